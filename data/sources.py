@@ -65,6 +65,8 @@ class Source:
     """Revision of a hub dataset, once it was opened."""
     files: tuple[str, ...] = ()
     """Paths or URLs of the files, in order."""
+    other_way: str = ""
+    """What to try where it cannot be read as it is, for the message."""
     ids_field: str | None = None
     """Field with the token ids of a document, where it is tokenized already and no text."""
 
@@ -112,7 +114,8 @@ class Source:
 
     def _unreadable(self, error: Exception) -> UserError:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-        return UserError(f"{self.label}: cannot be read ({reason}). Check that it exists, its format and the network.")
+        check = self.other_way or "Check that it exists, its format and the network."
+        return UserError(f"{self.label}: cannot be read ({reason}). {check}")
 
 
 def open_source(data: DataSection) -> Source:
@@ -284,6 +287,7 @@ def _hub_source(data: DataSection, label: str) -> Source:
             identity=f"{_files_identity(folder, files)}:{data.name}:{data.split}",
             total_bytes=None,
             text_field=data.text_field,
+            other_way="All files of a kind in a folder are read by data.source=jsonl or parquet.",
             open=lambda: (
                 _streams().saved(folder, data.split) if saved else _streams().folder(folder, data.name, data.split)
             ),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import inspect
+import logging
 import math
 import re
 import sys
@@ -168,8 +169,9 @@ def _loaded(
     """The saved model; a module that the files lack, such as the head of a new task, is drawn as a new model's."""
     # another number of labels makes another head, which transformers draws too, from each rank's own generator
     options = {**options, "dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    with _tying_by_value(gather):
+    with _tying_by_value(gather), _without_report():
         model, found = auto.from_pretrained(section.name_or_path, config=config, **options)
+    model.not_read = sorted(found["unexpected_keys"])
     lacking = {*found["missing_keys"], *(key[0] for key in found["mismatched_keys"])}
     heads = auto in (transformers.AutoModelForSequenceClassification, transformers.AutoModelForTokenClassification)
     base = f"{model.base_model_prefix}."
@@ -189,6 +191,32 @@ def _loaded(
         draw_weights(model, seed=seed, gather=gather, only=wanted.keys())
         model.drawn = sorted(wanted.values())
     return model
+
+
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """Inside, transformers' table of tensors that lack or are left over is not printed by every rank, unless it fails.
+
+    `drawn_notes` says the same once.
+    """
+    logger = logging.getLogger("transformers.modeling_utils")
+    held: list[logging.LogRecord] = []
+
+    def keep(record: logging.LogRecord) -> bool:
+        is_report = "LOAD REPORT" in record.getMessage()
+        held.extend([record] if is_report else [])
+        return not is_report
+
+    logger.addFilter(keep)
+    try:
+        yield
+    except BaseException:
+        logger.removeFilter(keep)
+        for record in held:
+            logger.handle(record)
+        raise
+    finally:
+        logger.removeFilter(keep)
 
 
 @contextmanager
@@ -215,11 +243,18 @@ def _tying_by_value(gather: Gather) -> Iterator[None]:
 
 
 def drawn_notes(model: PreTrainedModel) -> list[str]:
-    """What a loaded model's files lack, in words; nothing where they have all."""
-    lacking: list[str] = getattr(model, "drawn", [])
-    if not lacking:
-        return []
-    return [f"model.name_or_path has no {', '.join(lacking)}: drawn by run.seed"]
+    """What a loaded model's files lack, and what they have that it does not read, in words; nothing for equal ones."""
+    notes = []
+    if lacking := getattr(model, "drawn", []):
+        notes.append(f"model.name_or_path has no {', '.join(lacking)}: drawn by run.seed")
+    if unread := getattr(model, "not_read", []):
+        more = f" and {len(unread) - _NAMED} more" if len(unread) > _NAMED else ""
+        notes.append(f"model.name_or_path has tensors that are not read: {', '.join(unread[:_NAMED])}{more}")
+    return notes
+
+
+_NAMED = 5
+"""Tensors that a note names."""
 
 
 def _require_flex_attention_on_cpu() -> None:

@@ -49,7 +49,7 @@ STYLE: dict[Any, Any] = {
 
 
 def plot_run(events: Path, png: Path) -> Path:
-    """Draw the run recorded in `events` to `png` (1560 x 975 pixels, 455 more for every two kinds of metrics) and return `png`.
+    """Draw the run recorded in `events` to `png` (1560 x 975 pixels, 455 more for two kinds of metrics); returns it.
 
     Of a step attempted more than once the last attempt is drawn. Non-finite values are gaps, and every
     skipped step is a red line. Raises UserError when there is no step to draw.

@@ -15,7 +15,7 @@ from config.resolved import Resolved
 from config.schema import GuardSection
 from data.corpus import Corpus
 from data.loader import Batches
-from modeling.build import count_parameters
+from modeling.build import count_parameters, drawn_notes
 from precision.guard import Guard
 from tracking.record import Record
 from training.checkpoint.checkpoints import Checkpoints
@@ -57,7 +57,7 @@ def build(opened: Session) -> tuple[Parts, Progress]:
         said.append(f"data: no document was drawn for validation: {tail}")
         record.note(said[-1])
     if world.is_main:
-        print(printable("\n".join(said)), flush=True)
+        print(printable("\n".join([*said, *drawn_notes(engine.model)])), flush=True)
     for line in engine.notes:
         record.note(line)
     watched: dict[str, Any] = {"engine": engine, "batches": batches, "note": record.note}

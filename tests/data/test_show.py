@@ -92,6 +92,20 @@ def test_a_row_may_have_fields_that_json_lacks(base: Path, tmp_path: Path, capsy
     assert "1 rows of format prompt_completion" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("other", ["val.jsonl", "more.json"])
+def test_a_folder_that_is_no_dataset_says_how_its_files_are_read(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], other: str
+) -> None:
+    """`datasets` takes the one for another split, and the other's fields for those of all."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / other).write_text(FIRST if other == "val.jsonl" else '{"version": 1}')
+    if other != "val.jsonl":
+        (tmp_path / "mine" / "a.jsonl").write_text(FIRST)
+    assert shown(base, tmp_path, f"data.path={tmp_path}/mine") == 2
+    [error] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert error.endswith("All files of a kind in a folder are read by data.source=jsonl or parquet.")
+
+
 def test_rows_of_a_mixture_have_fewer_labels_than_tokens(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -14,7 +15,14 @@ from transformers import AutoModelForCausalLM
 from config.errors import UserError
 from config.schema import ModelSection
 from config.task import MASKED_LM
-from modeling.build import attention_of, build_model, count_parameters, model_config, unround_rotary_tables
+from modeling.build import (
+    attention_of,
+    build_model,
+    count_parameters,
+    drawn_notes,
+    model_config,
+    unround_rotary_tables,
+)
 from tests.support.small_models import small_model
 
 LLAMA = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -92,6 +100,23 @@ def test_files_that_are_not_whole_are_refused(tmp_path, family):
         with pytest.raises(UserError, match=rf"^model cannot be built \(model.name_or_path = {tmp_path}") as caught:
             build(ModelSection(name_or_path=str(tmp_path)))
         assert "\n" not in str(caught.value)
+
+
+def test_what_files_lack_and_what_is_not_read_of_them_is_a_note_and_no_table(tmp_path, caplog, monkeypatch):
+    for name in ("transformers", "transformers.modeling_utils"):
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)  # to caplog
+    build(ModelSection(architecture="llama", config={**LLAMA, "tie_word_embeddings": False})).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    head = tensors.pop("lm_head.weight")
+    more = {f"vision.{number}": head.clone() for number in range(7)}
+    save_file(tensors | more, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert drawn_notes(build(ModelSection(name_or_path=str(tmp_path)))) == [
+        "model.name_or_path has no lm_head.weight: drawn by run.seed",
+        "model.name_or_path has tensors that are not read: vision.0, vision.1, vision.2, vision.3, vision.4 and 2 more",
+    ]
+    assert "LOAD REPORT" not in caplog.text
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert "LOAD REPORT" in caplog.text, "elsewhere it is printed as ever"
 
 
 @pytest.mark.parametrize(

@@ -284,7 +284,7 @@ def _facts(
             "base": export_facts.without_path(base) if base else None,
             "frozen": sorted(saved.frozen),
         },
-        "training": export_facts.training_facts(source.run, source.checkpoint),
+        "training": {"task": config.task, **export_facts.training_facts(source.run, source.checkpoint)},
         "data": export_facts.data_facts(config, environment),
         "precision": export_facts.precision_facts(config, source.run),
         "parity": parity,

@@ -26,12 +26,14 @@ _EXPORTED_WITH = ("torch", "transformers", "safetensors")
 
 
 def training_facts(run: RunDir, checkpoint: Path) -> dict[str, Any]:
-    """Counters and losses up to the checkpoint. Losses in nats; None where nothing was recorded."""
+    """Counters, losses and the task's metrics up to the checkpoint. Losses in nats; None where nothing was recorded."""
     progress = read_state(checkpoint)["progress"]
     events = [event for event in _history(run) if event["step"] <= progress["step"]]
     losses = [event["loss"] for event in events if event["event"] == "step"]
     evals = [event for event in events if event["event"] == "eval"]
     start = next((event for event in reversed(events) if event["event"] == "run_start"), {})
+    last = evals[-1] if evals else {}
+    parts = {f"loss, {name}": loss for name, loss in last.get("by_source", {}).items()}
     return {
         "step": progress["step"],
         "applied": progress.get("applied"),
@@ -39,8 +41,9 @@ def training_facts(run: RunDir, checkpoint: Path) -> dict[str, Any]:
         "tokens": progress.get("tokens"),
         "first loss": losses[0] if losses else None,
         "last loss": losses[-1] if losses else None,
-        "validation loss": evals[-1]["loss"] if evals else None,
-        "validated after step": evals[-1]["step"] if evals else None,
+        "validation loss": last.get("loss"),
+        **{f"validation {name}": value for name, value in {**last.get("metrics", {}), **parts}.items()},
+        "validated after step": last.get("step"),
         "incidents": sum(event["event"] == "incident" for event in events),
         "processes": start.get("world_size"),
         "hypothesis": start.get("hypothesis") or None,

@@ -23,10 +23,12 @@ from precision.dtypes import DTYPES
 from tests.support import launches
 from tests.support.hub_server import TOKEN, USER, Hub, Repo, running
 from tests.training.export_hf import export_cases
+from tracking.run_dir import RunDir
 from training.checkpoint.partitions import SavedTensor, open_saved_model
 from training.export_hf import tensors as export_write
 from training.export_hf.command import main
 from training.export_hf.export import export, find_source
+from training.export_hf.facts import training_facts
 from training.export_hf.gap import token_gap
 from training.export_hf.rows import rows_of_run
 from training.export_hf.tensors import Tensors, TensorsDiffer, compare_with_second_copy, rounded, write_shards
@@ -127,6 +129,19 @@ def test_the_exported_folder_loads_and_computes_what_the_masters_do(job, tmp_pat
     assert shlex.split(command)[-2] == str(out)
 
 
+def test_the_facts_of_a_run_have_the_metrics_of_its_last_evaluation(job, tmp_path):
+    run = tmp_path / "small"
+    shutil.copytree(job / "runs/small", run)
+    lines = (run / "events.jsonl").read_text().splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith('{"event":"step","step":3,'))
+    found = {"loss": 1.5, "perplexity": None, "metrics": {"accuracy": 0.5}, "by_source": {"maths": 1.25}}
+    lines.insert(at + 1, json.dumps(json.loads(lines[at]) | {"event": "eval"} | found))
+    (run / "events.jsonl").write_text("\n".join(lines) + "\n")
+    facts = training_facts(RunDir(run), run / "checkpoints/step-3")
+    expected = {"validation loss": 1.5, "validation accuracy": 0.5, "validation loss, maths": 1.25}
+    assert facts | expected | {"validated after step": 3} == facts
+
+
 def test_the_model_card_records_the_run_and_its_hashes_hold(job, tmp_path):
     source = find_source(checkpoint_of(job, 3), run=None, tokenizer=None, parity=parity_report(tmp_path, job))
     facts = export(source, tmp_path / "out", dtype="bf16", shard_size="5GB", force=False, log=lambda line: None)
@@ -141,6 +156,7 @@ def test_the_model_card_records_the_run_and_its_hashes_hold(job, tmp_path):
         f"| mantissa | {VERSION} |",
         f"| exported with | mantissa {VERSION}, torch ",
         f"| last loss | {step['loss']:.6g} |",
+        "| task | pretrain |",
         "| ZeRO stage | 1 |",
         "| compute | bf16 |",
         "**no parity**",
