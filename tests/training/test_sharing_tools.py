@@ -110,7 +110,7 @@ TIMINGS = {
 def test_a_timing_of_ranks_that_share(timing, key, tmp_path):
     name, *options = timing.split()
     given = [*SMALL, *OF.get(key, []), f"data.cache_dir={tmp_path}/cache", f"run.dir={tmp_path}", "generate.tokens=0"]
-    given += ["tracking.wandb=disabled", "batch.global_size=8", "batch.micro_size=2", f"parallel.{key}=2"]
+    given += ["schedule.warmup_steps=2", "tracking.wandb=disabled", "batch.global_size=8", f"parallel.{key}=2"]
     said = finish(["python", "-m", f"training.benchmark.{name}", *DEMO, *options, *given], ranks=2)
     assert TIMINGS[timing] in said
 
