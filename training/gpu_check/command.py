@@ -59,7 +59,7 @@ def look_at_machine(folder: Path) -> dict[str, Any]:
 
     path, log = folder / "machine.json", folder / "work" / "machine.log"
     try:
-        code = launch(["-m", "training.gpu_check.machine", str(path)], processes=1, log=log, seconds=120)
+        code = launch(["-m", "training.gpu_check.machine", str(path)], processes=1, log=log, seconds=240)
     except subprocess.TimeoutExpired as error:
         raise UserError(f"a job does not start here within {error.timeout:.0f} s; see {log}") from error
     if code:
