@@ -1,13 +1,17 @@
-"""What telemetry, an observation of dtypes or a save in the background costs, beside steps without it on one engine.
+"""What telemetry, an observation of dtypes, a save in the background or the checks for silent corruption cost.
+
+Beside steps without it on one engine:
 
     deepspeed --num_gpus 2 --module training.benchmark.telemetry --config config/recipes/demo.yaml [--pairs 30]
-        [--of telemetry|observation|save] [--every 100] [--steps 8] [--json FILE] [key.sub=value ...]
+        [--of telemetry|observation|save|checks] [--every 100] [--steps 8] [--json FILE] [key.sub=value ...]
 
 Steps with and without it alternate, and which kind comes first changes from pair to pair. The cost is the median
 difference of a pair, as a share of the median step without; its interval is that of 2,000 bootstrap resamples of the
 pairs, 2.5 to 97.5%. Amortised is that share over `--every` steps; the shortest interval at which it is below 0.5% is
-printed too. `save` times blocks of `--steps` steps, in which a save is started before the first; its cost is that of
-the block, as a share of one step. Exit code 3: the amortised cost is surely above 0.5%.
+printed too. `save` and `checks` time blocks of `--steps` steps. A save is started before the first; its cost is that of
+the block, as a share of one step. The checks look at every step of a block, over which their cost is amortised, unless
+`--every` says otherwise; they are those of docs/corruption.md (guard.replica_checks=100, guard.update_checks=65536,
+guard.reexecute=suspicious) where nothing else is set. Exit code 3: the amortised cost is surely above 0.5%.
 """
 
 from __future__ import annotations
@@ -28,21 +32,28 @@ from config.schema import PrecisionSection, TelemetrySection
 from training.benchmark.command import FAILED
 from training.benchmark.overhead import SHARES, WARM_UP_STEPS, GuardedLoop, alternate, open_parts, write_json
 from training.checkpoint.outcome import Saved
+from training.corruption.checks import Checks
 from training.parts import Parts
 from training.session import session
 from training.telemetry import Telemetry
 
 ALLOWED = 0.005
 """Share of a step that telemetry may cost where it is on by default, amortised."""
-Kind = Literal["telemetry", "observation", "save"]
+Kind = Literal["telemetry", "observation", "save", "checks"]
 USUALLY_EVERY: dict[Kind, int] = {
     "telemetry": TelemetrySection().every_steps,
     "observation": PrecisionSection().verify_every_steps,
     "save": 1000,
+    "checks": 0,
 }
-"""[steps] Between two, unless --every says otherwise; a save has no default interval."""
-WARM_UP = {"telemetry": WARM_UP_STEPS, "observation": WARM_UP_STEPS, "save": 1}
+"""[steps] Between two, unless --every says otherwise; a save has no default interval, and checks are in every step of
+their block."""
+WARM_UP = {"telemetry": WARM_UP_STEPS, "observation": WARM_UP_STEPS, "save": 1, "checks": 1}
 """[blocks]"""
+IN_BLOCKS = ("save", "checks")
+"""Timed over several steps."""
+CHECKS = ("guard.replica_checks=100", "guard.update_checks=65536", "guard.reexecute=suspicious")
+"""Of docs/corruption.md."""
 
 
 def time_pairs(parts: Parts, *, pairs: int, of: Kind = "telemetry", steps: int = 1) -> np.ndarray:
@@ -51,6 +62,8 @@ def time_pairs(parts: Parts, *, pairs: int, of: Kind = "telemetry", steps: int =
 
     def seconds(chosen: Parts) -> float:
         loop.use(chosen)
+        if chosen.checks is not None:
+            chosen.checks.forget()  # steps without them have changed what they kept
         started = time.perf_counter()
         if of == "save" and chosen is with_it:
             chosen.checkpoints.start_save(chosen.engine, chosen.state_dict(loop.progress))
@@ -73,6 +86,8 @@ def time_pairs(parts: Parts, *, pairs: int, of: Kind = "telemetry", steps: int =
 def _both(parts: Parts, of: Kind) -> tuple[Parts, Parts]:
     """The run's parts without it and with it, nothing else measured."""
     without = dataclasses.replace(_observing(parts, 0), telemetry=None)
+    if of == "checks":
+        return without, dataclasses.replace(without, checks=Checks(parts.engine, parts.resolved))
     if of == "telemetry":
         probe = parts.resolved.config.telemetry.probe
         return without, dataclasses.replace(without, telemetry=Telemetry(parts.engine, probe=probe))
@@ -103,7 +118,7 @@ def report(seconds: np.ndarray, *, every: int, of: Kind = "telemetry", steps: in
     shortest = max(1, int(np.ceil(found / ALLOWED)))
     print(f"\n{len(seconds)} pairs of {'steps' if steps == 1 else f'blocks of {steps} steps'} without and with {of}")
     print(f"{'step':<11}{without:9.2f} ms without (median)")
-    print(f"{of:<11}{more:9.2f} ms more {'on a measured step' if of != 'save' else 'in a block'}")
+    print(f"{of:<11}{more:9.2f} ms more {'in a block' if of in IN_BLOCKS else 'on a measured step'}")
     print(f"{'cost':<11}{found:9.2%} of a step [{low:.2%} to {high:.2%}]")
     print(f"{'amortised':<11}{found / every:9.3%} at one step in {every} [{low / every:.3%} to {high / every:.3%}]")
     print(f"below {ALLOWED:.1%} from one step in {shortest} on")
@@ -122,18 +137,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Arguments("training.benchmark.telemetry", __doc__)
     parser.add_argument("--of", choices=list(USUALLY_EVERY), default="telemetry", help="what is timed (telemetry)")
     parser.add_argument("--pairs", type=positive_int, default=30, help="pairs of steps, or of blocks")
-    parser.add_argument("--every", type=positive_int, help=f"steps between two ({USUALLY_EVERY})")
-    parser.add_argument("--steps", type=positive_int, default=8, help="steps of a block, for save (8)")
+    usually = ", ".join(f"{kind} {every}" for kind, every in USUALLY_EVERY.items() if every)
+    parser.add_argument("--every", type=positive_int, help=f"steps between two ({usually}, checks --steps)")
+    parser.add_argument("--steps", type=positive_int, default=8, help="steps of a block, for save and checks (8)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there, too")
     options, rest = parser.parse_known_args(arguments)
-    steps = options.steps if options.of == "save" else 1
+    steps = options.steps if options.of in IN_BLOCKS else 1
+    rest = [*(CHECKS if options.of == "checks" else ()), *rest]
     total = 2 * steps * (WARM_UP[options.of] + options.pairs)
     resolved = read_command_line([*rest, f"run.steps={total}", "telemetry.every_steps=1"])
     with session(resolved, shares=SHARES) as opened, open_parts(opened) as parts:
         seconds = time_pairs(parts, pairs=options.pairs, of=options.of, steps=steps)
     if resolved.rank != 0:
         return 0
-    every = options.every or USUALLY_EVERY[options.of]
+    every = options.every or USUALLY_EVERY[options.of] or steps
     return report(seconds, every=every, of=options.of, steps=steps, file=options.json)
 
 

@@ -53,13 +53,24 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def settle_environment() -> list[str]:
+    """Set what all jobs inherit; lines to print.
+
+    FP32 is without TF32. No item needs the Hugging Face hub, and where there is no network every question to it would
+    wait for its answer.
+    """
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    switched = [name for name in TF32_SWITCHES if os.environ.pop(name, None) is not None]
+    return [f"{name} is not passed on: FP32 is measured without TF32" for name in switched]
+
+
 def look_at_machine(folder: Path) -> dict[str, Any]:
     """Device, driver and versions, by a process of its own. Raises UserError: what training imports is not there."""
     from training.jobs import error_line_of, launch
 
     path, log = folder / "machine.json", folder / "work" / "machine.log"
     try:
-        code = launch(["-m", "training.gpu_check.machine", str(path)], processes=1, log=log, seconds=120)
+        code = launch(["-m", "training.gpu_check.machine", str(path)], processes=1, log=log, seconds=240)
     except subprocess.TimeoutExpired as error:
         raise UserError(f"a job does not start here within {error.timeout:.0f} s; see {log}") from error
     if code:
@@ -73,9 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started, options = time.monotonic(), read_options(arguments)
     out = options.out.expanduser().resolve()
     out.mkdir(parents=True, exist_ok=True)
-    for name in TF32_SWITCHES:
-        if os.environ.pop(name, None) is not None:
-            print(f"{name} is not passed on: FP32 is measured without TF32", flush=True)
+    for line in settle_environment():
+        print(line, flush=True)
     for line in provide(options.wheels, out / ".packages"):
         print(line, flush=True)
     # What these import may have been installed just now.

@@ -248,6 +248,12 @@ COST = (
         180,
         lambda bench: measure.extra(bench, "save", *PLAIN, pairs=3),
     ),
+    Item(
+        "checks",
+        "steps with the checks for silent data corruption",
+        90,
+        lambda bench: measure.extra(bench, "checks", *PLAIN, pairs=5),
+    ),
     Item("by-stage", "a guarded step, stage by stage", 60, lambda bench: measure.by_stage(bench, *PLAIN)),
 )
 
@@ -257,5 +263,5 @@ PARTS = {
     3: Part("speed", SPEED),
     4: Part("precision", PRECISION),
     5: Part("memory", MEMORY),
-    6: Part("cost of trust", COST, "checks for silent data corruption (docs/corruption.md)"),
+    6: Part("cost of trust", COST),
 }

@@ -19,7 +19,6 @@ import torch
 import training.finish  # noqa: F401 - the loop, and with it everything
 from modeling.kernels import unavailable_reason
 from tracking.environment import environment
-from training.benchmark.peers import titan_terms
 
 PACKAGES = ("triton", "liger-kernel", "flash-attn", "torchtitan", "peft")
 """Beside those of every run's environment.json."""
@@ -51,11 +50,12 @@ def lacks(device: torch.device) -> dict[str, str]:
     """What this machine does not have and some items need: the reason by need."""
     on_cpu = device.type == "cpu"
     flash = "flash-attn is not installed" if find_spec("flash_attn") is None else None
+    titan = "torchtitan is not installed; make titan does it" if find_spec("torchtitan") is None else None
     reasons = {
         "liger": unavailable_reason(device),
         "flash": "FlashAttention 2 needs a GPU" if on_cpu else flash,
         "flex": "FlexAttention has no backward pass on a CPU" if on_cpu else None,
-        "torchtitan": titan_terms.unavailable_reason(),
+        "torchtitan": titan,
     }
     return {need: reason for need, reason in reasons.items() if reason is not None}
 

@@ -317,7 +317,7 @@ def extra(bench: Bench, of: str, *overrides: str, pairs: int = 20) -> Figures:
     """Steps with one of the optional works and steps without, in turn."""
     options = ["--of", of, "--pairs", str(bench.either(pairs, 2)), "--steps", str(bench.either(16, 2))]
     found = _paired(bench, "training.benchmark.telemetry", *options, codes=(0, 3), overrides=overrides)
-    share, low, high = found["cost"]
+    share, low, high = found["cost"]  # of a block, as a share of one step
     return {
         "with over without": found["ratio"],
         "steps in a block": found["steps"],

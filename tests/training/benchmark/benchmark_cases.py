@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from tests.support.small_run import batch_of, engine_of, resolve
 from tracking.jsonl import read_events
 from training.benchmark.overhead import llama_parts, resolve_llama
 from training.benchmark.split import COLLECTIVES, Stages, time_deepspeed
-from training.benchmark.telemetry import Kind, time_pairs
+from training.benchmark.telemetry import CHECKS, IN_BLOCKS, Kind, time_pairs
 from training.distributed import World
 
 
@@ -68,15 +69,17 @@ def optional_work(world: World, *, pairs: int) -> dict[str, dict[str, Any]]:
     """By what is timed: the seconds' shape, how often it and the others were done, and the newest checkpoint."""
     found: dict[str, dict[str, Any]] = {}
     arguments = ["--config", str(REPOSITORY / "config/recipes/demo.yaml"), "precision.compute=fp32"]
-    resolved = resolve_llama([*arguments, "telemetry.every_steps=1"], 1e5)
+    resolved = resolve_llama([*arguments, "telemetry.every_steps=1", *CHECKS], 1e5)
+    moving = dataclasses.replace(resolved.config.optimizer, learning_rate=1e-3)  # so far that a stale copy is seen
+    resolved = dataclasses.replace(resolved, config=dataclasses.replace(resolved.config, optimizer=moving))
     with llama_parts(resolved, world) as parts:
         path, before = parts.checkpoints.folder.parent / "events.jsonl", Counter[str]()
-        for of in get_args(Kind):
-            seconds = time_pairs(parts, pairs=pairs, of=of, steps=2 if of == "save" else 1)
+        for of in sorted(get_args(Kind)):  # checks come first: they know how many updates the engine has made
+            seconds = time_pairs(parts, pairs=pairs, of=of, steps=2 if of in IN_BLOCKS else 1)
             made = Counter(event["event"] for event in read_events(path))
             found[of] = {
                 "seconds": seconds.shape,
-                **{kind: made[kind] - before[kind] for kind in ("step", "telemetry", "precision")},
+                **{kind: made[kind] - before[kind] for kind in ("step", "telemetry", "precision", "corruption")},
                 "saved": [folder.name for folder in parts.checkpoints.folder.glob("step-*")],
             }
             before = made

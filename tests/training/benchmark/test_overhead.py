@@ -77,11 +77,12 @@ def test_what_the_plain_loop_does_not_have_is_refused(override, said) -> None:
 def test_what_is_timed_is_done_in_every_second_block_and_nothing_else_is(solo) -> None:
     """Five warm-ups of a step each way, one of a block of two steps; the first step of a run is always observed."""
     [found] = solo.run(benchmark_cases.optional_work, pairs=2)
-    same = {"seconds": (2, 2), "step": 14, "saved": []}
+    same = {"seconds": (2, 2), "step": 14, "corruption": 0, "saved": []}
     assert found == {
-        "telemetry": same | {"telemetry": 7, "precision": 1},
+        "telemetry": same | {"telemetry": 7, "precision": 1, "saved": ["step-8"]},
         "observation": same | {"telemetry": 0, "precision": 7},
         "save": same | {"step": 12, "telemetry": 0, "precision": 1, "saved": ["step-8"]},
+        "checks": same | {"step": 12, "telemetry": 0, "precision": 1},
     }
 
 

@@ -24,7 +24,7 @@ LACKS = {
     "nan-liger": "liger-kernel is not installed",
     "attention-flash": "FlashAttention 2 needs a GPU",
     "attention-flex": "FlexAttention has no backward pass on a CPU",
-    "titan-2048": "cannot be imported; make titan installs torchtitan",
+    "titan-2048": "torchtitan is not installed",
 }
 """Items that are skipped on a CPU where neither Liger nor torchtitan is installed, and why."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from training.gpu_check.bench import Bench, ItemFailed
+from training.gpu_check.command import TF32_SWITCHES, settle_environment
 from training.gpu_check.items import PARTS, Item, Part
 from training.gpu_check.page import page
 from training.gpu_check.run import MOST_BYTES, Check, measure, run_part
@@ -196,6 +198,16 @@ def test_what_was_measured_before_a_failure_or_the_end_of_the_time_is_kept(tmp_p
     assert [each["figures"] for each in found] == [{"mantissa": {"tokens/s": 5.0}}, {"mantissa": {"tokens/s": 6.0}}, {}]
     table = page(check, 7, part, {})
     assert "tokens/s 5" in table and "the trainer has no memory" in table
+
+
+def test_jobs_neither_use_tf32_nor_ask_the_hub(monkeypatch) -> None:
+    for name in TF32_SWITCHES:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    assert [line.split()[0] for line in settle_environment()] == list(TF32_SWITCHES)
+    assert os.environ["HF_HUB_OFFLINE"] == "1" and not set(TF32_SWITCHES) & set(os.environ)
+    assert settle_environment() == []
 
 
 def test_items_are_named_once_and_compared_with_one_of_their_part() -> None:
