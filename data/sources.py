@@ -64,6 +64,8 @@ class Source:
     """Revision of a hub dataset, once it was opened."""
     files: tuple[str, ...] = ()
     """Paths or URLs of the files, in order."""
+    damage: Callable[[], str | None] = field(default=lambda: None)
+    """What is wrong with the files, in words, once something is; None where that is not known."""
     ids_field: str | None = None
     """Field with the token ids of a document, where it is tokenized already and no text."""
 
@@ -106,11 +108,11 @@ class Source:
         except UserError:
             raise
         except errors as error:
-            raise self._unreadable(error) from error
+            raise UserError(self.damage() or self._unreadable(error)) from error
 
-    def _unreadable(self, error: Exception) -> UserError:
+    def _unreadable(self, error: Exception) -> str:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-        return UserError(f"{self.label}: cannot be read ({reason}). Check that it exists, its format and the network.")
+        return f"{self.label}: cannot be read ({reason}). Check that it exists, its format and the network."
 
 
 def open_source(data: DataSection) -> Source:
@@ -141,6 +143,7 @@ def _row_source(data: DataSection, path: str, label: str) -> Source:
         total_bytes=files.total_bytes,
         text_field=data.text_field,
         open=lambda: _streams().files(builder, list(files.names)),
+        damage=lambda: _streams().damage(builder, list(files.names)),
         files=files.names,
     )
 
