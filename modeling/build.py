@@ -265,10 +265,15 @@ def attention_of(model: PreTrainedModel) -> str:
     return str(model.config._attn_implementation)
 
 
-def count_parameters(model: torch.nn.Module) -> int:
-    """Number of parameters, shared ones once, whole ones also under ZeRO-3 and where ranks share them."""
+def count_parameters(model: torch.nn.Module, *, trained: bool = False) -> int:
+    """Number of parameters, shared ones once, whole ones also under ZeRO-3 and where ranks share them.
+
+    trained: those alone that are trained.
+    """
     found, coded = 0, quantised_parameters(model)
     for parameter in model.parameters():
+        if trained and not parameter.requires_grad:
+            continue
         if id(parameter) in coded:
             found += coded[id(parameter)].whole_shape.numel()
             continue

@@ -172,6 +172,7 @@ def _record_start(parts: Parts, progress: Progress, found: Path | None) -> None:
         world_size=resolved.world_size,
         config_sha256=hashlib.sha256(json.dumps(to_dict(config), sort_keys=True).encode()).hexdigest(),
         parameters=count_parameters(engine.model),
+        trained_parameters=count_parameters(engine.model, trained=True),
         compute=resolved.compute,
         zero_stage=resolved.zero_stage,
         resumed_from=str(found) if found else None,
