@@ -67,6 +67,8 @@ class Source:
     """Paths or URLs of the files, in order."""
     other_way: str = ""
     """What to try where it cannot be read as it is, for the message."""
+    damage: Callable[[], str | None] = field(default=lambda: None)
+    """What is wrong with the files, in words, once something is; None where that is not known."""
     ids_field: str | None = None
     """Field with the token ids of a document, where it is tokenized already and no text."""
 
@@ -110,12 +112,12 @@ class Source:
         except UserError:
             raise
         except errors as error:
-            raise self._unreadable(error) from error
+            raise UserError(self.damage() or self._unreadable(error)) from error
 
-    def _unreadable(self, error: Exception) -> UserError:
+    def _unreadable(self, error: Exception) -> str:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
         check = self.other_way or "Check that it exists, its format and the network."
-        return UserError(f"{self.label}: cannot be read ({reason}). {check}")
+        return f"{self.label}: cannot be read ({reason}). {check}"
 
 
 def open_source(data: DataSection) -> Source:
@@ -146,6 +148,7 @@ def _row_source(data: DataSection, path: str, label: str) -> Source:
         total_bytes=files.total_bytes,
         text_field=data.text_field,
         open=lambda: _streams().files(builder, list(files.names)),
+        damage=lambda: _streams().damage(builder, list(files.names)),
         files=files.names,
     )
 

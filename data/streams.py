@@ -6,6 +6,8 @@ when a document is asked for.
 
 from __future__ import annotations
 
+import logging
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,12 @@ from typing import Any
 import datasets
 import httpx
 import pyarrow
+import pyarrow.parquet
 
+from config.errors import UserError, one_line
 from config.files import temporary_folder, why_not_writable
 from config.task import is_url
-from data.files import compression_of, decompressed, pieces
+from data.files import compression_of, decompressed, opened, pieces
 from data.json_rows import json_rows
 from data.row_formats import BadRow
 
@@ -28,7 +32,13 @@ if why_not_writable(Path(datasets.config.HF_DATASETS_CACHE)):
 iterable_dataset: Any = datasets.iterable_dataset
 iterable_dataset._maybe_share_with_torch_persistent_workers = lambda value: value
 
-READ_ERRORS = (datasets.exceptions.DatasetsError, pyarrow.ArrowException, httpx.HTTPError, ValueError, OSError)
+for _builder in ("json", "parquet"):  # which log what they raise as well; `data.sources` says it in one line
+    logging.getLogger(f"datasets.packaged_modules.{_builder}.{_builder}").setLevel(logging.CRITICAL)
+
+READ_ERRORS = (
+    *(datasets.exceptions.DatasetsError, pyarrow.ArrowException, httpx.HTTPError, ValueError, OSError),
+    *(EOFError, zlib.error),  # of .gz, which `datasets` unpacks by Python's gzip
+)
 """What opening and reading a stream raises when its files, its format or the network are at fault."""
 
 
@@ -45,7 +55,36 @@ def files(builder: str, paths: list[str]) -> Iterable[dict[str, Any]]:
     if builder == "json" and any(is_url(path) or compression_of(path) not in (None, "gzip") for path in paths):
         # `datasets` 5.2 reads compressed files of web servers only, and .zst with a package that it does not install
         return _json_files(paths)
-    return datasets.load_dataset(builder, data_files=paths, split="train", streaming=True)
+    try:
+        return datasets.load_dataset(builder, data_files=paths, split="train", streaming=True)
+    except StopIteration:  # how `datasets` 5.2 says that no file has anything in it
+        return []
+
+
+def damage(builder: str, paths: list[str]) -> str | None:
+    """In words, the first file of `files` that cannot be read, or its line; None where all can, or are behind a URL.
+
+    Reads the files: for when it is known already that something is wrong, but not in which of them.
+    """
+    for path in () if any(map(is_url, paths)) else paths:
+        try:
+            if builder == "parquet":
+                with pyarrow.parquet.ParquetFile(opened(path, seekable=True)) as file:
+                    for _ in file.iter_batches():
+                        pass
+                continue
+            for where, row in json_rows(path):
+                if isinstance(row, BadRow):
+                    return f"{where}: {row}; correct the row"
+        except UserError as error:
+            return str(error)
+        except (OSError, ValueError, pyarrow.ArrowException) as error:
+            return str(_unreadable(path, error))
+    return None
+
+
+def _unreadable(path: str, error: Exception) -> UserError:
+    return UserError(f"{path}: cannot be read ({one_line(error)}). Check that it is whole, and its format.")
 
 
 def folder(path: Path, name: str | None, split: str) -> datasets.IterableDataset:
@@ -71,12 +110,17 @@ def hub(repository: str, name: str | None, split: str, revision: str | None) -> 
 
 def _read_texts(paths: list[str], separator: str | None) -> Iterator[dict[str, Any]]:
     for path in paths:
-        with decompressed(path) as file:
-            for raw in [file.read()] if separator is None else pieces(file, separator.encode()):
-                try:
-                    yield {"text": raw.decode("utf-8")}
-                except UnicodeDecodeError:
-                    yield {"text": None}
+        try:
+            with decompressed(path) as file:
+                for raw in [file.read()] if separator is None else pieces(file, separator.encode()):
+                    try:
+                        yield {"text": raw.decode("utf-8")}
+                    except UnicodeDecodeError:
+                        yield {"text": None}
+        except (OSError, pyarrow.ArrowException) as error:
+            if is_url(path):
+                raise
+            raise _unreadable(path, error) from error
 
 
 def _json_files(paths: list[str]) -> Iterator[dict[str, Any]]:

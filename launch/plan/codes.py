@@ -30,20 +30,30 @@ class Codes:
     """[parameters] Of the largest layer, whose weights are rebuilt while it computes."""
 
 
-def codes_of(model: Any, section: AdapterSection) -> Codes | None:
-    """Of the linear layers of a model without its adapter, but for the output and what is trained whole.
+def coded_layers(model: Any, section: AdapterSection) -> list[Any]:
+    """The layers of a model without its adapter that hold codes: linear, but for the output and what is trained whole.
 
-    None where the base is in floats.
+    None of a base in floats.
     """
-    if section.base == "compute":
-        return None
     head = model.get_output_embeddings()
-    shapes = [
-        tuple(module.weight.shape)
+    return [
+        module
         for name, module in model.named_modules()
-        if type(module).__name__ in ("Linear", "Conv1D")
+        if section.base != "compute"
+        and type(module).__name__ in ("Linear", "Conv1D")
         and module is not head
         and not any(name.endswith(one) for one in section.modules_to_save)
+    ]
+
+
+def codes_of(model: Any, section: AdapterSection) -> Codes | None:
+    """Of `coded_layers`; None where the base is in floats."""
+    if section.base == "compute":
+        return None
+    shapes = [
+        # GPT-2's layers hold (inputs, outputs), which is turned before it is quantised
+        tuple(layer.weight.shape[:: -1 if type(layer).__name__ == "Conv1D" else 1])
+        for layer in coded_layers(model, section)
     ]
     sizes = [math.prod(shape) for shape in shapes]
     blocks = sum(math.ceil(size / _BLOCK) for size in sizes)

@@ -11,12 +11,13 @@ from config.cli import REPOSITORY
 from config.deepspeed.document import offload, zero_stage
 from config.optimizers import OPTIMIZERS, OptimizerSpec
 from config.resolved import Resolved
-from config.schema import DistillSection, ModelSection
+from config.schema import Config, DistillSection, ModelSection
 
 ZERO_DEFAULTS = {
     "reduce_bucket_size": 5e8,
     "stage3_max_live_parameters": 1e9,
     "stage3_prefetch_bucket_size": 5e7,
+    "stage3_param_persistence_threshold": 1e5,
     "sub_group_size": 1e9,
 }
 """[elements] DeepSpeed's own defaults, for keys that its JSON leaves out."""
@@ -61,6 +62,8 @@ class Layout:
     task: str
     reference_pass: bool
     """Each micro-batch also runs through the model without its adapter."""
+    passes_before: bool
+    """Something runs through the model before the first step, without a backward pass."""
     distill: DistillSection
     """What a student is held to."""
     model: ModelSection
@@ -156,6 +159,7 @@ def layout_of(resolved: Resolved, *, world: int, on_cpu: bool) -> Layout:
         masked=config.keeps_documents_apart,
         task=config.task,
         reference_pass=config.task == "dpo" and config.preference.reference == "adapter_off",
+        passes_before=_passes_before(config),
         distill=config.distill,
         model=config.model,
         optimizer=OPTIMIZERS[config.optimizer.name],
@@ -168,6 +172,19 @@ def layout_of(resolved: Resolved, *, world: int, on_cpu: bool) -> Layout:
         background_save=config.checkpoint.background == "always"
         or (config.checkpoint.background == "auto" and kept_on_host == "none"),
         saves_between=config.checkpoint.every_steps > 0,
+    )
+
+
+def _passes_before(config: Config) -> bool:
+    """Whether a forward pass alone comes first: a reference's, an evaluation, the tests of rows and of slices, the
+    measurement for an activation budget, or one to compile."""
+    return bool(
+        config.precomputes_reference
+        or config.evaluate.at_start
+        or config.keeps_documents_apart
+        or config.parallel.sequence > 1
+        or config.model.activation_memory_gib is not None
+        or config.model.compile
     )
 
 

@@ -11,13 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from config.optimizers import SPLIT_BYTES
-from launch.plan.layout import BUFFERED_ALLREDUCE, ZERO_DEFAULTS, Layout
+from launch.plan.gathered import gathered
+from launch.plan.layout import BUFFERED_ALLREDUCE, Layout
 from launch.plan.loss import loss_bytes, teacher_bytes
 from launch.plan.model import Shape
 from launch.plan.recompute import attention_bytes, kept_bytes, outside_bytes
 from launch.plan.step import step_bytes
-
-_GATHER_SIZES = ("stage3_max_live_parameters", "stage3_prefetch_bucket_size")
 
 
 @dataclass(frozen=True)
@@ -121,15 +120,14 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
     device, host = model_states(shape, layout)
     trained = shape.trained_parameters
     kept, recomputed, loss = activations(shape, layout)
-    live, first = _gathered(shape, layout)
-    # A bucket stays until the last parameter of it is used. Where all may stay gathered, none arrives on the way back.
-    arriving = first if live < layout.width * shape.parameters else 0.0
+    whole_now = gathered(shape, layout)
     buffer, copy = _buckets(shape, layout)
     second = _second_copy(shape, layout)
     if "param" in layout.offload.split("+"):
         host, second = host | ({"second copy": second} if second else {}), 0.0
-    states = {**device, "teacher": teacher_bytes(shape, layout), "gathered parameters": live, "process": process}
-    states["second copy"] = second * (1 - live / (layout.width * shape.parameters))
+    states = {**device, "teacher": teacher_bytes(shape, layout), "process": process}
+    states["gathered parameters"] = whole_now.loss
+    states["second copy"] = second * max(0.0, 1 - whole_now.loss / (layout.width * shape.parameters))
     begun = layout.accumulation > 1 or layout.stage == 3 or layout.bf16_optimizer
     at_first = {**states, "gradients": states.get("gradients", 0.0) if begun else 0.0}
     forward = layout.block_tokens * layout.width * (2 * shape.intermediate + 2 * shape.hidden)
@@ -144,8 +142,10 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
     step = step_bytes(shape, layout)
     if "optimizer" in layout.offload:
         host, step = {**host, "step": step}, 0.0
-    on_the_way = {"activations": kept + forward, "buckets": buffer, "gathered parameters": live + first}
+    on_the_way = {"activations": kept + forward, "buckets": buffer, "gathered parameters": whole_now.forward}
+    begins = {"activations": forward, "buckets": buffer, "gathered parameters": whole_now.first}
     moments = {
+        **({"the first layers": at_first | begins} if layout.stage == 3 else {}),
         **({"the forward pass": at_first | on_the_way} if layout.stage == 3 else {}),
         "the loss": at_first | {"activations": kept, "logits": loss, "buckets": buffer if layout.stage == 3 else 0.0},
         "the backward pass": at_first
@@ -153,18 +153,20 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
             "activations": kept + working,
             "buckets": before,
             "gradients in flight": in_flight,
-            "gathered parameters": live + arriving,
+            "gathered parameters": whole_now.backward,
         }
         | rebuilt,
         "the reduction of gradients": states
         | {
             "activations": left * kept + working,
             "buckets": buffer + copy,
-            "gathered parameters": live + left * arriving,
+            "gathered parameters": whole_now.staying + left * (whole_now.backward - whole_now.staying),
         }
         | whole,
         **({"the start": _start(whole_shape, layout, device, process)} if _starts_whole(shape, layout) else {}),
-        "the optimizer step": states | {"gathered parameters": 0.0, "second copy": second, "step": step} | whole,
+        "the optimizer step": states
+        | {"gathered parameters": whole_now.step, "second copy": second, "step": step}
+        | whole,
     }
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     items = {name: size for name, size in moments[moment].items() if size}
@@ -196,17 +198,6 @@ def checkpoint_bytes(shape: Shape, layout: Layout) -> float:
     masters = 4 * shape.trained_parameters if layout.stage else 0
     # of shared experts the file of weights has those of rank 0
     return masters + _state_bytes(shape, layout) + layout.width * shape.own.trained_parameters
-
-
-def _gathered(shape: Shape, layout: Layout) -> tuple[float, float]:
-    """(gathered, arriving) bytes of whole parameters at stage 3: those in use, and the next bucket in one piece."""
-    if layout.stage < 3:
-        return 0.0, 0.0
-    sizes = (float(layout.zero.get(key, ZERO_DEFAULTS[key])) for key in _GATHER_SIZES)
-    scales = shape.codes.scales if shape.codes is not None else 0.0  # are not divided
-    each = (shape.weight_bytes(layout.width) - scales) / shape.parameters
-    live, arriving = (each * min(shape.parameters, size) for size in sizes)
-    return live, arriving
 
 
 def _starts_whole(shape: Shape, layout: Layout) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from config.optimizers import OPTIMIZERS, has_matrices, is_decayed, unmatched_gr
 from config.schema import AdapterSection, Config, OptimizerSection
 from config.task import CAUSAL_LM, ENCODER_TASKS, model_class_of
 from launch.plan.build import adapted, hugging_face_config, new_model, saved_config
-from launch.plan.codes import Codes, codes_of
+from launch.plan.codes import Codes, coded_layers, codes_of
 from launch.plan.counted import Counted, count_activations
 
 if TYPE_CHECKING:
@@ -32,6 +33,16 @@ class Group:
     sides: tuple[int, int] = (1, 1)
     """[elements] (shorter, longer) of its largest matrix, of which fused experts have one each; (1, 1) where the
     optimizer has no rule for matrices."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One parameter as a rank stores it."""
+
+    elements: int
+    """[elements] Fewer than its weights where two are in a byte."""
+    width: int | None = None
+    """[bytes] Of an element; None: of one that is a float."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +77,8 @@ class Shape:
     """[parameters] Of these trained, so that the backward pass has a matmul more for them."""
     groups: tuple[Group, ...]
     """That the optimizer keeps apart."""
+    modules: tuple[tuple[Stored, ...], ...]
+    """The parameters of each module that has some of its own, shared ones once."""
     layers: int
     hidden: int
     intermediate: int
@@ -303,6 +316,7 @@ def _measured(
     gated = bool(names & {"gate_proj", "gate_up_proj"})
     dropout = any(type(module).__name__ == "Dropout" and module.p > 0 for module in block.modules())
     looked_up, codes = _embeddings(model), codes_of(model, adapter)
+    coded = {id(layer.weight) for layer in coded_layers(model, adapter)}
     if adapter.kind != "none":
         adapted(model, adapter, model_class=model_class)
     parameters = {name: (item, item.numel()) for name, item in model.named_parameters()}
@@ -324,6 +338,7 @@ def _measured(
         matmul_parameters=sum(size for _, size in matmuls),
         trained_matmul=sum(size for item, size in matmuls if item.requires_grad),
         groups=tuple(_groups(model, optimizer)),
+        modules=tuple(_modules(model, coded, halved=adapter.base == "nf4")),
         layers=len(blocks),
         hidden=hidden,
         intermediate=next((size for name in _INTERMEDIATE if (size := getattr(text, name, None))), 4 * hidden),
@@ -343,6 +358,21 @@ def _measured(
         attention=str(model.config._attn_implementation),
         codes=codes,
     )
+
+
+def _modules(model: Any, coded: set[int], *, halved: bool) -> Iterator[tuple[Stored, ...]]:
+    """The parameters of each module. coded: ids of those that hold codes, of bytes. halved: two are in one."""
+    seen: set[int] = set()
+    for module in model.modules():
+        own = [item for item in module.parameters(recurse=False) if id(item) not in seen]
+        seen |= {id(item) for item in own}
+        if own:
+            yield tuple(
+                Stored(-(-item.numel() // 2) if halved else item.numel(), 1)
+                if id(item) in coded
+                else Stored(item.numel())
+                for item in own
+            )
 
 
 def _embeddings(model: Any) -> set[int]:

@@ -91,6 +91,51 @@ def test_what_is_compressed_reads_as_what_is_not(tmp_path: Path, suffix: str) ->
         assert "\n" not in str(caught.value)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """200 rows in each form, by the end of the file's name."""
+    rows = [{"text": f"text number {number} " * 20} for number in range(200)]
+    file = tmp_path_factory.mktemp("whole") / "a.parquet"
+    pq.write_table(pa.table({"text": [row["text"] for row in rows]}), file)
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    packed = {"jsonl.gz": gzip.compress(lines), "jsonl.zst": pa.compress(lines, codec="zstd", asbytes=True)}
+    texts = {"txt.gz": packed["jsonl.gz"], "txt.zst": packed["jsonl.zst"]}
+    return {"parquet": file.read_bytes(), "jsonl": lines, **packed, **texts}
+
+
+DAMAGES: dict[str, Any] = {
+    "cut": lambda whole: whole[: len(whole) // 2],
+    "something else": lambda whole: b"no such format, \x00" * 40,
+    "overwritten": lambda whole: whole[:400] + b"\xff" * 300 + whole[700:],
+    "wrong checksum": lambda whole: whole[:-8] + bytes(8),
+}
+DAMAGED = [
+    *((kind, how) for kind in ("parquet", "jsonl.gz", "jsonl.zst", "txt.gz", "txt.zst") for how in list(DAMAGES)[:3]),
+    *((kind, "wrong checksum") for kind in ("parquet", "jsonl.gz", "txt.gz")),
+    *(("jsonl", how) for how in list(DAMAGES)[:3]),
+]
+
+
+@pytest.mark.parametrize(("kind", "how"), DAMAGED)
+def test_a_damaged_file_is_named_in_one_line(tmp_path: Path, capfd, whole, kind: str, how: str) -> None:
+    """Among whole ones, without a line of the library that reads it. Of JSONL its line as well."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name, content in (("a", whole[kind]), ("b", DAMAGES[how](whole[kind])), ("c", whole[kind])):
+        (folder / f"{name}.{kind}").write_bytes(content)
+    chosen = {"txt": "text"}.get(kind.partition(".")[0], kind.partition(".")[0])
+    with pytest.raises(UserError, match=rf"^{folder}/b.{kind}(: cannot be read \(|:\d+: is not JSON \()") as caught:
+        read(section(chosen, folder / "*"))
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("content", [b"", gzip.compress(b"")])
+def test_a_file_without_rows_has_no_documents(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(content)
+    assert read(section("jsonl", tmp_path / "a.jsonl.gz")) == ([], {})
+
+
 def test_parquet(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": TEXTS[:2], "id": [1, 2]}), tmp_path / "a.parquet")
     pq.write_table(pa.table({"text": TEXTS[2:], "id": [3, 4]}), tmp_path / "b.parquet")
@@ -166,7 +211,7 @@ def test_a_file_that_is_not_what_it_says_is_told_in_one_line(tmp_path: Path) -> 
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"text": "not clo\n')
     (tmp_path / "a.parquet").write_text("no parquet")
     for source in ("jsonl", "parquet"):
-        with pytest.raises(UserError, match=r"data.path=.*cannot be read") as caught:
+        with pytest.raises(UserError, match=rf"^{tmp_path}/a.{source}:.* (cannot be read|is not JSON)") as caught:
             read(section(source, tmp_path))
         assert "\n" not in str(caught.value)
 

@@ -57,6 +57,10 @@ def utilisation(context: MeasureContext) -> Finding:
         "model FLOPs utilisation (PaLM, appendix B): tokens/s of one device x (6 x parameters + 12 x layers x hidden "
         "size x sequence length), over the device's dense 16-bit peak; recomputed activations do not count"
     )
+    parameters = run.facts.start["parameters"]
+    trained = run.facts.start.get("trained_parameters", parameters)
+    if trained < parameters:
+        how += f"; {parameters - trained:,} frozen parameters count 4, since nobody needs gradients of them"
     peak = context.peak or peak_flops(run.device)
     if peak is None:
         no_peak = (
@@ -72,7 +76,7 @@ def utilisation(context: MeasureContext) -> Finding:
     attention = 0 if None in (layers, hidden, length) else 12 * layers * hidden * length
     if not attention:
         how += "; the attention term is left out, since the config does not name layers and hidden size"
-    flops = run.tokens_per_second / run.facts.world_size * (6 * run.facts.start["parameters"] + attention)
+    flops = run.tokens_per_second / run.facts.world_size * (4 * parameters + 2 * trained + attention)
     return measured(
         context, "utilisation", flops / peak, f"{flops / peak:.1%} ({flops / 1e12:.3g} TFLOP/s a device)", how
     )

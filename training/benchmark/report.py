@@ -135,8 +135,8 @@ def _mfu(found: Mapping[str, Any]) -> list[str]:
     if found["flops_per_token"] is None:
         return ["tokens/s: inputs that are not padding, in the mean over the timed steps.", ""]
     return [
-        f"MFU: tokens/s x {found['flops_per_token'] / 1e6:,.1f} MFLOP a token (6 a weight of linear layers, and "
-        "12 x layers x heads x head size x sequence; nothing recomputed) over "
+        f"MFU: tokens/s x {found['flops_per_token'] / 1e6:,.1f} MFLOP a token (6 a weight of linear layers, 4 a "
+        "frozen one, and 12 x layers x heads x head size x sequence; nothing recomputed) over "
         f"{found['peak']['flops'] / 1e12:,.3f} TFLOP/s ({found['peak']['how']}).",
         "",
     ]

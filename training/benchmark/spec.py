@@ -134,6 +134,7 @@ def prepare_work(resolved: Resolved, folder: Path, *, warm_up: int) -> Work:
     """
     from contextlib import nullcontext
 
+    from modeling.adapter import add_adapter
     from modeling.build import attention_of, build_model, count_parameters, model_config
     from modeling.tensor_parallel import require_shareable
     from training.benchmark.rows import write_rows
@@ -173,7 +174,10 @@ def prepare_work(resolved: Resolved, folder: Path, *, warm_up: int) -> Work:
         preference=asdict(config.preference) | {"precomputed": config.precomputes_reference},
         tokenizer=str(corpus.tokenizer_folder),
     )
-    return Work(spec, count_parameters(model), per_step, flops_per_token(model, length) if pretrains else None)
+    parameters = count_parameters(model)
+    if config.adapter.kind != "none":
+        model = add_adapter(model, config.adapter, seed=config.run.seed)
+    return Work(spec, parameters, per_step, flops_per_token(model, length) if pretrains else None)
 
 
 def _write_windows(resolved: Resolved, corpus: Corpus, path: Path) -> float:
@@ -196,13 +200,17 @@ def flops_per_token(model: PreTrainedModel, sequence: int) -> float:
     """[FLOP] Forward and backward of one token, nothing recomputed.
 
     6 for each weight of a linear layer, the output head included, and 12 x layers x heads x head size x sequence for
-    attention over the whole square (Chowdhery et al. 2022, "PaLM", appendix B).
+    attention over the whole square (Chowdhery et al. 2022, "PaLM", appendix B). A frozen weight counts 4, since the
+    backward pass has no matmul for its gradient. Below the first layer that is trained it has none at all, which is
+    not taken off: of LoRA, for the first block's queries, keys and values.
     """
     import torch
     from transformers.pytorch_utils import Conv1D
 
-    linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear | Conv1D))
+    used = (module for name, module in model.named_modules() if ".original_module" not in name)  # of one trained whole
+    weights = [module.weight for module in used if isinstance(module, torch.nn.Linear | Conv1D)]
+    linear = sum((6.0 if weight.requires_grad else 4.0) * weight.numel() for weight in weights)
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return 6.0 * linear + 12.0 * config.num_hidden_layers * heads * head_size * sequence
+    return linear + 12.0 * config.num_hidden_layers * heads * head_size * sequence

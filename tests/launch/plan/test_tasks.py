@@ -28,11 +28,13 @@ from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from config.launcher import as_launched
 from config.optimizers import OPTIMIZERS
-from config.schema import AdapterSection, DistillSection, OptimizerSection
+from config.schema import AdapterSection, DistillSection, ModelSection, OptimizerSection
 from config.task import MASKED_LM, SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION
 from launch.plan import command
 from launch.plan.build import adapted, new_model
+from launch.plan.codes import codes_of
 from launch.plan.counted import count_activations
+from launch.plan.gathered import Gathered, gathered
 from launch.plan.layout import Layout, layout_of
 from launch.plan.loss import loss_bytes, teacher_bytes
 from launch.plan.memory import activations, block_bytes, checkpoint_bytes, model_states, peak_memory
@@ -46,6 +48,7 @@ from modeling.parameter_groups import parameter_groups
 from modeling.quantised_base import quantised_layers, stored_tensors
 from tests.launch.plan import plan_cases
 from tests.launch.plan.test_memory import FAMILIES, MODEL, hugging_face
+from tests.support.chats import write_base
 
 DEMO = ["--config", str(REPOSITORY / "config/recipes/demo.yaml")]
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -204,6 +207,46 @@ def test_a_frozen_base_saves_a_third_of_the_flops(base: Path) -> None:
     assert more == 2 * shape.matmul_parameters + attention / 3
 
 
+def test_what_zero3_has_whole_depends_on_the_passes_of_a_step(base: Path) -> None:
+    """By hand: matrices of the MLP, the embedding and the output are gathered, all else stays; a base in codes too."""
+    small = 4 * 2 * (256 * 256 + 256 * 128) + 9 * 256
+    swapped, largest = 4 * 3 * 704 * 256 + 2 * 512 * 256, 704 * 256
+    adapter = 4 * 8 * (2 * 512 + 2 * (256 + 128) + 3 * (256 + 704))
+    given = [LORA, "precision.compute=bf16", "deepspeed.stage=3"]
+    shape, kept = planned(on_base(base, *given))
+    assert shape.parameters == small + swapped + adapter
+    assert not kept.passes_before and not kept.reference_pass
+    stays, comes = 2 * (small + adapter), 2 * swapped
+    assert gathered(shape, kept) == Gathered(
+        first=stays + 2 * comes,
+        forward=stays + 2 * comes,
+        loss=stays + comes,
+        backward=stays + comes,
+        staying=stays + comes,
+        step=stays,
+    )
+    alone = stays + 2 * largest
+    for more in (["task=sft"], ["evaluate.at_start=true"], ["task=dpo", "preference.reference=precomputed"]):
+        _, released = planned(on_base(base, *given, *more))
+        assert gathered(shape, released) == Gathered(alone + comes, alone + comes, alone, alone, alone, stays)
+    _, unordered = planned(on_base(base, *given, "task=dpo"))
+    assert gathered(shape, unordered) == Gathered(stays + 2 * comes, alone, alone, alone, alone, stays)
+    document = {
+        **kept.zero,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_live_parameters": shape.parameters // 2,
+    }
+    most = gathered(shape, replace(kept, zero=document))
+    assert most.loss == pytest.approx(shape.parameters, abs=2) and most.step == 0
+    assert most.backward == pytest.approx(3 * shape.parameters, abs=2), "the next bucket, which is all of it"
+    coded, layout = planned(on_base(base, CODED.format("nf4"), *given[1:]))
+    held = gathered(coded, layout)
+    weights = small - 9 * 256 + swapped - 2 * 512 * 256
+    assert held.loss == weights / 2 + 2 * (9 * 256 + 2 * 512 * 256 + adapter)
+    assert held.forward - held.loss == 2 * 2 * 512 * 256, "a matrix of the MLP has 90,112 bytes, below the threshold"
+    assert gathered(shape, replace(kept, stage=2)) == Gathered()
+
+
 CAUSAL = [
     (2, [LORA], 0.1),
     (2, [LORA, "model.activation_checkpointing=full"], 0.1),
@@ -211,6 +254,9 @@ CAUSAL = [
     (2, [LORA, "task=sft"], 0.1),
     (3, [LORA], 0.1),
     (3, [LORA, "model.activation_checkpointing=full"], 0.1),
+    (3, [LORA, "task=sft"], 0.1),
+    (3, [LORA, "task=dpo"], 0.1),
+    (3, ["task=sft"], 0.1),
     (2, [LORA, "task=dpo"], 0.1),
     (2, ["task=distill", "distill.teacher=BASE"], 0.1),
     (2, ["task=distill", "distill.teacher=BASE", "distill.sharded=true"], 0.2),
@@ -482,6 +528,25 @@ def test_codes_and_scales_are_those_of_the_real_layers(base: Path, base_of: str)
     assert items["parameters"] == pytest.approx(held + 2 * (floats + shape.trained_parameters), rel=0.001)
     thirds, _ = model_states(shape, replace(layout, stage=3))
     assert thirds["parameters"] == pytest.approx((items["parameters"] + codes.scales) / 2)
+
+
+@pytest.mark.parametrize("base_of", ["nf4", "int8"])
+def test_codes_of_layers_that_hold_inputs_first_are_those_of_the_real_ones(tmp_path: Path, base_of: str) -> None:
+    """GPT-2's, whose rows of codes are the columns of its weights."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    write_base(tmp_path, "gpt2")
+    section = AdapterSection(kind="lora", base=base_of)
+    config = AutoConfig.from_pretrained(tmp_path)
+    codes = codes_of(new_model(config), section)
+    model = build_model(
+        ModelSection(name_or_path=str(tmp_path)),
+        config,
+        seed=0,
+        gather=lambda _: nullcontext(True),
+        adapter=section,
+    )
+    assert codes is not None
+    assert codes.codes + codes.scales == sum(tensor.nbytes for tensor in stored_tensors(model))
 
 
 @pytest.mark.slow

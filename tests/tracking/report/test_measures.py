@@ -17,6 +17,7 @@ from tracking.jsonl import read_events
 from tracking.report.context import LIMITS, Finding, MeasureContext, limits_from
 from tracking.report.measures import all_measures, caveats, read_run
 from tracking.report.relative import peak_flops
+from tracking.run_dir import RunDir
 
 NOW = 2e9
 
@@ -136,6 +137,17 @@ def test_utilisation_counts_the_models_flops(run: Path, tmp_path: Path) -> None:
     found = _found(bare)["utilisation"]
     assert found.value == pytest.approx(TOKENS_PER_STEP / 0.5 / 2 * 6 * 12_345_678 / 989.4e12)
     assert "attention term is left out" in found.how
+
+
+def test_utilisation_leaves_out_the_gradients_of_frozen_weights(tmp_path: Path) -> None:
+    with session(tmp_path / "adapter", compute="bf16", parameters=12_345_678, trained_parameters=345_678) as written:
+        written.steps(9, step_seconds=0.5, tokens_per_second=TOKENS_PER_STEP / 0.5)
+        written.end("done")
+    RunDir(tmp_path / "adapter").write_inputs(CONFIG, {}, ENVIRONMENT)
+    found = _found(tmp_path / "adapter")["utilisation"]
+    flops_a_token = 4 * 12_345_678 + 2 * 345_678 + 12 * 4 * 256 * 512
+    assert found.value == pytest.approx(TOKENS_PER_STEP / 0.5 / 2 * flops_a_token / 989.4e12)
+    assert "12,000,000 frozen parameters count 4" in found.how
 
 
 def test_utilisation_is_not_guessed(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from config.cli import REPOSITORY
 from config.errors import UserError
+from config.schema import AdapterSection
+from modeling.adapter import add_adapter
 from tests.training.benchmark import benchmark_cases as cases
 from training.benchmark import command as benchmark
 from training.benchmark.contestants import Run, Runner
@@ -133,6 +135,35 @@ def test_flops_per_token_are_those_that_torch_counts(tied, key_value_heads) -> N
     # rotary embeddings multiply their frequencies by positions in a matmul of their own, forward only
     rotary = 2 * 2 * 24 * (64 // 4) / 2
     assert counter.get_total_flops() == pytest.approx(flops_per_token(model, 24) * tokens.numel(), abs=2 * rotary)
+
+
+@pytest.mark.parametrize("frozen", ["factors", "factors of two", "factors, the output trained whole", "one layer"])
+def test_flops_of_frozen_weights_are_those_that_torch_counts(frozen: str) -> None:
+    """Matmuls whose gradients nobody needs: of every frozen weight, and of inputs below the first trained one."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    shape = AutoConfig.for_model("llama", **sizes, num_key_value_heads=2, vocab_size=50, tie_word_embeddings=False)
+    model = AutoModelForCausalLM.from_config(shape, attn_implementation="eager")
+    whole, tokens = flops_per_token(model, 24), torch.randint(50, (2, 24))
+    saved = not_needed = 0
+    if frozen == "one layer":
+        model.model.layers[1].mlp.requires_grad_(False)
+        saved = 2 * 3 * 64 * 96
+        assert flops_per_token(model, 24) == whole - saved
+    else:
+        targets = ("q_proj", "v_proj") if frozen.endswith("two") else ("all-linear",)
+        kept = ("lm_head",) if frozen.endswith("whole") else ()
+        add_adapter(model, AdapterSection(kind="lora", r=8, target_modules=targets, modules_to_save=kept), seed=0)
+        first = model.model.layers[0].self_attn
+        queries_keys_values = [first.q_proj, first.k_proj, first.v_proj]
+        not_needed = sum(2 * 64 * 64 if layer is first.q_proj else 2 * 64 * 32 for layer in queries_keys_values)
+        not_needed += sum(2 * 64 * 8 for layer in queries_keys_values if hasattr(layer, "lora_A"))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=tokens, use_cache=False).logits.sum().backward()
+    rotary = 2 * 2 * 24 * (64 // 4) / 2
+    expected = (flops_per_token(model, 24) - not_needed) * tokens.numel()
+    # keys of the first block without factors need no gradient themselves: a product less in its attention
+    unneeded = 2 * 2 * 4 * 24 * 24 * 16 if frozen == "factors of two" else 0
+    assert counter.get_total_flops() == pytest.approx(expected - unneeded, abs=2 * rotary)
 
 
 def test_time_inside_a_stage_counts_for_the_inner_one_and_all_of_it_adds_up(monkeypatch) -> None:

@@ -1,0 +1,70 @@
+"""What ZeRO-3 has whole on each rank, as DeepSpeed 0.19.8 gathers and releases it (partitioned_param_coordinator.py).
+
+Parameters of at most `stage3_param_persistence_threshold` elements stay whole. The others are gathered when a module is
+about to compute: those of the next modules with them, a bucket at a time in one piece, from which each is copied when
+it is needed; the piece stays until the last of them is. When they are released depends on what DeepSpeed knows of the
+step's order of modules:
+
+- It recorded one of a forward and a backward pass: what the backward pass uses again stays, up to
+  `stage3_max_live_parameters`.
+- A forward pass alone came first, such as an evaluation at the start or the test that rows of a sequence do not see
+  each other. By the order that it recorded nothing is used again. DeepSpeed remembers, for each place in the order,
+  what to release there, and does not forget it with the order (`functools.lru_cache`): forward passes release all.
+- A forward pass comes with each step, as that of a reference: the order changes within each step, and is dropped.
+  Modules gather what is their own and release it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from launch.plan.layout import ZERO_DEFAULTS, Layout
+from launch.plan.model import Shape
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """[bytes] Of whole parameters on one rank, by the part of the step."""
+
+    first: float = 0.0
+    """When the first modules compute, before anything is kept for the backward pass."""
+    forward: float = 0.0
+    """When the last modules compute."""
+    loss: float = 0.0
+    backward: float = 0.0
+    staying: float = 0.0
+    """Of these what is there also when the last gradients are reduced."""
+    step: float = 0.0
+    """During the optimizer's update."""
+
+
+def gathered(shape: Shape, layout: Layout) -> Gathered:
+    """Of the ranks of `layout`: nothing below stage 3."""
+    if layout.stage < 3:
+        return Gathered()
+    threshold, most, bucket = (float(layout.zero.get(key, ZERO_DEFAULTS[key])) for key in _KEYS)
+    persistent = whole = elements = largest = 0.0
+    for module in shape.modules:
+        own = 0.0
+        for tensor in module:
+            size = float(tensor.elements * (tensor.width or layout.width))
+            if tensor.elements <= threshold:
+                persistent += size
+            else:
+                own, whole, elements = own + size, whole + size, elements + tensor.elements
+        largest = max(largest, own)
+    each = whole / elements if elements else 0.0
+    live, arriving = (each * min(elements, size) for size in (most, bucket))
+    if layout.reference_pass:
+        # those in flight when the order turns out to be another one are copied from their piece, then released
+        alone = persistent + largest
+        return Gathered(persistent + live + arriving, alone, alone, alone, alone, persistent)
+    if layout.passes_before and elements <= most:
+        alone = persistent + largest
+        return Gathered(alone + live, alone + arriving, alone, alone, alone, persistent)
+    # where all may stay gathered, none arrives on the way back
+    kept, more = persistent + live, arriving if elements > most else 0.0
+    return Gathered(kept + arriving, kept + arriving, kept, kept + more, kept, persistent)
+
+
+_KEYS = ("stage3_param_persistence_threshold", "stage3_max_live_parameters", "stage3_prefetch_bucket_size")
