@@ -60,7 +60,7 @@ def test_the_canary_has_the_whole_runs_schedule(tmp_path):
         (["canary.bounds={module_eror: 1}"], "canary.bounds.module_eror is no key of parity:"),
         (["parallel.tensor=2", "canary.ranks=1"], "parallel.tensor = 2 does not divide 1 process;"),
         (["parallel.tensor=2", "canary.ranks=4", *WITHOUT_ZERO], "canary.ranks = 4: ranks that share matrices without"),
-        (["parallel.expert=2"], "parallel.expert = 2: its FP32 twin is verified with all experts on each rank; set it"),
+        (["parallel.expert=2"], "parallel.expert = 2: the FP32 twin is verified with all experts on each rank; set it"),
     ],
 )
 def test_mistakes_are_one_line_and_start_nothing(tmp_path, capsys, overrides, said):
