@@ -199,7 +199,7 @@ def test_a_run_that_turns_bad_goes_back_and_on_with_the_module_in_fp32(tmp_path)
 def test_ranks_that_share_matrices_go_back_and_on_in_fp32(tmp_path):
     """They take no manifest, so that no single module can be promoted."""
     defect = f"defects=[{{kind: coarse_half, module: {MODULE}, from_step: 14}}]"
-    finish(job(tmp_path, "parallel.tensor=2", defect, processes=2), seconds=1200)
+    finish(job(tmp_path, "parallel.tensor=2", defect, processes=2), seconds=1800)
     told, journal = story(tmp_path)
     kinds = [kind for kind, _ in told]
     assert kinds[:2] == ["gate", "started"] and kinds[-1] == "end"
