@@ -57,8 +57,8 @@ def utilisation(context: MeasureContext) -> Finding:
         "model FLOPs utilisation (PaLM, appendix B): tokens/s of one device x (6 x parameters + 12 x layers x hidden "
         "size x sequence length), over the device's dense 16-bit peak; recomputed activations do not count"
     )
-    parameters = run.facts.start["parameters"]
-    trained = run.facts.start.get("trained_parameters", parameters)
+    parameters = int(run.facts.start["parameters"])
+    trained = int(run.facts.start.get("trained_parameters", parameters))
     if trained < parameters:
         how += f"; {parameters - trained:,} frozen parameters count 4, since nobody needs gradients of them"
     peak = context.peak or peak_flops(run.device)
