@@ -137,8 +137,11 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
     rebuilt = {"rebuilt weights": layout.width * float(shape.codes.largest)} if shape.codes is not None else {}
     before = 0.0 if layout.on_cpu else buffer  # where nothing is written into it yet, it takes no memory on a CPU
     # Gradients are reduced when they fill a bucket; by then the activations of the blocks they come from are freed.
+    # BF16_Optimizer reduces all of them after the last backward pass, and sets those of a micro-batch to zero for the
+    # next one, which keeps their memory.
     left = 1 - min(1.0, layout.size("reduce_bucket_size", trained) / trained)
     whole = {"gradients in flight": layout.width * float(trained)} if layout.bf16_optimizer else {}
+    earlier = whole if layout.accumulation > 1 else {}
     step = step_bytes(shape, layout)
     if "optimizer" in layout.offload:
         host, step = {**host, "step": step}, 0.0
@@ -147,7 +150,9 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
     moments = {
         **({"the first layers": at_first | begins} if layout.stage == 3 else {}),
         **({"the forward pass": at_first | on_the_way} if layout.stage == 3 else {}),
-        "the loss": at_first | {"activations": kept, "logits": loss, "buckets": buffer if layout.stage == 3 else 0.0},
+        "the loss": at_first
+        | {"activations": kept, "logits": loss, "buckets": buffer if layout.stage == 3 else 0.0}
+        | earlier,
         "the backward pass": at_first
         | {
             "activations": kept + working,
@@ -155,10 +160,11 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
             "gradients in flight": in_flight,
             "gathered parameters": whole_now.backward,
         }
-        | rebuilt,
+        | rebuilt
+        | earlier,
         "the reduction of gradients": states
         | {
-            "activations": left * kept + working,
+            "activations": 0.0 if layout.bf16_optimizer else left * kept + working,
             "buckets": buffer + copy,
             "gathered parameters": whole_now.staying + left * (whole_now.backward - whole_now.staying),
         }
@@ -229,11 +235,30 @@ def _start(shape: Shape, layout: Layout, device: dict[str, float], process: floa
     }
 
 
+def _copied(shape: Shape, layout: Layout, *, experts: bool) -> float:
+    """[bytes] Of the largest bucket of FP32 gradients that BF16_Optimizer copies into one piece.
+
+    A group's gradients are one tensor; a bucket of one of these is reduced where it is, or cast.
+    """
+    buckets: list[list[float]] = [[]]
+    for group in shape.groups:
+        if (group.shared > 1) == experts:
+            buckets[-1].append(group.parameters / group.shared)
+            if sum(buckets[-1]) > BUFFERED_ALLREDUCE:
+                buckets.append([])
+    cast = layout.reduced if layout.reduced < 4 else 0
+    return max(sum(bucket) * (cast + (4 if len(bucket) > 1 else 0)) for bucket in buckets)
+
+
 def _buckets(shape: Shape, layout: Layout) -> tuple[float, float]:
     """(buffer, copies) bytes through which gradients go to the network."""
     if layout.stage == 0 or layout.bf16_optimizer:
-        flat = layout.reduced * min(shape.trained_parameters, BUFFERED_ALLREDUCE) if layout.zero_ranks > 1 else 0.0
-        return 0.0, float(flat)
+        if layout.zero_ranks == 1:
+            return 0.0, 0.0
+        if layout.stage == 0:
+            return 0.0, layout.reduced * float(min(shape.trained_parameters, BUFFERED_ALLREDUCE))
+        # experts that ranks share are reduced after all others
+        return 0.0, max(_copied(shape, layout, experts=experts) for experts in (False, True))
     trained = shape.trained_parameters
     bucket = layout.size("reduce_bucket_size", trained)
     filled = min(max(bucket, shape.largest_trained), trained)  # a tensor larger than the bucket goes alone

@@ -30,6 +30,8 @@ class Group:
     parameters: int
     largest: int
     """[elements] Of its largest tensor."""
+    shared: int = 1
+    """[ranks] That share these experts, a part of them each."""
     sides: tuple[int, int] = (1, 1)
     """[elements] (shorter, longer) of its largest matrix, of which fused experts have one each; (1, 1) where the
     optimizer has no rule for matrices."""
@@ -194,8 +196,11 @@ def read_shape(config: Config, layout: Layout) -> Shape:
     shape = _measured(model, config.adapter, config.optimizer, model_class=model_class_of(config))
     if layout.tensor > 1:
         shape = replace(shape, slice=_slice(model, shape, config.optimizer, ranks=layout.tensor))
-    if layout.expert > 1:
-        shape = replace(shape, slice=_with_experts_shared(model, shape, config.optimizer, ranks=layout.expert))
+    if layout.expert > 1:  # where all experts are used alike, a rank's are sent as many tokens as it sends to all
+        counted = count_activations(model, _blocks(model), layout, encoder=encoder)
+        own = _with_experts_shared(model, shape, config.optimizer, ranks=layout.expert)
+        own = replace(own, counted=counted, exact=counted is not None)
+        return replace(shape, slice=own, counted=counted, exact=own.exact)
     if config.distill.teacher is not None and not config.distill.top_k:
         shape = replace(shape, teacher=_teacher(config, vocabulary=shape.vocabulary))
     if shape.exact and not shape.has_adapter and not encoder and not layout.targets:
@@ -260,12 +265,15 @@ def _with_experts_shared(model: Any, whole: Shape, optimizer: OptimizerSection, 
 
     Raises UserError for a model whose experts are not in tensors of three dimensions, or are not divided by `ranks`.
     """
-    layers = experts = 0
-    for module in model.modules():
-        fused = {name: item for name, item in module.named_parameters(recurse=False) if item.dim() == 3}
-        if not type(module).__name__.endswith("Experts") or not fused:
-            continue
-        layers += 1
+    found = [
+        module
+        for module in model.modules()
+        if type(module).__name__.endswith("Experts")
+        and any(item.dim() == 3 for item in module.parameters(recurse=False))
+    ]
+    shared = frozenset(id(item) for module in found for item in module.parameters(recurse=False))
+    groups, experts = tuple(_groups(model, optimizer, shared=shared, ranks=ranks)), 0
+    for module in found:
         for name, item in module.named_parameters(recurse=False):
             if item.shape[0] % ranks:
                 raise UserError(
@@ -275,15 +283,15 @@ def _with_experts_shared(model: Any, whole: Shape, optimizer: OptimizerSection, 
             own = item.detach().new_empty([item.shape[0] // ranks, *item.shape[1:]])
             experts += own.numel()
             setattr(module, name, type(item)(own))
-    if not layers:
+    if not found:
         raise UserError(f"parallel.expert = {ranks}: model {whole.architecture} has no fused experts; set it to 1")
     text = model.config.get_text_config()
     return replace(
         _measured(model, AdapterSection(), optimizer),
-        groups=whole.groups,  # ZeRO divides them by all ranks
+        groups=groups,  # whole ones: ZeRO divides them by all ranks
         trained_by_all=whole.trained_parameters,
         expert_parameters=experts,
-        expert_layers=layers,
+        expert_layers=len(found),
         experts_per_token=int(getattr(text, "num_experts_per_tok", None) or 1),
     )
 
@@ -385,8 +393,13 @@ def _tables(model: Any) -> set[int]:
     return {id(module.weight) for module in model.modules() if type(module).__name__ == "Embedding"}
 
 
-def _groups(model: Any, section: OptimizerSection) -> list[Group]:
-    """Sizes of the groups of `modeling.parameter_groups`. Raises UserError for one of the config without parameters."""
+def _groups(
+    model: Any, section: OptimizerSection, *, shared: frozenset[int] = frozenset(), ranks: int = 1
+) -> list[Group]:
+    """Sizes of the groups of `modeling.parameter_groups`. Raises UserError for one of the config without parameters.
+
+    shared: ids of the experts that so many ranks share.
+    """
     embeddings = _tables(model)
     of_head = head_weights(model)
     splits = OPTIMIZERS[section.name].splits_matrices
@@ -398,15 +411,15 @@ def _groups(model: Any, section: OptimizerSection) -> list[Group]:
             owner = type(owners[name.rpartition(".")[0]]).__name__
             matrix = splits and decays and has_matrices(name, item.dim(), owner) and id(item) not in of_head
             own = max((i for i, group in enumerate(section.groups) if fnmatchcase(name, group.match)), default=-1)
-            found.setdefault((not matrix, not decays, own), []).append(item)
+            found.setdefault((not matrix, not decays, own, id(item) in shared), []).append(item)
     for index, group in enumerate(section.groups):
-        if not any(own == index for *_, own in found):
+        if not any(own == index for *_, own, _ in found):
             raise unmatched_group(group.match, next(name for name, p in model.named_parameters() if p.requires_grad))
     groups = []
     for key in sorted(found):
         sizes = [item.numel() for item in found[key]]
         sides = sorted(max((item.shape[-2:] for item in found[key]), key=math.prod)) if not key[0] else (1, 1)
-        groups.append(Group(not key[0], sum(sizes), max(sizes), (sides[0], sides[1])))
+        groups.append(Group(not key[0], sum(sizes), max(sizes), ranks if key[-1] else 1, (sides[0], sides[1])))
     return groups
 
 

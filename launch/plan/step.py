@@ -51,7 +51,7 @@ def _sizes(group: Group, layout: Layout) -> tuple[float, float]:
     flat = group.parameters / layout.zero_ranks
     if layout.stage == 3:
         return min(flat, _sub_group(layout)), group.largest / layout.zero_ranks
-    return flat, min(group.largest, flat)
+    return flat, min(group.largest / group.shared, flat)
 
 
 def _sub_group(layout: Layout) -> float:
