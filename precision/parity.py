@@ -23,6 +23,9 @@ SAME_LOSS = 1e-5
 """Relative difference up to which a loss counts as repeated after a restore; 0 on a CPU."""
 
 
+NORM_ROUNDING = 1e-4
+"""Relative difference up to which a reported gradient norm is that of the reduced gradient: both are sums of the same
+FP32 values, so that a share of 1.4% of the norm that is left out shows."""
 FP8_MARGIN = 1.5
 """[factor] How much larger an error may be than plain torch's with nothing but FP8's rounding. The run's other
 roundings tip some values to another FP8 number, so that its errors are of the same size and not the same."""
@@ -114,12 +117,13 @@ def judge_steps(walks: Sequence[Walk], bounds: ParitySection) -> list[Check]:
         _over(attempted, "accumulation_error", bounds.accumulation_error, _accumulated, floor=0.0),
         _over(attempted, "weighting_error", bounds.weighting_error, _weighted, floor=0.0),
         _over(attempted, "loss_error", bounds.loss_error, _misreported, floor=0.0),
+        _over(attempted, "evaluation_error", SAME_LOSS, _evaluated, floor=0.0),
         _over(taken, "gradient_error", bounds.gradient_error, gradient_errors, note=_gradient_note(taken)),
         _over(taken, "gradient_cosine", bounds.gradient_cosine, _gradients("cosine"), at_least=True),
         _over(taken, "sign_agreement", bounds.sign_agreement, _gradients("sign_agreement"), at_least=True),
         _over(taken, "update_error", bounds.update_error, lambda step: _by_module(step["update_error"]).items()),
         _over(taken, "update_rounding", bounds.update_rounding, _beyond_rounding, floor=0.0),
-        _over(taken, "grad_norm_error", bounds.update_error, _norm_error),
+        _over(taken, "grad_norm_error", min(NORM_ROUNDING, bounds.update_error), _norm_error),
         _over(attempted, "weight_drift", bounds.weight_drift, _drift, floor=0.0),
         judge_signatures(taken, bounds),
     ]
@@ -333,6 +337,10 @@ def _weighted(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
 
 def _misreported(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
     yield WHOLE_LOSS, step.get("loss_error", 0.0)
+
+
+def _evaluated(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+    yield WHOLE_LOSS, step.get("evaluation_error", 0.0)
 
 
 def _beyond_rounding(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:

@@ -22,6 +22,22 @@ Verdicts are without a size below which an error is forgiven:
    condition, k the roundings to the plan's dtype that the module's kind has (`ROUNDINGS`). This is what finds a cast
    inside the architecture's own code, which all of them share.
 
+   The run's own module is called once more in FP32, where that can be had (`training.parity.own_code`), and is held to
+   FP32's bound. What 16 bits hide shows there: a constant or an angle that is wrong by less than their roundings.
+
+   A parameter's gradient is a sum over all positions, and torch's LayerNorm and embedding on a CPU keep that sum in the
+   parameter's dtype. Recursive summation rounds each partial sum T_k once: its error is the sum of d_k T_k, |d_k| <= u
+   (Higham 2002, section 4.2), which for independent d_k of mean zero stays under lambda u sqrt(sum of T_k^2), by the
+   inequality of Hoeffding that theorem 2.4 of Higham and Mary rests on. FP32's error is no measure of it: sums of a few
+   hundred 11-bit numbers are exact in 24 bits. So the T_k themselves, computed in FP64, are added to k in quadrature
+   (`walk`), and to FP32's n roundings, for a sum whose terms nearly cancel, as behind a softmax (`walk_fp32`). Of n
+   terms of either sign that is about sqrt(n / 2) u, of one sign sqrt(n / 3) u. Where n u > 1 a sum of one sign comes
+   to a standstill, which is not of mean zero, and is not explained.
+
+Below FP16's smallest normal number the spacing shrinks no further: what is rounded there is off by up to half of it
+(`floor`), once for each value; where the terms of a sum are rounded before they are added, once for each; and where a
+module multiplies what it was given, as a norm does by one over a small root mean square, times that.
+
 The backward pass is judged alike: of each module the gradients that it makes of those that came to it in the run. So is
 the loss, with the gradient of its logits.
 
@@ -73,19 +89,34 @@ FIELDS = (
     *("rows", "values", "xx", "x4"),
     *(f"{who}_{what}" for who in ("run", "plan", "fp32") for what in ("rr", "rx2", "rx", "rx_rx", "rx_xx")),
     "run_plan",
+    *("walk", "walk_fp32", "floor"),
+    *("own_rr", "own_xx"),
 )
 """The sums of a part. By row i: a = <r, x>, q = <x, x>. xx: of q; x4: of q^2; rr: of r^2; rx2: of r^2 x^2 by value;
-rx: of a; rx_rx: of a^2; rx_xx: of a q; run_plan: of the products of both a."""
+rx: of a; rx_rx: of a^2; rx_xx: of a q; run_plan: of the products of both a. walk: of the squares of all partial sums
+that are rounded to the plan's dtype on the way to a value; walk_fp32: of those that FP32 rounds; floor: of
+the squares of what the rounding of a subnormal number may be off by. own_rr, own_xx: rr of the run's own code in FP32,
+and xx of what it was computed for."""
 _MASKED = 1e30
 """Values from here on stand for minus infinity in an attention mask."""
 
 
 def sums_of(
-    run: torch.Tensor, plan: torch.Tensor, fp32: torch.Tensor, exact: torch.Tensor, *, width: int = 0
+    run: torch.Tensor,
+    plan: torch.Tensor,
+    fp32: torch.Tensor,
+    exact: torch.Tensor,
+    *,
+    width: int = 0,
+    walk: float = 0.0,
+    walk_fp32: float = 0.0,
+    floor: float = 0.0,
+    own: torch.Tensor | None = None,
 ) -> list[float]:
     """FIELDS of one tensor, computed four times. All of the same shape.
 
     width: values that share a statistic, whose errors may go together; 0, or no divisor of it: the last dimension.
+    walk, walk_fp32, floor: as in FIELDS. own: what the run's own code makes in FP32; None where that is not known.
     """
     last = exact.shape[-1] if exact.dim() else 1
     width = width if width and last % width == 0 else last
@@ -102,7 +133,11 @@ def sums_of(
         along.append(a)
         found += [r.square().sum(), (r.square() * square).sum(), a.sum(), a @ a, a @ q]
     found.append(along[0] @ along[1])
-    return torch.stack([item.double() for item in found]).tolist()
+    sums = [*torch.stack([item.double() for item in found]).tolist(), walk, walk_fp32, floor]
+    if own is None:
+        return [*sums, 0.0, 0.0]
+    off = torch.where(judged, own.double().reshape(-1, width) - x, 0.0).square().sum()
+    return [*sums, float(off), float(q.sum())]
 
 
 @dataclass(frozen=True)
@@ -191,6 +226,29 @@ def resolutions(parts: Sequence[Part], *, backward: bool = False) -> dict[str, f
     return kinds
 
 
+def roundoff_of(part: Part) -> float:
+    """u, and beside it what a subnormal number's rounding is of the values' root mean square."""
+    size = part.sums["xx"]
+    return math.hypot(part.roundoff, math.sqrt(part.sums["floor"] / size) if size else 0.0)
+
+
+def largest_in_plan(part: Part) -> float:
+    """[roundings] What explains an error in the plan's dtype: those of the kind, times FP32's condition, and the sum's.
+
+    The square of the sum's: that of all its partial sums that are rounded, relative to that of the values.
+    """
+    condition = max(1.0, _in_roundings(figures(part, "fp32")))
+    return CONFIDENCE * math.sqrt(ROUNDINGS[part.kind] * condition**2 + _walk(part, "walk"))
+
+
+def _walk(part: Part, which: str) -> float:
+    return part.sums[which] / part.sums["xx"] if part.sums["xx"] else 0.0
+
+
+def _in_roundings(fp32: Figures) -> float:
+    return fp32.size / unit_roundoff(torch.float32)
+
+
 def _unexplained(part: Part) -> list[Finding]:
     run, plan, fp32 = figures(part, "run"), figures(part, "plan"), figures(part, "fp32")
     if not all(math.isfinite(value) for value in part.sums.values()):
@@ -212,12 +270,17 @@ def _unexplained(part: Part) -> list[Finding]:
     if run.coherence > chance**2 * usual and run.size > plan.size:
         why = f"errors of a row go together, {run.coherence:.1f} times as in the plan's dtype ({usual:.1f})"
         name(why, run.coherence / (chance**2 * usual))
-    in_plan, in_fp32 = plan.size / part.roundoff, fp32.size / unit_roundoff(torch.float32)
-    largest = CONFIDENCE * math.sqrt(part.terms + ROUNDINGS[part.kind]) * max(1.0, in_plan)
+    in_plan, in_fp32 = plan.size / roundoff_of(part), _in_roundings(fp32)
+    roundings = (part.terms + ROUNDINGS[part.kind]) * max(1.0, in_plan) ** 2
+    largest = CONFIDENCE * math.sqrt(roundings + _walk(part, "walk_fp32"))
     if in_fp32 > largest:
         why = f"in FP32 its error is {fp32.size:.2e}, {in_fp32:.0f} roundings; it does not shrink with the precision"
         name(why, in_fp32 / largest)
-    largest = CONFIDENCE * math.sqrt(ROUNDINGS[part.kind]) * max(1.0, in_fp32)
+    size = math.sqrt(part.sums["own_rr"] / part.sums["own_xx"]) if part.sums["own_xx"] else 0.0
+    if size > max(largest * unit_roundoff(torch.float32), (1 + OTHER_KERNEL) * fp32.size):
+        why = f"the run's own code is {size:.2e} off in FP32, too; it does not shrink with the precision"
+        name(why, size / (largest * unit_roundoff(torch.float32)))
+    largest = largest_in_plan(part)
     if in_plan > largest:
         why = f"the module's own code is {plan.size:.2e} off in the plan's dtype, {in_plan:.0f} roundings"
         name(why, in_plan / largest)
@@ -252,7 +315,7 @@ def _scatter(sums: Mapping[str, float], who: Who, bias: float) -> float:
 
 
 def _least_error(part: Part) -> float:
-    return ONE_ROUNDING * part.roundoff / math.sqrt(max(1.0, part.sums["values"]))
+    return ONE_ROUNDING * roundoff_of(part) / math.sqrt(max(1.0, part.sums["values"]))
 
 
 def _chance(part: Part) -> float:

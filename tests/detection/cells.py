@@ -12,7 +12,8 @@ from pathlib import Path
 from config.cli import REPOSITORY
 from config.deepspeed.document import read_document
 from config.files import write_atomically
-from tests.detection.defects import DEFECTS, PATHS, WATCHED, Defect, defect_of
+from tests.detection.defects import DEFECTS, PATHS, WATCHED, Defect
+from tests.detection.later import LATER
 
 STEPS = 24
 """Of a run."""
@@ -43,6 +44,11 @@ _SMALL_ZERO3 = {
     "stage3_param_persistence_threshold": 1000,
     "sub_group_size": 65536,
 }
+
+
+def defect_of(name: str) -> Defect:
+    """The defect of that name."""
+    return next(defect for defect in (*DEFECTS, *LATER) if defect.name == name)
 
 
 @dataclass(frozen=True)
@@ -151,6 +157,19 @@ def healthy_cells() -> Iterator[Cell]:
             yield Cell(None, path, stage, variant, 0)
     for path, stage in (("bf16", 1), ("fp16", 2), ("bf16", 3)):  # a BF16 manifest refuses this model's attention
         yield Cell(None, path, stage, "dropout", 0)
+
+
+def later_cells() -> list[Cell]:
+    """Each later defect on its paths, each time at another stage; one seed's healthy runs among them."""
+    planted = [
+        Cell(defect.name, path, 1 + (number + turn) % 3, defect.variant, 0, defect.overrides)
+        for turn in range(len(PATHS))
+        for number, defect in enumerate(LATER)
+        for path in defect.paths[turn : turn + 1]
+    ]
+    healthy = [cell for cell in healthy_cells() if cell.seed == 0]
+    threes = zip_longest(planted[: len(LATER) : 2], planted[1 : len(LATER) : 2], healthy)
+    return [cell for three in threes for cell in three if cell is not None] + planted[len(LATER) :]
 
 
 def all_cells() -> list[Cell]:

@@ -1,6 +1,6 @@
 """Plant defects that the product does not know into small runs, and tabulate what its judge says of each.
 
-    python -m tests.detection [--out docs/detection.md] [--only TEXT] [--folder DIR] [--minutes N] [--jobs N]
+    python -m tests.detection [--later] [--out docs/detection.md] [--only TEXT] [--folder DIR] [--minutes N] [--jobs N]
 
 Each job runs one cell after another in two processes that stay up, and every result is appended to FOLDER/results.jsonl
 as soon as it is there, so that an interrupted table resumes where it stopped. Results and FP32 twins know the code that
@@ -24,7 +24,7 @@ from config.cli import Arguments, entry_point, positive_int
 from config.command_line import read_command_line
 from data.prepare import prepare
 from tests.detection import run
-from tests.detection.cells import Cell, all_cells, base, write_documents
+from tests.detection.cells import Cell, all_cells, base, later_cells, write_documents
 from tests.detection.defects import DEFECTS, Defect
 from tests.detection.made_of import PACKAGES, made_of
 from tests.detection.page import page
@@ -153,8 +153,9 @@ def measure(options: argparse.Namespace, code: str) -> None:
     known, others = results(path, code)
     if others:
         print(f"{path}: {others} results of other code are not used", flush=True)
-    cells = [cell for cell in all_cells() if options.only in cell.name and cell.name not in known]
-    sizes = [defect for defect in DEFECTS if defect.halving and "bf16" in defect.paths]
+    wanted = later_cells() if options.later else all_cells()
+    cells = [cell for cell in wanted if options.only in cell.name and cell.name not in known]
+    sizes = [defect for defect in DEFECTS if defect.halving and "bf16" in defect.paths and not options.later]
     scalable = [defect for defect in sizes if options.only in defect.name and f"smallest {defect.name}" not in known]
     tasks: list[tuple[str, Callable[[Cells], dict[str, Any]]]] = [
         *((cell.name, lambda cells, cell=cell: cells.result(cell)) for cell in cells),  # type: ignore[misc]
@@ -221,6 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is missing and write the page."""
     parser = Arguments("python -m tests.detection", __doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/detection/detection.md"), help="the page")
+    parser.add_argument("--later", action="store_true", help="the defects of tests/detection/later.py; writes no page")
     parser.add_argument("--only", default="", help="only cells whose name has this text; writes no page")
     parser.add_argument("--minutes", type=float, default=600.0, help="begin no cell after so many minutes")
     parser.add_argument("--jobs", type=positive_int, default=1, help="cells side by side, two processes each")
@@ -231,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     code = made_of()
     prepare_data(options.folder)
     measure(options, code)
-    if not options.only:
+    if not options.only and not options.later:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         found, _ = results(options.folder / "results.jsonl", code)
         minutes = sum(each["seconds"] for each in found.values()) / 60

@@ -233,8 +233,3 @@ def _dtype() -> Any:
     import torch
 
     return torch.bfloat16
-
-
-def defect_of(name: str) -> Defect:
-    """The defect of that name."""
-    return next(defect for defect in DEFECTS if defect.name == name)

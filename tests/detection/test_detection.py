@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from tests.detection import run
-from tests.detection.cells import Cell, all_cells
+from tests.detection.cells import VARIANTS, Cell, all_cells, defect_of, later_cells
 from tests.detection.command import Cells, main, prepare_data, results
-from tests.detection.defects import DEFECTS, PATHS, defect_of
+from tests.detection.defects import DEFECTS, PATHS
+from tests.detection.later import LATER
 from tests.detection.made_of import made_of
 from tests.detection.page import is_found, is_named, page
 from tests.detection.plants.bits import HIT
@@ -121,6 +122,8 @@ def test_a_table_of_two_jobs_resumes_where_it_was_cut(folder: Path, capfd: pytes
         ("loss of micro-batches summed in FP16", "manifest", 2, "loss_error"),
         ("both: decay on norms and embeddings", "bf16", 3, "update_error"),
         ("moments lost at a load", "bf16", 2, "restored_share"),
+        ("rotary base of one layer 1% too large", "bf16", 1, "unexplained"),
+        ("dropout while evaluated", "bf16", 1, "evaluation_error"),
     ],
 )
 def test_each_kind_of_check_has_its_defect(
@@ -142,6 +145,16 @@ def test_every_defect_has_a_run_on_each_of_its_paths_and_every_stage_sees_every_
     kinds = {(defect.group, cell.stage) for cell in cells if (defect := cell.defect) is not None}
     everywhere = {defect.group for defect in DEFECTS if len(defect.paths) == len(PATHS)}
     assert kinds >= {(group, stage) for group in everywhere for stage in (1, 2, 3)}
+
+
+def test_every_later_defect_has_a_run_on_each_of_its_paths() -> None:
+    cells = later_cells()
+    assert len({cell.name for cell in cells}) == len(cells)
+    assert {(cell.planted, cell.path) for cell in cells if cell.planted is not None} == {
+        (defect.name, path) for defect in LATER for path in defect.paths
+    }
+    assert {cell.variant for cell in cells if cell.planted is None} == set(VARIANTS)
+    assert not {defect.name for defect in LATER} & {defect.name for defect in DEFECTS}
 
 
 def said(*found_by: str, modules: tuple[str, ...] = (), ranks: tuple[int, ...] = ()) -> dict[str, Any]:

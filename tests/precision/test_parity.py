@@ -59,6 +59,7 @@ def part(module: str = "a", **sums: float) -> dict[str, Any]:
     u, rows, values = 2.0**-8, 256, 256 * 64
     error = {"rr": values * u**2 / 6, "rx2": values * u**2 / 6, "rx": 0.0, "rx_rx": values * u**2 / 6, "rx_xx": 0.0}
     found = {"rows": rows, "values": values, "xx": values, "x4": rows * 64**2, "run_plan": error["rx_rx"]}
+    found |= {"walk": 0.0, "walk_fp32": 0.0, "floor": 0.0, "own_rr": 0.0, "own_xx": 0.0}
     found |= {f"{who}_{name}": value for who in ("run", "plan") for name, value in error.items()}
     found |= {f"fp32_{name}": value * 2.0**-32 for name, value in error.items()}
     row = {"module": module, "part": "output", "kind": "linear", "roundoff": u, "terms": 64}
@@ -297,6 +298,14 @@ def test_gradients_that_are_all_half_as_large_say_so() -> None:
 
 def test_a_reported_norm_that_is_not_the_gradients_fails() -> None:
     assert failed(walked(step(grad_norm=2.0))) == {"grad_norm_error"}
+    own = step()["own_grad_norm"]
+    assert failed(walked(step(grad_norm=own * (1 + 2e-4)))) == {"grad_norm_error"}
+    assert failed(walked(step(grad_norm=own * (1 + 2e-6)))) == set()
+
+
+def test_two_evaluations_of_a_batch_have_the_same_loss() -> None:
+    assert failed(walked(step(evaluation_error=1e-3))) == {"evaluation_error"}
+    assert failed(walked(step(evaluation_error=1e-6))) == set()
 
 
 def test_a_point_has_to_come_back_as_it_was() -> None:

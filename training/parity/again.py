@@ -27,6 +27,7 @@ from precision.manifest import RegionKind, find_regions
 from precision.regions import Regions
 from precision.signature import ROUNDOFF_FP8, Kind
 from precision.tolerance import unit_roundoff
+from training.parity.plain_flex import plain_flex
 
 MOST_VALUES = 2**22
 """Of a linear layer's output, at most so many values are compared, those of evenly spread rows."""
@@ -91,12 +92,21 @@ class Leaves:
         return tree_map(take, tree)
 
 
-def again(plan: Plan, call: Call, dtype: torch.dtype | None, leaves: Leaves | None = None) -> dict[str, Any]:
+def again(
+    plan: Plan,
+    call: Call,
+    dtype: torch.dtype | None,
+    leaves: Leaves | None = None,
+    *,
+    code: Mapping[str, torch.nn.Module] | None = None,
+) -> dict[str, Any]:
     """The call on the reference's module, in `dtype` or as the plan says: by part what came out.
 
-    leaves: filled, so that it can be differentiated.
+    leaves: filled, so that it can be differentiated. code: other modules by the same names, which are called with the
+    reference's weights and with their own buffers, without what checkpointing does around them.
     """
-    module, name = plan.modules[call.name], call.name
+    modules = plan.modules if code is None else code
+    module, name = modules[call.name], call.name
     given: dict[str, Any] = {}
     left: dict[str, deque[tuple[int, Call]]] = defaultdict(deque)
     for number, inner in enumerate(call.inside):
@@ -118,9 +128,10 @@ def again(plan: Plan, call: Call, dtype: torch.dtype | None, leaves: Leaves | No
 
     with ExitStack() as stack:
         for inside in list(left):
-            inner_module: Any = plan.modules[inside]
+            inner_module: Any = modules[inside]
             stack.enter_context(_replaced_forward(inner_module, returning(inside, inner_module.forward)))
         own = plan.tensors(name, dtype, without=tuple(f"{inside}." for inside in left))
+        stack.enter_context(plain_flex(module))
         device = next((tensor.device.type for tensor in tensors_of((call.args, call.kwargs))), "cpu")
         args, kwargs = _converted((call.args, call.kwargs), dtype)
         if leaves is not None:
@@ -135,8 +146,27 @@ def again(plan: Plan, call: Call, dtype: torch.dtype | None, leaves: Leaves | No
             if dtype is torch.float64:
                 stack.enter_context(as_fp64())
                 stack.enter_context(_experts_one_by_one(module))
-            output = functional_call(module, own, args, kwargs)
+            if code is not None:
+                parameters = {f"code.{key}": own[key] for key, _ in module.named_parameters() if key in own}
+                output = (
+                    functional_call(_Bare(module), parameters, args, kwargs)
+                    if parameters
+                    else module.forward(*args, **kwargs)
+                )
+            else:
+                output = functional_call(module, own, args, kwargs)
     return {"output": output, **given}
+
+
+class _Bare(torch.nn.Module):
+    """A module's forward, without what surrounds its call."""
+
+    def __init__(self, code: torch.nn.Module) -> None:
+        super().__init__()
+        self.code = code
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.code.forward(*args, **kwargs)
 
 
 class Plan:
@@ -160,6 +190,16 @@ class Plan:
         find_head: Any = getattr(reference, "get_output_embeddings", lambda: None)
         head = find_head()
         self._heads = {name for name, module in self.modules.items() if head is not None and module is head}
+
+    @property
+    def computes_in_fp32(self) -> bool:
+        """Whether the run itself is in FP32 throughout."""
+        return self._regions is None and self._compute == torch.float32
+
+    @property
+    def has_regions(self) -> bool:
+        """Whether modules have dtypes of their own: the manifest path."""
+        return self._regions is not None
 
     @property
     def head(self) -> str | None:
@@ -287,6 +327,8 @@ class as_fp64(TorchFunctionMode):
             lambda item: torch.float64 if isinstance(item, torch.dtype) and item in _FLOATS else item,
             (args, kwargs or {}),
         )
+        if function is functional.rms_norm and len(args) < 4 and kwargs.get("eps") is None:
+            kwargs["eps"] = torch.finfo(torch.float32).eps  # which is what it is where 16 bits are computed, too
         return function(*args, **kwargs)
 
 

@@ -16,9 +16,8 @@ activations of the micro-batch take without recomputation, and their gradients.
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -32,6 +31,7 @@ from modeling.objectives.objective import Objective
 from precision.manifest import is_router
 from precision.signature import FIELDS, GRADIENT, Kind, sums_of
 from training.parity.again import Call, Leaves, Plan, again, as_fp64, fewer_rows, terms_of
+from training.parity.partial_sums import Walk, walks
 from training.parity.slices import Slices
 
 LOSS = "(loss)"
@@ -166,8 +166,11 @@ class Backward:
             run = {_INPUT: call.made[0].reshape(-1, call.args[0].shape[-1])[::every]} if 0 in call.made else {}
         computed = [self._again(small, dtype) for dtype in (None, torch.float32, torch.float64)]
         first = _leaves(small.output)[0]
-        terms = max(terms_of(kind, small), first.numel() // first.shape[-1])  # tokens, for a parameter
-        return self._rows(call.name, kind, terms, run, computed)
+        tokens = first.numel() // first.shape[-1]
+        sums = {f"{GRADIENT}{key}": walk for key, walk in walks(self._plan.modules[call.name], call).items()}
+        came = max(map(_mean_square, call.came.values()))
+        size: dict[str, Any] = {"tokens": tokens, "came": came, "walks": sums}
+        return self._rows(call.name, kind, max(terms_of(kind, small), tokens), run, computed, **size)
 
     def _compare_loss(self, objective: Objective, inputs: dict[str, Any], labels: torch.Tensor) -> list[dict[str, Any]]:
         whole, head = self._whole and self._slices.call(self._whole), self._chunked_head()
@@ -232,30 +235,50 @@ class Backward:
             if not inner.followed and any(value.requires_grad for value in _leaves(inner.output)):
                 raise ValueError(f"{inner.name} is called more than once")
             found |= {_numbered(_returned(call, place), number): came for number, came in inner.came.items()}
-        module = self._plan.modules[call.name]
-        for key, _ in module.named_parameters(remove_duplicate=False):
+        for key, _ in self._parameters(call.name):
             full = f"{call.name}.{key}" if call.name else key
             once = self._uses[full.rpartition(".")[0]] <= 1 and full not in self._shared
             if once and full in self._of_parameters:
                 found[f"{GRADIENT}{key}"] = self._of_parameters[full]
         return found
 
+    def _parameters(self, name: str) -> list[tuple[str, torch.Tensor]]:
+        """Of a module and what is in it; of none for what is no module, such as the loss."""
+        module = self._plan.modules.get(name)
+        return [] if module is None else list(module.named_parameters(remove_duplicate=False))
+
     def _rows(
-        self, name: str, kind: Kind, terms: int, run: _Gradients, computed: Sequence[_Gradients]
+        self,
+        name: str,
+        kind: Kind,
+        terms: int,
+        run: _Gradients,
+        computed: Sequence[_Gradients],
+        *,
+        tokens: int = 1,
+        came: float = 0.0,
+        walks: Mapping[str, Walk] | None = None,
     ) -> list[dict[str, Any]]:
+        """tokens: terms of a parameter's gradient. came: mean square of the gradients that came to it, 0 where that is
+        not known. walks: of the partial sums, by part."""
         rows = []
+        own = {f"{GRADIENT}{key}" for key, _ in self._parameters(name)}
         for part, values in run.items():
             if not all(part in found for found in computed):
                 continue
             plan, fp32, exact = (found[part] for found in computed)
             width = 1 if exact.dim() < 2 else self._plan.width(name)  # each value of a vector is a sum of its own
-            sums = sums_of(values, plan, fp32, exact, width=width)
+            floor = 0.0
+            if plan.dtype == torch.float16:
+                floor = exact.numel() * HALF_OF_SMALLEST**2
+                if kind not in ("linear", "embedding"):  # whose products are rounded before anything else is done
+                    floor *= tokens if part in own else max(1.0, _mean_square(exact) / came) if came else 1.0
+            walk = (walks or {}).get(part, Walk(0.0, False))
+            sizes: dict[str, Any] = {"walk": walk.squares * walk.in_plan, "walk_fp32": walk.squares, "floor": floor}
+            sums = sums_of(values, plan, fp32, exact, width=width, **sizes)
             if part != _OUTPUT and not any(sums[FIELDS.index(f"{who}_rr")] for who in ("run", "plan")):
                 continue  # handed on as it was
             roundoff = self._plan.roundoff_of_gradient(name, plan)
-            if plan.dtype == torch.float16:  # nothing is finer than the smallest number
-                least, size = torch.finfo(torch.float16).smallest_normal * 2.0**-11, sums[FIELDS.index("xx")]
-                roundoff = math.hypot(roundoff, least * math.sqrt(exact.numel() / size) if size else 0.0)
             rows.append(
                 {"module": name, "part": part, "kind": kind, "roundoff": roundoff, "terms": terms, "sums": sums}
             )
@@ -263,6 +286,8 @@ class Backward:
 
 
 _INPUT, _OUTPUT = f"{GRADIENT}its input", "output"
+HALF_OF_SMALLEST = torch.finfo(torch.float16).smallest_normal * 2.0**-11
+"""Half of FP16's smallest number: what rounding to nearest may be off by below the smallest normal one."""
 
 
 def _returned(call: Call, place: int) -> str:
@@ -280,6 +305,10 @@ def _numbered(part: str, number: int) -> str:
 def _leaves(tree: Any) -> list[torch.Tensor]:
     """The floating-point tensors of a tree, in the order in which `Leaves` takes them."""
     return [item for item in tree_leaves(tree) if isinstance(item, torch.Tensor) and item.is_floating_point()]
+
+
+def _mean_square(values: torch.Tensor) -> float:
+    return float(values.double().square().mean()) if values.numel() else 0.0
 
 
 def _given(output: Any, **_: Any) -> Any:

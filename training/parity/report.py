@@ -30,6 +30,7 @@ _WORDS = {
     "accumulation_error": "known gradients added up, relative error",
     "weighting_error": "gradients against every label counting the same",
     "loss_error": "reported loss against the mean over all labels",
+    "evaluation_error": "loss of a batch that is evaluated twice",
     "gradient_error": "weight gradients, relative error",
     "gradient_cosine": "weight gradients, cosine",
     "sign_agreement": "weight gradients, equal signs",

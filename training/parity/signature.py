@@ -5,6 +5,8 @@ reference (`training.parity.reference`: freshly built by transformers, never pat
 kernels) is called on what the run's module got: in FP64, which counts as exact, in FP32, and in the dtype that the plan
 says. Its weights are the masters, rounded as the plan says, so that the rounding of a weight is nobody's error.
 
+The run's own module is called again, too, in FP32, where that can be had (`training.parity.own_code`).
+
 A module with modules inside is compared without their errors: those inside return what they returned in the run, and
 what it hands to them is compared, besides its own output. So each part has but a handful of roundings: of attention
 the rotation, the scores, the softmax and its product with the values, as what `o_proj` gets.
@@ -34,6 +36,7 @@ from precision.signature import FIELDS, sums_of
 from training.distributed import World
 from training.parity.again import Call, Plan, again, fewer_rows, floats_of, parts_of, terms_of
 from training.parity.backward import Backward
+from training.parity.own_code import own_code
 from training.parity.slices import Slices, cuts_of
 
 
@@ -153,6 +156,7 @@ class Signatures:
         except Exception as error:  # a module whose inputs cannot be converted is left out, by name
             self._not_measured[call.name] = " ".join(str(error).split())[:200]
             return
+        own = self._own_code(call)
         terms = terms_of(kind, call)
         for part, found in parts_of(call).items():
             computed = [floats_of(tree.get(part)) for tree in (plan, fp32, exact)]
@@ -162,9 +166,19 @@ class Signatures:
                 if len({value.shape for value in values}) > 1:
                     self._not_measured[call.name] = f"{part}: what it makes cannot be compared"
                     continue
-                sums = sums_of(*values, width=self._plan.width(call.name))
-                if part != "output" and not any(sums[FIELDS.index(f"{who}_rr")] for who in ("run", "plan")):
+                mine = floats_of(own.get(part)) if own else []
+                in_fp32 = mine[index] if index < len(mine) and mine[index].shape == values[0].shape else None
+                sums = sums_of(*values, width=self._plan.width(call.name), own=in_fp32)
+                if part != "output" and not any(sums[FIELDS.index(f"{who}_rr")] for who in ("run", "plan", "own")):
                     continue  # handed on as it was
                 row: dict[str, Any] = {"module": call.name, "part": f"{part}, {index}" if index else part, "kind": kind}
                 row |= {"roundoff": self._plan.roundoff(call.name, values[1]), "terms": terms}
                 self._rows.append({**row, "sums": sums})
+
+    def _own_code(self, call: Call) -> dict[str, Any] | None:
+        if self._slices.group is not None or self._plan.computes_in_fp32:
+            return None
+        try:
+            return own_code(self._plan, self._candidate, call)
+        except Exception:  # kernels for 16 bits only, whatever they say
+            return None

@@ -9,8 +9,9 @@ takes a few real steps. For every one of them it measures, module by module,
 - its gradients against FP32's: relative error, cosine, share of equal signs;
 - the *update error*: the change of its masters against the optimizer in FP64 on the gradient that the engine reduced;
 - the share of its masters and moments that this update left further from FP64 than FP32's rounding explains;
-- at each point, the error of a sum of two gradients that are known, and how far a step's loss and gradients are from
-  those that its micro-batches' add up to, everything that counts in the global batch counting the same;
+- at each point, whether two evaluations of a batch have the same loss; the error of a sum of two gradients that are
+  known; and how far a step's loss and gradients are from those that its micro-batches' add up to, everything that
+  counts in the global batch counting the same;
 - the *drift*: the distance of the weights it computes with from its rounded masters;
 - with FP8 in the plan, what its rounding alone does to outputs and gradients, and the three products of each FP8 layer
   (`training.parity.fp8_products`);
@@ -156,6 +157,16 @@ class StepParity:
         loss = engine.health(engine.forward_backward(batch, step=batch.position + 1)).loss
         engine.discard_gradients()
         return loss
+
+    def evaluation_error(self, batch: Batch) -> float:
+        """How far the losses of two evaluations of a batch are apart, relative. Changes no weight.
+
+        They have the same weights and other random numbers, so that whatever is drawn or changed while a model is
+        evaluated, such as dropout, shows. On a CPU a sound model's are the same bit for bit.
+        """
+        engine = self._engine
+        first, second = (engine.evaluate([batch]).loss for _ in range(2))
+        return _relative(second, first)
 
     def _planned_agreement(self, batch: Batch, gradients: dict[str, torch.Tensor]) -> dict[str, Any]:
         """By parameter how FP32's gradients agree with those of the same model with FP8's rounding and no other."""
@@ -325,6 +336,8 @@ def walk(steps: StepParity, batches: Batches, progress: Progress, *, length: int
         repeated = {"loss_with_dropout": steps.loss_with_dropout(batch)} if steps.no_dropout and not measured else {}
         summed = {} if measured else {"accumulation_error": steps.accumulation_errors(batch)}
         weighted = {} if measured else steps.weighting_errors(batch)
+        if not measured:
+            repeated["evaluation_error"] = steps.evaluation_error(batch)
         found = repeated | summed | weighted | steps.step(batch, applied=progress.applied + applied)
         applied += found["applied"]
         measured.append({"step": progress.step + len(measured) + 1, **found})

@@ -116,14 +116,14 @@ def moments_lost_at_load(engine: Engine, size: float) -> None:
         for key in ("exp_avg", "exp_avg_sq"):
             state[key].zero_()
 
-    _after_load(engine, lambda: _each_state(engine, clear))
+    _after_load(engine, lambda: each_state(engine, clear))
 
 
 def count_lost_at_load(engine: Engine, size: float) -> None:
-    _after_load(engine, lambda: _each_state(engine, lambda state: state["step"].zero_()))
+    _after_load(engine, lambda: each_state(engine, lambda state: state["step"].zero_()))
 
 
-def _each_state(engine: Engine, change: Callable[[dict[str, Any]], Any]) -> None:
+def each_state(engine: Engine, change: Callable[[dict[str, Any]], Any]) -> None:
     for state in engine.deepspeed.basic_optimizer.state.values():
         change(state)
 

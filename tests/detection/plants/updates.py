@@ -47,6 +47,8 @@ class Rule:
     """Of parameters that do not decay."""
     deaf: float | None = None
     """Learning rate of parameters that do not decay."""
+    stale_first: bool = False
+    """Go by the first moment of the step before."""
     gradient: Callable[[list[torch.Tensor], Given, float], float] | None = None
     """[factor] On the gradients of a group, from them, the step and the config's clipping."""
 
@@ -115,6 +117,7 @@ def _update(master: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any],
         gradient = gradient + decay * master
     else:
         master.mul_(1 - (lr if changed.decay_times_lr else 1e-3) * decay)
+    followed = first.clone() if changed.stale_first else first
     first.lerp_(gradient, 1 - beta1)
     second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
     for average, dtype in ((first, changed.first), (second, changed.second)):
@@ -122,6 +125,6 @@ def _update(master: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any],
     own = count + changed.ahead
     of_first, of_second = (1 - beta1**own, 1 - beta2**own) if changed.corrected else (1.0, 1.0)
     root = (second / of_second + eps).sqrt() if changed.eps_inside else (second / of_second).sqrt() + eps
-    master.sub_(lr / of_first * first / root)
+    master.sub_(lr / of_first * followed / root)
     if not decays:
         master.copy_(master.to(changed.masters))

@@ -1,0 +1,72 @@
+"""Defects that were thought of after the judge had been finished: first tried on it as it was, each in two runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tests.detection.defects import BF16, FP16, HIGH_SCALE, MANIFEST, Defect
+from tests.detection.plants import later
+from tests.detection.plants.site import ATTENTION, EMBEDDING, HEAD, LAYER, MLP, Plant, on_engine
+from training.engine import Engine
+
+DROPOUT = "transformer.h.1.mlp.dropout"
+_TWO = (BF16, FP16)
+_EXACT = (MANIFEST, BF16)
+
+
+def _engine(name: str, plant: Callable[[Engine, float], None], *modules: str, **options: Any) -> Defect:
+    return Defect(name, options.pop("group", "forward pass"), on_engine(plant), modules, **{"paths": _TWO} | options)
+
+
+def _site(name: str, group: str, plant: Plant, *modules: str, **options: Any) -> Defect:
+    return Defect(name, group, plant, modules, **{"paths": _TWO} | options)
+
+
+_DROPS: dict[str, Any] = {"variant": "dropout"}
+_GRADIENT: dict[str, Any] = {"group": "gradient"}
+_UPDATE: dict[str, Any] = {"group": "update"}
+LATER = (
+    _engine("rotary base of one layer 1% too large", later.rotary_base_of_one_layer, ATTENTION, size=0.01),
+    _engine("one head sees the next token", later.one_head_sees_the_next_token, ATTENTION),
+    _engine("one head forgets the first token", later.one_head_forgets_the_first_token, ATTENTION, paths=_EXACT),
+    _engine("scores of one attention capped at 50", later.scores_capped, ATTENTION, size=50.0),
+    _engine("SiLU of one layer is a GELU", later.silu_is_gelu, f"{MLP}.act_fn", MLP, paths=_EXACT),
+    _engine("residual of one block times 0.999", later.scaled_residual, LAYER, size=0.001),
+    _engine("head's gradient lost to the embedding it shares", later.head_deaf_to_gradients, HEAD, variant="tied"),
+    _engine("dropout not divided by what is kept", later.dropout_not_scaled, DROPOUT, **_DROPS),
+    _engine("dropout of one place 0.15, not 0.1", later.other_dropout, DROPOUT, size=0.05, **_DROPS),
+    _site("dropout while evaluated", "loss", later.dropout_while_evaluated, **_DROPS),
+    _site("both: labels of one row in 16 shifted by two", "shared", later.shifted_labels_of_some, size=16, shared=True),
+    _site("both: one row on both ranks", "shared", later.repeated_row, shared=True),
+    _site("both: last label of each row lost", "shared", later.last_label_lost, shared=True),
+    _site("labels of one row in 16 shifted by two", "shared", later.shifted_labels_of_some, size=16),
+    _site(
+        "ignored labels counted on one rank",
+        "gradient",
+        later.counts_ignored_labels_on_one_rank,
+        variant="documents",
+    ),
+    _site("last micro-batch dropped on one rank", "gradient", later.dropped_last_micro_batch_on_one_rank),
+    _engine("embedding left out of the norm", later.embedding_left_out_of_the_norm, **_GRADIENT),
+    _engine("gradients clipped value by value", later.clipped_value_by_value, EMBEDDING, size=0.02, **_GRADIENT),
+    _site("betas of one group exchanged", "update", later.swapped_betas_of_one_group),
+    _site("decay twice what it should be", "update", later.doubled_decay_of_one_group),
+    _site("momentum one step old on one rank", "update", later.stale_momentum_on_one_rank),
+    _engine("last value of each rank's part not updated", later.last_value_not_updated, **_UPDATE),
+    _engine("16-bit copy of one matrix cut off, not rounded", later.truncated_copies, f"{MLP}.down_proj", **_UPDATE),
+    _site(
+        "good steps counted through overflows",
+        "loss scale",
+        later.growth_counted_through_overflows,
+        paths=(FP16,),
+        overrides=HIGH_SCALE,
+    ),
+    _engine("Adam's count one ahead after a load", later.count_ahead_at_load, group="state"),
+    _engine("moments of two matrices exchanged at a load", later.exchanged_moments_at_load, group="state"),
+    _engine(
+        "second moment decayed once more at a load", later.moment_decayed_once_more_at_load, group="state", size=0.95
+    ),
+    _site("learning rate one step back after a resume", "state", later.rate_one_step_back_after_a_resume),
+)
+"""In the order of the page. In the run alone, unless it says *both*."""

@@ -1,0 +1,89 @@
+"""What 16 bits hide: an error of a module's code that is smaller than its roundings, or has no direction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from precision.signature import findings, pooled
+from tests.training.parity.test_signature import (
+    ATTENTION,
+    LAYER,
+    MLP,
+    NORM,
+    ROTARY,
+    Plant,
+    fused,
+    measured,
+    named,
+)
+
+
+def turned(run: Any) -> None:
+    """Queries and keys of one layer by the angles of a base that is 1% larger."""
+    module, table = run.get_submodule(ATTENTION), run.get_submodule(ROTARY).inv_freq
+    right, pairs = module.forward, len(table)
+
+    def forward(*args: Any, position_embeddings: Any, **options: Any) -> Any:
+        cos, _ = position_embeddings
+        angles = torch.arange(cos.shape[1])[:, None] * (table * 1.01 ** -(torch.arange(pairs) / pairs))
+        both = torch.cat((angles, angles), -1).expand(cos.shape)
+        return right(*args, position_embeddings=(both.cos().to(cos.dtype), both.sin().to(cos.dtype)), **options)
+
+    module.forward = forward
+
+
+def approximated(run: Any) -> None:
+    """SiLU whose exponential is good to 12 bits, as a fast kernel's may be."""
+    module = run.get_submodule(f"{MLP}.act_fn")
+
+    def forward(given: torch.Tensor) -> torch.Tensor:
+        exponential = (-given.float()).exp()
+        return (given.float() / (1 + exponential * (1 + 2.0**-12))).to(given.dtype)
+
+    module.forward = forward
+
+
+def scaled_residual(run: Any) -> None:
+    """By 2^-14, a thirty-second of BF16's smallest step."""
+    module = run.get_submodule(LAYER)
+    right = module.forward
+
+    def forward(*args: Any, **options: Any) -> Any:
+        output = right(*args, **options)
+        return (output.float() * (1 + 2.0**-14)).to(output.dtype)
+
+    module.forward = forward
+
+
+@pytest.mark.parametrize(
+    ("plant", "module"),
+    [(turned, ATTENTION), (approximated, f"{MLP}.act_fn"), (scaled_residual, LAYER)],
+)
+def test_an_error_below_the_roundings_of_16_bits_is_named_alone(plant: Plant, module: str) -> None:
+    steps = measured(plant=plant)
+    assert named(steps) == (module,)
+    assert any("the run's own code" in item.why for item in findings(pooled(steps)))
+
+
+@pytest.mark.parametrize("plant", [None, fused])
+def test_the_code_of_a_sound_model_is_right_in_fp32(plant: Callable[[Any], None] | None) -> None:
+    kept: list[Any] = []
+
+    def planted(run: Any) -> None:
+        kept.append(run)
+        if plant is not None:
+            plant(run)
+
+    steps = measured(plant=planted)
+    assert named(steps) == ()
+    known = {(part.module, part.part) for part in pooled(steps) if part.sums["own_xx"]}
+    assert {(ATTENTION, "into o_proj"), (NORM, "output"), (f"{MLP}.up_proj", "output"), (LAYER, "output")} <= known
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in kept[0].modules())
+
+
+def test_a_run_in_fp32_is_its_own_code() -> None:
+    assert not any(part.sums["own_xx"] for part in pooled(measured(compute="fp32")))

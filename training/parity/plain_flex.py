@@ -1,0 +1,73 @@
+"""FlexAttention by its definition, in plain torch and any dtype: what its compiled kernel is compared with.
+
+The kernel computes neither FP32's products as FP32 (on a GPU they are TF32 unless told otherwise) nor FP64, and is
+compiled for each of them. Here are its scores in FP32, or FP64 of FP64, its softmax in the same, and the probabilities
+rounded once to the values' dtype, as torch's own formulas have it (`math_attention` in its higher-order operators).
+sdpa is no substitute: it takes no `score_mod`, and rounds in other places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers.integrations.flex_attention as of_transformers
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from torch.nn.attention.flex_attention import AuxOutput, BlockMask
+
+_PLACES = ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None))
+"""Over keys, queries, heads and samples, the innermost first."""
+
+
+@contextmanager
+def plain_flex(module: torch.nn.Module) -> Iterator[None]:
+    """Inside, a module whose attention is FlexAttention computes it in plain torch; any other does what it did."""
+    if getattr(getattr(module, "config", None), "_attn_implementation", None) != "flex_attention":
+        yield
+        return
+    namespace: Any = of_transformers
+    before = namespace.WrappedFlexAttention
+    namespace.WrappedFlexAttention = lambda training: lambda: flex_attention
+    try:
+        yield
+    finally:
+        namespace.WrappedFlexAttention = before
+
+
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    score_mod: Callable[..., torch.Tensor],
+    block_mask: BlockMask | None,
+    scale: float | None,
+    return_aux: Any = None,
+    **_: Any,
+) -> Any:
+    """As torch's: (batch, heads, queries, width) of the query's dtype, and with `return_aux` the sums' logarithm.
+
+    query: (batch, heads, queries, width). key, value: (batch, heads or a divisor of them, keys, width).
+    """
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    key, value = (item.repeat_interleave(query.shape[1] // item.shape[1], dim=1) for item in (key, value))
+    scores = query.to(wide) @ key.to(wide).transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    places = [torch.arange(size, device=query.device) for size in scores.shape]
+    with TransformGetItemToIndex():
+        scores = _everywhere(score_mod, (0,))(scores, *places)
+        seen = None if block_mask is None else _everywhere(block_mask.mask_mod)(*places)
+    if seen is not None:
+        scores = scores.masked_fill(~seen, -torch.inf)
+    sums = scores.logsumexp(-1, keepdim=True)
+    chosen = torch.where(sums.isneginf(), 0.0, (scores - sums).exp())  # of a query that sees nothing
+    output = chosen.to(value.dtype) @ value
+    return output if return_aux is None else (output, AuxOutput(lse=sums.squeeze(-1)))
+
+
+def _everywhere(function: Callable[..., torch.Tensor], before: tuple[int, ...] = ()) -> Callable[..., torch.Tensor]:
+    """`function` of a sample, a head, a query and a key, at all of them."""
+    for places in _PLACES:
+        function = torch.vmap(function, in_dims=(*before, *places))
+    return function
