@@ -58,7 +58,7 @@ def utilisation(context: MeasureContext) -> Finding:
         "size x sequence length), over the device's dense 16-bit peak; recomputed activations do not count"
     )
     parameters = run.facts.start["parameters"]
-    trained = run.facts.start.get("trained_parameters", parameters)
+    trained = run.facts.start.get("trained_parameters") or parameters
     if trained < parameters:
         how += f"; {parameters - trained:,} frozen parameters count 4, since nobody needs gradients of them"
     peak = context.peak or peak_flops(run.device)
