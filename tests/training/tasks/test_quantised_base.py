@@ -17,7 +17,9 @@ import torch
 from bitsandbytes.functional import dequantize_4bit
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
+from tests.modeling.test_quantised_base import nearest
 from tests.support.chats import write_base, write_chats, write_pairs
 from tests.support.process_group import ProcessGroup
 from tests.training.checkpoint import resume_cases
@@ -60,6 +62,35 @@ def test_two_ranks_equal_plain_peft(pair: ProcessGroup, folder: Path, kind: str,
     require_equal(found, exact)
     first, last = found["codes"]
     assert first == last, "an evaluation and steps leave the base as it is"
+
+
+def of_the_definition(weight: torch.Tensor, base: str) -> torch.Tensor:
+    """(outputs, inputs), FP32: the values that the codes of a weight stand for, in plain torch."""
+    if base == "nf4":
+        return nearest(weight)
+    weight = weight.half().float()  # as bitsandbytes 0.50.2 does before it divides a row by its largest magnitude
+    largest = weight.abs().amax(1, keepdim=True)
+    return (weight * (127 / largest)).round() * largest / 127
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(("kind", "stage"), [("nf4", 2), ("int8", 3), ("nf4", 3), ("int8", 2)])
+def test_layers_that_hold_inputs_first_equal_plain_torch(
+    pair: ProcessGroup, tmp_path: Path, kind: str, stage: int
+) -> None:
+    """GPT-2's: quantised as (outputs, inputs), here as its own layers in floats, without bitsandbytes."""
+    write_base(tmp_path / "base", "gpt2")
+    write_chats(tmp_path / "chats.jsonl", 60)
+    found, *_ = pair.run(cases.steps, folder=tmp_path, stage=stage, overrides=(BASES[kind],))
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    layers = [module for module in base.modules() if isinstance(module, Conv1D)]
+    for layer in layers:
+        layer.weight.data = of_the_definition(layer.weight.data.T, kind).T.contiguous()
+    assert len(found["codes"][0]) == len(layers) == 8
+    model = cases.peft_on(base, {**GIVEN, "fan_in_fan_out": True}, found["before"])
+    require_equal(found, sft_cases.oracle(tmp_path, [step["rows"] for step in found["steps"]], model))
+    first, last = found["codes"]
+    assert first == last
 
 
 @pytest.mark.one_in(4)
