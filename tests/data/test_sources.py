@@ -124,7 +124,9 @@ def test_a_damaged_file_is_named_in_one_line(tmp_path: Path, capfd, whole, kind:
     for name, content in (("a", whole[kind]), ("b", DAMAGES[how](whole[kind])), ("c", whole[kind])):
         (folder / f"{name}.{kind}").write_bytes(content)
     chosen = {"txt": "text"}.get(kind.partition(".")[0], kind.partition(".")[0])
-    with pytest.raises(UserError, match=rf"^{folder}/b.{kind}(: cannot be read \(|:\d+: is not (JSON|UTF-8) \()") as caught:
+    with pytest.raises(
+        UserError, match=rf"^{folder}/b.{kind}(: cannot be read \(|:\d+: is not (JSON|UTF-8) \()"
+    ) as caught:
         read(section(chosen, folder / "*"))
     assert "\n" not in str(caught.value)
     assert capfd.readouterr() == ("", "")
