@@ -256,6 +256,10 @@ def start(
     communication: Any = importlib.import_module("deepspeed.comm.torch")
     communication.build_shm_op = lambda: None
     accelerator.set_device(local_rank)
+    # FP32 is what 16 bits are compared with: TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which NVIDIA's images set, makes its
+    # matmuls TF32, and cuDNN's convolutions are unless told otherwise.
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
     timeout = timedelta(minutes=timeout_minutes)
     # DeepSpeed binds the group to a GPU, too, unless this is the only rank.
     device = torch.device(f"cuda:{local_rank}") if accelerator.device_name() == "cuda" else torch.device("cpu")

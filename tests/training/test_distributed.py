@@ -24,6 +24,7 @@ threads = torch.get_num_threads()
 torch.set_num_threads(threads + 2)
 torch.ones(1 << 20).exp()  # which makes torch's threads
 masks = {task.name: sorted(os.sched_getaffinity(int(task.name))) for task in Path("/proc/self/task").iterdir()}
+print("fp32", torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
 print("cores", json.dumps([threads, list(masks.values())]))
 print("sum", int(world.sum(torch.ones(1))), os.path.exists(sys.argv[2]), flush=True)
 sys.stdin.read()
@@ -49,6 +50,7 @@ def outputs(tmp_path_factory) -> list[str]:
     port = free_port()
     name = f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{port}_"
     variables = {"TORCH_EXTENSIONS_DIR": str(folder / "extensions"), "PATH": str(folder)}
+    variables["TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"] = "1"
     ranks = [begin(rank, port, f"{name}{rank}", **variables) for rank in (0, 1)]
     texts = []
     try:
@@ -71,6 +73,10 @@ def test_ranks_on_a_cpu_build_nothing_and_leave_no_shared_memory(outputs):
     assert "sum 2 False" in outputs[0]
     assert "sum 2 False" in outputs[1]
     assert outputs[2] == ""
+
+
+def test_fp32_is_no_tf32_whatever_the_image_sets(outputs):
+    assert "fp32 highest False" in outputs[0] and "fp32 highest False" in outputs[1]
 
 
 @pytest.mark.skipif(
