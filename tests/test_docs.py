@@ -138,14 +138,6 @@ def test_the_index_links_every_page() -> None:
     assert pages - linked == {index.resolve()}
 
 
-def test_every_script_of_upstream_has_one_row() -> None:
-    folder = ROOT / "docs/upstream"
-    rows = re.findall(
-        r"^\|[^|]+\| `(\w+\.py)`, [12] \|", (folder / "README.md").read_text(encoding="utf-8"), re.MULTILINE
-    )
-    assert sorted(rows) == sorted(script.name for script in folder.glob("*.py"))
-
-
 def test_the_checkpoints_of_recipes_that_are_named_are_saved() -> None:
     recipes = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in ROOT.glob("config/recipes/*.yaml")]
     runs = {recipe["run"]["name"]: recipe for recipe in recipes}
