@@ -30,6 +30,13 @@ FP8_MARGIN = 1.5
 """[factor] How much larger an error may be than plain torch's with nothing but FP8's rounding. The run's other
 roundings tip some values to another FP8 number, so that its errors are of the same size and not the same."""
 
+PLAIN_MARGIN = 1.5
+"""[factor] How much larger a gradient's error may be than that of plain torch in the run's dtype, where a bound for all
+is passed. Both are errors of the same roundings in another order: of the same size and not the same."""
+PLAIN_MOST = 0.5
+"""[fraction] Relative error of plain torch's gradient beyond which it explains nothing: `PLAIN_MARGIN` times as much is
+still less than the error of a gradient that is lost, which is 1."""
+
 IN_A_STEP = (
     *("weight_drift", "fp8_products", "module_error", "accumulation_error", "weighting_error", "gradient_error"),
     *("gradient_cosine", "sign_agreement", "grad_norm_error", "update_error", "update_rounding"),
@@ -249,8 +256,24 @@ def _own_note(steps: Sequence[Mapping[str, Any]]) -> str:
 
 def _gradient_note(steps: Sequence[Mapping[str, Any]]) -> str:
     planned = [found for step in steps for found in step.get("planned", {}).values()]
-    notes = _scale_note(steps), _fp8_note([float(found["relative_error"]) for found in planned])
+    fp8 = _fp8_note([float(found["relative_error"]) for found in planned])
+    notes = _scale_note(steps), fp8, _plain_note(steps)
     return "; ".join(filter(None, notes))
+
+
+def _plain_note(steps: Sequence[Mapping[str, Any]]) -> str:
+    """Which gradients are left out, as plain torch's are no closer to FP32's."""
+    names = {
+        name: float(plain["relative_error"])
+        for step in steps
+        for name, plain in step.get("plain", {}).items()
+        if _is_plain("relative_error", step["parameters"][name], plain)
+    }
+    if not names:
+        return ""
+    most = max(names, key=lambda name: names[name])
+    rest = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"without {most}{rest}, whose error in plain torch is {names[most]:.2g} in this dtype"
 
 
 def _fp8_note(planned: Sequence[float]) -> str:
@@ -286,14 +309,14 @@ def worst_of(
 
 
 def _gradients(what: str) -> Callable[[Mapping[str, Any]], Iterable[tuple[str, float]]]:
-    """Worst agreement of a module's gradients, for those that are more than noise."""
+    """Worst agreement of a module's gradients, for those that are more than noise and than rounding in their dtype."""
 
     def values(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
         norms = {name: float(norm) for name, norm in step["reference_norms"].items()}
         floor = NEGLIGIBLE * max(norms.values(), default=0.0)
-        planned = step.get("planned", {})
+        planned, plain = step.get("planned", {}), step.get("plain", {})
         agreement = {
-            name: _agreement(what, found, planned.get(name))
+            name: _agreement(what, found, planned.get(name), plain.get(name))
             for name, found in step["parameters"].items()
             if norms[name] > floor
         }
@@ -302,9 +325,48 @@ def _gradients(what: str) -> Callable[[Mapping[str, Any]], Iterable[tuple[str, f
     return values
 
 
-def _agreement(what: str, found: Mapping[str, Any], planned: Mapping[str, Any] | None) -> float:
-    """A parameter's agreement with FP32, beyond what FP8's rounding alone costs. 1 less a cosine, and so its margin,
-    goes by the square of an error."""
+def beyond_bounds(
+    agreement: Mapping[str, Mapping[str, Any]], norms: Mapping[str, float], bounds: ParitySection
+) -> list[str]:
+    """Parameters, by name, whose gradient is more than noise and disagrees with FP32's by more than `bounds`.
+
+    agreement: as of `compare_gradients`. norms: of FP32's gradients.
+    """
+    floor = NEGLIGIBLE * max(norms.values(), default=0.0)
+    return [
+        name
+        for name, found in agreement.items()
+        if norms[name] > floor
+        and not (
+            found["relative_error"] <= bounds.gradient_error
+            and found["cosine"] >= bounds.gradient_cosine
+            and found["sign_agreement"] >= bounds.sign_agreement
+        )
+    ]
+
+
+def _is_plain(what: str, found: Mapping[str, Any], plain: Mapping[str, Any]) -> bool:
+    """Whether plain torch in the run's dtype agrees with FP32 as little, as where a gradient's terms cancel.
+
+    1 less a cosine, and so its margin, goes by the square of an error.
+    """
+    if not float(plain["relative_error"]) <= PLAIN_MOST:
+        return False
+    if what == "relative_error":
+        return float(found[what]) <= PLAIN_MARGIN * float(plain[what])
+    margin = PLAIN_MARGIN**2 if what == "cosine" else PLAIN_MARGIN
+    return 1.0 - float(found[what]) <= margin * (1.0 - float(plain[what]))
+
+
+def _agreement(
+    what: str, found: Mapping[str, Any], planned: Mapping[str, Any] | None, plain: Mapping[str, Any] | None
+) -> float:
+    """A parameter's agreement with FP32, beyond what FP8's rounding alone costs; full where plain torch has no more.
+
+    1 less a cosine, and so its margin, goes by the square of an error.
+    """
+    if plain is not None and _is_plain(what, found, plain):
+        return 0.0 if what == "relative_error" else 1.0
     value = float(found[what])
     if planned is None:
         return value

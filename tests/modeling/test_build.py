@@ -105,6 +105,7 @@ def test_files_that_are_not_whole_are_refused(tmp_path, family):
 def test_what_files_lack_and_what_is_not_read_of_them_is_a_note_and_no_table(tmp_path, caplog, monkeypatch):
     for name in ("transformers", "transformers.modeling_utils"):
         monkeypatch.setattr(logging.getLogger(name), "propagate", True)  # to caplog
+        caplog.set_level(logging.WARNING, name)
     build(ModelSection(architecture="llama", config={**LLAMA, "tie_word_embeddings": False})).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     head = tensors.pop("lm_head.weight")

@@ -278,6 +278,26 @@ def test_gradients_that_are_rounding_noise_are_not_judged() -> None:
     assert failed(walked(step(parameters=parameters, reference_norms={"a.weight": 1.0, "b.bias": 1e-2})))
 
 
+def test_a_gradient_is_no_failure_where_plain_torch_is_as_far_off_in_the_same_dtype() -> None:
+    """As where its terms cancel; but never one that may as well be lost, nor one that is further off than rounding."""
+    good = step()["parameters"]["a.weight"]
+
+    def measured(error: float, plain: float) -> dict[str, Any]:
+        def agreement(off: float) -> dict[str, float]:
+            return {"relative_error": off, "cosine": 1 - off**2 / 2, "sign_agreement": 1 - off / 3}
+
+        return step(parameters={"a.weight": good, "b.weight": agreement(error)}, plain={"b.weight": agreement(plain)})
+
+    explained = walked(measured(0.45, plain=0.4))
+    assert not failed(explained)
+    assert explained["gradient_error"].measured == pytest.approx(good["relative_error"])
+    assert "without b.weight, whose error in plain torch is 0.4 in this dtype" in explained["gradient_error"].note
+    for error, plain in ((0.45, 0.2), (0.6, 0.52), (1.0, 0.5), (math.nan, 0.4), (0.45, math.nan)):
+        checks = walked(measured(error, plain=plain))
+        assert failed(checks) >= {"gradient_error", "gradient_cosine", "sign_agreement"}
+        assert checks["gradient_error"].modules == ("b",)
+
+
 def test_gradients_of_a_skipped_step_are_not_judged_but_its_outputs_are() -> None:
     bad = {"relative_error": math.inf, "cosine": math.nan, "sign_agreement": 0.0}
     skipped = step(1, applied=False, parameters={"a.weight": bad, "b.weight": bad}, update_error={})

@@ -8,8 +8,9 @@ activation checkpointing).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,6 +78,44 @@ class Reference:
 
     def loss_and_gradients(self, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
         """Mean loss over the global batch in nats, and its gradients by name, FP32. A collective."""
+        loss = self._pass(batch)
+        found = {}
+        for name, parameter in self._trained():
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            found[name] = self._world.sum(gradient.detach())
+        if self._attention is not None:  # modules that are called alone from here on get the first micro-batch's inputs
+            self._attention.begin(batch.further[WHOLE_POSITIONS][0].to(self._world.device))
+        return loss, found
+
+    def gradients_in(self, dtype: torch.dtype, batch: Batch, *, loss_scale: float) -> dict[str, torch.Tensor]:
+        """The same gradients by name, FP32, where weights and activations are in `dtype`: what rounding makes of them.
+
+        Sums over micro-batches and ranks are FP32's. loss_scale: what the loss is multiplied by meanwhile. The weights
+        are FP32's again afterwards, bit for bit. A collective.
+        """
+        whole = {name: parameter.data for name, parameter in self.model.named_parameters()}
+        sums = {name: torch.zeros_like(parameter) for name, parameter in self._trained()}
+        hooks = []
+        try:
+            for name, parameter in self.model.named_parameters():
+                parameter.grad = None
+                parameter.data = whole[name].to(dtype)
+                if parameter.requires_grad:
+                    hooks.append(parameter.register_post_accumulate_grad_hook(partial(_move, sums[name])))
+            self._pass(batch, loss_scale=loss_scale)
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for name, parameter in self.model.named_parameters():
+                parameter.grad = None
+                parameter.data = whole[name]
+        return {name: self._world.sum(gradient) / loss_scale for name, gradient in sums.items()}
+
+    def _trained(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        return (item for item in self.model.named_parameters() if item[1].requires_grad)
+
+    def _pass(self, batch: Batch, *, loss_scale: float = 1.0) -> float:
+        """Forward and backward of this rank's share of the global batch, whose mean loss in nats is returned."""
         device = self._world.device
         self.model.zero_grad()
         experts = self._tokens_by_expert(batch) if self._router is not None else None
@@ -87,17 +126,9 @@ class Reference:
             mean = loss / tokens.to(loss.dtype)
             if self._router is not None and experts is not None:
                 mean = mean + self._router.loss(experts)[0]
-            mean.backward()
+            (mean * loss_scale).backward()
             totals[0] += loss.detach().double()
-        found = {}
-        for name, parameter in self.model.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            found[name] = self._world.sum(gradient.detach())
-        if self._attention is not None:  # modules that are called alone from here on get the first micro-batch's inputs
-            self._attention.begin(batch.further[WHOLE_POSITIONS][0].to(device))
-        return float(self._world.sum(totals)[0] / tokens), found
+        return float(self._world.sum(totals)[0] / tokens)
 
     @torch.no_grad()
     def _tokens_by_expert(self, batch: Batch) -> torch.Tensor:
@@ -108,6 +139,13 @@ class Reference:
             self.objective.score(self._forward, inputs, labels)
             found = found + self._router.counts()
         return self._world.sum(found)
+
+
+def _move(into: torch.Tensor, parameter: torch.Tensor) -> None:
+    """Add a parameter's gradient to FP32's sum, and forget it."""
+    assert parameter.grad is not None
+    into += parameter.grad.float()
+    parameter.grad = None
 
 
 def clip_coefficient(norm: float, largest: float) -> float:

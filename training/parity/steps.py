@@ -6,7 +6,8 @@ Started by `training.parity` on as many processes as the run had. At each point 
 takes a few real steps. For every one of them it measures, module by module,
 - the *own error*: its output against the FP32 module's on the same inputs, without the error of earlier modules;
 - the *output error*: its output against FP32's on FP32's inputs, the error accumulated so far;
-- its gradients against FP32's: relative error, cosine, share of equal signs;
+- its gradients against FP32's: relative error, cosine, share of equal signs; of those beyond the bounds also what plain
+  torch in the run's dtype makes of them, since terms that cancel leave nothing but rounding;
 - the *update error*: the change of its masters against the optimizer in FP64 on the gradient that the engine reduced;
 - the share of its masters and moments that this update left further from FP64 than FP32's rounding explains;
 - at each point, whether two evaluations of a batch have the same loss; the error of a sum of two gradients that are
@@ -47,7 +48,7 @@ from data.loader import Batch, Batches
 from modeling.build import dropouts
 from precision.dtypes import DTYPES
 from precision.fp8_reference import in_fp8
-from precision.parity import Walk, blamed, first_divergence, judge_steps
+from precision.parity import Walk, beyond_bounds, blamed, first_divergence, judge_steps
 from precision.statistics import compare_gradients, master_drift, to_plain
 from tracking.record import Record
 from tracking.run_dir import RunDir
@@ -126,6 +127,8 @@ class StepParity:
         own = {name: whole_gradient(engine, parameter) for name, parameter in trainable_parameters(engine).items()}
         found = {name: gradient for name, gradient in own.items() if gradient is not None}
         agreement = to_plain(compare_gradients(found.items(), gradients.items()))
+        norms = to_plain({name: gradients[name].double().norm() for name in found})
+        plain = self._plain_agreement(batch, gradients, agreement, norms)
         lr = scheduled_rate(self._resolved.config, applied) if lr is None else lr
         update = engine.step(health, lr, apply=apply)
         measured: dict[str, Any] = {
@@ -138,8 +141,9 @@ class StepParity:
             "loss_scale": update.loss_scale,
             "parameters": agreement,
             "planned": planned,
+            "plain": plain,
             "fp8_products": products.measured(),
-            "reference_norms": to_plain({name: gradients[name].double().norm() for name in found}),
+            "reference_norms": norms,
             "drift": drift,
             "update_error": {},
             "update_rounding": {},
@@ -177,6 +181,27 @@ class StepParity:
         with in_fp8(model, names, regions.fp8):
             _, rounded = self._reference.loss_and_gradients(batch)
         return to_plain(compare_gradients(rounded.items(), gradients.items()))
+
+    def _plain_agreement(
+        self,
+        batch: Batch,
+        gradients: dict[str, torch.Tensor],
+        agreement: Mapping[str, Any],
+        norms: Mapping[str, float],
+    ) -> dict[str, Any]:
+        """How the gradients of plain torch in the run's dtype agree with FP32's, of parameters whose own do not.
+
+        Where a gradient's terms cancel, rounding alone takes it beyond every bound. Empty, at no cost, where all are
+        within their bounds; in FP32, and where modules compute in several dtypes.
+        """
+        engine, bounds = self._engine, self._resolved.config.parity
+        if engine.regions is not None or engine.compute == "fp32":
+            return {}
+        names = engine.world.from_main(beyond_bounds(agreement, norms, bounds))
+        if not names:
+            return {}
+        found = self._reference.gradients_in(DTYPES[engine.compute], batch, loss_scale=engine.loss_scale)
+        return to_plain(compare_gradients([(name, found[name]) for name in names], gradients.items()))
 
     def accumulation_errors(self, batch: Batch) -> dict[str, float]:
         """By parameter, how far the gradients of a micro-batch and of an eighth of its loss do not add up to their sum.

@@ -133,7 +133,7 @@ def test_who_cannot_train_a_task_is_passed_over_with_the_reason(monkeypatch: pyt
         {"trl": "trl is not installed; make trl installs it into a folder of its own"},
     )
     fields: dict[str, Any] = dict.fromkeys(Spec.__dataclass_fields__)
-    spec = Spec(**fields | {"task": "dpo"})
+    spec = Spec(**fields | {"task": "dpo", "deepspeed": {}})
     chosen, skipped = skip_unsupported(["mantissa", "bare", "trainer", "trl", "torchtitan"], spec)
     assert chosen == ["mantissa", "trl"]
     assert skipped["trainer"] == "it trains pretrain and sft, not dpo" and set(skipped) == {

@@ -21,10 +21,10 @@ def manifest(name: str) -> list[str]:
     return ["precision.path=manifest", f"precision.manifest=config/manifests/{name}.json"]
 
 
-def judged(steps: list[dict]) -> dict[str, Check]:
+def judged(steps: list[dict], bounds: ParitySection = BOUNDS) -> dict[str, Check]:
     """The checks of one walk by name."""
     numbered = [{"step": index, **step} for index, step in enumerate(steps, start=1)]
-    return {check.name: check for check in judge_steps([Walk(0, True, numbered, numbered[0]["loss"])], BOUNDS)}
+    return {check.name: check for check in judge_steps([Walk(0, True, numbered, numbered[0]["loss"])], bounds)}
 
 
 def failed(checks: dict[str, Check]) -> set[str]:
@@ -80,6 +80,23 @@ def test_half_precision_agrees_and_every_module_is_measured(pair, stage, compute
         names = set(steps[0]["order"])
         assert {"model.embed_tokens", NORM, LINEAR, "model.layers.1.self_attn", "model.norm", "lm_head"} <= names
         assert not steps[0]["not_measured"]
+
+
+@pytest.mark.parametrize(("stage", "compute"), [(2, "bf16"), (3, "fp16")])
+def test_a_gradient_beyond_its_bound_is_compared_with_plain_torch_in_the_same_dtype(pair, stage, compute):
+    """Under a bound that no 16-bit gradient keeps: what is healthy passes, and a defect is still named."""
+    bounds = ParitySection(gradient_error=1e-6)
+    defect = f"{{kind: lost_reduction, module: {LINEAR}}}"
+    overrides = ["parity.gradient_error=1e-6", "precision.loss_scale.initial=1024"]
+    for planted in ([], [f"defects=[{defect}]"]):
+        of_case = {"stage": stage, "compute": compute, "steps": 2, "overrides": [*overrides, *planted]}
+        for steps in pair.run(parity_cases.measured_steps, **of_case):
+            assert steps[0]["plain"].keys() == steps[0]["parameters"].keys()
+            assert "planned" in steps[0] and not steps[0]["planned"]
+            found = judged(steps, bounds)
+            assert failed(found) & {"gradient_error", "weight_drift"} == ({"gradient_error"} if planted else set())
+            if planted:
+                assert found["gradient_error"].modules == (LINEAR,)
 
 
 def module_of(defect: str) -> str:
