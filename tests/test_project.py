@@ -71,7 +71,7 @@ def test_setup_takes_torch_alone_from_another_index_and_remembers_which(tmp_path
 
 def test_a_command_of_make_meets_no_folder_on_its_path_that_may_not_be_entered(tmp_path: Path) -> None:
     """`su` without a `-` leaves root's. To root, who may enter all, one that is not there stands for them."""
-    print_path = ["make", "--silent", "--eval=print-path: ; @echo '$(PATH)'", "print-path"]
+    print_path = ["make", "--silent", "--eval=print-path: ; @:$(info $(PATH))", "print-path"]
     spaced = tmp_path / "with a space"
     spaced.mkdir()
     variables = os.environ | {"PATH": os.pathsep.join([str(tmp_path / "gone"), os.environ["PATH"], str(spaced)])}

@@ -6,7 +6,6 @@ state is not used: under `accelerate launch` on a machine without a GPU it is pr
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import warnings
@@ -22,6 +21,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 
 from config.machine.binding import RankCpus, apply_binding, choose_binding
+from config.machine.op_builds import build_no_shared_memory_op
 from config.resolved import Resolved
 from precision.half_on_cpu import multiply_through_fp32
 from training.rendezvous import forget_port, open_store
@@ -251,10 +251,7 @@ def start(
     logger.setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=".*deprecated.*", module="torch.distributed.c10d_logger")
     accelerator = get_accelerator()
-    # DeepSpeed's own all-reduce would be built at the first start on a machine, with g++ in about a minute, and leave
-    # 66 MiB of /dev/shm for each rank; only tensor-parallel inference uses it.
-    communication: Any = importlib.import_module("deepspeed.comm.torch")
-    communication.build_shm_op = lambda: None
+    build_no_shared_memory_op()
     accelerator.set_device(local_rank)
     # FP32 is what 16 bits are compared with: TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which NVIDIA's images set, makes its
     # matmuls TF32, and cuDNN's convolutions are unless told otherwise.

@@ -12,6 +12,7 @@ import torch
 import torch.nn.attention.flex_attention as of_torch
 import transformers.integrations.flex_attention as of_transformers
 
+from modeling.compiling import quote_library_folders
 from tests.support.flex_on_cpu import flex_on_cpu
 from tests.training.parity.test_signature import ATTENTION, attention_output, measured, named
 from training.parity.plain_flex import flex_attention
@@ -27,6 +28,12 @@ def in_blocks(query: Any, key: Any, value: Any, *, score_mod: Any, block_mask: A
     exponentials = (scores - scores.amax(-1, keepdim=True).detach()).exp()
     product = exponentials.to(value.dtype).float() @ value.float()
     return (product / exponentials.sum(-1, keepdim=True)).to(query.dtype)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def a_path_with_a_space() -> None:
+    """transformers has masks of blocks compiled, which fails where the path to torch has a space or a quote."""
+    quote_library_folders()
 
 
 @contextmanager

@@ -12,12 +12,14 @@ import os
 
 from accelerate import Accelerator, DeepSpeedPlugin, PartialState
 
+from config.machine.op_builds import build_no_shared_memory_op
 from training.benchmark.peers.common import Job
 
 
 def main() -> None:
     """Train the work of the command line."""
     job = Job()
+    build_no_shared_memory_op()
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     if not job.on_cuda:
         PartialState(backend="gloo")

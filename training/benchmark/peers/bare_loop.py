@@ -9,12 +9,14 @@ import deepspeed
 from transformers.integrations import HfDeepSpeedConfig
 
 from config.deepspeed.document import initializable
+from config.machine.op_builds import build_no_shared_memory_op
 from training.benchmark.peers.common import Job
 
 
 def main() -> None:
     """Train the work of the command line."""
     job = Job()
+    build_no_shared_memory_op()
     deepspeed.init_distributed(auto_mpi_discovery=False)
     # transformers loads the model partitioned for as long as this object lives; AutoTP cuts whole matrices
     partitioned = job.spec.stage == 3 and job.spec.tensor == 1

@@ -17,6 +17,7 @@ from accelerate import PartialState
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from config.machine.op_builds import build_no_shared_memory_op
 from data.loader import IGNORED_LABEL
 from training.benchmark.peers.common import Job
 
@@ -114,6 +115,7 @@ def padded(rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
 def main() -> None:
     """Train the work of the command line."""
     job = Job()
+    build_no_shared_memory_op()
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(**trainer_arguments(job, folder))
         trainer = OrderedTrainer(

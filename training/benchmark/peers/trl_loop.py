@@ -15,6 +15,7 @@ from typing import Any
 from transformers import AutoTokenizer
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
+from config.machine.op_builds import build_no_shared_memory_op
 from training.benchmark.peers.common import Job
 from training.benchmark.peers.trainer_loop import InOrder, Measured, trainer_arguments
 
@@ -57,6 +58,7 @@ def make_trainer(job: Job, folder: str) -> Any:
 def main() -> None:
     """Train the work of the command line."""
     job = Job()
+    build_no_shared_memory_op()
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(job, folder)
         trainer.job = job
