@@ -7,6 +7,7 @@ The same with `accelerate launch`, `torchrun`, or plain `python` for one process
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -22,6 +23,8 @@ from config.resolved import Resolved
 def main(arguments: Sequence[str]) -> int:
     """Run one training job; returns the process's exit code."""
     print_any_text()
+    # before torch is imported: it would print a C++ stack for each connection that a rank loses to one that has ended
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     end_with(launchers())
     try:
         moved_caches = use_writable_caches()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -274,3 +277,17 @@ def test_a_mistake_found_before_the_process_group_is_one_line_and_exit_code_2(fo
     assert output.splitlines()[-1].startswith("error: ")
     assert "Traceback" not in output
     assert not (folder / "runs" / "mistake").exists()
+
+
+def test_lost_connections_of_a_rank_print_no_stacks():
+    """torch reads the level of its warnings when it is imported, which must not be before it is set."""
+    program = (
+        "import os, sys, train\n"
+        "try: train.main(['--config', 'nowhere.yaml'])\n"
+        "except SystemExit: print(os.environ['TORCH_CPP_LOG_LEVEL'], 'torch' in sys.modules)\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TORCH_CPP_LOG_LEVEL"}
+    found = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.split() == ["ERROR", "False"]
