@@ -6,6 +6,7 @@ state is not used: under `accelerate launch` on a machine without a GPU it is pr
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import warnings
@@ -21,7 +22,6 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 
 from config.machine.binding import RankCpus, apply_binding, choose_binding
-from config.machine.op_builds import build_no_shared_memory_op
 from config.resolved import Resolved
 from precision.half_on_cpu import multiply_through_fp32
 from training.rendezvous import forget_port, open_store
@@ -213,6 +213,16 @@ class World:
         return replace(
             self, device=torch.device("cpu"), group=dist.new_group(backend="gloo", timeout=timedelta(days=1))
         )
+
+
+def build_no_shared_memory_op() -> None:
+    """Keep DeepSpeed from building its all-reduce on a CPU, which only tensor-parallel inference uses.
+
+    It would be built at the first start on a machine, with g++ in about a minute, which fails where the path to torch
+    has a space, and leave 66 MiB of /dev/shm for each rank. To be called before the process group starts.
+    """
+    communication: Any = importlib.import_module("deepspeed.comm.torch")
+    communication.build_shm_op = lambda: None
 
 
 def join(resolved: Resolved) -> World:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import importlib
 import os
 import sys
 import time
@@ -48,16 +47,6 @@ def extensions_folder() -> Path:
 def use_own_folder() -> None:
     """Have torch build and look for ops in `extensions_folder`, in this process and those that it starts."""
     os.environ["TORCH_EXTENSIONS_DIR"] = str(extensions_folder())
-
-
-def build_no_shared_memory_op() -> None:
-    """Keep DeepSpeed from building its all-reduce on a CPU, which only tensor-parallel inference uses.
-
-    It would be built at the first start on a machine, with g++ in about a minute, which fails where the path to torch
-    has a space, and leave 66 MiB of /dev/shm for each rank. To be called before the process group starts.
-    """
-    communication: Any = importlib.import_module("deepspeed.comm.torch")
-    communication.build_shm_op = lambda: None
 
 
 def locks(folder: Path, op: str = "*") -> list[dict[str, Any]]:

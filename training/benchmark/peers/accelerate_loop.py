@@ -12,8 +12,8 @@ import os
 
 from accelerate import Accelerator, DeepSpeedPlugin, PartialState
 
-from config.machine.op_builds import build_no_shared_memory_op
 from training.benchmark.peers.common import Job
+from training.distributed import build_no_shared_memory_op
 
 
 def main() -> None:

@@ -9,8 +9,8 @@ import deepspeed
 from transformers.integrations import HfDeepSpeedConfig
 
 from config.deepspeed.document import initializable
-from config.machine.op_builds import build_no_shared_memory_op
 from training.benchmark.peers.common import Job
+from training.distributed import build_no_shared_memory_op
 
 
 def main() -> None:

@@ -17,9 +17,9 @@ from accelerate import PartialState
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from config.machine.op_builds import build_no_shared_memory_op
 from data.loader import IGNORED_LABEL
 from training.benchmark.peers.common import Job
+from training.distributed import build_no_shared_memory_op
 
 
 class Measured(TrainerCallback):

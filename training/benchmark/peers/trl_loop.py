@@ -15,9 +15,9 @@ from typing import Any
 from transformers import AutoTokenizer
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-from config.machine.op_builds import build_no_shared_memory_op
 from training.benchmark.peers.common import Job
 from training.benchmark.peers.trainer_loop import InOrder, Measured, trainer_arguments
+from training.distributed import build_no_shared_memory_op
 
 
 class OrderedSFT(InOrder, SFTTrainer):
