@@ -62,6 +62,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if seen[case] % mark.args[0]:
                 item.add_marker("slow")
             seen[case] += 1
+    packed = [item.nodeid for item in items if r"\x1f\x8b" in item.nodeid]
+    if packed:  # gzip's output holds the time of packing, and all workers of a session have to collect the same names
+        raise pytest.UsageError(f"give these cases ids, they are named by packed bytes: {', '.join(packed)}")
     users = {item.path for item in items if {"pair", "solo"} & set(getattr(item, "fixturenames", ()))}
     starters = {path for path in {item.path for item in items} if _STARTS_JOBS.search(path.read_text(encoding="utf-8"))}
     items.sort(key=lambda item: 0 if item.path in starters else 1 if item.path in users else 2)

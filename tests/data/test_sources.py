@@ -132,7 +132,7 @@ def test_a_damaged_file_is_named_in_one_line(tmp_path: Path, capfd, whole, kind:
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("content", [b"", gzip.compress(b"")])
+@pytest.mark.parametrize("content", [b"", gzip.compress(b"")], ids=["of no bytes", "packed"])
 def test_a_file_without_rows_has_no_documents(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(content)
     assert read(section("jsonl", tmp_path / "a.jsonl.gz")) == ([], {})
