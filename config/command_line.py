@@ -57,6 +57,15 @@ def read_command_line(argv: Sequence[str], environment: Mapping[str, str] = os.e
     return resolved
 
 
+def refusal(arguments: Sequence[str], environment: Mapping[str, str]) -> str | None:
+    """Why `train.py` would refuse these arguments (`--config FILE` and overrides); None where they can be resolved."""
+    try:
+        resolve_run(_parse(arguments), environment)
+    except UserError as error:
+        return str(error).removeprefix("command line: ")
+    return None
+
+
 def _require_docstrings(optimize: int) -> None:
     """Refuse an interpreter that has dropped them. optimize: of `sys.flags`. Raises UserError."""
     if optimize > 1:

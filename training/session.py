@@ -6,7 +6,7 @@ import dataclasses
 import json
 import random
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -154,7 +154,8 @@ def session(
             owned.append(True)
         vocabulary = shape.get_text_config().vocab_size
         corpus, teacher = prepare_teacher(resolved, corpus, world, vocabulary=vocabulary)
-        forget_peak_memory(world.device)
+        with suppress(OSError):  # then it counts from the process's start
+            forget_peak_memory(world.device)
         engine = build_engine(resolved, shape, world)
         if quiet:
             engine.notes.append(f"dropout of the model is off, as the reference has none: {', '.join(quiet)}")

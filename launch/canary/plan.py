@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +9,10 @@ from pathlib import Path
 from config.batch import refuse_sharing
 from config.child_jobs import job_command
 from config.cli import REPOSITORY
-from config.command_line import read_command_line
+from config.command_line import read_command_line, refusal
 from config.errors import UserError
 from config.launcher import as_launched
-from config.resolved import Resolved, resolve_run
+from config.resolved import Resolved
 from config.schema import CanarySection
 
 
@@ -71,15 +70,7 @@ class Plan:
 
     def refusal(self, overrides: Sequence[str]) -> str | None:
         """Why the whole run cannot be started with these overrides; None where its config can be resolved."""
-        _, config, *given = self.arguments
-        options = argparse.Namespace(
-            config=config, overrides=[*given, *overrides], deepspeed_config=None, local_rank=None
-        )
-        try:
-            resolve_run(options, as_launched(self.processes))
-        except UserError as error:
-            return str(error).removeprefix("command line: ")
-        return None
+        return refusal([*self.arguments, *overrides], as_launched(self.processes))
 
     @property
     def _interval(self) -> int:

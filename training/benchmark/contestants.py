@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import shutil
@@ -13,9 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from config.command_line import refusal
 from config.errors import UserError
 from config.launcher import as_launched
-from config.resolved import resolve_run
 from tracking.jsonl import read_events
 from training.benchmark.peers import titan_terms
 from training.benchmark.spec import Result, Spec
@@ -164,13 +163,7 @@ class Runner:
 
     def refusal(self, contestant: str) -> str | None:
         """Why one of Mantissa's own cannot train this work; None where its config can be resolved."""
-        _, config, *given = self._train_arguments(contestant, contestant)
-        options = argparse.Namespace(config=config, overrides=given, deepspeed_config=None, local_rank=None)
-        try:
-            resolve_run(options, as_launched(self.processes))
-        except UserError as error:
-            return str(error).removeprefix("command line: ")
-        return None
+        return refusal(self._train_arguments(contestant, contestant), as_launched(self.processes))
 
     def _start(self, program: Sequence[str], label: str) -> None:
         log = self.folder / "logs" / f"{label}.log"

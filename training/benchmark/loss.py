@@ -19,7 +19,6 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -33,6 +32,7 @@ from config.errors import one_line
 from config.schema import ModelSection
 from modeling.linear_cross_entropy import Head, label_loss_sum, linear_cross_entropy_sum
 from precision.dtypes import DTYPES
+from training.engine.work_time import forget_peak_memory, peak_memory_bytes
 
 _MOST_LOGITS_IN_FP64 = 2**28
 Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, float], torch.Tensor]
@@ -96,9 +96,11 @@ def measure(way: str, *, vocabulary: int, hidden: int, tokens: int, dtype: str, 
             torch.cuda.synchronize()
         return loss.detach()
 
-    before = _reset_peak(device)
+    counted = torch.device(device)
+    forget_peak_memory(counted)
+    before = peak_memory_bytes(counted)
     loss = once()
-    peak = _peak(device) - before
+    peak = peak_memory_bytes(counted) - before
     seconds = []
     for _ in range(repeats):
         started = time.perf_counter()
@@ -129,22 +131,6 @@ def _errors(
         assert tensor.grad is not None and exact.grad is not None
         found[name] = float((tensor.grad.double() - exact.grad).norm() / exact.grad.norm())
     return found
-
-
-def _reset_peak(device: str) -> int:
-    """[bytes] In use now; the peak is counted from here."""
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated()
-    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # proc(5): resets the peak resident set
-    return _peak(device)
-
-
-def _peak(device: str) -> int:
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated()
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
 @entry_point()

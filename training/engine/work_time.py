@@ -11,7 +11,7 @@ import resource
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +72,12 @@ def _listed(values: list[Any]) -> list[Any] | dict[str, Any]:
 def forget_peak_memory(device: torch.device) -> None:
     """The peak counts from here: what prepared the data is no part of the training's.
 
-    Where the system does not let the peak of a resident set be reset (Linux does) it counts from the process's start.
+    Raises OSError where the system does not let the peak of a resident set be reset (Linux does).
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
-        with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # proc(5)
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # proc(5)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -6,8 +6,8 @@ none of them stays. The weights are the reference's, so that only the code is th
 in its modules, its buffers.
 
 Left out, and judged in the run's dtype alone: the manifest path, whose modules have dtypes of their own; what ranks
-share; experts, and kernels for 16 bits only (FlashAttention, and FlexAttention, which multiplies in TF32 on a GPU); at
-ZeRO-3 modules with weights of their own that are not at hand; compiled modules.
+share; experts; FlashAttention, whose kernels are for 16 bits only, and FlexAttention (see `plain_flex`); at ZeRO-3
+modules with weights of their own that are not at hand; compiled modules.
 """
 
 from __future__ import annotations

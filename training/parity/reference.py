@@ -83,8 +83,6 @@ class Reference:
         for name, parameter in self._trained():
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             found[name] = self._world.sum(gradient.detach())
-        if self._attention is not None:  # modules that are called alone from here on get the first micro-batch's inputs
-            self._attention.begin(batch.further[WHOLE_POSITIONS][0].to(self._world.device))
         return loss, found
 
     def gradients_in(self, dtype: torch.dtype, batch: Batch, *, loss_scale: float) -> dict[str, torch.Tensor]:
@@ -128,6 +126,8 @@ class Reference:
                 mean = mean + self._router.loss(experts)[0]
             (mean * loss_scale).backward()
             totals[0] += loss.detach().double()
+        if self._attention is not None:  # modules that are called alone from here on get the first micro-batch's inputs
+            self._attention.begin(batch.further[WHOLE_POSITIONS][0].to(device))
         return float(self._world.sum(totals)[0] / tokens)
 
     @torch.no_grad()

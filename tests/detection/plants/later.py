@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from data import loader
 from data.loader import IGNORED_LABEL, Batch
 from tests.detection.plants.site import ATTENTION, BAD_RANK, EMBEDDING, HEAD, LAYER, MLP, Site, around, replace_forward
-from tests.detection.plants.state import each_state
+from tests.detection.plants.state import after_load, each_state
 from tests.detection.plants.updates import Rule, rule
 from training import loss_scaler, parts
 from training.engine import Engine
@@ -328,20 +328,8 @@ def growth_counted_through_overflows(site: Site) -> None:
 # ---- resuming
 
 
-def _after_load(engine: Engine, change: Callable[[], None]) -> None:
-    def loading(right: Callable[..., Any]) -> Callable[..., Any]:
-        def load(*args: Any, **options: Any) -> None:
-            right(*args, **options)
-            with torch.no_grad():
-                change()
-
-        return load
-
-    around(engine, "load", loading)
-
-
 def count_ahead_at_load(engine: Engine, size: float) -> None:
-    _after_load(engine, lambda: each_state(engine, lambda state: state["step"].add_(1)))
+    after_load(engine, lambda: each_state(engine, lambda state: state["step"].add_(1)))
 
 
 def exchanged_moments_at_load(engine: Engine, size: float) -> None:
@@ -358,11 +346,11 @@ def exchanged_moments_at_load(engine: Engine, size: float) -> None:
         first.flatten()[:size].copy_(second.flatten()[:size])
         second.flatten()[:size].copy_(kept)
 
-    _after_load(engine, change)
+    after_load(engine, change)
 
 
 def moment_decayed_once_more_at_load(engine: Engine, size: float) -> None:
-    _after_load(engine, lambda: each_state(engine, lambda state: state["exp_avg_sq"].mul_(size)))
+    after_load(engine, lambda: each_state(engine, lambda state: state["exp_avg_sq"].mul_(size)))
 
 
 def rate_one_step_back_after_a_resume(site: Site) -> None:

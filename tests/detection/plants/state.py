@@ -91,7 +91,7 @@ def _held(parameter: Any) -> torch.Tensor:
     return held
 
 
-def _after_load(engine: Engine, change: Callable[[], None]) -> None:
+def after_load(engine: Engine, change: Callable[[], None]) -> None:
     def loading(right: Callable[..., Any]) -> Callable[..., Any]:
         def load(*args: Any, **options: Any) -> None:
             right(*args, **options)
@@ -108,7 +108,7 @@ def masters_rounded_at_load(engine: Engine, size: float) -> None:
         for master in local_masters(engine.deepspeed.optimizer):
             master.copy_(master.bfloat16())
 
-    _after_load(engine, change)
+    after_load(engine, change)
 
 
 def moments_lost_at_load(engine: Engine, size: float) -> None:
@@ -116,11 +116,11 @@ def moments_lost_at_load(engine: Engine, size: float) -> None:
         for key in ("exp_avg", "exp_avg_sq"):
             state[key].zero_()
 
-    _after_load(engine, lambda: each_state(engine, clear))
+    after_load(engine, lambda: each_state(engine, clear))
 
 
 def count_lost_at_load(engine: Engine, size: float) -> None:
-    _after_load(engine, lambda: each_state(engine, lambda state: state["step"].zero_()))
+    after_load(engine, lambda: each_state(engine, lambda state: state["step"].zero_()))
 
 
 def each_state(engine: Engine, change: Callable[[dict[str, Any]], Any]) -> None:
