@@ -21,8 +21,6 @@ MOST_NAMED = 8
 """Modules that a check names."""
 SAME_LOSS = 1e-5
 """Relative difference up to which a loss counts as repeated after a restore; 0 on a CPU."""
-
-
 NORM_ROUNDING = 1e-4
 """Relative difference up to which a reported gradient norm is that of the reduced gradient: both are sums of the same
 FP32 values, so that a share of 1.4% of the norm that is left out shows."""
