@@ -31,6 +31,7 @@ from typing import Any
 
 from config.cli import Arguments, entry_point
 from config.errors import UserError
+from config.machine.processes import peak_resident_bytes
 from config.schema import DataSection
 
 _POLL_SECONDS = 0.02
@@ -105,7 +106,7 @@ def measure(path: str, tokenizer: str, megabytes: float, processes: int, scratch
         prepare(section, progress=False)
         seconds = time.perf_counter() - started
         reader, worker = (after - before for after, before in zip(_cpu_seconds(), computed, strict=True))
-    most = peak_bytes("self"), workers.most_bytes
+    most = peak_resident_bytes("self"), workers.most_bytes
     return Row(tokenizer, megabytes, processes, trained, seconds, reader, worker, *most)
 
 
@@ -134,16 +135,7 @@ class _WorkerMemory:
     def _watch(self) -> None:
         while not self._ended.wait(_POLL_SECONDS):
             for child in multiprocessing.active_children():
-                self.most_bytes = max(self.most_bytes, peak_bytes(str(child.pid)))
-
-
-def peak_bytes(process: str) -> int:
-    """Peak resident set of a process by id, or of this one as "self"; 0 when it has ended."""
-    try:
-        lines = Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
+                self.most_bytes = max(self.most_bytes, peak_resident_bytes(str(child.pid)))
 
 
 def benchmark(options: argparse.Namespace, report: Callable[[Row], None]) -> list[Row]:

@@ -151,3 +151,12 @@ def end_with(above: Sequence[Launcher]) -> None:
 
     if watched:
         threading.Thread(target=wait, daemon=True).start()
+
+
+def peak_resident_bytes(process: str) -> int:
+    """Peak resident set of a process by id, or of this one as "self"; 0 when it has ended."""
+    try:
+        lines = Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from config.machine.processes import peak_resident_bytes
+
 RANKS_LISTED = 16
 """Largest run of which every rank's number is recorded."""
 
@@ -81,7 +83,10 @@ def forget_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak so far in bytes: allocated device memory, or the resident set on a CPU. No device sync."""
+    """Peak so far in bytes: allocated device memory, or the resident set on a CPU. No device sync.
+
+    getrusage also counts what started this process, up to the exec, and cannot be reset: it stands in without /proc.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return peak_resident_bytes("self") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

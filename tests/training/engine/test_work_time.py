@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import statistics
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from config.cli import REPOSITORY
 from data.prepare import prepare
 from tests.support.process_group import ProcessGroup
 from tests.training.checkpoint import resume_cases
@@ -48,6 +51,24 @@ def test_readers_find_the_slowest_rank_however_many_there_are(ranks: int) -> Non
     assert found is not None and values[found.rank] == found.most == max(values)
     assert (found.least, found.median) == (min(values), statistics.median(values))
     assert len(found.all) == (ranks if ranks <= RANKS_LISTED else 0)
+
+
+FAT = """
+import subprocess, sys
+held = b"1" * (3 * 2**29)
+subprocess.run([sys.executable, "-c", sys.argv[1]], check=True)
+"""
+LEAN = """
+import torch
+from training.engine.work_time import peak_memory_bytes
+print(peak_memory_bytes(torch.device("cpu")))
+"""
+
+
+def test_what_started_a_process_is_not_in_its_peak() -> None:
+    command = [sys.executable, "-c", FAT, LEAN]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY)
+    assert 2**26 < int(done.stdout) < 2**30
 
 
 def _peaks(world: World, *, folder: str) -> tuple[int, int]:
