@@ -7,6 +7,8 @@ import torch
 
 from precision import half_on_cpu
 from precision.half_on_cpu import multiply_through_fp32
+from tests.support.process_group import ProcessGroup
+from training.distributed import World
 
 HALVES = (torch.bfloat16, torch.float16)
 KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -54,20 +56,25 @@ def test_other_dtypes_go_their_own_way() -> None:
     assert torch.equal(replaced("mm")(a, a), a @ a)
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-def test_a_process_that_asked_for_it_computes_so_and_differentiates(dtype: torch.dtype) -> None:
-    lacking = multiply_through_fp32()
-    if dtype not in lacking:
-        pytest.skip(f"this CPU has instructions for {dtype}")
+def products_and_gradients(world: World, *, dtype: torch.dtype) -> bool:
+    """In a process of their own: what is asked for holds until the process ends."""
+    if dtype not in multiply_through_fp32():
+        return False
     a, b = (drawn(64, 64, dtype=dtype, seed=i).requires_grad_() for i in range(2))
     product = a @ b
     assert torch.equal(product, (a.float() @ b.float()).to(dtype))
     product.backward(torch.ones_like(product))
     assert torch.equal(a.grad, (torch.ones(64, 64) @ b.float().t()).to(dtype))
+    return True
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_gradients_within_attention_are_near_fp64s(dtype: torch.dtype) -> None:
+def test_a_process_that_asked_for_it_computes_so_and_differentiates(solo: ProcessGroup, dtype: torch.dtype) -> None:
+    if solo.run(products_and_gradients, dtype=dtype) != [True]:
+        pytest.skip(f"this CPU has instructions for {dtype}")
+
+
+def gradients_within_attention(world: World, *, dtype: torch.dtype) -> None:
     multiply_through_fp32()
     leaves = [drawn(2, 4, 48, 16, dtype=dtype, seed=i).requires_grad_() for i in range(3)]
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
@@ -77,3 +84,8 @@ def test_gradients_within_attention_are_near_fp64s(dtype: torch.dtype) -> None:
     for leaf, reference in zip(leaves, exact, strict=True):
         error = (leaf.grad.double() - reference.grad).norm() / reference.grad.norm()
         assert leaf.grad.dtype == dtype and error < 2 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_gradients_within_attention_are_near_fp64s(solo: ProcessGroup, dtype: torch.dtype) -> None:
+    solo.run(gradients_within_attention, dtype=dtype)
