@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+import hypothesis
 import pytest
 from filelock import FileLock
 
@@ -29,6 +30,11 @@ STARTS = (
     (pty, "fork"),
 )
 """What every new process comes from."""
+
+hypothesis.settings.register_profile(
+    "untimed", hypothesis.settings(), deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("untimed")  # a busy machine fails no test
 
 _STARTS_JOBS = re.compile(r"launches|strange|subprocess|preparation_kills")
 
