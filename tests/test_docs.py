@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Iterator
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
@@ -51,13 +51,17 @@ def broken_links(page: Path) -> Iterator[str]:
 
 
 def is_runnable(module: str) -> bool:
-    """Whether `python -m MODULE` finds something to run. Imports nothing."""
+    """Whether `python -m MODULE` finds something to run. Imports nothing.
+
+    Only the paths are searched: setuptools' own finder takes a look for pip for the beginning of an import of it, and
+    lets torch.compile import no setuptools from there on.
+    """
     package, *rest = module.split(".")
     if package in FOLDERS:
         place = ROOT / module.replace(".", "/")
         sources = [path for path in (place.with_suffix(".py"), place / "__main__.py") if path.is_file()]
         return any('__name__ == "__main__"' in path.read_text(encoding="utf-8") for path in sources)
-    found = importlib.util.find_spec(package)
+    found = PathFinder.find_spec(package)
     if found is None or not rest:
         return found is not None
     places = [Path(folder, *rest) for folder in found.submodule_search_locations or ()]
@@ -149,3 +153,10 @@ def test_the_checkpoints_of_recipes_that_are_named_are_saved() -> None:
                 if int(number) > last or not every or int(number) % every:
                     wrong.append(f"{page.name}: runs/{name} has no step-{number}, it ends at {last}")
     assert not wrong
+
+
+def test_to_look_for_pip_leaves_setuptools_importable() -> None:
+    finder = pytest.importorskip("_distutils_hack").DISTUTILS_FINDER
+    before = set(vars(finder))
+    assert is_runnable("pip") and not is_runnable("no_such_package")
+    assert set(vars(finder)) == before
