@@ -1,14 +1,23 @@
-"""What the documentation names exists: links, headings, `python -m` modules, repository paths, make targets."""
+"""What the documentation names exists: links, headings, `python -m` modules and their options, config keys, events and
+their fields, repository paths, make targets."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib.util
 import re
+import typing
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+
+from config.load import field_types
+from config.schema import Config
+from tracking.events import COMMON_FIELDS, REQUIRED_FIELDS
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -18,6 +27,10 @@ NOT_IN_THE_TREE = {"launch/deepspeed/hostfile", "launch/deepspeed/hostfle"}
 
 _FENCE = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
+_COMMAND = re.compile(r"(?:(?:python3? -m|--module) ([A-Za-z][\w.]*\w)|(?<![\w/.])train\.py)\b([^\n`]*)")
+_ENDINGS = ("py", "md", "json", "jsonl", "yaml", "html", "png", "svg", "txt", "csv", "log", "bin", "idx")
+_MODULES = ("model.layers", "model.embed_tokens", "model.norm", "model.decoder", "model.encoder")
+"""How the names of a model's own modules begin, which are no keys of the section `model`."""
 _PATH = re.compile(rf"(?<![\w/.:@-])(?:{'|'.join(FOLDERS)})/[\w./*-]*[\w*]")
 
 
@@ -69,6 +82,69 @@ def missing_modules(page: Path) -> Iterator[str]:
     yield from (f"cannot be run: python -m {name}" for name in named if not is_runnable(name))
 
 
+@functools.cache
+def sources_of(module: str) -> str:
+    """The source that reads the options of `python -m MODULE`, with what all tools share."""
+    place = ROOT / module.replace(".", "/")
+    files = [*place.parent.glob(f"{place.name}.py"), *place.glob("*.py"), *ROOT.glob("config/*.py")]
+    return "".join(path.read_text(encoding="utf-8") for path in files)
+
+
+def missing_options(page: Path) -> Iterator[str]:
+    for snippet in code(page.read_text(encoding="utf-8")):
+        for command in _COMMAND.finditer(re.sub(r"\\\n", " ", snippet)):
+            module, rest = command[1] or "train", re.sub(r"'[^']*'|\"[^\"]*\"", "TEXT", command[2])
+            if module.partition(".")[0] not in (*FOLDERS, "train"):
+                continue
+            own = re.split(r"\s(?:--(?=\s)|#|;|&&|\|)", rest)[0]
+            for option in re.findall(r"(?<!\S)\[?(--[a-z][\w-]*)", own):
+                if f'"{option}"' not in sources_of(module):
+                    yield f"no such option: {module} {option}"
+
+
+def keys_of(section: Any, prefix: str = "") -> Iterator[str]:
+    """Every dotted key, those of the entries of lists included; `KEY.*` for what is below a free mapping."""
+    for name, hint in field_types(section).items():
+        yield prefix + name
+        for inner in (hint, *typing.get_args(hint)):
+            if dataclasses.is_dataclass(inner):
+                yield from keys_of(inner, f"{prefix}{name}.")
+        if typing.get_origin(hint) is dict:
+            yield f"{prefix}{name}.*"
+
+
+_KEYS = frozenset(keys_of(Config))
+_SECTIONS = sorted({key.partition(".")[0] for key in _KEYS if "." in key})
+_KEY = re.compile(rf"(?<![\w./*$-])((?:{'|'.join(_SECTIONS)})(?:\.[a-z_]\w*)+)(?=[=:]|`$)")
+
+
+def is_key(name: str) -> bool:
+    parts = name.split(".")
+    return name in _KEYS or any(".".join([*parts[:depth], "*"]) in _KEYS for depth in range(1, len(parts)))
+
+
+def keys_in(mapping: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in mapping.items():
+        yield f"{prefix}{name}"
+        if isinstance(value, dict) and not is_key(f"{prefix}{name}.*"):
+            yield from keys_in(value, f"{prefix}{name}.")
+
+
+def unknown_keys(page: Path) -> Iterator[str]:
+    """Keys of the run config that the schema lacks, but for those of a line that shows the mistake."""
+    text = page.read_text(encoding="utf-8")
+    for snippet in code(text):
+        shown = "\n".join(line for line in f"{snippet}`".splitlines() if "no such key" not in line)
+        for name in _KEY.findall(shown):
+            other = is_runnable(name) or name.rpartition(".")[2] in _ENDINGS or name.startswith(_MODULES)
+            if not other and not is_key(name):
+                yield f"no such key: {name}"
+    for block in re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        loaded = yaml.safe_load(block)
+        if isinstance(loaded, dict) and all(name in _SECTIONS for name in loaded):
+            yield from (f"no such key: {name}" for name in keys_in(loaded) if name not in _KEYS)
+
+
 def missing_paths(page: Path) -> Iterator[str]:
     for snippet in code(page.read_text(encoding="utf-8")):
         for path in _PATH.findall(snippet):
@@ -100,7 +176,10 @@ def stray_rows(page: Path) -> list[str]:
     return wrong
 
 
-CHECKS = (broken_links, missing_modules, missing_paths, missing_targets, stray_rows)
+CHECKS = (
+    *(broken_links, missing_modules, missing_options, unknown_keys),
+    *(missing_paths, missing_targets, stray_rows),
+)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
