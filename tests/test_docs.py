@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import importlib.util
 import re
+import shlex
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
-from config.load import field_types
+from config.errors import UserError
+from config.load import field_types, load_config
 from config.schema import Config
 from tracking.events import COMMON_FIELDS, REQUIRED_FIELDS
 
@@ -103,6 +105,22 @@ def missing_options(page: Path) -> Iterator[str]:
                     yield f"no such option: {module} {option}"
 
 
+def refused_configs(page: Path) -> Iterator[str]:
+    """Commands whose overrides the repository's config that they name does not take; not those with placeholders."""
+    for snippet in code(page.read_text(encoding="utf-8")):
+        for text in re.sub(r"\\\n *", " ", snippet).splitlines():
+            config = re.search(r"--config (config/[\w/]+\.yaml)", text)
+            if config is None or not (ROOT / config[1]).is_file() or text.count('"') % 2:
+                continue
+            words = shlex.split(text.partition(" #")[0])
+            given = [word for word in words if word.partition("=")[0] in _KEYS - {"data.path", "data.source"}]
+            if not any(re.search(r"\.\.\.|%|=[A-Z]+$", word) for word in given):
+                try:
+                    load_config(ROOT / config[1], [word for word in given if "=" in word], None)
+                except UserError as error:
+                    yield f"{text.strip()}: {error}"
+
+
 def keys_of(section: Any, prefix: str = "") -> Iterator[str]:
     """Every dotted key, those of the entries of lists included; `KEY.*` for what is below a free mapping."""
     for name, hint in field_types(section).items():
@@ -181,7 +199,7 @@ def stray_rows(page: Path) -> list[str]:
 
 CHECKS = (
     *(broken_links, missing_modules, missing_options, unknown_keys),
-    *(missing_paths, missing_targets, stray_rows),
+    *(refused_configs, missing_paths, missing_targets, stray_rows),
 )
 
 
@@ -196,7 +214,8 @@ def test_what_does_not_exist_is_found(tmp_path: Path) -> None:
         "# Page\n[a](gone.md) [b](#page) [c](#other) `docs/gone.md` `config/recipes/*.yaml` `make gone`\n"
         "```\npython -m training.gone --config config/recipes/gone.yaml\npython -m training.parity\nmake test\n"
         "python -m training.parity --launch 'x --y' \\\n  --gone run.steps=3 model.gone=4 -- --z\n```\n"
-        "`data.gone` `guard.x.y(` `model.layers.0=1 model.config.any=2 canary.steps: 3 data.sources.weight data.md`\n"
+        "`python train.py --config config/recipes/demo.yaml run.steps=5 'generate.prompt=a b'` `data.gone` "
+        "`guard.x.y(` `model.layers.0=1 model.config.any=2 canary.steps: 3 data.sources.weight data.md`\n"
         "```yaml\nrun: {steps: 3, gone: 4}\nmodel: {config: {any: 1}}\n```\n"
         "| far | from it |\n\n| a | b |\n|---|---|\n| `|` \\| | c |\n| of | a | third |\n"
     )
@@ -208,6 +227,8 @@ def test_what_does_not_exist_is_found(tmp_path: Path) -> None:
         "no such key: model.gone",
         "no such key: data.gone",
         "no such key: run.gone",
+        "python train.py --config config/recipes/demo.yaml run.steps=5 'generate.prompt=a b': "
+        f"{ROOT}/config/recipes/demo.yaml: schedule.warmup_steps = 40 is more than run.steps = 5; make it smaller",
         "no such path: config/recipes/gone.yaml",
         "no such path: docs/gone.md",
         "no such target: make gone",
