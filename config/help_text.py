@@ -38,8 +38,8 @@ options:
   --help                   this text
   key.sub=value            sets a key of the run config; the value is YAML, such as optimizer.betas=[0.9,0.95]
 
-exit codes: 0 done; 2 the config or the command line is wrong; 3 stopped by the numerics;
-  71 a machine computes wrongly; 74 checkpoints cannot be written; 75 preempted and saved
+exit codes: 0 done; 2 the config or the command line is wrong; 3 stopped by the numerics; 69 another rank is lost;
+  71 a machine computes wrongly; 74 checkpoints cannot be written; 75 preempted and saved (docs/run-folder.md)
 
 keys of the run config, as `key: type = default [unit]`:
 """

@@ -238,9 +238,13 @@ class StaticPolicy(ScalePolicy):
         pass
 
 
+POLICIES = (DeepSpeedPolicy, AdaptivePolicy, StaticPolicy)
+"""Every policy; DeepSpeed pickles the one in use into its checkpoints, and the reader allows these."""
+
+
 def make_policy(section: LossScaleSection) -> ScalePolicy:
     """The policy that precision.loss_scale asks for, at its first scale."""
     policies: dict[str, type[DeepSpeedPolicy | AdaptivePolicy | StaticPolicy]] = {
-        policy.name: policy for policy in (DeepSpeedPolicy, AdaptivePolicy, StaticPolicy)
+        policy.name: policy for policy in POLICIES
     }
     return policies[section.policy](section)

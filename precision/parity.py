@@ -24,6 +24,7 @@ SAME_LOSS = 1e-5
 NORM_ROUNDING = 1e-4
 """Relative difference up to which a reported gradient norm is that of the reduced gradient: both are sums of the same
 FP32 values, so that a share of 1.4% of the norm that is left out shows."""
+
 FP8_MARGIN = 1.5
 """[factor] How much larger an error may be than plain torch's with nothing but FP8's rounding. The run's other
 roundings tip some values to another FP8 number, so that its errors are of the same size and not the same."""

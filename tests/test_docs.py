@@ -1,14 +1,25 @@
-"""What the documentation names exists: links, headings, `python -m` modules, repository paths, make targets."""
+"""What the documentation names exists: links, headings, `python -m` modules and their options, config keys, events and
+their fields, repository paths, make targets."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import re
+import shlex
+import typing
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+
+from config.errors import UserError
+from config.load import field_types, load_config
+from config.schema import Config
+from tracking.events import COMMON_FIELDS, REQUIRED_FIELDS
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -18,6 +29,11 @@ NOT_IN_THE_TREE = {"launch/deepspeed/hostfile", "launch/deepspeed/hostfle"}
 
 _FENCE = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
+_COMMAND = re.compile(r"(?:(?:python3? -m|--module) ([A-Za-z][\w.]*\w)|(?<![\w/.])train\.py)\b([^\n`]*)")
+_ENDINGS = ("py", "md", "json", "jsonl", "yaml", "html", "png", "svg", "txt", "csv", "log", "bin", "idx", "safetensors")
+_NO_KEYS = {"deepspeed.initialize", "data.rows"}  # a function of DeepSpeed's; an entry of environment.json
+_MODULES = ("model.layers", "model.embed_tokens", "model.norm", "model.decoder", "model.encoder")
+"""How the names of a model's own modules begin, which are no keys of the section `model`."""
 _PATH = re.compile(rf"(?<![\w/.:@-])(?:{'|'.join(FOLDERS)})/[\w./*-]*[\w*]")
 
 
@@ -73,6 +89,87 @@ def missing_modules(page: Path) -> Iterator[str]:
     yield from (f"cannot be run: python -m {name}" for name in named if not is_runnable(name))
 
 
+@functools.cache
+def sources_of(module: str) -> str:
+    """The source that reads the options of `python -m MODULE`, with what all tools share."""
+    place = ROOT / module.replace(".", "/")
+    files = [*place.parent.glob(f"{place.name}.py"), *place.glob("*.py"), *ROOT.glob("config/*.py")]
+    return "".join(path.read_text(encoding="utf-8") for path in files)
+
+
+def missing_options(page: Path) -> Iterator[str]:
+    for snippet in code(page.read_text(encoding="utf-8")):
+        for command in _COMMAND.finditer(re.sub(r"\\\n", " ", snippet)):
+            module, rest = command[1] or "train", re.sub(r"'[^']*'|\"[^\"]*\"", "TEXT", command[2])
+            if module.partition(".")[0] not in (*FOLDERS, "train"):
+                continue
+            own = re.split(r"\s(?:--(?=\s)|#|;|&&|\|)", rest)[0]
+            for option in re.findall(r"(?<!\S)\[?(--[a-z][\w-]*)", own):
+                if f'"{option}"' not in sources_of(module):
+                    yield f"no such option: {module} {option}"
+
+
+def refused_configs(page: Path) -> Iterator[str]:
+    """Commands whose overrides the repository's config that they name does not take; not those with placeholders."""
+    for snippet in code(page.read_text(encoding="utf-8")):
+        for text in re.sub(r"\\\n *", " ", snippet).splitlines():
+            config = re.search(r"--config (config/[\w/]+\.yaml)", text)
+            if config is None or not (ROOT / config[1]).is_file() or text.count('"') % 2:
+                continue
+            words = shlex.split(text.partition(" #")[0])
+            given = [word for word in words if word.partition("=")[0] in _KEYS - {"data.path", "data.source"}]
+            if not any(re.search(r"\.\.\.|%|=[A-Z]+$", word) for word in given):
+                try:
+                    load_config(ROOT / config[1], [word for word in given if "=" in word], None)
+                except UserError as error:
+                    yield f"{text.strip()}: {error}"
+
+
+def keys_of(section: Any, prefix: str = "") -> Iterator[str]:
+    """Every dotted key, those of the entries of lists included; `KEY.*` for what is below a free mapping."""
+    for name, hint in field_types(section).items():
+        yield prefix + name
+        for inner in (hint, *typing.get_args(hint)):
+            if dataclasses.is_dataclass(inner):
+                yield from keys_of(inner, f"{prefix}{name}.")
+        if typing.get_origin(hint) is dict:
+            yield f"{prefix}{name}.*"
+
+
+_KEYS = frozenset(keys_of(Config))
+_SECTIONS = sorted({key.partition(".")[0] for key in _KEYS if "." in key})
+_KEY = re.compile(rf"(?<![\w./*$-])((?:{'|'.join(_SECTIONS)})(?:\.[a-z_]\w*)+)(?=[=:]|`$)")
+
+
+def is_key(name: str) -> bool:
+    parts = name.split(".")
+    return name in _KEYS or any(".".join([*parts[:depth], "*"]) in _KEYS for depth in range(1, len(parts)))
+
+
+def keys_in(mapping: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in mapping.items():
+        yield f"{prefix}{name}"
+        if isinstance(value, dict) and not is_key(f"{prefix}{name}.*"):
+            yield from keys_in(value, f"{prefix}{name}.")
+
+
+def unknown_keys(page: Path) -> Iterator[str]:
+    """Keys of the run config that the schema lacks, but for those of a line that shows the mistake, and of the past."""
+    if page.name == "CHANGELOG.md":
+        return
+    text = page.read_text(encoding="utf-8")
+    for snippet in code(text):
+        shown = "\n".join(line for line in f"{snippet}`".splitlines() if "no such key" not in line)
+        for name in _KEY.findall(shown):
+            other = name in _NO_KEYS or name.rpartition(".")[2] in _ENDINGS or name.startswith(_MODULES)
+            if not other and not is_key(name) and not is_runnable(name):
+                yield f"no such key: {name}"
+    for block in re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        loaded = yaml.safe_load(block)
+        if isinstance(loaded, dict) and all(name in _SECTIONS for name in loaded):
+            yield from (f"no such key: {name}" for name in keys_in(loaded) if name not in _KEYS)
+
+
 def missing_paths(page: Path) -> Iterator[str]:
     for snippet in code(page.read_text(encoding="utf-8")):
         for path in _PATH.findall(snippet):
@@ -104,7 +201,10 @@ def stray_rows(page: Path) -> list[str]:
     return wrong
 
 
-CHECKS = (broken_links, missing_modules, missing_paths, missing_targets, stray_rows)
+CHECKS = (
+    *(broken_links, missing_modules, missing_options, unknown_keys),
+    *(refused_configs, missing_paths, missing_targets, stray_rows),
+)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -116,19 +216,43 @@ def test_what_does_not_exist_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "# Page\n[a](gone.md) [b](#page) [c](#other) `docs/gone.md` `config/recipes/*.yaml` `make gone`\n"
-        "```\npython -m training.gone --config config/recipes/gone.yaml\npython -m training.parity\nmake test\n```\n"
+        "```\npython -m training.gone --config config/recipes/gone.yaml\npython -m training.parity\nmake test\n"
+        "python -m training.parity --launch 'x --y' \\\n  --gone run.steps=3 model.gone=4 -- --z\n```\n"
+        "`python train.py --config config/recipes/demo.yaml run.steps=5 'generate.prompt=a b'` `data.gone` "
+        "`guard.x.y(` `model.layers.0=1 model.config.any=2 canary.steps: 3 data.sources.weight data.md`\n"
+        "```yaml\nrun: {steps: 3, gone: 4}\nmodel: {config: {any: 1}}\n```\n"
         "| far | from it |\n\n| a | b |\n|---|---|\n| `|` \\| | c |\n| of | a | third |\n"
     )
     assert [problem for check in CHECKS for problem in check(page)] == [
         "no such file: gone.md",
         "no such heading: #other",
         "cannot be run: python -m training.gone",
+        "no such option: training.parity --gone",
+        "no such key: model.gone",
+        "no such key: data.gone",
+        "no such key: run.gone",
+        "python train.py --config config/recipes/demo.yaml run.steps=5 'generate.prompt=a b': "
+        f"{ROOT}/config/recipes/demo.yaml: schedule.warmup_steps = 40 is more than run.steps = 5; make it smaller",
         "no such path: config/recipes/gone.yaml",
         "no such path: docs/gone.md",
         "no such target: make gone",
         "no row of a table: | far | from it |",
         "no row of a table: | of | a | third |",
     ]
+
+
+def test_the_table_of_events_has_every_event_and_field() -> None:
+    page = (ROOT / "docs/run-folder.md").read_text(encoding="utf-8")
+    section = page.partition("\n## events.jsonl\n")[2].partition("\n## ")[0]
+    table, *below = re.split(r"^### Fields of ", section, flags=re.MULTILINE)
+    found = re.findall(r"^\| `(\w+)` \|(.*)$", table, re.MULTILINE)
+    rows = {name: set(re.findall(r"`(\w+)`", row)) for name, row in found}
+    for text in below:
+        rows[text.partition("\n")[0]] |= set(re.findall(r"`(\w+)`", text))
+    assert set(rows) == set(REQUIRED_FIELDS)
+    missing = {name: set(fields) - rows[name] for name, fields in REQUIRED_FIELDS.items()}
+    assert not any(missing.values()), missing
+    assert set(COMMON_FIELDS) <= set(re.findall(r"`(\w+)`", table.partition("\n| event |")[0]))
 
 
 def test_the_readme_is_short() -> None:

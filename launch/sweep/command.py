@@ -85,7 +85,7 @@ def _submit(plan: Plan, options: Sequence[str]) -> int:
         raise UserError(f"{_SBATCH} is missing; it is what each task of the array runs")
     array = f"--array={','.join(map(str, indices))}%{plan.slots}"
     command = ["sbatch", array, *options, str(_SBATCH), str(plan.folder)]
-    log(" ".join(command))
+    log(shlex.join(command))
     try:
         code = subprocess.run(command, check=False).returncode
     except OSError as error:
@@ -93,7 +93,7 @@ def _submit(plan: Plan, options: Sequence[str]) -> int:
             f"command line: cannot start sbatch ({error.strerror}); --slurm is for a Slurm login"
         ) from error
     if code == 0:
-        log(f"when they have ended: python -m launch.sweep --report {plan.folder}")
+        log(f"when they have ended: python -m launch.sweep --report {shlex.quote(str(plan.folder))}")
     return code
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+
+from config.cli import BROKEN, CONFIG_ERROR, DIVERGED, DONE, LOST, PREEMPTED, UNSAVED
 from config.help_text import KeyHelp, keys, render
 from config.load import all_keys
 
@@ -49,5 +52,7 @@ def test_the_text_names_every_key_option_and_exit_code() -> None:
         assert f"  {item.key}: {item.kind} = {item.default} [{item.unit}]\n" in text
     for option in ("--config", "--deepspeed_config", "--show-config", "--local_rank", "--version", "--help"):
         assert option in text
-    assert "exit codes: 0" in text
+    codes = text.partition("\nexit codes: ")[2].partition("\n\n")[0]
+    named = {int(code) for code in re.findall(r"(?:^|; |;\n  )(\d+) ", codes)}
+    assert named == {DONE, CONFIG_ERROR, DIVERGED, LOST, BROKEN, UNSAVED, PREEMPTED}
     assert max(len(line) for line in text.splitlines() if " | " not in line) <= 140  # choices stay in one line

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import pickle
 import random
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
 from config.schema import LossScaleSection
+from training.checkpoint.reader import PLAIN
 from training.distributed import World
 from training.loss_scaler import LossScaler
 
@@ -80,13 +83,17 @@ def _through_state(scaler: LossScaler, section: LossScaleSection) -> LossScaler:
     return fresh
 
 
-def _through_pickle(scaler: LossScaler, section: LossScaleSection) -> LossScaler:
-    return pickle.loads(pickle.dumps(scaler))
+def _through_checkpoint(scaler: LossScaler, section: LossScaleSection) -> LossScaler:
+    """As ZeRO's files carry it: pickled by DeepSpeed, read back by the reader that runs no code."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "optim_states.pt"
+        torch.save({"loss_scaler": scaler}, path)
+        return PLAIN.read(path)["loss_scaler"]
 
 
 def resumed_traces(world: World, *, examples: int, policy: str, pickled: bool) -> list[tuple[list, list]]:
     """(unbroken trace, trace of a scaler whose state was moved to another one at a random step)."""
-    carry: Callable[[LossScaler, LossScaleSection], LossScaler] = _through_pickle if pickled else _through_state
+    carry: Callable[[LossScaler, LossScaleSection], LossScaler] = _through_checkpoint if pickled else _through_state
     draw, found = random.Random(1), []
     for _ in range(examples):
         section, pattern = _random_case(draw, policy=policy)

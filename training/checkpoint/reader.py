@@ -17,7 +17,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 
 from config.errors import UserError
 from config.schema import CheckpointSection
-from precision.loss_scale import DeepSpeedPolicy
+from precision.loss_scale import POLICIES
 from training.checkpoint import encryption
 from training.checkpoint.key import Key
 from training.checkpoint.manifest import Damaged
@@ -27,7 +27,7 @@ ALLOWED: list[Callable | tuple[Callable, str]] = [
     ZeroStageEnum,
     fragment_address,
     LossScaler,
-    DeepSpeedPolicy,
+    *POLICIES,
     deepspeed_scaler.LossScaler,
     deepspeed_scaler.DynamicLossScaler,
 ]

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import shlex
 import signal
 import sys
 import time
@@ -403,3 +404,13 @@ def test_a_wandb_agent_forms_a_command_that_train_py_takes(tmp_path, monkeypatch
     assert float(shown["optimizer"]["learning_rate"]) == 3.1e-05 and shown["optimizer"]["betas"] == [0.9, 0.99]
     assert shown["checkpoint"]["verify_after_save"] is True and shown["schedule"]["name"] == "wsd"
     assert set(sweep["parameters"]) <= set(values)
+
+
+def test_the_command_for_slurm_can_be_pasted(tmp_path: Path) -> None:
+    folder = tmp_path / "it's one"
+    folder.mkdir()
+    output = finish(sweep_file(folder), "--slurm", "--", "--time=1:00", code=2, PATH="")
+    said = next(line for line in output.splitlines() if line.startswith("sweep: sbatch "))
+    assert shlex.split(said)[1:4] == ["sbatch", "--array=0,1%1", "--time=1:00"]
+    assert shlex.split(said)[-1] == str(folder / "runs/it")
+    assert "error: command line: cannot start sbatch" in output

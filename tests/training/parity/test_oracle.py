@@ -31,7 +31,7 @@ from tests.training.tasks.mlm_cases import write_text
 from training.engine.optimizer import implementation
 from training.engine.optimizers.rule import UpdateInputs
 from training.parity.gate import main
-from training.parity.oracle.judge import Judged, judge
+from training.parity.oracle.judge import FIRST_NORM, Judged, judge
 from training.parity.oracle.optimizers import optimizer_of
 from training.parity.oracle.rules import Mixed, loss_scale, permuted, schedule
 from training.schedule import learning_rate
@@ -388,8 +388,7 @@ def tampered(finished: Path, folder: Path, change: Callable[[dict[str, Any]], No
     lines = []
     for text in (run / "events.jsonl").read_text(encoding="utf-8").splitlines():
         event = json.loads(text)
-        if event["event"] == "step" and event["step"] == 2:
-            change(event)
+        change(event)
         lines.append(json.dumps(event))
     (run / "events.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return judge(run)
@@ -407,9 +406,26 @@ def tampered(finished: Path, folder: Path, change: Callable[[dict[str, Any]], No
 def test_a_wrong_record_is_named(
     finished: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None], named: str
 ) -> None:
-    found = tampered(finished, tmp_path, change)
+    def at_step_2(event: dict[str, Any]) -> None:
+        if event["event"] == "step" and event["step"] == 2:
+            change(event)
+
+    found = tampered(finished, tmp_path, at_step_2)
     assert failed(found) == {named}
     assert found.lines()[-1] == f"6 steps differs from the oracle in: {named}"
+
+
+@pytest.mark.parametrize(("step", "factor", "named"), [(1, 1.02, {FIRST_NORM}), (2, 1.02, set()), (2, 1.04, {"norm"})])
+def test_in_16_bits_later_norms_have_twice_the_bound_of_the_first(
+    finished: Path, tmp_path: Path, step: int, factor: float, named: set[str]
+) -> None:
+    def change(event: dict[str, Any]) -> None:
+        if event["event"] == "run_start":
+            event["compute"] = "bf16"
+        elif event["event"] == "step" and event["step"] == step:
+            event["grad_norm"] *= factor
+
+    assert failed(tampered(finished, tmp_path, change)) == named
 
 
 @example("linear", 1, 0.0, 1.0, 2)

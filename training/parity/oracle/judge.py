@@ -49,6 +49,7 @@ STEPS = 10
 _NOTHING = 1e-7
 """Share of the whole gradient's norm below which a parameter's is FP32's rounding."""
 UNKNOWN = "the oracle does not compute it"
+FIRST_NORM = "norm of the first update"
 Log = Callable[[str], Any]
 
 
@@ -186,8 +187,9 @@ def _comparisons(config: Config, start: Mapping[str, Any], *, teacher: str | Non
     """What is compared, within bounds several times what was measured (docs/parity.md). start: the `run_start` event.
     teacher: the dtype that one computes in.
 
-    Those of 16 bits are multiples of the unit roundoff. Single masters are not compared there: Adam's first steps go by
-    a gradient's sign, and that of the smallest ones is rounding.
+    Those of 16 bits are multiples of the unit roundoff. The norm of the first update is of the same weights; later ones
+    have twice its bound, since the weights have parted by the rounding of the steps before. Single masters are not
+    compared there: Adam's first steps go by a gradient's sign, and that of the smallest ones is rounding.
     """
     computed = {start["compute"], *(start["regions"] or {}).values()}  # of a manifest's run the first is FP32
     computed |= {teacher} if teacher is not None else set()
@@ -198,9 +200,11 @@ def _comparisons(config: Config, start: Mapping[str, Any], *, teacher: str | Non
         bounds |= {"loss": 2e-6, "norm": 1e-5, "masters": 1e-3, "distance moved": 1e-5}
     else:
         roundoff = max(ROUNDOFF_FP8 if name == "fp8" else unit_roundoff(DTYPES[name]) for name in computed)
-        bounds |= {"loss": roundoff / 2, "norm": 4 * roundoff, "distance moved": max(roundoff, 2.0**-10)}
+        bounds |= {"loss": roundoff / 2, FIRST_NORM: 4 * roundoff, "norm": 8 * roundoff}
+        bounds["distance moved"] = max(roundoff, 2.0**-10)
     if config.task == "dpo":  # of a difference of sums of many log-probabilities
-        bounds["loss"], bounds["norm"] = 16 * bounds["loss"], 4 * bounds["norm"]
+        bounds["loss"] *= 16
+        bounds |= {what: 4 * bounds[what] for what in (FIRST_NORM, "norm") if what in bounds}
     if config.task == "distill":  # of differences of log-probabilities that nearly cancel
         bounds["loss"] *= 2
     if config.optimizer.name == "lion":  # it goes by the sign of a sum, also where that is rounding
@@ -251,6 +255,8 @@ class _Oracle:
                 )
         if event["applied"]:
             compared["norm"].add(_relative(event["grad_norm"], norm), where)
+            if not self._applied and FIRST_NORM in compared:
+                compared[FIRST_NORM].add(_relative(event["grad_norm"], norm), where)
             if self._config.optimizer.gradient_clipping:
                 torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.optimizer.gradient_clipping)
             for group in self._optimizer.param_groups:
