@@ -22,6 +22,7 @@ _FILE = "progress.json"
 _WORDS = {"tokenizer": "making the tokenizer for", "ids": "copying the tokens of"}
 _SECONDS_BETWEEN_WRITES = 0.25
 _SECONDS_BETWEEN_LINES = 5.0
+_SECONDS_BETWEEN_EQUAL_LINES = 60.0
 
 
 @dataclass(frozen=True)
@@ -37,14 +38,17 @@ class Progress:
 
 
 class Display:
-    """A progress bar on a terminal, a plain line every five seconds elsewhere, nothing unless `shown`."""
+    """A progress bar on a terminal, elsewhere a plain line every five seconds, every minute where it says nothing new.
+
+    Nothing unless `shown`.
+    """
 
     def __init__(self, label: str, *, shown: bool) -> None:
         self._label, self._shown = printable.shown(label), shown
         self._console = Console(stderr=True, markup=False, emoji=False)
         self._bar: RichProgress | None = None
         self._start = time.monotonic()
-        self._next_line = 0.0
+        self._line, self._printed = "", 0.0
 
     def __enter__(self) -> Display:
         if self._shown and self._console.is_terminal:
@@ -75,11 +79,16 @@ class Display:
                 completed=progress.done_bytes,
                 total=progress.total_bytes,
             )
-        elif time.monotonic() >= self._next_line:
-            self._next_line = time.monotonic() + _SECONDS_BETWEEN_LINES
+        else:
             total = f" of {progress.total_bytes / 1e6:.1f}" if progress.total_bytes else ""
             done = f", {progress.done_bytes / 1e6:.1f}{total} MB" if progress.done_bytes else ""
-            print(f"data: {what} {self._label}{done}", file=sys.stderr, flush=True)
+            self._print(f"data: {what} {self._label}{done}")
+
+    def _print(self, line: str) -> None:
+        between = _SECONDS_BETWEEN_EQUAL_LINES if line == self._line else _SECONDS_BETWEEN_LINES
+        if not self._line or time.monotonic() >= self._printed + between:
+            self._line, self._printed = line, time.monotonic()
+            print(line, file=sys.stderr, flush=True)
 
     def finish(self) -> None:
         """Log that the corpus is prepared, and after how long."""
