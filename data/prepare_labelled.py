@@ -196,7 +196,7 @@ def _require_something(
     validation: _SplitWriter,
 ) -> None:
     if not counts["rows"]:
-        raise UserError(f"{source.label}: holds no row. Point it at rows.")
+        raise UserError(f"{source.label}: holds no row: it is empty. Write rows into it, or name another file.")
     if not train.rows and validation.rows:
         raise UserError(
             f"data.validation_fraction={data.validation_fraction:g}: all {validation.rows} rows of {source.label} were "

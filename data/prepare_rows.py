@@ -265,7 +265,7 @@ def with_format(data: DataSection, source: Source) -> DataSection:
     """`data` with the format of its rows: of the first that has one. Raises UserError."""
     if data.format != "auto":
         return data
-    problem = f"{source.label}: holds no row. Point it at rows."
+    problem = f"{source.label}: holds no row: it is empty. Write rows into it, or name another file."
     for where, row in located_rows(data, source):
         try:
             if isinstance(row, BadRow):

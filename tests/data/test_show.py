@@ -191,8 +191,8 @@ def turns(*contents: str, roles: str = "ua") -> str:
 
 FIRST = json.dumps(GOOD)
 FILES: list[tuple[str | bytes, str, str]] = [
-    ("", "", "holds no row. Point it at rows"),
-    ("\n\n", "", "holds no row. Point it at rows"),
+    ("", "", "holds no row: it is empty. Write rows into it"),
+    ("\n\n", "", "holds no row: it is empty. Write rows into it"),
     ("{", "", "rows.jsonl:1: is not JSON"),
     (FIRST + "\n{'messages': 1}", "", "rows.jsonl:2: is not JSON"),
     (FIRST + '\n{"messages": [', "", "rows.jsonl:2: is not JSON"),
