@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from config.child_jobs import free_port
+from config.cli import CONFIG_ERROR
+from config.errors import UserError, report_error
 from tests.support import forked
 from training import distributed
 from training.distributed import World
@@ -73,6 +75,23 @@ def failed_both(world: World) -> None:
     raise RuntimeError("Connection of layers is wrong")
 
 
+def mistaken(world: World, late: int) -> None:
+    """A user's mistake that every rank meets, one of them long after the other, and nobody ends the others."""
+    if world.rank == late:
+        time.sleep(lost_rank.WAIT_SECONDS + 1)
+    raise UserError("no such folder")
+
+
+def rank_1_late(world: World) -> None:
+    """As above."""
+    mistaken(world, 1)
+
+
+def rank_0_late(world: World) -> None:
+    """As above."""
+    mistaken(world, 0)
+
+
 def stopped(world: World) -> None:
     """Rank 1 stands still until the collective's time-out."""
     if world.rank == 1:
@@ -111,6 +130,10 @@ def _rank(scenario: str, rank: int, port: int, log: str, elsewhere: bool, timeou
             globals()[scenario](world)
     except lost_rank.LostRank:
         os._exit(lost_rank.LOST)
+    except UserError as error:
+        report_error(error, rank)
+        time.sleep(lost_rank.WAIT_SECONDS + 2)  # the store's host may be this rank, and launchers may be slow
+        os._exit(CONFIG_ERROR)
     sys.stderr.flush()
 
 
