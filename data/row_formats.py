@@ -26,8 +26,10 @@ Messages = list[dict[str, Any]]
 class BadRow(ValueError):
     """A row that does not fit: the field, and what is wrong with it."""
 
-    def __init__(self, where: str, problem: str) -> None:
+    def __init__(self, where: str, problem: str, *, of_config: bool = False) -> None:
+        """of_config: it is the config that does not fit the row; `problem` says what to set there."""
         super().__init__(f"{where}: {problem}" if where else problem)
+        self.of_config = of_config
 
 
 @dataclass(frozen=True)
