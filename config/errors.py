@@ -28,8 +28,8 @@ WAIT_SECONDS = 3.0
 
 
 def report_error(error: UserError, rank: int) -> None:
-    """Print the error once, whichever ranks raised it: the one that they agreed on (`training.watchdog.watch`), and where
-    they could not rank 0 at once, another one if it still runs then."""
+    """Print the error once, whichever ranks raised it: the one that they agreed on (`training.watchdog.watch`); where
+    they could not, rank 0 at once, another one if it still runs then."""
     if error.reported:
         return
     if rank and error.reported is None:

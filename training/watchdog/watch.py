@@ -98,6 +98,7 @@ class Watch:
         self._others = [member for member in members if member.rank != world.rank]
         self._local = [member for member in self._others if member.machine == self._me.machine]
         self._kills = MemoryKills.now()
+        self._statuses = list[int | None]()  # of the ranks that have ended, None where it is not known
         self._lost = ""  # which rank is lost, and how
         self._reported = False
         self._lock = threading.Lock()
@@ -136,7 +137,7 @@ class Watch:
         A rank that stopped for a user's mistake prints that itself.
         """
         with self._lock:
-            if not self._reported and not _is_mistake(lost):
+            if not self._reported and not self._is_mistake(lost):
                 _print(
                     f"error: {lost}; rank {self._me.rank} stops, exit code {LOST}; start the run again to resume from "
                     "its newest checkpoint"
@@ -170,19 +171,23 @@ class Watch:
                 self._store.set("lost", self.describe_failure(error))
 
     def is_reported(self, error: UserError) -> bool | None:
-        """Whether another rank prints this mistake, which several may meet; None where the store does not answer.
+        """Whether another rank prints this mistake, which several may meet; None where that cannot be known.
 
-        One prints it, as soon as it meets it: rank 0, or another one that waited for rank 0 a moment in vain.
+        One prints it, as soon as it meets it: rank 0, or another one that waited for rank 0 a moment in vain. A rank
+        that has ended with the exit code of a mistake has printed it, and may have taken the store with it.
         """
         if self._store is None:
             return False
         key = f"error/{hashlib.sha256(str(error).encode(errors='replace')).hexdigest()}"
         ends = time.monotonic() + WAIT_SECONDS * bool(self._me.rank)
         with suppress(RuntimeError):
-            while time.monotonic() < ends and not self._store.check([key]):
+            while time.monotonic() < ends and CONFIG_ERROR not in self._statuses and not self._store.check([key]):
                 time.sleep(0.1)
-            return bool(self._store.add(key, 1) > 1)
-        return None
+            if CONFIG_ERROR not in self._statuses:
+                return bool(self._store.add(key, 1) > 1)
+        while time.monotonic() < ends and CONFIG_ERROR not in self._statuses:
+            time.sleep(0.1)
+        return True if CONFIG_ERROR in self._statuses else None
 
     def _watch_processes(self) -> None:
         """Wait for the end of any process of this machine. The kernel wakes this thread in time to read its status."""
@@ -198,6 +203,7 @@ class Watch:
             for handle, _ in poller.poll(1000):
                 member = watched.pop(handle)
                 status = exit_status(member, handle)
+                self._statuses.append(status)
                 poller.unregister(handle)
                 os.close(handle)
                 if not self._over.is_set():
@@ -258,6 +264,7 @@ class Watch:
 
     def _on_remote_exit(self, text: str, status: int | None) -> None:
         """A rank of another machine has ended."""
+        self._statuses.append(status)
         if status is None or status > 0:  # it may have published why, or a rank of its machine may know
             self._known.wait(1.5 * BEAT_SECONDS)
         if not self._over.is_set():
@@ -279,7 +286,7 @@ class Watch:
         """End this process, whatever its main thread is doing."""
         if not certain and self._over.wait(GRACE_SECONDS / 2):
             return
-        mistake = _is_mistake(self._lost)
+        mistake = self._is_mistake(self._lost)
         if mistake and self._over.wait(GRACE_SECONDS):  # this rank has met it, too
             return
         signal.alarm(int(2 * GRACE_SECONDS))  # in case not even this thread runs
@@ -288,6 +295,10 @@ class Watch:
         self._on_failure(self._lost, code)
         time.sleep(GRACE_SECONDS)
         os._exit(code)
+
+    def _is_mistake(self, lost: str) -> bool:
+        """Whether a rank was lost for a user's mistake: it said so, or ended with that exit code."""
+        return f" stopped: {UserError.__name__}: " in lost or CONFIG_ERROR in self._statuses
 
     def _silent_members(self) -> list[str]:
         """A clause for each rank whose last heartbeat is more than three beats old."""
@@ -310,10 +321,6 @@ def _of_a_collective(error: Exception) -> bool:
     if not isinstance(error, RuntimeError):  # torch raises dist.DistError for some backends only
         return False
     return isinstance(error, dist.DistError) or any(sign in str(error) for sign in _SIGNS_OF_A_FAILED_COLLECTIVE)
-
-
-def _is_mistake(lost: str) -> bool:
-    return f" stopped: {UserError.__name__}: " in lost
 
 
 def _named(error: Exception) -> str:

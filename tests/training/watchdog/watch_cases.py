@@ -92,6 +92,11 @@ def rank_0_late(world: World) -> None:
     mistaken(world, 0)
 
 
+def rank_0_gone(world: World) -> None:
+    """As above, and rank 0 takes the store with it."""
+    mistaken(world, 1)
+
+
 def stopped(world: World) -> None:
     """Rank 1 stands still until the collective's time-out."""
     if world.rank == 1:
@@ -132,7 +137,7 @@ def _rank(scenario: str, rank: int, port: int, log: str, elsewhere: bool, timeou
         os._exit(lost_rank.LOST)
     except UserError as error:
         report_error(error, rank)
-        time.sleep(lost_rank.WAIT_SECONDS + 2)  # the store's host may be this rank, and launchers may be slow
+        time.sleep(0.0 if scenario == "rank_0_gone" else lost_rank.WAIT_SECONDS + 2)
         os._exit(CONFIG_ERROR)
     sys.stderr.flush()
 
@@ -144,9 +149,10 @@ class Ranks:
         self._folder = folder
 
     def run(
-        self, scenario: str, *, elsewhere: bool = False, timeout: float = 30.0
+        self, scenario: str, *, elsewhere: bool = False, timeout: float = 30.0, longer: float = 1.0
     ) -> tuple[list[Any], list[str], float]:
-        """Exit codes and error output by rank, and the seconds until rank 0 ended. Whoever is left then is killed."""
+        """Exit codes and error output by rank, and the seconds until rank 0 ended. Whoever is left is killed after
+        `longer` seconds."""
         port = free_port()
         logs = [self._folder / f"{scenario}-{rank}.log" for rank in range(WORLD)]
         ranks = [
@@ -158,7 +164,7 @@ class Ranks:
         began = time.monotonic()
         ranks[0].join(timeout=90)
         seconds = time.monotonic() - began
-        ranks[1].join(timeout=1)
+        ranks[1].join(timeout=longer)
         for rank in ranks:
             with contextlib.suppress(ValueError):
                 rank.kill()
