@@ -24,7 +24,7 @@ from tests.training.tasks.mlm_cases import mlm, write_text
 from tests.training.tasks.test_resume import SFT
 from tests.training.tasks.test_sft import folder
 from tracking.jsonl import read_events
-from training.build import check_validation
+from training.session import check_validation
 from training.tasks.task import prepare
 
 __all__ = ["folder"]
