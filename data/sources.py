@@ -285,10 +285,10 @@ def _hub_source(data: DataSection, label: str) -> Source:
     assert data.path is not None
     folder = Path(data.path).expanduser()
     if folder.is_file() and folder.suffix in (".csv", ".tsv"):
+        read = f"from_csv({str(folder)!r}{', sep=chr(9)' if folder.suffix == '.tsv' else ''})"
+        program = f"import datasets; datasets.Dataset.{read}.to_json({str(folder.with_suffix('.jsonl'))!r})"
         raise UserError(
-            f"data.path={data.path}: is a table of text, which is not read; make JSONL of it: python -c "
-            f"\"import datasets; datasets.Dataset.from_csv('{folder.name}'"
-            f"{', sep=chr(9)' if folder.suffix == '.tsv' else ''}).to_json('{folder.stem}.jsonl')\""
+            f'data.path={data.path}: is a table of text, which is not read; make JSONL of it: python -c "{program}"'
         )
     if folder.is_file():
         raise UserError(
