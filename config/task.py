@@ -47,6 +47,17 @@ def model_class_of(config: Config) -> str:
     return TOKEN_CLASSIFICATION if by_token else MODEL_CLASSES[config.task]
 
 
+def loss_unit(config: Config) -> str:
+    """What the loss of a config's task is measured in; empty where it is of no unit, as a weighted sum of several."""
+    if config.task == "classify":
+        units = {"sequence": "nats per row", "token": "nats per label", "regression": "mean squared error"}
+        return units[config.classify.kind]
+    if config.task in ("dpo", "distill"):
+        return ""
+    by_row = config.task == "sft" and config.sft.loss == "row"
+    return "nats per token, mean over rows" if by_row else "nats per token"
+
+
 def settle_task(config: Config) -> Config:
     """`config` with data.source = auto, data.tokenizer = model and the like decided, as far as they can be."""
     data = config.data

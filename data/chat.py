@@ -65,9 +65,10 @@ class Chat:
         if self.renders(example):
             found = self._of_conversation(example)
         elif example.messages is not None and not example.prompt:
-            raise BadRow(
-                "", "is a conversation, and the tokenizer has no chat template; set data.chat_template to a file of one"
+            problem = (
+                "is a conversation, and the tokenizer has no chat template; set data.chat_template to a file of one"
             )
+            raise BadRow("", problem, of_config=True)
         else:
             found = self._of_texts(example)
         if not found.trained.any():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
@@ -13,6 +14,8 @@ from config.errors import UserError, one_line
 from data.files import decompressed, pieces
 from data.row_formats import BadRow
 
+LONE_SURROGATE = "holds a lone surrogate, which is no character"
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 Found = tuple[str, dict[str, Any] | BadRow]
 """Where a row is, and the row, or why it is none."""
 
@@ -24,8 +27,9 @@ def json_rows(path: str) -> Iterator[Found]:
             is_list = _opening(stream) == b"["
         with decompressed(path) as stream:
             if is_list:
-                for number, row in enumerate(json.loads(_text(stream.read())), 1):
-                    yield f"{path}: item {number}", _as_row(row)
+                raw = stream.read()
+                for number, row in enumerate(json.loads(_text(raw)), 1):
+                    yield f"{path}: item {number}", _as_row(row, raw)
                 return
             for number, line in enumerate(pieces(stream, b"\n"), 1):
                 if line.removeprefix(codecs.BOM_UTF8).strip():
@@ -51,7 +55,7 @@ def _text(raw: bytes) -> str:
 
 def _parsed(line: bytes) -> dict[str, Any] | BadRow:
     try:
-        return _as_row(json.loads(_text(line)))
+        return _as_row(json.loads(_text(line)), line)
     except UnicodeDecodeError as error:
         return BadRow("", f"is not UTF-8 ({one_line(error, 120)}); save the file as UTF-8")
     except json.JSONDecodeError as error:
@@ -62,5 +66,13 @@ def _parsed(line: bytes) -> dict[str, Any] | BadRow:
         return BadRow("", f"is not JSON ({one_line(error, 120)})")
 
 
-def _as_row(value: Any) -> dict[str, Any] | BadRow:
-    return value if isinstance(value, dict) else BadRow("", f"is {json.dumps(value)[:40]}, not an object with fields")
+def _as_row(value: Any, raw: bytes) -> dict[str, Any] | BadRow:
+    """raw: what it was parsed from. Without such an escape there is no lone surrogate, and no need to look for one."""
+    if not isinstance(value, dict):
+        return BadRow("", f"is {json.dumps(value)[:40]}, not an object with fields")
+    if _SURROGATE.search(raw) is not None:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            return BadRow("", LONE_SURROGATE)
+    return value

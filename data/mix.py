@@ -97,8 +97,8 @@ def _with_sets(corpus: Corpus, data: DataSection, prepare: Callable[[DataSection
     identity = json.dumps([corpus.fingerprint, *(part.fingerprint for part in parts.values())])
     counts = {name: part.counts for name, part in parts.items() if part.counts}
     notes = [
-        f"data: validation set {name}: {part.train_documents:,} rows or documents, {part.train.sequences(length):,} "
-        f"sequences, none of them trained{''.join(f', {text}' for text in _lost(part))}"
+        f"data: validation set {name}: {_size(part, length)}, none of them trained"
+        f"{''.join(f', {text}' for text in _lost(part))}"
         for name, part in parts.items()
     ]
     return replace(
@@ -112,6 +112,15 @@ def _with_sets(corpus: Corpus, data: DataSection, prepare: Callable[[DataSection
         notes=(*corpus.notes, *notes),
         labels=labels,
     )
+
+
+def _size(part: Corpus, length: int) -> str:
+    """How many rows, pairs or documents a set has, and how many sequences they make where that is another number."""
+    sequences = part.train.sequences(length)
+    if part.counts.get("format") == "preference":
+        return f"{sequences:,} pairs"
+    what = f"{part.train_documents:,} {'rows' if isinstance(part.train, RowShards) else 'documents'}"
+    return what if sequences == part.train_documents else f"{what} in {sequences:,} sequences"
 
 
 def _lost(part: Corpus) -> list[str]:

@@ -316,7 +316,9 @@ def _no_training_text(data: DataSection, source: Source, held_out: int, skipped:
             f"data.validation_fraction={data.validation_fraction:g}: all {held_out} documents of {source.label} were "
             "drawn for validation. Set it to 0 or give more documents."
         )
-    left_out = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items())) or "none"
+    if not skipped:
+        return UserError(f"{source.label}: holds no document: it is empty. Write some into it, or name another file.")
+    left_out = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
     what = "text" if source.ids_field is None else "tokens"
     return UserError(f"{source.label}: holds no document with {what} (left out: {left_out}). Point it at {what}.")
 

@@ -27,6 +27,7 @@ from data.labelled_rows import LabelledRow, read_labelled, sorted_labels
 from data.loader import IGNORED_LABEL
 from data.preparation_progress import Progress, ProgressFile
 from data.prepare import identified, published
+from data.prepare_rows import what_to_do
 from data.row_formats import BadRow
 from data.row_shards import write_tensors
 from data.row_sources import is_held_out, located_rows
@@ -196,7 +197,7 @@ def _require_something(
     validation: _SplitWriter,
 ) -> None:
     if not counts["rows"]:
-        raise UserError(f"{source.label}: holds no row. Point it at rows.")
+        raise UserError(f"{source.label}: holds no row: it is empty. Write rows into it, or name another file.")
     if not train.rows and validation.rows:
         raise UserError(
             f"data.validation_fraction={data.validation_fraction:g}: all {validation.rows} rows of {source.label} were "
@@ -208,8 +209,8 @@ def _require_something(
         )
         first = f" (first: {first_bad})" if first_bad else ""
         raise UserError(
-            f"{source.label}: no row of {counts['rows']} is left to train on: {reason}{first}. Raise "
-            "data.sequence_length, or correct the rows."
+            f"{source.label}: no row of {counts['rows']} is left to train on: {reason}{first}. "
+            f"{what_to_do(dropped=bool(counts['dropped']))}"
         )
 
 

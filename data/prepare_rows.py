@@ -169,6 +169,8 @@ class RowEncoder:
                 held_out = is_held_out(row, self.data.validation_fraction)  # refuses what no tokenizer reads
                 sides = self._sides(row, found.counts)
             except BadRow as error:
+                if error.of_config:  # skipping such rows would leave none
+                    raise UserError(f"{where}: {error}") from error
                 if self.data.on_bad_row == "error":
                     raise UserError(f"{where}: {error}; {self._other_format(row) or _FIX}") from error
                 found.counts["skipped"] += 1
@@ -265,7 +267,7 @@ def with_format(data: DataSection, source: Source) -> DataSection:
     """`data` with the format of its rows: of the first that has one. Raises UserError."""
     if data.format != "auto":
         return data
-    problem = f"{source.label}: holds no row. Point it at rows."
+    problem = f"{source.label}: holds no row: it is empty. Write rows into it, or name another file."
     for where, row in located_rows(data, source):
         try:
             if isinstance(row, BadRow):
@@ -382,9 +384,16 @@ def _nothing_to_train_on(
     reason = f"{dropped} dropped as longer than {most}, {skipped} skipped"
     first = f" (first: {first_bad})" if first_bad else ""
     return UserError(
-        f"{source.label}: no row of {counts.get('rows', 0)} is left to train on: {reason}{first}. Raise "
-        "data.sequence_length, or correct the rows."
+        f"{source.label}: no row of {counts.get('rows', 0)} is left to train on: {reason}{first}. "
+        f"{what_to_do(dropped=bool(dropped))}"
     )
+
+
+def what_to_do(*, dropped: bool) -> str:
+    """About rows of which none is left. dropped: some were too long."""
+    if dropped:
+        return "Raise data.sequence_length, set data.too_long, or correct the rows."
+    return "Correct the rows, or the keys of data that say what they are."
 
 
 def _notes(

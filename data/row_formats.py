@@ -26,8 +26,10 @@ Messages = list[dict[str, Any]]
 class BadRow(ValueError):
     """A row that does not fit: the field, and what is wrong with it."""
 
-    def __init__(self, where: str, problem: str) -> None:
+    def __init__(self, where: str, problem: str, *, of_config: bool = False) -> None:
+        """of_config: it is the config that does not fit the row; `problem` says what to set there."""
         super().__init__(f"{where}: {problem}" if where else problem)
+        self.of_config = of_config
 
 
 @dataclass(frozen=True)
@@ -121,12 +123,12 @@ def _sharegpt(row: Mapping[str, Any]) -> Example:
     for index, turn in enumerate(turns):
         where = f"conversations[{index}]"
         if not isinstance(turn, dict):
-            raise BadRow(where, f"is {_kind(turn)}, not an object with from and value")
+            raise BadRow(where, f"is {json_kind(turn)}, not an object with from and value")
         speaker = turn.get("from")
         if speaker not in _SHAREGPT_ROLES:
             raise BadRow(f"{where}.from", f"is {speaker!r}, not one of {', '.join(_SHAREGPT_ROLES)}")
         if not isinstance(turn.get("value"), str):
-            raise BadRow(f"{where}.value", f"is {_kind(turn.get('value'))}, not text")
+            raise BadRow(f"{where}.value", f"is {json_kind(turn.get('value'))}, not text")
         messages.append({"role": _SHAREGPT_ROLES[speaker], "content": turn["value"]})
     return Example(messages=_with_system(row, messages, "conversations"), **_beside(row))
 
@@ -146,7 +148,7 @@ def _alpaca(row: Mapping[str, Any]) -> Example:
 def _prompt_completion(row: Mapping[str, Any]) -> Example:
     prompt, completion = row.get("prompt"), row.get("completion")
     if isinstance(prompt, list) != isinstance(completion, list):
-        raise BadRow("completion", f"is {_kind(completion)} and prompt is {_kind(prompt)}; give two of a kind")
+        raise BadRow("completion", f"is {json_kind(completion)} and prompt is {json_kind(prompt)}; give two of a kind")
     if isinstance(prompt, list):
         answer = _conversation(row, "completion")
         if any(message["role"] != "assistant" for message in answer[:1]):
@@ -170,7 +172,7 @@ def _pair(row: Mapping[str, Any]) -> tuple[Example, Example]:
     """The chosen and the rejected answer, each with the prompt that they share."""
     chosen, rejected, prompt = row.get("chosen"), row.get("rejected"), row.get("prompt")
     if isinstance(chosen, list) != isinstance(rejected, list):
-        raise BadRow("rejected", f"is {_kind(rejected)} and chosen is {_kind(chosen)}; give two of a kind")
+        raise BadRow("rejected", f"is {json_kind(rejected)} and chosen is {json_kind(chosen)}; give two of a kind")
     if isinstance(chosen, list):
         asked, answers = _conversations_of_pair(row)
     else:
@@ -242,17 +244,17 @@ def _conversation(row: Mapping[str, Any], name: str) -> Messages:
     for index, message in enumerate(_list(row, name)):
         where = f"{name}[{index}]"
         if not isinstance(message, dict):
-            raise BadRow(where, f"is {_kind(message)}, not an object with role and content")
+            raise BadRow(where, f"is {json_kind(message)}, not an object with role and content")
         message = _without_nulls(message)
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or not role:
-            raise BadRow(f"{where}.role", f"is {_kind(role)}, not text such as user or assistant")
+            raise BadRow(f"{where}.role", f"is {json_kind(role)}, not text such as user or assistant")
         meant = _meant(role)
         if meant is not None:
             raise BadRow(f"{where}.role", f"is {role!r}; did you mean {meant}?")
         parts = isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content)
         if not isinstance(content, str) and not parts and not (content is None and message.get("tool_calls")):
-            raise BadRow(f"{where}.content", f"is {_kind(content)}, not text")
+            raise BadRow(f"{where}.content", f"is {json_kind(content)}, not text")
         found.append(message if content is not None else {**message, "content": ""})
     return found
 
@@ -278,9 +280,9 @@ def _beside(row: Mapping[str, Any]) -> dict[str, Any]:
         except ValueError as error:
             raise BadRow("tools", f"is text that is not JSON ({error})") from error
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise BadRow("tools", f"is {_kind(tools)}, not a list of JSON schemas")
+        raise BadRow("tools", f"is {json_kind(tools)}, not a list of JSON schemas")
     if options is not None and not isinstance(options, dict):
-        raise BadRow("chat_template_kwargs", f"is {_kind(options)}, not an object")
+        raise BadRow("chat_template_kwargs", f"is {json_kind(options)}, not an object")
     return {"tools": _without_nulls(tools) or None, "template_options": _without_nulls(options) or {}}
 
 
@@ -289,7 +291,7 @@ def _with_system(row: Mapping[str, Any], messages: Messages, name: str) -> Messa
     if system is None or system == "":
         return messages
     if not isinstance(system, str):
-        raise BadRow("system", f"is {_kind(system)}, not text")
+        raise BadRow("system", f"is {json_kind(system)}, not text")
     if messages and messages[0]["role"] == "system":
         raise BadRow("system", f"is there, and {name} opens with a system turn too; remove one of them")
     return [{"role": "system", "content": system}, *messages]
@@ -298,7 +300,7 @@ def _with_system(row: Mapping[str, Any], messages: Messages, name: str) -> Messa
 def _list(row: Mapping[str, Any], name: str) -> list[Any]:
     value = row.get(name)
     if not isinstance(value, list):
-        raise BadRow(name, f"is {_kind(value)}, not a list")
+        raise BadRow(name, f"is {json_kind(value)}, not a list")
     if not value:
         raise BadRow(name, "is an empty list")
     return value
@@ -307,7 +309,7 @@ def _list(row: Mapping[str, Any], name: str) -> list[Any]:
 def _text(row: Mapping[str, Any], name: str, *, may_be_empty: bool = False) -> str:
     value = row.get(name)
     if not isinstance(value, str):
-        raise BadRow(name, f"is {_kind(value)}, not text")
+        raise BadRow(name, f"is {json_kind(value)}, not text")
     if not value and not may_be_empty:
         raise BadRow(name, "is empty")
     return value
@@ -320,7 +322,7 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _kind(value: Any) -> str:
+def json_kind(value: Any) -> str:
     """What a JSON value is, in words."""
     names = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
     return "missing or null" if value is None else names.get(type(value), type(value).__name__)

@@ -16,7 +16,7 @@ from typing import Any
 
 from config.schema import DataSection
 from data.encode import is_validation
-from data.json_rows import Found, json_rows
+from data.json_rows import LONE_SURROGATE, Found, json_rows
 from data.labelled_rows import TASK_FORMATS
 from data.row_formats import BadRow
 from data.sources import Source
@@ -48,7 +48,7 @@ def is_held_out(row: dict[str, Any], validation_fraction: float) -> bool:
         text = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str)  # str: parquet has dates, too
         return is_validation(text, validation_fraction)
     except UnicodeEncodeError as error:
-        raise BadRow("", "holds a lone surrogate, which is no character") from error
+        raise BadRow("", LONE_SURROGATE) from error
 
 
 def _functions(source: Source) -> Iterator[tuple[str, str, list[str]]]:

@@ -104,7 +104,10 @@ def shown_rows(config: Config, corpus: Corpus, rows: int, *, colour: bool) -> li
         found.append(f"data: {corpus.train_documents:,} documents, {what}; labels are {chosen}, others in every epoch")
     else:
         labels = corpus.train.label_tokens(sequence_length)
-        if config.learns_rows or config.task == "classify":
+        if config.task == "dpo":
+            pairs = corpus.train.sequences(sequence_length)
+            found.append(f"data: {pairs:,} pairs of all sources, {labels:,} labels")
+        elif config.learns_rows or config.task == "classify":
             found.append(f"data: {corpus.train_documents:,} rows of all sources, {labels:,} labels")
         else:
             found.append(f"data: {corpus.train_documents:,} documents, {labels:,} labels, all tokens are labels")

@@ -31,11 +31,12 @@ from config.errors import UserError
 from config.schema import DataSection
 from config.task import is_url
 from data.files import compression_of
-from data.row_formats import BadRow, recognise
+from data.row_formats import BadRow, json_kind, recognise
 
 HASHED_BYTES = 1 << 30
 """[bytes] Local sources up to this size are identified by content, larger ones by modification time."""
 
+_NO_TEXT = "not text; correct the row, or set data.text_field to the field that holds the document"
 _PATTERNS = {
     "text": ("*",),
     "jsonl": ("*.jsonl", "*.jsonl.gz", "*.jsonl.zst", "*.jsonl.bz2", "*.json"),
@@ -69,6 +70,8 @@ class Source:
     """What to try where it cannot be read as it is, for the message."""
     damage: Callable[[], str | None] = field(default=lambda: None)
     """What is wrong with the files, in words, once something is; None where that is not known."""
+    no_text: Callable[[], str | None] = field(default=lambda: None)
+    """The first row whose `text_field` holds no text: where, and what; None where rows have no lines."""
     ids_field: str | None = None
     """Field with the token ids of a document, where it is tokenized already and no text."""
 
@@ -79,7 +82,7 @@ class Source:
         read, has no field `text_field`, or holds something else than text there.
         """
         seen: set[bytes] = set()
-        for row in self.rows():
+        for number, row in enumerate(self.rows(), 1):
             if self.text_field not in row:
                 raise UserError(
                     f"data.text_field={self.text_field}: not a field of {self.label}; its fields are "
@@ -92,10 +95,8 @@ class Source:
             elif text == "":
                 skipped["no text"] += 1
             elif not isinstance(text, str):
-                raise UserError(
-                    f"data.text_field={self.text_field}: holds {type(text).__name__} in {self.label}, not text. "
-                    "Set data.text_field to the field that holds the document."
-                )
+                what = f"{self.label}: row {number}: {self.text_field}: is {json_kind(text)}"
+                raise UserError(f"{self.no_text() or what}, {_NO_TEXT}")
             elif self.deduplicate and _seen_before(text, seen):
                 skipped["duplicate"] += 1
             else:
@@ -115,8 +116,13 @@ class Source:
             raise UserError(self.damage() or self._unreadable(error)) from error
 
     def _unreadable(self, error: Exception) -> str:
+        row = self.no_text() if self.ids_field is None else None
+        if row is not None:  # of one column in which types are mixed Arrow says where in a block that is
+            return f"{row}, {_NO_TEXT}"
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-        check = self.other_way or "Check that it exists, its format and the network."
+        on_a_disk = self.files and not is_url(self.files[0])
+        usual = "Check its format." if on_a_disk else "Check that it exists, its format and the network."
+        check = self.other_way or usual
         return f"{self.label}: cannot be read ({reason}). {check}"
 
 
@@ -149,6 +155,7 @@ def _row_source(data: DataSection, path: str, label: str) -> Source:
         text_field=data.text_field,
         open=lambda: _streams().files(builder, list(files.names)),
         damage=lambda: _streams().damage(builder, list(files.names)),
+        no_text=lambda: _streams().no_text(list(files.names), data.text_field) if builder == "json" else None,
         files=files.names,
     )
 
@@ -277,6 +284,12 @@ def _hub_source(data: DataSection, label: str) -> Source:
     """A dataset of the hub, a local folder of one, or a folder written by `Dataset.save_to_disk`."""
     assert data.path is not None
     folder = Path(data.path).expanduser()
+    if folder.is_file() and folder.suffix in (".csv", ".tsv"):
+        read = f"from_csv({str(folder)!r}{', sep=chr(9)' if folder.suffix == '.tsv' else ''})"
+        program = f"import datasets; datasets.Dataset.{read}.to_json({str(folder.with_suffix('.jsonl'))!r})"
+        raise UserError(
+            f'data.path={data.path}: is a table of text, which is not read; make JSONL of it: python -c "{program}"'
+        )
     if folder.is_file():
         raise UserError(
             f"data.path={data.path}: is a file, and data.source=hub takes a dataset of the hub or a folder of one; set "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from config.files import temporary_folder, why_not_writable
 from config.task import is_url
 from data.files import compression_of, decompressed, opened, pieces
 from data.json_rows import json_rows
-from data.row_formats import BadRow
+from data.row_formats import BadRow, json_kind
 
 if why_not_writable(Path(datasets.config.HF_DATASETS_CACHE)):
     # Nothing is kept there of a stream, but even one of local files makes the folder, for a lock.
@@ -80,6 +81,14 @@ def damage(builder: str, paths: list[str]) -> str | None:
             return str(error)
         except (OSError, ValueError, pyarrow.ArrowException) as error:
             return str(_unreadable(path, error))
+    return None
+
+
+def no_text(paths: list[str], field: str) -> str | None:
+    """The first row of JSON files whose field holds something else than text or nothing: file, line and what it is."""
+    for where, row in chain.from_iterable(map(json_rows, paths)):
+        if not isinstance(row, BadRow) and not isinstance(row.get(field), str | None):
+            return f"{where}: {field}: is {json_kind(row[field])}"
     return None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -53,8 +54,10 @@ def wrapped_with_adapter(
     require_modules(section, (name for name, _ in model.named_modules()))
     whole = trained_whole(section, model, model_class=model_class, drawn=getattr(model, "drawn", ()))
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices=devices):
+    with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
         torch.manual_seed(seed)
+        # peft asks for it by the name that it had in older versions of transformers
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
         try:
             wrapped = get_peft_model(
                 model, adapter_config(section, model_class=model_class, whole=whole), autocast_adapter_dtype=False

@@ -28,7 +28,8 @@ logging.getLogger("matplotlib.font_manager").addFilter(lambda record: record.lev
 _INK, _FAINT, _ACCENT, _ALARM = "#1f4e79", "#a9c1d9", "#d1660f", "#c00000"
 _SMOOTH_FROM = 100  # steps from which a running median is drawn over the raw curve
 _METRICS = {
-    "Accuracy and agreement": ("accuracy", "agreement", "f1", "matthews", "pearson"),
+    "Accuracy and agreement": ("accuracy", "agreement", "f1", "matthews"),
+    "Correlation": ("pearson",),
     "KL (nats per token)": ("kl",),
     "Rewards (beta times nats)": ("rewards/chosen", "rewards/rejected", "rewards/margin"),
 }
@@ -61,6 +62,7 @@ def plot_run(events: Path, png: Path) -> Path:
         raise UserError(f"{events}: no step has been recorded, so there is nothing to draw")
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     evals = [event for event in timeline if event["event"] == "eval"]
     metrics = [(title, names) for title, of in _METRICS.items() if (names := _metric_names([*steps, *evals], of))]
@@ -69,7 +71,7 @@ def plot_run(events: Path, png: Path) -> Path:
         figure = Figure(figsize=(12, 0.5 + 3.5 * rows), dpi=130, layout="constrained")
         axes = figure.subplots(rows, 2, sharex=True)
         figure.suptitle(plain(_title(events.resolve().parent.name, starts[-1], steps)), fontsize=14)
-        _draw_loss(axes[0][0], steps, evals)
+        _draw_loss(axes[0][0], steps, evals, starts[-1].get("loss_unit"))
         _draw_grad_norm(axes[0][1], steps)
         _draw_lr(axes[1][0], steps)
         if starts[-1]["compute"] == "fp16":
@@ -84,6 +86,7 @@ def plot_run(events: Path, png: Path) -> Path:
             axes[-2][1].set_xlabel("optimizer step")
         for axis in axes[-1]:
             axis.set_xlabel("optimizer step")
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         save_png(figure, png)
     return png
 
@@ -154,13 +157,16 @@ def _mark_skips(axis: Axes, steps: list[Event]) -> None:
         axis.axvline(step, color=_ALARM, alpha=0.4, linewidth=1, zorder=1, label=label)
 
 
-def _draw_loss(axis: Axes, steps: list[Event], evals: list[Event]) -> None:
+def _draw_loss(axis: Axes, steps: list[Event], evals: list[Event], unit: str | None) -> None:
+    """unit: of `run_start`; None of a run that is older than the field."""
     _curve(axis, _numbers(steps), _column(steps, "loss"), "training")
     if evals:
         axis.plot(_numbers(evals), _column(evals, "loss"), "o-", color=_ACCENT, label="validation", markersize=5)
     _mark_skips(axis, steps)
-    per_token = not any("metrics" in event for event in steps) and all(event.get("perplexity") for event in evals)
-    axis.set_title("Loss (nats per token)" if per_token else "Loss")
+    if unit is None:
+        per_token = not any("metrics" in event for event in steps) and all(event.get("perplexity") for event in evals)
+        unit = "nats per token" if per_token else ""
+    axis.set_title(f"Loss ({unit})" if unit else "Loss")
     axis.legend(loc="upper right")
 
 

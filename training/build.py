@@ -13,7 +13,7 @@ from config.optimizers import AVERAGES
 from config.printable import printable
 from config.resolved import Resolved
 from config.schema import GuardSection
-from data.corpus import Corpus
+from config.task import loss_unit
 from data.loader import Batches
 from modeling.build import count_parameters, drawn_notes
 from precision.guard import Guard
@@ -44,7 +44,6 @@ def build(opened: Session) -> tuple[Parts, Progress]:
     resolved, engine, world, batches = opened.resolved, opened.engine, opened.world, opened.batches
     config, run_dir = resolved.config, run_dir_of(resolved)
     checkpoints = open_checkpoints(resolved, run_dir.checkpoints, world, identity=opened.identity)
-    check_validation(resolved, opened.corpus)
     found = checkpoints.find(config.run.resume)
     state = checkpoints.load(found, engine) if found else None
     record = open_record(resolved, opened.corpus, engine, run_dir, world)
@@ -184,18 +183,6 @@ def _record_start(parts: Parts, progress: Progress, found: Path | None) -> None:
         tensor_ranks=resolved.batch.tensor,
         expert_ranks=resolved.batch.expert,
         hypothesis=config.run.hypothesis,
+        loss_unit=loss_unit(config),
         regions=engine.regions.dtypes if engine.regions is not None else None,
     )
-
-
-def check_validation(resolved: Resolved, corpus: Corpus) -> None:
-    """Raises UserError where evaluations are asked for and there is nothing to evaluate on."""
-    config = resolved.config
-    if config.evaluate.every_steps and not corpus.validation.sequences(config.data.sequence_length):
-        rows = config.learns_rows or config.task == "classify"
-        missing = "row; give more rows" if rows else f"sequence of {config.data.sequence_length} tokens; give more text"
-        raise UserError(
-            f"evaluate.every_steps = {config.evaluate.every_steps}: the validation set holds no {missing}, raise "
-            f"data.validation_fraction = {config.data.validation_fraction}, name files in data.validation, or set "
-            "evaluate.every_steps=0"
-        )

@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,14 @@ from config.errors import UserError, one_line
 from config.files import write_atomically
 from config.resolved import Resolved
 from data.corpus import Corpus
-from data.loader import NO_SAMPLE
+from data.loader import NO_SAMPLE, Batch
 from data.preference_batches import REFERENCE, batches_of_pairs, lengths_of_corpus
 from data.row_shards import RowShards
 from modeling.objectives.preference import log_probs
 from training.distributed import World
 from training.engine import Engine
 
+SECONDS_BETWEEN_LINES = 30.0
 Tables = dict[str, np.ndarray]
 """Split to (pairs, lengths, 2) float32, as the column REFERENCE has it."""
 
@@ -52,6 +54,9 @@ def add_references(corpus: Corpus, engine: Engine, resolved: Resolved, *, base: 
         notes = [f"reference: log-probabilities of {_pairs(splits)} pairs, computed earlier, from {path}"]
     else:
         micro = resolved.batch.micro_size
+        if world.is_main:
+            text = f"computing the log-probabilities of {_pairs(splits)} pairs under the start weights, before step 1"
+            print(f"reference: {text}", flush=True)
         tables = {name: _computed(engine, shards, lengths, micro) for name, shards in splits.items()}
         _require_finite(tables, splits, lengths, engine.compute)
         seconds = time.perf_counter() - started
@@ -75,13 +80,24 @@ def _computed(engine: Engine, shards: RowShards, lengths: tuple[int, ...], micro
         mine = padded.reshape(-1, world.world_size, micro)[:, world.rank]
         values = torch.zeros(len(found), 2, device=world.device)
         make_batch = batches_of_pairs((length,))
-        results = engine.infer(log_probs, (make_batch(shards, 0, ids, ids[None]) for ids in mine))
+        batches = (make_batch(shards, 0, ids, ids[None]) for ids in mine)
+        results = engine.infer(log_probs, _told(batches, len(mine), length) if world.is_main else batches)
         for ids, result in zip(mine, results, strict=True):
             real = torch.from_numpy(ids != NO_SAMPLE).to(world.device)
             values[torch.from_numpy(ids).to(world.device)[real]] = result[real].float()
         world.sum(values)  # every pair is one rank's, so nothing is rounded
         found[fitting, number] = values.cpu().numpy()[fitting]
     return found
+
+
+def _told(batches: Iterator[Batch], count: int, length: int) -> Iterator[Batch]:
+    """The batches; now and then a line says how many are done."""
+    spoken = time.monotonic()
+    for number, batch in enumerate(batches):
+        if time.monotonic() - spoken >= SECONDS_BETWEEN_LINES:
+            spoken = time.monotonic()
+            print(f"reference: {number:,} of {count:,} micro-batches of {length} tokens", flush=True)
+        yield batch
 
 
 def _rows(split: Any) -> RowShards:

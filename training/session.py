@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import sys
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -14,9 +15,11 @@ from typing import Any
 import deepspeed
 import numpy as np
 import torch
+import transformers
 from transformers import PretrainedConfig
 
 from config.batch import refuse_sharing
+from config.errors import UserError
 from config.resolved import Resolved
 from config.schema import AdapterSection, Config
 from config.task import ENCODER_TASKS
@@ -129,6 +132,8 @@ def session(
     refuse_sharing(resolved.batch, but=("sequence", "tensor", "expert") if trains else shares)
     with ExitStack() as ends:
         joined = world is None
+        if resolved.rank or not sys.stderr.isatty():  # one bar a rank, and in a log a line for each of its states
+            transformers.utils.logging.disable_progress_bar()
         if world is None:
             world = distributed.join(resolved)
             ends.callback(distributed.stop)
@@ -150,6 +155,7 @@ def session(
         shape = shape_of_model(config, corpus)
         quiet = without_dropout(shape, kept=config.model.config) if config.task == "dpo" else []
         if trains:
+            check_validation(resolved, corpus)  # before what takes long
             ends.enter_context(locked_run_dir(resolved, world))
             owned.append(True)
         vocabulary = shape.get_text_config().vocab_size
@@ -198,6 +204,19 @@ def _with_attention(resolved: Resolved, attention: str) -> Resolved:
     """The run with what `model.attention` = auto became, for the record and for whoever starts it again."""
     model = replace(resolved.config.model, attention=attention)
     return replace(resolved, config=replace(resolved.config, model=model))
+
+
+def check_validation(resolved: Resolved, corpus: Corpus) -> None:
+    """Raises UserError where evaluations are asked for and there is nothing to evaluate on."""
+    config = resolved.config
+    if config.evaluate.every_steps and not corpus.validation.sequences(config.data.sequence_length):
+        rows = config.learns_rows or config.task == "classify"
+        missing = "row; give more rows" if rows else f"sequence of {config.data.sequence_length} tokens; give more text"
+        raise UserError(
+            f"evaluate.every_steps = {config.evaluate.every_steps}: the validation set holds no {missing}, raise "
+            f"data.validation_fraction = {config.data.validation_fraction}, name files in data.validation, or set "
+            "evaluate.every_steps=0"
+        )
 
 
 def batch_shape(resolved: Resolved, corpus: Corpus) -> dict[str, Any]:

@@ -129,7 +129,7 @@ GOOD = row(text="a", label="x") + "\n" + row(text="b", label="y")
 TAGS = row(tokens=["a", "b"], tags=["x", "y"])
 TOKEN, NUMBER = "classify.kind=token", "classify.kind=regression"
 BAD: list[tuple[str, str, str]] = [
-    ("", "", "holds no row. Point it at rows"),
+    ("", "", "holds no row: it is empty. Write rows into it"),
     ("{", "", "rows.jsonl:1: is not JSON"),
     (row(text="a"), "", "rows.jsonl:1: label: is missing or null; the row's fields are text;"),
     (row(text="a", label=0.5), "", "or true or false; for numbers set classify.kind=regression"),

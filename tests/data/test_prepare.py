@@ -280,6 +280,9 @@ def test_nothing_to_train_on(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one document")
     with pytest.raises(UserError, match=r"data.validation_fraction=0.999999: all 1 documents"):
         prepare(replace(section, validation_fraction=0.999999, hold_out="documents"), progress=False)
+    (tmp_path / "a.jsonl").write_text("\n")
+    with pytest.raises(UserError, match=r"a.jsonl: holds no document: it is empty. Write some"):
+        prepare(replace(section, source="jsonl", path=str(tmp_path / "a.jsonl")), progress=False)
     assert not list((tmp_path / "cache").glob("*.partial-*"))
 
 

@@ -191,8 +191,8 @@ def turns(*contents: str, roles: str = "ua") -> str:
 
 FIRST = json.dumps(GOOD)
 FILES: list[tuple[str | bytes, str, str]] = [
-    ("", "", "holds no row. Point it at rows"),
-    ("\n\n", "", "holds no row. Point it at rows"),
+    ("", "", "holds no row: it is empty. Write rows into it"),
+    ("\n\n", "", "holds no row: it is empty. Write rows into it"),
     ("{", "", "rows.jsonl:1: is not JSON"),
     (FIRST + "\n{'messages': 1}", "", "rows.jsonl:2: is not JSON"),
     (FIRST + '\n{"messages": [', "", "rows.jsonl:2: is not JSON"),
@@ -225,6 +225,7 @@ FILES: list[tuple[str | bytes, str, str]] = [
     (row(prompt="\ud800", completion="b"), "", "rows.jsonl:1: holds a lone surrogate, which is no character"),
     (row(messages=GOOD["messages"], tools="{"), "", "rows.jsonl:1: tools: is text that is not JSON"),
     (turns("a", "b " * 200), "", "no row of 1 is left to train on: 1 dropped as longer than 65 tokens"),
+    (turns("a", "b " * 200), "", "0 skipped. Raise data.sequence_length, set data.too_long, or correct the rows."),
     (FIRST, "data.format=alpaca", "rows.jsonl:1: instruction: is missing or null, not text"),
     (FIRST, "data.format=chatml", "data.format = 'chatml' is not one of auto, messages, sharegpt"),
     (FIRST, "data.train_on=user", "data.train_on = 'user' is not one of assistant, last_assistant, all"),
@@ -238,13 +239,39 @@ FILES: list[tuple[str | bytes, str, str]] = [
     (FIRST, "data.source=text", "data.source = text has no rows"),
     (FIRST, "data.path={folder}/notes.txt", "data.source = text has no rows"),
     (FIRST, "data.path={folder}/bad.jinja", "bad.jinja: is a file, and data.source=hub takes a dataset of the hub"),
-    (FIRST, "data.tokenizer=bytes", "rows.jsonl:1: is a conversation, and the tokenizer has no chat template"),
+    (row(messages=[]), "data.on_bad_row=skip", "list). Correct the rows, or the keys of data that say what they are."),
     (FIRST, "task=pretrain data.train_on=all", "data.train_on = 'all' is only read by task = sft"),
     (FIRST, "task=stf", "did you mean sft?"),
     (FIRST, "adapter.kind=lora adapter.target_modules=[]", "adapter.target_modules is empty; name modules"),
     (FIRST, "adapter.r=4", "adapter.r = 4 is not read by adapter.kind = none; set adapter.kind=lora"),
     (FIRST, "data.validation_fraction=0.9999999", "all 1 rows of data.path="),
 ]
+
+
+@pytest.mark.parametrize("on_bad_row", ["error", "skip"])
+def test_a_missing_chat_template_is_no_fault_of_the_row(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], on_bad_row: str
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(FIRST)
+    assert shown(base, tmp_path, "data.tokenizer=bytes", f"data.on_bad_row={on_bad_row}") == 2
+    problem = (
+        "rows.jsonl:1: is a conversation, and the tokenizer has no chat template; set data.chat_template to a file"
+    )
+    assert capsys.readouterr().err.endswith(f"{problem} of one\n")
+
+
+def test_pairs_of_several_sources_are_counted_as_pairs(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [json.dumps({"prompt": "a", "chosen": f"b {number}", "rejected": "c"}) for number in range(6)]
+    for number, name in enumerate("abc"):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows[2 * number :][:2]))
+    sources = f"data.sources=[{{path: {tmp_path}/a.jsonl}}, {{path: {tmp_path}/b.jsonl}}]"
+    sets = f"data.validation=[{{path: {tmp_path}/c.jsonl, name: own}}]"
+    assert shown(base, tmp_path, "task=dpo", "data.path=null", sources, sets) == 0
+    out = capsys.readouterr().out
+    assert "data: 4 pairs of all sources, " in out
+    assert "data: validation set own: 2 pairs, none of them trained\n" in out
 
 
 @pytest.mark.parametrize(("content", "overrides", "problem"), FILES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
 import os
@@ -205,8 +206,38 @@ def test_a_missing_field_names_those_that_are_there(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"body": "x", "id": 1}])
     with pytest.raises(UserError, match=r"data.text_field=text: not a field of data.path=.*; its fields are body, id"):
         read(section("jsonl", path))
-    with pytest.raises(UserError, match=r"data.text_field=id: holds int"):
+    with pytest.raises(UserError, match=rf"^{path}:1: id: is a number, not text; correct the row, or set"):
         read(section("jsonl", path, text_field="id"))
+
+
+@pytest.mark.parametrize("name", ["b.jsonl", "b.jsonl.bz2"])
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [('["x"]', "text: is a list, not text; correct the row, or set"), ('"x\\ud83d"', "holds a lone surrogate")],
+)
+def test_a_row_without_text_is_named_by_file_and_line(tmp_path: Path, name: str, value: str, problem: str) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "fine"}] * 2)
+    lines = "\n".join(
+        ['{"text": "\\ud83d\\ude00"}', "", '{"text": "fine"}', f'{{"text": {value}}}', '{"text": "fine"}']
+    )
+    (tmp_path / name).write_bytes(bz2.compress(lines.encode()) if name.endswith(".bz2") else lines.encode())
+    with pytest.raises(UserError, match=f"^{tmp_path}/{name}:4: {problem}"):
+        read(section("jsonl", tmp_path))
+
+
+def test_a_row_of_parquet_without_text_is_named_by_its_number(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": [None, ["x"]]}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a.parquet: row 2: text: is a list, not text; correct the row, or set"):
+        read(section("parquet", tmp_path / "a.parquet"))
+
+
+def test_a_table_of_text_is_refused_with_what_turns_it_into_rows(tmp_path: Path) -> None:
+    (tmp_path / "my rows.csv").write_text("text,label\nhello,1\n")
+    with pytest.raises(UserError, match=r"my rows.csv: is a table of text, .* python -c \"(.*)\"$") as caught:
+        open_source(section("hub", tmp_path / "my rows.csv"))
+    program = str(caught.value).partition('python -c "')[2].removesuffix('"')
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, capture_output=True, timeout=120)
+    assert read(section("jsonl", tmp_path / "my rows.jsonl")) == (["hello"], {})
 
 
 def test_a_file_that_is_not_what_it_says_is_told_in_one_line(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from tracking.observed_dtypes import computed, lower_than_promised, unobserved
 from tracking.plots import plot_run
 from tracking.report.context import LIMITS, Finding, MeasureContext
 from tracking.report.measures import all_measures, caveats, count_verdicts, read_run
+from tracking.report.objective import adapter_in_words, samples_in_words, task_in_words
 from tracking.report.text import markdown as measures
 from tracking.run_dir import RunDir
 from tracking.summary import Summary, read_inputs, setting, summarise
@@ -154,7 +155,9 @@ def results(summary: Summary) -> list[tuple[str, str]]:
     best = "never finite"
     if summary.best_loss_step is not None:
         best = f"best {_number(summary.best_loss)} at step {summary.best_loss_step}"
-    unit = " (nats)" if summary.eval_loss is None or summary.perplexity is not None else ""
+    older = "nats" if summary.eval_loss is None or summary.perplexity is not None else ""
+    unit = summary.start.get("loss_unit", older)
+    unit = f" ({unit})" if unit else ""
     rows = [
         (f"training loss{unit}", f"{_number(summary.first_loss)} -> {_number(summary.last_loss)} ({best})"),
         ("losses that were not finite", str(summary.nonfinite_losses) if summary.nonfinite_losses else ""),
@@ -239,12 +242,13 @@ def _what_ran(
     model = start.get("model") or setting(config, "model.name_or_path") or setting(config, "model.architecture")
     rows = [
         ("model", f"{model or '?'}, {start['parameters']:,} parameters{_trained(start)}"),
-        ("task", str(setting(config, "task") or "")),
+        ("task", task_in_words(config)),
+        ("adapter", adapter_in_words(config)),
         ("data", _data(config)),
         ("tokenizer", str(setting(config, "data.tokenizer") or "")),
         (
             "batch",
-            f"{global_size} sequences of {setting(config, 'data.sequence_length')} tokens, micro-batch {micro}, "
+            f"{global_size} {samples_in_words(config)}, micro-batch {micro}, "
             f"accumulation {start.get('accumulation') or deepspeed.get('gradient_accumulation_steps', '?')}",
         ),
         ("precision", f"{start['compute']} compute, FP32 masters, {setting(config, 'precision.path') or 'cast'} path"),

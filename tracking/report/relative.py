@@ -107,7 +107,9 @@ def validation_delta(context: MeasureContext) -> Finding:
     _, tokens, _, losses = evaluations(context.run.facts)
     if not len(losses):
         return not_measured(context, "validation_delta", "no evaluation was recorded", how)
-    own = f"{losses[-1]:.4f} nats at {human(tokens[-1])} tokens"
+    unit = context.run.facts.start.get("loss_unit", "nats")
+    unit = f" {unit}" if unit else ""
+    own = f"{losses[-1]:.4f}{unit} at {human(tokens[-1])} tokens"
     other = baseline_mismatch(context, same=SAME_DATA)
     if other or context.baseline is None:
         return not_measured(context, "validation_delta", other, how, own)
@@ -121,7 +123,7 @@ def validation_delta(context: MeasureContext) -> Finding:
         return not_measured(context, "validation_delta", reason, how, own)
     mine, base = float(np.interp(place, tokens, losses)), float(np.interp(place, its_tokens, its_losses))
     delta = mine / base - 1 if base else math.nan
-    shown = f"{delta:+.3%} ({mine:.4f}, baseline {base:.4f} nats at {human(place)} tokens)"
+    shown = f"{delta:+.3%} ({mine:.4f}, baseline {base:.4f}{unit} at {human(place)} tokens)"
     return measured(context, "validation_delta", delta, shown, how)
 
 

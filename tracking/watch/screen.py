@@ -36,7 +36,6 @@ _STYLES = {
 _LEVELS = {"good": "green", "plain": "", "warn": "yellow", "bad": "bold red"}
 _TWO_COLUMNS = 100  # characters from which curves stand side by side
 _FACTS = 42  # characters of the column of numbers
-_LOSS = "loss, nats per token"
 _SLOW = 1.3  # times the median from which the slowest rank is highlighted
 
 
@@ -130,11 +129,16 @@ def _wide(state: WatchState, view: View) -> list[RenderableType]:
         if log
         else _curve("tokens_per_second", "tokens/s, all ranks", state, view, wide - wide // 2, lower),
     )
-    grid = Table.grid()
+    grid, title = Table.grid(), _loss_title(state)
     grid.add_column(width=wide)
     grid.add_column(width=_FACTS)
-    grid.add_row(Group(_curve("loss", _LOSS, state, view, wide, max(3, body - lower - 4)), halves), Group(*right))
+    grid.add_row(Group(_curve("loss", title, state, view, wide, max(3, body - lower - 4)), halves), Group(*right))
     return [grid, _log_panel(state, view, log_lines)]
+
+
+def _loss_title(state: WatchState) -> str:
+    unit = (state.start or {}).get("loss_unit", "nats per token")
+    return f"loss, {unit}" if unit else "loss"
 
 
 def _narrow(state: WatchState, view: View) -> list[RenderableType]:
@@ -144,8 +148,9 @@ def _narrow(state: WatchState, view: View) -> list[RenderableType]:
     facts = _facts(state, view)[: 2 * max(1, min(6, (room - 7) // 2))]
     rows = (len(facts) + 1) // 2
     log_lines = min(8, max(0, room - rows - 12))
+    title = _loss_title(state)
     curve = _curve(
-        "loss", _LOSS, state, view, view.width, max(2, room - rows - 4 - (log_lines + 2 if log_lines else 0))
+        "loss", title, state, view, view.width, max(2, room - rows - 4 - (log_lines + 2 if log_lines else 0))
     )
     numbers = Table.grid(padding=(0, 1, 0, 0))
     numbers.add_row(_rows(facts[:rows], half), _rows(facts[rows:], half))

@@ -8,6 +8,7 @@ through a connection with rank 0, which also breaks when a machine is gone.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import select
 import signal
@@ -25,7 +26,7 @@ from typing import Any, cast
 import torch.distributed as dist
 
 from config.cli import BROKEN, CONFIG_ERROR, CRASH, DIVERGED, DONE, LOST, PREEMPTED, REPOSITORY, UNSAVED
-from config.errors import UserError
+from config.errors import WAIT_SECONDS, UserError
 from training.distributed import World
 from training.watchdog.links import Links
 from training.watchdog.process import Member, MemoryKills, describe_exit, exit_status
@@ -67,6 +68,8 @@ def watched(world: World, on_failure: OnFailure = lambda cause, exit_code: None)
     except Exception as error:
         lost = watch.find_culprit(error) if _of_a_collective(error) else None
         if lost is None:
+            if isinstance(error, UserError):
+                error.reported = watch.is_reported(error)
             on_failure(watch.describe_failure(error), CONFIG_ERROR if isinstance(error, UserError) else CRASH)
             watch.publish_failure(error)
             raise
@@ -95,6 +98,7 @@ class Watch:
         self._others = [member for member in members if member.rank != world.rank]
         self._local = [member for member in self._others if member.machine == self._me.machine]
         self._kills = MemoryKills.now()
+        self._statuses = list[int | None]()  # of the ranks that have ended, None where it is not known
         self._lost = ""  # which rank is lost, and how
         self._reported = False
         self._lock = threading.Lock()
@@ -128,9 +132,12 @@ class Watch:
             self._links.close(agreed=agreed)
 
     def report(self, lost: str) -> None:
-        """Print the line that names the lost rank, once; it is out when this returns, whichever thread printed it."""
+        """Print the line that names the lost rank, once; it is out when this returns, whichever thread printed it.
+
+        A rank that stopped for a user's mistake prints that itself.
+        """
         with self._lock:
-            if not self._reported:
+            if not self._reported and not self._is_mistake(lost):
                 _print(
                     f"error: {lost}; rank {self._me.rank} stops, exit code {LOST}; start the run again to resume from "
                     "its newest checkpoint"
@@ -163,6 +170,25 @@ class Watch:
             with suppress(RuntimeError):
                 self._store.set("lost", self.describe_failure(error))
 
+    def is_reported(self, error: UserError) -> bool | None:
+        """Whether another rank prints this mistake, which several may meet; None where that cannot be known.
+
+        One prints it, as soon as it meets it: rank 0, or another one that waited for rank 0 a moment in vain. A rank
+        that has ended with the exit code of a mistake has printed it, and may have taken the store with it.
+        """
+        if self._store is None:
+            return False
+        key = f"error/{hashlib.sha256(str(error).encode(errors='replace')).hexdigest()}"
+        ends = time.monotonic() + WAIT_SECONDS * bool(self._me.rank)
+        with suppress(RuntimeError):
+            while time.monotonic() < ends and CONFIG_ERROR not in self._statuses and not self._store.check([key]):
+                time.sleep(0.1)
+            if CONFIG_ERROR not in self._statuses:
+                return bool(self._store.add(key, 1) > 1)
+        while time.monotonic() < ends and CONFIG_ERROR not in self._statuses:
+            time.sleep(0.1)
+        return True if CONFIG_ERROR in self._statuses else None
+
     def _watch_processes(self) -> None:
         """Wait for the end of any process of this machine. The kernel wakes this thread in time to read its status."""
         poller = select.poll()
@@ -177,6 +203,7 @@ class Watch:
             for handle, _ in poller.poll(1000):
                 member = watched.pop(handle)
                 status = exit_status(member, handle)
+                self._statuses.append(status)
                 poller.unregister(handle)
                 os.close(handle)
                 if not self._over.is_set():
@@ -237,6 +264,7 @@ class Watch:
 
     def _on_remote_exit(self, text: str, status: int | None) -> None:
         """A rank of another machine has ended."""
+        self._statuses.append(status)
         if status is None or status > 0:  # it may have published why, or a rank of its machine may know
             self._known.wait(1.5 * BEAT_SECONDS)
         if not self._over.is_set():
@@ -258,11 +286,19 @@ class Watch:
         """End this process, whatever its main thread is doing."""
         if not certain and self._over.wait(GRACE_SECONDS / 2):
             return
+        mistake = self._is_mistake(self._lost)
+        if mistake and self._over.wait(GRACE_SECONDS):  # this rank has met it, too
+            return
         signal.alarm(int(2 * GRACE_SECONDS))  # in case not even this thread runs
         self.report(self._lost)
-        self._on_failure(self._lost, LOST)
+        code = CONFIG_ERROR if mistake else LOST
+        self._on_failure(self._lost, code)
         time.sleep(GRACE_SECONDS)
-        os._exit(LOST)
+        os._exit(code)
+
+    def _is_mistake(self, lost: str) -> bool:
+        """Whether a rank was lost for a user's mistake: it said so, or ended with that exit code."""
+        return f" stopped: {UserError.__name__}: " in lost or CONFIG_ERROR in self._statuses
 
     def _silent_members(self) -> list[str]:
         """A clause for each rank whose last heartbeat is more than three beats old."""

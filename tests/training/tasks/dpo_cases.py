@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +53,18 @@ def _step(opened: Session) -> dict[str, Any]:
 
 
 def first_step(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
-    """Loss, metrics and notes of the first step, and of the validation set before it."""
-    with session(resolve(folder, **options), world=world) as opened:
+    """Loss, metrics and notes of the first step, and of the validation set before it; what was said of references."""
+    printed = io.StringIO()
+    with ExitStack() as ends:
+        with redirect_stdout(printed):
+            opened = ends.enter_context(session(resolve(folder, **options), world=world))
         engine, trains = opened.engine, opened.engine.model.training
         before = engine.evaluate(opened.validation()) if opened.resolved.config.data.validation_fraction else None
         health = engine.health(engine.forward_backward(opened.batches.next_step(), step=1))
         engine.discard_gradients()
         notes = [note for note in engine.notes if "reference" in note]
-        return {"loss": health.loss, "metrics": health.metrics, "notes": notes, "validation": before, "trains": trains}
+        found = {"notes": notes, "said": [line for line in printed.getvalue().splitlines() if "reference" in line]}
+        return {"loss": health.loss, "metrics": health.metrics, "validation": before, "trains": trains} | found
 
 
 def oracle(

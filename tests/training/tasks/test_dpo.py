@@ -14,6 +14,7 @@ from tests.support.small_models import distance
 from tests.training.checkpoint import resume_cases
 from tests.training.tasks import dpo_cases as cases
 from tests.training.tasks.sft_cases import base_of
+from training import references
 
 STARTED = {"rewards/margin": 0.0, "rewards/chosen": 0.0, "rewards/rejected": 0.0, "rewards/accuracy": 0.5}
 
@@ -159,6 +160,9 @@ def test_the_reference_is_kept_and_is_of_this_base(pair: ProcessGroup, folder: P
         True,
     ]
     assert first["metrics"] == again["metrics"]
+    [said] = first["said"]
+    assert said.startswith("reference: computing the log-probabilities of ") and said.endswith(", before step 1")
+    assert not again["said"]
     [file] = tmp_path.glob("cache/*/references-*.safetensors")
     file.write_bytes(file.read_bytes()[:-4] + b"abcd")
     damaged, _ = pair.run(cases.first_step, folder=folder, compute="bf16", overrides=kept)
@@ -173,6 +177,12 @@ def test_the_reference_is_kept_and_is_of_this_base(pair: ProcessGroup, folder: P
     )
     assert "under the start weights took" in other["notes"][0]
     assert other["metrics"] | STARTED == other["metrics"]
+
+
+def test_how_much_of_the_reference_is_computed_is_said(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(references, "SECONDS_BETWEEN_LINES", 0.0)
+    assert list(references._told(iter("ab"), 2, 64)) == ["a", "b"]
+    assert capsys.readouterr().out.splitlines()[1] == "reference: 1 of 2 micro-batches of 64 tokens"
 
 
 def test_a_kill_while_the_reference_is_made_leaves_nothing_that_looks_finished(

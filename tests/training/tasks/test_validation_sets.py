@@ -24,7 +24,7 @@ from tests.training.tasks.mlm_cases import mlm, write_text
 from tests.training.tasks.test_resume import SFT
 from tests.training.tasks.test_sft import folder
 from tracking.jsonl import read_events
-from training.build import check_validation
+from training.session import check_validation
 from training.tasks.task import prepare
 
 __all__ = ["folder"]
@@ -156,7 +156,7 @@ def test_a_job_records_each_set_and_names_what_it_left_out(pair: ProcessGroup, f
     accuracy = [event["metrics"]["token_accuracy"] for event in evaluated]
     assert 0 <= accuracy[0] <= accuracy[-1] <= 1
     said = "\n".join(prepare(cases.resolve(folder, overrides=(sets_of(folder, "easy"),)).config, progress=False).notes)
-    assert "validation set easy: 9 rows or documents, " in said and "none of them trained, 1 dropped" in said
+    assert "validation set easy: 9 rows in " in said and "none of them trained, 1 dropped" in said
 
 
 def test_a_set_without_a_row_that_fits_is_one_line(folder: Path) -> None:

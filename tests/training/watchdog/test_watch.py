@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from config.cli import LOST
+from config.cli import CONFIG_ERROR, LOST
 from tests.training.watchdog.watch_cases import Ranks
 from training.watchdog.process import Member, MemoryKills, describe_status, exit_status
 
@@ -137,6 +137,15 @@ def test_a_bug_of_every_rank_is_nobody_elses_fault(ranks):
     codes, logs, _ = ranks.run("failed_both")
     assert codes == [1, 1]
     assert all("Traceback" in log and "RuntimeError: Connection of layers is wrong" in log for log in logs)
+
+
+@pytest.mark.parametrize("scenario", ["rank_0_late", "rank_1_late", "rank_0_gone"])
+def test_a_mistake_that_every_rank_meets_is_printed_by_one(ranks, scenario):
+    """However late the other one meets it, and though no launcher has ended that one by then."""
+    codes, logs, _ = ranks.run(scenario, longer=60.0)
+    assert codes == [CONFIG_ERROR, CONFIG_ERROR]
+    told = [line for log in logs for line in log.splitlines() if line.startswith("error: ")]
+    assert told == [f"error: no such folder{' (rank 1)' * (scenario == 'rank_0_late')}"]
 
 
 def test_a_rank_that_stands_still_is_spoken_of_and_named_at_the_time_out(ranks):

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from config.child_jobs import free_port
+from config.cli import CONFIG_ERROR
+from config.errors import UserError, report_error
 from tests.support import forked
 from training import distributed
 from training.distributed import World
@@ -73,6 +75,28 @@ def failed_both(world: World) -> None:
     raise RuntimeError("Connection of layers is wrong")
 
 
+def mistaken(world: World, late: int) -> None:
+    """A user's mistake that every rank meets, one of them long after the other, and nobody ends the others."""
+    if world.rank == late:
+        time.sleep(lost_rank.WAIT_SECONDS + 1)
+    raise UserError("no such folder")
+
+
+def rank_1_late(world: World) -> None:
+    """As above."""
+    mistaken(world, 1)
+
+
+def rank_0_late(world: World) -> None:
+    """As above."""
+    mistaken(world, 0)
+
+
+def rank_0_gone(world: World) -> None:
+    """As above, and rank 0 takes the store with it."""
+    mistaken(world, 1)
+
+
 def stopped(world: World) -> None:
     """Rank 1 stands still until the collective's time-out."""
     if world.rank == 1:
@@ -111,6 +135,10 @@ def _rank(scenario: str, rank: int, port: int, log: str, elsewhere: bool, timeou
             globals()[scenario](world)
     except lost_rank.LostRank:
         os._exit(lost_rank.LOST)
+    except UserError as error:
+        report_error(error, rank)
+        time.sleep(0.0 if scenario == "rank_0_gone" else lost_rank.WAIT_SECONDS + 2)
+        os._exit(CONFIG_ERROR)
     sys.stderr.flush()
 
 
@@ -121,9 +149,10 @@ class Ranks:
         self._folder = folder
 
     def run(
-        self, scenario: str, *, elsewhere: bool = False, timeout: float = 30.0
+        self, scenario: str, *, elsewhere: bool = False, timeout: float = 30.0, longer: float = 1.0
     ) -> tuple[list[Any], list[str], float]:
-        """Exit codes and error output by rank, and the seconds until rank 0 ended. Whoever is left then is killed."""
+        """Exit codes and error output by rank, and the seconds until rank 0 ended. Whoever is left is killed after
+        `longer` seconds."""
         port = free_port()
         logs = [self._folder / f"{scenario}-{rank}.log" for rank in range(WORLD)]
         ranks = [
@@ -135,7 +164,7 @@ class Ranks:
         began = time.monotonic()
         ranks[0].join(timeout=90)
         seconds = time.monotonic() - began
-        ranks[1].join(timeout=1)
+        ranks[1].join(timeout=longer)
         for rank in ranks:
             with contextlib.suppress(ValueError):
                 rank.kill()

@@ -1,0 +1,79 @@
+"""What a run minimises is said as its task has it, from the config that is recorded, and losses have their own unit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+
+from config.load import load_config, to_dict
+from config.task import loss_unit, settle_task
+from tests.support.report_runs import session
+from tests.support.synthetic_events import start_fields, step_fields
+from tracking.plots import _draw_loss
+from tracking.report.page import resume_command_of, write_report
+from tracking.run_dir import RunDir
+from tracking.watch.screen import _loss_title
+from tracking.watch.state import WatchState
+
+TASKS = [
+    ("pretrain", {}, "nats per token", "pretrain", "sequences of 1024 tokens"),
+    ("sft", {}, "nats per token", "sft", "sequences of 1024 tokens"),
+    ("sft", {"data.packing": "none"}, "nats per token", "sft", "rows of at most 1024 tokens"),
+    ("sft", {"sft.loss": "row"}, "nats per token, mean over rows", "sft, mean over rows", "sequences of 1024 tokens"),
+    (
+        "dpo",
+        {"preference.sft_weight": 0.5},
+        "",
+        "dpo, sigmoid with beta 0.1, reference precomputed, 0.5 x cross-entropy of the chosen answer",
+        "pairs of at most 1024 tokens a side",
+    ),
+    ("dpo", {"adapter.kind": "lora"}, "", "reference adapter off", "lora, rank 16, alpha 32"),
+    (
+        "distill",
+        {"distill.teacher": "big", "distill.top_k": 8, "distill.ce_weight": 0.5},
+        "",
+        "distill, forward_kl at temperature 1.0 from big, its 8 likeliest tokens, 0.5 x cross-entropy of the labels",
+        "sequences of 1024 tokens",
+    ),
+    ("classify", {"classify.kind": "regression"}, "mean squared error", "classify, regression", "rows of at most 1024"),
+    ("classify", {"classify.kind": "token"}, "nats per label", "classify, token", "rows of at most 1024 tokens"),
+    ("classify", {}, "nats per row", "classify, sequence", "rows of at most 1024 tokens"),
+    ("mlm", {"mlm.whole_word": False}, "nats per token", "mlm, 15% of the tokens chosen", "sequences of 1024 tokens"),
+    ("seq2seq", {"data.target_length": 64}, "nats per token", "seq2seq", "1024 tokens and 64 of the target"),
+]
+
+
+@pytest.mark.parametrize(("task", "given", "unit", "said", "batch"), TASKS)
+def test_the_report_says_what_was_minimised(
+    tmp_path: Path, task: str, given: dict[str, Any], unit: str, said: str, batch: str
+) -> None:
+    (tmp_path / "rows.jsonl").touch()
+    data = f"{{source: jsonl, path: {tmp_path}/rows.jsonl, tokenizer: bytes}}"
+    (tmp_path / "run.yaml").write_text(f"model: {{name_or_path: owner/base}}\ndata: {data}\n")
+    overrides = [f"{key}={json.dumps(value)}" for key, value in {"task": task, **given}.items()]
+    overrides += ["data.sequence_length=1024"]
+    config = settle_task(load_config(tmp_path / "run.yaml", overrides, None))
+    assert loss_unit(config) == unit
+    folder = RunDir(tmp_path / "run")
+    with session(folder.path, loss_unit=unit) as run:
+        run.steps(2)
+        run.event("eval", loss=900.5, perplexity=None)
+    folder.write_inputs(to_dict(config), {}, {})
+    page = write_report(folder, sample=None, resume_command=resume_command_of(folder)).read_text()
+    assert said in page and batch in page
+    assert f"| training loss{f' ({unit})' if unit else ''} |" in page
+    assert f"| 900.5000{f' {unit}' if unit else ''} at " in page
+
+
+@pytest.mark.parametrize(("unit", "title"), [("mean squared error", "Loss (mean squared error)"), ("", "Loss")])
+def test_curves_have_the_unit_of_the_loss(unit: str, title: str) -> None:
+    axis = Figure().subplots()
+    _draw_loss(axis, [{"step": 1, **step_fields(1)}], [], unit)
+    assert axis.get_title("left") + axis.get_title() == title
+    state = WatchState()
+    state.add({"event": "run_start", "step": 0, "time": 0.0, "tokens": 0, **start_fields(loss_unit=unit)})
+    assert _loss_title(state) == (f"loss, {unit}" if unit else "loss")
