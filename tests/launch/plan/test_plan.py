@@ -131,7 +131,7 @@ def test_the_plan_says_what_tokens_cost_and_the_most_that_routers_make_of_it(cap
     arguments += ["data.sequence_length=4096", "batch.micro_size=4", "parallel.expert=4", "--gpus", "8"]
     arguments += ["batch.global_size=32"]
     moved = planned(capsys, *arguments)["traffic"]
-    # 2 layers, forward, recomputed and backward, 16,384 tokens of 2 experts in BF16: 3 of 4 leave, 3 of 4 are given back
+    # 2 layers, three passes with the recomputed one, 16,384 tokens of 2 experts, BF16: 3 of 4 leave and are given back
     assert moved["tokens"] == pytest.approx(2 * 3 * 16384 * 2 * 2 * 1024 * 1.5, rel=1e-3)
     assert moved["tokens_at_most"] == pytest.approx(moved["tokens"] * 8 / 3, rel=1e-3)
     plan.main(arguments)

@@ -47,10 +47,11 @@ def planned(overrides: Sequence[str], *, world: int) -> tuple[Shape, Layout]:
 
 
 def given(
-    folder: Path, *more: str, stage: int, compute: str = "bf16", accumulation: int = 2, ranks: int = 2
+    folder: Path, *more: str, stage: int, compute: str = "bf16", accumulation: int = 2, ranks: int = 2, **zero: Any
 ) -> list[str]:
-    """Overrides of the demo: 2 x 64 tokens of each rank and micro-batch."""
+    """Overrides of the demo: 2 x 64 tokens of each rank and micro-batch. zero: of its section of the JSON."""
     document = json.loads((REPOSITORY / f"ds_configs/zero{stage}_{compute}.json").read_text())
+    document["zero_optimization"] |= zero
     (folder / "ds.json").write_text(json.dumps(document))
     overrides = ["data.sequence_length=64", "batch.micro_size=2", f"batch.global_size={2 * accumulation * ranks}"]
     return [*overrides, f"deepspeed.config={folder}/ds.json", f"precision.compute={compute}", *more]
@@ -88,6 +89,21 @@ def test_it_is_what_deepspeed_sends(pair, tmp_path, stage: int, compute: str) ->
         reduced = "reduce_scatter_tensor of 2" if stage == 3 else "all_reduce of 2"
         assert sent[reduced] == pytest.approx(said.gradients, rel=0.01)
         assert total(sent) == pytest.approx(said.sent, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", [0, 1_200_000])
+def test_hpz_gathers_across_nodes_once_a_step(four, tmp_path, kept: int) -> None:
+    """Two nodes of two ranks; parameters that are released as soon as they are used, or a part of them kept."""
+    limits = {"stage3_max_live_parameters": kept, "stage3_prefetch_bucket_size": 100_000}
+    limits |= {"stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 1000}
+    more = [PLAIN, "model.activation_checkpointing=none"]
+    overrides = given(tmp_path, *more, stage=3, ranks=4, zero_hpz_partition_size=2, **limits)
+    said = traffic(*planned(overrides, world=4))
+    for sent in sent_by(four, overrides):
+        assert sent["all_gather_into_tensor of 2"] == pytest.approx(said.second_copy, rel=0.05)
+        assert sent["all_gather_into_tensor of 4"] == pytest.approx(said.parameters, rel=0.05)
+        assert total(sent) == pytest.approx(said.sent, rel=0.05)
 
 
 STAGES = [
