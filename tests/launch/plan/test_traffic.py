@@ -92,6 +92,25 @@ def test_it_is_what_deepspeed_sends(pair, tmp_path, stage: int, compute: str) ->
 
 
 @pytest.mark.slow
+def test_a_forward_pass_before_the_first_step_has_parameters_gathered_twice(pair, tmp_path) -> None:
+    overrides = given(tmp_path, PLAIN, "evaluate.at_start=true", stage=3)
+    said = traffic(*planned(overrides, world=2))
+    assert said.parameters > 1.5 * traffic(*planned(overrides[:-1], world=2)).parameters
+    for sent in sent_by(pair, overrides, before=True):
+        assert total(sent) == pytest.approx(said.sent, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_counting_each_experts_tokens_ahead_is_a_pass_more(pair, tmp_path, stage: int) -> None:
+    overrides = given(tmp_path, MIXTURE, "parallel.expert=2", "model.balance_loss=0.01", stage=stage)
+    said = traffic(*planned(overrides, world=2))
+    for sent in sent_by(pair, overrides, routed="alike"):
+        assert tokens_of(sent) == pytest.approx(said.tokens, rel=0.001)
+        assert total(sent) == pytest.approx(said.sent, rel=0.05)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [0, 1_200_000])
 def test_hpz_gathers_across_nodes_once_a_step(four, tmp_path, kept: int) -> None:
     """Two nodes of two ranks; parameters that are released as soon as they are used, or a part of them kept."""
