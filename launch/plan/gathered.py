@@ -67,4 +67,29 @@ def gathered(shape: Shape, layout: Layout) -> Gathered:
     return Gathered(kept + arriving, kept + arriving, kept, kept + more, kept, persistent)
 
 
+def bytes_gathered(shape: Shape, layout: Layout, *, experts: bool = False, second_copy: bool = False) -> float:
+    """[bytes] Of whole parameters that all gathers of one optimizer step make on a rank at stage 3.
+
+    experts: of those that ranks share, which a group of its own gathers; of all others if not. second_copy: gathered
+    from hpZ's copy, which a parameter has from its first release to the update. Small ones are gathered once, after the
+    update, the others in each micro-batch: for the forward pass, and again for the backward pass where they were
+    released.
+    """
+    threshold, most, _ = (float(layout.zero.get(key, ZERO_DEFAULTS[key])) for key in _KEYS)
+    small = large = elements = 0.0
+    for module in shape.modules:
+        for tensor in module:
+            size = float(tensor.elements * (tensor.width or layout.width))
+            whole = tensor.elements > threshold
+            elements += tensor.elements * whole
+            if tensor.shared == experts:
+                small, large = small + size * (not whole), large + size * whole
+    every, again = layout.accumulation, 1.0
+    if not (layout.passes_before or layout.reference_pass or layout.counting_pass):
+        again = max(0.0, 1 - most / elements) if elements else 0.0
+    passes = 1 + again + layout.reference_pass + layout.counting_pass
+    first = 1 if layout.secondary > 1 else every * passes
+    return large * (every * passes - first) if second_copy else small + large * first
+
+
 _KEYS = ("stage3_param_persistence_threshold", "stage3_max_live_parameters", "stage3_prefetch_bucket_size")

@@ -124,6 +124,11 @@ class Layout:
         return min(given, most) if self.on_cpu else given
 
     @property
+    def counting_pass(self) -> bool:
+        """A step's micro-batches go through the model once more, ahead, to count each expert's tokens (docs/moe.md)."""
+        return self.accumulation > 1 and (self.model.balance_loss > 0 or self.model.router_z_loss > 0)
+
+    @property
     def secondary(self) -> int:
         """[ranks] That a second copy of the parameters is divided by; 1 where there is none (hpZ)."""
         return min(int(self.zero.get("zero_hpz_partition_size", 1)), self.world) if self.stage == 3 else 1

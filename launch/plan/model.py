@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -45,6 +45,8 @@ class Stored:
     """[elements] Fewer than its weights where two are in a byte."""
     width: int | None = None
     """[bytes] Of an element; None: of one that is a float."""
+    shared: bool = False
+    """Of experts that ranks share, a part of which this is."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,8 @@ class Shape:
     """[parameters] Of the experts that this rank has, where ranks share them."""
     expert_layers: int = 0
     """[layers] With such experts."""
+    experts: int = 0
+    """[experts] Of such a layer, on all ranks that share them."""
     experts_per_token: int = 0
     columns: int = 0
     """[layers] Of one block whose matrices are cut by rows, so that gradients of their inputs are summed over ranks."""
@@ -272,7 +276,8 @@ def _with_experts_shared(model: Any, whole: Shape, optimizer: OptimizerSection, 
         and any(item.dim() == 3 for item in module.parameters(recurse=False))
     ]
     shared = frozenset(id(item) for module in found for item in module.parameters(recurse=False))
-    groups, experts = tuple(_groups(model, optimizer, shared=shared, ranks=ranks)), 0
+    groups, experts, count = tuple(_groups(model, optimizer, shared=shared, ranks=ranks)), 0, 0
+    own_ids: set[int] = set()
     for module in found:
         for name, item in module.named_parameters(recurse=False):
             if item.shape[0] % ranks:
@@ -281,8 +286,9 @@ def _with_experts_shared(model: Any, whole: Shape, optimizer: OptimizerSection, 
                     f"{whole.architecture}; set it to a divisor"
                 )
             own = item.detach().new_empty([item.shape[0] // ranks, *item.shape[1:]])
-            experts += own.numel()
+            experts, count = experts + own.numel(), item.shape[0]
             setattr(module, name, type(item)(own))
+            own_ids.add(id(getattr(module, name)))
     if not found:
         raise UserError(f"parallel.expert = {ranks}: model {whole.architecture} has no fused experts; set it to 1")
     text = model.config.get_text_config()
@@ -292,6 +298,8 @@ def _with_experts_shared(model: Any, whole: Shape, optimizer: OptimizerSection, 
         trained_by_all=whole.trained_parameters,
         expert_parameters=experts,
         expert_layers=len(found),
+        experts=count,
+        modules=tuple(_modules(model, set(), halved=False, shared=own_ids)),
         experts_per_token=int(getattr(text, "num_experts_per_tok", None) or 1),
     )
 
@@ -368,8 +376,11 @@ def _measured(
     )
 
 
-def _modules(model: Any, coded: set[int], *, halved: bool) -> Iterator[tuple[Stored, ...]]:
-    """The parameters of each module. coded: ids of those that hold codes, of bytes. halved: two are in one."""
+def _modules(
+    model: Any, coded: set[int], *, halved: bool, shared: Collection[int] = ()
+) -> Iterator[tuple[Stored, ...]]:
+    """The parameters of each module. coded: ids of those that hold codes, of bytes. halved: two are in one. shared: ids
+    of experts that ranks share."""
     seen: set[int] = set()
     for module in model.modules():
         own = [item for item in module.parameters(recurse=False) if id(item) not in seen]
@@ -378,7 +389,7 @@ def _modules(model: Any, coded: set[int], *, halved: bool) -> Iterator[tuple[Sto
             yield tuple(
                 Stored(-(-item.numel() // 2) if halved else item.numel(), 1)
                 if id(item) in coded
-                else Stored(item.numel())
+                else Stored(item.numel(), shared=id(item) in shared)
                 for item in own
             )
 

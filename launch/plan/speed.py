@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from config.batch import loss_chunk
 from launch.plan.devices import Device
+from launch.plan.gathered import bytes_gathered
 from launch.plan.layout import BUFFERED_ALLREDUCE, Layout
 from launch.plan.memory import block_bytes
 from launch.plan.model import Shape
@@ -25,35 +26,40 @@ LATENCY_SECONDS = 5e-6
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank sends and receives in one optimizer step."""
+    """What one rank sends in one optimizer step: bytes that leave it, a ring's factor (n - 1) / n included."""
 
     gradients: float
-    """[bytes] Through the ring, before the factor (n - 1) / n."""
+    """[bytes] Through the ring of all ranks with the same slices of matrices."""
     parameters: float
     """[bytes] The same, of parameters gathered, and of pieces that an optimizer of whole matrices sends and gets."""
     collectives: float
     """[collectives] In one step."""
+    second_copy: float = 0.0
+    """[bytes] Of parameters gathered from the copy that zero_hpz_partition_size ranks share."""
     sequences: float = 0.0
-    """[bytes] Traded among the ranks that share sequences, before the factor (n - 1) / n of these."""
+    """[bytes] Traded among the ranks that share sequences."""
     trades: float = 0.0
     """[collectives] Of these ranks in one step."""
     sums: float = 0.0
-    """[bytes] Through the ring of the ranks that share matrices, before the factor (n - 1) / n of these."""
+    """[bytes] Through the ring of the ranks that share matrices."""
     reductions: float = 0.0
     """[collectives] Of these ranks in one step."""
     tokens: float = 0.0
-    """[bytes] Of tokens traded among the ranks that share experts, before the factor (n - 1) / n of these, which is
-    what leaves a rank where all experts are used alike."""
+    """[bytes] Of tokens that a rank sends to those that it shares experts with, and gives back to them, where all
+    experts are used alike: the mean of the ranks, also where some are sent more than others, but for the share of
+    tokens whose experts are on their own rank."""
+    tokens_at_most: float = 0.0
+    """[bytes] Of the busiest rank, where routers send it all of the others' tokens and all of its own away."""
     dispatches: float = 0.0
     """[collectives] Of these ranks in one step."""
     of_experts: float = 0.0
-    """[bytes] Gradients and parameters of shared experts through the ring of the ranks that have the same ones, before
-    the factor (n - 1) / n of these."""
+    """[bytes] Gradients and parameters of shared experts through the ring of the ranks that have the same ones."""
 
     @property
     def sent(self) -> float:
         """[bytes] Of all kinds."""
-        return self.gradients + self.parameters + self.sequences + self.sums + self.tokens + self.of_experts
+        states = self.gradients + self.parameters + self.second_copy + self.of_experts
+        return states + self.sequences + self.sums + self.tokens
 
 
 def traffic(shape: Shape, layout: Layout) -> Traffic:
@@ -72,14 +78,19 @@ def traffic(shape: Shape, layout: Layout) -> Traffic:
     if layout.tensor > 1:
         return _with_sums(found, shape, layout)
     if layout.expert > 1:
-        return _with_experts(found, shape, layout)
+        return _with_tokens(found, shape, layout)
     if layout.sharing == 1:
         return found
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim * shared_copies(shape, layout)
     block = block_bytes(shape, layout) * layout.tokens
     times = layout.accumulation * (2 * shape.layers + _attention_again(shape, layout, block))
     sent = times * layout.width * layout.tokens * (2.0 * queries + 2.0 * keys)
-    return replace(found, sequences=sent, trades=4.0 * times)
+    return replace(found, sequences=_leaving(layout.sharing) * sent, trades=4.0 * times)
+
+
+def _leaving(ranks: int) -> float:
+    """The share of a tensor that leaves a rank, of so many that gather it or reduce and scatter it in a ring."""
+    return (ranks - 1) / ranks
 
 
 def _with_sums(found: Traffic, shape: Shape, layout: Layout) -> Traffic:
@@ -96,27 +107,29 @@ def _with_sums(found: Traffic, shape: Shape, layout: Layout) -> Traffic:
         sent, reductions = sent + 2 * 12.0 * layout.tokens, reductions + 2 * math.ceil(layout.tokens / chunk)
     elif cut_head:
         sent, reductions = sent + layout.width * layout.tokens * float(shape.vocabulary), reductions + 1
-    return replace(found, sums=layout.accumulation * sent, reductions=layout.accumulation * reductions)
+    sent = _leaving(layout.tensor) * layout.accumulation * sent
+    return replace(found, sums=sent, reductions=layout.accumulation * reductions)
 
 
-def _with_experts(found: Traffic, shape: Shape, layout: Layout) -> Traffic:
+def _with_tokens(found: Traffic, shape: Shape, layout: Layout) -> Traffic:
     """With the tokens that ranks send each other's experts and get back, in both passes, once more where a block is
-    recomputed; a reentrant one is refused. Gradients and parameters of experts have a ring of their own."""
+    recomputed; a reentrant one is refused. A layer's counts of each expert's tokens go ahead of its forward passes."""
+    ranks, chosen = layout.expert, shape.experts_per_token
     block = block_bytes(shape, layout) * layout.tokens
-    again = min(recomputed_blocks(shape, layout, block), shape.expert_layers)
-    passes = 2 * shape.expert_layers + again
-    rows = layout.tokens * shape.experts_per_token
-    sent = 2.0 * passes * layout.width * rows * shape.hidden
-    counts = shape.expert_layers + again
-    share = shape.expert_parameters / shape.trained_parameters
-    own = share * (found.gradients + found.parameters)
+    forward = shape.expert_layers * (1 + layout.counting_pass) + min(
+        recomputed_blocks(shape, layout, block), shape.expert_layers
+    )
+    passes = forward + shape.expert_layers
+    row = float(layout.width * shape.hidden)
+    counts = 8.0 * shape.experts * _leaving(ranks)
+    # A token has `chosen` experts, no two of them the same, of which a rank has experts / ranks.
+    here, away = min(chosen, shape.experts // ranks), min(chosen, shape.experts - shape.experts // ranks)
+    alike, most = 2 * chosen * _leaving(ranks), away + (ranks - 1) * here
     return replace(
         found,
-        gradients=(1 - share) * found.gradients,
-        parameters=(1 - share) * found.parameters,
-        of_experts=own,
-        tokens=layout.accumulation * sent,
-        dispatches=layout.accumulation * (2.0 * passes + counts),
+        tokens=layout.accumulation * (passes * layout.tokens * row * alike + forward * counts),
+        tokens_at_most=layout.accumulation * (passes * layout.tokens * row * most + forward * counts),
+        dispatches=layout.accumulation * (2.0 * passes + forward),
     )
 
 
@@ -130,30 +143,50 @@ def _of_states(shape: Shape, layout: Layout) -> Traffic:
 
     Rajbhandari et al. 2020, section 7: stages 0, 1 and 2 move two elements a parameter, stage 3 three. DeepSpeed
     0.19.8 moves more where it all-reduces what a rank then keeps a part of: stages 1 and 2 (two elements, and one to
-    gather the parameters), and stages 2 and 3 reduce once for each micro-batch.
+    gather the parameters), and stages 2 and 3 reduce once for each micro-batch; and fewer at stage 3 where parameters
+    stay gathered (`launch.plan.gathered`).
     """
+    ranks, same = layout.zero_ranks, layout.world // layout.expert
     whole, every = float(shape.trained_parameters), layout.accumulation
-    exchanged = 8.0 * shape.hidden_matrix_parameters / layout.zero_ranks if layout.optimizer.splits_matrices else 0.0
     bucket = (
         BUFFERED_ALLREDUCE if layout.stage == 0 or layout.bf16_optimizer else layout.size("reduce_bucket_size", whole)
     )
     times = math.ceil(whole / bucket)
+    reductions = every if layout.stage >= 2 else 1
+    each = reductions * (1 if layout.stage == 3 else 2) * layout.reduced  # bytes of a gradient's element in the ring
+    experts = float(shape.expert_parameters)
+    found = Traffic(
+        gradients=each * (whole - experts) * _leaving(ranks),
+        parameters=_exchanged(shape, layout) + _teacher_traffic(shape, layout),
+        collectives=reductions * times + (layout.stage > 0),
+        of_experts=each * experts * _leaving(same),
+    )
     if layout.stage == 0:
-        return Traffic(2 * whole * layout.reduced, _teacher_traffic(shape, layout), times)
-    if layout.stage == 3:
-        passes = 2 + layout.reference_pass
-        gathered = passes * every * shape.weight_bytes(layout.width) + exchanged + _teacher_traffic(shape, layout)
-        return Traffic(every * whole * layout.reduced, gathered, every * (times + 2 * (shape.layers + 2)))
-    reductions = every if layout.stage == 2 else 1
-    sent = whole * layout.width + exchanged + _teacher_traffic(shape, layout)
-    return Traffic(2 * reductions * whole * layout.reduced, sent, reductions * times + 1)
+        return found
+    if layout.stage < 3:
+        gathered = layout.width * (whole - experts) * _leaving(ranks)
+        of_experts = layout.width * experts * _leaving(same)
+    else:
+        gathered = bytes_gathered(shape, layout) * _leaving(ranks)
+        of_experts = bytes_gathered(shape, layout, experts=True) * _leaving(same)
+        second_copy = bytes_gathered(shape, layout, second_copy=True) * _leaving(layout.secondary)
+        found = replace(found, second_copy=second_copy, collectives=every * (times + 2 * (shape.layers + 2)))
+    return replace(found, parameters=found.parameters + gathered, of_experts=found.of_experts + of_experts)
+
+
+def _exchanged(shape: Shape, layout: Layout) -> float:
+    """[bytes] Of whole matrices that an optimizer has shared out, in FP32, to the rank that computes them and back."""
+    if not layout.optimizer.splits_matrices or layout.stage == 0:
+        return 0.0
+    return 8.0 * shape.hidden_matrix_parameters / layout.zero_ranks * _leaving(layout.zero_ranks)
 
 
 def _teacher_traffic(shape: Shape, layout: Layout) -> float:
     """[bytes] Of a sharded teacher's parameters, gathered in every micro-batch."""
     if shape.teacher is None or not layout.distill.sharded:
         return 0.0
-    return float(layout.accumulation * shape.teacher.width * shape.teacher.shape.parameters)
+    gathered = float(layout.accumulation * shape.teacher.width * shape.teacher.shape.parameters)
+    return gathered * _leaving(layout.zero_ranks)
 
 
 def ring_bandwidth(device: Device, world: int) -> float:
@@ -202,26 +235,18 @@ def speed(
     peak = matmul_peak(layout, device)
     flops = tokens * computed_flops(shape, layout)
     compute, moved = flops / (peak * mfu), traffic(shape, layout)
-    communication = 0.0
-    ranks = layout.zero_ranks
-    if ranks > 1:
-        ring = (moved.gradients + moved.parameters) * (ranks - 1) / ranks
-        # a rank's neighbours in this ring are as many ranks apart as share matrices
-        communication = ring / (ring_bandwidth(device, world) * efficiency)
-        communication += moved.collectives * latency * math.log2(ranks)
-    if layout.sharing > 1:
-        ring = moved.sequences * (layout.sharing - 1) / layout.sharing
-        communication += ring / (ring_bandwidth(device, layout.sharing) * efficiency)
-        communication += moved.trades * latency * math.log2(layout.sharing)
-    if layout.tensor > 1:
-        ring = moved.sums * (layout.tensor - 1) / layout.tensor
-        communication += ring / (ring_bandwidth(device, layout.tensor) * efficiency)
-        communication += moved.reductions * latency * math.log2(layout.tensor)
-    if layout.expert > 1:
-        ring, same = moved.tokens * (layout.expert - 1) / layout.expert, world // layout.expert
-        communication += ring / (ring_bandwidth(device, layout.expert) * efficiency)
-        communication += moved.dispatches * latency * math.log2(layout.expert)
-        communication += moved.of_experts * (same - 1) / same / (ring_bandwidth(device, world) * efficiency)
+
+    def seconds(sent: float, collectives: float, *, ranks: int, across: int) -> float:
+        """Of so many ranks, that are `across` so many consecutive ones."""
+        return sent / (ring_bandwidth(device, across) * efficiency) + collectives * latency * math.log2(ranks)
+
+    # a rank's neighbours in the ring of ZeRO are as many ranks apart as share matrices
+    states = moved.gradients + moved.parameters + moved.of_experts
+    communication = seconds(states, moved.collectives, ranks=layout.zero_ranks, across=world)
+    communication += seconds(moved.second_copy, 0.0, ranks=layout.secondary, across=layout.secondary)
+    communication += seconds(moved.sequences, moved.trades, ranks=layout.sharing, across=layout.sharing)
+    communication += seconds(moved.sums, moved.reductions, ranks=layout.tensor, across=layout.tensor)
+    communication += seconds(moved.tokens, moved.dispatches, ranks=layout.expert, across=layout.expert)
     step = max(compute, communication) if layout.overlap else compute + communication
     return Speed(world, compute, communication, step, tokens * layout.zero_ranks)
 
@@ -245,6 +270,6 @@ def computed_flops(shape: Shape, layout: Layout) -> float:
     """
     shape = shape.own if layout.expert == 1 else shape
     block = block_bytes(shape, layout) * layout.tokens
-    again = recomputed_share(shape, layout, block) + layout.reference_pass
+    again = recomputed_share(shape, layout, block) + layout.reference_pass + layout.counting_pass
     flops = shape.flops_per_token(layout.sequence) + again * shape.forward_flops(layout.sequence)
     return flops + (shape.teacher.shape.forward_flops(layout.sequence) if shape.teacher else 0.0)

@@ -13,7 +13,7 @@ from launch.plan.layout import Layout
 from launch.plan.memory import checkpoint_bytes
 from launch.plan.model import Shape
 from launch.plan.search import Option, communication_bound_from
-from launch.plan.speed import traffic
+from launch.plan.speed import Traffic, traffic
 
 if TYPE_CHECKING:
     from launch.plan.plan import Plan
@@ -110,6 +110,7 @@ def _summary(plan: Plan) -> list[Text]:
             if layout.world > 1
             else "Network: none, there is one rank."
         ),
+        *_of_tokens(moved),
         Text(
             f"Speed: {step.tokens_per_second:,.0f} tokens/s at {plan.mfu:.1%} of the peak ({plan.mfu_source}); "
             f"MFU of the whole step {plan.model_mfu:.1%}."
@@ -123,6 +124,18 @@ def _summary(plan: Plan) -> list[Text]:
     lines.append(Text(f"Checkpoint: {saved}{frozen}."))
     budget = f"Budget: {_count(plan.token_budget)} tokens take {_hours(plan.hours(configured))}{price}."
     return [*lines, Text(budget, style="bold")]
+
+
+def _of_tokens(moved: Traffic) -> list[Text]:
+    """What of the network are tokens on the way to experts of other ranks, and the most that routers can make of it."""
+    if not moved.tokens:
+        return []
+    return [
+        Text(
+            f"Experts: {moved.tokens / 1e9:.3g} GB of it are tokens on their way to other ranks' experts and back, "
+            f"where all are used alike; the busiest rank sends up to {moved.tokens_at_most / 1e9:.3g} GB where not."
+        )
+    ]
 
 
 def _stage_table(plan: Plan) -> Table:

@@ -8,9 +8,11 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -24,15 +26,17 @@ from config.task import ENCODER_TASKS, model_class_of
 from data.loader import Batch
 from data.sequence_slices import slice_of
 from modeling.build import model_config
-from training.distributed import World
+from training.benchmark.split import COLLECTIVES
+from training.distributed import ExpertGroup, World
 from training.engine import build_engine
 
 LINEAR = torch._C._nn.linear
 """What `torch.nn.functional.linear` is."""
 
 
-def peak_of(world: World, *, overrides: Sequence[str], vocabulary: int, steps: int = 2) -> dict[str, float]:
-    """Bytes that tensors take at most in `steps` steps, from before the model was built."""
+def peak_of(world: World, *, overrides: Sequence[str], vocabulary: int, steps: int = 2) -> dict[str, Any]:
+    """Bytes that tensors take at most in `steps` steps, from before the model was built, and that the last one sends,
+    as `counted` has them."""
     resolved, world = resolve(overrides, world)
     gc.collect()  # what an earlier engine left must not be freed while this one is measured
     # ZeRO-3 leaves a linear layer of its own behind in the process, which keeps other tensors under autocast
@@ -43,21 +47,54 @@ def peak_of(world: World, *, overrides: Sequence[str], vocabulary: int, steps: i
     ):
         engine = engine_of(resolved, vocabulary, world)
         for step in range(steps):
-            one_step(engine, batch_of(world, resolved, vocabulary), step)
+            with counted() as sent:
+                one_step(engine, batch_of(world, resolved, vocabulary), step)
     parameters = sum(parameter.numel() for parameter in engine.model.parameters())
     engine.close()
-    return {"peak": max_allocated(record), "parameters": parameters}
+    return {"peak": max_allocated(record), "parameters": parameters, "sent": dict(sent)}
 
 
-def traffic_of(world: World, *, overrides: Sequence[str], vocabulary: int) -> dict[str, int]:
-    """Bytes given to each kind of collective in one step that is not the first, small messages left out."""
+def traffic_of(
+    world: World, *, overrides: Sequence[str], vocabulary: int, routed: str = "", before: bool = False
+) -> dict[str, float]:
+    """Bytes that leave this rank in one step that is not the first, by collective and ranks of its group.
+
+    routed: as `route`. before: a forward pass alone comes before the first step, as an evaluation.
+    """
     resolved, world = resolve(overrides, world)
     engine = engine_of(resolved, vocabulary, world)
-    one_step(engine, batch_of(world, resolved, vocabulary), 0)
+    if routed:
+        route(engine, world, routed)
+    first = batch_of(world, resolved, vocabulary)
+    if before:
+        engine.evaluate([first])
+    one_step(engine, first, 0)
     with counted() as bytes_of:
         one_step(engine, batch_of(world, resolved, vocabulary), 1)
     engine.close()
     return dict(bytes_of)
+
+
+def route(engine: Any, world: World, routed: str) -> None:
+    """Choose a mixture's experts in the routers' place.
+
+    alike: all experts in turn. rank 0: those of rank 0 for all tokens but its own, whose experts are on other ranks.
+    """
+    shared = world.experts
+    assert shared is not None
+    for module in engine.model.modules():
+        if type(module).__name__.endswith("Experts"):
+            module.forward = partial(_chosen, module.forward, int(module.num_experts), shared, routed)
+
+
+def _chosen(
+    forward: Any, own: int, shared: ExpertGroup, routed: str, hidden: torch.Tensor, index: torch.Tensor, weights: Any
+) -> Any:
+    turn = torch.arange(index.numel(), device=index.device).view_as(index)
+    if routed == "alike":
+        return forward(hidden, turn.remainder(own * shared.size), weights)
+    assert routed == "rank 0"
+    return forward(hidden, turn.remainder(index.shape[1]) + (own if shared.rank == 0 else 0), weights)
 
 
 def resolve(overrides: Sequence[str], world: World) -> tuple[Resolved, World]:
@@ -159,20 +196,35 @@ def max_allocated(record: profile) -> float:
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Counts the bytes that collectives are called with on the way to torch.distributed, which does its work."""
-    names = ("all_reduce", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather", "reduce_scatter")
-    names += ("all_to_all_single",)
-    originals, found = {name: getattr(dist, name) for name in names}, Counter()
+    """Counts the bytes that leave this rank on the way to torch.distributed, which does its work.
 
-    def counting(name: str) -> Any:
+    By collective and ranks of its group, as "all_reduce of 2"; of a ring as the benchmark counts them. Also the bytes
+    that were given to exchanges of rows, "rows", with those that stay on their rank.
+    """
+    found: Counter[str] = Counter()
+
+    def counting(name: str, original: Any) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
-            tensors = [item for item in (*arguments, *options.values()) if isinstance(item, torch.Tensor)]
-            size = max((item.numel() * item.element_size() for item in tensors), default=0)
-            if size > 4096:
-                found[name] += size
-            return originals[name](*arguments, **options)
+            ranks = dist.get_world_size(options.get("group"))
+            at, key, factor = (1, "input", 1) if name == "all_to_all_single" else COLLECTIVES[name]
+            payload = arguments[at] if len(arguments) > at else options[key]
+            tensors = payload if isinstance(payload, list | tuple) else [payload]
+            size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            share = factor * (ranks - 1) / ranks
+            splits = arguments[3] if len(arguments) > 3 else None
+            if name == "all_to_all_single" and splits:
+                share = 1 - splits[dist.get_rank(options.get("group"))] / max(sum(splits), 1)
+                found["rows"] += size
+            found[f"{name} of {ranks}"] += size * share
+            return original(*arguments, **options)
 
         return call
 
-    with patch.multiple(dist, **{name: counting(name) for name in names}):
+    # DeepSpeed took two of them when it started
+    patched = {name: counting(name, getattr(dist, name)) for name in COLLECTIVES}
+    taken = {"all_gather_function": "all_gather_into_tensor", "reduce_scatter_function": "reduce_scatter_tensor"}
+    with (
+        patch.multiple(dist, **patched),
+        patch.multiple(deepspeed.comm.comm.cdb, **{name: patched[of] for name, of in taken.items()}),
+    ):
         yield found

@@ -1,0 +1,200 @@
+"""The planner's bytes of the network: what real ranks send, counted on each of them, and what papers say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from config.cli import REPOSITORY
+from config.command_line import read_command_line
+from config.launcher import as_launched
+from launch.plan.layout import Layout, layout_of
+from launch.plan.model import Shape, read_shape
+from launch.plan.speed import traffic
+from tests.launch.plan import plan_cases
+from tests.support.process_group import ProcessGroup
+
+DEMO = ["--config", str(REPOSITORY / "config/recipes/demo.yaml")]
+BIG = ["--config", str(REPOSITORY / "config/recipes/llama_8b_8gpu.yaml"), "model.config.vocab_size=128256"]
+PLAIN = (
+    "model.config={hidden_size: 256, intermediate_size: 704, num_hidden_layers: 4, num_attention_heads: 4, "
+    "num_key_value_heads: 2, tie_word_embeddings: false}"
+)
+MIXTURE = (
+    "model={architecture: mixtral, config: {num_hidden_layers: 2, hidden_size: 384, intermediate_size: 128, "
+    "num_attention_heads: 4, num_key_value_heads: 4, num_local_experts: 8}}"
+)
+VOCABULARY = 1024
+"""Of the demo's tokenizer."""
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[ProcessGroup]:
+    with ProcessGroup(world_size=4) as group:
+        yield group
+
+
+def planned(overrides: Sequence[str], *, world: int) -> tuple[Shape, Layout]:
+    resolved = read_command_line([*DEMO, *overrides], as_launched(world))
+    layout = layout_of(resolved, world=world, on_cpu=True)
+    return read_shape(resolved.config, layout), layout
+
+
+def given(
+    folder: Path, *more: str, stage: int, compute: str = "bf16", accumulation: int = 2, ranks: int = 2, **zero: Any
+) -> list[str]:
+    """Overrides of the demo: 2 x 64 tokens of each rank and micro-batch. zero: of its section of the JSON."""
+    document = json.loads((REPOSITORY / f"ds_configs/zero{stage}_{compute}.json").read_text())
+    document["zero_optimization"] |= zero
+    (folder / "ds.json").write_text(json.dumps(document))
+    overrides = ["data.sequence_length=64", "batch.micro_size=2", f"batch.global_size={2 * accumulation * ranks}"]
+    return [*overrides, f"deepspeed.config={folder}/ds.json", f"precision.compute={compute}", *more]
+
+
+def sent_by(group: ProcessGroup, overrides: Sequence[str], **how: Any) -> list[dict[str, float]]:
+    """By rank, as `plan_cases.counted`."""
+    return group.run(plan_cases.traffic_of, overrides=overrides, vocabulary=VOCABULARY, **how)
+
+
+def total(sent: dict[str, float]) -> float:
+    return sum(size for name, size in sent.items() if name != "rows")
+
+
+def tokens_of(sent: dict[str, float]) -> float:
+    return sum(size for name, size in sent.items() if name.startswith("all_to_all"))
+
+
+def test_traffic_is_the_zero_papers() -> None:
+    """Of eight ranks, nothing staying gathered."""
+    resolved = read_command_line(BIG, as_launched(8))
+    layout = layout_of(resolved, world=8, on_cpu=False)
+    shape = read_shape(resolved.config, layout)
+    for stage, elements in ((0, 2), (3, 3)):
+        zero = layout.zero | {"stage3_max_live_parameters": 0, "stage3_param_persistence_threshold": 0}
+        moved = traffic(shape, replace(layout, stage=stage, accumulation=1, reduced=2, zero=zero))
+        assert moved.sent == pytest.approx(2 * elements * shape.parameters * 7 / 8)
+
+
+@pytest.mark.parametrize(("stage", "compute"), [(0, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16")])
+def test_it_is_what_deepspeed_sends(pair, tmp_path, stage: int, compute: str) -> None:
+    overrides = given(tmp_path, "model.config.num_hidden_layers=1", stage=stage, compute=compute)
+    said = traffic(*planned(overrides, world=2))
+    for sent in sent_by(pair, overrides):
+        reduced = "reduce_scatter_tensor of 2" if stage == 3 else "all_reduce of 2"
+        assert sent[reduced] == pytest.approx(said.gradients, rel=0.01)
+        assert total(sent) == pytest.approx(said.sent, rel=0.01)
+
+
+@pytest.mark.slow
+def test_a_forward_pass_before_the_first_step_has_parameters_gathered_twice(pair, tmp_path) -> None:
+    overrides = given(tmp_path, PLAIN, "evaluate.at_start=true", stage=3)
+    said = traffic(*planned(overrides, world=2))
+    assert said.parameters > 1.5 * traffic(*planned(overrides[:-1], world=2)).parameters
+    for sent in sent_by(pair, overrides, before=True):
+        assert total(sent) == pytest.approx(said.sent, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_counting_each_experts_tokens_ahead_is_a_pass_more(pair, tmp_path, stage: int) -> None:
+    overrides = given(tmp_path, MIXTURE, "parallel.expert=2", "model.balance_loss=0.01", stage=stage)
+    said = traffic(*planned(overrides, world=2))
+    for sent in sent_by(pair, overrides, routed="alike"):
+        assert tokens_of(sent) == pytest.approx(said.tokens, rel=0.001)
+        assert total(sent) == pytest.approx(said.sent, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", [0, 1_200_000])
+def test_hpz_gathers_across_nodes_once_a_step(four, tmp_path, kept: int) -> None:
+    """Two nodes of two ranks; parameters that are released as soon as they are used, or a part of them kept."""
+    limits = {"stage3_max_live_parameters": kept, "stage3_prefetch_bucket_size": 100_000}
+    limits |= {"stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 1000}
+    more = [PLAIN, "model.activation_checkpointing=none"]
+    overrides = given(tmp_path, *more, stage=3, ranks=4, zero_hpz_partition_size=2, **limits)
+    said = traffic(*planned(overrides, world=4))
+    for sent in sent_by(four, overrides):
+        assert sent["all_gather_into_tensor of 2"] == pytest.approx(said.second_copy, rel=0.05)
+        assert sent["all_gather_into_tensor of 4"] == pytest.approx(said.parameters, rel=0.05)
+        assert total(sent) == pytest.approx(said.sent, rel=0.05)
+
+
+STAGES = [
+    (stage, compute, accumulation) for stage in (1, 2, 3) for compute in ("bf16", "fp32") for accumulation in (1, 2)
+]
+
+
+@pytest.mark.one_in(12)
+@pytest.mark.parametrize("checkpointing", ["full", "none"])
+@pytest.mark.parametrize(("stage", "compute", "accumulation"), STAGES[::-1])
+def test_what_ranks_that_share_experts_send(
+    pair, tmp_path, stage: int, compute: str, accumulation: int, checkpointing: str
+) -> None:
+    _check_experts(pair, tmp_path, stage, compute, accumulation, checkpointing, ranks=2, shared=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", ["full", "none"])
+@pytest.mark.parametrize(("stage", "compute", "accumulation"), STAGES)
+def test_what_four_ranks_send_that_share_experts_by_two(
+    four, tmp_path, stage: int, compute: str, accumulation: int, checkpointing: str
+) -> None:
+    _check_experts(four, tmp_path, stage, compute, accumulation, checkpointing, ranks=4, shared=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_four_ranks_send_that_share_experts_by_four(four, tmp_path, stage: int) -> None:
+    _check_experts(four, tmp_path, stage, "bf16", 2, "full", ranks=4, shared=4)
+
+
+def _check_experts(group, folder, stage, compute, accumulation, checkpointing, *, ranks, shared) -> None:
+    """Experts used alike: tokens to 0.1%, all of a step's bytes to 1%, on each rank."""
+    more = [MIXTURE, f"model.activation_checkpointing={checkpointing}", f"parallel.expert={shared}"]
+    overrides = given(folder, *more, stage=stage, compute=compute, accumulation=accumulation, ranks=ranks)
+    said = traffic(*planned(overrides, world=ranks))
+    for sent in sent_by(group, overrides, routed="alike"):
+        assert tokens_of(sent) == pytest.approx(said.tokens, rel=0.001)
+        assert total(sent) == pytest.approx(said.sent, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_a_busy_rank_sends_and_what_routers_choose(pair, tmp_path, stage: int) -> None:
+    """The most that routers can make of it, on the rank that has it; and as they choose: the ranks' rows together."""
+    overrides = given(tmp_path, MIXTURE, "parallel.expert=2", stage=stage)
+    said = traffic(*planned(overrides, world=2))
+    busy, other = (tokens_of(sent) for sent in sent_by(pair, overrides, routed="rank 0"))
+    assert busy == pytest.approx(said.tokens_at_most, rel=0.001)
+    assert other <= busy
+    found = sent_by(pair, overrides)
+    assert sum(sent["rows"] for sent in found) == pytest.approx(2 * 2 * said.tokens, rel=0.001), "half of them stay"
+    assert max(map(tokens_of, found)) < said.tokens_at_most
+    for sent in found:
+        assert total(sent) - tokens_of(sent) == pytest.approx(said.sent - said.tokens, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("experts", "chosen", "ranks"), [(4, 1, 2), (4, 2, 2), (4, 3, 2), (4, 2, 4), (6, 2, 3), (6, 4, 3)]
+)
+def test_the_most_that_routers_can_make_of_it(experts: int, chosen: int, ranks: int) -> None:
+    """By hand: a token of each rank, every choice of experts; rank 0 sends its own away and gives others' back."""
+    own, sent = experts // ranks, []
+    for picked in product(combinations(range(experts), chosen), repeat=ranks):
+        owners = [[expert // own for expert in one] for one in picked]
+        away = sum(owner != 0 for owner in owners[0])
+        sent.append(away + sum(owner == 0 for others in owners[1:] for owner in others))
+    overrides = ["parallel.expert=2", "batch.global_size=2", "batch.micro_size=1", "data.sequence_length=8", MIXTURE]
+    shape, layout = planned([*overrides, "model.activation_checkpointing=none"], world=2)
+    own_shape = replace(shape.own, experts=experts, experts_per_token=chosen)
+    moved = traffic(replace(shape, slice=own_shape), replace(layout, expert=ranks, world=ranks))
+    counts = 8 * experts * (ranks - 1) / ranks * own_shape.expert_layers
+    row = 2 * own_shape.expert_layers * layout.tokens * layout.width * own_shape.hidden
+    assert moved.tokens_at_most - counts == row * max(sent)
+    assert moved.tokens - counts == pytest.approx(row * sum(sent) / len(sent))
