@@ -37,7 +37,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "gemma3": ("model.architecture=gemma3_text", f"model.config={_OTHER}"),
 }
 """What is trained, and on what."""
-_GPT2 = "{n_embd: 64, n_layer: 2, n_head: 4, resid_pdrop: 0.0, attn_pdrop: 0.0, embd_pdrop: 0.0}"
+_GPT2 = "{n_embd: 64, n_layer: 2, n_head: 4, resid_pdrop: 0.0, attn_pdrop: 0.0, embd_pdrop: 0.0, summary_first_dropout: 0.0}"
 _ROTARY = "{rope_type: llama3, rope_theta: 10000.0, factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, %s}"
 _SCALED = _ROTARY % "original_max_position_embeddings: 32"
 _EXPERTS = "num_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 32"

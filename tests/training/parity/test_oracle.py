@@ -93,8 +93,9 @@ def failed(found: Judged) -> set[str]:
 def test_a_run_in_fp32_is_what_it_computes(finished: Path) -> None:
     found = judge(finished / "runs/it")
     assert found.holds and found.steps == 6
-    assert found.notes == ["masters compared: step 4", "masters compared: step 6"]
+    assert found.notes == ["masters compared: step 4", "masters compared: step 6", "evaluation compared: step 6"]
     largest = {each.what: each.largest for each in found.comparisons}
+    assert largest["validation loss"] < 1e-6
     assert largest["samples"] == largest["tokens"] == 0
     assert largest["masters"] < 5e-5 and largest["loss"] < 1e-6
 
@@ -383,12 +384,12 @@ def test_both_loss_scales_are_one(overflows: list[bool], window: int, hysteresis
         policy.update(overflow)
 
 
-def tampered(finished: Path, folder: Path, change: Callable[[dict[str, Any]], None]) -> Judged:
+def tampered(finished: Path, folder: Path, change: Callable[[dict[str, Any]], None], kind: str = "step") -> Judged:
     run = shutil.copytree(finished / "runs/it", folder / "it")
     lines = []
     for text in (run / "events.jsonl").read_text(encoding="utf-8").splitlines():
         event = json.loads(text)
-        if event["event"] == "step" and event["step"] == 2:
+        if event["event"] == kind and (kind != "step" or event["step"] == 2):
             change(event)
         lines.append(json.dumps(event))
     (run / "events.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -410,6 +411,22 @@ def test_a_wrong_record_is_named(
     found = tampered(finished, tmp_path, change)
     assert failed(found) == {named}
     assert found.lines()[-1] == f"6 steps differs from the oracle in: {named}"
+
+
+def test_a_wrong_evaluation_is_named(finished: Path, tmp_path: Path) -> None:
+    found = tampered(finished, tmp_path, lambda event: event.update(loss=event["loss"] * (1 + 1e-5)), "eval")
+    assert failed(found) == {"validation loss"}
+
+
+@SLOW
+@pytest.mark.parametrize("task", ["pretrain", "dpo"])
+def test_an_evaluation_of_other_rows_is_named(task_files: Path, task: str) -> None:
+    more = ("evaluate.every_steps=4", "data.validation_fraction=0.3")
+    if task == "pretrain":
+        found = judged(task_files, "rows-of-one-rank", *MORE, *more, mistake="rows_of_one_rank")
+    else:
+        found = of_task(task_files, "pairs-of-one-rank", task, *more, mistake="rows_of_one_rank")
+    assert failed(found) == {"validation loss"}, found.lines()
 
 
 @example("linear", 1, 0.0, 1.0, 2)
