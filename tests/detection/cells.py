@@ -37,7 +37,8 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "gemma3": ("model.architecture=gemma3_text", f"model.config={_OTHER}"),
 }
 """What is trained, and on what."""
-_GPT2 = "{n_embd: 64, n_layer: 2, n_head: 4, resid_pdrop: 0.0, attn_pdrop: 0.0, embd_pdrop: 0.0, summary_first_dropout: 0.0}"
+_QUIET = ", ".join(f"{key}: 0.0" for key in ("resid_pdrop", "attn_pdrop", "embd_pdrop", "summary_first_dropout"))
+_GPT2 = f"{{n_embd: 64, n_layer: 2, n_head: 4, {_QUIET}}}"
 _ROTARY = "{rope_type: llama3, rope_theta: 10000.0, factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, %s}"
 _SCALED = _ROTARY % "original_max_position_embeddings: 32"
 _EXPERTS = "num_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 32"
@@ -157,10 +158,13 @@ def write_documents(folder: Path) -> None:
     """Short texts of uneven lengths, for micro-batches with different numbers of labels."""
     draw = random.Random(5)
     texts = ["".join(draw.choices("abcd ", k=draw.randint(1, 60))) for _ in range(1500)]
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    (folder / "short.jsonl").write_text(lines, encoding="utf-8")
-    few = "".join(lines.splitlines(keepends=True)[:120])
-    (folder / "few.jsonl").write_text(few, encoding="utf-8")  # in which a run is more than once
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    (folder / "few.jsonl").write_text("".join(lines[:120]), encoding="utf-8")  # several epochs of a run
+    (folder / "short.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def write_rows(folder: Path) -> None:
+    """Chats, pairs of answers, and a model to start from."""
     write_chats(folder / "chats.jsonl", 400)
     write_pairs(folder / "pairs.jsonl", 300)
     write_base(folder / "base", hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2)

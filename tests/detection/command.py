@@ -23,7 +23,7 @@ from typing import Any
 from config.cli import Arguments, entry_point, positive_int
 from config.command_line import read_command_line
 from tests.detection import run
-from tests.detection.cells import FURTHER_VARIANTS, Cell, all_cells, base, later_cells, write_documents
+from tests.detection.cells import FURTHER_VARIANTS, Cell, all_cells, base, later_cells, write_documents, write_rows
 from tests.detection.defects import DEFECTS, Defect
 from tests.detection.made_of import PACKAGES, made_of
 from tests.detection.page import page
@@ -140,9 +140,14 @@ def results(path: Path, code: str) -> tuple[dict[str, dict[str, Any]], int]:
 
 
 def prepare_data(folder: Path, *, later: bool = False) -> None:
-    """Tokenize once, here: the ranks are daemons, which may not start workers of their own."""
-    if not (folder / "base").exists():
+    """Tokenize once, here: the ranks are daemons, which may not start workers of their own.
+
+    later: also for the variants of later defects.
+    """
+    if not (folder / "short.jsonl").exists():
         write_documents(folder)
+    if later and not (folder / "base").exists():
+        write_rows(folder)
     for variant in ("plain", "documents", *(FURTHER_VARIANTS if later else ())):
         prepare(read_command_line([*base(folder, variant)]).config, progress=False)
 
