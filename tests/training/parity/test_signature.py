@@ -118,6 +118,20 @@ def test_a_pass_of_the_base_alone_is_not_compared_with_the_adapted_reference() -
     assert not named([signatures.measured()])
 
 
+def test_what_a_model_collects_of_its_modules_is_the_runs_alone() -> None:
+    """transformers' hooks are on the reference's modules, too, which are called in the midst of the run's pass."""
+    reference, run = (trained("mixtral", "sdpa", 1) for _ in range(2))
+    for parameter in run.parameters():
+        parameter.data = parameter.data.bfloat16()
+    tokens = torch.randint(VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(1))
+    for model in (reference, run):  # as in the pass that comes before a comparison
+        model(tokens, output_router_logits=True, use_cache=False)
+    signatures = Signatures(reference, run, compute=torch.bfloat16)
+    with signatures.of_candidate():
+        found = run(tokens, output_router_logits=True, use_cache=False)
+    assert len(found.router_logits) == 2
+
+
 def named(steps: list[dict[str, Any]]) -> tuple[str, ...]:
     check = judge_signatures([{"signature": step} for step in steps], BOUNDS)
     assert check.passed == (not check.modules)
