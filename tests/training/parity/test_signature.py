@@ -35,6 +35,7 @@ from precision.tolerance import unit_roundoff
 from tests.precision.test_inner_dtypes import by_hand, eager_with, widened_between
 from tests.support.small_models import small_model
 from tests.training.parity import step_cases
+from training.parity.outputs import OutputErrors
 from training.parity.signature import Signatures
 
 Plant = Callable[[Any], None]
@@ -124,10 +125,10 @@ def test_what_a_model_collects_of_its_modules_is_the_runs_alone() -> None:
     for parameter in run.parameters():
         parameter.data = parameter.data.bfloat16()
     tokens = torch.randint(VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(1))
-    for model in (reference, run):  # as in the pass that comes before a comparison
-        model(tokens, output_router_logits=True, use_cache=False)
-    signatures = Signatures(reference, run, compute=torch.bfloat16)
-    with signatures.of_candidate():
+    signatures, errors = Signatures(reference, run, compute=torch.bfloat16), OutputErrors(reference, run)
+    with errors.of_reference():
+        reference(tokens, output_router_logits=True, use_cache=False)
+    with errors.of_candidate(), signatures.of_candidate():
         found = run(tokens, output_router_logits=True, use_cache=False)
     assert len(found.router_logits) == 2
 
