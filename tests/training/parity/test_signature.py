@@ -133,6 +133,12 @@ def test_what_a_model_collects_of_its_modules_is_the_runs_alone() -> None:
     assert len(found.router_logits) == 2
 
 
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+def test_a_cap_on_the_logits_is_rounded_like_them(compute: str) -> None:
+    """The loss is FP32, and the code between the output embedding and it is not."""
+    assert named(measured("gemma2", compute, attention="eager")) == ()
+
+
 def named(steps: list[dict[str, Any]]) -> tuple[str, ...]:
     check = judge_signatures([{"signature": step} for step in steps], BOUNDS)
     assert check.passed == (not check.modules)
