@@ -71,14 +71,15 @@ class RouterBalance:
         """balance, z: coefficients of the two losses."""
         self._top_k = int(model.config.get_text_config().num_experts_per_tok)
         self._balance, self._z = balance, z
-        self._logits: Sequence[torch.Tensor] = ()
+        self.logits: Sequence[torch.Tensor] = ()
+        """Of the routers in the last pass, by layer."""
 
     def watching(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The model's forward pass, whose routers' logits are kept until the next one."""
 
         def watched(**inputs: Any) -> Any:
             output = forward(**inputs, output_router_logits=True)
-            self._logits = output.router_logits
+            self.logits = output.router_logits
             return output
 
         return watched
@@ -86,7 +87,7 @@ class RouterBalance:
     def counts(self) -> torch.Tensor:
         """(layers, experts) float64: tokens of the last pass by expert."""
         rows = []
-        for logits in self._logits:
+        for logits in self.logits:
             chosen = logits.detach().float().softmax(-1).topk(self._top_k, dim=-1).indices
             rows.append(torch.nn.functional.one_hot(chosen, logits.shape[-1]).sum((0, 1)))
         return torch.stack(rows).double()
@@ -99,11 +100,11 @@ class RouterBalance:
         experts, tokens = counts.shape[1], counts[0].sum() / self._top_k
         shares = (counts / tokens).float()
         balance = z = torch.zeros((), device=counts.device)
-        for logits, share in zip(self._logits, shares, strict=True):
+        for logits, share in zip(self.logits, shares, strict=True):
             wide = logits.float()
             balance = balance + experts * (wide.softmax(-1).sum(0) * share).sum()
             z = z + wide.logsumexp(-1).square().sum()
-        parts = torch.stack([balance, z]) / (tokens.float() * len(self._logits))
+        parts = torch.stack([balance, z]) / (tokens.float() * len(self.logits))
         weights = parts.new_tensor([self._balance, self._z])
         return (parts * weights).sum(), parts.detach().double()
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from config.cli import REPOSITORY
 from config.deepspeed.document import read_document
 from config.files import write_atomically
-from tests.detection.defects import DEFECTS, PATHS, WATCHED, Defect
+from tests.detection.defects import BF16, DEFECTS, FP16, PATHS, WATCHED, Defect
 from tests.detection.later import LATER
+from tests.support.chats import write_base, write_chats, write_pairs
 
 STEPS = 24
 """Of a run."""
@@ -36,6 +37,36 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "gemma3": ("model.architecture=gemma3_text", f"model.config={_OTHER}"),
 }
 """What is trained, and on what."""
+_QUIET = ", ".join(f"{key}: 0.0" for key in ("resid_pdrop", "attn_pdrop", "embd_pdrop", "summary_first_dropout"))
+_GPT2 = f"{{n_embd: 64, n_layer: 2, n_head: 4, {_QUIET}}}"
+_ROTARY = "{rope_type: llama3, rope_theta: 10000.0, factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, %s}"
+_SCALED = _ROTARY % "original_max_position_embeddings: 32"
+_EXPERTS = "num_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 32"
+_SHORT = ("data.source=jsonl", "data.path={folder}/short.jsonl")
+_TUNED = (
+    *("model.architecture=null", "model.config={}", "model.name_or_path={folder}/base", "data.source=auto"),
+    *("data.tokenizer=model", "data.sequence_length=96"),
+)
+_ADAPTER = "adapter={kind: lora, r: 4, alpha: 8}"
+FURTHER_VARIANTS: dict[str, tuple[str, ...]] = {
+    "scaled rotary": (f"model.config={_LLAMA[:-1] % 'false'}, rope_parameters: {_SCALED}}}",),
+    "window": ("model.architecture=gemma3_text", f"model.config={_OTHER[:-1]}, sliding_window: 16}}"),
+    "gemma2": ("model.architecture=gemma2", f"model.config={_OTHER[:-1]}, sliding_window: 16}}"),
+    "gpt2": ("model.architecture=gpt2", f"model.config={_GPT2}"),
+    "gpt2 documents": ("model.architecture=gpt2", f"model.config={_GPT2}", *_SHORT, "data.document_masking=true"),
+    "recomputed": (*VARIANTS["dropout"], "model.activation_checkpointing=full"),
+    "short": (*VARIANTS["plain"], *_SHORT),
+    "few": (*VARIANTS["plain"], "data.source=jsonl", "data.path={folder}/few.jsonl"),
+    "lora": (*_TUNED, "task=sft", "data.path={folder}/chats.jsonl", _ADAPTER),
+    "sft": (*_TUNED, "task=sft", "data.path={folder}/chats.jsonl"),
+    "dpo": (*_TUNED, "task=dpo", "data.path={folder}/pairs.jsonl", _ADAPTER),
+    "moe": (
+        *("model.architecture=qwen3_moe", f"model.config={_OTHER[:-1]}, {_EXPERTS}}}"),
+        *("model.router_z_loss=0.001", "model.balance_loss=0.01"),
+    ),
+    "muon": (*VARIANTS["plain"], "optimizer.name=muon", "optimizer.learning_rate=8.0e-3"),
+}
+"""Of later defects: other tasks, models, optimizers and data, which detection.md has none of."""
 _DTYPES = {"bf16": "bf16", "fp16": "fp16", "manifest": "fp32"}
 _SMALL = {"reduce_bucket_size": 65536, "allgather_bucket_size": 65536}
 _SMALL_ZERO3 = {
@@ -98,7 +129,7 @@ def base(folder: Path, variant: str, *, seed: int = 0, steps: int = STEPS) -> li
         *(f"schedule.warmup_steps={steps // 6}", "optimizer.gradient_clipping=0.5"),
         *(f"evaluate.every_steps={steps}", "evaluate.batches=4", "generate.tokens=0"),
         *("tracking.wandb=disabled", "tracking.log_every_steps=1000", "telemetry.every_steps=0"),
-        *(text.replace("{folder}", str(folder)) for text in VARIANTS[variant]),
+        *(text.replace("{folder}", str(folder)) for text in (VARIANTS | FURTHER_VARIANTS)[variant]),
     ]
 
 
@@ -127,8 +158,16 @@ def write_documents(folder: Path) -> None:
     """Short texts of uneven lengths, for micro-batches with different numbers of labels."""
     draw = random.Random(5)
     texts = ["".join(draw.choices("abcd ", k=draw.randint(1, 60))) for _ in range(1500)]
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    (folder / "short.jsonl").write_text(lines, encoding="utf-8")
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    (folder / "few.jsonl").write_text("".join(lines[:120]), encoding="utf-8")  # several epochs of a run
+    (folder / "short.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def write_rows(folder: Path) -> None:
+    """Chats, pairs of answers, and a model to start from."""
+    write_chats(folder / "chats.jsonl", 400)
+    write_pairs(folder / "pairs.jsonl", 300)
+    write_base(folder / "base", hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2)
 
 
 def defect_cells() -> Iterator[Cell]:
@@ -168,6 +207,11 @@ def later_cells() -> list[Cell]:
         for path in defect.paths[turn : turn + 1]
     ]
     healthy = [cell for cell in healthy_cells() if cell.seed == 0]
+    healthy += [
+        Cell(None, path, 1 + (number + turn) % 3, variant, 0)
+        for number, variant in enumerate(FURTHER_VARIANTS)
+        for turn, path in enumerate((BF16, FP16))
+    ]
     threes = zip_longest(planted[: len(LATER) : 2], planted[1 : len(LATER) : 2], healthy)
     return [cell for three in threes for cell in three if cell is not None] + planted[len(LATER) :]
 

@@ -22,14 +22,14 @@ from typing import Any
 
 from config.cli import Arguments, entry_point, positive_int
 from config.command_line import read_command_line
-from data.prepare import prepare
 from tests.detection import run
-from tests.detection.cells import Cell, all_cells, base, later_cells, write_documents
+from tests.detection.cells import FURTHER_VARIANTS, Cell, all_cells, base, later_cells, write_documents, write_rows
 from tests.detection.defects import DEFECTS, Defect
 from tests.detection.made_of import PACKAGES, made_of
 from tests.detection.page import page
 from tests.support.process_group import ProcessGroup
 from tracking.environment import environment
+from training.tasks.task import prepare
 
 SECONDS = 600.0
 """For one cell, on a machine that others keep busy."""
@@ -139,12 +139,17 @@ def results(path: Path, code: str) -> tuple[dict[str, dict[str, Any]], int]:
     return known, others
 
 
-def prepare_data(folder: Path) -> None:
-    """Tokenize once, here: the ranks are daemons, which may not start workers of their own."""
+def prepare_data(folder: Path, *, later: bool = False) -> None:
+    """Tokenize once, here: the ranks are daemons, which may not start workers of their own.
+
+    later: also for the variants of later defects.
+    """
     if not (folder / "short.jsonl").exists():
         write_documents(folder)
-    for variant in ("plain", "documents"):
-        prepare(read_command_line([*base(folder, variant)]).config.data, progress=False)
+    if later and not (folder / "base").exists():
+        write_rows(folder)
+    for variant in ("plain", "documents", *(FURTHER_VARIANTS if later else ())):
+        prepare(read_command_line([*base(folder, variant)]).config, progress=False)
 
 
 def measure(options: argparse.Namespace, code: str) -> None:
@@ -231,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.folder = options.folder.resolve()
     options.folder.mkdir(parents=True, exist_ok=True)
     code = made_of()
-    prepare_data(options.folder)
+    prepare_data(options.folder, later=options.later)
     measure(options, code)
     if not options.only and not options.later:
         options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tests.detection.defects import BF16, FP16, HIGH_SCALE, MANIFEST, Defect
-from tests.detection.plants import later
-from tests.detection.plants.site import ATTENTION, EMBEDDING, HEAD, LAYER, MLP, Plant, on_engine
+from precision.findings import LOSS
+from tests.detection.defects import BF16, FP16, HIGH_SCALE, MANIFEST, WATCHED, Defect
+from tests.detection.plants import elsewhere, later
+from tests.detection.plants.elsewhere import ADAPTED, DROPOUT
+from tests.detection.plants.site import ATTENTION, EMBEDDING, HEAD, LAYER, LINEAR, MLP, Plant, on_engine
 from training.engine import Engine
 
-DROPOUT = "transformer.h.1.mlp.dropout"
+GELU = "transformer.h.1.mlp.act"
 _TWO = (BF16, FP16)
 _EXACT = (MANIFEST, BF16)
 
@@ -68,5 +70,42 @@ LATER = (
         "second moment decayed once more at a load", later.moment_decayed_once_more_at_load, group="state", size=0.95
     ),
     _site("learning rate one step back after a resume", "state", later.rate_one_step_back_after_a_resume),
+    # what other trainers and kernels had
+    _engine("both: rotary scaling dropped", elsewhere.rotary_scaling_dropped, variant="scaled rotary", shared=True),
+    _engine("window of one layer one token too long", elsewhere.window_too_long, ATTENTION, variant="window"),
+    _engine("cap of the final logits left out", elsewhere.final_cap_left_out, LOSS, variant="gemma2"),
+    _engine("queries and keys turned before their norms", elsewhere.norm_after_rotation, ATTENTION, variant="qwen3"),
+    _engine("GELU of one layer exact, not by tanh", elsewhere.exact_gelu, GELU, variant="gpt2"),
+    _engine("both: positions count on", elsewhere.positions_count_on, variant="gpt2 documents", shared=True),
+    _engine("other values dropped in recomputation", elsewhere.dropped_anew_in_recomputation, variant="recomputed"),
+    _engine("one place drops the same values always", elsewhere.one_mask_for_all, DROPOUT, **_DROPS),
+    _engine("embedding of the end token deaf", elsewhere.end_token_without_a_gradient, EMBEDDING, variant="short"),
+    _engine("adapter of one layer by sqrt(r)", elsewhere.adapter_by_the_root_of_its_rank, ADAPTED, variant="lora"),
+    _engine("frozen layer merged and unmerged", elsewhere.base_merged_and_unmerged, ADAPTED, variant="lora"),
+    _engine("reference trained along", elsewhere.reference_trained_along, group="loss", variant="dpo"),
+    _engine(
+        "both: reference trained along", elsewhere.reference_trained_along, group="loss", variant="dpo", shared=True
+    ),
+    _site("both: end of answers not learned", "shared", elsewhere.end_of_answers_lost, variant="sft", shared=True),
+    _site("both: same order in every epoch", "shared", elsewhere.same_order_in_every_epoch, variant="few", shared=True),
+    _site("both: evaluated on rows of one rank", "shared", elsewhere.evaluated_on_rows_of_one_rank, shared=True),
+    _engine("z-loss summed over micro-batches", elsewhere.z_loss_summed_over_micro_batches, **_GRADIENT, variant="moe"),
+    _engine("gradient of the step before, in step 11", elsewhere.gradient_of_the_step_before, size=11, **_GRADIENT),
+    _engine(
+        "gradient of the step before, in step 12, watched",
+        elsewhere.gradient_of_the_step_before,
+        LINEAR,
+        size=12,
+        overrides=WATCHED,
+        **_GRADIENT,
+    ),
+    _site("Newton-Schulz one iteration short", "update", elsewhere.four_iterations, variant="muon"),
+    _site("both: Newton-Schulz one iteration short", "update", elsewhere.four_iterations, variant="muon", shared=True),
+    _engine(
+        "decay of the first step after a load",
+        elsewhere.other_decay_in_the_first_step_after_a_load,
+        group="state",
+        size=0.01,
+    ),
 )
 """In the order of the page. In the run alone, unless it says *both*."""

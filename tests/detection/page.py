@@ -81,7 +81,7 @@ def _opening(planted: Sequence[Cell], healthy: Sequence[Cell], results: Results,
 gate ([parity.md](parity.md)), the oracle outside of the engine, and the checks for silent corruption
 ([corruption.md](corruption.md)). Nothing in the product knows the names of the defects, which are in
 `tests/detection/`; the nine at the end are planted by the config's `defects:`. Do not edit this page. What came after
-it, 28 defects that nobody had listed and what they changed: [detection_later.md](detection_later.md).""",
+it, 50 defects that nobody had listed and what they changed: [detection_later.md](detection_later.md).""",
         f"""**{len(tried)} of {len(DEFECTS)} defects were planted, in {len(run)} runs;
 {len(tried) - len(missed)} were found, in {len(found)} runs. Where there was a module or a rank to name, it was named in
 {sum(named)} of {len(named)}. {alarms} of {len(done)} healthy runs raised an alarm.**""",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.detection import run
-from tests.detection.cells import VARIANTS, Cell, all_cells, defect_of, later_cells
+from tests.detection.cells import FURTHER_VARIANTS, VARIANTS, Cell, all_cells, defect_of, later_cells
 from tests.detection.command import Cells, main, prepare_data, results
 from tests.detection.defects import DEFECTS, PATHS
 from tests.detection.later import LATER
@@ -124,6 +124,8 @@ def test_a_table_of_two_jobs_resumes_where_it_was_cut(folder: Path, capfd: pytes
         ("moments lost at a load", "bf16", 2, "restored_share"),
         ("rotary base of one layer 1% too large", "bf16", 1, "unexplained"),
         ("dropout while evaluated", "bf16", 1, "evaluation_error"),
+        ("both: evaluated on rows of one rank", "bf16", 2, "oracle: validation loss"),
+        ("queries and keys turned before their norms", "bf16", 2, "unexplained"),
     ],
 )
 def test_each_kind_of_check_has_its_defect(
@@ -153,7 +155,7 @@ def test_every_later_defect_has_a_run_on_each_of_its_paths() -> None:
     assert {(cell.planted, cell.path) for cell in cells if cell.planted is not None} == {
         (defect.name, path) for defect in LATER for path in defect.paths
     }
-    assert {cell.variant for cell in cells if cell.planted is None} == set(VARIANTS)
+    assert {cell.variant for cell in cells if cell.planted is None} == set(VARIANTS | FURTHER_VARIANTS)
     assert not {defect.name for defect in LATER} & {defect.name for defect in DEFECTS}
 
 

@@ -142,13 +142,19 @@ def same_draws() -> None:
     session.seed_everything = lambda seed: right(seed - int(os.environ.get("RANK", 0)))
 
 
+def rows_of_one_rank() -> None:
+    """Every rank evaluates the rows of the first one."""
+    right = session.validation_batches
+    session.validation_batches = lambda split, **options: right(split, **{**options, "rank": 0})
+
+
 MISTAKES: dict[str, Callable[[], None]] = {
     mistake.__name__: mistake
     for mistake in (
         *(late_rate, mean_of_means, swapped_batches),
         *(ratio_of_pieces, head_as_matrix, wrong_factor, shares_swapped),
         *(shifted_labels, labels_of_neighbours, answers_swapped, wrong_beta, always_masked, wrong_temperature),
-        same_draws,
+        *(same_draws, rows_of_one_rank),
     )
 }
 

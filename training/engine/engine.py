@@ -13,7 +13,7 @@ is known before the optimizer step, so that a step can still be discarded (`trai
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -178,6 +178,11 @@ class Engine:
     def has_router(self) -> bool:
         """Whether losses of routers are added to the objective's."""
         return self._router is not None
+
+    @property
+    def router_logits(self) -> Sequence[torch.Tensor]:
+        """By layer what the routers made in the last forward pass, where they are looked at (`has_router`)."""
+        return () if self._router is None else self._router.logits
 
     def masters(self) -> list[torch.Tensor]:
         """This rank's partition of the masters, FP32; of split masters copies. Not a collective."""

@@ -10,6 +10,7 @@ import itertools
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,6 +106,17 @@ def again(
     leaves: filled, so that it can be differentiated. code: other modules by the same names, which are called with the
     reference's weights and with their own buffers, without what checkpointing does around them.
     """
+    # Outside of the run's context: in it transformers collects what modules make, as logits of routers, to return it.
+    return Context().run(_again, plan, call, dtype, leaves, code)
+
+
+def _again(
+    plan: Plan,
+    call: Call,
+    dtype: torch.dtype | None,
+    leaves: Leaves | None,
+    code: Mapping[str, torch.nn.Module] | None,
+) -> dict[str, Any]:
     modules = plan.modules if code is None else code
     module, name = modules[call.name], call.name
     given: dict[str, Any] = {}

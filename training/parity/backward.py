@@ -197,7 +197,15 @@ class Backward:
         for row in rows:
             if row["part"] == _OUTPUT and head is not None:  # of logits that were rounded
                 row["roundoff"] = self._plan.roundoff(head, logits)
+            elif row["part"] == _OUTPUT and self._rounds_logits(whole):  # once more, as by a cap on them
+                row["roundoff"] = self._plan.roundoff("", _leaves(whole.output)[0])
         return rows
+
+    def _rounds_logits(self, whole: Call) -> bool:
+        """Whether the model's own code computes with what its output embedding returned, before the loss does."""
+        heads = [_leaves(inner.output)[0] for inner in whole.inside if inner.name == self._plan.head]
+        made = _leaves(whole.output)[0].data_ptr()
+        return bool(heads) and all(head.data_ptr() != made for head in heads)
 
     def _chunked_head(self) -> str | None:
         """The output embedding where it returned the loss and no logits; None otherwise."""

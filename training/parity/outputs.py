@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import Context
 from typing import Any
 
 import torch
@@ -102,7 +103,8 @@ class OutputErrors:
 
                 def hook(module: Any, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
                     if not any(map(is_off, adapted)):  # a pass without adapters is the base's, not the one that trains
-                        callback(name, args, kwargs, _first(output))
+                        # outside of the context in which transformers collects what the run's modules make
+                        Context().run(callback, name, args, kwargs, _first(output))
 
                 handle = modules[name].register_forward_hook(hook, with_kwargs=True)
                 stack.callback(handle.remove)

@@ -46,6 +46,7 @@ from config.resolved import Resolved
 from config.schema import ParitySection
 from data.loader import Batch, Batches
 from modeling.build import dropouts
+from modeling.router_balance import RouterBalance, router_balance
 from precision.dtypes import DTYPES
 from precision.fp8_reference import in_fp8
 from precision.parity import Walk, beyond_bounds, blamed, first_divergence, judge_steps
@@ -231,12 +232,11 @@ class StepParity:
         weighting_error: by parameter, the relative distance of the reduced gradient from the one that is put together
         here of the same passes, in which each label (pair, row) counts the same however many are in its micro-batch.
         loss_error: the same of the loss that is reported. Both pass the same roundings, so that a weight which is wrong
-        by less than any rounding of 16 bits shows. Where passes differ from run to run, they may be off by four times
-        as much. Empty where gradients are not finite, and where routers add losses of their own. Changes no weight.
+        by less than any rounding of 16 bits shows. What routers add is computed anew of their logits and the config's
+        factors. Where passes differ from run to run, they may be off by four times as much. Empty where gradients are
+        not finite. Changes no weight.
         """
         engine = self._engine
-        if engine.has_router:
-            return {}
         engine.model.train(not self.no_dropout)
         loss = engine.health(engine.forward_backward(batch, step=batch.position + 1)).loss
         own = self._taken_gradients()
@@ -261,12 +261,28 @@ class StepParity:
         weight = (world.zero_ranks / total).float()
         losses = torch.zeros((), dtype=torch.float64, device=world.device)
         micro_batches = list(batch.micro_batches(world.device))
+        router = router_balance(engine.model, self._resolved.config.model)
+        experts = None if router is None else self._tokens_by_expert(router, micro_batches)
         for index, (inputs, labels) in enumerate(micro_batches):
             scored = engine.loss_path.score(inputs, labels, weight * engine.loss_scale, inspected=True)
-            engine.backward(scored.loss * weight, last=index == len(micro_batches) - 1)
+            loss = scored.loss * weight
+            if router is not None and experts is not None:
+                router.logits = engine.router_logits
+                loss = loss + router.loss(experts)[0] * world.world_size  # over which gradients are averaged
+            engine.backward(loss, last=index == len(micro_batches) - 1)
             losses += scored.loss.detach().double()
         gradients = self._taken_gradients()
         return float(world.sum(losses[None])[0] / copies / total), gradients
+
+    @torch.no_grad()
+    def _tokens_by_expert(self, router: RouterBalance, micro_batches: Sequence[Any]) -> torch.Tensor:
+        """(layers, experts) float64, over the whole global batch."""
+        found: Any = 0
+        for inputs, labels in micro_batches:
+            self._engine.loss_path.score(inputs, labels, 0.0, inspected=True)
+            router.logits = self._engine.router_logits
+            found = found + router.counts()
+        return self._engine.world.sum(found)
 
     def _summed(self, batch: Batch, weights: Sequence[float]) -> dict[str, torch.Tensor]:
         """The reduced gradient of the batch's first micro-batch, as often as there are weights."""

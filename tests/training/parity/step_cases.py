@@ -156,7 +156,8 @@ def weighted(
 ) -> dict[str, Any]:
     """The errors of how micro-batches of different numbers of labels are weighted.
 
-    planted: by the means of the micro-batches or of the ranks; or the sum of losses is reported in FP16.
+    planted: by the means of the micro-batches or of the ranks; the sum of losses is reported in FP16; or the z-loss of
+    routers counts twice.
     """
     resolved = resolve(world, stage=stage, compute=compute, micro=2, overrides=overrides)
     shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
@@ -178,6 +179,18 @@ def weighted(
                 return replace(outcome, loss_sum=outcome.loss_sum.half().double())
 
             engine.forward_backward = forward_backward  # type: ignore[method-assign]
+        if planted == "z-loss":
+            router: Any = engine._router
+            forward_backward = engine.forward_backward
+
+            def summed(*args: Any, **options: Any) -> Any:
+                router._z *= 2
+                try:
+                    return forward_backward(*args, **options)
+                finally:
+                    router._z /= 2
+
+            engine.forward_backward = summed  # type: ignore[method-assign]
         parity = StepParity(engine, Reference(resolved, shape, world), resolved)
         return parity.weighting_errors(batch)
 

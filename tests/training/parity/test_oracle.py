@@ -93,8 +93,9 @@ def failed(found: Judged) -> set[str]:
 def test_a_run_in_fp32_is_what_it_computes(finished: Path) -> None:
     found = judge(finished / "runs/it")
     assert found.holds and found.steps == 6
-    assert found.notes == ["masters compared: step 4", "masters compared: step 6"]
+    assert found.notes == ["masters compared: step 4", "masters compared: step 6", "evaluation compared: step 6"]
     largest = {each.what: each.largest for each in found.comparisons}
+    assert largest["validation loss"] < 1e-6
     assert largest["samples"] == largest["tokens"] == 0
     assert largest["masters"] < 5e-5 and largest["loss"] < 1e-6
 
@@ -426,6 +427,26 @@ def test_in_16_bits_later_norms_have_twice_the_bound_of_the_first(
             event["grad_norm"] *= factor
 
     assert failed(tampered(finished, tmp_path, change)) == named
+
+
+def test_a_wrong_evaluation_is_named(finished: Path, tmp_path: Path) -> None:
+    def change(event: dict[str, Any]) -> None:
+        if event["event"] == "eval":
+            event["loss"] *= 1 + 1e-5
+
+    found = tampered(finished, tmp_path, change)
+    assert failed(found) == {"validation loss"}
+
+
+@SLOW
+@pytest.mark.parametrize("task", ["pretrain", "dpo"])
+def test_an_evaluation_of_other_rows_is_named(task_files: Path, task: str) -> None:
+    more = ("evaluate.every_steps=4", "data.validation_fraction=0.3")
+    if task == "pretrain":
+        found = judged(task_files, "rows-of-one-rank", *MORE, *more, mistake="rows_of_one_rank")
+    else:
+        found = of_task(task_files, "pairs-of-one-rank", task, *more, mistake="rows_of_one_rank")
+    assert failed(found) == {"validation loss"}, found.lines()
 
 
 @example("linear", 1, 0.0, 1.0, 2)

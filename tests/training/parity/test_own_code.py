@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from precision.signature import findings, pooled
 from tests.training.parity.test_signature import (
@@ -57,6 +60,37 @@ def scaled_residual(run: Any) -> None:
         return (output.float() * (1 + 2.0**-14)).to(output.dtype)
 
     module.forward = forward
+
+
+def laid_out(run: Any, *, turned_first: bool) -> None:
+    """Attention whose norms get (batch, heads, tokens, width), not (batch, tokens, heads, width), as a kernel may."""
+    module = run.get_submodule(ATTENTION)
+
+    def forward(hidden_states: Any, position_embeddings: Any, attention_mask: Any = None, **_: Any) -> Any:
+        shape = (*hidden_states.shape[:-1], -1, module.head_dim)
+        projected = (project(hidden_states) for project in (module.q_proj, module.k_proj, module.v_proj))
+        query, key, value = (states.view(shape).transpose(1, 2) for states in projected)
+        if turned_first:
+            query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        query, key = module.q_norm(query), module.k_norm(key)
+        if not turned_first:
+            query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        found, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, scaling=module.scaling)
+        return module.o_proj(found.reshape(*hidden_states.shape[:-1], -1)), None
+
+    module.forward = forward
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+@pytest.mark.parametrize(("turned_first", "found"), [(True, (ATTENTION,)), (False, ())])
+def test_what_is_inside_in_another_layout_is_compared_as_a_whole(
+    turned_first: bool, found: tuple[str, ...], compute: str
+) -> None:
+    """The reference's code cannot take what the run's modules inside returned."""
+    steps = measured("qwen3", compute, plant=partial(laid_out, turned_first=turned_first))
+    assert named(steps) == found
+    assert set(steps[0]["not_measured"]) == {ATTENTION}
+    assert steps[0]["not_measured"][ATTENTION].startswith("backward: ")
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from precision.tolerance import unit_roundoff
 from tests.precision.test_inner_dtypes import by_hand, eager_with, widened_between
 from tests.support.small_models import small_model
 from tests.training.parity import step_cases
+from training.parity.outputs import OutputErrors
 from training.parity.signature import Signatures
 
 Plant = Callable[[Any], None]
@@ -116,6 +117,26 @@ def test_a_pass_of_the_base_alone_is_not_compared_with_the_adapted_reference() -
             run(tokens, use_cache=False)
         run(tokens, use_cache=False)
     assert not named([signatures.measured()])
+
+
+def test_what_a_model_collects_of_its_modules_is_the_runs_alone() -> None:
+    """transformers' hooks are on the reference's modules, too, which are called in the midst of the run's pass."""
+    reference, run = (trained("mixtral", "sdpa", 1) for _ in range(2))
+    for parameter in run.parameters():
+        parameter.data = parameter.data.bfloat16()
+    tokens = torch.randint(VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(1))
+    signatures, errors = Signatures(reference, run, compute=torch.bfloat16), OutputErrors(reference, run)
+    with errors.of_reference():
+        reference(tokens, output_router_logits=True, use_cache=False)
+    with errors.of_candidate(), signatures.of_candidate():
+        found = run(tokens, output_router_logits=True, use_cache=False)
+    assert len(found.router_logits) == 2
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+def test_a_cap_on_the_logits_is_rounded_like_them(compute: str) -> None:
+    """The loss is FP32, and the code between the output embedding and it is not."""
+    assert named(measured("gemma2", compute, attention="eager")) == ()
 
 
 def named(steps: list[dict[str, Any]]) -> tuple[str, ...]:

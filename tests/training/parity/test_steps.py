@@ -244,6 +244,28 @@ def test_every_label_counts_the_same_or_the_weighting_is_named(pair, stage, comp
         assert max(found["weighting_error"].values()) < BOUNDS.weighting_error < 10 * found["loss_error"]
 
 
+ROUTED = (
+    "model={architecture: qwen3_moe, config: {hidden_size: 32, moe_intermediate_size: 24, num_hidden_layers: 2, "
+    "num_attention_heads: 2, num_key_value_heads: 2, num_experts: 4, num_experts_per_tok: 2}, router_z_loss: 0.001, "
+    "balance_loss: 0.01}",
+)
+
+
+@pytest.mark.parametrize(
+    ("stage", "compute"),
+    [(2, "bf16"), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((3, "fp16"), (1, "bf16")))],
+)
+def test_losses_of_routers_count_as_the_config_says_or_are_named(pair, stage, compute):
+    """In which a z-loss that is twice what it should be is a hundredth of the routers' gradient."""
+    of_case = {"stage": stage, "compute": compute, "overrides": ["precision.loss_scale.initial=1024", *ROUTED]}
+    for found in pair.run(parity_cases.weighted, **of_case):
+        assert found["weighting_error"] and max(found["weighting_error"].values()) < BOUNDS.weighting_error / 10
+        assert found["loss_error"] < BOUNDS.loss_error / 10
+    for found in pair.run(parity_cases.weighted, planted="z-loss", **of_case):
+        errors = found["weighting_error"]
+        assert min(value for name, value in errors.items() if ".gate." in name) > 10 * BOUNDS.weighting_error
+
+
 def test_weight_decay_on_what_should_have_none_is_named(pair):
     """The update is judged by the rule that the config states, not by what the engine's groups say."""
     for steps in pair.run(parity_cases.decaying_norms, stage=2, compute="bf16", steps=2):

@@ -50,6 +50,7 @@ _NOTHING = 1e-7
 """Share of the whole gradient's norm below which a parameter's is FP32's rounding."""
 UNKNOWN = "the oracle does not compute it"
 FIRST_NORM = "norm of the first update"
+VALIDATION = "validation loss"
 Log = Callable[[str], Any]
 
 
@@ -139,6 +140,7 @@ def judge(run: Path, *, steps: int | None = None, log: Log = print) -> Judged:
         add_low_rank(model, config.adapter, seed=config.run.seed)
     given = config, corpus, shape, model.double().train()
     task = DroppedOut(*given, ranks=start["world_size"]) if drops else TASKS[config.task](*given)
+    held_out = (TASKS[config.task](*given) if drops else task).held_out()
     oracle = _Oracle(config, corpus, task, model)
     compared = _comparisons(config, start, teacher=getattr(task, "computes", None))
     for event in recorded:
@@ -149,6 +151,7 @@ def judge(run: Path, *, steps: int | None = None, log: Log = print) -> Judged:
             notes.append(f"masters compared: step {event['step']}")
     if not any(note.startswith("masters") for note in notes):
         notes.append("masters not compared: the run has no checkpoint of these steps; set checkpoint.every_steps")
+    notes.append(oracle.compare_evaluation(held_out, run_dir, events, compared))
     return Judged(len(recorded), list(compared.values()), notes)
 
 
@@ -230,6 +233,7 @@ class _Oracle:
         self._weight = dict.fromkeys(self._trained, 0.0)
         """The largest share that a parameter's gradient had of the whole's norm in any step."""
         self._applied = self._tokens = 0
+        self._first_loss = 0.0
 
     def step(self, event: Mapping[str, Any], compared: Mapping[str, Comparison], log: Log) -> None:
         """One step, compared with its event. A step that the run did not apply is not applied here."""
@@ -245,6 +249,7 @@ class _Oracle:
         compared["learning rate"].add(_relative(event["lr"], rate), where)
         if self._scale is not None and "loss scale" in compared:
             compared["loss scale"].add(_relative(event["loss_scale"], self._scale(not event["applied"])), where)
+        self._first_loss = self._first_loss or loss
         compared["loss"].add(_relative(event["loss"], loss), where)
         for number, name in enumerate(self._names):
             count, total = by_source.get(number, (0.0, 0.0))
@@ -284,6 +289,37 @@ class _Oracle:
                 count, total = by_source.get(number, (0.0, 0.0))
                 by_source[number] = count + part.counts, total + value
         return loss, by_source
+
+    @torch.no_grad()
+    def compare_evaluation(
+        self, held_out: Task, run_dir: RunDir, events: Sequence[Mapping[str, Any]], compared: dict[str, Comparison]
+    ) -> str:
+        """The newest evaluation whose weights are there, made again from its checkpoint's masters; and which it is.
+
+        It need not be of the steps that were recomputed. Nothing else says which samples an evaluation is of and what
+        its mean is taken over: both twins of a gate share that. The difference is a share of the loss, or of the first
+        step's where that is larger: a loss that has nearly vanished keeps the roundings of its logits.
+        """
+        losses = {event["step"]: event["loss"] for event in events if event["event"] == "eval"}
+        saved = {step: run_dir.checkpoints / f"step-{step}" / "deepspeed" for step in losses}
+        step = max((step for step, folder in saved.items() if folder.is_dir()), default=None)
+        if step is None:
+            return "no evaluation compared: the run has no checkpoint of a step that evaluated"
+        try:
+            masters = open_saved_model(saved[step]).tensors
+        except UserError as problem:  # such as one that is encrypted
+            return f"no evaluation compared: {problem}"
+        for name, parameter in self._trained.items():
+            parameter.copy_(masters[name].read().double())
+        self._model.eval()
+        total = counts = 0.0
+        for position, ids in enumerate(held_out.order.evaluated()):
+            for part in held_out.parts(ids, position):
+                total, counts = total + float(part.loss()), counts + part.counts
+        compared[VALIDATION] = Comparison(VALIDATION, compared["loss"].bound)
+        expected = total / max(counts, 1.0)
+        compared[VALIDATION].add(abs(losses[step] - expected) / max(abs(expected), self._first_loss), f"step {step}")
+        return f"evaluation compared: step {step}"
 
     @torch.no_grad()
     def compare_masters(self, folder: Path, compared: Mapping[str, Comparison], where: str) -> None:

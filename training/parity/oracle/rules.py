@@ -45,6 +45,7 @@ class Order:
         where these are not those of the sequences of next tokens."""
         self._shards, self._length = shards, config.data.sequence_length
         self._seed, self._size = config.run.seed, config.batch.global_size
+        self._batches = config.evaluate.batches
         self._apart, self._end = config.keeps_documents_apart, end_of_document
         self._arrays: list[np.ndarray] = []
         self._samples = shards.sequences(self._length)
@@ -68,6 +69,13 @@ class Order:
         ids.sort(key=self._places)
         number = permuted(within, samples=_STRETCH, seed=self._seed, epoch=stretch)
         return ids[number * self._size : (number + 1) * self._size]
+
+    def evaluated(self) -> Iterator[list[int]]:
+        """The samples of each batch of an evaluation, where these are the validation set's: evenly spaced, or all."""
+        count = min(self._samples, self._batches * self._size)
+        ids = [place * self._samples // count for place in range(count)]
+        for start in range(0, count, self._size):
+            yield ids[start : start + self._size]
 
     def places(self, ids: Sequence[int]) -> int:
         """[tokens] Inputs of these samples, padding aside."""

@@ -43,11 +43,19 @@ class Task:
 
     def __init__(self, config: Config, corpus: Corpus, shape: PretrainedConfig, model: Any) -> None:
         self._config, self._corpus, self._model = config, corpus, model
-        shards, by_source = corpus.train, corpus.mixture.samples if corpus.mixture is not None else ()
-        self._shards: Any = shards
-        self.order = Order(
-            config, shards, end_of_document=corpus.end_of_document, by_source=by_source, places=self._places()
-        )
+        self._shards: Any = corpus.train
+        self.order = self._order(by_source=corpus.mixture.samples if corpus.mixture is not None else ())
+
+    def held_out(self) -> Task:
+        """The same of the validation set, whose batches `Order.evaluated` has."""
+        found = copy.copy(self)
+        found._shards = self._corpus.validation
+        found.order = found._order()
+        return found
+
+    def _order(self, by_source: Sequence[int] = ()) -> Order:
+        end = self._corpus.end_of_document
+        return Order(self._config, self._shards, end_of_document=end, by_source=by_source, places=self._places())
 
     def parts(self, ids: Sequence[int], position: int) -> Iterator[Part]:
         """Those of a global batch with anything that counts. position: global batches before it."""
