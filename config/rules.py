@@ -312,10 +312,10 @@ def _parallel(config: Config) -> Iterator[Problem]:
         yield key, f"{given}: routers would count the padding of data.sequence_length = {length}; {fix}"
 
 
-def _of_slices(config: Config, *, of: str, manifest: str) -> Iterator[str]:
+def _of_slices(config: Config, *, of: str, manifest: str, tasks: tuple[str, ...]) -> Iterator[str]:
     """What cannot be had where ranks have slices, whatever these are `of`. manifest: why not with one."""
-    if config.task != "pretrain":
-        yield f" is verified with task = pretrain, not {config.task}; set it to 1"
+    if config.task not in tasks:
+        yield f" is verified with task = {', '.join(tasks)}, not {config.task}; set it to 1"
     if config.adapter.kind != "none":
         yield f" is not verified with adapter.kind = {config.adapter.kind}; set one of them to its default"
     if config.precision.path == "manifest":
@@ -335,7 +335,8 @@ def _tensor(config: Config) -> Iterator[Problem]:
     if config.parallel.sequence > 1:
         yield key, f"{given} is not verified with parallel.sequence = {config.parallel.sequence}; set one of them to 1"
     manifest = ": precision.path = manifest finds no attention in what DeepSpeed cuts"
-    yield from ((key, f"{given}{problem}") for problem in _of_slices(config, of="matrices", manifest=manifest))
+    found = _of_slices(config, of="matrices", manifest=manifest, tasks=("pretrain",))
+    yield from ((key, f"{given}{problem}") for problem in found)
     if model.attention not in ("auto", "sdpa", "eager"):
         fix = f"set that to sdpa, or {key}=1"
         yield key, f"{given} is verified with model.attention = sdpa and eager, not {model.attention}; {fix}"
@@ -370,7 +371,8 @@ def _expert(config: Config) -> Iterator[Problem]:
             fix = "set one of them to 1"
             yield key, f"{given} is not verified with parallel.{other} = {getattr(config.parallel, other)}; {fix}"
     manifest = " is not verified with precision.path = manifest"
-    yield from ((key, f"{given}{problem}") for problem in _of_slices(config, of="parameters", manifest=manifest))
+    found = _of_slices(config, of="parameters", manifest=manifest, tasks=_EXPERT_TASKS)
+    yield from ((key, f"{given}{problem}") for problem in found)
     if model.compile:
         yield key, f"{given} is not verified with model.compile = true; remove one of them"
     if model.kernels == "liger":
@@ -393,6 +395,9 @@ def _expert(config: Config) -> Iterator[Problem]:
         if unread:
             yield key, f"{given}: {name} would compare a rank's experts with all of them; remove one of them"
 
+
+_EXPERT_TASKS = ("pretrain", "sft", "dpo", "distill")
+"""With which mixtures whose experts ranks share were compared with one rank."""
 
 _BY_VALUE = ("adamw", "lion", "sgd")
 """Optimizers that update each value by its own gradient alone."""

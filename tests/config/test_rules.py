@@ -206,7 +206,10 @@ REFUSED = [
     (["parallel.tensor=2", "guard.replica_checks=9"], "parallel.tensor = 2: guard.replica_checks would compare slices"),
     (["parallel={expert: 2, tensor: 2}"], "parallel.expert = 2 is not verified with parallel.tensor = 2; set one"),
     (["parallel={expert: 2, sequence: 2}"], "parallel.expert = 2 is not verified with parallel.sequence = 2; set one"),
-    (["parallel.expert=2", "task=sft"], "parallel.expert = 2 is verified with task = pretrain, not sft"),
+    (
+        ["parallel.expert=2", "task=mlm"],
+        "parallel.expert = 2 is verified with task = pretrain, sft, dpo, distill, not mlm; set it to 1",
+    ),
     (
         ["parallel.expert=2", "optimizer.name=muon"],
         "parallel.expert = 2: optimizer.name = muon looks at whole parameters",
