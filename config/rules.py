@@ -312,8 +312,8 @@ def _parallel(config: Config) -> Iterator[Problem]:
         yield key, f"{given}: routers would count the padding of data.sequence_length = {length}; {fix}"
 
 
-def _of_slices(config: Config, *, of: str, manifest: str, tasks: tuple[str, ...]) -> Iterator[str]:
-    """What cannot be had where ranks have slices, whatever these are `of`. manifest: why not with one."""
+def _of_slices(config: Config, *, manifest: str, tasks: tuple[str, ...]) -> Iterator[str]:
+    """What cannot be had where ranks have slices, whatever these are of. manifest: why not with one."""
     if config.task not in tasks:
         yield f" is verified with task = {', '.join(tasks)}, not {config.task}; set it to 1"
     if config.adapter.kind != "none":
@@ -322,9 +322,6 @@ def _of_slices(config: Config, *, of: str, manifest: str, tasks: tuple[str, ...]
         yield f"{manifest}; use the cast path"
     if config.precision.masters == "split":
         yield " is not verified with precision.masters = split; remove one of them"
-    if config.optimizer.name not in _BY_VALUE:
-        fix = f"use one of {', '.join(_BY_VALUE)}"
-        yield f": optimizer.name = {config.optimizer.name} looks at whole {of}, of slices here; {fix}"
 
 
 def _tensor(config: Config) -> Iterator[Problem]:
@@ -334,8 +331,11 @@ def _tensor(config: Config) -> Iterator[Problem]:
     given = f"= {ranks}"
     if config.parallel.sequence > 1:
         yield key, f"{given} is not verified with parallel.sequence = {config.parallel.sequence}; set one of them to 1"
+    if config.optimizer.name not in _BY_VALUE:
+        fix = f"use one of {', '.join(_BY_VALUE)}"
+        yield key, f"{given}: optimizer.name = {config.optimizer.name} looks at whole matrices, of slices here; {fix}"
     manifest = ": precision.path = manifest finds no attention in what DeepSpeed cuts"
-    found = _of_slices(config, of="matrices", manifest=manifest, tasks=("pretrain",))
+    found = _of_slices(config, manifest=manifest, tasks=("pretrain",))
     yield from ((key, f"{given}{problem}") for problem in found)
     if model.attention not in ("auto", "sdpa", "eager"):
         fix = f"set that to sdpa, or {key}=1"
@@ -371,7 +371,7 @@ def _expert(config: Config) -> Iterator[Problem]:
             fix = "set one of them to 1"
             yield key, f"{given} is not verified with parallel.{other} = {getattr(config.parallel, other)}; {fix}"
     manifest = " is not verified with precision.path = manifest"
-    found = _of_slices(config, of="parameters", manifest=manifest, tasks=_EXPERT_TASKS)
+    found = _of_slices(config, manifest=manifest, tasks=_EXPERT_TASKS)
     yield from ((key, f"{given}{problem}") for problem in found)
     if model.compile:
         yield key, f"{given} is not verified with model.compile = true; remove one of them"

@@ -109,12 +109,12 @@ def _with_experts(found: Traffic, shape: Shape, layout: Layout) -> Traffic:
     sent = 2.0 * passes * layout.width * rows * shape.hidden
     counts = shape.expert_layers + again
     share = shape.expert_parameters / shape.trained_parameters
-    own = share * (found.gradients + found.parameters)
+    others = _beside_states(shape, layout)
     return replace(
         found,
         gradients=(1 - share) * found.gradients,
-        parameters=(1 - share) * found.parameters,
-        of_experts=own,
+        parameters=(1 - share) * (found.parameters - others) + others,
+        of_experts=share * (found.gradients + found.parameters - others),
         tokens=layout.accumulation * sent,
         dispatches=layout.accumulation * (2.0 * passes + counts),
     )
@@ -133,7 +133,6 @@ def _of_states(shape: Shape, layout: Layout) -> Traffic:
     gather the parameters), and stages 2 and 3 reduce once for each micro-batch.
     """
     whole, every = float(shape.trained_parameters), layout.accumulation
-    exchanged = 8.0 * shape.hidden_matrix_parameters / layout.zero_ranks if layout.optimizer.splits_matrices else 0.0
     bucket = (
         BUFFERED_ALLREDUCE if layout.stage == 0 or layout.bf16_optimizer else layout.size("reduce_bucket_size", whole)
     )
@@ -142,11 +141,22 @@ def _of_states(shape: Shape, layout: Layout) -> Traffic:
         return Traffic(2 * whole * layout.reduced, _teacher_traffic(shape, layout), times)
     if layout.stage == 3:
         passes = 2 + layout.reference_pass
-        gathered = passes * every * shape.weight_bytes(layout.width) + exchanged + _teacher_traffic(shape, layout)
+        gathered = passes * every * shape.weight_bytes(layout.width) + _beside_states(shape, layout)
         return Traffic(every * whole * layout.reduced, gathered, every * (times + 2 * (shape.layers + 2)))
     reductions = every if layout.stage == 2 else 1
-    sent = whole * layout.width + exchanged + _teacher_traffic(shape, layout)
+    sent = whole * layout.width + _beside_states(shape, layout)
     return Traffic(2 * reductions * whole * layout.reduced, sent, reductions * times + 1)
+
+
+def _beside_states(shape: Shape, layout: Layout) -> float:
+    """[bytes] Of whole matrices on their way to the rank that updates them and back, and of a teacher.
+
+    Experts that ranks share are updated where they are, but for one that two ranks have parts of.
+    """
+    if not layout.optimizer.splits_matrices:
+        return _teacher_traffic(shape, layout)
+    staying = sum(group.parameters for group in shape.groups if group.matrix and group.shared > 1)
+    return 8.0 * (shape.hidden_matrix_parameters - staying) / layout.zero_ranks + _teacher_traffic(shape, layout)
 
 
 def _teacher_traffic(shape: Shape, layout: Layout) -> float:

@@ -211,10 +211,6 @@ REFUSED = [
         "parallel.expert = 2 is verified with task = pretrain, sft, dpo, distill, not mlm; set it to 1",
     ),
     (
-        ["parallel.expert=2", "optimizer.name=muon"],
-        "parallel.expert = 2: optimizer.name = muon looks at whole parameters",
-    ),
-    (
         ["parallel.expert=2", "model.activation_checkpointing=ops"],
         "parallel.expert = 2 is not verified with model.activation_checkpointing = ops; set that to full",
     ),

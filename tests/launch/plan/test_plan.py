@@ -127,6 +127,22 @@ def test_traffic_of_shared_experts_is_what_is_sent(pair, checkpointing: str) -> 
         )
 
 
+def test_shared_experts_are_orthogonalized_without_being_sent() -> None:
+    """Other matrices go to the rank that computes them and back, in FP32, among all ranks."""
+    moved = {}
+    for name in ("adamw", "muon"):
+        given = [MIXTURE % "none", "parallel.expert=2", f"optimizer.name={name}"]
+        resolved = read_command_line([*DEMO, "batch.global_size=8", *given], as_launched(2))
+        layout = layout_of(resolved, world=2, on_cpu=True)
+        shape = read_shape(resolved.config, layout)
+        moved[name] = traffic(shape, layout)
+    others = shape.hidden_matrix_parameters - 2 * shape.own.expert_parameters
+    assert 0 < others < shape.hidden_matrix_parameters
+    sent = moved["muon"].parameters - moved["adamw"].parameters
+    assert sent == pytest.approx(8 * others / 2)
+    assert replace(moved["muon"], parameters=0.0) == replace(moved["adamw"], parameters=0.0)
+
+
 def test_a_ring_over_nodes_runs_at_the_speed_of_their_adapters(big) -> None:
     shape, layout = big
     device = replace(DEVICES["h100"], network=100e9)

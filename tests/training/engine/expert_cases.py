@@ -77,7 +77,9 @@ def against_one_rank(
         found.append(engine.evaluate([batch_of(world, micro, seed=EVALUATED)]).loss)
         masters = masters_of(engine)
     drawn = fp32_model(resolved.config.model, seed=resolved.config.run.seed).to(DTYPES[compute]).float()
-    plain = plain_model(resolved, start)
+    plain: Any = plain_model(resolved, start)
+    if resolved.config.optimizer.name != "adamw":  # its rule is written out in FP64, which grouped products do not take
+        plain.double().set_experts_implementation("eager")
     expected = plain_steps(plain, resolved.config.optimizer, steps=STEPS, lr=LR)
     weights = {name: parameter.detach() for name, parameter in plain.named_parameters()}
     experts = [n for n in masters if ".experts." in n]
@@ -107,6 +109,27 @@ def skipped(world: World, *, stage: int, ranks: int = 2, overrides: Sequence[str
             held.append([tensor.clone() for tensor in tensors])
     same = [all(map(torch.equal, before, after)) for before, after in pairwise(held)]
     return {"norms": norms, "applied": applied, "same": same}
+
+
+def sent_elsewhere(world: World) -> tuple[int, int]:
+    """Values that Muon sends other ranks in a step, and back: of dense matrices, and of shared experts."""
+    shared, sent, exchange = world.sharing_experts(2, timeout_minutes=2), [], World.exchange
+
+    def counted(self: World, values: torch.Tensor, out: list[int], back: list[int]) -> torch.Tensor:
+        sent.append(sum(out) - out[self.rank])
+        return exchange(self, values, out, back)
+
+    given = resolved_of(shared, "mixtral", stage=2, compute="fp32", ranks=2, micro=2, overrides=["optimizer.name=muon"])
+    with engine_of(shared, given) as engine:
+        health = engine.health(engine.forward_backward(batch_of(shared, 2, seed=1), step=1))
+        World.exchange = counted  # type: ignore[method-assign]
+        try:
+            engine.step(health, LR)
+        finally:
+            World.exchange = exchange  # type: ignore[method-assign]
+    there, back, *of_experts = sent  # a flat tensor of each
+    assert len(of_experts) == 2
+    return there + back, sum(of_experts)
 
 
 def order_of_gathers(world: World, *, overrides: Sequence[str]) -> list[int]:

@@ -13,6 +13,7 @@ from modeling.expert_parallel import MEASURED
 from tests.support.process_group import ProcessGroup
 from tests.support.small_run import gathered
 from tests.training.engine import expert_cases
+from training.matrix.cells import RULE_BOUNDS
 
 CLOSE = {"fp32": 1e-5, "bf16": 6.5e-2, "fp16": 7.8e-3}
 
@@ -57,6 +58,47 @@ def test_it_trains_as_one_rank_does(pair: ProcessGroup, stage: int, given: dict[
         assert found["held"] < 0.8, "half of the experts"
 
 
+@pytest.mark.parametrize(
+    ("name", "stage", "clipping"),
+    [
+        ("muon", 2, 0.1),
+        ("lamb", 3, 1.0),
+        *(
+            pytest.param(name, stage, clipping, marks=pytest.mark.slow)
+            for name in ("muon", "lamb", "stable_adamw")
+            for stage, clipping in ((1, 0), (2, 0), (3, 1.0))
+        ),
+    ],
+)
+def test_an_optimizer_that_looks_at_whole_parameters_sees_those_of_all_ranks(
+    pair: ProcessGroup, name: str, stage: int, clipping: float
+) -> None:
+    """Its rule on one rank in FP64: ratios and means of all experts, and each expert a matrix."""
+    given = [f"optimizer.name={name}", f"optimizer.gradient_clipping={clipping}", "optimizer.eps=1e-3"]
+    for found in pair.run(expert_cases.against_one_rank, stage=stage, overrides=given):
+        assert found["numbers"] < CLOSE["fp32"]
+        assert max(found["masters"], found["experts"]) < RULE_BOUNDS[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["muon", "lamb"])
+@pytest.mark.parametrize(("compute", "stage"), [("bf16", 1), ("fp16", 2), ("bf16", 3)])
+def test_such_an_optimizer_in_16_bits(pair: ProcessGroup, name: str, compute: str, stage: int) -> None:
+    """Of tokens that take all experts: a 16-bit router may else choose others than FP32's."""
+    given = [f"optimizer.name={name}", "model.config.num_experts_per_tok=4"]
+    for found in pair.run(
+        expert_cases.against_one_rank, stage=stage, compute=compute, kind="qwen3_moe", overrides=given
+    ):
+        assert found["numbers"] < 1e-2
+        assert max(found["masters"], found["experts"]) < CLOSE[compute]
+
+
+def test_an_expert_is_orthogonalized_where_it_is(pair: ProcessGroup) -> None:
+    for dense, experts in pair.run(expert_cases.sent_elsewhere):
+        assert dense > 0
+        assert experts == 0
+
+
 @pytest.mark.one_in(16)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("kind", sorted(expert_cases.MEASURED))
@@ -91,6 +133,13 @@ def test_an_overflow_of_one_ranks_experts_is_skipped_on_all(four: ProcessGroup, 
     for found in four.run(expert_cases.skipped, stage=stage, overrides=overrides):
         assert [math.isfinite(norm) for norm in found["norms"]] == found["applied"] == [True, False, True]
         assert found["same"] == [True, False], "masters and moments are bit for bit those of before"
+
+
+@pytest.mark.parametrize("name", ["muon", pytest.param("lamb", marks=pytest.mark.slow)])
+def test_a_skipped_step_changes_no_optimizers_state(pair: ProcessGroup, name: str) -> None:
+    for found in pair.run(expert_cases.skipped, stage=2, overrides=[f"optimizer.name={name}"]):
+        assert found["applied"] == [True, False, True]
+        assert found["same"] == [True, False]
 
 
 def test_all_ranks_gather_in_the_same_order(four: ProcessGroup, tmp_path: Path) -> None:
