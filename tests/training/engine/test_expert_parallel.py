@@ -59,6 +59,35 @@ def test_it_trains_as_one_rank_does(pair: ProcessGroup, stage: int, given: dict[
 
 
 @pytest.mark.parametrize(
+    ("stage", "compute", "overrides"),
+    [
+        (2, "fp32", ["optimizer.gradient_clipping=0.1"]),
+        (3, "fp32", ["optimizer.gradient_clipping=0.1"]),
+        pytest.param(1, "fp32", ["optimizer.gradient_clipping=0"], marks=pytest.mark.slow),
+        pytest.param(2, "fp32", ["optimizer.name=muon"], marks=pytest.mark.slow),
+        pytest.param(3, "fp32", ["optimizer.name=lamb"], marks=pytest.mark.slow),
+        *(
+            pytest.param(stage, compute, [], marks=pytest.mark.slow)
+            for stage, compute in ((1, "bf16"), (2, "fp16"), (3, "bf16"), (3, "fp16"))
+        ),
+    ],
+)
+def test_masters_in_host_memory_are_those_of_one_rank(
+    pair: ProcessGroup, stage: int, compute: str, overrides: list[str]
+) -> None:
+    """At ZeRO-3 weights, too. DeepSpeed sums the norm over all ranks there, experts of each included."""
+    given = [f"deepspeed.config=ds_configs/zero{stage}_{compute}_offload.json", *overrides]
+    given += ["model.config.num_experts_per_tok=4"] if compute != "fp32" else []
+    for found in pair.run(
+        expert_cases.against_one_rank, stage=stage, compute=compute, kind="qwen3_moe", overrides=given
+    ):
+        bound = max(CLOSE[compute], RULE_BOUNDS["muon"] if "optimizer.name=muon" in given else 0.0)
+        assert found["start"] == 0
+        assert max(found["masters"], found["experts"]) < bound
+        assert found["numbers"] < min(CLOSE[compute], 1e-2)
+
+
+@pytest.mark.parametrize(
     ("name", "stage", "clipping"),
     [
         ("muon", 2, 0.1),
@@ -135,9 +164,19 @@ def test_an_overflow_of_one_ranks_experts_is_skipped_on_all(four: ProcessGroup, 
         assert found["same"] == [True, False], "masters and moments are bit for bit those of before"
 
 
-@pytest.mark.parametrize("name", ["muon", pytest.param("lamb", marks=pytest.mark.slow)])
-def test_a_skipped_step_changes_no_optimizers_state(pair: ProcessGroup, name: str) -> None:
-    for found in pair.run(expert_cases.skipped, stage=2, overrides=[f"optimizer.name={name}"]):
+@pytest.mark.parametrize(
+    ("stage", "override"),
+    [
+        (2, "optimizer.name=muon"),
+        pytest.param(2, "optimizer.name=lamb", marks=pytest.mark.slow),
+        *(
+            pytest.param(stage, f"deepspeed.config=ds_configs/zero{stage}_fp16_offload.json", marks=pytest.mark.slow)
+            for stage in (1, 2, 3)
+        ),
+    ],
+)
+def test_a_skipped_step_changes_no_state(pair: ProcessGroup, stage: int, override: str) -> None:
+    for found in pair.run(expert_cases.skipped, stage=stage, overrides=[override]):
         assert found["applied"] == [True, False, True]
         assert found["same"] == [True, False]
 
