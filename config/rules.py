@@ -312,14 +312,12 @@ def _parallel(config: Config) -> Iterator[Problem]:
         yield key, f"{given}: routers would count the padding of data.sequence_length = {length}; {fix}"
 
 
-def _of_slices(config: Config, *, manifest: str, tasks: tuple[str, ...]) -> Iterator[str]:
-    """What cannot be had where ranks have slices, whatever these are of. manifest: why not with one."""
+def _of_slices(config: Config, *, tasks: tuple[str, ...]) -> Iterator[str]:
+    """What cannot be had where ranks have slices, whatever these are of."""
     if config.task not in tasks:
         yield f" is verified with task = {', '.join(tasks)}, not {config.task}; set it to 1"
     if config.adapter.kind != "none":
         yield f" is not verified with adapter.kind = {config.adapter.kind}; set one of them to its default"
-    if config.precision.path == "manifest":
-        yield f"{manifest}; use the cast path"
     if config.precision.masters == "split":
         yield " is not verified with precision.masters = split; remove one of them"
 
@@ -334,9 +332,10 @@ def _tensor(config: Config) -> Iterator[Problem]:
     if config.optimizer.name not in _BY_VALUE:
         fix = f"use one of {', '.join(_BY_VALUE)}"
         yield key, f"{given}: optimizer.name = {config.optimizer.name} looks at whole matrices, of slices here; {fix}"
-    manifest = ": precision.path = manifest finds no attention in what DeepSpeed cuts"
-    found = _of_slices(config, manifest=manifest, tasks=("pretrain",))
-    yield from ((key, f"{given}{problem}") for problem in found)
+    yield from ((key, f"{given}{problem}") for problem in _of_slices(config, tasks=("pretrain",)))
+    if config.precision.path == "manifest":
+        fix = "use the cast path"
+        yield key, f"{given}: precision.path = manifest finds no attention in what DeepSpeed cuts; {fix}"
     if model.attention not in ("auto", "sdpa", "eager"):
         fix = f"set that to sdpa, or {key}=1"
         yield key, f"{given} is verified with model.attention = sdpa and eager, not {model.attention}; {fix}"
@@ -370,9 +369,7 @@ def _expert(config: Config) -> Iterator[Problem]:
         if getattr(config.parallel, other) > 1:
             fix = "set one of them to 1"
             yield key, f"{given} is not verified with parallel.{other} = {getattr(config.parallel, other)}; {fix}"
-    manifest = " is not verified with precision.path = manifest"
-    found = _of_slices(config, manifest=manifest, tasks=_EXPERT_TASKS)
-    yield from ((key, f"{given}{problem}") for problem in found)
+    yield from ((key, f"{given}{problem}") for problem in _of_slices(config, tasks=_EXPERT_TASKS))
     if model.compile:
         yield key, f"{given} is not verified with model.compile = true; remove one of them"
     if model.kernels == "liger":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,6 +86,53 @@ def test_masters_in_host_memory_are_those_of_one_rank(
         assert found["start"] == 0
         assert max(found["masters"], found["experts"]) < bound
         assert found["numbers"] < min(CLOSE[compute], 1e-2)
+
+
+def under_a_manifest(folder: Path, stage: int, *, experts: str, rest: str) -> list[str]:
+    """Overrides of a run whose manifest has no rule for routers."""
+    rules = [{"match": "*.experts", "compute": experts, "reason": "a test"}]
+    (folder / "manifest.json").write_text(json.dumps({"default": rest, "rules": rules}), encoding="utf-8")
+    given = [f"deepspeed.config=ds_configs/zero{stage}_fp32.json", "precision.path=manifest", "precision.compute=auto"]
+    return [*given, f"precision.manifest={folder}/manifest.json", "model.config.num_experts_per_tok=4"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "experts", "rest"),
+    [
+        (2, "bf16", "bf16"),
+        *(
+            pytest.param(stage, *dtypes, marks=pytest.mark.slow)
+            for stage, *dtypes in (
+                (1, "bf16", "bf16"),
+                (3, "bf16", "bf16"),
+                (2, "fp16", "fp32"),
+                (3, "fp16", "fp32"),
+                (2, "fp32", "fp32"),
+                (3, "fp32", "fp32"),
+            )
+        ),
+    ],
+)
+def test_a_manifest_names_the_dtype_of_experts(
+    pair: ProcessGroup, tmp_path: Path, stage: int, experts: str, rest: str
+) -> None:
+    """Routers compute in FP32. Parameters are the masters."""
+    given = [*under_a_manifest(tmp_path, stage, experts=experts, rest=rest), "precision.loss_scale.initial=256"]
+    for found in pair.run(expert_cases.against_one_rank, stage=stage, kind="qwen3_moe", overrides=given):
+        assert found["start"] == 0
+        assert max(found["masters"], found["experts"]) < CLOSE[experts]
+        assert found["numbers"] < min(CLOSE[experts], 1e-2)
+        dtypes = {name: dtype for name, dtype in found["regions"].items() if name.startswith("model.layers.0.mlp")}
+        assert dtypes["model.layers.0.mlp.experts"] == experts
+        assert dtypes["model.layers.0.mlp.gate"] == "fp32"
+
+
+def test_an_fp8_manifest_is_refused_in_one_line(pair: ProcessGroup, tmp_path: Path) -> None:
+    given = under_a_manifest(tmp_path, 2, experts="bf16", rest="bf16")
+    rules = [{"match": "*.q_proj", "compute": "fp8", "reason": "a test"}]
+    (tmp_path / "manifest.json").write_text(json.dumps({"default": "bf16", "rules": rules}), encoding="utf-8")
+    for said in pair.run(expert_cases.refused, overrides=given):
+        assert said.endswith("FP8 is not verified with parallel.expert = 2; remove one of them"), said
 
 
 @pytest.mark.parametrize(
@@ -177,6 +225,15 @@ def test_an_overflow_of_one_ranks_experts_is_skipped_on_all(four: ProcessGroup, 
 )
 def test_a_skipped_step_changes_no_state(pair: ProcessGroup, stage: int, override: str) -> None:
     for found in pair.run(expert_cases.skipped, stage=stage, overrides=[override]):
+        assert found["applied"] == [True, False, True]
+        assert found["same"] == [True, False]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_skipped_step_of_fp16_experts_changes_no_state(pair: ProcessGroup, tmp_path: Path, stage: int) -> None:
+    overrides = under_a_manifest(tmp_path, stage, experts="fp16", rest="fp32")
+    for found in pair.run(expert_cases.skipped, stage=stage, overrides=overrides):
         assert found["applied"] == [True, False, True]
         assert found["same"] == [True, False]
 

@@ -125,12 +125,17 @@ JOBS = {
     "packed, BF16, ZeRO-2": ["precision.compute=bf16", "deepspeed.stage=2"],
     "padded, FP16, ZeRO-3, an overflow": [*FP16, *OVERFLOW, "deepspeed.stage=3", "data.packing=none"],
     "padded, FP16, ZeRO-1, an overflow": [*FP16, *OVERFLOW, "deepspeed.stage=1", "data.packing=none"],
+    "manifest, ZeRO-2": [
+        "deepspeed.stage=2",
+        "model.config={}",
+        "precision={path: manifest, manifest: config/manifests/bf16.json, compute: auto}",
+    ],
     "offloaded, BF16, ZeRO-2": ["precision.compute=bf16", "deepspeed={stage: 2, offload: cpu}"],
     "offloaded, FP16, ZeRO-3, an overflow": [*FP16, *OVERFLOW, "deepspeed={stage: 3, offload: cpu}"],
 }
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("what", JOBS)
 def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair: ProcessGroup, folder: Path, what: str) -> None:
     overrides = [*(item.replace("{folder}", str(folder)) for item in SFT), *JOBS[what], SHARED]
