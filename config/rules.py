@@ -382,16 +382,17 @@ def _expert(config: Config) -> Iterator[Problem]:
         )
     if model.checkpointing_reentrant:
         yield key, f"{given} is not verified with model.checkpointing_reentrant = true; remove one of them"
-    for name, unread in (
-        ("guard.replica_checks", guard.replica_checks),
-        ("guard.update_checks", guard.update_checks),
-        ("guard.reexecute", guard.reexecute != "never"),
-        ("telemetry.probe", config.telemetry.probe),
-        ("defects", config.defects),
+    for name, unread, reason in (
+        ("guard.replica_checks", guard.replica_checks, _ON_ANOTHER_RANK),
+        ("guard.reexecute", guard.reexecute != "never", _ON_ANOTHER_RANK),
+        ("telemetry.probe", config.telemetry.probe, "would compare a rank's experts with all of them"),
+        ("defects", config.defects, "would compare a rank's experts with all of them"),
     ):
         if unread:
-            yield key, f"{given}: {name} would compare a rank's experts with all of them; remove one of them"
+            yield key, f"{given}: {name} {reason}; remove one of them"
 
+
+_ON_ANOTHER_RANK = "makes a suspicious step again on another rank, which has other experts"
 
 _EXPERT_TASKS = ("pretrain", "sft", "dpo", "distill")
 """With which mixtures whose experts ranks share were compared with one rank."""

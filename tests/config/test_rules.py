@@ -216,7 +216,7 @@ REFUSED = [
     ),
     (
         ["parallel.expert=2", "guard.replica_checks=9"],
-        "parallel.expert = 2: guard.replica_checks would compare a rank's experts with all of them",
+        "parallel.expert = 2: guard.replica_checks makes a suspicious step again on another rank, which has",
     ),
     (["guard={spike_sigmas: 6, spike_window: 200}"], "guard.spike_window = 200 leaves nothing to judge in run.steps"),
     (

@@ -18,8 +18,7 @@ import torch
 from config.optimizers import EXCHANGED_VALUES
 from modeling.tensor_parallel import cut
 from training.engine.engine import Engine
-from training.engine.tensor_slices import slice_group
-from training.engine.tensors import flat_masters, shape_of, shard_of, trainable_parameters, whole_shape_of
+from training.engine.tensors import first_of_slice, flat_masters, shard_of, trainable_parameters, whole_shape_of
 
 Rule = Callable[[torch.Tensor], torch.Tensor]
 """A whole matrix to what replaces it."""
@@ -108,7 +107,7 @@ class ShardedPieces(Pieces):
         for row, parameter in enumerate(parameters):
             shard = shard_of(engine, parameter)
             if shard is not None:
-                start = _first_of_slice(engine, parameter) + shard.start
+                start = first_of_slice(engine, parameter) + shard.start
                 piece = Piece(row, shard.at, start, shard.length, self._shapes[row].numel())
                 self._of[id(shard.flat)].append(piece)
 
@@ -211,12 +210,6 @@ class ShardedPieces(Pieces):
         for whole in wholes.values():
             whole.copy_(rule(whole))
         _spread(self._world.exchange(_joined(places, gathered), received, sent).to(values.device), parts)
-
-
-def _first_of_slice(engine: Engine, parameter: torch.nn.Parameter) -> int:
-    """The place of this rank's first value in the whole parameter."""
-    how, group = cut(parameter), slice_group(parameter, engine.world)
-    return 0 if how is None or group is None else how.place(shape_of(parameter), group.rank).first
 
 
 def _joined(parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
