@@ -19,6 +19,12 @@ from training.matrix.cells import RULE_BOUNDS
 CLOSE = {"fp32": 1e-5, "bf16": 6.5e-2, "fp16": 7.8e-3}
 
 
+@pytest.fixture(scope="module")
+def four() -> Iterator[ProcessGroup]:
+    with ProcessGroup(world_size=4) as group:
+        yield group
+
+
 @pytest.mark.parametrize(
     ("stage", "given"),
     [
@@ -158,6 +164,19 @@ def test_an_optimizer_that_looks_at_whole_parameters_sees_those_of_all_ranks(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_experts_that_two_ranks_have_parts_of_are_orthogonalized(
+    four: ProcessGroup, tmp_path: Path, stage: int
+) -> None:
+    """Two ranks share out a slice of one and a half experts each."""
+    overrides = ["optimizer.name=muon", "model.config.num_local_experts=6", "optimizer.eps=1e-3"]
+    overrides += [gathered(tmp_path, "fp32")] if stage == 3 else []
+    for found in four.run(expert_cases.against_one_rank, stage=stage, overrides=overrides):
+        assert found["numbers"] < CLOSE["fp32"]
+        assert max(found["masters"], found["experts"]) < RULE_BOUNDS["muon"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["muon", "lamb"])
 @pytest.mark.parametrize(("compute", "stage"), [("bf16", 1), ("fp16", 2), ("bf16", 3)])
 def test_such_an_optimizer_in_16_bits(pair: ProcessGroup, name: str, compute: str, stage: int) -> None:
@@ -187,12 +206,6 @@ def test_it_trains_every_kind_of_model_that_it_lets_share(pair: ProcessGroup, ki
 
 def test_the_kinds_are_those_that_the_config_allows() -> None:
     assert expert_cases.MEASURED.keys() == MEASURED
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[ProcessGroup]:
-    with ProcessGroup(world_size=4) as group:
-        yield group
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(2, 2), (4, 1), (2, 3), (4, 3)])
