@@ -145,7 +145,7 @@ def test_the_oracle_recomputes_runs_of_ranks_that_share(key, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("compute", "stage"), [("bf16", 2)])
+@pytest.mark.parametrize(("compute", "stage"), [("bf16", 2), ("fp16", 3)])
 def test_the_gate_takes_ranks_that_share_experts(compute, stage, tmp_path):
     """Of tokens that take all experts: a 16-bit router may else choose others than FP32's, shared or not."""
     given = [*SMALL, *OF["expert"], "model.config.num_experts_per_tok=4", f"data.cache_dir={tmp_path}/cache"]
