@@ -312,19 +312,14 @@ def _parallel(config: Config) -> Iterator[Problem]:
         yield key, f"{given}: routers would count the padding of data.sequence_length = {length}; {fix}"
 
 
-def _of_slices(config: Config, *, of: str, manifest: str) -> Iterator[str]:
-    """What cannot be had where ranks have slices, whatever these are `of`. manifest: why not with one."""
-    if config.task != "pretrain":
-        yield f" is verified with task = pretrain, not {config.task}; set it to 1"
+def _of_slices(config: Config, *, tasks: tuple[str, ...]) -> Iterator[str]:
+    """What cannot be had where ranks have slices, whatever these are of."""
+    if config.task not in tasks:
+        yield f" is verified with task = {', '.join(tasks)}, not {config.task}; set it to 1"
     if config.adapter.kind != "none":
         yield f" is not verified with adapter.kind = {config.adapter.kind}; set one of them to its default"
-    if config.precision.path == "manifest":
-        yield f"{manifest}; use the cast path"
     if config.precision.masters == "split":
         yield " is not verified with precision.masters = split; remove one of them"
-    if config.optimizer.name not in _BY_VALUE:
-        fix = f"use one of {', '.join(_BY_VALUE)}"
-        yield f": optimizer.name = {config.optimizer.name} looks at whole {of}, of slices here; {fix}"
 
 
 def _tensor(config: Config) -> Iterator[Problem]:
@@ -334,8 +329,13 @@ def _tensor(config: Config) -> Iterator[Problem]:
     given = f"= {ranks}"
     if config.parallel.sequence > 1:
         yield key, f"{given} is not verified with parallel.sequence = {config.parallel.sequence}; set one of them to 1"
-    manifest = ": precision.path = manifest finds no attention in what DeepSpeed cuts"
-    yield from ((key, f"{given}{problem}") for problem in _of_slices(config, of="matrices", manifest=manifest))
+    if config.optimizer.name not in _BY_VALUE:
+        fix = f"use one of {', '.join(_BY_VALUE)}"
+        yield key, f"{given}: optimizer.name = {config.optimizer.name} looks at whole matrices, of slices here; {fix}"
+    yield from ((key, f"{given}{problem}") for problem in _of_slices(config, tasks=("pretrain",)))
+    if config.precision.path == "manifest":
+        fix = "use the cast path"
+        yield key, f"{given}: precision.path = manifest finds no attention in what DeepSpeed cuts; {fix}"
     if model.attention not in ("auto", "sdpa", "eager"):
         fix = f"set that to sdpa, or {key}=1"
         yield key, f"{given} is verified with model.attention = sdpa and eager, not {model.attention}; {fix}"
@@ -369,8 +369,7 @@ def _expert(config: Config) -> Iterator[Problem]:
         if getattr(config.parallel, other) > 1:
             fix = "set one of them to 1"
             yield key, f"{given} is not verified with parallel.{other} = {getattr(config.parallel, other)}; {fix}"
-    manifest = " is not verified with precision.path = manifest"
-    yield from ((key, f"{given}{problem}") for problem in _of_slices(config, of="parameters", manifest=manifest))
+    yield from ((key, f"{given}{problem}") for problem in _of_slices(config, tasks=_EXPERT_TASKS))
     if model.compile:
         yield key, f"{given} is not verified with model.compile = true; remove one of them"
     if model.kernels == "liger":
@@ -383,16 +382,20 @@ def _expert(config: Config) -> Iterator[Problem]:
         )
     if model.checkpointing_reentrant:
         yield key, f"{given} is not verified with model.checkpointing_reentrant = true; remove one of them"
-    for name, unread in (
-        ("guard.replica_checks", guard.replica_checks),
-        ("guard.update_checks", guard.update_checks),
-        ("guard.reexecute", guard.reexecute != "never"),
-        ("telemetry.probe", config.telemetry.probe),
-        ("defects", config.defects),
+    for name, unread, reason in (
+        ("guard.replica_checks", guard.replica_checks, _ON_ANOTHER_RANK),
+        ("guard.reexecute", guard.reexecute != "never", _ON_ANOTHER_RANK),
+        ("telemetry.probe", config.telemetry.probe, "would compare a rank's experts with all of them"),
+        ("defects", config.defects, "would compare a rank's experts with all of them"),
     ):
         if unread:
-            yield key, f"{given}: {name} would compare a rank's experts with all of them; remove one of them"
+            yield key, f"{given}: {name} {reason}; remove one of them"
 
+
+_ON_ANOTHER_RANK = "makes a suspicious step again on another rank, which has other experts"
+
+_EXPERT_TASKS = ("pretrain", "sft", "dpo", "distill")
+"""With which mixtures whose experts ranks share were compared with one rank."""
 
 _BY_VALUE = ("adamw", "lion", "sgd")
 """Optimizers that update each value by its own gradient alone."""

@@ -175,10 +175,14 @@ def _of_states(shape: Shape, layout: Layout) -> Traffic:
 
 
 def _exchanged(shape: Shape, layout: Layout) -> float:
-    """[bytes] Of whole matrices that an optimizer has shared out, in FP32, to the rank that computes them and back."""
+    """[bytes] Of whole matrices that an optimizer has shared out, in FP32, to the rank that computes them and back.
+
+    Experts that ranks share are updated where they are, but for one that two ranks have parts of.
+    """
     if not layout.optimizer.splits_matrices or layout.stage == 0:
         return 0.0
-    return 8.0 * shape.hidden_matrix_parameters / layout.zero_ranks * _leaving(layout.zero_ranks)
+    staying = sum(group.parameters for group in shape.groups if group.matrix and group.shared > 1)
+    return 8.0 * (shape.hidden_matrix_parameters - staying) / layout.zero_ranks * _leaving(layout.zero_ranks)
 
 
 def _teacher_traffic(shape: Shape, layout: Layout) -> float:

@@ -11,6 +11,7 @@ from modeling.linear_cross_entropy import label_loss_sum
 from modeling.parameter_groups import parameter_groups
 from tests.support.small_run import GLOBAL, batch_of
 from training.distributed import World
+from training.matrix.rules import PlainOptimizer
 
 EVALUATED = 9
 """Seed of the batch whose loss is evaluated after the steps."""
@@ -31,9 +32,15 @@ def plain_steps(
 ) -> list[float]:
     """Train `model` in place with torch's AdamW and clipping, step n of seed n at learning rate lr / n.
 
-    The loss and the gradient norm of each step, then the evaluated loss.
+    Another optimizer than AdamW follows its rule on whole parameters, of a model in FP64. The loss and the gradient
+    norm of each step, then the evaluated loss.
     """
-    optimizer, found = torch.optim.AdamW(parameter_groups(model, section), betas=section.betas, eps=section.eps), []
+    optimizer: torch.optim.Optimizer
+    if section.name == "adamw":
+        optimizer = torch.optim.AdamW(parameter_groups(model, section), betas=section.betas, eps=section.eps)
+    else:
+        optimizer = PlainOptimizer(model, section)
+    found = []
     for step in range(1, steps + 1):
         loss = loss_of(model, step)
         optimizer.zero_grad()

@@ -71,6 +71,28 @@ def test_a_resumed_run_is_the_same_to_the_bit_and_another_layout_to_rounding(fol
     assert_close(numbers(folder, "before"), numbers(folder, "one"))
 
 
+@pytest.mark.parametrize("name", ["muon", "lamb"])
+def test_an_optimizer_of_whole_parameters_resumes_on_another_layout_and_is_exported(tmp_path: Path, name: str) -> None:
+    given = [f"optimizer.name={name}", "optimizer.learning_rate=0.005"]
+    job(tmp_path, "one", *given, ranks=1)
+    job(tmp_path, "two", *given, SHARED, ranks=2)
+    job(tmp_path, "first", *given, SHARED, *BEGINNING, ranks=2)
+    zero3 = "deepspeed.config=ds_configs/zero3_fp32.json"
+    for again, overrides, ranks in (
+        ("same", [SHARED], 2),
+        ("alone", [], 1),
+        ("partitions_shared", [SHARED, zero3], 4),
+        ("partitioned", [zero3], 2),
+    ):
+        shutil.copytree(tmp_path / "runs" / "first", tmp_path / "runs" / again)
+        output = job(tmp_path, again, *given, *overrides, ranks=ranks)
+        assert ("checksums agree" in output) == (again != "same"), output
+    assert numbers(tmp_path, "same") == numbers(tmp_path, "two")
+    for again in ("two", "alone", "partitions_shared", "partitioned"):
+        assert_close(numbers(tmp_path, again), numbers(tmp_path, "one"))
+    assert_equal_exports(*(exported(tmp_path, run, tmp_path / run) for run in ("one", "two")))
+
+
 def test_16_bit_weights_are_their_masters_after_a_resume(tmp_path: Path) -> None:
     """DeepSpeed's file of weights has the experts of rank 0 only."""
     for stage in (1, 2, 3):

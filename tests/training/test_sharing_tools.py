@@ -21,14 +21,12 @@ from training.analyze.command import main as analyze
 from training.benchmark.command import main as benchmark
 from training.benchmark.overhead import main as overhead
 from training.parity.gate import gate
-from training.parity.gate import main as parity
 from training.parity.jobs import plan
 from training.replay.command import main as replay
 
 DEMO = ["--config", str(REPOSITORY / "config/recipes/demo.yaml")]
 KEYS = ("tensor", "sequence", "expert")
 REFUSING: dict[str, Callable[[list[str], Path], int]] = {
-    "`training.parity`": lambda given, there: parity([*DEMO, *given, "--processes", "2", "--report", str(there)]),
     "`training.replay --bisect`": lambda given, there: replay([str(recorded(there, given)), "--bisect"]),
     "`launch.canary`": lambda given, _: canary([*DEMO, *given, "--processes", "2"]),
     "`training.benchmark`": lambda given, there: benchmark([*DEMO, *given, "--processes", "2", "--out", str(there)]),
@@ -144,6 +142,20 @@ def test_the_oracle_recomputes_runs_of_ranks_that_share(key, tmp_path):
     finish(command("python", tmp_path, "it", *given, "generate.tokens=0"), ranks=2)
     said = finish(["python", "-m", "training.parity", "--oracle", str(tmp_path / "runs/it")])
     assert "3 steps as the oracle computed them" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("compute", "stage"), [("bf16", 2), ("fp16", 3)])
+def test_the_gate_takes_ranks_that_share_experts(compute, stage, tmp_path):
+    """Of tokens that take all experts: a 16-bit router may else choose others than FP32's, shared or not."""
+    given = [*SMALL, *OF["expert"], "model.config.num_experts_per_tok=4", f"data.cache_dir={tmp_path}/cache"]
+    given += ["parallel.expert=2", "batch.micro_size=4", "parity.points=2", f"precision.compute={compute}"]
+    given += [f"deepspeed.config=ds_configs/zero{stage}_{compute}.json"]
+    with forked_launcher(2) as launcher:
+        chosen = plan(DEMO[1], given, folder=tmp_path / "gate", steps=12, processes=2, launcher=launcher)
+        found = gate(chosen)
+    assert found["verdict"] == "parity", found["failed"]
+    assert all(walk["recorded_loss"] == walk["steps"][0]["loss"] for walk in found["walks"])
 
 
 @pytest.mark.slow

@@ -20,7 +20,14 @@ from precision.corruption import Flip
 from training.engine import Engine
 from training.engine.optimizers.adamw import after
 from training.engine.optimizers.rule import UpdateInputs
-from training.engine.tensors import Shard, local_gradient, shard_of, states_of, trainable_parameters
+from training.engine.tensors import (
+    Shard,
+    first_of_slice,
+    local_gradient,
+    shard_of,
+    states_of,
+    trainable_parameters,
+)
 
 
 @dataclass(frozen=True)
@@ -113,7 +120,8 @@ class UpdateCheck:
         if done is not None:
             index = int(done.wrong.nonzero()[0])
             kind, bits = self._explain(done, index)
-            where = done.slice.shard.start + done.slice.at + index
+            where = first_of_slice(self._engine, self._parameters[done.slice.name])
+            where += done.slice.shard.start + done.slice.at + index
             mine = Flip("update", (self._engine.world.rank,), done.slice.name, kind, where, bits)
         return [flip for flip in self._engine.world.gather_objects(mine) if flip is not None]
 

@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from config.cli import REPOSITORY
 from config.deepspeed.combinations import Combination, refuse_combination
 from config.deepspeed.document import initializable
+from config.errors import UserError
 from config.optimizers import OPTIMIZERS
 from config.resolved import Resolved
 from data.loader import Batch
@@ -551,6 +552,9 @@ def _regions(model: PreTrainedModel, resolved: Resolved, *, stage: int) -> Regio
     sixteen_bit = [compute for compute in ("bf16", "fp16") if regions.uses(compute)]
     kind = "mixed" if len(sixteen_bit) == 2 else (sixteen_bit or ["fp32"])[0]
     if regions.uses("fp8"):
+        if resolved.batch.expert > 1:
+            what = f"FP8 is not verified with parallel.expert = {resolved.batch.expert}"
+            raise UserError(f"precision.manifest = {precision.manifest}: {what}; remove one of them")
         kind = {"fp32": "fp8", "bf16": "fp8_bf16"}.get(kind, kind)
     path = "cast" if kind == "fp32" else "manifest"
     refuse_combination(f"precision.manifest = {precision.manifest}", Combination(path, kind, stage, resolved.offload))

@@ -96,6 +96,11 @@ class ReducedGradients:
             return
         self._given_norm = torch.full((), math.inf, device=self._engine.device)
         self._engine.step()
+        if self._stage < 3 and getattr(self._engine.optimizer, "cpu_offload", False):
+            # DeepSpeed 0.19.8 leaves them where masters are offloaded: the next step would add its own to them, and
+            # after an overflow none would ever be finite again (docs/upstream/)
+            held = self._engine.optimizer.averaged_gradients
+            held.update(dict.fromkeys(held))
 
     def nonfinite_gradients(self) -> list[tuple[str, torch.Tensor]]:
         """(name, reduced gradient) of every parameter whose gradient is not finite. Gathers whole gradients."""

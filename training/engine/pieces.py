@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from config.optimizers import EXCHANGED_VALUES
+from modeling.tensor_parallel import cut
 from training.engine.engine import Engine
-from training.engine.tensors import flat_masters, shape_of, shard_of, trainable_parameters
+from training.engine.tensors import first_of_slice, flat_masters, shard_of, trainable_parameters, whole_shape_of
 
 Rule = Callable[[torch.Tensor], torch.Tensor]
 """A whole matrix to what replaces it."""
@@ -88,7 +89,10 @@ class Batch:
 
 
 class ShardedPieces(Pieces):
-    """Of parameters that ZeRO cut up and shared out."""
+    """Of parameters that ZeRO cut up and shared out, and of experts of which a rank has some (`parallel.expert`).
+
+    A rank's experts are consecutive rows of the whole parameter, so that its pieces are pieces of that.
+    """
 
     def __init__(self, engine: Engine) -> None:
         """Reads shapes and places; no collective."""
@@ -97,11 +101,14 @@ class ShardedPieces(Pieces):
         self._of: dict[int, list[Piece]] = {flat: [] for flat in self._flats}
         parameters = trainable_parameters(engine).values()
         self._parameters = len(parameters)
-        self._shapes = [shape_of(parameter) for parameter in parameters]
+        self._shapes = [whole_shape_of(parameter) for parameter in parameters]
+        self._stay = [cut(parameter) is not None for parameter in parameters]
+        """Whether a parameter's matrices are computed where they are: each rank has as many whole experts as others."""
         for row, parameter in enumerate(parameters):
             shard = shard_of(engine, parameter)
             if shard is not None:
-                piece = Piece(row, shard.at, shard.start, shard.length, self._shapes[row].numel())
+                start = first_of_slice(engine, parameter) + shard.start
+                piece = Piece(row, shard.at, start, shard.length, self._shapes[row].numel())
                 self._of[id(shard.flat)].append(piece)
 
     def of(self, flat: torch.Tensor) -> list[Piece]:
@@ -132,6 +139,13 @@ class ShardedPieces(Pieces):
             for _ in matrices
         ]
 
+    @cached_property
+    def _staying(self) -> set[int]:
+        """The numbers of the matrices that one of the ranks computes that have values of it."""
+        return {
+            number for matrices, stays in zip(self._matrices, self._stay, strict=True) if stays for number in matrices
+        }
+
     def _by_matrix(self, piece: Piece) -> Iterator[Piece]:
         """The piece cut where a matrix ends and the next begins: each with the matrix' number, and its place in it."""
         matrices = self._matrices[piece.row]
@@ -155,14 +169,18 @@ class ShardedPieces(Pieces):
         """
         rank, ranks, shapes = self._world.rank, self._world.world_size, self._matrix_shapes
         batches, owners, work, size = list[Batch](), dict[int, tuple[Batch, int]](), [0] * ranks, 0
-        found = {piece.row for piece in chain(*everywhere)}
-        for number in sorted(found, key=lambda number: (-shapes[number].numel(), number)):
+        holders: dict[int, list[int]] = {}
+        for holder, pieces in enumerate(everywhere):
+            for piece in pieces:
+                holders.setdefault(piece.row, []).append(holder)
+        for number in sorted(holders, key=lambda number: (-shapes[number].numel(), number)):
             numel = shapes[number].numel()
             if not batches or size + numel > EXCHANGED_VALUES * ranks:
                 batches.append(Batch({}, [[] for _ in range(ranks)], [[] for _ in range(ranks)]))
                 size = 0
             size += numel
-            owner = work.index(min(work))
+            among = holders[number] if number in self._staying else range(ranks)
+            owner = min(among, key=lambda rank: (work[rank], rank))
             work[owner] += numel * min(shapes[number], default=1)
             owners[number] = batches[-1], owner
             if owner == rank:

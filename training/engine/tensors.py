@@ -43,6 +43,12 @@ def whole_shape_of(parameter: torch.nn.Parameter) -> torch.Size:
     return own if how is None else how.whole(own)
 
 
+def first_of_slice(engine: Engine, parameter: torch.nn.Parameter) -> int:
+    """The place of this rank's first value in the whole parameter, whose rows are cut: of shared experts."""
+    how, group = cut(parameter), slice_group(parameter, engine.world)
+    return 0 if how is None or group is None else how.place(shape_of(parameter), group.rank).first
+
+
 def whole_gradient(engine: Engine, parameter: torch.nn.Parameter) -> torch.Tensor | None:
     """The reduced gradient, FP32, unscaled; between backward and step. None for a parameter without one."""
     gradient = reduced_gradient(parameter, engine.stage)

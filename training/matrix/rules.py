@@ -83,16 +83,16 @@ def _lion(weights: torch.Tensor, gradient: torch.Tensor, state: State, given: Gi
 
 
 def _muon(weights: torch.Tensor, gradient: torch.Tensor, state: State, given: Given) -> torch.Tensor:
-    """Jordan et al. 2024, with the sizes of Liu et al. 2025, equation 4."""
+    """Jordan et al. 2024, with the sizes of Liu et al. 2025, equation 4. Fused experts are a matrix each."""
     if not given["matrix"]:
         return _adamw(weights, gradient, state, given)
     momentum = given["momentum"]
     average = _average(state, "m", gradient, momentum)
     left, values, right = torch.linalg.svd(momentum * average + (1 - momentum) * gradient, full_matrices=False)
-    values = values / (values.norm() + 1e-7)
+    values = values / (values.norm(dim=-1, keepdim=True) + 1e-7)
     for _ in range(5):
         values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
-    step = left @ torch.diag(values) @ right * 0.2 * max(weights.shape) ** 0.5
+    step = left * values[..., None, :] @ right * 0.2 * max(weights.shape[-2:]) ** 0.5
     return -given["lr"] * (step + given["weight_decay"] * weights)
 
 

@@ -11,7 +11,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from config.batch import refuse_sharing
 from config.command_line import read_command_line
 from config.deepspeed.document import write_in_fp32
 from config.errors import UserError
@@ -99,7 +98,6 @@ def plan(
     if steps is not None:
         arguments += shorten(resolved.config, steps)
         resolved = read_command_line(arguments, launched)
-    refuse_sharing(resolved.batch, but=("sequence", "tensor"), why="the FP32 twin is verified with {what} on each rank")
     return Plan(tuple(arguments), resolved, folder, processes, tuple(launcher))
 
 

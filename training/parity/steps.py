@@ -392,7 +392,7 @@ def measure(
 
     world: the process group, where it was joined already.
     """
-    with session(resolved, world=world, shares=("sequence", "tensor")) as opened:
+    with session(resolved, world=world, shares=("sequence", "tensor", "expert")) as opened:
         engine, batches = opened.engine, opened.batches
         checkpoints = opened.saved_checkpoints(run_dir.checkpoints)
         record = Record.silent()

@@ -198,3 +198,16 @@ def test_the_most_that_routers_can_make_of_it(experts: int, chosen: int, ranks: 
     row = 2 * own_shape.expert_layers * layout.tokens * layout.width * own_shape.hidden
     assert moved.tokens_at_most - counts == row * max(sent)
     assert moved.tokens - counts == pytest.approx(row * sum(sent) / len(sent))
+
+
+def test_shared_experts_are_orthogonalized_without_being_sent() -> None:
+    """Other matrices go to the rank that computes them and back, in FP32, among all ranks, but for its own half."""
+    moved = {}
+    for name in ("adamw", "muon"):
+        overrides = [MIXTURE, "parallel.expert=2", f"optimizer.name={name}", "batch.global_size=8"]
+        shape, layout = planned(overrides, world=2)
+        moved[name] = traffic(shape, layout)
+    others = shape.hidden_matrix_parameters - 2 * shape.own.expert_parameters
+    assert 0 < others < shape.hidden_matrix_parameters
+    assert moved["muon"].parameters - moved["adamw"].parameters == pytest.approx(8 * others / 2 / 2)
+    assert replace(moved["muon"], parameters=0.0) == replace(moved["adamw"], parameters=0.0)

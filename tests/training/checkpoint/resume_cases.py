@@ -28,7 +28,7 @@ class Interrupted(Exception):
 def job(world: World, *, folder: str, name: str, overrides: list[str], passes: int | None) -> dict[str, Any]:
     """Resume the job and train it to its end, or until its `passes`-th forward pass; its state then."""
     resolved = resolve(folder, name, overrides)
-    with locked_run_dir(resolved, world), session(resolved, world=world) as opened:
+    with locked_run_dir(resolved, world), session(resolved, world=world, shares=("sequence", "expert")) as opened:
         return _train(opened, passes)
 
 

@@ -52,6 +52,11 @@ def trained(
         }
 
 
+def trained_with_shared_experts(world: World, **options: Any) -> dict[str, Any]:
+    """The same of a mixture, of whose experts each of two ranks has half."""
+    return trained(world.sharing_experts(2, timeout_minutes=2), **options)
+
+
 def broken_job(world: World, *, folder: str, overrides: list[str]) -> dict[str, Any]:
     """A whole job on a machine that breaks: how it ends, and what its folder holds."""
     found = resume_cases.job(world, folder=folder, name="broken", overrides=overrides, passes=None)

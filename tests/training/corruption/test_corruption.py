@@ -141,6 +141,29 @@ def test_a_flip_in_sharded_state_ends_the_run_with_its_rank_tensor_and_bit(pair:
     assert found["verdicts"] == ["STEP"] * 3 + ["ABORT"] and "drain" in found["reason"]
 
 
+MIXTURE = (
+    "model.architecture=mixtral",
+    "model.config={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2, "
+    "num_key_value_heads: 2, num_local_experts: 4}",
+    "parallel.expert=2",
+    "guard.update_checks=100000",
+)
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+def test_a_flip_in_shared_experts_is_named_in_the_whole_parameter(pair: ProcessGroup, stage: int) -> None:
+    """Each rank checks its own. Rank 1 has the third and the fourth expert; the first value of its masters flips."""
+    expert = "model.layers.1.mlp.experts"
+    planted = (*MIXTURE, f"faults=[{fault('moment', 27, step=3, module=expert)}]")
+    found = pair.run(cases.trained_with_shared_experts, stage=stage, compute="bf16", overrides=planted)[0]
+    (event,) = found["corruption"]
+    assert [event[key] for key in ("found_by", "ranks", "tensor", "bits")] == ["update", [1], "exp_avg", [27]]
+    assert event["module"] == f"{expert}.gate_up_proj" and event["index"] >= 2 * 96 * 32
+    assert found["verdicts"] == ["STEP"] * 3 + ["ABORT"]
+    clean = pair.run(cases.trained_with_shared_experts, stage=stage, compute="bf16", overrides=MIXTURE)[0]
+    assert clean["corruption"] == [] and clean["verdicts"] == ["STEP"] * 5
+
+
 def test_a_split_master_is_no_witness_of_the_weight_that_it_is_made_of(pair: ProcessGroup) -> None:
     """Of two ranks the owner would always be right, also when its own weight has flipped: nothing is overwritten."""
     planted = (*ON, "precision.masters=split", f"faults=[{fault('weight', 14, step=3, rank=0)}]")

@@ -82,6 +82,16 @@ def norms_over_steps(world: World, *, stage: int, compute: str, steps: int, over
     return rows
 
 
+def norms_of_skipped(world: World, *, stage: int, compute: str) -> list[float]:
+    """The gradient norm of a batch, twice, where masters are in host memory and each step is discarded."""
+    found = []
+    with engine_of(world, resolve(world, stage=stage, compute=compute, micro=2, variant="_offload")) as engine:
+        for step in (1, 2):
+            found.append(engine.health(engine.forward_backward(batch_of(world, 2, seed=1), step=step)).grad_norm)
+            engine.discard_gradients()
+    return found
+
+
 def struck_step(world: World, *, stage: int, compute: str, kind: str, rank: int) -> dict[str, Any]:
     """Two good steps, one with a fault on `rank`, one good step."""
     fault = f"faults=[{{kind: {kind}, step: 3, rank: {rank}, module: model.layers.1.mlp.down_proj}}]"

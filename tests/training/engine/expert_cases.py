@@ -15,12 +15,14 @@ from deepspeed.runtime.zero import partition_parameters
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
+from config.errors import UserError
 from config.resolved import Resolved
 from modeling.expert_parallel import share_experts
 from precision.dtypes import DTYPES
 from tests.support.plain_steps import EVALUATED, distance_of_updates, farthest, plain_steps
 from tests.support.small_run import batch_of, engine_of, masters_of, plain_model, resolve
 from training.distributed import World
+from training.engine.expert_slices import forget_groups
 from training.matrix.run import fp32_model
 
 STEPS = 3
@@ -76,8 +78,11 @@ def against_one_rank(
         held = sum(parameter.numel() for parameter in engine.model.parameters())
         found.append(engine.evaluate([batch_of(world, micro, seed=EVALUATED)]).loss)
         masters = masters_of(engine)
+        regions = {} if engine.regions is None else dict(engine.regions.dtypes)
     drawn = fp32_model(resolved.config.model, seed=resolved.config.run.seed).to(DTYPES[compute]).float()
-    plain = plain_model(resolved, start)
+    plain: Any = plain_model(resolved, start)
+    if resolved.config.optimizer.name != "adamw":  # its rule is written out in FP64, which grouped products do not take
+        plain.double().set_experts_implementation("eager")
     expected = plain_steps(plain, resolved.config.optimizer, steps=STEPS, lr=LR)
     weights = {name: parameter.detach() for name, parameter in plain.named_parameters()}
     experts = [n for n in masters if ".experts." in n]
@@ -87,6 +92,7 @@ def against_one_rank(
         "masters": distance_of_updates(masters, weights, start),
         "experts": max(float((masters[n] - weights[n]).norm() / (weights[n] - start[n]).norm()) for n in experts),
         "norm": expected[1],
+        "regions": regions,
         "held": held / sum(parameter.numel() for parameter in drawn.parameters()),
     }
 
@@ -107,6 +113,40 @@ def skipped(world: World, *, stage: int, ranks: int = 2, overrides: Sequence[str
             held.append([tensor.clone() for tensor in tensors])
     same = [all(map(torch.equal, before, after)) for before, after in pairwise(held)]
     return {"norms": norms, "applied": applied, "same": same}
+
+
+def sent_elsewhere(world: World) -> tuple[int, int]:
+    """Values that Muon sends other ranks in a step, and back: of dense matrices, and of shared experts."""
+    shared, sent, exchange = world.sharing_experts(2, timeout_minutes=2), [], World.exchange
+
+    def counted(self: World, values: torch.Tensor, out: list[int], back: list[int]) -> torch.Tensor:
+        sent.append(sum(out) - out[self.rank])
+        return exchange(self, values, out, back)
+
+    given = resolved_of(shared, "mixtral", stage=2, compute="fp32", ranks=2, micro=2, overrides=["optimizer.name=muon"])
+    with engine_of(shared, given) as engine:
+        health = engine.health(engine.forward_backward(batch_of(shared, 2, seed=1), step=1))
+        World.exchange = counted  # type: ignore[method-assign]
+        try:
+            engine.step(health, LR)
+        finally:
+            World.exchange = exchange  # type: ignore[method-assign]
+    there, back, *of_experts = sent  # a flat tensor of each
+    assert len(of_experts) == 2
+    return there + back, sum(of_experts)
+
+
+def refused(world: World, *, overrides: Sequence[str]) -> str:
+    """Why no engine is built."""
+    shared = world.sharing_experts(2, timeout_minutes=2)
+    given = resolved_of(shared, "mixtral", stage=2, compute="fp32", ranks=2, micro=2, overrides=overrides)
+    try:
+        with engine_of(shared, given):
+            return ""
+    except UserError as error:
+        return str(error)
+    finally:
+        forget_groups()
 
 
 def order_of_gathers(world: World, *, overrides: Sequence[str]) -> list[int]:

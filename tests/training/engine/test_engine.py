@@ -89,6 +89,19 @@ def test_half_precision_follows_fp32(pair, stage, compute):
             assert row["momentum"] == pytest.approx(reference["momentum"], rel=3e-2)
 
 
+@pytest.mark.parametrize(
+    ("stage", "compute"),
+    [
+        (2, "bf16"),
+        *(pytest.param(stage, compute, marks=pytest.mark.slow) for stage in (1, 3) for compute in ("bf16", "fp16")),
+    ],
+)
+def test_offloaded_gradients_of_a_skipped_step_are_forgotten(pair, stage, compute):
+    """DeepSpeed would add those of the next step to them: twice the norm here."""
+    for first, second in pair.run(engine_cases.norms_of_skipped, stage=stage, compute=compute):
+        assert first == second > 0
+
+
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize(("stage", "compute"), [(0, "fp32"), *SHARDED])
 @pytest.mark.parametrize(("kind", "rank"), [("inf_gradient", 1), ("nan_gradient", 0)])

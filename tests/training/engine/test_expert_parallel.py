@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +14,15 @@ from modeling.expert_parallel import MEASURED
 from tests.support.process_group import ProcessGroup
 from tests.support.small_run import gathered
 from tests.training.engine import expert_cases
+from training.matrix.cells import RULE_BOUNDS
 
 CLOSE = {"fp32": 1e-5, "bf16": 6.5e-2, "fp16": 7.8e-3}
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[ProcessGroup]:
+    with ProcessGroup(world_size=4) as group:
+        yield group
 
 
 @pytest.mark.parametrize(
@@ -57,6 +65,136 @@ def test_it_trains_as_one_rank_does(pair: ProcessGroup, stage: int, given: dict[
         assert found["held"] < 0.8, "half of the experts"
 
 
+@pytest.mark.parametrize(
+    ("stage", "compute", "overrides"),
+    [
+        (2, "fp32", ["optimizer.gradient_clipping=0.1"]),
+        (3, "fp32", ["optimizer.gradient_clipping=0.1"]),
+        pytest.param(1, "fp32", ["optimizer.gradient_clipping=0"], marks=pytest.mark.slow),
+        pytest.param(2, "fp32", ["optimizer.name=muon"], marks=pytest.mark.slow),
+        pytest.param(3, "fp32", ["optimizer.name=lamb"], marks=pytest.mark.slow),
+        *(
+            pytest.param(stage, compute, [], marks=pytest.mark.slow)
+            for stage, compute in ((1, "bf16"), (2, "fp16"), (3, "bf16"), (3, "fp16"))
+        ),
+    ],
+)
+def test_masters_in_host_memory_are_those_of_one_rank(
+    pair: ProcessGroup, stage: int, compute: str, overrides: list[str]
+) -> None:
+    """At ZeRO-3 weights, too. DeepSpeed sums the norm over all ranks there, experts of each included."""
+    given = [f"deepspeed.config=ds_configs/zero{stage}_{compute}_offload.json", *overrides]
+    given += ["model.config.num_experts_per_tok=4"] if compute != "fp32" else []
+    for found in pair.run(
+        expert_cases.against_one_rank, stage=stage, compute=compute, kind="qwen3_moe", overrides=given
+    ):
+        bound = max(CLOSE[compute], RULE_BOUNDS["muon"] if "optimizer.name=muon" in given else 0.0)
+        assert found["start"] == 0
+        assert max(found["masters"], found["experts"]) < bound
+        assert found["numbers"] < min(CLOSE[compute], 1e-2)
+
+
+def under_a_manifest(folder: Path, stage: int, *, experts: str, rest: str) -> list[str]:
+    """Overrides of a run whose manifest has no rule for routers."""
+    rules = [{"match": "*.experts", "compute": experts, "reason": "a test"}]
+    (folder / "manifest.json").write_text(json.dumps({"default": rest, "rules": rules}), encoding="utf-8")
+    given = [f"deepspeed.config=ds_configs/zero{stage}_fp32.json", "precision.path=manifest", "precision.compute=auto"]
+    return [*given, f"precision.manifest={folder}/manifest.json", "model.config.num_experts_per_tok=4"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "experts", "rest"),
+    [
+        (2, "bf16", "bf16"),
+        *(
+            pytest.param(stage, *dtypes, marks=pytest.mark.slow)
+            for stage, *dtypes in (
+                (1, "bf16", "bf16"),
+                (3, "bf16", "bf16"),
+                (2, "fp16", "fp32"),
+                (3, "fp16", "fp32"),
+                (2, "fp32", "fp32"),
+                (3, "fp32", "fp32"),
+            )
+        ),
+    ],
+)
+def test_a_manifest_names_the_dtype_of_experts(
+    pair: ProcessGroup, tmp_path: Path, stage: int, experts: str, rest: str
+) -> None:
+    """Routers compute in FP32. Parameters are the masters."""
+    given = [*under_a_manifest(tmp_path, stage, experts=experts, rest=rest), "precision.loss_scale.initial=256"]
+    for found in pair.run(expert_cases.against_one_rank, stage=stage, kind="qwen3_moe", overrides=given):
+        assert found["start"] == 0
+        assert max(found["masters"], found["experts"]) < CLOSE[experts]
+        assert found["numbers"] < min(CLOSE[experts], 1e-2)
+        dtypes = {name: dtype for name, dtype in found["regions"].items() if name.startswith("model.layers.0.mlp")}
+        assert dtypes["model.layers.0.mlp.experts"] == experts
+        assert dtypes["model.layers.0.mlp.gate"] == "fp32"
+
+
+def test_an_fp8_manifest_is_refused_in_one_line(pair: ProcessGroup, tmp_path: Path) -> None:
+    given = under_a_manifest(tmp_path, 2, experts="bf16", rest="bf16")
+    rules = [{"match": "*.q_proj", "compute": "fp8", "reason": "a test"}]
+    (tmp_path / "manifest.json").write_text(json.dumps({"default": "bf16", "rules": rules}), encoding="utf-8")
+    for said in pair.run(expert_cases.refused, overrides=given):
+        assert said.endswith("FP8 is not verified with parallel.expert = 2; remove one of them"), said
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "clipping"),
+    [
+        ("muon", 2, 0.1),
+        ("lamb", 3, 1.0),
+        *(
+            pytest.param(name, stage, clipping, marks=pytest.mark.slow)
+            for name in ("muon", "lamb", "stable_adamw")
+            for stage, clipping in ((1, 0), (2, 0), (3, 1.0))
+        ),
+    ],
+)
+def test_an_optimizer_that_looks_at_whole_parameters_sees_those_of_all_ranks(
+    pair: ProcessGroup, name: str, stage: int, clipping: float
+) -> None:
+    """Its rule on one rank in FP64: ratios and means of all experts, and each expert a matrix."""
+    given = [f"optimizer.name={name}", f"optimizer.gradient_clipping={clipping}", "optimizer.eps=1e-3"]
+    for found in pair.run(expert_cases.against_one_rank, stage=stage, overrides=given):
+        assert found["numbers"] < CLOSE["fp32"]
+        assert max(found["masters"], found["experts"]) < RULE_BOUNDS[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_experts_that_two_ranks_have_parts_of_are_orthogonalized(
+    four: ProcessGroup, tmp_path: Path, stage: int
+) -> None:
+    """Two ranks share out a slice of one and a half experts each."""
+    overrides = ["optimizer.name=muon", "model.config.num_local_experts=6", "optimizer.eps=1e-3"]
+    overrides += [gathered(tmp_path, "fp32")] if stage == 3 else []
+    for found in four.run(expert_cases.against_one_rank, stage=stage, overrides=overrides):
+        assert found["numbers"] < CLOSE["fp32"]
+        assert max(found["masters"], found["experts"]) < RULE_BOUNDS["muon"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["muon", "lamb"])
+@pytest.mark.parametrize(("compute", "stage"), [("bf16", 1), ("fp16", 2), ("bf16", 3)])
+def test_such_an_optimizer_in_16_bits(pair: ProcessGroup, name: str, compute: str, stage: int) -> None:
+    """Of tokens that take all experts: a 16-bit router may else choose others than FP32's."""
+    given = [f"optimizer.name={name}", "model.config.num_experts_per_tok=4"]
+    for found in pair.run(
+        expert_cases.against_one_rank, stage=stage, compute=compute, kind="qwen3_moe", overrides=given
+    ):
+        assert found["numbers"] < 1e-2
+        assert max(found["masters"], found["experts"]) < CLOSE[compute]
+
+
+def test_an_expert_is_orthogonalized_where_it_is(pair: ProcessGroup) -> None:
+    for dense, experts in pair.run(expert_cases.sent_elsewhere):
+        assert dense > 0
+        assert experts == 0
+
+
 @pytest.mark.one_in(16)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("kind", sorted(expert_cases.MEASURED))
@@ -68,12 +206,6 @@ def test_it_trains_every_kind_of_model_that_it_lets_share(pair: ProcessGroup, ki
 
 def test_the_kinds_are_those_that_the_config_allows() -> None:
     assert expert_cases.MEASURED.keys() == MEASURED
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[ProcessGroup]:
-    with ProcessGroup(world_size=4) as group:
-        yield group
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(2, 2), (4, 1), (2, 3), (4, 3)])
@@ -91,6 +223,32 @@ def test_an_overflow_of_one_ranks_experts_is_skipped_on_all(four: ProcessGroup, 
     for found in four.run(expert_cases.skipped, stage=stage, overrides=overrides):
         assert [math.isfinite(norm) for norm in found["norms"]] == found["applied"] == [True, False, True]
         assert found["same"] == [True, False], "masters and moments are bit for bit those of before"
+
+
+@pytest.mark.parametrize(
+    ("stage", "override"),
+    [
+        (2, "optimizer.name=muon"),
+        pytest.param(2, "optimizer.name=lamb", marks=pytest.mark.slow),
+        *(
+            pytest.param(stage, f"deepspeed.config=ds_configs/zero{stage}_fp16_offload.json", marks=pytest.mark.slow)
+            for stage in (1, 2, 3)
+        ),
+    ],
+)
+def test_a_skipped_step_changes_no_state(pair: ProcessGroup, stage: int, override: str) -> None:
+    for found in pair.run(expert_cases.skipped, stage=stage, overrides=[override]):
+        assert found["applied"] == [True, False, True]
+        assert found["same"] == [True, False]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_skipped_step_of_fp16_experts_changes_no_state(pair: ProcessGroup, tmp_path: Path, stage: int) -> None:
+    overrides = under_a_manifest(tmp_path, stage, experts="fp16", rest="fp32")
+    for found in pair.run(expert_cases.skipped, stage=stage, overrides=overrides):
+        assert found["applied"] == [True, False, True]
+        assert found["same"] == [True, False]
 
 
 def test_all_ranks_gather_in_the_same_order(four: ProcessGroup, tmp_path: Path) -> None:

@@ -17,16 +17,26 @@ from training.session import session
 
 
 def oracle(
-    folder: Path, rows_of_steps: list[list[int]], *, kind: str, temperature: float, ce_weight: float, top_k: int
+    folder: Path,
+    rows_of_steps: list[list[int]],
+    *,
+    kind: str,
+    temperature: float,
+    ce_weight: float,
+    top_k: int,
+    eps: float = 1e-8,
 ) -> dict[str, Any]:
-    """The same steps in plain torch: one row at a time, unpadded, divergences from probabilities in FP64."""
+    """The same steps in plain torch: one row at a time, unpadded, divergences from probabilities in FP64.
+
+    eps: of AdamW.
+    """
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")
     model, teacher = (AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32) for name in NAMES)
     model.train()
     teacher.eval()
     chats = [json.loads(line)["messages"] for line in (folder / "chats.jsonl").read_text().splitlines()]
     optimizer = torch.optim.AdamW(
-        parameter_groups(model, OptimizerSection(weight_decay=0.1)), lr=RATE, betas=(0.9, 0.95), eps=1e-8
+        parameter_groups(model, OptimizerSection(weight_decay=0.1)), lr=RATE, betas=(0.9, 0.95), eps=eps
     )
     found = []
     for numbers in rows_of_steps:

@@ -71,7 +71,7 @@ def steps(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
 
 def taken(resolved: Resolved, world: World, step: Callable[[Session], dict[str, Any]]) -> dict[str, Any]:
     """What `step` gives of each of some steps, the masters before and after, and whether the loss is chunked."""
-    with session(resolved, world=world) as opened:
+    with session(resolved, world=world, shares=("sequence", "expert")) as opened:
         before = masters(opened)
         found = [step(opened) for _ in range(STEPS)]
         chunked = opened.engine.loss_path.chunked
@@ -116,12 +116,18 @@ def _step(opened: Session) -> dict[str, Any]:
 
 
 def oracle(
-    folder: Path, rows_of_steps: list[list[int]], model: Any = None, *, by_row: bool = False, noise: Any = None
+    folder: Path,
+    rows_of_steps: list[list[int]],
+    model: Any = None,
+    *,
+    by_row: bool = False,
+    noise: Any = None,
+    eps: float = 1e-8,
 ) -> dict[str, Any]:
     """The same steps in plain torch: one row at a time, unpadded, its labels derived from the shape's description.
 
     by_row: the mean over rows of each row's mean, in place of the mean over labels. noise: called with the numbers of a
-    step and of one of its rows and the shape of its embeddings, which it is added to.
+    step and of one of its rows and the shape of its embeddings, which it is added to. eps: of AdamW.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")
     if model is None:
@@ -129,7 +135,7 @@ def oracle(
     model.train()
     chats = [json.loads(line)["messages"] for line in (folder / "chats.jsonl").read_text().splitlines()]
     groups = parameter_groups(model, OptimizerSection(weight_decay=0.1))
-    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=eps)
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     found = []
     for step, numbers in enumerate(rows_of_steps):

@@ -1,0 +1,156 @@
+"""Fine-tuning a mixture whose experts ranks share equals plain torch with all experts on the same rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.support.chats import write_base, write_chats, write_pairs
+from tests.support.plain_steps import distance_of_updates
+from tests.support.process_group import ProcessGroup
+from tests.training.checkpoint import resume_cases
+from tests.training.tasks import distill_cases, dpo_cases, sft_cases
+from tests.training.tasks.test_distill import SETTINGS, overrides_of
+from tests.training.tasks.test_dpo import STARTED
+from tests.training.tasks.test_dpo import require_equal as require_equal_pairs
+from tests.training.tasks.test_resume import FP16, OVERFLOW, SFT
+from tests.training.tasks.test_sft import require_equal
+from training.checkpoint.partitions import open_saved_model
+
+SHARED = "parallel.expert=2"
+EPS = 1e-5
+"""At 1e-8 AdamW makes whole steps of gradients that are nothing but rounding."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Mixtures that choose two of four experts, and one that takes all, a dense teacher, chats and pairs."""
+    made = tmp_path_factory.mktemp("mixtures")
+    write_base(made / "base", "mixtral", initializer_range=0.2)
+    write_base(made / "teacher", seed=1)
+    (made / "all").mkdir()
+    of_all = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 16, "head_dim": 16}
+    base = AutoModelForCausalLM.from_pretrained(write_base(made / "all" / "base", "qwen3_moe", **of_all))
+    with torch.no_grad():  # the start of a 16-bit run is then that of plain torch
+        for parameter in base.parameters():
+            parameter.copy_(parameter.bfloat16().half())
+    base.save_pretrained(made / "all" / "base")
+    for place in (made, made / "all"):
+        write_chats(place / "chats.jsonl", 60)
+    write_pairs(made / "pairs.jsonl", 40)
+    return made
+
+
+def off(found: dict[str, Any], exact: dict[str, Any]) -> float:
+    """How far the updates of the experts' masters are apart, in units of these updates."""
+    experts = {name for name in found["after"] if ".experts." in name}
+    assert len(experts) == 4
+    return distance_of_updates(
+        *({name: of[name] for name in experts} for of in (found["after"], exact["after"], found["before"]))
+    )
+
+
+@pytest.mark.parametrize(
+    ("stage", "packing", "more"),
+    [
+        (1, "none", ()),
+        (2, "best_fit", ("sft.loss=row",)),
+        (3, "none", ("model.loss=chunked", "model.loss_chunk_tokens=7")),
+        *(pytest.param(stage, "best_fit", (), marks=pytest.mark.slow) for stage in (1, 2, 3)),
+        pytest.param(2, "none", ("model.activation_checkpointing=full", "batch.micro_size=1"), marks=pytest.mark.slow),
+        pytest.param(3, "none", ("sft.loss=row", "batch.micro_size=4"), marks=pytest.mark.slow),
+    ],
+)
+def test_chats(pair: ProcessGroup, folder: Path, stage: int, packing: str, more: tuple[str, ...]) -> None:
+    given = (SHARED, f"data.packing={packing}", f"optimizer.eps={EPS}", *more)
+    found, other = pair.run(sft_cases.steps, folder=folder, stage=stage, overrides=given)
+    exact = sft_cases.oracle(folder, [step["rows"] for step in found["steps"]], by_row="sft.loss=row" in more, eps=EPS)
+    require_equal(found, exact)
+    assert off(found, exact) < 1e-5
+    assert found["steps"] == other["steps"]
+
+
+@pytest.mark.parametrize(
+    ("compute", "stage", "close"),
+    [
+        ("bf16", 2, 6.5e-2),
+        *(pytest.param("bf16", stage, 6.5e-2, marks=pytest.mark.slow) for stage in (1, 3)),
+        *(pytest.param("fp16", stage, 7.8e-3, marks=pytest.mark.slow) for stage in (1, 2, 3)),
+    ],
+)
+def test_chats_in_16_bits(pair: ProcessGroup, folder: Path, compute: str, stage: int, close: float) -> None:
+    """Of a mixture whose tokens take all experts: rounding chooses no others. The bounds are the precision matrix's."""
+    given = (SHARED, "data.packing=none", "optimizer.eps=0.01", "precision.loss_scale.initial=256")
+    found, _ = pair.run(sft_cases.steps, folder=folder / "all", stage=stage, compute=compute, overrides=given)
+    exact = sft_cases.oracle(folder / "all", [step["rows"] for step in found["steps"]], eps=0.01)
+    for mine, theirs in zip(found["steps"], exact["steps"], strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-2)
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=close)
+    assert off(found, exact) < close
+
+
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3])
+def test_pairs(pair: ProcessGroup, folder: Path, stage: int) -> None:
+    given = (SHARED, f"optimizer.eps={EPS}")
+    found, _ = pair.run(dpo_cases.steps, folder=folder, stage=stage, overrides=given)
+    exact = dpo_cases.oracle(folder, [step["pairs"] for step in found["steps"]], eps=EPS)
+    require_equal_pairs(found, exact)
+    assert off(found, exact) < 1e-5
+    assert found["steps"][0]["metrics"] | STARTED == found["steps"][0]["metrics"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "name", "more"),
+    [
+        (2, "forward", {}),
+        pytest.param(3, "reverse", {"sharded": "true"}, marks=pytest.mark.slow),
+        pytest.param(1, "jsd, likeliest", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_teacher(pair: ProcessGroup, folder: Path, stage: int, name: str, more: dict[str, Any]) -> None:
+    given = (SHARED, *overrides_of(folder, **SETTINGS[name], **more), f"optimizer.eps={EPS}")
+    found, _ = pair.run(sft_cases.steps, folder=folder, stage=stage, overrides=given)
+    settings = {"top_k": 0} | SETTINGS[name]
+    kind = settings.pop("loss")
+    exact = distill_cases.oracle(folder, [step["rows"] for step in found["steps"]], kind=kind, eps=EPS, **settings)
+    require_equal(found, exact)
+    assert off(found, exact) < 1e-5
+
+
+JOBS = {
+    "packed, BF16, ZeRO-2": ["precision.compute=bf16", "deepspeed.stage=2"],
+    "padded, FP16, ZeRO-3, an overflow": [*FP16, *OVERFLOW, "deepspeed.stage=3", "data.packing=none"],
+    "padded, FP16, ZeRO-1, an overflow": [*FP16, *OVERFLOW, "deepspeed.stage=1", "data.packing=none"],
+    "manifest, ZeRO-2": [
+        "deepspeed.stage=2",
+        "model.config={}",
+        "precision={path: manifest, manifest: config/manifests/bf16.json, compute: auto}",
+    ],
+    "offloaded, BF16, ZeRO-2": ["precision.compute=bf16", "deepspeed={stage: 2, offload: cpu}"],
+    "offloaded, FP16, ZeRO-3, an overflow": [*FP16, *OVERFLOW, "deepspeed={stage: 3, offload: cpu}"],
+}
+
+
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize("what", JOBS)
+def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair: ProcessGroup, folder: Path, what: str) -> None:
+    overrides = [*(item.replace("{folder}", str(folder)) for item in SFT), *JOBS[what], SHARED]
+    name = what.replace(" ", "-").replace(",", "")
+    whole = pair.run(resume_cases.job, folder=str(folder), name=name, overrides=overrides, passes=None)
+    broken = pair.run(resume_cases.job, folder=str(folder), name=f"{name}-broken", overrides=overrides, passes=7)
+    assert broken[0]["exit_code"] is None
+    broken = pair.run(resume_cases.job, folder=str(folder), name=f"{name}-broken", overrides=overrides, passes=None)
+    assert resume_cases.sessions_resumed(str(folder), f"{name}-broken") == 1
+    assert broken == whole
+    record = resume_cases.last_by_step(str(folder), name)
+    assert record == resume_cases.last_by_step(str(folder), f"{name}-broken")
+    assert [row["step"] for row in record if not row["applied"]] == ([3] if "overflow" in what else [])
+    saved = open_saved_model(folder / "runs" / name / "checkpoints" / "step-10" / "deepspeed")
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    assert {key: item.shape for key, item in saved.tensors.items()} == {
+        key: item.shape for key, item in base.named_parameters()
+    }
