@@ -31,9 +31,7 @@ STARTS = (
 )
 """What every new process comes from."""
 
-hypothesis.settings.register_profile(
-    "untimed", hypothesis.settings(), deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
+hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("untimed")  # a busy machine fails no test
 
 _STARTS_JOBS = re.compile(r"launches|strange|subprocess|preparation_kills")
