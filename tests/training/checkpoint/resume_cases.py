@@ -11,6 +11,7 @@ import torch
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from config.resolved import Resolved
+from tests.support.process_group import ProcessGroup
 from tests.support.small_run import masters_of
 from tracking.jsonl import read_events
 from training.build import build
@@ -108,6 +109,32 @@ def _checksum(tensors: dict[str, torch.Tensor]) -> str:
     for name in sorted(tensors):
         digest.update(name.encode() + tensors[name].float().numpy().tobytes())
     return digest.hexdigest()
+
+
+def ends_as_whole(
+    group: ProcessGroup,
+    folder: Path,
+    name: str,
+    overrides: list[str],
+    *,
+    breaks: tuple[int, ...],
+    seconds: float = 180.0,
+) -> list[dict[str, Any]]:
+    """Train the job whole, and once more as `{name}-broken`, which breaks off at these forward passes of a start.
+
+    All that both end with is equal. Returns the record by step.
+    """
+    how: dict[str, Any] = {"folder": str(folder), "overrides": overrides, "seconds": seconds}
+    whole = group.run(job, name=name, passes=None, **how)
+    for passes in (*breaks, None):
+        broken = group.run(job, name=f"{name}-broken", passes=passes, **how)
+        assert (broken[0]["exit_code"] is None) == (passes is not None)
+    assert sessions_resumed(str(folder), f"{name}-broken") == len(breaks)
+    assert [result["exit_code"] for result in whole] == [0] * len(whole)
+    assert broken == whole
+    record = last_by_step(str(folder), name)
+    assert last_by_step(str(folder), f"{name}-broken") == record
+    return record
 
 
 def sessions_resumed(folder: str, name: str) -> int:

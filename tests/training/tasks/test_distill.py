@@ -144,16 +144,7 @@ RESUMED = {
 @pytest.mark.parametrize("what", RESUMED)
 def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair: ProcessGroup, folder: Path, what: str) -> None:
     overrides, draw = [*job_of(folder), *RESUMED[what]], random.Random(what)
-    whole = pair.run(resume_cases.job, folder=str(folder), name=what, overrides=overrides, passes=None)
-    broken = pair.run(
-        resume_cases.job, folder=str(folder), name=f"{what}-broken", overrides=overrides, passes=draw.randrange(9, 16)
-    )
-    assert broken[0]["exit_code"] is None
-    broken = pair.run(resume_cases.job, folder=str(folder), name=f"{what}-broken", overrides=overrides, passes=None)
-    assert resume_cases.sessions_resumed(str(folder), f"{what}-broken") == 1
-    assert broken == whole
-    record = resume_cases.last_by_step(str(folder), what)
-    assert record == resume_cases.last_by_step(str(folder), f"{what}-broken")
+    record = resume_cases.ends_as_whole(pair, folder, what, overrides, breaks=(draw.randrange(9, 16),))
     assert [row["step"] for row in record if not row["applied"]] == ([3] if "overflow" in what else [])
 
 

@@ -225,16 +225,7 @@ def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair: ProcessGroup, fol
     """40 pairs are half of 10 steps: the jobs go through them twice, and break in the middle of a step."""
     overrides = [item.replace("{folder}", str(folder)) for item in [*DPO, *JOBS[what]]]
     name = what.replace(" ", "-").replace(",", "")
-    whole = pair.run(resume_cases.job, folder=str(folder), name=name, overrides=overrides, passes=None)
-    for passes in (9, 11, None):
-        broken = pair.run(
-            resume_cases.job, folder=str(folder), name=f"{name}-broken", overrides=overrides, passes=passes
-        )
-        assert (broken[0]["exit_code"] is None) == (passes is not None)
-    assert resume_cases.sessions_resumed(str(folder), f"{name}-broken") == 2
-    assert broken == whole
-    record = resume_cases.last_by_step(str(folder), name)
-    assert resume_cases.last_by_step(str(folder), f"{name}-broken") == record
+    record = resume_cases.ends_as_whole(pair, folder, name, overrides, breaks=(9, 11))
     assert [row["step"] for row in record if not row["applied"]] == ([3] if "overflow" in what else [])
 
 

@@ -62,18 +62,10 @@ def job(encoders: Path, what: str) -> tuple[list[str], str]:
 @pytest.mark.one_in(7)
 @pytest.mark.parametrize("what", JOBS)
 def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair: ProcessGroup, encoders: Path, what: str) -> None:
-    (overrides, name), run = job(encoders, what), {"folder": str(encoders), "seconds": 400.0}
+    overrides, name = job(encoders, what)
     overrides = [*overrides, "evaluate={every_steps: 5, batches: 8}"]
-    whole = pair.run(resume_cases.job, name=name, overrides=overrides, passes=None, **run)
-    broken = pair.run(resume_cases.job, name=f"{name}-broken", overrides=overrides, passes=14, **run)
-    assert broken[0]["exit_code"] is None
-    broken = pair.run(resume_cases.job, name=f"{name}-broken", overrides=overrides, passes=None, **run)
-    assert resume_cases.sessions_resumed(str(encoders), f"{name}-broken") == 1
-    assert [result["exit_code"] for result in whole] == [0, 0]
-    assert broken == whole
-    record = resume_cases.last_by_step(str(encoders), name)
+    record = resume_cases.ends_as_whole(pair, encoders, name, overrides, breaks=(14,), seconds=400.0)
     assert [row["step"] for row in record if not row["applied"]] == ([3] if "overflow" in what else [])
-    assert resume_cases.last_by_step(str(encoders), f"{name}-broken") == record
     events = list(read_events(encoders / "runs" / name / "events.jsonl"))
     evaluated = [event for event in events if event["event"] == "eval"]
     if "mlm" in what:

@@ -140,14 +140,7 @@ JOBS = {
 def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair: ProcessGroup, folder: Path, what: str) -> None:
     overrides = [*(item.replace("{folder}", str(folder)) for item in SFT), *JOBS[what], SHARED]
     name = what.replace(" ", "-").replace(",", "")
-    whole = pair.run(resume_cases.job, folder=str(folder), name=name, overrides=overrides, passes=None)
-    broken = pair.run(resume_cases.job, folder=str(folder), name=f"{name}-broken", overrides=overrides, passes=7)
-    assert broken[0]["exit_code"] is None
-    broken = pair.run(resume_cases.job, folder=str(folder), name=f"{name}-broken", overrides=overrides, passes=None)
-    assert resume_cases.sessions_resumed(str(folder), f"{name}-broken") == 1
-    assert broken == whole
-    record = resume_cases.last_by_step(str(folder), name)
-    assert record == resume_cases.last_by_step(str(folder), f"{name}-broken")
+    record = resume_cases.ends_as_whole(pair, folder, name, overrides, breaks=(7,))
     assert [row["step"] for row in record if not row["applied"]] == ([3] if "overflow" in what else [])
     saved = open_saved_model(folder / "runs" / name / "checkpoints" / "step-10" / "deepspeed")
     base = AutoModelForCausalLM.from_pretrained(folder / "base")

@@ -84,16 +84,8 @@ def job(folder: Path, what: str) -> tuple[list[str], str]:
 @pytest.mark.parametrize("what", JOBS)
 def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair: ProcessGroup, folder: Path, what: str) -> None:
     overrides, name = job(folder, what)
-    whole = pair.run(resume_cases.job, folder=str(folder), name=name, overrides=overrides, passes=None)
-    broken = pair.run(resume_cases.job, folder=str(folder), name=f"{name}-broken", overrides=overrides, passes=14)
-    assert broken[0]["exit_code"] is None
-    broken = pair.run(resume_cases.job, folder=str(folder), name=f"{name}-broken", overrides=overrides, passes=None)
-    assert resume_cases.sessions_resumed(str(folder), f"{name}-broken") == 1
-    assert [result["exit_code"] for result in whole] == [0, 0]
-    assert broken == whole
-    record = resume_cases.last_by_step(str(folder), name)
+    record = resume_cases.ends_as_whole(pair, folder, name, overrides, breaks=(14,))
     assert [row["step"] for row in record if not row["applied"]] == ([3] if "overflow" in what else [])
-    assert resume_cases.last_by_step(str(folder), f"{name}-broken") == record
     evaluated = [row for row in read_events(folder / "runs" / name / "events.jsonl") if row["event"] == "eval"]
     assert all(row["perplexity"] > 1 for row in evaluated) and len(evaluated) == 2
 
