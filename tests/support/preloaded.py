@@ -15,6 +15,7 @@ MODULES = (
     "training.loop",
     "training.session",
     "transformers.models.llama.modeling_llama",
+    "peft",
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
 )
