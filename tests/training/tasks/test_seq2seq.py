@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,54 @@ def test_two_ranks_equal_plain_torch(pair: ProcessGroup, folder: Path, family: s
     assert ("lm_head.weight" in found["after"]) == (family == "t5-v1.1")
     assert [step["loss"] for step in other["steps"]] == [step["loss"] for step in found["steps"]]
     require_equal(found, cases.oracle(folder, found, family=family))
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(("family", "stage"), [("bart", 0), ("t5", 2), ("t5-v1.1", 3)])
+def test_one_rank_equals_plain_torch(solo: ProcessGroup, folder: Path, family: str, stage: int) -> None:
+    [found] = solo.run(cases.steps, folder=folder, family=family, stage=stage)
+    require_equal(found, cases.oracle(folder, found, family=family))
+
+
+@pytest.mark.parametrize(("family", "loss"), [("t5", "full"), pytest.param("bart", "chunked", marks=pytest.mark.slow)])
+def test_each_source_and_each_set_has_the_loss_of_plain_torch(
+    pair: ProcessGroup, solo: ProcessGroup, folder: Path, family: str, loss: str
+) -> None:
+    write_rows(folder / "more.jsonl", 30, seed=1)
+    for seed, name in enumerate(("first", "second"), 2):
+        write_rows(folder / f"{name}.jsonl", 11, seed=seed)
+    files = [(f"{folder}/{name}.jsonl", name) for name in ("rows", "more", "first", "second")]
+    named = [f"{{path: {path}, name: {name}}}" for path, name in files]
+    given = ("data.path=null", f"data.sources=[{', '.join(named[:2])}]", f"data.validation=[{', '.join(named[2:])}]")
+    given = (*given, "evaluate={every_steps: 1, batches: 3}", f"model.loss={loss}")
+    [alone] = solo.run(cases.mixture, folder=folder, family=family, stage=0, overrides=given)
+    found, _ = pair.run(cases.mixture, folder=folder, family=family, stage=2, overrides=given)
+    assert found["rows"] == alone["rows"] and found["chunked"] == (loss == "chunked")
+    assert found["sets"].keys() == {"first", "second"}
+
+    rows = {name: [json.loads(line) for line in Path(path).read_text().splitlines()] for path, name in files}
+    trained = {
+        name: cases.plain_losses(folder, family, [rows[name][number] for number in numbers])
+        for name, numbers in found["rows"].items()
+    }
+    held_out = {name: cases.plain_losses(folder, family, rows[name]) for name in ("first", "second")}
+    for mine in (found, alone):
+        assert mine["loss"] == pytest.approx(mean(trained), rel=1e-5)
+        assert mine["loss_by_source"] == pytest.approx(
+            {name: mean({name: one}) for name, one in trained.items()}, rel=1e-5
+        )
+        assert mine["labels"] == [{name: int(count) for name, (_, count, _) in trained.items()}] * 2
+        assert mine["whole"] == pytest.approx(mean(held_out), rel=1e-5)
+        for name, (total, count, right) in held_out.items():
+            assert mine["sets"][name].loss == pytest.approx(float(total / count), rel=1e-5)
+            assert mine["sets"][name].metrics == {"token_accuracy": float(right / count)}
+    assert abs(mean({"": trained["rows"]}) / mean({"": trained["more"]}) - 1) > 1e-4, "they differ"
+
+
+def mean(sums: dict[str, torch.Tensor]) -> float:
+    """Of what `plain_losses` gives, over all labels."""
+    total, count, _ = sum(sums.values(), torch.zeros(3, dtype=torch.float64))
+    return float(total / count)
 
 
 JOB = (
