@@ -63,7 +63,7 @@ def _sample(parts: Parts, corpus: Corpus) -> str | None:
         temperature=generate.temperature,
         seed=parts.resolved.config.run.seed,
         device=parts.engine.world.device,
-        has_encoder=parts.resolved.config.task == "seq2seq",
+        has_encoder=parts.engine.model.config.is_encoder_decoder,
     )
 
 

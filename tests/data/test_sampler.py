@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config.errors import UserError
-from data.sampler import permute, sample_ids, split_for_rank
+from data.sampler import STRETCH, grouped, permute, sample_ids, split_for_rank
 
 
 def epoch_order(samples: int, seed: int, epoch: int) -> np.ndarray:
@@ -86,6 +86,25 @@ def test_a_far_position_of_a_huge_corpus_is_reached_at_once() -> None:
 def test_the_order_is_part_of_the_contract() -> None:
     """A checkpoint holds only a position: another order under the same seed would replay and skip data on resume."""
     assert sample_ids(0, samples=10, seed=0, global_size=10).tolist() == [7, 5, 8, 2, 4, 9, 6, 1, 3, 0]
+
+
+def test_batches_of_similar_length_hold_what_their_stretch_holds_with_less_padding() -> None:
+    lengths = np.random.default_rng(0).integers(1, 100, 500)
+    drawn = [sample_ids(position, samples=500, seed=4, global_size=8) for position in range(3 * STRETCH)]
+    found = [grouped(position, lengths, drawn.__getitem__, seed=4) for position in range(3 * STRETCH)]
+    for first in range(0, len(drawn), STRETCH):
+        place = slice(first, first + STRETCH)
+        assert sorted(np.concatenate(found[place])) == sorted(np.concatenate(drawn[place]))
+        longest = [lengths[ids].max() for ids in found[place]]
+        assert longest != sorted(longest), "their order is shuffled"
+    before, after = (
+        sum(int((lengths[ids].max() - lengths[ids]).sum()) for ids in batches) for batches in (drawn, found)
+    )
+    assert after < before / 5
+    for position in reversed(range(len(drawn))):  # whatever was asked before
+        assert np.array_equal(grouped(position, lengths, drawn.__getitem__, seed=4), found[position])
+    others = [grouped(position, lengths, drawn.__getitem__, seed=5) for position in range(len(drawn))]
+    assert any(not np.array_equal(mine, other) for mine, other in zip(found, others, strict=True)), "it is the seed's"
 
 
 def test_sizes_that_do_not_divide_are_refused() -> None:

@@ -49,7 +49,6 @@ class LossPath:
         self._head: ChunkedHead | None = None
         self.unchunked_reason: str | None = None
         """Why a loss that should be chunked is not; None otherwise."""
-        self._has_decoder = resolved.config.task == "seq2seq"
         section, model = resolved.config.model, engine.module
         if self._labels is None:  # only the cross-entropy at every label may be computed in chunks
             return
@@ -104,7 +103,8 @@ class LossPath:
     def _forward_two_tokens(self) -> Any:
         self._engine.eval()
         two = torch.zeros((1, 2), dtype=torch.int64, device=self._device)
-        inputs = {"input_ids": two} | ({"decoder_input_ids": two} if self._has_decoder else {})
+        has_decoder = self._engine.module.config.is_encoder_decoder
+        inputs = {"input_ids": two} | ({"decoder_input_ids": two} if has_decoder else {})
         output = self._engine(**inputs, use_cache=False)
         self._engine.train()
         return output

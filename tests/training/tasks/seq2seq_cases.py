@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
@@ -74,6 +75,45 @@ def oracle(
         tokens = sum(source.numel() + target.numel() for source, target in pairs)
         found.append({"loss": total, "grad_norm": norm, "tokens": tokens})
     return {"steps": found, "after": {name: value.detach().clone() for name, value in parameters.items()}}
+
+
+def mixture(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
+    """The first step on several sources with its rows by source, and each validation set; from the weights as read."""
+    with session(resolve(folder, **options), world=world) as opened:
+        engine, batch, mix = opened.engine, opened.batches.next_step(), opened.corpus.mixture
+        assert mix is not None
+        health = engine.health(engine.forward_backward(batch, step=1))
+        engine.discard_gradients()
+        owners = mix.source_of(batch.sample_ids).tolist()
+        firsts = [0, *np.cumsum(mix.samples).tolist()]
+        rows: dict[str, list[int]] = {name: [] for name in mix.names}
+        for sample, owner in zip(batch.sample_ids.tolist(), owners, strict=True):
+            [row] = opened.corpus.train.rows_of(sample)  # type: ignore[union-attr]
+            rows[mix.names[owner]].append(row - firsts[owner])
+        return {
+            "loss": health.loss,
+            "loss_by_source": health.loss_by_source,
+            "labels": [batch.labels_by_source, health.counts_by_source],
+            "rows": rows,
+            "chunked": engine.loss_path.chunked,
+            "whole": engine.evaluate(opened.validation()).loss,
+            "sets": {name: engine.evaluate(own) for name, own in opened.validation_by_source().items()},
+        }
+
+
+def plain_losses(folder: Path, family: str, rows: list[dict[str, str]]) -> torch.Tensor:
+    """(3,) float64: summed cross-entropy of the targets, their tokens, and those of them that are the likeliest; of
+    plain transformers, one row at a time."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / family)
+    model: Any = AutoModelForSeq2SeqLM.from_pretrained(folder / family, dtype=torch.float32).eval()
+    found = torch.zeros(3, dtype=torch.float64)
+    for row in rows:
+        source, target = (tokenizer(row[field], return_tensors="pt").input_ids for field in ("prompt", "completion"))
+        with torch.no_grad():
+            output = model(input_ids=source, labels=target)
+        right = int((output.logits.argmax(-1) == target).sum())
+        found += torch.tensor([float(output.loss) * target.numel(), target.numel(), right], dtype=torch.float64)
+    return found
 
 
 def start(world: World, *, folder: Path, **options: Any) -> dict[str, torch.Tensor]:

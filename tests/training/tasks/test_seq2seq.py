@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +58,59 @@ def test_two_ranks_equal_plain_torch(pair: ProcessGroup, folder: Path, family: s
     require_equal(found, cases.oracle(folder, found, family=family))
 
 
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(("family", "stage"), [("bart", 0), ("t5", 2), ("t5-v1.1", 3)])
+def test_one_rank_equals_plain_torch(solo: ProcessGroup, folder: Path, family: str, stage: int) -> None:
+    [found] = solo.run(cases.steps, folder=folder, family=family, stage=stage)
+    require_equal(found, cases.oracle(folder, found, family=family))
+
+
+@pytest.mark.parametrize(("family", "loss"), [("t5", "full"), pytest.param("bart", "chunked", marks=pytest.mark.slow)])
+def test_each_source_and_each_set_has_the_loss_of_plain_torch(
+    pair: ProcessGroup, solo: ProcessGroup, folder: Path, family: str, loss: str
+) -> None:
+    write_rows(folder / "more.jsonl", 30, seed=1)
+    for seed, name in enumerate(("first", "second"), 2):
+        write_rows(folder / f"{name}.jsonl", 11, seed=seed)
+    files = [(f"{folder}/{name}.jsonl", name) for name in ("rows", "more", "first", "second")]
+    named = [f"{{path: {path}, name: {name}}}" for path, name in files]
+    given = ("data.path=null", f"data.sources=[{', '.join(named[:2])}]", f"data.validation=[{', '.join(named[2:])}]")
+    given = (*given, "evaluate={every_steps: 1, batches: 3}", f"model.loss={loss}")
+    [alone] = solo.run(cases.mixture, folder=folder, family=family, stage=0, overrides=given)
+    found, _ = pair.run(cases.mixture, folder=folder, family=family, stage=2, overrides=given)
+    assert found["rows"] == alone["rows"] and found["chunked"] == (loss == "chunked")
+    assert found["sets"].keys() == {"first", "second"}
+
+    rows = {name: [json.loads(line) for line in Path(path).read_text().splitlines()] for path, name in files}
+    trained = {
+        name: cases.plain_losses(folder, family, [rows[name][number] for number in numbers])
+        for name, numbers in found["rows"].items()
+    }
+    held_out = {name: cases.plain_losses(folder, family, rows[name]) for name in ("first", "second")}
+    for mine in (found, alone):
+        assert mine["loss"] == pytest.approx(mean(trained), rel=1e-5)
+        assert mine["loss_by_source"] == pytest.approx(
+            {name: mean({name: one}) for name, one in trained.items()}, rel=1e-5
+        )
+        assert mine["labels"] == [{name: int(count) for name, (_, count, _) in trained.items()}] * 2
+        assert mine["whole"] == pytest.approx(mean(held_out), rel=1e-5)
+        for name, (total, count, right) in held_out.items():
+            assert mine["sets"][name].loss == pytest.approx(float(total / count), rel=1e-5)
+            assert mine["sets"][name].metrics == {"token_accuracy": float(right / count)}
+    assert abs(mean({"": trained["rows"]}) / mean({"": trained["more"]}) - 1) > 1e-4, "they differ"
+
+
+def mean(sums: dict[str, torch.Tensor]) -> float:
+    """Of what `plain_losses` gives, over all labels."""
+    total, count, _ = sum(sums.values(), torch.zeros(3, dtype=torch.float64))
+    return float(total / count)
+
+
 JOB = (
     *("task=seq2seq", "model.architecture=null", "data.source=auto", "data.tokenizer=model"),
     *("data.path={folder}/rows.jsonl", "model.name_or_path={folder}/{family}"),
     *(f"data.sequence_length={SOURCE}", f"data.target_length={TARGET}", "data.validation_fraction=0.2"),
-    "evaluate={every_steps: 5, batches: 8}",
+    "evaluate={every_steps: 5, batches: 1}",
 )
 JOBS = {
     "t5-v1.1, BF16, ZeRO-2": ("precision.compute=bf16", "deepspeed.stage=2", "model.config={dropout_rate: 0.1}"),
@@ -86,8 +135,11 @@ def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair: ProcessGroup, fol
     overrides, name = job(folder, what)
     record = resume_cases.ends_as_whole(pair, folder, name, overrides, breaks=(14,))
     assert [row["step"] for row in record if not row["applied"]] == ([3] if "overflow" in what else [])
-    evaluated = [row for row in read_events(folder / "runs" / name / "events.jsonl") if row["event"] == "eval"]
+    events = list(read_events(folder / "runs" / name / "events.jsonl"))
+    evaluated = [row for row in events if row["event"] == "eval"]
     assert all(row["perplexity"] > 1 for row in evaluated) and len(evaluated) == 2
+    notes = [row["text"] for row in events if row["event"] == "note" and "evaluate.batches" in row["text"]]
+    assert len(notes) == 1 and "evaluate.batches = 1: an evaluation is of 8 of the 9 sequences held out" in notes[0]
 
 
 WHAT = [pytest.param(what, marks=pytest.mark.slow if "v1.1" not in what else ()) for what in JOBS]

@@ -56,6 +56,12 @@ def test_two_ranks_equal_plain_peft(pair: ProcessGroup, folder: Path, what: str)
     require_equal(found, cases.oracle(folder, found, family=family, adapter=given))
 
 
+def test_one_rank_equals_plain_peft(solo: ProcessGroup, folder: Path) -> None:
+    family, stage, adapter, given = CELLS["bart"]
+    [found] = solo.run(cases.steps, folder=folder, family=family, stage=stage, overrides=(adapter,))
+    require_equal(found, cases.oracle(folder, found, family=family, adapter=given))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("adapter", [LORA[:-1] + ", dropout: 0.5}", ""])
 def test_single_steps_telemetry_and_attribution(pair: ProcessGroup, folder: Path, adapter: str) -> None:
