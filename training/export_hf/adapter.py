@@ -23,14 +23,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 from config.errors import UserError, one_line
 from config.files import flush
 from config.schema import Config
-from config.task import CAUSAL_LM, SEQ2SEQ_LM, model_class_of
+from config.task import ENCODER_TASKS, model_class_of
 from modeling.adapter import adapter_config, base_name, peft_name, whole_modules
 from modeling.build import build_model
 from modeling.quantised_base import dequantise
 from precision.dtypes import DTYPES
 from training.checkpoint.partitions import SavedModel, SavedTensor
-from training.export_hf.gap import summary, token_gap
-from training.export_hf.rows import pairs_of_run, rows_of_run
+from training.export_hf.gap import row_gap, summary
+from training.export_hf.rows import Row, rows_of_run
 from training.export_hf.tensors import TensorsDiffer, rounded
 
 WEIGHTS = "adapter_model.safetensors"
@@ -118,13 +118,10 @@ def merge(saved: SavedModel, config: Config, shape: PretrainedConfig, *, dtype: 
         "lost by rounding": {layer: share for layer, (share, _) in sorted(lost.items(), key=lambda item: -item[1][0])},
         "weights that did not change": sum(kept for _, kept in lost.values()) / max(len(lost), 1),
     }
-    if model_class == CAUSAL_LM:
-        rows = [(row, None) for row in rows_of_run(corpus, config)]
-        facts |= _on_rows(model, dtype, rows)
-        if config.adapter.base != "compute":
-            facts |= {"base": config.adapter.base, "on the base in floats": _on_original(model, quantised, rows)}
-    elif model_class == SEQ2SEQ_LM:
-        facts |= _on_rows(model, dtype, pairs_of_run(corpus, config))
+    rows = [] if config.task in ENCODER_TASKS else rows_of_run(corpus, config)
+    facts |= _on_rows(model, dtype, rows)
+    if config.adapter.base != "compute":
+        facts |= {"base": config.adapter.base, "on the base in floats": _on_original(model, quantised, rows)}
     tensors = {key: SavedTensor(value.shape, _read(value.detach())) for key, value in model.named_parameters()}
     for key, value in model.named_parameters(remove_duplicate=False):  # two names of one weight, two tensors in a file
         tensors.setdefault(key, SavedTensor(value.shape, value.detach().clone))
@@ -166,9 +163,7 @@ def _as_computed(base: Any, config: Config, shape: PretrainedConfig) -> dict[str
     return taken
 
 
-def _on_original(
-    model: PreTrainedModel, taken: dict[str, torch.Tensor], rows: Sequence[tuple[torch.Tensor, torch.Tensor | None]]
-) -> dict[str, float]:
+def _on_original(model: PreTrainedModel, taken: dict[str, torch.Tensor], rows: Sequence[Row]) -> dict[str, float]:
     """What changes in the log-probabilities where the same adapter is put on the weights in the files.
 
     model: merged, FP32. taken: of `_as_computed`.
@@ -178,7 +173,7 @@ def _on_original(
     other: Any = copy.deepcopy(model.eval())
     for name, difference in taken.items():
         other.get_submodule(name).weight.add_(difference)
-    found = summary([token_gap(model, other, row, target) for row, target in rows])
+    found = summary([row_gap(model, other, row) for row in rows])
     return {"kl": found["kl"], "largest kl": found["largest kl"], "largest": found["largest difference"]}
 
 
@@ -223,16 +218,14 @@ def _read(value: torch.Tensor) -> Any:
     return lambda: value
 
 
-def _on_rows(
-    model: PreTrainedModel, dtype: torch.dtype, rows: Sequence[tuple[torch.Tensor, torch.Tensor | None]]
-) -> dict[str, Any]:
-    """What rounding does to the log-probabilities of the merged model, computed in FP32. rows: as of `token_gap`."""
+def _on_rows(model: PreTrainedModel, dtype: torch.dtype, rows: Sequence[Row]) -> dict[str, Any]:
+    """What rounding does to the log-probabilities of the merged model, computed in FP32."""
     if not rows:
         return {}
     rounded = copy.deepcopy(model.eval())
     for parameter in rounded.parameters():
         parameter.copy_(parameter.to(dtype).float())
-    found = summary([token_gap(model, rounded, row, target) for row, target in rows])
+    found = summary([row_gap(model, rounded, row) for row in rows])
     return {
         "rows": found["rows"],
         "kl": found["kl"],
