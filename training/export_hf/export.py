@@ -159,8 +159,8 @@ def export(
 
 
 def _rows(source: Source, comparison: Comparison) -> list[Row]:
-    if source.config.task in ENCODER_TASKS:
-        raise UserError(f"--compare-logits: compares what generates text, and this run's task is {source.config.task}")
+    if source.config.classify.kind == "regression" and comparison.bounds.kl is not None:
+        raise UserError("--largest-kl: the model predicts a number, which has no KL; bound it by --largest-difference")
     if comparison.data:
         return rows_of_data(comparison.data, source.config, source.tokenizer, comparison.rows)
     rows = rows_of_run(source.tokenizer.parent, source.config, comparison.rows)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ import torch
 from config.errors import UserError
 from config.load import load_config
 from config.schema import Config
-from config.task import CAUSAL_LM, KINDS, model_class_of, settle_task
+from config.task import CAUSAL_LM, model_class_of, settle_task
 from data.corpus import Corpus, open_corpus
 from data.loader import IGNORED_LABEL, Batch
 from data.row_shards import RowShards
@@ -29,6 +29,9 @@ _CONFIGS = (".yaml", ".yml")
 _COMPRESSED = (".gz", ".zst")
 
 
+Unit = Literal["token", "label", "number"]
+
+
 @dataclass(frozen=True)
 class Row:
     """What two models read, and where what they say of it is compared."""
@@ -38,7 +41,9 @@ class Row:
     places: torch.Tensor
     """(m,) int64: of the outputs, in their order."""
     labels: torch.Tensor
-    """(m,) int64: the token that is right at each of these places, IGNORED_LABEL where none is."""
+    """(m,) int64: what is right at each of these places, IGNORED_LABEL where nothing is."""
+    unit: Unit = "token"
+    """What the outputs are of; a number is one itself, the others are logits, one for each."""
 
     @classmethod
     def of_text(cls, ids: torch.Tensor) -> Self:
@@ -60,11 +65,16 @@ def rows_of_data(data: str, config: Config, tokenizer: Path, count: int = ROWS) 
     """Rows of a config's data, or of a file, as the run of `config` would see them, under its tokenizer.
 
     data: a run config (.yaml), or a file or glob of the run's kind of rows; text files are read as documents. Raises
-    UserError when the data are of another kind of model, cannot be prepared or hold no row.
+    UserError when the data are of another kind of model, cannot be prepared, hold no row or a label that is new.
     """
     chosen = _of_config(data, config) if Path(data).suffix in _CONFIGS else _of_file(data, config)
     section = dataclasses.replace(chosen.data, tokenizer=str(tokenizer))
     corpus = prepare(dataclasses.replace(chosen, data=section), progress=False)
+    for name in corpus.labels:
+        if name not in config.classify.labels:
+            raise UserError(
+                f"--compare-logits {data}: has the label {name!r}, which the model has not; remove its rows"
+            )
     rows = rows_of(corpus, dataclasses.replace(config, data=section), count, longest=config.data.longest)
     if not rows:
         raise UserError(f"--compare-logits {data}: holds no row; give more of it")
@@ -96,31 +106,48 @@ def _texts(split: TokenShards | RowShards, count: int, longest: int) -> list[Row
 
 def _samples(split: TokenShards | RowShards, corpus: Corpus, config: Config, count: int, longest: int) -> Iterator[Row]:
     """Samples as the task's own batches have them."""
-    assert isinstance(split, RowShards)
+    if isinstance(split, RowShards):
+        available = split.rows
+    else:
+        length = max(min(longest, split.tokens - 1), 1)
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, sequence_length=length))
+        available = split.sequences(length)
     make = task_of(config).make_batch(config, corpus)
     assert make is not None
-    for number in _spread(split.rows, count):
-        yield _row(make(split, 0, number.reshape(1), number.reshape(1, 1)), longest)
+    for number in _spread(available, count):
+        yield _row(make(split, 0, number.reshape(1), number.reshape(1, 1)), longest, _unit(config))
 
 
-def _row(batch: Batch, longest: int) -> Row:
-    """The only sample of a batch, without its padding."""
+def _row(batch: Batch, longest: int, unit: Unit) -> Row:
+    """The only sample of a batch, without its padding; of an encoder's, the places that have a label."""
     given, labels = {"input_ids": batch.input_ids, **batch.further}, batch.labels[0, 0]
-    answer = given.pop("decoder_input_ids")
+    answer = given.pop("decoder_input_ids", None)
+    given.pop("targets", None)
     length = min(int(given["attention_mask"].sum()), longest)
     inputs: dict[str, Any] = {name: values[0, :, :length] for name, values in given.items()}
-    labels = labels[labels != IGNORED_LABEL][:longest]
-    inputs |= {"decoder_input_ids": answer[0, :, : len(labels)], "use_cache": False}
-    return Row(inputs, torch.arange(len(labels)), labels)
+    if answer is not None:
+        length = min(int((labels != IGNORED_LABEL).sum()), longest)
+        inputs |= {"decoder_input_ids": answer[0, :, :length], "use_cache": False}
+    [places] = (labels[:length] != IGNORED_LABEL).nonzero(as_tuple=True)
+    return Row(inputs, places, labels[places], unit)
+
+
+def _unit(config: Config) -> Unit:
+    if config.task != "classify":
+        return "token"
+    return "number" if config.classify.kind == "regression" else "label"
 
 
 def _of_config(data: str, config: Config) -> Config:
     """A run config, its rows no longer than those of the run that is compared."""
     chosen = settle_task(load_config(Path(data), [], None))
-    if model_class_of(chosen) != model_class_of(config):
+    if (model_class_of(chosen), chosen.classify.kind) != (model_class_of(config), config.classify.kind):
+        theirs, own = (
+            f"task = {one.task}" + (f", classify.kind = {one.classify.kind}" if one.task == "classify" else "")
+            for one in (chosen, config)
+        )
         raise UserError(
-            f"--compare-logits {data}: has task = {chosen.task}, and the run that is exported task = {config.task}; "
-            f"give one that trains a {KINDS[model_class_of(config)]}"
+            f"--compare-logits {data}: has {theirs}, and the run that is exported {own}; give one that trains the same"
         )
     if model_class_of(config) == CAUSAL_LM:
         return chosen
@@ -136,7 +163,7 @@ def _of_file(data: str, config: Config) -> Config:
     kind, task = _kind(data), config.task
     if kind == "text" and model_class_of(config) == CAUSAL_LM:
         task = "pretrain"
-    elif kind == "text":
+    elif kind == "text" and task != "mlm":
         raise UserError(
             f"--compare-logits {data}: is text, and task = {task} reads rows; give them as JSONL or Parquet"
         )
