@@ -129,9 +129,7 @@ def measure(
     output on the export's inputs, against FP32 (training/parity/outputs.py).
     """
     auto = getattr(transformers, model_class)
-    found: Any = auto.from_pretrained(folder, dtype="auto", trust_remote_code=trust_remote_code).eval()
-    for tensor in (*found.parameters(), *found.buffers()):
-        tensor.data = tensor.data.clone()  # where a file's mapped memory lies unaligned, kernels add in another order
+    found = in_own_memory(auto.from_pretrained(folder, dtype="auto", trust_remote_code=trust_remote_code)).eval()
     gaps = [row_gap(exact, found, row) for row in rows]
     worst = max(range(len(rows)), key=lambda number: float(gaps[number].size.max()))
     facts = summary(gaps)
@@ -142,6 +140,13 @@ def measure(
     facts["modules"] = _modules(exact, found, rows[worst])
     facts["of rounding alone"] = figures(summary([row_gap(exact, found.float(), row) for row in rows]))
     return facts
+
+
+def in_own_memory(model: Any) -> Any:
+    """The model, its tensors copied: in a file's mapped memory they lie unaligned, and kernels add in another order."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
+    return model
 
 
 def of_masters(saved: SavedModel, shape: PretrainedConfig, *, model_class: str, trust_remote_code: bool) -> Any:
