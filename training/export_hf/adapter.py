@@ -23,14 +23,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 from config.errors import UserError, one_line
 from config.files import flush
 from config.schema import Config
-from config.task import CAUSAL_LM, SEQ2SEQ_LM, model_class_of
+from config.task import model_class_of
 from modeling.adapter import adapter_config, base_name, peft_name, whole_modules
 from modeling.build import build_model
 from modeling.quantised_base import dequantise
 from precision.dtypes import DTYPES
 from training.checkpoint.partitions import SavedModel, SavedTensor
-from training.export_hf.gap import summary, token_gap
-from training.export_hf.rows import pairs_of_run, rows_of_run
+from training.export_hf.gap import figures, figures_in_words, in_own_memory, row_gap, summary
+from training.export_hf.rows import Row, rows_of_run
 from training.export_hf.tensors import TensorsDiffer, rounded
 
 WEIGHTS = "adapter_model.safetensors"
@@ -93,8 +93,8 @@ def merge(saved: SavedModel, config: Config, shape: PretrainedConfig, *, dtype: 
     """Base + adapter in FP32, whole in this process's memory.
 
     shape: the config of the run's model. dtype: of the export, for the rounding error. corpus: the run's prepared data;
-    the error on its rows is left out where it is gone, and of encoders. Raises UserError when the base cannot be loaded
-    or is another one than the adapter was trained on.
+    the error on its rows is left out where it is gone. Raises UserError when the base cannot be loaded or is another
+    one than the adapter was trained on.
     """
     from peft import get_peft_model
 
@@ -118,13 +118,10 @@ def merge(saved: SavedModel, config: Config, shape: PretrainedConfig, *, dtype: 
         "lost by rounding": {layer: share for layer, (share, _) in sorted(lost.items(), key=lambda item: -item[1][0])},
         "weights that did not change": sum(kept for _, kept in lost.values()) / max(len(lost), 1),
     }
-    if model_class == CAUSAL_LM:
-        rows = [(row, None) for row in rows_of_run(corpus, config)]
-        facts |= _on_rows(model, dtype, rows)
-        if config.adapter.base != "compute":
-            facts |= {"base": config.adapter.base, "on the base in floats": _on_original(model, quantised, rows)}
-    elif model_class == SEQ2SEQ_LM:
-        facts |= _on_rows(model, dtype, pairs_of_run(corpus, config))
+    rows = rows_of_run(corpus, config)
+    facts |= _on_rows(model, dtype, rows)
+    if config.adapter.base != "compute":
+        facts |= {"base": config.adapter.base, "on the base in floats": _on_original(model, quantised, rows)}
     tensors = {key: SavedTensor(value.shape, _read(value.detach())) for key, value in model.named_parameters()}
     for key, value in model.named_parameters(remove_duplicate=False):  # two names of one weight, two tensors in a file
         tensors.setdefault(key, SavedTensor(value.shape, value.detach().clone))
@@ -143,7 +140,7 @@ def _base(config: Config, shape: PretrainedConfig) -> Any:
         )
     except (OSError, ValueError) as error:
         raise UserError(f"model.name_or_path = {name}: the base cannot be loaded ({one_line(error)})") from error
-    return base.float()
+    return in_own_memory(base.float())
 
 
 def _as_computed(base: Any, config: Config, shape: PretrainedConfig) -> dict[str, torch.Tensor]:
@@ -166,9 +163,7 @@ def _as_computed(base: Any, config: Config, shape: PretrainedConfig) -> dict[str
     return taken
 
 
-def _on_original(
-    model: PreTrainedModel, taken: dict[str, torch.Tensor], rows: Sequence[tuple[torch.Tensor, torch.Tensor | None]]
-) -> dict[str, float]:
+def _on_original(model: PreTrainedModel, taken: dict[str, torch.Tensor], rows: Sequence[Row]) -> dict[str, float]:
     """What changes in the log-probabilities where the same adapter is put on the weights in the files.
 
     model: merged, FP32. taken: of `_as_computed`.
@@ -178,8 +173,11 @@ def _on_original(
     other: Any = copy.deepcopy(model.eval())
     for name, difference in taken.items():
         other.get_submodule(name).weight.add_(difference)
-    found = summary([token_gap(model, other, row, target) for row, target in rows])
-    return {"kl": found["kl"], "largest kl": found["largest kl"], "largest": found["largest difference"]}
+    return _figures(summary([row_gap(model, other, row) for row in rows]))
+
+
+def _figures(found: dict[str, Any]) -> dict[str, float]:
+    return {key.removesuffix(" difference"): value for key, value in figures(found).items()}
 
 
 def words_of(facts: dict[str, Any], dtype: str) -> list[str]:
@@ -189,14 +187,12 @@ def words_of(facts: dict[str, Any], dtype: str) -> list[str]:
         f"merged {facts['layers']} layers in FP32; rounding to {dtype} lost {worst[1]:.2%} of the update of "
         f"{worst[0]}, the most of any; {facts['weights that did not change']:.1%} of the adapted weights did not change"
     ]
-    if "kl" in facts:
-        lines.append(
-            f"on {facts['rows']} rows, against base and adapter in FP32: KL {facts['kl']:.3g} nats a token, largest "
-            f"difference of a log-probability {facts['largest']:.3g}"
-        )
+    if "rows" in facts:
+        gap = figures_in_words({**facts, "largest difference": facts["largest"]})
+        lines.append(f"on {facts['rows']} rows, against base and adapter in FP32: {gap}")
     if "base" in facts:
-        gap = facts["on the base in floats"]
-        apart = f": KL {gap['kl']:.3g} nats a token, largest {gap['largest']:.3g}" if gap else ""
+        other = facts["on the base in floats"]
+        apart = f": KL {other['kl']:.3g} nats a token, largest {other['largest']:.3g}" if other else ""
         lines.append(
             f"merged into the weights that the codes of adapter.base = {facts['base']} stand for, which it was trained "
             f"on; on those in the base's files the same adapter computes something else{apart}"
@@ -223,19 +219,12 @@ def _read(value: torch.Tensor) -> Any:
     return lambda: value
 
 
-def _on_rows(
-    model: PreTrainedModel, dtype: torch.dtype, rows: Sequence[tuple[torch.Tensor, torch.Tensor | None]]
-) -> dict[str, Any]:
-    """What rounding does to the log-probabilities of the merged model, computed in FP32. rows: as of `token_gap`."""
+def _on_rows(model: PreTrainedModel, dtype: torch.dtype, rows: Sequence[Row]) -> dict[str, Any]:
+    """What rounding does to what the merged model says of these rows, computed in FP32."""
     if not rows:
         return {}
     rounded = copy.deepcopy(model.eval())
     for parameter in rounded.parameters():
         parameter.copy_(parameter.to(dtype).float())
-    found = summary([token_gap(model, rounded, row, target) for row, target in rows])
-    return {
-        "rows": found["rows"],
-        "kl": found["kl"],
-        "largest kl": found["largest kl"],
-        "largest": found["largest difference"],
-    }
+    found = summary([row_gap(model, rounded, row) for row in rows])
+    return {"unit": found["unit"], "rows": found["rows"], **_figures(found)}

@@ -136,18 +136,22 @@ def _parity(parity: Mapping[str, Any] | None) -> str:
 def _gap(gap: Mapping[str, Any] | None, dtype: str) -> str:
     if gap is None:
         return ""
-    keys = ("rows", "tokens", "kl", "largest kl", "largest difference", "largest difference of the row's tokens")
-    facts = {key: gap[key] for key in keys}
+    unit, of_rows = gap["unit"], ("rows", f"{gap['unit']}s", f"largest difference of the row's {gap['unit']}s")
+    measured = [key for key in ("kl", "largest kl", "difference", "largest difference") if key in gap]
+    keys = [*of_rows[:2], *measured, *of_rows[2:]]
+    facts = {key: gap[key] for key in keys if key in gap}
     facts |= {f"{key}, of rounding alone": value for key, value in gap["of rounding alone"].items()}
     facts |= {f"bound of the largest {name}": bound for name, bound in gap["bounds"].items()}
     positions = [(where, _text(at["kl"]), _text(at["largest difference"])) for where, at in gap["by position"].items()]
     modules = [(code(at["module"]), _text(at["own error"]), _text(at["output error"])) for at in gap["modules"]]
+    what = f"KL(masters || export) and differences of log-probabilities in nats a {unit}"
+    what = "Differences of the predicted numbers" if unit == "number" else what
+    by_position = "By position in the row, and the" if positions else "The"
     return (
         _section("Agreement of this export with the FP32 masters", facts)
-        + f"\n\nKL(masters || export) and differences of log-probabilities in nats a token; this model computes in "
-        f"{dtype}, the masters in FP32. By position in the row, and the modules with the largest relative errors:\n\n"
-        + table(("position", "kl", "largest difference"), positions)
-        + "\n"
+        + f"\n\n{what}; this model computes in {dtype}, the masters in FP32. {by_position} modules with the largest "
+        "relative errors:\n\n"
+        + (table(("position", "kl", "largest difference"), positions) + "\n" if positions else "")
         + table(("module", "own error", "output error"), modules).rstrip()
     )
 

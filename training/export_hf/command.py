@@ -6,8 +6,8 @@
 CHECKPOINT is a `checkpoints/step-N` folder of a run at any ZeRO stage and of any number of ranks; one process, no GPU.
 The masters are rounded to --dtype, once, to nearest even. Every tensor is compared with what else the checkpoint has of
 it before it is written, and read back after. --compare-logits measures the train-inference gap: how far the written
-model's log-probabilities, computed in --dtype, are from the masters'. OUT appears whole, by one rename; then it is
-uploaded where --push-to-hub asks for it. docs/export.md says more.
+model's log-probabilities, or the numbers it predicts, computed in --dtype, are from the masters'. OUT appears whole, by
+one rename; then it is uploaded where --push-to-hub asks for it. docs/export.md says more.
 
 Exit code 0: done. 2: it cannot be done, and why; an OUT that only could not be uploaded stays. 3: a tensor differs or
 is not finite, or the gap is above its bound; nothing was exported.
@@ -50,9 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "or text; without DATA on the run's own held-out rows. Give it after OUT",
     )
     parser.add_argument("--compare-rows", type=positive_int, help="how many rows (default 8)")
-    parser.add_argument("--largest-kl", type=not_negative, help="largest KL allowed at any token [nats]")
+    parser.add_argument("--largest-kl", type=not_negative, help="largest KL allowed at any token or label [nats]")
     parser.add_argument(
-        "--largest-difference", type=not_negative, help="largest difference of any log-probability allowed [nats]"
+        "--largest-difference",
+        type=not_negative,
+        help="largest difference of any log-probability allowed [nats], or of a predicted number",
     )
     parser.add_argument("--force", action="store_true", help="replace an exported model that is at OUT")
     parser.add_argument(

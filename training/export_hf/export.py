@@ -21,7 +21,7 @@ from config.files import flush
 from config.load import load_config
 from config.redact import redact
 from config.schema import Config
-from config.task import CAUSAL_LM, ENCODER_TASKS, model_class_of
+from config.task import ENCODER_TASKS, model_class_of
 from data.corpus import TOKENIZER
 from data.tokenizer import load_tokenizer, vocabulary_size
 from modeling.adapter import whole_modules
@@ -38,7 +38,7 @@ from training.export_hf.adapter import merge, trained, words_of, write_adapter
 from training.export_hf.card import model_card
 from training.export_hf.gap import Comparison, measure, of_masters, require_within
 from training.export_hf.gap import words_of as gap_words
-from training.export_hf.rows import rows_of_data, rows_of_run
+from training.export_hf.rows import Row, rows_of_data, rows_of_run
 from training.export_hf.tensors import (
     Tensors,
     TensorsDiffer,
@@ -136,8 +136,9 @@ def export(
                 "merged": found.facts if found else None,
             }
         if comparison is not None:
-            masters = of_masters(found.saved if found else saved, shape, trust_remote_code=remote_code)
-            facts["train-inference gap"] = gap = measure(masters, aside, rows, trust_remote_code=remote_code)
+            how: Any = {"model_class": model_class_of(source.config), "trust_remote_code": remote_code}
+            masters = of_masters(found.saved if found else saved, shape, **how)
+            facts["train-inference gap"] = gap = measure(masters, aside, rows, **how)
             gap |= {"data": Path(comparison.data).name or "of the run", "bounds": asdict(comparison.bounds)}
             for line in gap_words(gap, dtype):
                 log(line)
@@ -157,11 +158,9 @@ def export(
     return facts
 
 
-def _rows(source: Source, comparison: Comparison) -> list[torch.Tensor]:
-    if model_class_of(source.config) != CAUSAL_LM:
-        raise UserError(
-            f"--compare-logits: compares causal language models, and this run's task is {source.config.task}"
-        )
+def _rows(source: Source, comparison: Comparison) -> list[Row]:
+    if source.config.classify.kind == "regression" and comparison.bounds.kl is not None:
+        raise UserError("--largest-kl: the model predicts a number, which has no KL; bound it by --largest-difference")
     if comparison.data:
         return rows_of_data(comparison.data, source.config, source.tokenizer, comparison.rows)
     rows = rows_of_run(source.tokenizer.parent, source.config, comparison.rows)

@@ -3,7 +3,9 @@
 Rounding weights is one part of it, computing in 16 bits the other. Both models read the same rows; log-probabilities
 are taken in FP64 from the logits of each. At every token: KL(masters || export) in nats over the vocabulary, the
 largest difference of any log-probability, and that of the token that follows in the row, whose exponential is the
-importance ratio of reinforcement learning.
+importance ratio of reinforcement learning. Of an encoder-decoder the tokens are those of a row's target, of a masked
+language model those that are hidden. A classifier has the same over its labels, for a text or at each word; of a number
+that is predicted there is its difference alone.
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+import transformers
+from transformers import PretrainedConfig
 from transformers.initialization import no_init_weights
 
+from data.loader import IGNORED_LABEL
 from training.checkpoint.partitions import SavedModel
-from training.export_hf.rows import ROWS
+from training.export_hf.rows import ROWS, Row
 from training.export_hf.tensors import TensorsDiffer, untie
 from training.parity.outputs import OutputErrors
 
@@ -35,12 +39,12 @@ class GapTooLarge(TensorsDiffer):
 
 @dataclass(frozen=True)
 class Bounds:
-    """What is allowed at any token; None: anything finite."""
+    """What is allowed at any token or label, or of any number; None: anything finite."""
 
     kl: float | None = None
     """[nats] Of KL(masters || export)."""
     difference: float | None = None
-    """[nats] Of a log-probability."""
+    """[nats] Of a log-probability; of a predicted number, in its unit."""
 
 
 @dataclass(frozen=True)
@@ -54,79 +58,105 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class TokenGap:
-    """Two models on one row, token by token, float64; inf where one is not finite."""
+class RowGap:
+    """Two models on one row, place by place, float64; inf where one is not finite."""
 
-    kl: torch.Tensor
-    """(n,) [nats]"""
+    row: Row
     difference: torch.Tensor
-    """(n,) [nats] The largest of any log-probability."""
-    following: torch.Tensor
-    """(n - 1,) [nats] Of the log-probability of the token that follows; (n,) of a target, whose places all have one."""
+    """(m,) [nats] The largest of any log-probability; of a number, its own, in its unit."""
+    kl: torch.Tensor
+    """(m,) [nats]; (0,) of a number, which has no probabilities."""
+    of_label: torch.Tensor
+    """(m or fewer,) [nats] Of the log-probability of the label, at the places that have one; (0,) of a number."""
+
+    @property
+    def size(self) -> torch.Tensor:
+        """(m,) What is largest where the models are furthest apart."""
+        return self.difference if self.row.unit == "number" else self.kl
 
 
 @torch.no_grad()
-def token_gap(exact: Any, found: Any, row: torch.Tensor, target: torch.Tensor | None = None) -> TokenGap:
-    """row: (1, n) int64. exact, found: causal language models over the same vocabulary, each in its own dtype.
-
-    target: (1, m) int64, what an encoder-decoder says of the source `row`; its tokens are those that are looked at.
-    """
-    given: dict[str, torch.Tensor] = {"input_ids": row}
-    if target is not None:
-        given["decoder_input_ids"] = exact.prepare_decoder_input_ids_from_labels(labels=target)
-    follows = row[0, 1:] if target is None else target[0]
-    logits = [model(**given, use_cache=False).logits[0] for model in (exact, found)]
+def row_gap(exact: Any, found: Any, row: Row) -> RowGap:
+    """exact, found: models of one class with the same outputs, each in its own dtype."""
+    outputs = (model(**row.inputs).logits[0] for model in (exact, found))
+    ours, theirs = (values.reshape(-1, values.shape[-1]) for values in outputs)  # of a whole text there is one vector
+    if row.unit == "number":
+        difference = _finite((ours.double() - theirs.double()).abs()[:, 0])
+        return RowGap(row, difference, difference[:0], difference[:0])
     parts: list[torch.Tensor] = []
-    for ours, theirs in zip(*(values.split(_CHUNK) for values in logits), strict=True):
-        p, q = (torch.log_softmax(values.double(), dim=-1) for values in (ours, theirs))
-        begin = sum(part.shape[0] for part in parts)
-        after = follows[begin : begin + len(p)]
+    for places, labels in zip(row.places.split(_CHUNK), row.labels.split(_CHUNK), strict=True):
+        p, q = (torch.log_softmax(logits[places].double(), dim=-1) for logits in (ours, theirs))
         distance = (p - q).abs()
-        following = torch.zeros(len(p), dtype=torch.float64)
-        following[: len(after)] = distance[: len(after)].gather(1, after[:, None])[:, 0]
+        of_label = distance.gather(1, labels.clamp(min=0)[:, None])[:, 0]
         kl = (p.exp() * (p - q)).sum(dim=-1).clamp(min=0.0)
-        parts.append(torch.stack([kl, distance.amax(dim=-1), following], dim=1))
-    kl, difference, following = torch.cat(parts).nan_to_num(nan=math.inf).unbind(dim=1)
-    return TokenGap(kl, difference, following[: len(follows)])
+        parts.append(torch.stack([kl, distance.amax(dim=-1), of_label], dim=1))
+    kl, difference, of_label = _finite(torch.cat(parts)).unbind(dim=1)
+    return RowGap(row, difference, kl, of_label[row.labels != IGNORED_LABEL])
 
 
-def summary(gaps: Sequence[TokenGap]) -> dict[str, Any]:
-    """Of several rows: mean and largest."""
-    kl, difference = torch.cat([gap.kl for gap in gaps]), torch.cat([gap.difference for gap in gaps])
-    following = torch.cat([gap.following for gap in gaps])
-    return {
-        "rows": len(gaps),
-        "tokens": len(kl),
+def _finite(values: torch.Tensor) -> torch.Tensor:
+    """The values, inf for those that are none."""
+    return values.nan_to_num(nan=math.inf, posinf=math.inf)
+
+
+def summary(gaps: Sequence[RowGap]) -> dict[str, Any]:
+    """Of several rows of one unit: mean and largest."""
+    unit, difference = gaps[0].row.unit, torch.cat([gap.difference for gap in gaps])
+    facts: dict[str, Any] = {"unit": unit, "rows": len(gaps), f"{unit}s": len(difference)}
+    if unit == "number":
+        return facts | {"difference": float(difference.mean()), "largest difference": float(difference.max())}
+    kl, of_label = torch.cat([gap.kl for gap in gaps]), torch.cat([gap.of_label for gap in gaps])
+    return facts | {
         "kl": float(kl.mean()),
         "largest kl": float(kl.max()),
         "largest difference": float(difference.max()),
-        "largest difference of the row's tokens": float(following.max()) if len(following) else 0.0,
+        f"largest difference of the row's {unit}s": float(of_label.max()) if len(of_label) else 0.0,
     }
 
 
-def measure(exact: Any, folder: Path, rows: Sequence[torch.Tensor], *, trust_remote_code: bool) -> dict[str, Any]:
+def figures(facts: Mapping[str, Any]) -> dict[str, float]:
+    """Of a summary, what is left without its rows: KL and the largest values."""
+    return {key: facts[key] for key in ("kl", "largest kl", "difference", "largest difference") if key in facts}
+
+
+def measure(
+    exact: Any, folder: Path, rows: Sequence[Row], *, model_class: str, trust_remote_code: bool
+) -> dict[str, Any]:
     """The gap of an exported folder, which computes in its own dtype as `from_pretrained` loads it.
 
-    exact: the masters' model (`of_masters`), FP32. rows: each (1, n) int64. `of rounding alone` is the same with the
-    export's weights computing in FP32. `modules`: on the row of the largest KL, by the error of the module's own output
-    on the export's inputs, against FP32 (training/parity/outputs.py).
+    exact: the masters' model (`of_masters`), FP32. model_class: of config/task.py. `of rounding alone` is the same with
+    the export's weights computing in FP32. `modules`: on the row of the largest KL, by the error of the module's own
+    output on the export's inputs, against FP32 (training/parity/outputs.py).
     """
-    found: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=trust_remote_code).eval()
-    gaps = [token_gap(exact, found, row) for row in rows]
-    worst = max(range(len(rows)), key=lambda number: float(gaps[number].kl.max()))
+    auto = getattr(transformers, model_class)
+    found = in_own_memory(auto.from_pretrained(folder, dtype="auto", trust_remote_code=trust_remote_code)).eval()
+    gaps = [row_gap(exact, found, row) for row in rows]
+    worst = max(range(len(rows)), key=lambda number: float(gaps[number].size.max()))
     facts = summary(gaps)
-    facts["worst"] = {"row": worst, "position": int(gaps[worst].kl.argmax())}
+    facts["worst"] = {"row": worst}
+    if _have_positions(gaps):
+        facts["worst"]["position"] = int(rows[worst].places[gaps[worst].size.argmax()])
     facts["by position"] = dict(_by_position(gaps))
     facts["modules"] = _modules(exact, found, rows[worst])
-    rounded = summary([token_gap(exact, found.float(), row) for row in rows])
-    facts["of rounding alone"] = {key: rounded[key] for key in ("kl", "largest kl", "largest difference")}
+    facts["of rounding alone"] = figures(summary([row_gap(exact, found.float(), row) for row in rows]))
     return facts
 
 
-def of_masters(saved: SavedModel, shape: PretrainedConfig, *, trust_remote_code: bool) -> Any:
-    """The model of a checkpoint with its masters as weights, FP32, whole in this process's memory."""
+def in_own_memory(model: Any) -> Any:
+    """The model, its tensors copied: in a file's mapped memory they lie unaligned, and kernels add in another order."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
+    return model
+
+
+def of_masters(saved: SavedModel, shape: PretrainedConfig, *, model_class: str, trust_remote_code: bool) -> Any:
+    """The model of a checkpoint with its masters as weights, FP32, whole in this process's memory.
+
+    model_class: of config/task.py.
+    """
+    auto = getattr(transformers, model_class)
     with no_init_weights():
-        model: Any = AutoModelForCausalLM.from_config(shape, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        model: Any = auto.from_config(shape, dtype=torch.float32, trust_remote_code=trust_remote_code)
     model.tie_weights()
     untie(model, saved)
     with torch.no_grad():
@@ -140,55 +170,75 @@ def of_masters(saved: SavedModel, shape: PretrainedConfig, *, trust_remote_code:
 
 def require_within(facts: Mapping[str, Any], bounds: Bounds) -> None:
     """Raises GapTooLarge, naming the module of the largest own error, where a bound is broken or a value not finite."""
-    checks = (
-        ("KL", "largest kl", bounds.kl),
-        ("difference of a log-probability", "largest difference", bounds.difference),
-    )
+    if facts["unit"] == "number":
+        nats, checks = "", [("difference of a number", "largest difference", bounds.difference)]
+    else:
+        nats, checks = " nats", [("KL", "largest kl", bounds.kl)]
+        checks.append(("difference of a log-probability", "largest difference", bounds.difference))
     for what, key, bound in checks:
         if not facts[key] <= (math.inf if bound is None else bound) or math.isinf(facts[key]):
-            where, module = facts["worst"], next(iter(facts["modules"]), {"module": "no module", "own error": 0.0})
+            module = next(iter(facts["modules"]), {"module": "no module", "own error": 0.0})
             allowed = "is not finite" if math.isinf(facts[key]) else f"is above the bound {bound:g}"
+            where = ", ".join(f"{name} {number}" for name, number in facts["worst"].items())
             raise GapTooLarge(
-                f"the largest {what} between export and masters, {facts[key]:.3g} nats, {allowed} (largest KL in row "
-                f"{where['row']}, position {where['position']}); {module['module']} has the largest error of its own, "
+                f"the largest {what} between export and masters, {facts[key]:.3g}{nats}, {allowed} (largest "
+                f"{checks[0][0]} in {where}); {module['module']} has the largest error of its own, "
                 f"{module['own error']:.2%}"
             )
 
 
 def words_of(facts: Mapping[str, Any], dtype: str) -> list[str]:
     """The gap as lines for the console."""
-    rounding, largest = facts["of rounding alone"], facts["largest difference"]
-    seen = f"{facts['rows']} rows, {facts['tokens']} tokens"
-    following = facts["largest difference of the row's tokens"]
-    lines = [
-        f"{dtype} against the FP32 masters on {seen}: KL {facts['kl']:.3g} nats a token, {facts['largest kl']:.3g} at "
-        f"most; largest difference of a log-probability {largest:.3g}, of a token of the rows {following:.3g}",
-        f"of rounding the weights alone: KL {rounding['kl']:.3g} nats a token, largest difference "
-        f"{rounding['largest difference']:.3g}",
-        "KL by position: " + ", ".join(f"{where} {gap['kl']:.3g}" for where, gap in facts["by position"].items()),
-    ]
+    unit = facts["unit"]
+    seen = f"{facts['rows']} rows" + ("" if unit == "number" else f", {facts[f'{unit}s']} {unit}s")
+    line = f"{dtype} against the FP32 masters on {seen}: {figures_in_words(facts)}"
+    if unit != "number":
+        own = facts[f"largest difference of the row's {unit}s"]
+        line += f", of a {unit} of the rows {own:.3g}"
+    lines = [line, f"of rounding the weights alone: {figures_in_words({'unit': unit, **facts['of rounding alone']})}"]
+    positions = ", ".join(f"{where} {gap['kl']:.3g}" for where, gap in facts["by position"].items())
+    lines += [f"KL by position: {positions}"] if positions else []
     named = [f"{entry['module']} {entry['own error']:.2%}" for entry in facts["modules"]]
     return [*lines, "largest errors of modules' own outputs: " + ", ".join(named)]
 
 
-def _by_position(gaps: Sequence[TokenGap]) -> Iterator[tuple[str, dict[str, float]]]:
-    """By ranges of positions that double: 0, 1, 2-3, 4-7 and so on."""
-    longest, start, end = max(len(gap.kl) for gap in gaps), 0, 1
-    while start < longest:
-        kl = torch.cat([gap.kl[start:end] for gap in gaps])
-        difference = torch.cat([gap.difference[start:end] for gap in gaps])
-        last = min(end, longest) - 1
-        name = str(start) if last == start else f"{start}-{last}"
-        yield name, {"kl": float(kl.mean()), "largest difference": float(difference.max())}
+def figures_in_words(facts: Mapping[str, Any]) -> str:
+    """KL and the largest values of a summary."""
+    largest = facts["largest difference"]
+    if facts["unit"] == "number":
+        return f"predicted numbers differ by {facts['difference']:.3g} on average, {largest:.3g} at most"
+    return (
+        f"KL {facts['kl']:.3g} nats a {facts['unit']}, {facts['largest kl']:.3g} at most; largest difference of a "
+        f"log-probability {largest:.3g}"
+    )
+
+
+def _have_positions(gaps: Sequence[RowGap]) -> bool:
+    """Whether outputs are of places in a row, and not of the whole of it."""
+    return any(bool(gap.row.places.any()) for gap in gaps)
+
+
+def _by_position(gaps: Sequence[RowGap]) -> Iterator[tuple[str, dict[str, float]]]:
+    """By ranges of positions that double: 0, 1, 2-3, 4-7 and so on, of those that are compared."""
+    if not _have_positions(gaps):
+        return
+    kl, difference = torch.cat([gap.kl for gap in gaps]), torch.cat([gap.difference for gap in gaps])
+    places = torch.cat([gap.row.places for gap in gaps])
+    start, end, last = 0, 1, int(places.max())
+    while start <= last:
+        inside = (places >= start) & (places < end)
+        name = str(start) if min(end - 1, last) == start else f"{start}-{min(end - 1, last)}"
+        if inside.any():
+            yield name, {"kl": float(kl[inside].mean()), "largest difference": float(difference[inside].max())}
         start, end = end, 2 * end
 
 
-def _modules(exact: Any, found: Any, row: torch.Tensor) -> list[dict[str, Any]]:
+def _modules(exact: Any, found: Any, row: Row) -> list[dict[str, Any]]:
     errors = OutputErrors(exact, found)
     with torch.no_grad(), errors.of_reference():
-        exact(input_ids=row, use_cache=False)
+        exact(**row.inputs)
     with torch.no_grad(), errors.of_candidate():
-        found(input_ids=row, use_cache=False)
+        found(**row.inputs)
     measured = errors.measured()
     worst = sorted(measured["order"], key=lambda name: -measured["own_error"][name])[:_MODULES]
     return [

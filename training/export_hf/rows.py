@@ -1,10 +1,12 @@
-"""Rows of tokens to compare two models on: of the run's own data, of a config's, or of a file."""
+"""Rows to compare two models on: of the run's own data, of a config's, or of a file."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -12,10 +14,12 @@ import torch
 from config.errors import UserError
 from config.load import load_config
 from config.schema import Config
+from config.task import CAUSAL_LM, model_class_of, settle_task
 from data.corpus import Corpus, open_corpus
+from data.loader import IGNORED_LABEL, Batch
 from data.row_shards import RowShards
-from data.seq2seq_rows import sides
-from training.tasks.task import prepare
+from data.shards import TokenShards
+from training.tasks.task import prepare, task_of
 
 ROWS = 8
 """How many rows are read, unless told."""
@@ -25,76 +29,155 @@ _CONFIGS = (".yaml", ".yml")
 _COMPRESSED = (".gz", ".zst")
 
 
-def rows_of_run(folder: Path, config: Config, count: int = ROWS) -> list[torch.Tensor]:
-    """Held-out rows of a prepared corpus, or training rows where none are held out; none where it is gone.
-
-    Each is (1, n) int64.
-    """
-    try:
-        return rows_of(open_corpus(folder, verify=False), count, longest=config.data.sequence_length)
-    except UserError:
-        return []
+Unit = Literal["token", "label", "number"]
 
 
-def pairs_of_run(folder: Path, config: Config, count: int = ROWS) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The same for an encoder-decoder: sources and targets, (1, n) and (1, m) int64."""
+@dataclass(frozen=True)
+class Row:
+    """What two models read, and where what they say of it is compared."""
+
+    inputs: dict[str, Any]
+    """Arguments of a model; the tensors among them are (1, n) int64."""
+    places: torch.Tensor
+    """(m,) int64: of the outputs, in their order."""
+    labels: torch.Tensor
+    """(m,) int64: what is right at each of these places, IGNORED_LABEL where nothing is."""
+    unit: Unit = "token"
+    """What the outputs are of; a number is one itself, the others are logits, one for each."""
+
+    @classmethod
+    def of_text(cls, ids: torch.Tensor) -> Self:
+        """All of a text, as a causal language model reads it. ids: (n,) int64."""
+        following = torch.cat([ids[1:], ids.new_tensor([IGNORED_LABEL])])
+        return cls({"input_ids": ids[None], "use_cache": False}, torch.arange(len(ids)), following)
+
+
+def rows_of_run(folder: Path, config: Config, count: int = ROWS) -> list[Row]:
+    """Held-out rows of a prepared corpus, or training rows where none are held out; none where it is gone."""
     try:
         corpus = open_corpus(folder, verify=False)
     except UserError:
         return []
-    for split in (corpus.validation, corpus.train):
-        assert isinstance(split, RowShards)
-        both = [sides(*split.row(int(number))) for number in _spread(split.rows, count)]
-        if both:
-            longest = min(config.data.longest, _TOKENS)
-            return [(_as_row(source[:longest]), _as_row(target[:longest])) for source, target in both]
-    return []
+    return rows_of(corpus, config, count, longest=config.data.longest)
 
 
-def rows_of_data(data: str, config: Config, tokenizer: Path, count: int = ROWS) -> list[torch.Tensor]:
+def rows_of_data(data: str, config: Config, tokenizer: Path, count: int = ROWS) -> list[Row]:
     """Rows of a config's data, or of a file, as the run of `config` would see them, under its tokenizer.
 
-    data: a run config (.yaml), or a file or glob of the run's kind of rows; text files are read as documents. Each row
-    is (1, n) int64. Raises UserError when the data cannot be prepared or hold no row.
+    data: a run config (.yaml), or a file or glob of the run's kind of rows; text files are read as documents. Raises
+    UserError when the data are of another kind of model, cannot be prepared, hold no row or a label that is new.
     """
-    if Path(data).suffix in _CONFIGS:
-        chosen = load_config(Path(data), [], None)
-    else:
-        kind = _kind(data)
-        section = dataclasses.replace(
-            config.data, path=data, source=kind, sources=(), name=None, document_separator=None
-        )
-        chosen = dataclasses.replace(config, data=section, task="pretrain" if kind == "text" else config.task)
-        if not Path(data).expanduser().exists():
-            raise UserError(f"--compare-logits {data}: is not there; give a run config or a file of rows or text")
+    chosen = _of_config(data, config) if Path(data).suffix in _CONFIGS else _of_file(data, config)
     section = dataclasses.replace(chosen.data, tokenizer=str(tokenizer))
-    if Path(data).suffix not in _CONFIGS:
-        section = dataclasses.replace(section, validation_fraction=0.0)
     corpus = prepare(dataclasses.replace(chosen, data=section), progress=False)
-    rows = rows_of(corpus, count, longest=config.data.sequence_length)
+    for name in corpus.labels:
+        if name not in config.classify.labels:
+            raise UserError(
+                f"--compare-logits {data}: has the label {name!r}, which the model has not; remove its rows"
+            )
+    rows = rows_of(corpus, dataclasses.replace(config, data=section), count, longest=config.data.longest)
     if not rows:
         raise UserError(f"--compare-logits {data}: holds no row; give more of it")
     return rows
 
 
-def rows_of(corpus: Corpus, count: int, *, longest: int) -> list[torch.Tensor]:
-    """At most `count` rows, evenly spread over the held-out split, or over the training split where that is empty."""
-    longest = min(longest, _TOKENS)
+def rows_of(corpus: Corpus, config: Config, count: int, *, longest: int) -> list[Row]:
+    """At most `count` rows, evenly spread over the held-out split, or over the training split where that is empty.
+
+    config: of the run, with the data section that the corpus is of. longest: [tokens] of a row, at most.
+    """
+    longest, causal = min(longest, _TOKENS), model_class_of(config) == CAUSAL_LM
     for split in (corpus.validation, corpus.train):
-        if isinstance(split, RowShards):
-            numbers = _spread(split.rows, count)
-            rows = [split.row(int(number))[0][:longest] for number in numbers]
-        else:
-            length = min(longest, split.tokens - 1)
-            numbers = _spread(split.sequences(length) if length > 0 else 0, count)
-            rows = [window[:length] for window in split.read(numbers, length)] if len(numbers) else []
-        if rows:
-            return [_as_row(row) for row in rows]
+        found = _texts(split, count, longest) if causal else _samples(split, corpus, config, count, longest)
+        if rows := [row for row in found if len(row.places)]:
+            return rows
     return []
 
 
-def _as_row(ids: np.ndarray) -> torch.Tensor:
-    return torch.as_tensor(ids.astype("int64"))[None]
+def _texts(split: TokenShards | RowShards, count: int, longest: int) -> list[Row]:
+    if isinstance(split, RowShards):
+        texts = [split.row(int(number))[0][:longest] for number in _spread(split.rows, count)]
+    else:
+        length = min(longest, split.tokens - 1)
+        numbers = _spread(split.sequences(length) if length > 0 else 0, count)
+        texts = [window[:length] for window in split.read(numbers, length)] if len(numbers) else []
+    return [Row.of_text(torch.as_tensor(text.astype("int64"))) for text in texts]
+
+
+def _samples(split: TokenShards | RowShards, corpus: Corpus, config: Config, count: int, longest: int) -> Iterator[Row]:
+    """Samples as the task's own batches have them."""
+    if isinstance(split, RowShards):
+        available = split.rows
+    else:
+        length = max(min(longest, split.tokens - 1), 1)
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, sequence_length=length))
+        available = split.sequences(length)
+    make = task_of(config).make_batch(config, corpus)
+    assert make is not None
+    for number in _spread(available, count):
+        yield _row(make(split, 0, number.reshape(1), number.reshape(1, 1)), longest, _unit(config))
+
+
+def _row(batch: Batch, longest: int, unit: Unit) -> Row:
+    """The only sample of a batch, without its padding; of an encoder's, the places that have a label."""
+    given, labels = {"input_ids": batch.input_ids, **batch.further}, batch.labels[0, 0]
+    answer = given.pop("decoder_input_ids", None)
+    given.pop("targets", None)
+    length = min(int(given["attention_mask"].sum()), longest)
+    inputs: dict[str, Any] = {name: values[0, :, :length] for name, values in given.items()}
+    if answer is not None:
+        length = min(int((labels != IGNORED_LABEL).sum()), longest)
+        inputs |= {"decoder_input_ids": answer[0, :, :length], "use_cache": False}
+    [places] = (labels[:length] != IGNORED_LABEL).nonzero(as_tuple=True)
+    return Row(inputs, places, labels[places], unit)
+
+
+def _unit(config: Config) -> Unit:
+    if config.task != "classify":
+        return "token"
+    return "number" if config.classify.kind == "regression" else "label"
+
+
+def _of_config(data: str, config: Config) -> Config:
+    """A run config, its rows no longer than those of the run that is compared."""
+    chosen = settle_task(load_config(Path(data), [], None))
+    if (model_class_of(chosen), chosen.classify.kind) != (model_class_of(config), config.classify.kind):
+        theirs, own = (
+            f"task = {one.task}" + (f", classify.kind = {one.classify.kind}" if one.task == "classify" else "")
+            for one in (chosen, config)
+        )
+        raise UserError(
+            f"--compare-logits {data}: has {theirs}, and the run that is exported {own}; give one that trains the same"
+        )
+    if model_class_of(config) == CAUSAL_LM:
+        return chosen
+    length, target_length = config.data.sequence_length, config.data.target_length
+    section = dataclasses.replace(chosen.data, sequence_length=length, target_length=target_length)
+    return dataclasses.replace(chosen, data=section)
+
+
+def _of_file(data: str, config: Config) -> Config:
+    """The run's config with this file as its only data, none of it held out."""
+    if not Path(data).expanduser().exists():
+        raise UserError(f"--compare-logits {data}: is not there; give a run config or a file of rows or text")
+    kind, task = _kind(data), config.task
+    if kind == "text" and model_class_of(config) == CAUSAL_LM:
+        task = "pretrain"
+    elif kind == "text" and task != "mlm":
+        raise UserError(
+            f"--compare-logits {data}: is text, and task = {task} reads rows; give them as JSONL or Parquet"
+        )
+    section = dataclasses.replace(
+        config.data,
+        path=data,
+        source=kind,
+        sources=(),
+        validation=(),
+        name=None,
+        document_separator=None,
+        validation_fraction=0.0,
+    )
+    return dataclasses.replace(config, data=section, task=task)
 
 
 def _spread(available: int, count: int) -> Any:

@@ -29,7 +29,7 @@ from training.export_hf import tensors as export_write
 from training.export_hf.command import main
 from training.export_hf.export import export, find_source
 from training.export_hf.facts import training_facts
-from training.export_hf.gap import token_gap
+from training.export_hf.gap import row_gap
 from training.export_hf.rows import rows_of_run
 from training.export_hf.tensors import Tensors, TensorsDiffer, compare_with_second_copy, rounded, write_shards
 
@@ -363,9 +363,11 @@ def test_log_probabilities_are_compared_before_the_folder_appears(job, tmp_path,
     exact.load_state_dict(masters, strict=False)
     source = find_source(checkpoint_of(job), run=None, tokenizer=None, parity=None)
     rows = rows_of_run(source.tokenizer.parent, source.config, 3)
-    assert {row.shape for row in rows} == {(1, source.config.data.sequence_length)}, "the model has no more positions"
+    assert {row.inputs["input_ids"].shape for row in rows} == {(1, source.config.data.sequence_length)}, (
+        "the model has no more positions"
+    )
     found = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
-    kl = torch.cat([token_gap(exact, found, row).kl for row in rows])
+    kl = torch.cat([row_gap(exact, found, row).kl for row in rows])
     assert gap["kl"] == pytest.approx(float(kl.mean()), rel=1e-6) and gap["tokens"] == len(kl) and gap["rows"] == 3
     assert gap["bounds"] == {"kl": 0.1, "difference": 1.0} and gap["data"] == "of the run"
     for line in (f"| largest kl | {gap['largest kl']:.6g} |", f"| `{gap['modules'][0]['module']}` |"):

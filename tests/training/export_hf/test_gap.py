@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +17,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from config.load import to_yaml
+from config.task import CAUSAL_LM
 from tests.support.chats import write_base, write_chats
 from tests.support.small_models import small_model
 from tests.training.tasks.sft_cases import resolve
 from training.checkpoint.partitions import SavedModel, SavedTensor
-from training.export_hf.gap import Bounds, GapTooLarge, measure, of_masters, require_within
-from training.export_hf.rows import rows_of_data
+from training.export_hf.gap import Bounds, GapTooLarge, measure, of_masters, require_within, row_gap
+from training.export_hf.rows import Row, rows_of_data
 
 
 @pytest.fixture(scope="module")
@@ -34,20 +36,26 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+def ids_of(row: Row) -> torch.Tensor:
+    ids: torch.Tensor = row.inputs["input_ids"][0]
+    return ids
+
+
 def test_rows_are_those_of_the_data_that_is_named(chats: Path) -> None:
-    """A file as the run reads its own, or the data of another run config, under this run's tokenizer."""
-    config = resolve(chats, overrides=("data.packing=none",)).config
+    """A file as the run reads its own, without its validation sets, or the data of another config; one tokenizer."""
+    sets = f"data.validation=[{{path: {chats}/chats.jsonl, format: messages}}]"
+    config = resolve(chats, overrides=("data.packing=none", sets)).config
     tokenizer = AutoTokenizer.from_pretrained(chats / "base")
     of_file = rows_of_data(str(chats / "others.jsonl"), config, chats / "base", 3)
     whole = [json.loads(line)["messages"] for line in (chats / "others.jsonl").read_text().splitlines()]
     texts = {tokenizer.apply_chat_template(turns, tokenize=False) for turns in whole}
     assert len(of_file) == 3
-    assert {tokenizer.decode(row[0]) for row in of_file} <= texts
+    assert {tokenizer.decode(ids_of(row)) for row in of_file} <= texts
     written = yaml.safe_load(to_yaml(config)) | {"task": "sft"}
-    written["data"] |= {"path": str(chats / "others.jsonl"), "tokenizer": "bytes"}
+    written["data"] |= {"path": str(chats / "others.jsonl"), "tokenizer": "bytes", "validation": []}
     (chats / "other.yaml").write_text(yaml.safe_dump(written))
     of_config = rows_of_data(str(chats / "other.yaml"), config, chats / "base", 5)
-    assert {tokenizer.decode(row[0]) for row in of_config} == texts
+    assert {tokenizer.decode(ids_of(row)) for row in of_config} == texts
 
 
 def test_a_text_file_is_read_whatever_separated_the_run_s_documents(chats: Path) -> None:
@@ -58,6 +66,7 @@ def test_a_text_file_is_read_whatever_separated_the_run_s_documents(chats: Path)
 
 
 SIZES = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+CAUSAL: dict[str, Any] = {"model_class": CAUSAL_LM, "trust_remote_code": False}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
 
 
@@ -73,10 +82,10 @@ def exact() -> Any:
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[torch.Tensor]:
+def rows() -> list[Row]:
     """Of different lengths, one longer than a chunk."""
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(300, (1, length), generator=generator) for length in (100, 3, 20)]
+    return [Row.of_text(torch.randint(300, (length,), generator=generator)) for length in (100, 3, 20)]
 
 
 def exported(exact: Any, folder: Path, dtype: torch.dtype) -> Path:
@@ -87,16 +96,16 @@ def exported(exact: Any, folder: Path, dtype: torch.dtype) -> Path:
     return folder
 
 
-def plain(model: Any, row: torch.Tensor) -> torch.Tensor:
+def plain(model: Any, row: Row) -> torch.Tensor:
     """Log-probabilities in FP64 by their definition."""
     with torch.no_grad():
-        logits = model(input_ids=row).logits[0].double()
+        logits = model(input_ids=ids_of(row)[None]).logits[0].double()
     return logits - logits.exp().sum(dim=-1, keepdim=True).log()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_gap_is_that_of_the_definition(exact: Any, rows: Any, tmp_path: Path, dtype: torch.dtype) -> None:
-    found = measure(exact, exported(exact, tmp_path, dtype), rows, trust_remote_code=False)
+    found = measure(exact, exported(exact, tmp_path, dtype), rows, **CAUSAL)
     for compute, facts in ((dtype, found), (torch.float32, found["of rounding alone"])):
         model = LlamaForCausalLM.from_pretrained(tmp_path, dtype=compute).eval()
         pairs = [(plain(exact, row), plain(model, row)) for row in rows]
@@ -106,7 +115,9 @@ def test_the_gap_is_that_of_the_definition(exact: Any, rows: Any, tmp_path: Path
         assert facts["largest kl"] == pytest.approx(float(torch.cat(kl).max()), rel=1e-6)
         assert facts["largest difference"] == pytest.approx(float(torch.cat(difference).max()), rel=1e-6)
         if facts is found:
-            follow = [(p - q).abs()[:-1].gather(1, row[0, 1:, None]) for (p, q), row in zip(pairs, rows, strict=True)]
+            follow = [
+                (p - q).abs()[:-1].gather(1, ids_of(row)[1:, None]) for (p, q), row in zip(pairs, rows, strict=True)
+            ]
             assert facts["largest difference of the row's tokens"] == pytest.approx(float(torch.cat(follow).max()))
             worst = max(range(3), key=lambda number: float(kl[number].max()))
             assert facts["worst"] == {"row": worst, "position": int(kl[worst].argmax())}
@@ -118,9 +129,18 @@ def test_the_gap_is_that_of_the_definition(exact: Any, rows: Any, tmp_path: Path
 
 
 def test_an_export_in_fp32_has_no_gap_at_all(exact: Any, rows: Any, tmp_path: Path) -> None:
-    found = measure(exact, exported(exact, tmp_path, torch.float32), rows, trust_remote_code=False)
+    found = measure(exact, exported(exact, tmp_path, torch.float32), rows, **CAUSAL)
     assert found["largest kl"] == found["largest difference"] == 0
     require_within(found, Bounds(kl=0.0, difference=0.0))
+
+
+def test_a_token_that_one_model_rules_out_is_a_gap_that_is_not_finite() -> None:
+    logits = torch.zeros(1, 2, 3)
+    other = logits.clone()
+    other[0, 1, 2] = -math.inf
+    exact, found = (lambda value=value, **given: SimpleNamespace(logits=value) for value in (logits, other))
+    gap = row_gap(exact, found, Row.of_text(torch.tensor([0, 1])))
+    assert gap.kl.tolist() == gap.difference.tolist() == [0, math.inf]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3", "gemma3_text", "mixtral"])
@@ -130,8 +150,9 @@ def test_the_masters_model_is_the_architecture_s_own(rows: Any, tmp_path: Path, 
     model.save_pretrained(tmp_path)
     tensors = {name: SavedTensor(value.shape, value.detach().clone) for name, value in model.named_parameters()}
     saved = SavedModel(stage=2, ranks=1, tensors=tensors)
-    masters = of_masters(saved, AutoConfig.from_pretrained(tmp_path), trust_remote_code=False)
-    found = measure(masters, tmp_path, [row[:, :30] % 61 for row in rows], trust_remote_code=False)
+    masters = of_masters(saved, AutoConfig.from_pretrained(tmp_path), **CAUSAL)
+    short = [Row.of_text(ids_of(row)[:30] % 61) for row in rows]
+    found = measure(masters, tmp_path, short, **CAUSAL)
     assert found["largest kl"] == found["largest difference"] == 0
     assert all(entry["own error"] == 0 for entry in found["modules"])
 
@@ -161,12 +182,12 @@ def not_finite(weight: torch.Tensor) -> torch.Tensor:
 def test_a_wrong_weight_is_found_and_named(
     exact: Any, rows: Any, tmp_path: Path, dtype: torch.dtype, module: str, damage: Any
 ) -> None:
-    good = measure(exact, exported(exact, tmp_path, dtype), rows, trust_remote_code=False)
+    good = measure(exact, exported(exact, tmp_path, dtype), rows, **CAUSAL)
     require_within(good, bounds := Bounds(kl=1.5 * good["largest kl"]))
     tensors = load_file(tmp_path / "model.safetensors")
     tensors[f"{module}.weight"] = damage(tensors[f"{module}.weight"])
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    wrong = measure(exact, tmp_path, rows, trust_remote_code=False)
+    wrong = measure(exact, tmp_path, rows, **CAUSAL)
     assert wrong["modules"][0]["module"] == module
     assert wrong["largest kl"] > 1.5 * good["largest kl"]
     with pytest.raises(GapTooLarge, match=re.escape(f"{module} has the largest error of its own")):
