@@ -187,7 +187,8 @@ def _how(conditions: dict[str, Any]) -> str:
 
 - Every run is a Llama of 2 layers of width 64 (4 heads, 2 of keys) on 64 tokens, global batch 8 in micro-batches of
   2, {STEPS} steps, two gloo processes; `documents`: packed documents that are kept apart, uneven numbers of labels;
-  `tied`: one matrix for embedding and head; `dropout`: a GPT-2 with dropout 0.1; `qwen3`, `gemma3`: these families.
+  `tied`: one matrix for embedding and head; `dropout`: a GPT-2 with dropout 0.1, under a manifest with its attention in
+  FP32, which a CPU widens to; `qwen3`, `gemma3`: these families.
 - What runs is what `train.py` and `training.parity` run (session, build, train, restore, single steps, the gate's
   checks with their default bounds), in processes that stay up instead of new ones. Single steps are compared after
   step {last}, restored from its checkpoint, and of healthy runs at the start as well; the gate has three points unless

@@ -59,6 +59,7 @@ from training.engine import Engine
 from training.engine.optimizer import implementation, rounding
 from training.engine.optimizers.adamw import after
 from training.engine.optimizers.rule import UpdateInputs
+from training.engine.rng import generators, restore_generators
 from training.engine.tensors import (
     states_of,
     trainable_parameters,
@@ -99,13 +100,24 @@ class StepParity:
         self.no_dropout = bool(dropouts(engine.model))
         """Compare without dropout: which values a kernel drops may depend on the dtype."""
 
-    def step(self, batch: Batch, *, applied: int, lr: float | None = None, apply: bool = True) -> dict[str, Any]:
+    def step(
+        self,
+        batch: Batch,
+        *,
+        applied: int,
+        lr: float | None = None,
+        apply: bool = True,
+        dropped: bool = False,
+    ) -> dict[str, Any]:
         """Take one real step and measure it.
 
         applied: updates so far. lr: None is what the schedule says of them. apply: False measures the step and discards
-        its gradients, as the guard does with one that it refuses.
+        its gradients, as the guard does with one that it refuses. dropped: a model with dropout takes the step with the
+        values dropped that the generators say, after the passes without dropout that are compared with FP32; the update
+        and the gradient norm are then of the step that was taken, as is `loss_with_dropout`.
         """
         engine, reference = self._engine, self._reference
+        drawn = generators(engine.world.device)
         before = self._before()
         reference.load(before.masters)
         drift = self._drift(before)
@@ -124,16 +136,21 @@ class StepParity:
         products = Fp8Products(reference.model, engine.model, regions, world=world)
         with errors.of_candidate(), signatures.of_candidate(), products.of_candidate():
             outcome = engine.forward_backward(batch, step=batch.position + 1, on_loss=watch)
-        health = engine.health(outcome)
-        own = {name: whole_gradient(engine, parameter) for name, parameter in trainable_parameters(engine).items()}
-        found = {name: gradient for name, gradient in own.items() if gradient is not None}
+        health = compared = engine.health(outcome)
+        found = self._reduced_gradients()
         agreement = to_plain(compare_gradients(found.items(), gradients.items()))
         norms = to_plain({name: gradients[name].double().norm() for name in found})
         plain = self._plain_agreement(batch, gradients, agreement, norms)
+        if dropped and self.no_dropout:
+            engine.discard_gradients()
+            restore_generators(drawn, engine.world.device)
+            engine.model.train()
+            health = engine.health(engine.forward_backward(batch, step=batch.position + 1))
+            found = self._reduced_gradients()
         lr = scheduled_rate(self._resolved.config, applied) if lr is None else lr
         update = engine.step(health, lr, apply=apply)
         measured: dict[str, Any] = {
-            "loss": health.loss,
+            "loss": compared.loss,
             "reference_loss": loss,
             "grad_norm": health.grad_norm,
             "reference_grad_norm": _norm(gradients),
@@ -151,9 +168,19 @@ class StepParity:
             **errors.measured(),
             "signature": signatures.measured(),
         }
+        if dropped and self.no_dropout:
+            measured["loss_with_dropout"] = health.loss
         if update.applied:
             measured |= self._judge_update(before, found, health.grad_norm, lr=lr, step=applied + 1)
+            if not math.isfinite(compared.grad_norm):  # FP16's scale was too large for the step without dropout alone
+                measured |= {"parameters": {}, "plain": {}}
         return measured
+
+    def _reduced_gradients(self) -> dict[str, torch.Tensor]:
+        """By parameter name, of those that have any; unscaled, whole."""
+        engine = self._engine
+        own = {name: whole_gradient(engine, parameter) for name, parameter in trainable_parameters(engine).items()}
+        return {name: gradient for name, gradient in own.items() if gradient is not None}
 
     def loss_with_dropout(self, batch: Batch) -> float:
         """The loss as the run computes it, from the random generators as they are. Changes no weight."""
@@ -297,8 +324,7 @@ class StepParity:
     def _taken_gradients(self) -> dict[str, torch.Tensor]:
         """The reduced gradients by parameter name, FP64, which the engine then discards."""
         engine = self._engine
-        own = {name: whole_gradient(engine, parameter) for name, parameter in trainable_parameters(engine).items()}
-        found = {name: gradient.double() for name, gradient in own.items() if gradient is not None}
+        found = {name: gradient.double() for name, gradient in self._reduced_gradients().items()}
         engine.gradients.norm()
         engine.discard_gradients()
         return found

@@ -2,9 +2,10 @@
 
 A run is never compared with another trajectory, since healthy ones drift apart: each step is made again as the run made
 it, and beside it in plain FP32 from the same masters on the same batch (`training.parity.steps`), judged by the
-`parity:` bounds of the run's config. First the checkpoints are searched by halves for the first whose next steps leave
-the bounds, then every step is made from the one before it. So what is looked for has to last: an error of a single step
-that no later step repeats is found only where the walk comes by.
+`parity:` bounds of the run's config. Of a model with dropout, what is compared with FP32 is the same step without it,
+and its update is that of the values that the run dropped. First the checkpoints are searched by halves for the first
+whose next steps leave the bounds, then every step is made from the one before it. So what is looked for has to last: an
+error of a single step that no later step repeats is found only where the walk comes by.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from config.errors import UserError
 from config.printable import line
 from config.resolved import Resolved
 from config.schema import ParitySection
-from modeling.build import dropouts
 from precision.parity import IN_A_STEP, SAME_LOSS, Check, Walk, first_divergence, gradient_errors, judge_steps
 from tracking.record import Record
 from tracking.run_dir import RunDir
@@ -107,12 +107,8 @@ class Walker:
     """Makes a run's recorded steps again and measures them. Every method is a collective."""
 
     def __init__(self, opened: Session, run_dir: RunDir, steps: Mapping[int, Event], log: Log) -> None:
-        """steps: the run's `step` events by step. Raises UserError for a model that drops values at random."""
+        """steps: the run's `step` events by step."""
         engine, self._folder, self._steps, self._log = opened.engine, run_dir.checkpoints, steps, log
-        dropout = dropouts(engine.model)
-        if dropout:
-            problem = "is compared with FP32 without dropout, and so its steps cannot be made again meanwhile"
-            raise UserError(f"--bisect: a model with {', '.join(dropout)} above 0 {problem}; see training.parity")
         self._checkpoints = opened.saved_checkpoints(self._folder)
         self._parts, self._start = assemble(
             opened.resolved, engine, opened.batches, record=Record.silent(), checkpoints=self._checkpoints
@@ -137,12 +133,14 @@ class Walker:
             recorded = self._steps[number]
             batches.restore(recorded["position"])
             measured = self._parity.step(
-                batches.next_step(), applied=applied, lr=recorded["lr"], apply=recorded["applied"]
+                batches.next_step(), applied=applied, lr=recorded["lr"], apply=recorded["applied"], dropped=True
             )
             applied += measured["applied"]
             found = leaving({"step": number, **measured}, self._bounds)
-            loss, then = measured["loss"], recorded["loss"]
-            text = f"step {number}: loss {loss:.6g}, FP32 {measured['reference_loss']:.6g}"
+            loss, then = measured.get("loss_with_dropout", measured["loss"]), recorded["loss"]
+            text = f"step {number}: loss {measured['loss']:.6g}, FP32 {measured['reference_loss']:.6g}"
+            if "loss_with_dropout" in measured:
+                text += f", with dropout {loss:.6g}"
             if abs(loss - then) > SAME_LOSS * abs(then):
                 text += f", recorded {then:.6g}: not as the run made it"
             self._log(f"{text}; {'within the bounds' if found is None else found.check + ' beyond its bound'}")

@@ -239,16 +239,23 @@ DROPS = (
     *("model.architecture=gpt2", "model.config={n_embd: 32, n_layer: 2, n_head: 2, resid_pdrop: 0.1, attn_pdrop: 0.1}"),
     *("model.activation_checkpointing=full", "evaluate.every_steps=2", "evaluate.batches=1"),
 )
+FP32_ATTENTION = ("precision.compute=fp32", f"precision.manifest={REPOSITORY}/tests/detection/fp32_attention.json")
 
 
 @pytest.mark.parametrize(
-    ("stage", "compute"),
-    [(2, "fp32"), *(pytest.param(*cell, marks=SLOW) for cell in ((0, "fp32"), (1, "bf16"), (3, "fp32"), (3, "fp16")))],
+    ("stage", "path"),
+    [
+        (2, "fp32"),
+        *(
+            pytest.param(*cell, marks=SLOW)
+            for cell in ((0, "fp32"), (1, "bf16"), (3, "fp32"), (3, "fp16"), (3, "manifest"))
+        ),
+    ],
 )
-def test_so_are_runs_with_dropout(folder: Path, stage: int, compute: str) -> None:
+def test_so_are_runs_with_dropout(folder: Path, stage: int, path: str) -> None:
     """The same values are dropped, by each rank's own generator."""
-    more = (f"deepspeed.stage={stage}", f"precision.compute={compute}")
-    found = judged(folder, f"drops-{stage}-{compute}", *MORE, *DROPS, *more)
+    compute = FP32_ATTENTION if path == "manifest" else (f"precision.compute={path}",)
+    found = judged(folder, f"drops-{stage}-{path}", *MORE, *DROPS, f"deepspeed.stage={stage}", *compute)
     assert found.holds and found.steps == 4, found.lines()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from config.cli import REPOSITORY
 from config.optimizers import OPTIMIZERS
 from config.schema import ParitySection
 from precision.inner_dtypes import LOSS_SUM, RESIDUAL, ROTARY, SOFTMAX, over_ranks
@@ -176,12 +177,26 @@ GPT2 = (
     "model.config={n_embd: 32, n_layer: 2, n_head: 2, resid_pdrop: 0.2, attn_pdrop: 0.2, embd_pdrop: 0.2, "
     "initializer_range: 0.1}",
 )
+FP32_ATTENTION = ["precision.path=manifest", f"precision.manifest={REPOSITORY}/tests/detection/fp32_attention.json"]
 
 
-@pytest.mark.parametrize(("stage", "compute"), [(2, "bf16"), (3, "fp16")])
-def test_a_model_with_dropout_is_sound_and_repeats_its_loss(pair, stage, compute):
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("stage", "compute", "overrides"),
+    [
+        (2, "bf16", []),
+        pytest.param(3, "fp32", FP32_ATTENTION, id="3-manifest"),
+        pytest.param(3, "fp16", [], marks=SLOW),
+        pytest.param(2, "fp32", FP32_ATTENTION, id="2-manifest", marks=SLOW),
+        pytest.param(0, "fp32", [], marks=SLOW),
+        pytest.param(1, "bf16", [], marks=SLOW),
+    ],
+)
+def test_a_model_with_dropout_is_sound_and_repeats_its_loss(pair, stage, compute, overrides):
     """Restored with the values that the run dropped, compared without any; and the keys' part of a bias is noise."""
-    overrides = [*GPT2, "precision.loss_scale.initial=1024"]
+    overrides = [*GPT2, "precision.loss_scale.initial=1024", *overrides]
     for found in pair.run(parity_cases.with_dropout, stage=stage, compute=compute, overrides=overrides):
         assert found["repeated"] == found["run"] != found["other"]
         step = {"step": 1, "loss_with_dropout": found["repeated"], **found["step"]}

@@ -8,7 +8,8 @@ import pytest
 
 from config.schema import ParitySection
 from tests.precision.test_parity import part
-from tests.support.launches import command, finish
+from tests.support.launches import command, events, finish
+from tests.training.replay import bisect_cases
 from training.parity.steps import verdict
 from training.replay.bisect import leaving, search
 from training.replay.command import main
@@ -37,6 +38,37 @@ def test_a_defect_that_begins_at_a_step_is_found_there_and_in_its_module(tmp_pat
     assert [text.split(":")[0] for text in walked] == ["step 3", "step 4", "step 5", "step 6"]
 
 
+GPT2 = (
+    "model.architecture=gpt2",
+    "model.config={n_embd: 32, n_layer: 2, n_head: 2, resid_pdrop: 0.1, attn_pdrop: 0.1, embd_pdrop: 0.1}",
+)
+
+
+def test_a_run_with_dropout_is_made_again_with_the_values_it_dropped(tmp_path):
+    """From the seed and from a checkpoint; what is compared with FP32 drops none."""
+    module = "transformer.h.1.mlp.c_proj"
+    defect = f"defects=[{{kind: coarse_output, module: {module}, from_step: 6}}]"
+    lines = bisected(tmp_path, "drops", *GPT2, defect, "checkpoint.every_steps=4", "run.steps=6")
+    assert lines[-1].startswith(f"the run leaves its FP32 twin at step 6, in {module}: module_error 0.0")
+    made = [text for text in lines if text.startswith("step ")]
+    assert [text.split(":")[0] for text in made] == [f"step {number}" for number in (5, 6, 1, 2, 3, 4, 5, 6)]
+    assert all(", with dropout " in text and "not as the run made it" not in text for text in made)
+
+
+@pytest.mark.parametrize(("stage", "compute"), [(2, "fp16"), pytest.param(3, "bf16", marks=pytest.mark.slow)])
+def test_a_step_with_dropout_is_the_runs_though_it_is_measured(pair, stage, compute):
+    """To the bit, whatever the passes without dropout draw; where only they overflow, no gradient is judged."""
+    of_case = {"stage": stage, "compute": compute, "overrides": [*GPT2, "precision.loss_scale.initial=1024"]}
+    ran, measured = (pair.run(bisect_cases.step_with_dropout, measured=each, **of_case) for each in (False, True))
+    for run, found in zip(ran, measured, strict=True):
+        row = found["row"]
+        assert found["state"] == run["state"]
+        assert {key: row[key] for key in run["row"]} == run["row"]
+        assert row["loss"] != row["loss_with_dropout"] and row["applied"] and row["update_error"]
+        assert bool(row["parameters"]) == (compute != "fp16")
+        assert leaving({"step": 1, **row}, BOUNDS) is None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("defect", "at", "ranks"),
@@ -53,6 +85,28 @@ def test_a_defect_that_begins_at_a_step_is_found_there_and_in_its_module(tmp_pat
 def test_every_kind_is_found_at_its_step(tmp_path, defect, at, ranks):
     overrides = [f"defects=[{defect}]", "optimizer.gradient_clipping=0.5"]
     lines = bisected(tmp_path, "it", *overrides, exit_code=3 if defect else 0, ranks=ranks)
+    assert lines[-1].startswith(
+        f"the run leaves its FP32 twin at {at}" if defect else "the run stays with its FP32 twin"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("defect", "at"),
+    [
+        ("", ""),
+        ("{kind: silent_skip, from_step: 7}", "step 8, in the whole step: update_error"),
+        ("{kind: unclipped_update, from_step: 7}", "step 7, in the whole step: update_error"),
+    ],
+)
+def test_updates_of_a_run_with_dropout_are_judged_through_its_overflows(tmp_path, defect, at):
+    """In FP16, whose scale is the run's at every step, though the passes without dropout may overflow, too."""
+    scale = ["precision.loss_scale.initial=1048576", "precision.loss_scale.window=2", "precision.compute=fp16"]
+    fp16 = [*scale, "deepspeed.config=ds_configs/zero2_fp16.json", "optimizer.gradient_clipping=0.5"]
+    lines = bisected(tmp_path, "it", *GPT2, *fp16, f"defects=[{defect}]", exit_code=3 if defect else 0, ranks=2)
+    skipped = [event["step"] for event in events(tmp_path, "it", "step") if not event["applied"]]
+    assert len(skipped) > 1
+    assert not any("not as the run made it" in text for text in lines)
     assert lines[-1].startswith(
         f"the run leaves its FP32 twin at {at}" if defect else "the run stays with its FP32 twin"
     )

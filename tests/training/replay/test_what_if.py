@@ -11,7 +11,7 @@ from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from config.errors import UserError
 from precision.guard import Judgement, Verdict
-from tests.support.launches import command, events, finish
+from tests.support.launches import command, events, finish, replay
 from training.replay.command import main
 from training.replay.recorded import read_recorded
 from training.replay.what_if import Tried, compared, numbers, under, verdict
@@ -170,3 +170,19 @@ def test_mistakes_are_one_line(overflowed, capsys, monkeypatch):
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 3 and "--steps belongs to --what-if" in said[0] and "batch.global_size" in said[1]
     assert "precision.compute = 'fp17' is not one of" in said[2]
+
+
+@pytest.mark.slow
+def test_a_run_with_dropout_is_repeated_and_tried_with_the_values_it_dropped(tmp_path):
+    """From a checkpoint and from the seed; under a key of `precision:` that changes no number all of them are equal."""
+    dropout = "model.config={n_embd: 32, n_layer: 2, n_head: 2, resid_pdrop: 0.1, attn_pdrop: 0.1, embd_pdrop: 0.1}"
+    bf16 = ["precision.compute=bf16", "deepspeed.config=ds_configs/zero2_bf16.json", "evaluate.every_steps=3"]
+    every = ["run.steps=8", "checkpoint.every_steps=4", "checkpoint.keep=9", "telemetry.every_steps=2"]
+    finish(command("python", tmp_path, "drops", "model.architecture=gpt2", dropout, *bf16, *every), ranks=2)
+    recorded = {event["step"]: numbers(event) for event in events(tmp_path, "drops", "step")}
+    for step, source in ((7, "checkpoints/step-4"), (3, "the seed")):
+        lines = replay(tmp_path, "drops", step, ranks=2).splitlines()
+        assert source in lines[0] and lines[-1] == "reproduced"
+        lines = tried_under(tmp_path, "drops", step, "precision.verify_every_steps=1", exit_code=0, ranks=2)
+        same = [f"step {each}: {recorded[each]}, applied; recorded: {recorded[each]}, applied" for each in (step, 8)]
+        assert set(same) <= set(lines)
