@@ -153,7 +153,9 @@ class ChunkedHead:
             weights=now.weights,
             right=self.right,
         )
-        return loss.reshape(1, 1, 1)
+        loss = loss.reshape(1, 1, 1)
+        now.loss = loss if now.loss is None else now.loss  # of a call without hooks
+        return loss
 
     def _keep_loss(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
         if self._pass is not None:

@@ -38,10 +38,12 @@ def sound(family: str, attention: str, path: str, compute: str = "bf16", **confi
     return model, None
 
 
-def observed(model: PreTrainedModel, promised: Any = None, loss: Loss = label_loss_sum) -> dict[str, Any]:
+def observed(
+    model: PreTrainedModel, promised: Any = None, loss: Loss = label_loss_sum, ids: torch.Tensor = IDS
+) -> dict[str, Any]:
     """The report on forward, loss and backward."""
     with Observation(model) as seen:
-        loss(model(IDS, use_cache=False).logits, IDS).backward()
+        loss(model(ids, use_cache=False).logits, ids).backward()
     assert seen.inner is not None
     return seen.inner.report(promised)
 
@@ -270,6 +272,33 @@ def test_a_rotary_table_of_16_bits_is_named(path: str, plant: Callable[[Any], No
     model, promised = sound("llama", "sdpa", path, head_dim=16)
     plant(model.get_submodule("model.rotary_emb"))
     assert lower(observed(model, promised)) == [(ROTARY, "bf16", ["model.rotary_emb"])]
+
+
+@pytest.mark.parametrize(
+    ("shape", "config"),
+    [
+        ((2, 16), {"vocab_size": 50_257}),
+        ((1, 2048), {"vocab_size": 2048, "num_attention_heads": 1, "num_key_value_heads": 1}),
+    ],
+)
+def test_all_of_it_is_seen_at_the_sizes_of_real_runs(
+    shape: tuple[int, int], config: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A vocabulary of 50 thousand, and sequences of 2,048."""
+    model, _ = sound("llama", "eager", "cast", head_dim=16, **config)
+    ids = torch.arange(shape[0] * shape[1]).reshape(shape)
+    assert observed(model, ids=ids)["lower"] == []
+    name = "model.layers.1.input_layernorm"
+    norm: Any = model.get_submodule(name)
+    norm.forward = coarse_norm(norm, STATISTICS["rounded"])
+    positions_in_bf16(model.get_submodule("model.rotary_emb"))
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "eager", eager_with(narrowed_first))
+    assert {what: modules for what, _, modules in lower(observed(model, loss=LOSSES["exp only"], ids=ids))} == {
+        SOFTMAX: ["model.layers.0.self_attn", "model.layers.1.self_attn"],
+        NORM: [name],
+        LOSS_SUM: [LOSS],
+        ROTARY: ["model.rotary_emb"],
+    }
 
 
 @pytest.mark.parametrize(("mode", "reentrant"), [("full", False), ("full", True), ("ops", False)])

@@ -12,7 +12,7 @@ from config.resolved import Resolved
 from data.loader import Batch
 from modeling.chunked_head import ChunkedHead
 from modeling.objectives.label_prediction import LabelPrediction
-from modeling.objectives.objective import Objective, Scored
+from modeling.objectives.objective import Forward, Objective, Scored
 from modeling.router_balance import RouterBalance
 from training.distributed import TensorGroup, World
 from training.engine.tensor_slices import shared_vocabulary
@@ -78,19 +78,21 @@ class LossPath:
         gradient_scale: torch.Tensor | float,
         *,
         inspected: bool,
+        forward: Forward | None = None,
     ) -> Scored:
         """Forward pass and summed loss of a micro-batch. inputs, labels: as `Batch.micro_batches` gives them.
 
         gradient_scale: factor of the backward pass, the loss scale included. A hook on the output embedding measures
         logits, so all are then materialized, unless inspected: the hooks only check for values that are not finite,
-        which show in the loss too; a step that goes wrong must not need more memory than others.
+        which show in the loss too; a step that goes wrong must not need more memory than others. forward: another
+        forward pass of the model than the engine's; None is that.
         """
-        head, chunked = self._head, self._labels
+        head, chunked, forward = self._head, self._labels, forward or self._forward
         if head is None or chunked is None or (head.watched and not inspected):
-            return self._objective.score(self._forward, inputs, labels)
+            return self._objective.score(forward, inputs, labels)
         weights = chunked.weights(inputs, labels)
         with chunked.noisy(inputs) as given, head.loss_of(labels, gradient_scale, weights, judged=chunked.judges):
-            loss = self._forward(**given, use_cache=False).logits.sum()
+            loss = forward(**given, use_cache=False).logits.sum()
         return chunked.scored(loss, head.label_losses, labels, weights, head.right)
 
     def close(self) -> None:

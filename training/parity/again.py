@@ -159,7 +159,9 @@ def _again(
                 stack.enter_context(as_fp64())
                 stack.enter_context(_experts_one_by_one(module))
             if code is not None:
-                parameters = {f"code.{key}": own[key] for key, _ in module.named_parameters() if key in own}
+                named = module.named_parameters(remove_duplicate=False)
+                once = {id(item): key for key, item in named if key in own}  # one name of each that several share
+                parameters = {f"code.{key}": own[key] for key in once.values()}
                 output = (
                     functional_call(_Bare(module), parameters, args, kwargs)
                     if parameters

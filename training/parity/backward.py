@@ -6,7 +6,8 @@ makes of them: the gradients of what it got, of what those inside returned, and 
 part by what they did in the run: what they returned, and the gradients that they made for what they got.
 
 The loss is one more module, `(loss)`: the model's own code after its output embedding, and the objective. Where the
-engine computes it in chunks the embedding is part of it, since no logits are kept.
+engine computes it in chunks the embedding is part of it, since no logits are kept. The run's own model and loss are
+called once more in FP32, too (`training.parity.own_code`).
 
 Gradients of parameters are those of the whole micro-batch, so that one that several modules share, or one module in
 several calls, is left out. Everything that was seen is kept until the pass is over: about as much memory as the
@@ -21,16 +22,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from modeling.objectives.label_prediction import LabelPrediction
-from modeling.objectives.objective import Objective
+from modeling.objectives.objective import Forward, Objective, Scored
 from precision.manifest import is_router
 from precision.signature import FIELDS, GRADIENT, Kind, sums_of
 from training.parity.again import Call, Leaves, Plan, again, as_fp64, fewer_rows, terms_of
+from training.parity.own_code import own_code
 from training.parity.partial_sums import Walk, walks
 from training.parity.slices import Slices
 
@@ -38,11 +40,21 @@ LOSS = "(loss)"
 _Gradients = dict[str, torch.Tensor]
 
 
+class OwnLoss(Protocol):
+    """How a run computes the loss of a micro-batch."""
+
+    def __call__(
+        self, inputs: dict[str, Any], labels: torch.Tensor, gradient_scale: torch.Tensor, *, forward: Forward
+    ) -> Scored:
+        """By this forward pass of its model. gradient_scale: the gradient that the loss will receive."""
+
+
 class Backward:
     """What a run's backward pass did, of the calls that `enter` and `leave` were told of."""
 
     def __init__(self, plan: Plan, candidate: torch.nn.Module, slices: Slices) -> None:
         self._plan, self._slices = plan, slices
+        self._candidate = dict(candidate.named_modules())
         named = list(candidate.named_parameters(remove_duplicate=False))
         owners = Counter(id(parameter) for _, parameter in named)
         self._trained = {name: item for name, item in named if item.requires_grad}
@@ -53,6 +65,7 @@ class Backward:
         self._began = False
         self._whole: Call | None = None
         self._loss: tuple[Objective, dict[str, Any], torch.Tensor] | None = None
+        self._own_loss: OwnLoss | None = None
         self._made_loss: torch.Tensor | None = None
         self._of_loss: torch.Tensor | None = None
 
@@ -83,9 +96,11 @@ class Backward:
         else:
             self._whole = replace(call)
 
-    def watch_loss(self, objective: Objective, inputs: dict[str, Any], labels: torch.Tensor) -> Callable[[Any], None]:
+    def watch_loss(
+        self, objective: Objective, inputs: dict[str, Any], labels: torch.Tensor, own: OwnLoss | None
+    ) -> Callable[[Any], None]:
         """What to call with the loss before its backward pass."""
-        self._loss = objective, inputs, labels
+        self._loss, self._own_loss = (objective, inputs, labels), own
 
         def watch(loss: torch.Tensor) -> None:
             if self._made_loss is None:
@@ -191,15 +206,35 @@ class Backward:
                 loss = objective.score(partial(_given, output), inputs, labels).loss
             found = self._gradients(call, leaves, [(loss, self._of_loss)])
             computed.append({_OUTPUT: loss.detach(), **found})
+        own = self._own_code_of_loss(call, inputs, labels)
         logits = computed[0][_OUTPUT] if head is not None else self._made_loss
         vocabulary = self._plan.modules[self._plan.head or ""].weight.shape[0]
-        rows = self._rows(LOSS, "loss", max(int(vocabulary), labels.numel()), run, computed)
+        rows = self._rows(LOSS, "loss", max(int(vocabulary), labels.numel()), run, computed, own=own)
         for row in rows:
             if row["part"] == _OUTPUT and head is not None:  # of logits that were rounded
                 row["roundoff"] = self._plan.roundoff(head, logits)
             elif row["part"] == _OUTPUT and self._rounds_logits(whole):  # once more, as by a cap on them
                 row["roundoff"] = self._plan.roundoff("", _leaves(whole.output)[0])
         return rows
+
+    def _own_code_of_loss(self, call: Call, inputs: dict[str, Any], labels: torch.Tensor) -> _Gradients:
+        """What the run's own model and loss make in FP32; nothing where that cannot be had."""
+        came, leaves = self._of_loss, Leaves()
+        if self._own_loss is None or came is None or self._slices.group is not None or self._plan.computes_in_fp32:
+            return {}
+
+        def forward(**_: Any) -> Any:
+            found = own_code(self._plan, self._candidate, call, leaves)
+            if found is None:
+                raise ValueError("its code cannot be called in FP32")
+            return found["output"]
+
+        try:
+            with torch.enable_grad():
+                loss = self._own_loss(inputs, labels, came, forward=forward).loss
+            return {_OUTPUT: loss.detach(), **self._gradients(call, leaves, [(loss, came)])}
+        except Exception:  # as that of modules
+            return {}
 
     def _rounds_logits(self, whole: Call) -> bool:
         """Whether the model's own code computes with what its output embedding returned, before the loss does."""
@@ -266,11 +301,12 @@ class Backward:
         tokens: int = 1,
         came: float = 0.0,
         walks: Mapping[str, Walk] | None = None,
+        own: Mapping[str, torch.Tensor] | None = None,
     ) -> list[dict[str, Any]]:
         """tokens: terms of a parameter's gradient. came: mean square of the gradients that came to it, 0 where that is
-        not known. walks: of the partial sums, by part."""
+        not known. walks: of the partial sums, by part. own: what the run's own code makes in FP32, where known."""
         rows = []
-        own = {f"{GRADIENT}{key}" for key, _ in self._parameters(name)}
+        of_parameters = {f"{GRADIENT}{key}" for key, _ in self._parameters(name)}
         for part, values in run.items():
             if not all(part in found for found in computed):
                 continue
@@ -280,11 +316,12 @@ class Backward:
             if plan.dtype == torch.float16:
                 floor = exact.numel() * HALF_OF_SMALLEST**2
                 if kind not in ("linear", "embedding"):  # whose products are rounded before anything else is done
-                    floor *= tokens if part in own else max(1.0, _mean_square(exact) / came) if came else 1.0
+                    in_sum = part in of_parameters
+                    floor *= tokens if in_sum else max(1.0, _mean_square(exact) / came) if came else 1.0
             walk = (walks or {}).get(part, Walk(0.0, False))
             sizes: dict[str, Any] = {"walk": walk.squares * walk.in_plan, "walk_fp32": walk.squares, "floor": floor}
-            sums = sums_of(values, plan, fp32, exact, width=width, **sizes)
-            if part != _OUTPUT and not any(sums[FIELDS.index(f"{who}_rr")] for who in ("run", "plan")):
+            sums = sums_of(values, plan, fp32, exact, width=width, own=(own or {}).get(part), **sizes)
+            if part != _OUTPUT and not any(sums[FIELDS.index(f"{who}_rr")] for who in ("run", "plan", "own")):
                 continue  # handed on as it was
             roundoff = self._plan.roundoff_of_gradient(name, plan)
             rows.append(

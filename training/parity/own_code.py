@@ -3,7 +3,7 @@
 A wrong constant below the roundings of 16 bits cannot be told from them, and neither can an error without a direction,
 such as a rotation by a slightly wrong angle. In FP32 the roundings are 2^13 to 2^16 times smaller, and an error that is
 none of them stays. The weights are the reference's, so that only the code is the run's: its kernels, what was replaced
-in its modules, its buffers.
+in its modules, its buffers. The loss is one more module (`training.parity.backward`), whose gradient is looked at, too.
 
 Left out, and judged in the run's dtype alone: the manifest path, whose modules have dtypes of their own; what ranks
 share; experts; FlashAttention, whose kernels are for 16 bits only, and FlexAttention (see `plain_flex`); at ZeRO-3
@@ -19,14 +19,16 @@ from typing import Any
 
 import torch
 
-from training.parity.again import Call, Plan, again
+from training.parity.again import Call, Leaves, Plan, again
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_16_BITS = ("flash", "flex")
 
 
-def own_code(plan: Plan, candidate: dict[str, torch.nn.Module], call: Call) -> dict[str, Any] | None:
-    """By part what the run's module makes in FP32; None where that cannot be had."""
+def own_code(
+    plan: Plan, candidate: dict[str, torch.nn.Module], call: Call, leaves: Leaves | None = None
+) -> dict[str, Any] | None:
+    """By part what the run's module makes in FP32; None where that cannot be had. leaves: filled, as by `again`."""
     module = candidate[call.name]
     if plan.has_regions or plan.kind(call.name) == "functional" or any(map(_is_compiled, module.modules())):
         return None
@@ -34,11 +36,11 @@ def own_code(plan: Plan, candidate: dict[str, torch.nn.Module], call: Call) -> d
     if plan.kind(call.name) == "attention" and str(attention).startswith(_OF_16_BITS):
         return None
     inside = tuple(f"{inner.name.removeprefix(f'{call.name}.')}." for inner in call.inside)
-    own = {name: item for name, item in module.named_parameters() if not name.startswith(inside)}
-    if any(_is_elsewhere(parameter) for parameter in own.values()):
+    named = module.named_parameters(remove_duplicate=False)
+    if any(_is_elsewhere(parameter) for name, parameter in named if not name.startswith(inside)):
         return None
     with _without_hooks(module):
-        return again(plan, call, torch.float32, code=candidate)
+        return again(plan, call, torch.float32, leaves, code=candidate)
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:

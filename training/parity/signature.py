@@ -5,7 +5,7 @@ reference (`training.parity.reference`: freshly built by transformers, never pat
 kernels) is called on what the run's module got: in FP64, which counts as exact, in FP32, and in the dtype that the plan
 says. Its weights are the masters, rounded as the plan says, so that the rounding of a weight is nobody's error.
 
-The run's own module is called again, too, in FP32, where that can be had (`training.parity.own_code`).
+The run's own module is called again, too, in FP32, where that can be had (`training.parity.own_code`), and its loss.
 
 A module with modules inside is compared without their errors: those inside return what they returned in the run, and
 what it hands to them is compared, besides its own output. So each part has but a handful of roundings: of attention
@@ -36,7 +36,7 @@ from precision.regions import Regions
 from precision.signature import FIELDS, sums_of
 from training.distributed import World
 from training.parity.again import Call, Plan, again, fewer_rows, floats_of, parts_of, terms_of
-from training.parity.backward import Backward
+from training.parity.backward import Backward, OwnLoss
 from training.parity.own_code import own_code
 from training.parity.slices import Slices, cuts_of
 
@@ -89,12 +89,15 @@ class Signatures:
         self._rows += rows
         self._not_measured |= blind
 
-    def watch_loss(self, objective: Objective, inputs: dict[str, Any], labels: torch.Tensor) -> Callable[[Any], None]:
+    def watch_loss(
+        self, objective: Objective, inputs: dict[str, Any], labels: torch.Tensor, own: OwnLoss | None = None
+    ) -> Callable[[Any], None]:
         """What to call with the candidate's loss before its backward pass: so that it is compared, too, as `(loss)`.
 
-        objective: the reference's. inputs, labels: of the first micro-batch.
+        objective: the reference's. inputs, labels: of the first micro-batch. own: how the candidate computes its loss;
+        None where its code is not to be called in FP32.
         """
-        return self._backward.watch_loss(objective, inputs, labels)
+        return self._backward.watch_loss(objective, inputs, labels, own)
 
     def measured(self) -> dict[str, Any]:
         """{"parts": rows for `precision.signature.pooled`, "not_measured": reason by module}. A collective."""

@@ -32,6 +32,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,8 @@ class StepParity:
         signatures = Signatures(
             reference.model, engine.model, compute=compute, regions=regions, world=world, slices=slices
         )
-        watch = signatures.watch_loss(reference.objective, *next(batch.micro_batches(world.device)))
+        own_loss = partial(engine.loss_path.score, inspected=True)
+        watch = signatures.watch_loss(reference.objective, *next(batch.micro_batches(world.device)), own_loss)
         products = Fp8Products(reference.model, engine.model, regions, world=world)
         with errors.of_candidate(), signatures.of_candidate(), products.of_candidate():
             outcome = engine.forward_backward(batch, step=batch.position + 1, on_loss=watch)

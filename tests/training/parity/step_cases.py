@@ -16,6 +16,7 @@ from modeling import parameter_groups
 from modeling.build import model_config
 from precision.observe import Observation
 from precision.parity import Check, judge_signatures
+from precision.signature import pooled
 from tests.support import small_run
 from tests.support.small_run import SEQUENCE, VOCABULARY, batch_of, engine_of, resolve
 from tests.training.engine.tensor_cases import MODEL, of_kind
@@ -86,8 +87,10 @@ def gradients_with(
             )
         rows = [steps.step(batch_of(world, 2, seed=step), applied=step) for step in range(2)]
         check = judge_signatures(rows, ParitySection())
-        parts = [(row["module"], row["part"]) for row in rows[0]["signature"]["parts"]]
-        return {"check": check, "parts": parts, "not_measured": rows[0]["signature"]["not_measured"]}
+        measured = rows[0]["signature"]
+        parts = [(row["module"], row["part"]) for row in measured["parts"]]
+        own = [part.module for part in pooled([measured]) if part.part == "output" and part.sums["own_xx"]]
+        return {"check": check, "parts": parts, "own": own, "not_measured": measured["not_measured"]}
 
 
 def decaying_norms(world: World, *, stage: int, compute: str, steps: int) -> list[dict[str, Any]]:

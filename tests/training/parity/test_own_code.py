@@ -11,6 +11,8 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
+from modeling.objectives.label_prediction import LabelPrediction
+from modeling.objectives.objective import Scored
 from precision.signature import findings, pooled
 from tests.training.parity.test_signature import (
     ATTENTION,
@@ -18,11 +20,15 @@ from tests.training.parity.test_signature import (
     MLP,
     NORM,
     ROTARY,
+    Chunked,
     Plant,
     fused,
     measured,
     named,
 )
+
+CAP = 30.0
+"""On the final logits, of Gemma 2's config."""
 
 
 def turned(run: Any) -> None:
@@ -101,6 +107,42 @@ def test_an_error_below_the_roundings_of_16_bits_is_named_alone(plant: Plant, mo
     steps = measured(plant=plant)
     assert named(steps) == (module,)
     assert any("the run's own code" in item.why for item in findings(pooled(steps)))
+
+
+class Uncapped(LabelPrediction):
+    """The loss of logits that were not capped, as a kernel of head and loss in one that knows of no cap."""
+
+    def score(self, forward: Any, inputs: dict[str, Any], labels: torch.Tensor) -> Scored:
+        """As the parent does."""
+
+        def uncapped(**given: Any) -> Any:
+            output = forward(**given)
+            output.logits = CAP * (output.logits.float() / CAP).atanh()
+            return output
+
+        return super().score(uncapped, inputs, labels)
+
+
+def looked_at(objective: Chunked, run: Any) -> None:
+    """A chunked loss that knows what the model does to its logits."""
+    objective.of(run)
+    with torch.no_grad():
+        objective.head.detect_logit_transform(lambda: run(torch.zeros(1, 2, dtype=torch.int64), use_cache=False))
+
+
+@pytest.mark.parametrize(("chunked", "compute"), [(False, "bf16"), (False, "fp16"), (True, "bf16")])
+def test_a_cap_that_the_loss_leaves_out_is_named(chunked: bool, compute: str) -> None:
+    """It changes the small logits of a small model by less than 16 bits round them."""
+    wrong, right = (Chunked(), Chunked()) if chunked else (Uncapped(), LabelPrediction())
+    for objective, found in ((wrong, ("(loss)",)), (right, ())):
+        plant: Plant | None = None
+        if isinstance(objective, Chunked):
+            plant = objective.of if objective is wrong else partial(looked_at, objective)
+        steps = measured("gemma2", compute, attention="eager", objective=objective, plant=plant)
+        assert named(steps) == found
+        parts = pooled(steps)
+        assert [part.module for part in parts if part.part == "output" and part.sums["own_xx"]][-1] == "(loss)"
+        assert all("the run's own code" in item.why for item in findings(parts))
 
 
 @pytest.mark.parametrize("plant", [None, fused])

@@ -35,6 +35,7 @@ from precision.tolerance import unit_roundoff
 from tests.precision.test_inner_dtypes import by_hand, eager_with, widened_between
 from tests.support.small_models import small_model
 from tests.training.parity import step_cases
+from training.parity.backward import OwnLoss
 from training.parity.outputs import OutputErrors
 from training.parity.signature import Signatures
 
@@ -89,7 +90,7 @@ def measured(
     for _ in range(steps):
         signatures = Signatures(reference, run, compute=DTYPES[compute], regions=regions)
         given, labels = (torch.randint(VOCABULARY, (4, tokens), generator=generator) for _ in range(2))
-        watch = signatures.watch_loss(LabelPrediction(), {"input_ids": given}, labels)
+        watch = signatures.watch_loss(LabelPrediction(), {"input_ids": given}, labels, _own(objective))
         with signatures.of_candidate():
             loss = objective.score(run, {"input_ids": given}, labels).loss
             if torch.is_grad_enabled():
@@ -97,6 +98,10 @@ def measured(
                 (loss * SCALE / labels.numel()).backward()
         found.append(signatures.measured())
     return found
+
+
+def _own(objective: LabelPrediction) -> OwnLoss:
+    return lambda inputs, labels, _, *, forward: objective.score(forward, inputs, labels)
 
 
 def test_a_pass_of_the_base_alone_is_not_compared_with_the_adapted_reference() -> None:
@@ -384,12 +389,16 @@ def test_a_loss_that_rounding_does_not_explain_is_named(objective: LabelPredicti
 class Chunked(LabelPrediction):
     """Of 16 tokens at a time, as the engine computes it."""
 
+    head: ChunkedHead
+
+    def of(self, run: Any) -> None:
+        """As a plant: of this model."""
+        self.head = ChunkedHead(run, chunk_tokens=16)
+
     def score(self, forward: Any, inputs: dict[str, Any], labels: torch.Tensor) -> Scored:
         """As the parent does."""
-        head = ChunkedHead(forward, chunk_tokens=16)
-        with head.loss_of(labels, SCALE / labels.numel()):
+        with self.head.loss_of(labels, SCALE / labels.numel()):
             loss = forward(**inputs, use_cache=False).logits.sum()
-        head.close()
         return Scored(loss)
 
 
@@ -405,7 +414,8 @@ def test_a_loss_in_chunks_is_measured_with_its_head(narrow: bool, monkeypatch: p
             return losses.float()
 
         monkeypatch.setattr(linear_cross_entropy, "_softmax_loss", in_bf16)
-    steps = measured(objective=Chunked())
+    objective = Chunked()
+    steps = measured(plant=objective.of, objective=objective)
     parts = {row["part"] for row in steps[0]["parts"] if row["module"] == "(loss)"}
     assert parts == {"output", "gradient of what model returned", "gradient of lm_head.weight"}
     assert named(steps) == (("(loss)",) if narrow else ())
@@ -507,6 +517,7 @@ def test_gradients_are_measured_in_the_engine(pair: Any, stage: int, compute: st
         )
         end = "gradient of what model returned" if loss == "chunked" else "gradient of what lm_head returned"
         assert ("(loss)", end) in parts
+        assert ("(loss)" in found["own"]) == (compute != "fp32")
         assert list(found["not_measured"]) == ([HEAD] if loss == "chunked" else [])
     for found in pair.run(step_cases.gradients_with, module=ATTENTION, **how):
         assert found["check"].modules == (ATTENTION,)
