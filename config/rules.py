@@ -754,6 +754,10 @@ def _canary(config: Config) -> Iterator[Problem]:
     for name in config.canary.bounds:
         if name not in known:
             yield f"canary.bounds.{name}", f"is no key of parity:, which has {', '.join(known)}"
+    steps, share = config.canary.steps, config.canary.data_share
+    if steps is not None and share is not None:
+        problem = f"says how many steps the canary has, as canary.steps = {steps} does; remove one of them"
+        yield "canary.data_share", f"= {share:g} {problem}"
 
 
 def _faults(config: Config) -> Iterator[Problem]:

@@ -870,9 +870,12 @@ class ParitySection:
 class CanarySection:
     """What `python -m launch.canary` tries before it starts the whole run, and how it watches that one."""
 
-    steps: int = limit(50, at_least=1)
+    steps: int | None = limit(None, at_least=1)
     """[steps] Of the canary: the whole run's first, on the same data, schedule and seed. The whole run starts after
-    them, from the canary's state."""
+    them, from the canary's state. null: 50, unless data_share says otherwise."""
+    data_share: float | None = limit(None, above=0.0, below=1.0)
+    """[fraction] Of the whole run's data, of which the canary has the first: this share of run.steps, rounded, at least
+    one step. null: canary.steps says how many."""
     ranks: int | None = limit(None, at_least=1)
     """[processes] Of the canary, of its FP32 twin and of the checks. null: as many as the whole run has."""
     check_every: int = limit(0, at_least=0)

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
@@ -27,7 +28,7 @@ def run_gate(plan: Plan, journal: Journal) -> int:
     command += ["--processes", str(plan.ranks), "--keep-checkpoints"]
     if plan.launcher and section.ranks is None:
         command += ["--launch", shlex.join(plan.launcher)]
-    command += [f"run.steps={section.steps}", f"schedule.steps={config.scheduled_steps}", "checkpoint.at_end=true"]
+    command += [f"run.steps={plan.steps}", f"schedule.steps={config.scheduled_steps}", "checkpoint.at_end=true"]
     started, job = time.monotonic(), Job([*command, *plan.bounds])
     left = None if section.device_hours is None else max(0.0, section.device_hours - journal.spent())
     timer = None if left is None else threading.Timer(3600 * left / plan.ranks, job.kill)
@@ -59,20 +60,31 @@ def run_gate(plan: Plan, journal: Journal) -> int:
     if found is None:
         journal.add("gate", 0, f"the canary could not be judged (exit code {code}); nothing started", **further)
         return code if code > 0 else 1
-    checks = f"{len(found['checks'])} checks against FP32 over {section.steps} steps, {hours:.4f} device hours"
+    said, fields = shares(plan, found["conditions"])
+    checks = f"{len(found['checks'])} checks against FP32 over {plan.steps} steps ({said}), {hours:.4f} device hours"
+    further |= fields
     if found["failed"]:
         text = f"no parity: {', '.join(found['failed'])}; {checks}; nothing started, see {folder / 'parity.md'}"
-        journal.add("gate", section.steps, text, verdict="no parity", failed=found["failed"], **further)
+        journal.add("gate", plan.steps, text, verdict="no parity", failed=found["failed"], **further)
         return DIVERGED
     if not (plan.first_checkpoint / "manifest.json").is_file():
-        journal.add("gate", section.steps, f"{plan.first_checkpoint} was not saved; nothing started", **further)
+        journal.add("gate", plan.steps, f"{plan.first_checkpoint} was not saved; nothing started", **further)
         return CONFIG_ERROR
     for other in plan.first_checkpoint.parent.glob("step-*"):
         if other != plan.first_checkpoint:
             shutil.rmtree(other, ignore_errors=True)
     where = {"judged": str(plan.first_checkpoint), **further}
-    journal.add("gate", section.steps, f"parity: {checks}", verdict="parity", **where)
+    journal.add("gate", plan.steps, f"parity: {checks}", verdict="parity", **where)
     return DONE
+
+
+def shares(plan: Plan, conditions: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """How much the canary saw of the run's data and of the corpus, in words and as fields of its event."""
+    share, tokens, epoch = plan.steps / plan.resolved.config.run.steps, conditions["tokens"], conditions["epoch_tokens"]
+    of_epoch = tokens / epoch if epoch else None
+    said = f"{100 * share:.3g}% of the run's, {tokens:,} tokens"
+    said += "" if of_epoch is None else f", {100 * of_epoch:.3g}% of an epoch"
+    return said, {"tokens": tokens, "share_of_run": share, "share_of_epoch": of_epoch}
 
 
 def read_json(path: Any) -> dict[str, Any] | None:

@@ -15,6 +15,9 @@ from config.launcher import as_launched
 from config.resolved import Resolved
 from config.schema import CanarySection
 
+STEPS = 50
+"""Of a canary whose config says neither how many nor which share of the run's data."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -36,6 +39,14 @@ class Plan:
         return self.resolved.config.canary
 
     @property
+    def steps(self) -> int:
+        """Of the canary."""
+        whole, section = self.resolved.config.run.steps, self.section
+        if section.data_share is not None:
+            return max(1, round(section.data_share * whole))
+        return section.steps or STEPS
+
+    @property
     def ranks(self) -> int:
         """Processes of the canary, of its twin and of the checks."""
         return self.section.ranks or self.processes
@@ -54,8 +65,8 @@ class Plan:
     @property
     def first_checkpoint(self) -> Path:
         """Where the canary leaves its state."""
-        seed, steps = self.resolved.config.run.seed, self.section.steps
-        return self.folder / f"gate/runs/candidate-seed-{seed}/checkpoints/step-{steps}"
+        seed = self.resolved.config.run.seed
+        return self.folder / f"gate/runs/candidate-seed-{seed}/checkpoints/step-{self.steps}"
 
     @property
     def bounds(self) -> list[str]:
@@ -74,7 +85,7 @@ class Plan:
 
     @property
     def _interval(self) -> int:
-        return self.section.check_every or self.section.steps
+        return self.section.check_every or self.steps
 
 
 def read_plan(
@@ -84,9 +95,11 @@ def read_plan(
     arguments = ("--config", config, *overrides)
     resolved = read_command_line(arguments, as_launched(processes))
     section, whole = resolved.config.canary, resolved.config
-    if section.steps >= whole.run.steps:
+    plan = Plan(arguments, resolved, processes, tuple(launch), tuple(check_launch))
+    if plan.steps >= whole.run.steps:
+        key = f"steps = {plan.steps}" if section.data_share is None else f"data_share = {section.data_share:g}"
         problem = f"leaves nothing of run.steps = {whole.run.steps} to start; make it smaller"
-        raise UserError(f"{config}: canary.steps = {section.steps} {problem}")
+        raise UserError(f"{config}: canary.{key} {problem}")
     if section.ranks is not None:
         read_command_line(arguments, as_launched(section.ranks))
         if whole.parallel.tensor > 1 and resolved.zero_stage == 0 and section.ranks != processes:
@@ -97,4 +110,4 @@ def read_plan(
     refuse_sharing(resolved.batch, but=("sequence", "tensor"), why="the FP32 twin is verified with {what} on each rank")
     if whole.checkpoint.dir is not None:
         raise UserError(f"{config}: checkpoint.dir: the canary goes back in the run folder only; leave it out")
-    return Plan(arguments, resolved, processes, tuple(launch), tuple(check_launch))
+    return plan

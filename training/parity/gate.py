@@ -153,6 +153,8 @@ def _conditions(chosen: Plan, run: Run) -> dict[str, Any]:
         "accumulation": resolved.batch.accumulation,
         "sequence_length": resolved.config.data.sequence_length,
         "data": environment.get("data", {}).get("fingerprint"),
+        "tokens": run.summary.tokens,
+        "epoch_tokens": environment.get("data", {}).get("train_tokens"),
         "bounds": config.get("parity", {}),
         "environment": {key: environment.get(key) for key in ("accelerator", "cpu", "versions", "git")},
     }

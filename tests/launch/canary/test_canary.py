@@ -13,10 +13,12 @@ from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from launch.canary.command import main
 from launch.canary.fallback import in_fp32, promoted
+from launch.canary.gate import shares
 from launch.canary.plan import read_plan
 from launch.canary.record import Journal
 from launch.canary.whole import Breach, Whole
 from tests.support.launches import SMALL, events, finish, start, wait_until
+from tracking.jsonl import read_events
 from training.schedule import scheduled_rate
 
 DEMO = str(REPOSITORY / "config/recipes/demo.yaml")
@@ -58,6 +60,8 @@ def test_the_canary_has_the_whole_runs_schedule(tmp_path):
     ("overrides", "said"),
     [
         (["canary.steps=24"], "canary.steps = 24 leaves nothing of run.steps = 24"),
+        (["canary.steps=null", "canary.data_share=0.99"], "canary.data_share = 0.99 leaves nothing of run.steps = 24"),
+        (["canary.data_share=0.5"], "canary.data_share = 0.5 says how many steps the canary has, as canary.steps = 6"),
         (["checkpoint.dir=memory://there"], "checkpoint.dir: the canary goes back in the run folder only"),
         (["canary.bounds={module_eror: 1}"], "canary.bounds.module_eror is no key of parity:"),
         (["parallel.tensor=2", "canary.ranks=1"], "parallel.tensor = 2 does not divide 1 process;"),
@@ -73,6 +77,24 @@ def test_mistakes_are_one_line_and_start_nothing(tmp_path, capsys, overrides, sa
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and said in lines[0]
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_share_of_the_data_is_a_number_of_the_runs_steps(tmp_path):
+    """And the verdict's line says which share of the run's and of the corpus they were."""
+
+    def steps(*overrides):
+        plan = plan_of(tmp_path, "canary.steps=null", *overrides)
+        assert plan.first_checkpoint.name == f"step-{plan.steps}"
+        return plan.steps
+
+    assert [steps(f"canary.data_share={share}") for share in (0.001, 0.07, 0.25, 0.5)] == [1, 2, 6, 12]
+    assert steps("run.steps=100", "canary.data_share=0.07") == 7  # 7.000000000000001 in FP64
+    assert steps("run.steps=100") == 50
+    said, fields = shares(plan_of(tmp_path), {"tokens": 1536, "epoch_tokens": 100_000})
+    assert said == "25% of the run's, 1,536 tokens, 1.54% of an epoch"
+    assert fields == {"tokens": 1536, "share_of_run": 0.25, "share_of_epoch": 0.01536}
+    said, fields = shares(plan_of(tmp_path), {"tokens": 1536, "epoch_tokens": None})  # its environment.json was lost
+    assert said == "25% of the run's, 1,536 tokens" and fields["share_of_epoch"] is None
 
 
 def test_a_run_that_is_there_is_not_taken_over(tmp_path, capsys):
@@ -212,6 +234,24 @@ def test_ranks_that_share_matrices_go_back_and_on_in_fp32(tmp_path):
     starts = events(tmp_path, "it", "run_start")
     assert [start["compute"] for start in starts] == ["bf16", "fp32"]
     assert [event["step"] for event in events(tmp_path, "it", "step")][-1] == 24
+
+
+@pytest.mark.slow
+def test_a_canary_on_fewer_ranks_leaves_its_state_to_all_of_the_run(tmp_path):
+    """Canary, twin and checks are one process each; the whole run resumes their checkpoint on two."""
+    share = ("canary.steps=null", "canary.data_share=0.25")
+    finish(job(tmp_path, *share, "canary.ranks=1", "run.name=fewer", processes=2), seconds=PATIENCE)
+    journal = Journal.read(tmp_path / "runs/fewer-canary", "fewer")
+    gate = journal.last("gate")
+    assert gate["verdict"] == "parity" and "6 steps (25% of the run's, 1,536 tokens, " in gate["text"]
+    assert 0 < gate["share_of_epoch"] < 1 and gate["share_of_run"] == 0.25
+    assert [event["held"] for event in journal.events if event["event"] == "check"].count(True) >= 1
+    assert (journal.events[-1]["event"], journal.events[-1]["step"]) == ("end", 24)
+    (start,) = events(tmp_path, "fewer", "run_start")
+    assert (start["world_size"], start["step"]) == (2, 6) and start["resumed_from"].endswith("/step-6")
+    assert [event["step"] for event in events(tmp_path, "fewer", "step")] == list(range(7, 25))
+    gated = next(read_events(tmp_path / "runs/fewer-canary/gate/runs/candidate-seed-0/events.jsonl"))
+    assert gated["world_size"] == 1
 
 
 @pytest.mark.slow
