@@ -69,7 +69,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     packed = [item.nodeid for item in items if r"\x1f\x8b" in item.nodeid]
     if packed:  # gzip's output holds the time of packing, and all workers of a session have to collect the same names
         raise pytest.UsageError(f"give these cases ids, they are named by packed bytes: {', '.join(packed)}")
-    users = {item.path for item in items if {"pair", "solo"} & set(getattr(item, "fixturenames", ()))}
+    users = {item.path for item in items if {"pair", "solo", "four"} & set(getattr(item, "fixturenames", ()))}
     starters = {path for path in {item.path for item in items} if _STARTS_JOBS.search(path.read_text(encoding="utf-8"))}
     items.sort(key=lambda item: 0 if item.path in starters else 1 if item.path in users else 2)
 
@@ -108,6 +108,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
 def pair() -> Iterator[ProcessGroup]:
     """Two real processes joined by gloo; `pair.run(function, **arguments)` gives both ranks' results."""
     with ProcessGroup(world_size=2) as group:
+        yield group
+
+
+@pytest.fixture(scope="session")
+def four() -> Iterator[ProcessGroup]:
+    """The same with four processes."""
+    with ProcessGroup(world_size=4) as group:
         yield group
 
 

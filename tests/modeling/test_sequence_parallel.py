@@ -53,11 +53,10 @@ def test_slices_have_the_logits_and_gradients_of_the_whole(pair: ProcessGroup, f
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "heads", "keys"), [(4, 8, 2), (4, 12, 3), (4, 4, 4), (2, 6, 3)])
-def test_key_heads_that_do_not_divide_are_repeated(ranks: int, heads: int, keys: int) -> None:
+def test_key_heads_that_do_not_divide_are_repeated(four: ProcessGroup, ranks: int, heads: int, keys: int) -> None:
     shape = {"num_attention_heads": heads, "num_key_value_heads": keys, "head_dim": 8, **WINDOW, "hidden_size": 48}
-    with ProcessGroup(world_size=4) as four:
-        case = {"family": "mistral", "apart": True, "ranks": ranks, "shape": shape}
-        check(four.run(sequence_parallel_cases.against_the_whole, **case))
+    case = {"family": "mistral", "apart": True, "ranks": ranks, "shape": shape}
+    check(four.run(sequence_parallel_cases.against_the_whole, **case))
 
 
 def check(results: list[dict[str, Any]]) -> None:

@@ -22,7 +22,6 @@ import deepspeed
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils import groups
 from transformers import PreTrainedModel
 
 from config.cli import REPOSITORY
@@ -41,13 +40,14 @@ from precision.regions import Regions
 from precision.step_health import Health
 from training.distributed import World, allow_fp16_on_cpu
 from training.engine.defects import Defects
-from training.engine.expert_slices import forget_groups, shared_experts
+from training.engine.expert_slices import shared_experts
 from training.engine.faults import Faults
 from training.engine.gradients import ReducedGradients
 from training.engine.health import Evaluation, Outcome, RanksDisagree, Update, difference, require_equal
 from training.engine.loss import LossPath, label_tokens_of_all
 from training.engine.masters import UpdateMeter, local_masters, local_states, sum_of_squares
 from training.engine.optimizer import build_optimizer, import_muon_uncompiled
+from training.engine.process_groups import forget_groups
 from training.engine.rng import generators, restore_generators
 from training.engine.split_masters import SplitMasters
 from training.engine.teacher import Teacher
@@ -501,22 +501,7 @@ class Engine:
     def close(self) -> None:
         """Release DeepSpeed's resources, so that another engine can be built in this process."""
         self.deepspeed.destroy()
-        if self.world.tensor is not None:
-            # DeepSpeed would take them for the next engine's. They are not destroyed: one may be the group of all.
-            sizes = ("_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE", "_MPU_TENSOR_MODEL_PARALLEL_RANK")
-            for name in (
-                "_TENSOR_MODEL_PARALLEL_GROUP",
-                "_MODEL_PARALLEL_GROUP",
-                "_DATA_PARALLEL_GROUP",
-                "mpu",
-                *sizes,
-            ):
-                setattr(groups, name, None)
-        if group := groups._get_zero_param_intra_parallel_group():
-            # DeepSpeed leaves the group of zero_hpz_partition_size behind and refuses to make the next engine's.
-            deepspeed.comm.destroy_process_group(group)
-        if self.world.experts is not None:
-            forget_groups()
+        forget_groups()
         if self.teacher is not None:
             self.teacher.close()
         if self._attention is not None:

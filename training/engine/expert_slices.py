@@ -79,14 +79,3 @@ def gather_in_order(model: Any) -> None:
 
 def _gathered_in_order(gather: Callable[..., Any], parameters: Iterable[Any], **how: Any) -> Any:
     return gather(sorted(parameters, key=lambda parameter: parameter.ds_id), **how)
-
-
-def forget_groups() -> None:
-    """DeepSpeed would take those of an engine that is closed for the next one's."""
-    for known in (
-        groups._EXPERT_PARALLEL_GROUP,
-        groups._EXPERT_PARALLEL_GROUP_RANKS,
-        groups._EXPERT_DATA_PARALLEL_GROUP,
-        groups._EXPERT_DATA_PARALLEL_GROUP_RANKS,
-    ):
-        known.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
@@ -32,12 +32,6 @@ MIXTURE = (
 )
 VOCABULARY = 1024
 """Of the demo's tokenizer."""
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[ProcessGroup]:
-    with ProcessGroup(world_size=4) as group:
-        yield group
 
 
 def planned(overrides: Sequence[str], *, world: int) -> tuple[Shape, Layout]:

@@ -22,7 +22,7 @@ from precision.dtypes import DTYPES
 from tests.support.plain_steps import EVALUATED, distance_of_updates, farthest, plain_steps
 from tests.support.small_run import batch_of, engine_of, masters_of, plain_model, resolve
 from training.distributed import World
-from training.engine.expert_slices import forget_groups
+from training.engine.process_groups import forget_groups
 from training.matrix.run import fp32_model
 
 STEPS = 3

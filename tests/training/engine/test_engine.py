@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 
 import pytest
 import torch
 
-from tests.support.process_group import ProcessGroup
 from tests.training.engine import engine_cases
 
 STAGES = [0, 1, 2, 3]
@@ -156,15 +154,15 @@ def test_a_master_that_is_not_fp32_stops_the_run(pair, stage):
 
 @pytest.mark.parametrize(
     ("ranks", "compute"),
-    [(2, "bf16"), pytest.param(4, "fp32", marks=pytest.mark.slow), pytest.param(4, "fp16", marks=pytest.mark.slow)],
+    [("pair", "bf16"), ("four", "fp32"), pytest.param("four", "fp16", marks=pytest.mark.slow)],
 )
-def test_a_second_copy_of_the_weights_in_each_node_changes_no_bit(pair, tmp_path, ranks, compute):
+def test_a_second_copy_of_the_weights_in_each_node_changes_no_bit(request, tmp_path, ranks, compute):
     """zero_hpz_partition_size: the copies are gathered from while they are new, and made again after a rollback."""
-    with ProcessGroup(ranks) if ranks > 2 else nullcontext(pair) as group:
-        runs = [
-            group.run(engine_cases.stepped_back, folder=str(tmp_path), compute=compute, secondary=secondary)
-            for secondary in (1, 2)
-        ]
+    group = request.getfixturevalue(ranks)
+    runs = [
+        group.run(engine_cases.stepped_back, folder=str(tmp_path), compute=compute, secondary=secondary)
+        for secondary in (1, 2)
+    ]
     for without, with_copies in zip(*runs, strict=True):
         assert without["copies"] == [set()] * 5
         assert with_copies["copies"] == [{True}] * 5

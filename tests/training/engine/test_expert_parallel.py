@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,6 @@ from tests.training.engine import expert_cases
 from training.matrix.cells import RULE_BOUNDS
 
 CLOSE = {"fp32": 1e-5, "bf16": 6.5e-2, "fp16": 7.8e-3}
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[ProcessGroup]:
-    with ProcessGroup(world_size=4) as group:
-        yield group
 
 
 @pytest.mark.parametrize(

@@ -41,13 +41,23 @@ def expected(solo, manifest):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_step_does_not_depend_on_the_layout(pair, solo, manifest, expected, stage):
     """As without FP8: the same masters at every stage, for one rank and two, whole and cut into micro-batches."""
-    overrides = ["precision.path=manifest", f"precision.manifest={manifest}"]
     for group, micro in ((solo, 2), (pair, 4), (pair, 1)):
-        options = {"compute": "fp32", "micro": micro, "mask": "uneven", "overrides": overrides}
-        for result in group.run(engine_cases.one_step, stage=stage, **options):
-            assert result["loss"] == pytest.approx(expected["loss"], abs=1e-5)
-            assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
-            assert difference(result["after"], expected["after"]) < 1e-5
+        require_the_step(group, manifest, expected, stage=stage, micro=micro)
+
+
+def test_four_ranks_make_the_same_step(four, manifest, expected):
+    """Each has a quarter of every matrix, and two sequences."""
+    require_the_step(four, manifest, expected, stage=3, micro=1)
+
+
+def require_the_step(group, manifest, expected, *, stage, micro, variant="", overrides=()):
+    """That every rank of the group makes the `expected` step."""
+    given = ["precision.path=manifest", f"precision.manifest={manifest}", *overrides]
+    options = {"compute": "fp32", "micro": micro, "mask": "uneven", "variant": variant, "overrides": given}
+    for result in group.run(engine_cases.one_step, stage=stage, **options):
+        assert result["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+        assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+        assert difference(result["after"], expected["after"]) < 1e-5
 
 
 @pytest.mark.one_in(3)
@@ -65,12 +75,7 @@ def test_a_step_does_not_depend_on_the_layout(pair, solo, manifest, expected, st
 def test_a_step_does_not_depend_on_offload_recomputation_and_kernel(
     pair, manifest, expected, stage, variant, overrides
 ):
-    given = ["precision.path=manifest", f"precision.manifest={manifest}", *overrides]
-    options = {"compute": "fp32", "micro": 2, "mask": "uneven", "variant": variant, "overrides": given}
-    for result in pair.run(engine_cases.one_step, stage=stage, **options):
-        assert result["loss"] == pytest.approx(expected["loss"], abs=1e-5)
-        assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
-        assert difference(result["after"], expected["after"]) < 1e-5
+    require_the_step(pair, manifest, expected, stage=stage, micro=2, variant=variant, overrides=overrides)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -34,6 +34,11 @@ def test_a_step_does_not_depend_on_its_cut(pair, family, expected, stage, micro)
         same(result, expected)
 
 
+def test_four_ranks_balance_over_all_their_sequences(four, family, expected):
+    for result in four.run(cases.one_step, family=family, stage=2, micro=1):
+        same(result, expected)
+
+
 def test_one_rank_in_micro_batches_is_the_same(solo, family, expected):
     [result] = solo.run(cases.one_step, family=family, stage=2, micro=2)
     same(result, expected)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -125,13 +124,6 @@ OTHER_RANKS = [
     ),
     *((name, stage, "fp32", 0, "_offload") for stage in (2, 3) for name in ("muon", "lamb")),
 ]
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[ProcessGroup]:
-    """Four processes joined by gloo."""
-    with ProcessGroup(world_size=4) as group:
-        yield group
 
 
 @pytest.mark.one_in(len(OTHER_RANKS))

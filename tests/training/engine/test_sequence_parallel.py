@@ -48,12 +48,13 @@ def test_a_value_that_is_not_finite_is_blamed_on_the_rank_where_it_began(pair: P
         assert found == [[(rank, module or "loss")] for rank, _, module in sequence_cases.SPOILED]
 
 
-@pytest.mark.slow
-def test_four_ranks_share_sequences_by_two_and_by_four() -> None:
-    with ProcessGroup(world_size=4) as four:
-        for stage, ranks, heads in ((3, 2, 2), (2, 4, 1), (0, 4, 4)):
-            for found in four.run(sequence_cases.against_one_rank, stage=stage, apart=True, heads=heads, ranks=ranks):
-                assert max(found["numbers"], found["masters"]) < CLOSE["fp32"]
+@pytest.mark.parametrize(
+    ("stage", "ranks", "heads"),
+    [(3, 2, 2), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in ((2, 4, 1), (0, 4, 4)))],
+)
+def test_four_ranks_share_sequences_by_two_and_by_four(four: ProcessGroup, stage: int, ranks: int, heads: int) -> None:
+    for found in four.run(sequence_cases.against_one_rank, stage=stage, apart=True, heads=heads, ranks=ranks):
+        assert max(found["numbers"], found["masters"]) < CLOSE["fp32"]
 
 
 @pytest.mark.slow

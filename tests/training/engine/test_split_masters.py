@@ -65,24 +65,26 @@ def test_a_weight_that_is_not_its_master_is_not_split() -> None:
     assert split.whole
 
 
-def require_same(left: list[dict], right: list[dict]) -> None:
+def require_same(left: list[dict], right: list[dict], *, steps: int = STEPS) -> None:
     for a, b in zip(left, right, strict=True):
         assert a["rows"] == b["rows"]
         assert a["checksums"] == b["checksums"]
         assert a["skipped_unchanged"] and b["skipped_unchanged"]
         assert [row[2] for row in a["rows"]].count(False) == sum(
-            step > STEPS - len(a["rows"]) for step in (split_cases.SKIPPED, split_cases.STRUCK)
+            step > steps - len(a["rows"]) for step in (split_cases.SKIPPED, split_cases.STRUCK)
         )
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_run_is_the_run_with_fp32_masters(pair, stage: int) -> None:
-    """Losses, norms, update ratios, masters and moments of two ranks, clipped; steps that are not applied change
+@pytest.mark.parametrize(("ranks", "stage"), [("pair", 1), ("pair", 2), ("pair", 3), ("four", 2)])
+def test_a_run_is_the_run_with_fp32_masters(request, ranks: str, stage: int) -> None:
+    """Losses, norms, update ratios, masters and moments of all ranks, clipped; steps that are not applied change
     nothing."""
-    options = {"stage": stage, "steps": STEPS}
+    group, steps = request.getfixturevalue(ranks), STEPS if ranks == "pair" else 6
+    options = {"stage": stage, "steps": steps}
     require_same(
-        pair.once(split_cases.trained, masters="fp32", **options),
-        pair.run(split_cases.trained, masters="split", **options),
+        group.once(split_cases.trained, masters="fp32", **options),
+        group.run(split_cases.trained, masters="split", **options),
+        steps=steps,
     )
 
 

@@ -1,0 +1,31 @@
+"""Process groups that DeepSpeed keeps in globals of its own, past the engine that they were made for."""
+
+from __future__ import annotations
+
+import deepspeed
+from deepspeed.utils import groups
+
+_OF_TENSORS = (
+    "_TENSOR_MODEL_PARALLEL_GROUP",
+    "_MODEL_PARALLEL_GROUP",
+    "_DATA_PARALLEL_GROUP",
+    "mpu",
+    "_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE",
+    "_MPU_TENSOR_MODEL_PARALLEL_RANK",
+)
+_OF_EXPERTS = (
+    "_EXPERT_PARALLEL_GROUP",
+    "_EXPERT_PARALLEL_GROUP_RANKS",
+    "_EXPERT_DATA_PARALLEL_GROUP",
+    "_EXPERT_DATA_PARALLEL_GROUP_RANKS",
+)
+
+
+def forget_groups() -> None:
+    """Those of an engine that is destroyed: DeepSpeed would take them for the next one's, or refuse to make that."""
+    for name in _OF_TENSORS:
+        setattr(groups, name, None)  # not destroyed: one may be the group of all
+    for name in _OF_EXPERTS:
+        getattr(groups, name).clear()
+    if group := groups._get_zero_param_intra_parallel_group():  # of zero_hpz_partition_size
+        deepspeed.comm.destroy_process_group(group)
