@@ -191,6 +191,7 @@ def test_a_replay_says_which_step_came_out_differently(folder, finished):
     assert "recorded: grad_norm" in output and "not reproduced" in output
 
 
+@pytest.mark.slow
 def test_a_cut_of_the_learning_rate_lasts_as_long_as_configured(folder, unbroken):
     overrides = ["faults=[{kind: nan_gradient, step: 3}]", "guard.reactions=[cut_lr]", "guard.cut_lr_steps=2"]
     finish(command("python", folder, "cut", *overrides))
@@ -242,6 +243,7 @@ def test_an_overflow_at_the_smallest_scale_is_a_verdict_with_a_diagnosis(folder)
     assert (folder / "runs" / "smallest" / "checkpoints" / "step-3" / "state.json").is_file()
 
 
+@pytest.mark.slow
 def test_an_overflow_that_persists_falls_back_by_itself(folder):
     manifest = folder / "fp16.json"
     manifest.write_text(json.dumps({"default": "fp16", "rules": []}))
@@ -255,6 +257,7 @@ def test_an_overflow_that_persists_falls_back_by_itself(folder):
     assert [event["applied"] for event in events(folder, "fell_back", "step")] == [True, False, False, True, True, True]
 
 
+@pytest.mark.slow
 def test_a_spike_is_skipped_when_asked_for(folder):
     overrides = ["faults=[{kind: loss_spike, step: 18}]", "guard.spike_sigmas=20", "guard.spike_window=16"]
     finish(command("python", folder, "spiked", "run.steps=20", *overrides))

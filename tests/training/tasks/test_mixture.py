@@ -18,6 +18,7 @@ from tests.training.tasks.test_sft import folder
 __all__ = ["folder"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("packing", ["best_fit", "none"])
 def test_the_order_is_that_of_every_layout(pair: ProcessGroup, solo: ProcessGroup, folder: Path, packing: str) -> None:
     write_chats(folder / "more.jsonl", 40, seed=1)

@@ -35,6 +35,7 @@ def exact(name: str, start: int, tokens: int, width: int) -> torch.Tensor:
     return torch.tensor(epsilon * ALPHA / (tokens * width) ** 0.5, dtype=torch.float32)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("packing", ["best_fit", "none"])
 def test_every_layout_trains_on_the_noise_of_the_paper(
     solo: ProcessGroup, pair: ProcessGroup, folder: Any, packing: str

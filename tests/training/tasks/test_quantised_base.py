@@ -93,7 +93,7 @@ def test_layers_that_hold_inputs_first_equal_plain_torch(
     assert first == last
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "stage"), [("nf4", 2), ("int8", 2), ("nf4", 3), ("int8", 3)])
 def test_single_steps_are_compared_with_plain_layers(pair: ProcessGroup, folder: Path, kind: str, stage: int) -> None:
     """The reference knows nothing of bitsandbytes' kernels, only the weights that the codes stand for."""
