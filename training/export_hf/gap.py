@@ -34,7 +34,7 @@ _MODULES = 5
 
 
 class GapTooLarge(TensorsDiffer):
-    """The export computes other log-probabilities than the masters do, by more than was allowed."""
+    """The export computes other log-probabilities or numbers than the masters do, by more than was allowed."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,8 @@ def measure(
     """The gap of an exported folder, which computes in its own dtype as `from_pretrained` loads it.
 
     exact: the masters' model (`of_masters`), FP32. model_class: of config/task.py. `of rounding alone` is the same with
-    the export's weights computing in FP32. `modules`: on the row of the largest KL, by the error of the module's own
-    output on the export's inputs, against FP32 (training/parity/outputs.py).
+    the export's weights computing in FP32. `modules`: on the row of the largest KL, or of the largest difference of a
+    number, by the error of the module's own output on the export's inputs, against FP32 (training/parity/outputs.py).
     """
     auto = getattr(transformers, model_class)
     found = in_own_memory(auto.from_pretrained(folder, dtype="auto", trust_remote_code=trust_remote_code)).eval()

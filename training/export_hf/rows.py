@@ -28,7 +28,6 @@ _TOKENS = 512
 _CONFIGS = (".yaml", ".yml")
 _COMPRESSED = (".gz", ".zst")
 
-
 Unit = Literal["token", "label", "number"]
 
 
@@ -43,7 +42,7 @@ class Row:
     labels: torch.Tensor
     """(m,) int64: what is right at each of these places, IGNORED_LABEL where nothing is."""
     unit: Unit = "token"
-    """What the outputs are of; a number is one itself, the others are logits, one for each."""
+    """What there is one output for: logits of a token, or of the label of a word or text, or a predicted number."""
 
     @classmethod
     def of_text(cls, ids: torch.Tensor) -> Self:
@@ -73,7 +72,7 @@ def rows_of_data(data: str, config: Config, tokenizer: Path, count: int = ROWS) 
     for name in corpus.labels:
         if name not in config.classify.labels:
             raise UserError(
-                f"--compare-logits {data}: has the label {name!r}, which the model has not; remove its rows"
+                f"--compare-logits {data}: has rows with the label {name!r}, which the model does not know; remove them"
             )
     rows = rows_of(corpus, dataclasses.replace(config, data=section), count, longest=config.data.longest)
     if not rows:

@@ -20,6 +20,7 @@ from tests.training.checkpoint import resume_cases
 from tests.training.tasks.classify_cases import example
 from tests.training.tasks.mlm_cases import write_text
 from training.checkpoint.partitions import open_saved_model
+from training.export_hf import rows
 from training.export_hf.command import main
 from training.export_hf.export import find_source
 from training.export_hf.gap import Bounds, GapTooLarge, measure, require_within
@@ -110,10 +111,10 @@ def test_the_gap_is_that_of_plain_transformers_at_each_label(
     assert main([*command, "--compare-rows", "9", "--largest-kl", "0.1"]) == 0
     facts = json.loads((out / "mantissa.json").read_text())
     gap, auto = facts["train-inference gap"], getattr(transformers, facts["model"]["auto_class"])
-    exact, rows = masters_of(checkpoint, out, auto), examples(folder, checkpoint, out, kind)
+    exact, given = masters_of(checkpoint, out, auto), examples(folder, checkpoint, out, kind)
     for figures, computed in ((gap, torch.bfloat16), (gap["of rounding alone"], torch.float32)):
         export, kl, difference, own, places = auto.from_pretrained(out, dtype=computed).eval(), [], [], [], []
-        for inputs, labels in rows:
+        for inputs, labels in given:
             with torch.no_grad():
                 logits = [model(**inputs).logits.double().flatten(0, -2) for model in (exact, export)]
             p, q = (torch.log_softmax(values, dim=-1)[labels != -100] for values in logits)
@@ -127,8 +128,8 @@ def test_the_gap_is_that_of_plain_transformers_at_each_label(
         if figures is gap:
             unit = "token" if kind == "mlm" else "label"
             assert gap[f"largest difference of the row's {unit}s"] == pytest.approx(float(torch.cat(own).max()))
-            assert (gap["rows"], gap[f"{unit}s"]) == (len(rows), len(torch.cat(kl)))
-            worst = max(range(len(rows)), key=lambda row: float(kl[row].max()))
+            assert (gap["rows"], gap[f"{unit}s"]) == (len(given), len(torch.cat(kl)))
+            worst = max(range(len(given)), key=lambda row: float(kl[row].max()))
             where = {} if kind == "sequence" else {"position": int(places[worst][kl[worst].argmax()])}
             assert gap["worst"] == {"row": worst, **where}
             early = torch.cat(kl)[(torch.cat(places) >= 2) & (torch.cat(places) < 4)]
@@ -180,6 +181,22 @@ def test_the_gap_of_a_number_is_its_difference(
         require_within(wrong, zero)
 
 
+def test_a_long_row_is_cut_with_its_labels(
+    folder: Path, checkpoints: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = find_source(checkpoints("token"), run=None, tokenizer=None, parity=None)
+    given = (str(others(folder, "token")), source.config, source.tokenizer)
+    whole = rows_of_data(*given)
+    monkeypatch.setattr(rows, "_TOKENS", 6)
+    cut = rows_of_data(*given)
+    assert len(cut) == len(whole) == 5 and max(row.inputs["input_ids"].shape[1] for row in whole) > 6
+    for short, long in zip(cut, whole, strict=True):
+        for name, values in short.inputs.items():
+            assert torch.equal(values, long.inputs[name][:, :6]), name
+        assert torch.equal(short.places, long.places[long.places < 6])
+        assert torch.equal(short.labels, long.labels[: len(short.places)])
+
+
 def test_data_of_another_kind_are_refused(
     folder: Path, checkpoints: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -192,7 +209,7 @@ def test_data_of_another_kind_are_refused(
     write_rows(folder / "new.jsonl", "sequence", 9, labels=("good", "dull"))
     for data, problem in (
         ("mlm-others.txt", "is text, and task = classify reads rows; give them as JSONL or Parquet"),
-        ("new.jsonl", "has the label 'dull', which the model has not; remove its rows"),
+        ("new.jsonl", "has rows with the label 'dull', which the model does not know; remove them"),
         (
             "scored.yaml",
             "has task = classify, classify.kind = regression, and the run that is exported task = classify, ",

@@ -17,9 +17,11 @@ from tests.support.process_group import ProcessGroup
 from tests.support.seq2seq import SOURCE, TARGET, write_model, write_rows
 from tests.training.checkpoint import resume_cases
 from training.checkpoint.partitions import open_saved_model
+from training.export_hf import rows
 from training.export_hf.command import main
+from training.export_hf.export import find_source
 from training.export_hf.gap import Bounds, GapTooLarge, measure, require_within
-from training.export_hf.rows import Row
+from training.export_hf.rows import Row, rows_of_data
 
 
 @pytest.fixture(scope="module")
@@ -101,11 +103,23 @@ def test_rows_are_the_run_s_own_or_another_config_s(folder: Path, checkpoint: Pa
     }
     other["data"] |= {"sequence_length": 400, "cache_dir": f"{folder}/cache"}
     (folder / "other.yaml").write_text(yaml.safe_dump(other))
-    for data, rows in (([], 3), ([f"{folder}/other.yaml"], 5)):
+    for data, count in (([], 3), ([f"{folder}/other.yaml"], 5)):
         assert main([*command, *data, "--compare-rows", "3" if not data else "9"]) == 0
         gap = json.loads((tmp_path / "out" / "mantissa.json").read_text())["train-inference gap"]
-        assert gap["rows"] == rows and gap["tokens"] > 10
+        assert gap["rows"] == count and gap["tokens"] > 10
         assert gap["largest kl"] == gap["largest difference"] == 0
+
+
+def test_a_long_row_is_cut_on_both_sides(folder: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = find_source(checkpoint, run=None, tokenizer=None, parity=None)
+    given = (f"{folder}/others.jsonl", source.config, source.tokenizer)
+    whole = rows_of_data(*given)
+    monkeypatch.setattr(rows, "_TOKENS", 4)
+    for short, long in zip(rows_of_data(*given), whole, strict=True):
+        for name in ("input_ids", "attention_mask", "decoder_input_ids"):
+            assert torch.equal(short.inputs[name], long.inputs[name][:, :4]), name
+        assert torch.equal(short.labels, long.labels[:4]) and torch.equal(short.places, long.places[:4])
+    assert max(len(row.labels) for row in whole) > 4
 
 
 def test_what_holds_no_pairs_is_refused(
