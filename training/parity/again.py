@@ -71,7 +71,10 @@ class Call:
 
 @dataclass
 class Leaves:
-    """What a computation is differentiated for: all floats that it starts from."""
+    """What a computation is differentiated for: the floats that it starts from, of what it got those that the run was.
+
+    Not a mask, for whose gradient torch takes another kernel of attention.
+    """
 
     inputs: list[torch.Tensor] = field(default_factory=list)
     returned: dict[int, list[torch.Tensor]] = field(default_factory=dict)
@@ -82,12 +85,12 @@ class Leaves:
     """What came out of it: what a module inside gets, by its place."""
 
     def of(self, tree: Any, found: list[torch.Tensor]) -> Any:
-        """`tree` with its floats as leaves, which are added to `found`."""
+        """`tree` with its floats as leaves, where they have a gradient, which are added to `found`."""
 
         def take(value: Any) -> Any:
             if not (isinstance(value, torch.Tensor) and value.is_floating_point()):
                 return value
-            found.append(value.detach().requires_grad_())
+            found.append(value.detach().requires_grad_(value.requires_grad))
             return found[-1]
 
         return tree_map(take, tree)

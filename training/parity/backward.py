@@ -265,6 +265,7 @@ class Backward:
         for place, returned in leaves.returned.items():
             wanted |= {_numbered(_returned(call, place), number): leaf for number, leaf in enumerate(returned)}
         wanted |= {f"{GRADIENT}{key}": leaf for key, leaf in leaves.own.items()}
+        wanted = {name: leaf for name, leaf in wanted.items() if leaf.requires_grad}
         if not pairs or not wanted:
             return {}
         outputs, gradients = zip(*pairs, strict=True)

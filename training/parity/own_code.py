@@ -7,7 +7,8 @@ in its modules, its buffers. The loss is one more module (`training.parity.backw
 
 Left out, and judged in the run's dtype alone: the manifest path, whose modules have dtypes of their own; what ranks
 share; experts; FlashAttention, whose kernels are for 16 bits only, and FlexAttention (see `plain_flex`); at ZeRO-3
-modules with weights of their own that are not at hand; compiled modules.
+modules with weights of their own that are not at hand; compiled modules; layers in 4 or 8 bits, whose code makes its
+weights from codes, in the dtype that it computes in.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+from modeling.quantised_base import quantised_parameters
 from training.parity.again import Call, Leaves, Plan, again
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -37,7 +39,9 @@ def own_code(
         return None
     inside = tuple(f"{inner.name.removeprefix(f'{call.name}.')}." for inner in call.inside)
     named = module.named_parameters(remove_duplicate=False)
-    if any(_is_elsewhere(parameter) for name, parameter in named if not name.startswith(inside)):
+    own = [parameter for name, parameter in named if not name.startswith(inside)]
+    codes = quantised_parameters(module)
+    if any(_is_elsewhere(parameter) or id(parameter) in codes for parameter in own):
         return None
     with _without_hooks(module):
         return again(plan, call, torch.float32, leaves, code=candidate)

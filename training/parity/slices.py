@@ -97,7 +97,7 @@ class Slices:
         }
 
     def _whole(self, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """`values`, joined along the dimension in which they are smaller than `shape`."""
+        """`values`, joined where they are smaller than `shape`; with a gradient if they have one."""
         assert self.group is not None
         dim = _smaller(values.shape, shape)
         if dim is None:
@@ -108,7 +108,8 @@ class Slices:
         row = values.new_zeros(padded)
         row.narrow(dim, 0, values.shape[dim]).copy_(values.detach())
         rows = zip(self.group.gather(row), sizes, strict=True)
-        return torch.cat([found.narrow(dim, 0, size) for found, size in rows], dim)
+        joined = torch.cat([found.narrow(dim, 0, size) for found, size in rows], dim)
+        return joined.requires_grad_(values.requires_grad)
 
     def _sizes(self, values: torch.Tensor, dim: int) -> list[int]:
         """Of the slices of all ranks along a dimension."""

@@ -13,19 +13,26 @@ from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from modeling.objectives.label_prediction import LabelPrediction
 from modeling.objectives.objective import Scored
+from modeling.quantised_base import dequantise
 from precision.signature import findings, pooled
+from tests.modeling.test_quantised_base import eight_bits, four_bits
 from tests.training.parity.test_signature import (
     ATTENTION,
     LAYER,
     MLP,
     NORM,
     ROTARY,
+    VOCABULARY,
     Chunked,
     Plant,
     fused,
     measured,
     named,
+    trained,
 )
+from training.parity.signature import Signatures
+
+UP = f"{MLP}.up_proj"
 
 CAP = 30.0
 """On the final logits, of Gemma 2's config."""
@@ -163,3 +170,30 @@ def test_the_code_of_a_sound_model_is_right_in_fp32(plant: Callable[[Any], None]
 
 def test_a_run_in_fp32_is_its_own_code() -> None:
     assert not any(part.sums["own_xx"] for part in pooled(measured(compute="fp32")))
+
+
+@pytest.mark.parametrize("made", [four_bits, eight_bits])
+@pytest.mark.parametrize(("factor", "found"), [(1.0, ()), (1 + 2.0**-11, (UP,))])
+def test_layers_of_codes_are_judged_in_the_runs_dtype_alone(
+    made: Callable[[torch.Tensor], Any], factor: float, found: tuple[str, ...]
+) -> None:
+    """The reference's weights are no codes that theirs could be replaced by. factor: on the run's scales."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    reference, run = (trained("llama", "sdpa", 1) for _ in range(2))
+    layer = made(run.get_submodule(UP).weight.detach().clone())
+    layer.bias = None
+    for model in (reference, run):
+        model.set_submodule(UP, layer)
+    assert dequantise(reference) == [UP]
+    for scale in layer.scales():
+        scale *= factor
+    for parameter in run.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.bfloat16()
+    tokens = torch.randint(VOCABULARY, (4, 64), generator=torch.Generator().manual_seed(1))
+    signatures = Signatures(reference, run, compute=torch.bfloat16)
+    with torch.no_grad(), signatures.of_candidate():
+        run(tokens, use_cache=False)
+    step = signatures.measured()
+    assert named([step]) == found
+    assert (UP, "output") in {(part.module, part.part) for part in pooled([step])}

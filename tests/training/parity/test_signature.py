@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -33,6 +33,7 @@ from precision.regions import Regions
 from precision.signature import figures, findings, pooled, resolution
 from precision.tolerance import unit_roundoff
 from tests.precision.test_inner_dtypes import by_hand, eager_with, widened_between
+from tests.support import seq2seq
 from tests.support.small_models import small_model
 from tests.training.parity import step_cases
 from training.parity.backward import OwnLoss
@@ -576,3 +577,28 @@ def test_the_smallest_constant_that_is_found(compute: str, capsys: pytest.Captur
             print(f"\n{compute} {kind}: {found:.1e} found, {promised:.1e} said")
         least = promised if kind != "embedding" else unit_roundoff(DTYPES[compute])  # less rounds to the same
         assert found <= 4 * least
+
+
+def test_the_plan_takes_the_runs_kernel_of_attention() -> None:
+    """T5's bias of positions is a float that nothing learns in cross-attention: for its gradient torch has another one.
+
+    The last block gets it from the block before. What the same kernel makes in the same dtype is the same to the bit.
+    """
+    sizes = seq2seq.FAMILIES["t5"] | {"vocab_size": VOCABULARY, "pad_token_id": 0, "eos_token_id": 1}
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5", **sizes)))
+    reference, run = models
+    for parameter in run.parameters():
+        parameter.data = parameter.data.bfloat16()
+    source, target = (torch.randint(2, VOCABULARY, (4, length)) for length in (24, 40))
+    signatures = Signatures(reference, run, compute=torch.bfloat16)
+    with signatures.of_candidate():
+        run(input_ids=source, labels=target, use_cache=False).loss.backward()
+    step = signatures.measured()
+    parts = {item.part: item for item in pooled([step]) if item.module == "decoder.block.1.layer.1.EncDecAttention"}
+    for inside in "qkv":
+        part = parts[f"gradient of what {inside} returned"]
+        assert figures(part, "run") == figures(part, "plan")
+    assert named([step]) == ()
