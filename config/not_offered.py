@@ -8,12 +8,13 @@ _OPTIMIZERS = (
     (
         r"8.?bit|fp8|4.?bit",
         "8-bit states are wrong under ZeRO: torchao's are FP32 there without a word unless a shard is a multiple of "
-        "its block, and else their blocks cross parameters, so that they depend on the number of ranks; use adamw, "
-        "with deepspeed.offload=cpu for memory",
+        "its block, and else their blocks cross parameters, so that they depend on the number of ranks. Rows of an "
+        "embedding run away from AdamW's even without ZeRO (measured: 11.3 times as far in 10 steps, with FP8 states "
+        "69.3 times); use adamw, with deepspeed.offload=cpu for memory",
     ),
     (
         r"ada.?factor",
-        "its factored moments are of whole matrices, and a ZeRO shard has none; use "
+        "its factored moments are of whole matrices, and a ZeRO shard has none (measured: updates 14% to 18% off); use "
         "stable_adamw, or lion for one state less",
     ),
     (r"1.?bit|one.?bit|zero.?one|zoadam", "it sends compressed updates, which are no longer AdamW's; use adamw"),
@@ -27,7 +28,11 @@ _OPTIMIZERS = (
         "weights, where a run has one set of masters; use adamw with schedule.name = wsd, which can be "
         "prolonged from before its decay",
     ),
-    (r"zenflow", "it delays part of each update, so it is not AdamW; use adamw with deepspeed.offload=cpu"),
+    (
+        r"zenflow",
+        "by design it delays part of each update, so it is not AdamW, and nothing of it was measured; use adamw with "
+        "deepspeed.offload=cpu",
+    ),
 )
 
 _INITS = (
@@ -38,7 +43,26 @@ _INITS = (
         "preference.reference = adapter_off would not be the base; use default or gaussian",
     ),
 )
-_REASONS = {"optimizer.name": _OPTIMIZERS, "adapter.init": _INITS}
+_FP8_SCALINGS = (
+    (
+        r"delay",
+        "a scale of earlier steps hides inf, which torch's cast to E4M3 makes 448 (measured: 0 values of a product "
+        "show it, 32 in BF16), and it is a state to save, replay and undo on skipped steps; use row",
+    ),
+)
+_MASTERS = (
+    (
+        r"16|half",
+        "small updates round away (measured: 200 steps move a BF16 master of 1 by 0.0000, an FP32 one by 0.0195); use "
+        "split, which is FP32 bit for bit in 1.9 bytes less a value, or fp32",
+    ),
+)
+_REASONS = {
+    "optimizer.name": _OPTIMIZERS,
+    "adapter.init": _INITS,
+    "precision.fp8.scaling": _FP8_SCALINGS,
+    "precision.masters": _MASTERS,
+}
 
 
 def why_not(key: str, value: str) -> str | None:

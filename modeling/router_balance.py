@@ -28,6 +28,8 @@ from config.errors import UserError
 from config.schema import ModelSection
 
 _LOAD_BALANCING = "load_balancing_loss_func"
+_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "ffn_config.moe_loss_weight")
+"""Of the models' own balancing losses: the second is JetMoe's, the third DBRX's."""
 
 
 def router_balance(model: PreTrainedModel, section: ModelSection) -> RouterBalance | None:
@@ -44,11 +46,27 @@ def router_balance(model: PreTrainedModel, section: ModelSection) -> RouterBalan
 
 def untrained_balance(model: PreTrainedModel, section: ModelSection) -> list[str]:
     """A note where the model has a balancing loss and the config does not ask for one."""
-    coefficient = float(getattr(model.config.get_text_config(), "router_aux_loss_coef", None) or 0.0)
-    if not coefficient or section.balance_loss:
+    if section.balance_loss:
         return []
-    what = f"the model's own balancing loss of experts (router_aux_loss_coef = {coefficient:g}) is not trained"
-    return [f"{what}: set model.balance_loss to train one over the whole global batch"]
+    own = _own_balance(model.config.get_text_config())
+    if own is None:
+        return []
+    reason = _unbalanced_reason(model)
+    instead = "set model.balance_loss to train one over the whole global batch"
+    if reason is not None:
+        instead = f"model.balance_loss cannot be had for model {model.config.model_type} either: {reason}"
+    return [f"the model's own balancing loss of experts ({own}) is not trained: {instead}"]
+
+
+def _own_balance(config: Any) -> str | None:
+    """`key = value` of the coefficient with which transformers would add its loss to the model's; None without one."""
+    for key in _COEFFICIENTS:
+        value: Any = config
+        for name in key.split("."):
+            value = getattr(value, name, None)
+        if value:
+            return f"{key} = {value:g}"
+    return None
 
 
 def _unbalanced_reason(model: PreTrainedModel) -> str | None:
@@ -79,7 +97,8 @@ class RouterBalance:
 
         def watched(**inputs: Any) -> Any:
             output = forward(**inputs, output_router_logits=True)
-            self.logits = output.router_logits
+            # JetMoe's attention hands on its router's logits, and transformers lists them twice
+            self.logits = tuple({id(logits): logits for logits in output.router_logits}.values())
             return output
 
         return watched

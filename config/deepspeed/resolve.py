@@ -106,8 +106,8 @@ def _check_expert_stage(config: Config, path: Path, document: dict[str, Any]) ->
         return
     raise UserError(
         f"{path}: ZeRO stage 0 with parallel.expert = {config.parallel.expert}: without ZeRO, DeepSpeed 0.19.8 clips "
-        "by the mean of the ranks' gradient norms, which differ where their experts do (masters off by 2.6e-2); set "
-        "deepspeed.stage=1, 2 or 3, or parallel.expert=1"
+        "by the mean of the ranks' gradient norms, which differ where their experts do (measured: an update of "
+        "0.062760 for 0.062279); set deepspeed.stage=1, 2 or 3, or parallel.expert=1"
     )
 
 

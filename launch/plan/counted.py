@@ -45,7 +45,7 @@ def count_activations(model: Any, blocks: Sequence[Any], layout: Layout, *, enco
     """Run the model (on the meta device, changed in place) once in training on a micro-batch of `layout`.
 
     encoder: it gets an attention mask, which masks something where rows are padded; so does one that reads sources for
-    a decoder. None where the model's code cannot run without values, as a mixture of experts.
+    a decoder. None where the model's code cannot run without values, as JetMoe's.
     """
     import torch
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from config.schema import ModelSection
+from modeling.router_balance import RouterBalance, untrained_balance
 from tests.training.engine import moe_cases as cases
 from tests.training.engine.test_engine import difference
 
@@ -61,6 +65,46 @@ def test_that_a_models_own_loss_is_not_trained_is_said(solo):
     [result] = solo.run(cases.one_step, family=FIRST, stage=1, micro=8, overrides=())
     assert [line for line in result["notes"] if "router_aux_loss_coef = 0.001" in line]
     assert result["metrics"] == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "own", "instead"),
+    [
+        (
+            "jetmoe",
+            {"hidden_size": 16, "intermediate_size": 16, "num_key_value_heads": 1, "kv_channels": 8},
+            "(aux_loss_coef = 0.01) is not trained",
+            "set model.balance_loss to train one",
+        ),
+        (
+            "dbrx",
+            {
+                "d_model": 16,
+                "n_heads": 2,
+                "attn_config": {"rope_theta": 1e4},  # the default config of transformers 5.23 lacks it
+                "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 2},
+            },
+            "(ffn_config.moe_loss_weight = 0.01) is not trained",
+            "model.balance_loss cannot be had for model dbrx either: its config does not say how many experts",
+        ),
+    ],
+)
+def test_that_a_loss_under_another_name_is_not_trained_is_said(name, shape, own, instead):
+    config = AutoConfig.for_model(name, vocab_size=16, num_hidden_layers=1, **shape)
+    model = AutoModelForCausalLM.from_config(config)
+    [note] = untrained_balance(model, ModelSection(architecture=name))
+    assert own in note and instead in note
+
+
+def test_a_router_counts_once():
+    """transformers lists the logits of JetMoe's attention twice."""
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_key_value_heads": 1, "kv_channels": 8}
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("jetmoe", vocab_size=16, num_hidden_layers=1, **shape)
+    )
+    router = RouterBalance(model, balance=1.0, z=0.0)
+    router.watching(model)(input_ids=torch.arange(4)[None])
+    assert len(router.logits) == sum("Gating" in type(module).__name__ for module in model.modules()) == 2
 
 
 def test_a_model_without_routers_is_refused(solo):
