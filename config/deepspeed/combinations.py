@@ -175,12 +175,14 @@ _ASSERTS = "DeepSpeed 0.19.8 stops there with an AssertionError while zero_optim
 
 SETTINGS = (
     Setting("precision.reduce", "fp32", "compute", computes=_SIXTEEN, in_json=False),
+    Setting("precision.masters", "fp32", "split", computes=("bf16",), in_json=False),
     Setting("precision.loss_scale.policy", "deepspeed", "adaptive", computes=_SCALED, in_json=False),
     Setting("precision.loss_scale.policy", "deepspeed", "static", computes=_SCALED, in_json=False),
     Setting("model.activation_checkpointing", "none", "selective", stages=STAGES, in_json=False),
     Setting("model.activation_checkpointing", "none", "attention", stages=STAGES, in_json=False),
     Setting("model.activation_checkpointing", "none", "ops", stages=STAGES, in_json=False),
     Setting("model.loss", "auto", "chunked", stages=STAGES, in_json=False),
+    Setting("model.balance_loss", 0.0, 0.2, stages=STAGES, computes=("fp32", "bf16", "fp16"), in_json=False),
     Setting("parallel.sequence", 1, 2, stages=STAGES, in_json=False),
     Setting("parallel.tensor", 1, 2, stages=STAGES, computes=("fp32", "bf16", "fp16"), in_json=False),
     Setting("parallel.expert", 1, 2, stages=(1, 2, 3), computes=("fp32", "bf16", "fp16"), in_json=False),

@@ -40,14 +40,16 @@ CHECKPOINTINGS = ("none", "full")
 OPTIMIZERS: dict[str, tuple[str, ...]] = {
     "muon": (),
     "lamb": (),
-    "stable_adamw": (),
+    "stable_adamw": ("optimizer.eps=0.001",),
     "lion": ("optimizer.learning_rate=0.002", "optimizer.eps=1e-8"),
     "sgd": ("optimizer.learning_rate=0.5", "optimizer.eps=1e-8"),
 }
 """Beside AdamW, with what differs from its settings: Lion steps by its rate, SGD by its rate times the gradient, and
-neither reads eps."""
+neither reads eps; with AdamW's eps StableAdamW would never find a step too long, and be AdamW."""
 IN_16_BITS = ("muon", "lamb")
 """Also measured in BF16 and FP16."""
+WHOLE = ("lamb", "stable_adamw")
+"""Their update depends on a norm or mean over a parameter. DeepSpeed gives them flat shards of many."""
 RULE_BOUNDS = {"muon": 1e-4, "lion": 0.03, "lamb": 1e-5, "stable_adamw": 1e-5, "sgd": 1e-5}
 """[fraction] The least that may be asked of a rule, above what rounding gradients does: masters are rounded to FP32,
 which counts where they move little. Muon's quintic steps enlarge what a direction has the least of up to 485 times.
@@ -71,9 +73,11 @@ run: {seed: 0, steps: 100}
 """
 _MIXTURE = (
     "model={architecture: qwen3_moe, config: {hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, "
-    "num_key_value_heads: 2, head_dim: 16, num_experts: 4, num_experts_per_tok: 4, moe_intermediate_size: 16}}"
+    "num_key_value_heads: 2, head_dim: 16, num_experts: 4, num_experts_per_tok: %d, moe_intermediate_size: 16}}"
 )
-"""In place of the Llama, where ranks share experts. A token takes all, so that rounding does not choose others."""
+_TAKEN = {"parallel.expert": 4, "model.balance_loss": 2}
+"""[experts] Of four, that a token takes in cells of these settings, whose model is _MIXTURE in place of the Llama: all
+where ranks share them, so that rounding does not choose others; two where they are balanced, as taking all would be."""
 _SMALL = {"reduce_bucket_size": 4096, "allgather_bucket_size": 4096}
 _SMALL_ZERO3 = {
     "reduce_bucket_size": 4096,
@@ -134,6 +138,16 @@ class Cell:
         return self.setting is None and self.optimizer == "adamw" and not self.fp8
 
     @property
+    def bare(self) -> bool:
+        """Whether bare DeepSpeed is run beside it, by the same JSON, or with the same rule on what it gives to that.
+
+        Not where a setting is Mantissa's own, nor where upstream's way to it is another loop or another model; and not
+        with Muon's rule, which would get a flat shard for a matrix.
+        """
+        own = self.setting is None or self.setting.in_json or self.setting.key == "parallel.tensor"
+        return own and self.combination.path == "cast" and self.optimizer != "muon"
+
+    @property
     def sharing(self) -> int:
         """[processes] That share each sequence, or each matrix."""
         return (
@@ -145,7 +159,7 @@ class Cell:
         """Unique, and the same in every matrix."""
         parts = [str(self.combination), f"accumulation {self.accumulation}"]
         parts += [f"clipping {'on' if self.clipping else 'off'}", f"checkpointing {self.checkpointing}"]
-        parts += [str(self.setting)] if self.setting else []
+        parts += [f"setting {self.setting}"] if self.setting else []
         parts += [f"ranks {self.ranks}"] if self.ranks else []
         return ", ".join(parts if self.optimizer == "adamw" else [*parts, f"optimizer.name = {self.optimizer}"])
 
@@ -201,8 +215,8 @@ class Cell:
         """Write the setting into `document`, or return the override that sets it."""
         assert self.setting is not None
         if not self.setting.in_json:
-            model = [_MIXTURE] if self.setting.key == "parallel.expert" else []
-            return [f"{self.setting.key}={self.setting.other}", *model]
+            taken = _TAKEN.get(self.setting.key)
+            return [*([_MIXTURE % taken] if taken else []), f"{self.setting.key}={self.setting.other}"]
         *parents, key = self.setting.key.split(".")
         section = document
         for parent in parents:

@@ -32,6 +32,7 @@ AS_EXPECTED, UNEXPECTED = 0, 3
 _HANG_MINUTES = 5.0
 _CODE = [
     *("training/engine/engine", "training/engine/gradients", "training/engine/optimizer", "training/engine/build"),
+    *("training/engine/split_masters", "modeling/router_balance", "training/engine/process_groups"),
     *("training/engine/pieces", *(f"training/engine/optimizers/{name}" for name in ("rule", *RULES))),
     *("training/matrix/cells", "training/matrix/rules", "training/matrix/run"),
     *("training/loss_scaler", "modeling/build", "config/optimizers"),

@@ -6,11 +6,12 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from config.cli import REPOSITORY
 from config.deepspeed.combinations import COMPUTES, FP8, SETTINGS, STAGES, UPSTREAM, Combination, combinations, refusal
 from config.errors import UserError
 from config.markdown import table
 from precision.tolerance import tolerance
-from training.matrix.cells import ACCUMULATIONS, COARSEST, ROUNDINGS, Cell, all_cells
+from training.matrix.cells import ACCUMULATIONS, COARSEST, ROUNDINGS, WHOLE, Cell, all_cells
 
 Results = dict[str, dict[str, Any]]
 """Results of `training.matrix.run.measure` by the cell's name."""
@@ -24,8 +25,9 @@ def expected_verdict(cell: Cell) -> str:
 
 
 def expected_upstream(cell: Cell) -> str:
-    """verified or wrong, by the table, for bare DeepSpeed in a cell of the cast path."""
-    return "wrong" if any(row.covers(cell.combination, clipping=cell.clipping) for row in UPSTREAM) else "verified"
+    """verified or wrong, by the table, for bare DeepSpeed in a cell where it is run."""
+    known = any(row.covers(cell.combination, clipping=cell.clipping) for row in UPSTREAM)
+    return "wrong" if known or (cell.optimizer in WHOLE and cell.combination.stage) else "verified"
 
 
 def unexpected(cells: Sequence[Cell], results: Results) -> list[str]:
@@ -44,14 +46,15 @@ def unexpected(cells: Sequence[Cell], results: Results) -> list[str]:
 
 def page(cells: Sequence[Cell], results: Results, conditions: dict[str, Any]) -> str:
     """The whole page as Markdown. Needs a result for every cell."""
-    parts = [_opening(cells, results, conditions), _summary(cells, results), _upstream_section(cells, results)]
+    parts = [_opening(cells, results, conditions), _summary(cells, results)]
+    parts += [f"{_upstream_section(cells, results)}\n\n{by_scripts()}"]
     parts += [_path_section(path, cells, results) for path in COMPUTES]
-    parts += [fp8_section(cells, results, conditions), _settings_section(cells, results)]
+    parts += [fp8_section(cells, results, conditions), settings_section(cells, results, conditions)]
     return "\n\n".join([*parts, optimizers_section(cells, results, conditions), _limits()]) + "\n"
 
 
 def updated(text: str, cells: Sequence[Cell], results: Results, conditions: dict[str, Any]) -> str:
-    """A page with the sections of these cells put in or replaced, and the numbers of cells at its top.
+    """A page with the sections of these cells put in or replaced, what scripts measured, and the numbers at its top.
 
     text: the page. cells: all those of one section or more, each measured and found as the table says.
 
@@ -70,24 +73,27 @@ def updated(text: str, cells: Sequence[Cell], results: Results, conditions: dict
     if left:
         some = next(cell.name for cell in cells if cell in left)
         raise UserError(f"{some} is of no section that is replaced by itself, or some of that were not measured")
-    verdicts = [expected_verdict(cell) for cell in every]
-    opening = re.sub(r"(?m)^\d+ cells: [^.]*\.", lambda _: _counted(verdicts), opening, count=1)
+    bare = [expected_upstream(cell) for cell in every if cell.bare]
+    counted = _counted([expected_verdict(cell) for cell in every], bare)
+    opening = re.sub(r"(?m)^\d+ cells: .*$", lambda _: counted, opening, count=1)
+    measured, _, _ = by_title["Wrong upstream"].partition(_BY_SCRIPTS)
+    by_title["Wrong upstream"] = f"{measured.rstrip()}\n\n{by_scripts()}\n\n"
     last = ("FP8", "Other settings", "Other optimizers", "Limits")
     titles = sorted(by_title, key=lambda title: last.index(title) if title in last else -1)
     return opening + "".join(by_title[title] for title in titles)
 
 
-def _counted(verdicts: Sequence[str]) -> str:
-    """How many cells have which verdict."""
+def _counted(verdicts: Sequence[str], bare: Sequence[str]) -> str:
+    """How many cells have which verdict, and in how many bare DeepSpeed's is wrong."""
     found = ", ".join(f"{verdicts.count(sign)} {sign}" for sign in _SIGNS if sign in verdicts)
-    return f"{len(verdicts)} cells: {found}."
+    compared = f"Bare DeepSpeed, compared in {len(bare)} of them, is wrong in {bare.count('wrong')}."
+    return f"{len(verdicts)} cells: {found}. {compared}"
 
 
 def _opening(cells: Sequence[Cell], results: Results, conditions: dict[str, Any]) -> str:
     minutes = sum(results[cell.name]["seconds"] for cell in cells) / 60
-    counted = _counted([results[cell.name]["verdict"] for cell in cells])
-    wrong = sum(results[cell.name].get("upstream", {}).get("verdict") == "wrong" for cell in cells)
-    compared = sum("upstream" in results[cell.name] for cell in cells)
+    bare = [results[cell.name]["upstream"]["verdict"] for cell in cells if "upstream" in results[cell.name]]
+    counted = _counted([results[cell.name]["verdict"] for cell in cells], bare)
     bounds = ", ".join(f"{tolerance(ROUNDINGS, COARSEST[name]):.1e} in {name.upper()}" for name in COMPUTES["cast"])
     return f"""# The precision matrix
 
@@ -96,9 +102,9 @@ does, which are refused, and where DeepSpeed alone is wrong. `make matrix` write
 [config/deepspeed/combinations.py](../config/deepspeed/combinations.py), the table by which the config refuses: do not
 edit it.
 
-{counted} Bare DeepSpeed, compared in {compared} of them, is wrong in {wrong}.
+{counted}
 
-Each cell trains a Llama of 2 layers and 20 thousand parameters, or with `parallel.expert` a
+Each cell trains a Llama of 2 layers and 20 thousand parameters, or with `parallel.expert` or `model.balance_loss` a
 Qwen3-MoE, for {conditions["steps"]} AdamW steps on different
 batches on {conditions["processes"]} processes, through the real config and engine. It is compared with **one process of
 plain torch in FP32** with the whole batch at once: no DeepSpeed, none of Mantissa's engine. Labels are masked unevenly,
@@ -177,6 +183,36 @@ def _upstream_section(cells: Sequence[Cell], results: Results) -> str:
     return "## Wrong upstream\n\n" + table(["where", "what", "bare DeepSpeed", "Mantissa"], rows).rstrip()
 
 
+_BY_SCRIPTS = "What else "
+"""How the part begins that `by_scripts` writes."""
+_SCRIPTS = {
+    "`optimizer.name = muon`": ("muon_zero2_drops_gradients", "muon_clipping_shrinks_update"),
+    "`parallel.sequence`": ("ulysses_zero3_divides_by_sp", "ulysses_drops_mask", "ulysses_bf16_zero1_stops"),
+    "`parallel.tensor`": ("autotp_dropout_replicas_part",),
+    "`parallel.expert`": ("moe_zero0_clips_by_mean_norm", "autoep_transformers_5"),
+    "`precision.masters = split`": ("bf16_masters_stand_still",),
+    "FP8": ("fp8_cast_hides_inf", "fp8_tensorwise_depends_on_cut"),
+}
+"""What Mantissa does by another way than upstream's, to the scripts of docs/upstream/ that measure upstream's."""
+
+
+def by_scripts() -> str:
+    """The table of upstream's errors beside the cells, as docs/upstream/README.md has them."""
+    text = (REPOSITORY / "docs/upstream/README.md").read_text(encoding="utf-8")
+    listed = re.findall(r"(?m)^\| (.+?) \| `(\w+)\.py`, \d \| (.+?) \| (.+?) \|", text)
+    by_name = {name: (defect, expected, got) for defect, name, expected, got in listed}
+    rows = [
+        [where, *by_name[name], f"[{name}.py](upstream/{name}.py)"]
+        for where, names in _SCRIPTS.items()
+        for name in names
+    ]
+    return (
+        f"{_BY_SCRIPTS}Mantissa verifies in cells below has a way of its own upstream, of DeepSpeed, or of torch and"
+        " torchao in FP8. That is measured by a script for each error, as [upstream/](upstream/README.md) says:\n\n"
+        + table(["instead of", "upstream", "expected", "got", "script"], rows).rstrip()
+    )
+
+
 def _path_section(path: str, cells: Sequence[Cell], results: Results) -> str:
     """The table of one compute path: every combination with each clipping and accumulation."""
     title = {
@@ -232,8 +268,8 @@ def fp8_section(cells: Sequence[Cell], results: Results, conditions: dict[str, A
     )
 
 
-def _settings_section(cells: Sequence[Cell], results: Results) -> str:
-    """Every other setting: measured with its errors, or refused with the reason."""
+def settings_section(cells: Sequence[Cell], results: Results, _conditions: dict[str, Any]) -> str:
+    """Every other setting: measured, with bare DeepSpeed's errors where it has it, or refused with the reason."""
     rows = []
     for setting in SETTINGS:
         if setting.refused:
@@ -244,37 +280,58 @@ def _settings_section(cells: Sequence[Cell], results: Results) -> str:
             if judged:
                 stages = ", ".join(str(cell.combination.stage) for cell in here)
                 verdict = " ".join(sorted({_SIGNS[item["verdict"]] for item in judged}))
-                rows.append([f"`{setting}`, {compute.upper()}", stages, verdict, *_numbers(judged)])
+                row = [f"`{setting}`, {compute.upper()}", stages, verdict, *_numbers(judged)]
+                rows.append([*row, _bare_entry(here, results)])
     refused = [(f"`{each}`", ", ".join(map(str, each.stages)), each.refused) for each in SETTINGS if each.refused]
     return (
         "## Other settings\n\n"
-        "Each differs in this one setting from the cells above, with accumulation 4 and clipping off.\n\n"
-        + table(["setting", "ZeRO", "verdict", "loss", "norm", "masters"], rows)
+        "Each differs in this one setting from the cells above, with accumulation 4 and clipping off. Bare DeepSpeed is"
+        " run with the same JSON where it knows the setting: ok and its error of the masters, or what is wrong, for the"
+        " reasons of [these tables](#wrong-upstream).\n\n"
+        + table(["setting", "ZeRO", "verdict", "loss", "norm", "masters", "bare DeepSpeed"], rows)
         + "\nRefused:\n\n"
         + table(["setting", "ZeRO", "reason"], refused).rstrip()
     )
 
 
+def _bare_entry(cells: Sequence[Cell], results: Results) -> str:
+    """Bare DeepSpeed's largest error of the masters where it is right, and what is wrong at which other stages."""
+    run = [(cell.combination.stage, results[cell.name]["upstream"]) for cell in cells if cell.bare]
+    right = _largest((judged["errors"] for _, judged in run if judged["verdict"] == "verified"), "masters")
+    wrong: dict[str, list[str]] = {}
+    for stage, judged in run:
+        if judged["verdict"] != "verified":
+            wrong.setdefault(f"**{_wrong_upstream([judged])}**", []).append(str(stage))
+    several = len(cells) > 1
+    found = [f"{what} at ZeRO-{', '.join(stages)}" if several else what for what, stages in wrong.items()]
+    return "; ".join([f"ok {right}", *found] if right else found)
+
+
 def optimizers_section(cells: Sequence[Cell], results: Results, _conditions: dict[str, Any]) -> str:
     """Every other optimizer: a row for each dtype, stage and clipping."""
+    columns = ["optimizer", "dtype", "ZeRO", "clipping", "loss", "norm", "masters", "bound", "bare DeepSpeed"]
     rows = []
     for cell in cells:
         if cell.optimizer != "adamw":
             found, (_, compute, stage, _) = results[cell.name], cell.combination
             row = [cell.optimizer, compute.upper(), str(stage), "on" if cell.clipping else "off"]
-            rows.append([*row, *_numbers([found]), f"{cell.bound:.1e}"])
+            rows.append([*row, *_numbers([found]), f"{cell.bound:.1e}", _bare_entry([cell], results)])
     return (
         "## Other optimizers\n\n"
         "With accumulation 4, each compared with its rule in plain torch and FP64 on whole parameters"
         " (`training/matrix/rules.py`; Muon's by singular values); the model is in FP64, too, but for its norms and the"
         " softmax of the loss."
         " A rule rounds more than a gradient does, so its bound is its own.\n\n"
-        + table(["optimizer", "dtype", "ZeRO", "clipping", "loss", "norm", "masters", "bound"], rows).rstrip()
+        "Bare DeepSpeed steps the same rule, in FP32, on what it hands to an optimizer, from ZeRO-1 on flat shards of"
+        " many parameters: right where a rule looks at one value at a time, wrong for LAMB's trust ratio and"
+        " StableAdamW's mean. Muon's cannot be stepped so, since a shard is no matrix; DeepSpeed's own was measured by"
+        f" [scripts](#wrong-upstream).\n\n{table(columns, rows).rstrip()}"
     )
 
 
 _BY_THEMSELVES: dict[str, tuple[Callable[[Cell], bool], Callable[[Sequence[Cell], Results, dict[str, Any]], str]]] = {
     "FP8": (lambda cell: cell.fp8, fp8_section),
+    "Other settings": (lambda cell: cell.setting is not None, settings_section),
     "Other optimizers": (lambda cell: cell.optimizer != "adamw", optimizers_section),
 }
 """Sections that can be replaced by themselves: which cells are in one, and what writes it."""

@@ -10,7 +10,7 @@ rule of `rules.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param
 from transformers import PreTrainedModel
 
+from config.deepspeed.document import initializable
 from config.errors import UserError
 from config.load import load_config
 from config.resolved import Resolved
@@ -36,6 +37,8 @@ from modeling.parameter_groups import parameter_groups
 from precision.fp8_reference import in_fp8
 from training.distributed import World, allow_fp16_on_cpu
 from training.engine import Engine, build_engine
+from training.engine.process_groups import forget_groups
+from training.engine.tensor_slices import joined, tell_slices
 from training.engine.tensors import whole_master
 from training.matrix.cells import CLIPPING, DTYPES, SEQUENCE, VOCABULARY, Cell, global_size
 from training.matrix.rules import PlainOptimizer
@@ -71,8 +74,8 @@ class Errors(NamedTuple):
 def measure(world: World, cell: Cell, *, steps: int, upstream: bool = True) -> dict[str, Any]:
     """Measure a cell with Mantissa and with bare DeepSpeed; plain numbers and strings. A collective.
 
-    verdict: verified, wrong, refused (by the config or the engine) or raised. On the cast path bare DeepSpeed runs too,
-    also where Mantissa refuses, and its result is under "upstream"; not where `upstream` is false.
+    verdict: verified, wrong, refused (by the config or the engine) or raised. Where it can (`Cell.bare`) bare DeepSpeed
+    runs too, also where Mantissa refuses, and its result is under "upstream"; not where `upstream` is false.
     """
     with TemporaryDirectory() as name:
         folder = Path(name)
@@ -80,7 +83,7 @@ def measure(world: World, cell: Cell, *, steps: int, upstream: bool = True) -> d
         config = load_config(path, overrides, None)
         expected = reference(config, cell.dtype, clipping=cell.clipping, steps=steps, world=world, fp8=cell.fp8)
         found = _judge(world, cell, expected, lambda: mantissa(world, cell.resolve(folder), steps=steps))
-        if upstream and cell.combination.path == "cast" and cell.plain:
+        if upstream and cell.bare:
             document = cell.resolve_document(folder)
             found["upstream"] = _judge(world, cell, expected, lambda: bare(world, config, document, steps=steps))
     return found
@@ -153,9 +156,12 @@ def reference(config: Config, dtype: str, *, clipping: bool, steps: int, world: 
     """Plain torch, FP32 or, with another optimizer than AdamW, FP64, from weights rounded to `dtype`.
 
     fp8: linear layers of the blocks multiply what FP8's definition makes of their operands; nothing else is rounded.
+    The loss that it reports is without that of balance.
     """
     device, size = world.device, global_size(world.world_size)
-    model: torch.nn.Module = fp32_model(config.model, seed=config.run.seed)
+    built = fp32_model(config.model, seed=config.run.seed)
+    balance, taken = config.model.balance_loss, getattr(built.config, "num_experts_per_tok", 0)
+    model: torch.nn.Module = built
     model = model.to(DTYPES[dtype]).float().to(device).train()
     section = config.optimizer
     optimizer: torch.optim.Optimizer
@@ -172,14 +178,29 @@ def reference(config: Config, dtype: str, *, clipping: bool, steps: int, world: 
             group["lr"] = learning_rate(section.learning_rate, step)
         optimizer.zero_grad()
         with in_fp8(model, eight_bit, config.precision.fp8):
-            loss = label_loss_sum(model(input_ids=inputs).logits, labels) / (labels != IGNORED).sum()
-            loss.backward()
+            output = model(input_ids=inputs, **({"output_router_logits": True} if balance else {}))
+            loss = label_loss_sum(output.logits, labels) / (labels != IGNORED).sum()
+            extra = balance * balancing_loss(output.router_logits, taken) if balance else 0.0
+            (loss + extra).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPING if clipping else math.inf)
         optimizer.step()
         found.losses.append(float(loss.detach()))
         found.norms.append(float(norm))
     found.end.update(_weights(model))
     return found
+
+
+def balancing_loss(router_logits: Sequence[torch.Tensor], taken: int) -> torch.Tensor:
+    """Fedus et al. 2021, equations 4 to 6, the mean over layers; () FP32.
+
+    router_logits: (tokens, experts) of each layer, of the whole batch. taken: experts that a token takes.
+    """
+    by_layer = []
+    for logits in router_logits:
+        probabilities = logits.softmax(-1)
+        used = torch.zeros_like(probabilities).scatter(1, probabilities.topk(taken, -1).indices, 1.0)
+        by_layer.append(logits.shape[1] * (used.mean(0) * probabilities.mean(0)).sum())
+    return torch.stack(by_layer).mean()
 
 
 def mantissa(world: World, resolved: Resolved, *, steps: int) -> Trajectory:
@@ -206,16 +227,25 @@ def mantissa(world: World, resolved: Resolved, *, steps: int) -> Trajectory:
 
 
 def bare(world: World, config: Config, document: dict[str, Any], *, steps: int) -> Trajectory:
-    """DeepSpeed used as in its documentation: initialize, backward, step, its own loss scaler. A collective."""
+    """DeepSpeed used as in its documentation: initialize, backward, step, its own loss scaler. A collective.
+
+    It gets torch's AdamW, or another rule as the reference has it, for what it hands to an optimizer.
+    """
     allow_fp16_on_cpu()
+    world = world.sharing_tensors(config.parallel.tensor, timeout_minutes=config.run.timeout_minutes)
     section, stage = config.optimizer, document["zero_optimization"]["stage"]
     model = fp32_model(config.model, seed=config.run.seed)
     apply_activation_checkpointing(model, config.model.activation_checkpointing, reentrant=False)
-    optimizer = torch.optim.AdamW(parameter_groups(model, section), betas=section.betas, eps=section.eps)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=document)
+    optimizer: torch.optim.Optimizer
+    if section.name == "adamw":
+        optimizer = torch.optim.AdamW(parameter_groups(model, section), betas=section.betas, eps=section.eps)
+    else:
+        optimizer = PlainOptimizer(model, section)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=initializable(document))
+    tell_slices(engine.module, world.tensor)
     accumulation = document["gradient_accumulation_steps"]
     try:
-        found = Trajectory(_deepspeed_masters(engine, stage))
+        found = Trajectory(_deepspeed_masters(engine, stage, world))
         for step in range(1, steps + 1):
             for group in engine.optimizer.param_groups:
                 group["lr"] = learning_rate(section.learning_rate, step)
@@ -225,17 +255,18 @@ def bare(world: World, config: Config, document: dict[str, Any], *, steps: int) 
             found.scales.append(float(getattr(engine.optimizer, "cur_scale", 1.0)))
             for inputs, labels in zip(batch.input_ids.to(world.device), batch.labels.to(world.device), strict=True):
                 loss = label_loss_sum(engine(input_ids=inputs, use_cache=False).logits, labels)
-                # DeepSpeed divides by the accumulation and averages over ranks.
-                engine.backward(loss * (world.world_size * accumulation / tokens))
+                # DeepSpeed divides by the accumulation and averages over ranks with sequences of their own.
+                engine.backward(loss * (world.zero_ranks * accumulation / tokens))
                 engine.step()
                 total += loss.detach().double()
-            found.losses.append(float(world.sum(total)) / tokens)
+            found.losses.append(float(world.sum(total)) * world.zero_ranks / world.world_size / tokens)
             norm = engine.get_global_grad_norm()
             found.norms.append(math.nan if norm is None else float(norm))
-        found.end.update(_deepspeed_masters(engine, stage))
+        found.end.update(_deepspeed_masters(engine, stage, world))
         return found
     finally:
         engine.destroy()
+        forget_groups()
 
 
 def errors(run: Trajectory, expected: Trajectory) -> Errors:
@@ -266,8 +297,8 @@ def _mantissa_masters(engine: Engine) -> dict[str, torch.Tensor]:
     return {name: whole_master(engine, parameter) for name, parameter in engine.model.named_parameters()}
 
 
-def _deepspeed_masters(engine: deepspeed.DeepSpeedEngine, stage: int) -> dict[str, torch.Tensor]:
-    """FP32 masters, unpartitioned, by name."""
+def _deepspeed_masters(engine: deepspeed.DeepSpeedEngine, stage: int, world: World) -> dict[str, torch.Tensor]:
+    """FP32 masters, unpartitioned and uncut, by name."""
     parameters = dict(engine.module.named_parameters())
     if stage > 0:
         whole = {name: safe_get_full_fp32_param(parameter) for name, parameter in parameters.items()}
@@ -278,4 +309,5 @@ def _deepspeed_masters(engine: deepspeed.DeepSpeedEngine, stage: int) -> dict[st
         by_id = {id(p): m for ps, ms in zip(sixteen, masters, strict=True) for p, m in zip(ps, ms, strict=True)}
         whole = {name: by_id.get(id(parameter), parameter) for name, parameter in parameters.items()}
     shapes = {name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in parameters.items()}
-    return {name: value.detach().float().clone().reshape(shapes[name]) for name, value in whole.items()}
+    own = {name: value.detach().float().clone().reshape(shapes[name]) for name, value in whole.items()}
+    return {name: joined(value, parameters[name], world) for name, value in own.items()}

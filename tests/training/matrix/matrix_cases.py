@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import torch
 
-from config.deepspeed.combinations import Combination
+from config.deepspeed.combinations import SETTINGS, Combination
+from config.load import load_config
 from data.loader import Batch
 from modeling.linear_cross_entropy import IGNORED
+from modeling.router_balance import RouterBalance
 from precision import fp8
 from training.distributed import World
 from training.engine.pieces import Pieces, ShardedPieces
 from training.loss_scaler import LossScaler
 from training.matrix import run as matrix_run
 from training.matrix.cells import Cell
+from training.matrix.rules import RULES
 
 STEPS = 6
 """The fewest in which the loss scale grows twice."""
@@ -77,6 +83,34 @@ def norms_of_pieces(world: World) -> dict[str, Any]:
         patch.setattr(ShardedPieces, "sums", Pieces.sums)
         cell = Cell(Combination("cast", "fp32", 2), accumulation=4, optimizer="lamb")
         return matrix_run.measure(world, cell, steps=UNSCALED_STEPS, upstream=False)
+
+
+def balanced_by_micro_batch(world: World, *, compute: str) -> dict[str, Any]:
+    """A cell whose balancing loss takes the experts' shares of each micro-batch, as transformers' does."""
+    whole = RouterBalance.loss
+
+    def loss(router: RouterBalance, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        own = router.counts()
+        return whole(router, own * (counts[0].sum() / own[0].sum()))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RouterBalance, "loss", loss)
+        setting = next(row for row in SETTINGS if row.key == "model.balance_loss")
+        cell = Cell(Combination("cast", compute, 2), accumulation=4, setting=setting)
+        return matrix_run.measure(world, cell, steps=UNSCALED_STEPS, upstream=False)
+
+
+def apart_from_adamw(world: World, *, optimizer: str) -> float:
+    """How far the reference's masters are from AdamW's, as a share of how far these moved; its settings are given."""
+    cell = Cell(Combination("cast", "fp32", 1), accumulation=4, optimizer=optimizer)
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        overrides, path = cell.prepare(Path(folder))
+        config = load_config(path, overrides, None)
+        found = []
+        for rule in (RULES[optimizer], RULES["adamw"]):
+            patch.setitem(RULES, optimizer, rule)
+            found.append(matrix_run.reference(config, cell.dtype, clipping=False, steps=STEPS, world=world))
+    return matrix_run.errors(*found).masters
 
 
 def raises(world: World) -> dict[str, Any]:

@@ -14,11 +14,12 @@ from config.deepspeed.combinations import FP8, OFFLOADS, SETTINGS, UPSTREAM, com
 from config.errors import UserError
 from config.optimizers import OPTIMIZERS
 from tests.training.matrix import matrix_cases
-from training.matrix.cells import ACCUMULATIONS, CHECKPOINTINGS, Cell, all_cells
+from training.matrix.cells import ACCUMULATIONS, CHECKPOINTINGS, WHOLE, Cell, all_cells
 from training.matrix.command import main
-from training.matrix.page import page, unexpected, updated
+from training.matrix.page import by_scripts, expected_upstream, page, unexpected, updated
 from training.matrix.rules import RULES
 
+HPZ = "zero_optimization.zero_hpz_partition_size"
 PAGE, README = REPOSITORY / "docs" / "precision-matrix.md", REPOSITORY / "README.md"
 
 
@@ -50,6 +51,7 @@ def pairs(cell: Cell) -> frozenset[tuple[tuple[str, Any], tuple[str, Any]]]:
 CELLS = list(all_cells())
 PLAIN = [cell for cell in CELLS if cell.plain]
 OF_OPTIMIZERS = [cell for cell in CELLS if cell.optimizer != "adamw"]
+OF_SETTINGS = [cell for cell in CELLS if cell.setting]
 IN_FP8 = [cell for cell in CELLS if cell.fp8]
 IN_16_OR_32_BITS = [combination for combination in combinations() if combination.compute not in FP8]
 
@@ -119,6 +121,18 @@ def test_bare_deepspeed_is_wrong_where_the_table_says(pair, row) -> None:
         assert unexpected([cell], results) == []
 
 
+def test_bare_deepspeed_runs_beside_settings_and_optimizers_too(pair) -> None:
+    """One after the other: groups of ranks of one are not taken for the next one's."""
+    wanted = ("parallel.tensor = 2", "FP32, ZeRO-1"), (f"{HPZ} = 2", "FP32, ZeRO-3"), ("lamb", "FP32, ZeRO-2")
+    cells = [
+        next(cell for cell in CELLS if str(cell.combination) == where and what in (str(cell.setting), cell.optimizer))
+        for what, where in wanted
+    ]
+    for results in pair.run(matrix_cases.measure, cells=cells, upstream=True):
+        assert [results[cell.name]["upstream"]["verdict"] for cell in cells] == ["verified", "verified", "wrong"]
+        assert unexpected(cells, results) == []
+
+
 @pytest.mark.slow
 def test_a_setting_comes_out_as_the_table_says(pair) -> None:
     first = {}
@@ -147,6 +161,18 @@ def test_a_lost_micro_batch_is_found(pair, path, compute) -> None:
         assert "masters" in result["reason"]
 
 
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_a_balancing_loss_of_each_micro_batch_is_found(pair, compute) -> None:
+    for result in pair.run(matrix_cases.balanced_by_micro_batch, compute=compute):
+        assert result["verdict"] == "wrong"
+        assert "masters" in result["reason"]
+
+
+@pytest.mark.parametrize("optimizer", WHOLE)
+def test_a_rule_that_looks_at_whole_parameters_moves_them_otherwise_than_adamw(solo, optimizer) -> None:
+    assert solo.run(matrix_cases.apart_from_adamw, optimizer=optimizer)[0] > 0.05
+
+
 def test_a_rank_that_raises_is_a_result(pair) -> None:
     for result in pair.run(matrix_cases.raises):
         assert (result["verdict"], result["reason"]) == ("raised", "ValueError: only here")
@@ -163,9 +189,13 @@ def rows_of(text: str) -> list[list[str]]:
 
 
 def made_up(**changes: Any) -> dict[str, dict[str, Any]]:
-    """A result for every cell: as the table says, but for `changes` (name to verdict)."""
+    """A result for every cell: verified, and bare DeepSpeed as the table says, but for `changes` (name to verdict)."""
     good = {"verdict": "verified", "reason": "", "errors": {"start": 0.0, "loss": 1e-9, "norm": 1e-9, "masters": 1e-9}}
-    return {cell.name: {**good, "upstream": good, "seconds": 1.0, **changes.get(cell.name, {})} for cell in CELLS}
+    found = {}
+    for cell in CELLS:
+        beside = {"upstream": {**good, "verdict": expected_upstream(cell)}} if cell.bare else {}
+        found[cell.name] = {**good, **beside, "seconds": 1.0, **changes.get(cell.name, {})}
+    return found
 
 
 def test_the_committed_page_and_the_table_agree() -> None:
@@ -182,15 +212,19 @@ def test_the_committed_page_and_the_table_agree() -> None:
     assert len([row for row in rows if row[3:] and re.match("refused: |repaired: ", row[3])]) == len(UPSTREAM)
     refused_settings = {f"`{row}`": row.refused for row in SETTINGS if row.refused}
     measured = {f"`{row}`, {compute.upper()}" for row in SETTINGS if not row.refused for compute in row.computes}
-    assert {row[0] for row in rows if row[0].startswith("`")} == refused_settings.keys() | measured
+    settings = rows_of(text[text.index("## Other settings") : text.index("## Other optimizers")])
+    assert {row[0] for row in settings if row[0].startswith("`")} == refused_settings.keys() | measured
     assert {row[0]: row[2] for row in rows if row[0] in refused_settings} == refused_settings
     for combination in [combination for combination in combinations() if combination.compute in FP8]:
         ranks = ("2",) if combination.offload != "none" else ("1", "2")
         corners = [tuple(row[1:3]) for row in rows if row[0] == str(combination)]
         assert corners == list(itertools.product(ranks, map(str, ACCUMULATIONS))), combination
     verdicts = [bool(refusal(cell.combination)) for cell in CELLS]
+    bare = [expected_upstream(cell) for cell in CELLS if cell.bare]
     counted = f"{len(CELLS)} cells: {verdicts.count(False)} verified, {verdicts.count(True)} refused."
-    assert f"\n{counted} " in text
+    compared = f"Bare DeepSpeed, compared in {len(bare)} of them, is wrong in {bare.count('wrong')}."
+    assert f"\n{counted} {compared}\n" in text
+    assert f"\n{by_scripts()}\n" in text, "docs/upstream/README.md has other rows"
     assert f"{verdicts.count(False)} verified, {verdicts.count(True)} refused" in README.read_text(encoding="utf-8")
     places = {(row[0], row[1].lower(), row[2], row[3]) for row in rows if row[0] in OPTIMIZERS}
     assert places == {
@@ -224,6 +258,8 @@ def test_sections_that_were_measured_alone_take_their_place() -> None:
     added = "Measured by themselves on my machine, in 3 minutes.\n\n"
     assert found.replace(added, "") == whole and found.count(added) == 1
     assert updated(found, IN_FP8, made_up(), conditions) == found
+    assert "| ok 1.0e-09; **masters 1.0e-09, norm 1.0e-09** at ZeRO-0 |" in whole  # AutoTP in FP32
+    assert updated(whole, OF_SETTINGS, made_up(), conditions).replace(added, "") == whole
     start, end = whole.index("## FP8"), whole.index("## Other settings")
     before = f"{whole[:start]}{whole[end:]}".replace(f"{len(CELLS)} cells: ", "7 cells: ")
     assert updated(before, IN_FP8, made_up(), conditions) == found
