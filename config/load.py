@@ -233,7 +233,12 @@ class _Builder:
         """`value` checked against the annotation `hint` and the bounds in `limits`."""
         origin, arguments = typing.get_origin(hint), typing.get_args(hint)
         if origin in (types.UnionType, typing.Union):
-            return None if value is None else self.value(arguments[0], value, key, limits)
+            words = [word for item in arguments[1:] for word in typing.get_args(item)]
+            if value is None or value in words:
+                return value
+            if words and isinstance(value, str):
+                raise self.wrong(key, value, f"is neither a number nor {' nor '.join([*words, 'null'])}")
+            return self.value(arguments[0], value, key, limits)
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             return self.section(hint, value, key)
         if value is None:

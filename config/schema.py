@@ -258,7 +258,8 @@ class DataSection:
     held out by itself; samples are drawn by share (docs/data.md)."""
     validation: tuple[ValidationSection, ...] = ()
     """[list] Validation sets in files of their own, each {path, name, format}, beside what data.validation_fraction
-    holds out. All of each is evaluated and none of it trained; the record has each one's loss by its name."""
+    holds out. Each is evaluated, up to evaluate.batches, and none of it trained; the record has each one's loss by its
+    name."""
     name: str | None = None
     """[text] Configuration name of a hub dataset."""
     split: str = "train"
@@ -563,10 +564,17 @@ class EvaluateSection:
 
     every_steps: int = limit(0, at_least=0)
     """[steps] Evaluate after every so many steps and at the end; 0 never."""
-    batches: int = limit(8, at_least=1)
-    """[batches] Global batches of validation sequences in one evaluation, at most."""
+    batches: int | Literal["auto"] | None = limit("auto", at_least=1)
+    """[batches] Global batches of validation sequences in one evaluation, at most, evenly spaced over the set. null:
+    all of them. auto: all of task = classify, of the others 8."""
     at_start: bool = False
     """[true or false] Evaluate before step 1, too, unless every_steps is 0: what the model could before training."""
+
+    @property
+    def most_batches(self) -> int | None:
+        """[batches] The same where auto is decided."""
+        assert not isinstance(self.batches, str)
+        return self.batches
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def loss_unit(config: Config) -> str:
 
 
 def settle_task(config: Config) -> Config:
-    """`config` with data.source = auto, data.tokenizer = model and the like decided, as far as they can be."""
+    """`config` with data.source = auto, evaluate.batches = auto and the like decided, as far as they can be."""
     data = config.data
     if config.task == "dpo":
         config, data = _settle_pairs(config), _of_pairs(data)
@@ -85,7 +85,10 @@ def settle_task(config: Config) -> Config:
         data = replace(data, validation=tuple(sets))
     if data.tokenizer == "model" and config.model.name_or_path is not None:
         data = replace(data, tokenizer=config.model.name_or_path)
-    return replace(config, data=data)
+    evaluate = config.evaluate
+    if evaluate.batches == "auto":
+        evaluate = replace(evaluate, batches=None if config.task == "classify" else 8)
+    return replace(config, data=data, evaluate=evaluate)
 
 
 def _settle_pairs(config: Config) -> Config:

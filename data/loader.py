@@ -237,18 +237,19 @@ def validation_batches(
     micro_size: int,
     rank: int,
     world_size: int,
-    batches: int,
+    batches: int | None,
     documents: Documents | None = None,
     make_batch: MakeBatch | None = None,
 ) -> Iterator[Batch]:
     """The same validation batches at every call: min(all, batches * global_size) sequences, evenly spaced over the set.
 
-    The first so many would come from a handful of documents. The last global batch is padded with fully masked rows, so
-    that every rank has the same shapes and takes part in the same collectives. Yields nothing without a sequence.
+    batches: None is all. The first so many would come from a handful of documents. The last global batch is padded with
+    fully masked rows, so that every rank has the same shapes and takes part in the same collectives. Yields nothing
+    without a sequence.
     """
     make_batch = make_batch or next_tokens(sequence_length, documents)
     held_out = shards.sequences(sequence_length)
-    available = min(held_out, batches * global_size)
+    available = held_out if batches is None else min(held_out, batches * global_size)
     for position in range(-(-available // global_size)):
         index = position * global_size + np.arange(global_size, dtype=np.int64)
         ids = np.where(index < available, index * held_out // max(available, 1), NO_SAMPLE)

@@ -55,6 +55,8 @@ def build(opened: Session) -> tuple[Parts, Progress]:
         tail = f"the last {opened.corpus.tail_tokens:,} tokens of the longest one are held out"
         said.append(f"data: no document was drawn for validation: {tail}")
         record.note(said[-1])
+    if opened.left_out:
+        record.note(opened.left_out)
     if world.is_main:
         print(printable("\n".join([*said, *drawn_notes(engine.model)])), flush=True)
     for line in engine.notes:

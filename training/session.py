@@ -64,17 +64,32 @@ class Session:
     """The same of the teacher of a distillation; None without one."""
 
     def validation(self) -> Iterable[Batch]:
-        """The validation set's batches, from its start; `evaluate.batches` of them."""
+        """The validation set's batches, from its start; `evaluate.batches` of them or all."""
         return self._validation(self.corpus.validation)
 
     def validation_by_source(self) -> dict[str, Iterable[Batch]]:
         """The same of each source of a mixture and of each set of data.validation; empty where there is neither."""
         return {name: self._validation(split) for name, split in self.corpus.validation_by_source.items()}
 
+    @property
+    def left_out(self) -> str | None:
+        """In words, which rows `evaluate.batches` leaves out of evaluations; None where it leaves out none.
+
+        None of documents, too: of those a sample is the rule.
+        """
+        config, size = self.resolved.config, self.resolved.batch.global_size
+        most, held_out = config.evaluate.most_batches, self.corpus.validation.sequences(config.data.sequence_length)
+        of_rows = isinstance(self.corpus.validation, RowShards)
+        if not of_rows or not config.evaluate.every_steps or most is None or held_out <= most * size:
+            return None
+        return (
+            f"evaluate.batches = {most}: an evaluation is of {most * size:,} of the {held_out:,} sequences held out, "
+            "evenly spaced; null is all"
+        )
+
     def _validation(self, split: TokenShards | RowShards) -> Iterable[Batch]:
-        section = self.resolved.config.evaluate
-        shape = batch_shape(self.resolved, self.corpus)
-        return validation_batches(split, batches=section.batches, **shape)
+        most = self.resolved.config.evaluate.most_batches
+        return validation_batches(split, batches=most, **batch_shape(self.resolved, self.corpus))
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -123,6 +123,8 @@ def test_json_and_an_empty_section_are_read(tmp_path: Path) -> None:
         ("precision.compute=bf61", f"precision.compute = 'bf61' is not one of {COMPUTES}; did you mean bf16?"),
         ("data.verify=yes", "data.verify = 'yes' is not true or false"),
         ("run.name=20", "run.name = 20 is not text"),
+        ("evaluate.batches=all", "evaluate.batches = 'all' is neither a number nor auto nor null"),
+        ("evaluate.batches=0", "evaluate.batches = 0 is out of range; it must be at least 1"),
         ("model.config=3", "model.config = 3 is not a mapping of names to values"),
         ("batch=3", "batch = 3 is not a mapping; it has the keys global_size, micro_size"),
         ("run.steps.x=3", 'run.steps = {"x": 3} is not an integer'),

@@ -8,6 +8,7 @@ import pytest
 
 from config.errors import UserError
 from config.load import load_config
+from config.task import settle_task
 
 
 @pytest.fixture
@@ -279,12 +280,23 @@ ALLOWED = [
     ["guard={spike_sigmas: 6, spike_window: 198}"],
     ["guard={min_update_ratio: 0.1, max_update_ratio: 0.2}"],
     ["data.validation_fraction=0"],
+    ["evaluate.batches=null"],
 ]
 
 
 @pytest.mark.parametrize("overrides", ALLOWED)
 def test_allowed(folder: Path, overrides: list[str]) -> None:
     assert load_config(folder / "demo.yaml", overrides, None) != load_config(folder / "demo.yaml", [], None)
+
+
+def test_evaluations_are_of_all_rows_where_these_are_classified_unless_set(folder: Path) -> None:
+    for overrides, batches in (
+        ([], 8),
+        (["evaluate.batches=null"], None),
+        (["task=classify"], None),
+        (["task=classify", "evaluate.batches=8"], 8),
+    ):
+        assert settle_task(load_config(folder / "demo.yaml", overrides, None)).evaluate.most_batches == batches
 
 
 def test_a_glob_from_the_root_is_found(folder: Path) -> None:

@@ -118,15 +118,15 @@ def test_too_little_text_and_sizes_that_do_not_divide_are_told_before_the_first_
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize(("sequences", "batches"), [(40, 2), (40, 9), (5, 1), (12, 1), (25, 3)])
+@pytest.mark.parametrize(("sequences", "batches"), [(40, 2), (40, 9), (5, 1), (12, 1), (25, 3), (40, None)])
 def test_validation_is_spread_over_the_set_sees_nothing_twice_and_pads_the_last_batch(
-    tmp_path: Path, sequences: int, batches: int, world_size: int
+    tmp_path: Path, sequences: int, batches: int | None, world_size: int
 ) -> None:
     shards = make(tmp_path, sequences * LENGTH + 1)
     options = {"sequence_length": LENGTH, "global_size": 12, "micro_size": 2, "batches": batches}
     places = [{"rank": rank, "world_size": world_size} for rank in range(world_size)]
     ranks = [list(validation_batches(shards, **options, **place)) for place in places]
-    wanted = min(sequences, batches * 12)
+    wanted = sequences if batches is None else min(sequences, batches * 12)
     assert {len(part) for part in ranks} == {-(-wanted // 12)}
     labels = torch.cat([batch.labels.reshape(-1) for part in ranks for batch in part])
     counted = labels[labels != IGNORED_LABEL]

@@ -126,6 +126,7 @@ def _meaning(bounds: Bounds, steps: int, most_skips: int) -> str:
 def _conditions(study: Study, first: Resolved, fingerprint: str) -> dict[str, str]:
     """The conditions under which the numbers were measured, as text."""
     config, optimizer, schedule = first.config, first.config.optimizer, first.config.schedule
+    most = config.evaluate.most_batches
     settings = ", ".join(
         f"{key} {list(value) if isinstance(value, tuple) else format(value, '' if isinstance(value, str) else 'g')}"
         for key, value in settings_of(optimizer).items()
@@ -150,7 +151,7 @@ def _conditions(study: Study, first: Resolved, fingerprint: str) -> dict[str, st
         "micro-batch": f"{first.batch.micro_size} sequences",
         "DeepSpeed": f"ZeRO-{first.zero_stage}, offload {first.offload}, reduction in {config.precision.reduce}",
         **{f"loss scale, {name}": _describe_scale(section) for name, section in scales.items()},
-        "validation": f"{config.evaluate.batches} global batches at most",
+        "validation": "all" if most is None else f"{most} global batches at most",
     }
 
 

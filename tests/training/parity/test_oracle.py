@@ -264,7 +264,10 @@ TASKS: dict[str, tuple[str, ...]] = {
         *("task=dpo", "model.name_or_path=FOLDER/base", "data.path=FOLDER/pairs.jsonl"),
         "preference={label_smoothing: 0.2, beta: 0.5}",
     ),
-    "classify": ("task=classify", BERT, "data.path=FOLDER/sequence.jsonl", SHORT),
+    "classify": (
+        *("task=classify", BERT, "data.path=FOLDER/sequence.jsonl", SHORT),
+        *("data.validation_fraction=0.5", "evaluate={every_steps: 4, batches: null}"),
+    ),
     "words": ("task=classify", "classify.kind=token", BERT, "data.path=FOLDER/token.jsonl", SHORT),
     "regression": (
         *("task=classify", "classify.kind=regression"),

@@ -174,6 +174,8 @@ def evaluate(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
             "perplexity": found.perplexity,
             "metrics": found.metrics,
             "weights": masters(opened),
+            "held out": opened.corpus.validation.sequences(LENGTH),
+            "left out": opened.left_out,
         }
 
 

@@ -206,13 +206,23 @@ def test_analyze_measures_an_encoder(pair: ProcessGroup, encoders: Path, tmp_pat
     assert "classifier" in found["kinds"]
 
 
-def test_validation_metrics_do_not_depend_on_the_layout(pair: ProcessGroup, solo: ProcessGroup, encoders: Path) -> None:
+def test_validation_metrics_depend_neither_on_layout_nor_on_global_size(
+    pair: ProcessGroup, solo: ProcessGroup, encoders: Path
+) -> None:
+    """More rows are held out than eight of either global batch, which is as far as other tasks go."""
     for kind in ("sequence", "token", "regression"):
-        given = ("data.validation_fraction=0.3", "evaluate={every_steps: 1, batches: 100}")
-        [two, _] = pair.run(cases.evaluate, folder=encoders, kind=kind, overrides=given)
-        [one] = solo.run(
-            cases.evaluate, folder=encoders, kind=kind, overrides=(*given, "batch.global_size=5", "batch.micro_size=5")
+        given = ("data.validation_fraction=0.5", "evaluate={every_steps: 1, batches: auto}")
+        [two, _], [one] = (
+            group.run(
+                cases.evaluate,
+                folder=encoders,
+                kind=kind,
+                overrides=(*given, f"batch.global_size={size}", f"batch.micro_size={micro}"),
+            )
+            for group, size, micro in ((pair, 2, 1), (solo, 3, 3))
         )
+        assert two["held out"] == one["held out"] > 8 * 3
+        assert two["left out"] is one["left out"] is None
         assert two["perplexity"] is None
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
         if kind == "regression":

@@ -110,7 +110,7 @@ JOB = (
     *("task=seq2seq", "model.architecture=null", "data.source=auto", "data.tokenizer=model"),
     *("data.path={folder}/rows.jsonl", "model.name_or_path={folder}/{family}"),
     *(f"data.sequence_length={SOURCE}", f"data.target_length={TARGET}", "data.validation_fraction=0.2"),
-    "evaluate={every_steps: 5, batches: 8}",
+    "evaluate={every_steps: 5, batches: 1}",
 )
 JOBS = {
     "t5-v1.1, BF16, ZeRO-2": ("precision.compute=bf16", "deepspeed.stage=2", "model.config={dropout_rate: 0.1}"),
@@ -135,8 +135,11 @@ def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair: ProcessGroup, fol
     overrides, name = job(folder, what)
     record = resume_cases.ends_as_whole(pair, folder, name, overrides, breaks=(14,))
     assert [row["step"] for row in record if not row["applied"]] == ([3] if "overflow" in what else [])
-    evaluated = [row for row in read_events(folder / "runs" / name / "events.jsonl") if row["event"] == "eval"]
+    events = list(read_events(folder / "runs" / name / "events.jsonl"))
+    evaluated = [row for row in events if row["event"] == "eval"]
     assert all(row["perplexity"] > 1 for row in evaluated) and len(evaluated) == 2
+    notes = [row["text"] for row in events if row["event"] == "note" and "evaluate.batches" in row["text"]]
+    assert len(notes) == 1 and "evaluate.batches = 1: an evaluation is of 8 of the 9 sequences held out" in notes[0]
 
 
 WHAT = [pytest.param(what, marks=pytest.mark.slow if "v1.1" not in what else ()) for what in JOBS]

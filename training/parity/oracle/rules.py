@@ -45,7 +45,7 @@ class Order:
         where these are not those of the sequences of next tokens."""
         self._shards, self._length = shards, config.data.sequence_length
         self._seed, self._size = config.run.seed, config.batch.global_size
-        self._batches = config.evaluate.batches
+        self._batches = config.evaluate.most_batches
         self._apart, self._end = config.keeps_documents_apart, end_of_document
         self._arrays: list[np.ndarray] = []
         self._samples = shards.sequences(self._length)
@@ -72,7 +72,7 @@ class Order:
 
     def evaluated(self) -> Iterator[list[int]]:
         """The samples of each batch of an evaluation, where these are the validation set's: evenly spaced, or all."""
-        count = min(self._samples, self._batches * self._size)
+        count = self._samples if self._batches is None else min(self._samples, self._batches * self._size)
         ids = [place * self._samples // count for place in range(count)]
         for start in range(0, count, self._size):
             yield ids[start : start + self._size]
