@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.linear_cross_entropy import Head, label_loss_sum, linear_cross_entropy_sum
 from modeling.log_probs import token_log_probs
-from precision.dtypes import DTYPES
+from precision.dtypes import DTYPES, NAMES
 from precision.findings import LOSS
 from precision.inner_dtypes import KERNEL, LOSS_SUM, NORM, RESIDUAL, ROTARY, ROUTER, SOFTMAX, InnerDtypes
 from precision.manifest import Manifest, load_manifest
@@ -39,13 +39,19 @@ def sound(family: str, attention: str, path: str, compute: str = "bf16", **confi
 
 
 def observed(
-    model: PreTrainedModel, promised: Any = None, loss: Loss = label_loss_sum, ids: torch.Tensor = IDS
+    model: PreTrainedModel,
+    promised: Any = None,
+    loss: Loss = label_loss_sum,
+    ids: torch.Tensor = IDS,
+    *,
+    routers: str | None = None,
 ) -> dict[str, Any]:
-    """The report on forward, loss and backward."""
+    """The report on forward, loss and backward. routers: what is promised of them; None: as the path has them."""
     with Observation(model) as seen:
         loss(model(ids, use_cache=False).logits, ids).backward()
     assert seen.inner is not None
-    return seen.inner.report(promised)
+    usual = NAMES[next(model.parameters()).dtype]  # FP32 under a manifest
+    return seen.inner.report(promised, stream=usual, routers=routers or usual)
 
 
 def lower(report: dict[str, Any]) -> list[tuple[str, str, list[str]]]:
@@ -204,6 +210,22 @@ def test_a_norm_that_a_manifest_puts_into_16_bits_keeps_its_promise(tmp_path: Pa
     regions = Regions(model, load_manifest(tmp_path / "m.json"))
     assert observed(model, regions.dtypes)["lower"] == []
     assert lower(observed(model)) == [(NORM, "bf16", [name for name, kind in regions.dtypes.items() if "ln_" in name])]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_residual_stream_in_16_bits_is_named_under_a_manifest(dtype: str) -> None:
+    model, promised = sound("llama", "sdpa", "manifest")
+    block: Any = model.get_submodule("model.layers.1")
+    forward = block.forward
+    block.forward = lambda hidden, **given: forward(hidden.to(DTYPES[dtype]), **given).to(hidden.dtype)
+    found = lower(observed(model, promised))
+    assert [item for item in found if item[0] == RESIDUAL] == [(RESIDUAL, dtype, ["model.layers.1"])]
+
+
+def test_a_router_in_fewer_bits_than_promised_is_named() -> None:
+    model, _ = sound("mixtral", "sdpa", "cast")
+    routers = [f"model.layers.{layer}.mlp.gate" for layer in range(2)]
+    assert lower(observed(model, routers="fp32")) == [(ROUTER, "bf16", routers)]
 
 
 def flat(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -152,6 +152,13 @@ def test_a_master_that_is_not_fp32_stops_the_run(pair, stage):
         assert error == "masters are in bfloat16, the config promises float32"
 
 
+def test_a_buffer_in_fewer_bits_than_the_models_own_code_has_stops_the_run(pair):
+    for row, error in pair.run(engine_cases.broken_buffer, stage=3):
+        assert row == "float32"
+        name = "model.rotary_emb.inv_freq"
+        assert error == f"buffer {name} is in bfloat16, the model's own code has it in float32"
+
+
 @pytest.mark.parametrize(
     ("ranks", "compute"),
     [("pair", "bf16"), ("four", "fp32"), pytest.param("four", "fp16", marks=pytest.mark.slow)],
