@@ -9,6 +9,10 @@ import pytest
 
 from config.command_line import read_command_line
 from config.launcher import as_launched
+from launch.plan.devices import find_device
+from launch.plan.layout import layout_of
+from launch.plan.memory import peak_memory
+from launch.plan.model import read_shape
 from training.benchmark import activations
 from training.benchmark import command as benchmark
 from training.benchmark.contestants import COMMON_OVERRIDES, OWN, PEERS
@@ -80,3 +84,24 @@ def test_the_work_of_an_item_is_accepted_at_its_full_size(number: int, item: Ite
         assert [run.compute for run in bench.runs] == ["bf16", "fp32", "fp16"]
     if item.name == "offload":
         assert {(run.zero_stage, run.offload) for run in bench.runs} == {(3, "optimizer+param")}
+
+
+def test_the_depths_on_the_device_alone_come_close_to_what_it_holds(tmp_path) -> None:
+    """Also where the last tenth of its memory cannot be had; and the deepest does not fit."""
+    bench: Any = Listening(tmp_path, tmp_path / "cache", 1, tiny=False, limit=60.0)
+    [item] = [item for item in PARTS[5].items if item.name == "on-device"]
+    with pytest.raises(Asked):
+        item.measure(bench)
+    depths = [run.config.model.config["num_hidden_layers"] for run in bench.runs]
+    first, second = (_planned(run) for run in bench.runs[:2])
+    layer = (second - first) / (depths[1] - depths[0])  # planning a hundred layers takes seconds
+    planned = [first + (depth - depths[0]) * layer for depth in depths]
+    for memory in (find_device("h100").memory, find_device("h200").memory):
+        assert max(peak for peak in planned if peak < 0.9 * memory) > 0.8 * memory
+        assert max(planned) > 0.95 * memory
+
+
+def _planned(run: Any) -> float:
+    """[bytes]"""
+    layout = layout_of(run, world=1, on_cpu=False)
+    return peak_memory(read_shape(run.config, layout), layout).total
