@@ -19,6 +19,7 @@ from training.benchmark.contestants import COMMON_OVERRIDES, OWN, PEERS
 from training.benchmark.largest import read_options as largest_options
 from training.gpu_check.bench import Bench
 from training.gpu_check.items import PARTS, Item
+from training.matrix.cells import all_cells
 
 ITEMS = [
     pytest.param(number, item, id=f"{number}-{item.name}") for number, part in PARTS.items() for item in part.items
@@ -44,6 +45,7 @@ class Listening(Bench):
 
     def tool(self, module: str, *arguments: str, codes: Sequence[int] = (0,), leads: bool = False) -> NoReturn:
         """A tool of Mantissa's, with the configs of the jobs that it would start."""
+        self.arguments = arguments
         self.runs = [read_command_line(run, as_launched(1)) for run in self._runs_of(module, arguments)]
         if module in WITHOUT_RUN_CONFIG:
             self.runs = [None]
@@ -84,6 +86,21 @@ def test_the_work_of_an_item_is_accepted_at_its_full_size(number: int, item: Ite
         assert [run.compute for run in bench.runs] == ["bf16", "fp32", "fp16"]
     if item.name == "offload":
         assert {(run.zero_stage, run.offload) for run in bench.runs} == {(3, "optimizer+param")}
+
+
+@pytest.mark.parametrize("tiny", [False, True])
+def test_the_precision_matrix_has_many_cells_at_each_stage_and_its_rehearsal_one(tiny: bool, tmp_path) -> None:
+    names = [cell.name for cell in all_cells()]
+    counts = []
+    for item in PARTS[2].items:
+        if item.name.startswith("matrix-"):
+            bench: Any = Listening(tmp_path, tmp_path / "cache", 1, tiny, limit=60.0)
+            with pytest.raises(Asked):
+                item.measure(bench)
+            text = bench.arguments[bench.arguments.index("--only") + 1]
+            counts.append(sum(text in name for name in names))
+    assert len(counts) == 4
+    assert counts == [1] * 4 if tiny else min(counts) > 10
 
 
 def test_the_depths_on_the_device_alone_come_close_to_what_it_holds(tmp_path) -> None:
