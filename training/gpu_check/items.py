@@ -161,6 +161,7 @@ def _attributed(bench: Bench, kernels: str) -> measure.Figures:
 AT_2048 = ("batch.micro_size=8", "batch.global_size=16")
 AT_4096 = ("data.sequence_length=4096", "batch.micro_size=4", "batch.global_size=8")
 PEERS = "mantissa,bare,trainer,mantissa-torch"
+TITAN = "mantissa,torchtitan,torchtitan-compile"
 """In this order: what is killed has measured the first ones."""
 SPEED = (
     Item(
@@ -169,12 +170,17 @@ SPEED = (
     ),
     Item(
         *("titan-2048", "the same beside torchtitan, where it is installed", 140),
-        lambda bench: measure.compared(bench, "mantissa,torchtitan,torchtitan-compile", *AT_2048),
+        lambda bench: measure.compared(bench, TITAN, *AT_2048),
         needs="torchtitan",
     ),
     Item(
         *("peers-4096", "1B shape, 4,096 tokens", 150),
         lambda bench: measure.compared(bench, "mantissa,bare,trainer", *AT_4096),
+    ),
+    Item(
+        *("titan-4096", "the same beside torchtitan", 140),
+        lambda bench: measure.compared(bench, TITAN, *AT_4096),
+        needs="torchtitan",
     ),
     Item(
         *("compile-2048", "compiled blocks beside torch's kernels", 120),

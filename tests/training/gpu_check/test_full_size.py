@@ -84,6 +84,8 @@ def test_the_work_of_an_item_is_accepted_at_its_full_size(number: int, item: Ite
             assert run.zero_stage == 3
     if item.name == "dtypes":
         assert [run.compute for run in bench.runs] == ["bf16", "fp32", "fp16"]
+    if number == 3:  # each contestant in turn at both lengths
+        assert {run.config.data.sequence_length for run in bench.runs} == {4096 if "4096" in item.name else 2048}
     if item.name == "offload":
         assert {(run.zero_stage, run.offload) for run in bench.runs} == {(3, "optimizer+param")}
 
