@@ -1,7 +1,7 @@
 """Everything that has to be measured on a GPU, in six parts of ten minutes each.
 
     python -m training.gpu_check [--part N] [--items NAME,NAME] [--minutes 9.5] [--again] [--wheels DIR]
-        [--out runs/gpu-check] [--processes 1] [--tiny]
+        [--out runs/gpu-check] [--processes 1] [--commit SHA] [--tiny]
 
 Parts: 1 smoke, 2 numerics, 3 speed, 4 precision, 5 memory, 6 cost of trust; all in turn without --part. Each stands
 alone and runs Mantissa's own tools as jobs. An item that would not fit into the minutes left is not started; one that
@@ -10,8 +10,8 @@ driver, versions, commands and seconds, part-NUMBER.md, which opens with the par
 and goals.md with those of all parts. The same command goes on where it stopped, also after it was killed.
 
 Without a package registry: --wheels DIR installs what is missing of DIR's wheels into a folder below --out and puts it
-on PYTHONPATH; torch and transformers are taken as found. --tiny rehearses every item on a model of a few thousand
-parameters, also on a CPU.
+on PYTHONPATH; torch and transformers are taken as found. --commit names the code of a tree that was copied without its
+.git, for the results. --tiny rehearses every item on a model of a few thousand parameters, also on a CPU.
 
 Exit code 0: every item of the parts is done, or skipped as this machine lacks what it needs; 3: some failed or were
 not run; 2: it cannot be done.
@@ -23,6 +23,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import time
 from collections.abc import Sequence
@@ -49,8 +50,33 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--wheels", type=Path, help="folder of wheels, where there is no package registry")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu-check"), help="folder of results and logs")
     parser.add_argument("--processes", type=positive_int, default=1, help="of each job (1)")
+    parser.add_argument("--commit", type=commit_hash, help="of the code, where it was copied without its .git")
     parser.add_argument("--tiny", action="store_true", help="rehearse")
     return parser.parse_args(arguments)
+
+
+def commit_hash(text: str) -> str:
+    """Type of an argparse argument that names a commit."""
+    if not re.fullmatch(r"[0-9a-f]{7,64}", text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not 7 to 64 lower-case hexadecimal digits; git rev-parse HEAD prints them"
+        )
+    return text
+
+
+def name_commit(machine: dict[str, Any], given: str | None) -> list[str]:
+    """Put the commit that --commit gives into a machine's `git`; lines to print.
+
+    It counts more than what git finds, which may be of a repository that the copy lies in.
+    """
+    found = (machine["git"] or {}).get("commit")
+    if given is None:
+        none = "git finds no commit here: results will not name the code's; give it with --commit SHA"
+        return [] if found else [none]
+    if found is not None and found.startswith(given):
+        return []
+    machine["git"] = {"commit": given, "dirty": None}
+    return [f"git finds {found} here; results name {given}, as --commit says"] if found else []
 
 
 def settle_environment() -> list[str]:
@@ -99,7 +125,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = wanted - {item.name for part in parts.values() for item in part.items}
     if unknown:
         raise UserError(f"--items: there is no {', '.join(sorted(unknown))} in {_named(parts)}")
-    check = Check(out, options.processes, options.tiny, look_at_machine(out), options.again)
+    machine = look_at_machine(out)
+    for line in name_commit(machine, options.commit):
+        print(line, flush=True)
+    check = Check(out, options.processes, options.tiny, machine, options.again)
     complete = True
     for number, part in parts.items():
         chosen = dataclasses.replace(

@@ -110,9 +110,10 @@ LLAMA_160M = (
 
 
 def _cells(stage: int) -> Item:
-    text = f"ZeRO-{stage}, accumulation 4, clipping on, checkpointing none"
+    cells = f"ZeRO-{stage}, accumulation 4, clipping on, checkpointing none"
+    one_cell = f"FP16 manifest, {cells}"
     what = f"precision matrix at ZeRO-{stage}, one rank, accumulation and clipping"
-    return Item(f"matrix-zero{stage}", what, 50, lambda bench: measure.matrix(bench, text))
+    return Item(f"matrix-zero{stage}", what, 50, lambda bench: measure.matrix(bench, bench.either(cells, one_cell)))
 
 
 IN_FP8 = (*LLAMA_160M, "precision.compute=auto", "precision.manifest=config/manifests/fp8.json")
@@ -160,6 +161,7 @@ def _attributed(bench: Bench, kernels: str) -> measure.Figures:
 AT_2048 = ("batch.micro_size=8", "batch.global_size=16")
 AT_4096 = ("data.sequence_length=4096", "batch.micro_size=4", "batch.global_size=8")
 PEERS = "mantissa,bare,trainer,mantissa-torch"
+TITAN = "mantissa,torchtitan,torchtitan-compile"
 """In this order: what is killed has measured the first ones."""
 SPEED = (
     Item(
@@ -168,12 +170,17 @@ SPEED = (
     ),
     Item(
         *("titan-2048", "the same beside torchtitan, where it is installed", 140),
-        lambda bench: measure.compared(bench, "mantissa,torchtitan,torchtitan-compile", *AT_2048),
+        lambda bench: measure.compared(bench, TITAN, *AT_2048),
         needs="torchtitan",
     ),
     Item(
         *("peers-4096", "1B shape, 4,096 tokens", 150),
         lambda bench: measure.compared(bench, "mantissa,bare,trainer", *AT_4096),
+    ),
+    Item(
+        *("titan-4096", "the same beside torchtitan", 140),
+        lambda bench: measure.compared(bench, TITAN, *AT_4096),
+        needs="torchtitan",
     ),
     Item(
         *("compile-2048", "compiled blocks beside torch's kernels", 120),
@@ -221,9 +228,11 @@ MEMORY = (
         lambda bench: measure.activations(bench, "none,ops,selective:2,full", "model.kernels=torch", *AT_2048),
     ),
     Item(
-        *("on-device", "ZeRO-1 on the device alone: layers that train", 240),
+        *("on-device", "ZeRO-1 on the device alone: layers that train", 300),
         lambda bench: measure.largest(
-            bench, "16,64,112", "model.activation_checkpointing=full", "batch.micro_size=1", "batch.global_size=2"
+            bench,
+            "16,48,56,64,96,112",  # planned: 20, 57, 66, 75, 111 and 130 GiB, for devices of 80 and of 131 GiB
+            *("model.activation_checkpointing=full", "batch.micro_size=1", "batch.global_size=2"),
         ),
     ),
 )

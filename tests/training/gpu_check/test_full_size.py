@@ -9,12 +9,17 @@ import pytest
 
 from config.command_line import read_command_line
 from config.launcher import as_launched
+from launch.plan.devices import find_device
+from launch.plan.layout import layout_of
+from launch.plan.memory import peak_memory
+from launch.plan.model import read_shape
 from training.benchmark import activations
 from training.benchmark import command as benchmark
 from training.benchmark.contestants import COMMON_OVERRIDES, OWN, PEERS
 from training.benchmark.largest import read_options as largest_options
 from training.gpu_check.bench import Bench
 from training.gpu_check.items import PARTS, Item
+from training.matrix.cells import all_cells
 
 ITEMS = [
     pytest.param(number, item, id=f"{number}-{item.name}") for number, part in PARTS.items() for item in part.items
@@ -40,6 +45,7 @@ class Listening(Bench):
 
     def tool(self, module: str, *arguments: str, codes: Sequence[int] = (0,), leads: bool = False) -> NoReturn:
         """A tool of Mantissa's, with the configs of the jobs that it would start."""
+        self.arguments = arguments
         self.runs = [read_command_line(run, as_launched(1)) for run in self._runs_of(module, arguments)]
         if module in WITHOUT_RUN_CONFIG:
             self.runs = [None]
@@ -78,5 +84,43 @@ def test_the_work_of_an_item_is_accepted_at_its_full_size(number: int, item: Ite
             assert run.zero_stage == 3
     if item.name == "dtypes":
         assert [run.compute for run in bench.runs] == ["bf16", "fp32", "fp16"]
+    if number == 3:  # each contestant in turn at both lengths
+        assert {run.config.data.sequence_length for run in bench.runs} == {4096 if "4096" in item.name else 2048}
     if item.name == "offload":
         assert {(run.zero_stage, run.offload) for run in bench.runs} == {(3, "optimizer+param")}
+
+
+@pytest.mark.parametrize("tiny", [False, True])
+def test_the_precision_matrix_has_many_cells_at_each_stage_and_its_rehearsal_one(tiny: bool, tmp_path) -> None:
+    names = [cell.name for cell in all_cells()]
+    counts = []
+    for item in PARTS[2].items:
+        if item.name.startswith("matrix-"):
+            bench: Any = Listening(tmp_path, tmp_path / "cache", 1, tiny, limit=60.0)
+            with pytest.raises(Asked):
+                item.measure(bench)
+            text = bench.arguments[bench.arguments.index("--only") + 1]
+            counts.append(sum(text in name for name in names))
+    assert len(counts) == 4
+    assert counts == [1] * 4 if tiny else min(counts) > 10
+
+
+def test_the_depths_on_the_device_alone_come_close_to_what_it_holds(tmp_path) -> None:
+    """Also where the last tenth of its memory cannot be had; and the deepest does not fit."""
+    bench: Any = Listening(tmp_path, tmp_path / "cache", 1, tiny=False, limit=60.0)
+    [item] = [item for item in PARTS[5].items if item.name == "on-device"]
+    with pytest.raises(Asked):
+        item.measure(bench)
+    depths = [run.config.model.config["num_hidden_layers"] for run in bench.runs]
+    first, second = (_planned(run) for run in bench.runs[:2])
+    layer = (second - first) / (depths[1] - depths[0])  # planning a hundred layers takes seconds
+    planned = [first + (depth - depths[0]) * layer for depth in depths]
+    for memory in (find_device("h100").memory, find_device("h200").memory):
+        assert max(peak for peak in planned if peak < 0.9 * memory) > 0.8 * memory
+        assert max(planned) > 0.95 * memory
+
+
+def _planned(run: Any) -> float:
+    """[bytes]"""
+    layout = layout_of(run, world=1, on_cpu=False)
+    return peak_memory(read_shape(run.config, layout), layout).total

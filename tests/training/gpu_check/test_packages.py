@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -95,3 +96,12 @@ def test_what_is_needed_is_in_the_requirements() -> None:
     lines = (REPOSITORY / "requirements.txt").read_text().splitlines()
     required = {normalised(line.partition("==")[0]) for line in lines if "==" in line}
     assert {normalised(name) for name in NEEDED} <= required | {"ninja"}
+
+
+def test_the_wheels_of_the_page_have_torchtitan_as_the_makefile_installs_it() -> None:
+    makefile, page = ((REPOSITORY / name).read_text(encoding="utf-8") for name in ("Makefile", "docs/gpu-check.md"))
+    named = re.search(r"^TITAN_ONLY := ((?:.*\\\n)*.*)", makefile, re.MULTILINE)
+    loop = re.search(r"for need in (.*?); do", page, re.DOTALL)
+    assert named and loop
+    pins = set(named[1].replace("\\", "").split())
+    assert len(pins) >= 6 and pins <= set(loop[1].replace("\\", "").split())

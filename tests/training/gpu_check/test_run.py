@@ -14,8 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
+from config.errors import UserError
 from training.gpu_check.bench import Bench, ItemFailed
-from training.gpu_check.command import TF32_SWITCHES, settle_environment
+from training.gpu_check.command import TF32_SWITCHES, name_commit, read_options, settle_environment
 from training.gpu_check.items import PARTS, Item, Part
 from training.gpu_check.page import page
 from training.gpu_check.run import MOST_BYTES, Check, measure, run_part
@@ -208,6 +209,28 @@ def test_jobs_neither_use_tf32_nor_ask_the_hub(monkeypatch) -> None:
     assert [line.split()[0] for line in settle_environment()] == list(TF32_SWITCHES)
     assert os.environ["HF_HUB_OFFLINE"] == "1" and not set(TF32_SWITCHES) & set(os.environ)
     assert settle_environment() == []
+
+
+def test_a_tree_without_git_has_the_commit_that_is_given(tmp_path) -> None:
+    given = read_options(["--commit", "0123456789abcdef"]).commit
+    without: dict[str, Any] = MACHINE | {"git": None}
+    [said] = name_commit(without, None)
+    assert "--commit" in said and without["git"] is None
+    assert name_commit(without, given) == [] and without["git"] == {"commit": given, "dirty": None}
+    check = check_in(tmp_path, machine=without)
+    part = Part("a part", (item("one", works),))
+    ran(check, part)
+    assert check.result(7, part.items[0])["machine"]["git"]["commit"] == given
+    assert "commit 0123456789ab" in page(check, 7, part, {})
+
+
+def test_a_commit_that_is_given_counts_more_than_the_one_that_git_finds() -> None:
+    there: dict[str, Any] = dict(MACHINE)
+    assert name_commit(there, "0123456") == name_commit(there, None) == [] and there == MACHINE
+    assert name_commit(there, "fedcba9") == ["git finds 0123456789abcdef here; results name fedcba9, as --commit says"]
+    assert there["git"] == {"commit": "fedcba9", "dirty": None}
+    with pytest.raises(UserError, match="--commit.*'main' is not 7 to 64 lower-case hexadecimal digits"):
+        read_options(["--commit", "main"])
 
 
 def test_items_are_named_once_and_compared_with_one_of_their_part() -> None:
