@@ -134,7 +134,7 @@ def build_model(
             model = _loaded(auto, section, config, options, seed=seed, gather=gather)
             if quantised:
                 freeze_quantised(model)
-            unround_rotary_tables(model)
+            unround_buffers(model, loaded=True)
             return model
         with no_init_weights():
             model = auto.from_config(config, dtype=torch.float32, **options)
@@ -143,24 +143,47 @@ def build_model(
             f"model cannot be built (model.name_or_path = {section.name_or_path}, model.architecture = "
             f"{section.architecture}, model.attention = {section.attention}): {one_line(error)}"
         ) from error
-    unround_rotary_tables(model)
+    unround_buffers(model)
     draw_weights(model, seed=seed, gather=gather)
     return model
 
 
-def unround_rotary_tables(model: torch.nn.Module) -> None:
-    """Give rotary embeddings the FP32 frequencies that they have outside of `deepspeed.zero.Init`.
+def unround_buffers(model: torch.nn.Module, *, loaded: bool = False) -> None:
+    """Give buffers in 16 bits, such as rotary frequencies, the values that they have outside of `deepspeed.zero.Init`.
 
-    Inside, what a constructor makes is rounded to the DeepSpeed config's dtype, and transformers before 5.18 computes
-    frequencies there. To be called outside of it.
+    Inside, what a constructor makes is rounded to the DeepSpeed config's dtype: Gemma's scale of its embeddings, and
+    before transformers 5.18 frequencies. To be called outside of it. loaded: those that files hold keep their values,
+    and are widened.
     """
-    for module in model.modules():
-        held = module.named_buffers(recurse=False)
-        rounded = [name for name, buffer in held if buffer.dtype in (torch.bfloat16, torch.float16)]
-        if rounded and "Rotary" in type(module).__name__ and hasattr(module, "config"):
-            made = dict(type(module)(module.config).named_buffers(recurse=False))
-            for name in rounded:
-                setattr(module, name, made[name].to(module.get_buffer(name).device))
+    rounded = [name for name, buffer in model.named_buffers() if buffer.dtype in (torch.bfloat16, torch.float16)]
+    if not rounded:
+        return
+    with no_init_weights(), _parameters_without_memory():
+        made = dict(type(model)(model.config).named_buffers())
+    files = set(model.state_dict()) if loaded else set()
+    for name in made.keys() & set(rounded):
+        parent, _, key = name.rpartition(".")
+        held = model.get_buffer(name)
+        right = held.to(made[name].dtype) if name in files else made[name].to(held.device)
+        setattr(model.get_submodule(parent), key, right)
+
+
+@contextmanager
+def _parameters_without_memory() -> Iterator[None]:
+    """Inside, parameters of new modules are on the meta device, and buffers are what they are."""
+    kind: Any = torch.nn.Module
+    register = kind.register_parameter
+
+    def on_meta(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+        if param is not None:
+            param = torch.nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
+
+    kind.register_parameter = on_meta
+    try:
+        yield
+    finally:
+        kind.register_parameter = register
 
 
 def _loaded(

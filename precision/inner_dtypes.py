@@ -16,6 +16,9 @@ Norms' statistics are those of modules that `find_regions` calls norms. Of a rot
 inside its module counts: frequencies, positions, their product. Frequencies that were rounded to 16 bits and stored in
 FP32 before are known by their values. Rotary positions in BF16 are exact up to 256, and named all the same.
 
+The residual stream is what a block gets and what its own additions make of it; the sum of two branches, such as of an
+attention and an MLP side by side, is none of it.
+
 What leaves no such operator is not guessed: `report` lists it with the reason. Backward passes are not seen.
 """
 
@@ -29,14 +32,15 @@ from typing import Any, TypeGuard
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from config.schema import Config
 from precision.dtypes import DTYPES, NAMES
-from precision.findings import LOSS
+from precision.findings import LOSS, tensors_of
 from precision.manifest import find_regions, is_router
+from precision.regions import Regions
 
 SOFTMAX, NORM, LOSS_SUM, ROTARY = "softmax", "norm statistics", "loss", "rotary table"
 ROUTER, RESIDUAL = "router", "residual stream"
-JUDGED = (SOFTMAX, NORM, LOSS_SUM, ROTARY)
-"""What the reference path computes in FP32. Routers and the residual stream follow the path: they are shown only."""
+_SHOWN = (SOFTMAX, NORM, LOSS_SUM, ROTARY, ROUTER, RESIDUAL)
 KERNEL = "fp32 inside torch's kernel"
 """Of one operator of torch that gets 16 bits and adds up in FP32."""
 FUSED = "inside {kernel}, by its kernel"
@@ -65,6 +69,7 @@ _COPIES = frozenset({"aten::_to_copy", "aten::clone", "aten::masked_fill", "aten
 _WITH_NUMBER = frozenset({"aten::add", "aten::sub", "aten::mul", "aten::div", "aten::clamp", "aten::clamp_min"})
 _MOST_FREQUENCIES = 65536
 _OWN = "it ran without an operator of torch that computes one: a kernel of its own, or none at all"
+_INSIDE = "nothing was added to what the block gets in its own forward"
 _FLEX = "flex_attention"
 
 
@@ -108,6 +113,15 @@ class InnerDtypes:
         self._compiled: set[str] = set()
         # By the storage's address, which the reference keeps from being given to another one.
         self._of: dict[int, tuple[StorageWeakRef, _Known]] = {}
+        self._stream: dict[int, StorageWeakRef] = {}
+
+    def enter(self, where: str, given: Any) -> None:
+        """Before a module's forward. given: its arguments."""
+        self.ran.add(where)
+        if where in self._blocks:
+            stream = next((tensor for tensor in tensors_of(given) if tensor.is_floating_point()), None)
+            if stream is not None:
+                self._add_to_stream(stream)
 
     def see(self, where: str | None, name: str, args: Sequence[Any], output: Any) -> None:
         """One operator, after it ran. where: the innermost module whose forward is running; None outside of all."""
@@ -138,7 +152,10 @@ class InnerDtypes:
         elif name in _ANGLES:
             self._found(ROTARY, where, _narrowest(*map(_name, filter(_is_float, args))))
         elif name in _ADDS and where in self._blocks and args[1].shape == given.shape and given.dim() > 1:
-            self._found(RESIDUAL, where, _name(result))
+            stream = [item for item in args[:2] if self._is_stream(item)]
+            if stream:
+                self._found(RESIDUAL, where, _narrowest(*map(_name, (*stream, result))))
+                self._add_to_stream(result)
 
     def see_attention(self, where: str, kernel: str) -> None:
         """A fused attention kernel. kernel: the operator's name, such as aten::_scaled_dot_product_flash_attention."""
@@ -156,25 +173,37 @@ class InnerDtypes:
     def forget(self) -> None:
         """Between two forward passes: nothing of the one leads to the other."""
         self._of.clear()
+        self._stream.clear()
 
-    def report(self, promised: Mapping[str, str] | None = None, *, compiled: bool = False) -> dict[str, Any]:
+    def report(
+        self,
+        promised: Mapping[str, str] | None = None,
+        *,
+        stream: str = "fp32",
+        routers: str = "fp32",
+        compiled: bool = False,
+    ) -> dict[str, Any]:
         """As plain types: what was computed how, what in a lower dtype than promised, and what could not be observed.
 
-        promised: module name to the dtype of its norm statistics where that is not FP32 (`Regions.dtypes`).
-        compiled: whether the steps that are not observed run a compiled graph instead.
+        promised: module name to the dtype of norms' statistics and routers' products where a manifest says
+        (`Regions.dtypes`). stream: the dtype of the residual stream; routers: of routers' products where `promised` has
+        none. compiled: whether the steps that are not observed run a compiled graph instead.
 
         {"computed": {what: {dtype: modules}}, "lower": [{"what", "computed", "promised", "modules"}],
         "unobserved": [{"what", "why", "modules"}]}; the first has counts, the other two names.
         """
         computed: dict[str, dict[str, int]] = {}
         lower: dict[tuple[str, str, str], list[str]] = defaultdict(list)
-        for what in (what for what in (*JUDGED, ROUTER, RESIDUAL) if what in self.found):
+        usual = {ROUTER: routers, RESIDUAL: stream}
+        for what in (what for what in _SHOWN if what in self.found):
             counts: Counter[str] = Counter()
             for name, dtypes in self.found[what].items():
-                promise = (promised or {}).get(name, "fp32") if what == NORM else "fp32"
+                promise = usual.get(what, "fp32")
+                if what in (NORM, ROUTER):
+                    promise = (promised or {}).get(name, promise)
                 counts.update(sorted(dtypes))
                 for dtype in dtypes:
-                    if what in JUDGED and not _is_narrow(promise) and _is_narrow(dtype):
+                    if _is_lower(dtype, promise):
                         lower[what, dtype, promise].append(name)
             computed[what] = dict(counts)
         return {
@@ -195,12 +224,12 @@ class InnerDtypes:
             why = "flex_attention is a compiled graph, which shows no operators"
             found.append({"what": SOFTMAX, "why": why, "modules": sorted(self._compiled)})
         expected = {SOFTMAX: self._attentions - self._compiled, NORM: self._norms, ROTARY: self._tables}
-        for what, modules in expected.items():
+        for what, modules in (expected | {RESIDUAL: self._blocks}).items():
             silent = sorted(
                 (modules & self.ran) - self.found[what].keys() if what in self.found else modules & self.ran
             )
             if silent:
-                found.append({"what": what, "why": _OWN, "modules": silent})
+                found.append({"what": what, "why": _INSIDE if what == RESIDUAL else _OWN, "modules": silent})
         if self.ran and LOSS_SUM not in self.found:
             found.append({"what": LOSS_SUM, "why": _OWN, "modules": []})
         return found
@@ -237,6 +266,8 @@ class InnerDtypes:
         source = args[1] if name == "aten::copy_" else args[0]
         if not _is_float(source):
             return
+        if self._is_stream(source):
+            self._add_to_stream(result)
         known = self._known(source)
         if known is not None:
             self._know(result, replace(known, dtype=_narrowest(known.dtype, _name(result))))
@@ -258,6 +289,13 @@ class InnerDtypes:
         known = self._known(tensor)
         return known.dtype if known is not None else _rounded_to(tensor) or _name(tensor)
 
+    def _is_stream(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._stream
+
+    def _add_to_stream(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._stream[storage._cdata] = StorageWeakRef(storage)
+
     def _know(self, tensor: torch.Tensor, known: _Known) -> None:
         storage = tensor.untyped_storage()
         self._of[storage._cdata] = (StorageWeakRef(storage), known)
@@ -265,6 +303,18 @@ class InnerDtypes:
     def _known(self, tensor: torch.Tensor) -> _Known | None:
         found = self._of.get(tensor.untyped_storage()._cdata)
         return None if found is None else found[1]
+
+
+def promises(config: Config, compute: str, regions: Regions | None) -> dict[str, Any]:
+    """What a run's config promises, as arguments of `report`. compute: the dtype of its weights."""
+    by_manifest = regions is not None
+    in_fp32 = by_manifest or config.precision.routers == "fp32"
+    return {
+        "promised": regions.dtypes if regions is not None else None,
+        "stream": "fp32" if by_manifest else compute,
+        "routers": "fp32" if in_fp32 else compute,
+        "compiled": config.model.compile,
+    }
 
 
 def over_ranks(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -315,3 +365,8 @@ def _narrowest(*dtypes: str) -> str:
 
 def _is_narrow(dtype: str) -> bool:
     return dtype in ("fp8", "bf16", "fp16")
+
+
+def _is_lower(dtype: str, promise: str) -> bool:
+    """Whether a dtype is known to have fewer bits of mantissa than the promised one."""
+    return dtype in _WIDTHS and _WIDTHS.index(dtype) < _WIDTHS.index(promise)

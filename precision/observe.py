@@ -85,7 +85,7 @@ class Observation:
     def __enter__(self) -> Observation:
         with ExitStack() as stack:
             for name, module in self._model.named_modules():
-                before = module.register_forward_pre_hook(self._entering(name or ROOT))
+                before = module.register_forward_pre_hook(self._entering(name or ROOT), with_kwargs=True)
                 # always_call: checkpointing ends a recomputation early with an exception
                 after = module.register_forward_hook(self._leaving, always_call=True)
                 stack.callback(before.remove)
@@ -102,12 +102,12 @@ class Observation:
         self._running.clear()
 
     def _entering(self, name: str) -> Callable[..., None]:
-        def enter(module: torch.nn.Module, args: Any) -> None:
+        def enter(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
             if not self._running and self.inner is not None:
                 self.inner.forget()
             self._running.append(name)
             if self.inner is not None:
-                self.inner.ran.add(name)
+                self.inner.enter(name, (args, kwargs))
 
         return enter
 

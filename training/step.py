@@ -12,7 +12,7 @@ from functools import partial
 
 from data.loader import Batch
 from precision.guard import Judgement, Verdict
-from precision.inner_dtypes import over_ranks
+from precision.inner_dtypes import over_ranks, promises
 from precision.observe import Observation, verify
 from precision.step_health import Health
 from training.attribution import attribute
@@ -126,7 +126,7 @@ def _verify_precision(parts: Parts, progress: Progress, watch: Observation) -> N
     regions, inner = parts.engine.regions, watch.inner
     further = {}
     if inner is not None:
-        report = inner.report(regions.dtypes if regions else None, compiled=parts.resolved.config.model.compile)
+        report = inner.report(**promises(parts.resolved.config, parts.engine.compute, regions))
         further["inner"] = over_ranks(parts.engine.world.gather_objects(report))
     if regions is not None:
         verify(watch, regions.dtypes, may_idle=regions.may_idle)

@@ -93,6 +93,9 @@ class Engine:
         self.has_frozen_base = resolved.config.adapter.kind != "none"
         """Whether the weights that are not trained are those of a base: they are in no checkpoint."""
         self.clipping = optimizer_section.gradient_clipping
+        held = model.named_buffers()
+        self.buffer_dtypes = {name: buffer.dtype for name, buffer in held if buffer.is_floating_point()}
+        """By name, as the model's own code has them."""
         allow_fp16_on_cpu()
         if world.tensor is None:
             self._plant(resolved, model)

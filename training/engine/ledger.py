@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -35,8 +35,9 @@ def read_ledger(engine: Engine, *, reduce: str) -> list[Entry]:
     """The ledger of this rank.
 
     reduce: precision.reduce. Raises PrecisionError when parameters are not in the compute dtype, or masters, the
-    optimizer's state (its row is called `moments`) or the accumulated gradients not in FP32. The state exists from the
-    first applied step on: call it again then.
+    optimizer's state (its row is called `moments`) or the accumulated gradients not in FP32, or a buffer not in the
+    dtype in which the model's own code has it, which is FP32 but for few. The state exists from the first applied step
+    on: call it again then. What is computed inside the modules, such as softmaxes, is seen by `precision.inner_dtypes`.
     """
     optimizer = engine.deepspeed.optimizer
     compute = DTYPES[engine.compute]
@@ -55,6 +56,8 @@ def read_ledger(engine: Engine, *, reduce: str) -> list[Entry]:
     _require("parameters", parameters, compute)
     _require("masters", masters, torch.float32)
     _require("moments", moments, torch.float32)
+    buffers = {name: buffer for name, buffer in engine.model.named_buffers() if buffer.is_floating_point()}
+    _require_own_dtypes(buffers, engine.buffer_dtypes)
     if accumulation != torch.float32:
         raise PrecisionError(f"gradients accumulate in {_name(accumulation)}, the config promises fp32")
     promised = torch.float32 if reduce == "fp32" else compute
@@ -64,12 +67,12 @@ def read_ledger(engine: Engine, *, reduce: str) -> list[Entry]:
         _entry("parameters", parameters),
         *([_entry("of these frozen", frozen)] if frozen else []),
         *([_entry("quantised base", list(stored_tensors(engine.model)))] if coded else []),
+        *([_entry("buffers", list(buffers.values()))] if buffers else []),
         _entry("masters", masters) if engine.split_masters is None else _split_entry(engine.split_masters),
         _entry("moments", moments, absent="float32, from the first step on" if states else "none"),
         Entry("gradients of a micro-batch", _name(compute), 0),
         Entry("gradients accumulated", _name(accumulation), 0),
         Entry("gradients reduced", _name(communication), 0),
-        Entry("softmax and loss", "float32", 0),
     ]
 
 
@@ -101,6 +104,15 @@ def _require(what: str, tensors: list[torch.Tensor], dtype: torch.dtype) -> None
     wrong = {tensor.dtype for tensor in tensors} - {dtype}
     if wrong:
         raise PrecisionError(f"{what} are in {', '.join(map(_name, wrong))}, the config promises {_name(dtype)}")
+
+
+def _require_own_dtypes(buffers: Mapping[str, torch.Tensor], own: Mapping[str, torch.dtype]) -> None:
+    for name, buffer in buffers.items():
+        promised = own.get(name, buffer.dtype)
+        if buffer.dtype != promised:
+            raise PrecisionError(
+                f"buffer {name} is in {_name(buffer.dtype)}, the model's own code has it in {_name(promised)}"
+            )
 
 
 def _entry(what: str, tensors: list[torch.Tensor], absent: str = "none") -> Entry:

@@ -14,6 +14,7 @@ from pytest import MonkeyPatch
 from config.schema import ParitySection
 from modeling import parameter_groups
 from modeling.build import model_config
+from precision.inner_dtypes import promises
 from precision.observe import Observation
 from precision.parity import Check, judge_signatures
 from precision.signature import pooled
@@ -56,8 +57,7 @@ def inner_dtypes(
         with Observation(engine.model) as seen:
             engine.forward_backward(batch_of(world, 2, seed=1), step=1)
         assert seen.inner is not None
-        regions = engine.regions
-        return seen.inner.report(regions.dtypes if regions else None, compiled=resolved.config.model.compile)
+        return seen.inner.report(**promises(resolved.config, engine.compute, engine.regions))
 
 
 def signature_with(world: World, *, stage: int, compute: str, module: str, overrides: Sequence[str] = ()) -> Check:
