@@ -829,8 +829,8 @@ class ParitySection:
     nonfinite_events: int = limit(0, at_least=0)
     """[events] Non-finite values allowed, those of overflows that the loss scale answers aside."""
     lower_dtypes: int = limit(0, at_least=0)
-    """[modules] Modules that may compute a softmax, a norm's statistics, the loss or a rotary table in fewer bits than
-    the reference path's FP32."""
+    """[modules] Modules that may compute a softmax, a norm's statistics, the loss, a rotary table, a router or the
+    residual stream in fewer bits than promised."""
     unexplained: int = limit(0, at_least=0)
     """[modules] Modules whose error may be other than rounding in the planned dtype explains: a wrong constant, a term
     that is missing, a sum in a lower dtype, whatever its size."""

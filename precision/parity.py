@@ -174,7 +174,7 @@ def _listed(resolved: Mapping[str, float]) -> str:
 
 
 def judge_dtypes(seen: Sequence[Mapping[str, Any]], bounds: ParitySection) -> Check:
-    """Modules whose softmax, norm statistics, loss or rotary table was seen in a lower dtype than promised.
+    """Modules of which a part, such as a softmax or the residual stream, was seen in a lower dtype than promised.
 
     seen: `InnerDtypes.report` of each step that was observed. A defect of that kind may well leave a short run and its
     single steps within all other bounds, so no effect is asked for.

@@ -6,6 +6,7 @@ import json
 import logging
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -239,7 +240,7 @@ def test_a_rounded_buffer_that_files_hold_keeps_its_value() -> None:
     """Only it can be wrong: what files hold is not made anew."""
     model = small_model("deepseek_v3", **DEEPSEEK)
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
-    gate = model.get_submodule(name.rpartition(".")[0])
+    gate: Any = model.get_submodule(name.rpartition(".")[0])
     gate.e_score_correction_bias = torch.full((4,), 0.3).bfloat16()
     unround_buffers(model, loaded=True)
     assert torch.equal(gate.e_score_correction_bias, torch.full((4,), 0.3).bfloat16().float())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,10 @@ from modeling.log_probs import token_log_probs
 from precision.dtypes import DTYPES, NAMES
 from precision.findings import LOSS
 from precision.inner_dtypes import KERNEL, LOSS_SUM, NORM, RESIDUAL, ROTARY, ROUTER, SOFTMAX, InnerDtypes
-from precision.manifest import Manifest, load_manifest
+from precision.manifest import Manifest, Rule, load_manifest
 from precision.observe import ROOT, Observation
 from precision.regions import Regions
+from tests.support.architectures import CASES, Case
 from tests.support.small_models import small_model
 
 IDS = torch.arange(2 * 16).reshape(2, 16)
@@ -78,6 +80,20 @@ def test_a_sound_model_computes_nothing_in_a_lower_dtype(family: str, attention:
     assert found.get(ROTARY) == (None if family == "gpt2" else {"fp32": 1})
     assert found.get(ROUTER) == ({compute if path == "cast" else "fp32": 2} if family == "mixtral" else None)
     assert found[RESIDUAL] == {compute if path == "cast" else "fp32": 2}
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.architecture)
+def test_no_architecture_computes_anything_in_a_lower_dtype(case: Case) -> None:
+    """Those of docs/models.md. Blocks show what they add up, but for Bloom's, which leave it to what is inside."""
+    config = {"pad_token_id": None, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0} | case.config
+    dropped = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "dropout": 0.0}
+    for path in ("cast", "manifest"):
+        for compute in ("bf16", "fp16"):
+            report = observed(*sound(case.architecture, "eager", path, compute, **config, **dropped))
+            assert report["lower"] == []
+            blind = {(entry["what"], len(entry["modules"])) for entry in report["unobserved"]}
+            assert blind == ({(RESIDUAL, 2)} if case.architecture == "bloom" else set())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -212,22 +228,6 @@ def test_a_norm_that_a_manifest_puts_into_16_bits_keeps_its_promise(tmp_path: Pa
     assert lower(observed(model)) == [(NORM, "bf16", [name for name, kind in regions.dtypes.items() if "ln_" in name])]
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_a_residual_stream_in_16_bits_is_named_under_a_manifest(dtype: str) -> None:
-    model, promised = sound("llama", "sdpa", "manifest")
-    block: Any = model.get_submodule("model.layers.1")
-    forward = block.forward
-    block.forward = lambda hidden, **given: forward(hidden.to(DTYPES[dtype]), **given).to(hidden.dtype)
-    found = lower(observed(model, promised))
-    assert [item for item in found if item[0] == RESIDUAL] == [(RESIDUAL, dtype, ["model.layers.1"])]
-
-
-def test_a_router_in_fewer_bits_than_promised_is_named() -> None:
-    model, _ = sound("mixtral", "sdpa", "cast")
-    routers = [f"model.layers.{layer}.mlp.gate" for layer in range(2)]
-    assert lower(observed(model, routers="fp32")) == [(ROUTER, "bf16", routers)]
-
-
 def flat(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return logits.bfloat16().flatten(0, 1), labels.flatten()
 
@@ -265,6 +265,78 @@ def test_the_losses_of_the_tasks_add_up_in_fp32(kind: str) -> None:
         report = observed(model, loss=lambda logits, labels: -token_log_probs(logits, labels, ignored=-100).sum())
     assert report["computed"][LOSS_SUM] == {"fp32": 1}
     assert report["lower"] == report["unobserved"] == []
+
+
+def embedding_in_bf16(model: Any) -> None:
+    """What all blocks begin with is BF16, and so is what they add up."""
+    embed = model.get_submodule("model.embed_tokens")
+    own = embed.forward
+    embed.forward = lambda ids: own(ids).bfloat16()
+
+
+def sum_in_bf16(model: Any) -> None:
+    """What one block returns is rounded, and the next one goes on with it."""
+    block = model.get_submodule("model.layers.0")
+    own = block.forward
+    block.forward = lambda *args, **rest: own(*args, **rest).bfloat16()
+
+
+@pytest.mark.parametrize(("plant", "named"), [(embedding_in_bf16, [0, 1]), (sum_in_bf16, [1])])
+def test_a_residual_stream_in_16_bits_under_a_manifest_is_named(plant: Callable[[Any], None], named: list[int]) -> None:
+    model, promised = sound("llama", "sdpa", "manifest")
+    plant(model)
+    assert lower(observed(model, promised)) == [(RESIDUAL, "bf16", [f"model.layers.{number}" for number in named])]
+
+
+def test_on_the_cast_path_the_residual_stream_is_not_below_the_weights() -> None:
+    model, _ = sound("llama", "sdpa", "cast")
+    with Observation(model) as seen:
+        model(IDS, use_cache=False)
+    assert seen.inner is not None
+    assert lower(seen.inner.report(stream="bf16")) == []
+    blocks = ["model.layers.0", "model.layers.1"]
+    assert lower(seen.inner.report(stream="fp16")) == lower(seen.inner.report()) == [(RESIDUAL, "bf16", blocks)]
+
+
+def test_branches_that_are_summed_before_the_stream_are_none_of_it() -> None:
+    """GPT-NeoX adds attention and MLP, in BF16 under a manifest, and the sum to the stream, in FP32."""
+    model, promised = sound("gpt_neox", "sdpa", "manifest")
+    report = observed(model, promised)
+    assert report["computed"][RESIDUAL] == {"fp32": 2}
+    assert report["lower"] == report["unobserved"] == []
+
+
+def test_a_block_that_adds_nothing_itself_is_said() -> None:
+    """Bloom's attention and MLP add what the block gave them."""
+    model, _ = sound("bloom", "eager", "cast", n_layer=2, n_head=2)
+    report = observed(model)
+    assert RESIDUAL not in report["computed"] and report["lower"] == []
+    assert report["unobserved"] == [
+        {
+            "what": RESIDUAL,
+            "why": "nothing was added to what the block gets in its own forward",
+            "modules": ["transformer.h.0", "transformer.h.1"],
+        }
+    ]
+
+
+def test_a_router_below_its_path_is_named() -> None:
+    """FP32 is promised by `precision.routers`, and by a manifest without a rule for it."""
+    model, _ = sound("mixtral", "sdpa", "cast")
+    gates = [f"model.layers.{number}.mlp.gate" for number in (0, 1)]
+    assert lower(observed(model)) == []
+    assert lower(observed(model, routers="fp32")) == [(ROUTER, "bf16", gates)]
+    model, promised = sound("mixtral", "sdpa", "manifest")
+    gate: Any = model.get_submodule(gates[1])
+    gate.forward = functools.partial(type(gate).forward, gate)  # as the code around it computes
+    assert lower(observed(model, promised)) == [(ROUTER, "bf16", [gates[1]])]
+
+
+def test_a_router_that_a_manifest_puts_into_16_bits_keeps_its_promise() -> None:
+    model = small_model("mixtral").train()
+    regions = Regions(model, Manifest("bf16", (Rule("*.gate", "*", "bf16", "a trial"),), Path("m.json")))
+    report = observed(model, regions.dtypes)
+    assert report["computed"][ROUTER] == {"bf16": 2} and report["lower"] == []
 
 
 def positions_in_bf16(rotary: Any) -> None:

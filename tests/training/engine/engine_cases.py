@@ -189,18 +189,19 @@ def stepped_back(world: World, *, folder: str, compute: str, secondary: int) -> 
         return {"losses": losses, "copies": copies, "masters": masters_of(engine)}
 
 
-def broken_buffer(world: World, *, stage: int) -> tuple[str, str]:
-    """The ledger's row of buffers, and what it says when the rotary frequencies have been cast to 16 bits."""
-    resolved = resolve(world, stage=stage, compute="bf16")
+def rounded_buffer(world: World, *, stage: int) -> tuple[dict[str, str], str]:
+    """The ledger of a Gemma in BF16, and what it says when a buffer has been cast to 16 bits behind its back."""
+    overrides = ["model.architecture=gemma"]
+    resolved = resolve(world, stage=stage, compute="bf16", overrides=overrides)
     with engine_of(world, resolved) as engine:
         rows = {entry.what: entry.dtype for entry in read_ledger(engine, reduce="fp32")}
-        table = engine.model.get_submodule("model.rotary_emb")
-        table.inv_freq = table.inv_freq.bfloat16()
+        rotary: Any = engine.model.get_submodule("model.rotary_emb")
+        rotary.inv_freq = rotary.inv_freq.bfloat16()
         try:
             read_ledger(engine, reduce="fp32")
         except PrecisionError as error:
-            return rows["buffers"], str(error)
-    return rows["buffers"], ""
+            return rows, str(error)
+    return rows, ""
 
 
 def broken_master(world: World, *, stage: int) -> str:
