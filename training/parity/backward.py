@@ -77,12 +77,15 @@ class Backward:
                 stack.callback(parameter.register_hook(partial(self._of_parameter, name)).remove)
             yield
 
+    def use(self, name: str) -> None:
+        """Before each call of a module, whether it is followed or not: its parameters' gradients are sums over all."""
+        self._uses[name] += torch.is_grad_enabled() and not self._began
+
     def enter(self, call: Call) -> None:
         """Before a call: what it gets is replaced by views of it, whose gradients are this call's alone."""
         if not torch.is_grad_enabled():
             return
         call.followed = True
-        self._uses[call.name] += not self._began
         call.args, call.kwargs = self._views((call.args, call.kwargs), call.made)
 
     def leave(self, call: Call) -> None:

@@ -114,8 +114,10 @@ class Signatures:
     def _entering(self, name: str) -> Any:
         def enter(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
             call = Call(name, args, kwargs)
-            if name not in self._done and not any(map(is_off, self._adapted)):
-                self._backward.enter(call)
+            if not any(map(is_off, self._adapted)):
+                self._backward.use(name)
+                if name not in self._done:
+                    self._backward.enter(call)
             call.versions = call.now()
             self._running.append(call)
             return call.args, call.kwargs

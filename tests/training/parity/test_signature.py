@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -33,7 +33,7 @@ from precision.regions import Regions
 from precision.signature import figures, findings, pooled, resolution
 from precision.tolerance import unit_roundoff
 from tests.precision.test_inner_dtypes import by_hand, eager_with, widened_between
-from tests.support import seq2seq
+from tests.support import labelled, seq2seq
 from tests.support.small_models import small_model
 from tests.training.parity import step_cases
 from training.parity.backward import OwnLoss
@@ -602,3 +602,24 @@ def test_the_plan_takes_the_runs_kernel_of_attention() -> None:
         part = parts[f"gradient of what {inside} returned"]
         assert figures(part, "run") == figures(part, "plan")
     assert named([step]) == ()
+
+
+def test_half_of_a_gradient_is_not_taken_for_that_of_a_module_that_is_called_twice() -> None:
+    """DeBERTa projects content and positions by the same layers; its attention as a whole cannot be followed."""
+    shape = AutoConfig.for_model("deberta-v2", **labelled.sizes("deberta-v2"), vocab_size=VOCABULARY)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(AutoModelForSequenceClassification.from_config(shape))
+    reference, run = models
+    for parameter in run.parameters():
+        parameter.data = parameter.data.bfloat16()
+    signatures = Signatures(reference, run, compute=torch.bfloat16)
+    with signatures.of_candidate():
+        given = torch.randint(1, VOCABULARY, (4, 24), generator=torch.Generator().manual_seed(1))
+        run(input_ids=given, labels=torch.tensor([0, 1, 0, 1])).loss.backward()
+    step = signatures.measured()
+    assert named([step]) == ()
+    parts = {(part.module.rpartition(".")[2], part.part) for part in pooled([step])}
+    gradients = {(name, f"gradient of {what}") for name in ("query_proj", "value_proj") for what in ("weight", "bias")}
+    assert parts & gradients == {item for item in gradients if "value" in item[0]}
