@@ -1,3 +1,3 @@
-"""Everything that has to be measured on a GPU, in six parts of ten minutes. Reading order: items (what is measured),
-measure (how), bench (its jobs), run (budget and resumption), page (the table), packages (wheels), command.
+"""Everything that has to be measured on a GPU, in six parts. Reading order: items (what is measured), measure (how),
+bench (its jobs), run (budget and resumption), page (the table), packages (wheels), command.
 """

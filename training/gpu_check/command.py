@@ -1,10 +1,11 @@
-"""Everything that has to be measured on a GPU, in six parts of ten minutes each.
+"""Everything that has to be measured on a GPU, in six parts that are measured in calls of under ten minutes.
 
     python -m training.gpu_check [--part N] [--items NAME,NAME] [--minutes 9.5] [--again] [--wheels DIR]
         [--out runs/gpu-check] [--processes 1] [--commit SHA] [--tiny]
 
 Parts: 1 smoke, 2 numerics, 3 speed, 4 precision, 5 memory, 6 cost of trust; all in turn without --part. Each stands
-alone and runs Mantissa's own tools as jobs. An item that would not fit into the minutes left is not started; one that
+alone and runs Mantissa's own tools as jobs. By the estimates of its items each part takes two calls: an item that
+would not fit into the minutes left is not started, and the next call begins with what was not. An item that
 fails is a row of the table with its error and its log. The folder gets NUMBER-ITEM.json for every item, with device,
 driver, versions, commands and seconds, part-NUMBER.md, which opens with the part's goals and whether each is reached,
 and goals.md with those of all parts. The same command goes on where it stopped, also after it was killed.

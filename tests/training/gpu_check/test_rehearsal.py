@@ -18,7 +18,14 @@ from training.gpu_check.items import PARTS
 LACKING = (
     *("deepspeed", "hjson", "py-cpuinfo", "orjson", "dill", "multiprocess", "datasets"),
     *("cryptography", "cffi", "pycparser"),
+    *("pydantic", "pydantic-core", "annotated-types", "typing-inspection"),
 )
+"""Whose wheels are there."""
+WITHOUT_WHEELS = (
+    *("wandb", "s3fs", "bitsandbytes", "prometheus-client"),
+    *("opentelemetry-api", "opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"),
+)
+"""Optional, or for what no item measures."""
 LACKS = {
     "kernels-liger": "liger-kernel is not installed",
     "nan-liger": "liger-kernel is not installed",
@@ -39,7 +46,7 @@ def machine(tmp_path_factory) -> tuple[str, dict[str, str], Path, Path]:
     wheels.mkdir()
     for name in LACKING:
         repack(name, wheels)
-    python, environment = python_without(LACKING, folder / "python")
+    python, environment = python_without((*LACKING, *WITHOUT_WHEELS), folder / "python")
     return python, environment | {"OMP_NUM_THREADS": "1"}, wheels, folder / "out"
 
 

@@ -5,18 +5,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
+from config.cli import REPOSITORY
 from config.errors import UserError
 from training.gpu_check.bench import Bench, ItemFailed
 from training.gpu_check.command import TF32_SWITCHES, name_commit, read_options, settle_environment
+from training.gpu_check.goals import GOALS
 from training.gpu_check.items import PARTS, Item, Part
 from training.gpu_check.page import page
 from training.gpu_check.run import MOST_BYTES, Check, measure, run_part
@@ -209,6 +213,60 @@ def test_jobs_neither_use_tf32_nor_ask_the_hub(monkeypatch) -> None:
     assert [line.split()[0] for line in settle_environment()] == list(TF32_SWITCHES)
     assert os.environ["HF_HUB_OFFLINE"] == "1" and not set(TF32_SWITCHES) & set(os.environ)
     assert settle_environment() == []
+
+
+def calls_of(part: Part, folder: Path, monkeypatch: pytest.MonkeyPatch, *, minutes: float = 9.5) -> list[list[str]]:
+    """The items that each call measures where all take what is expected, and a call's own start half a minute."""
+    clock, calls = [0.0], []
+
+    def passes(each: Item) -> Item:
+        def run(_: Bench) -> dict[str, Any]:
+            clock[0] += each.seconds
+            calls[-1].append(each.name)
+            return {"fine": True}
+
+        return dataclasses.replace(each, measure=run)
+
+    monkeypatch.setattr("training.gpu_check.run.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    passing = Part(part.title, tuple(map(passes, part.items)))
+    check = check_in(folder)
+    while any(check.result(7, each) is None for each in part.items):
+        calls.append([])
+        list(run_part(check, 7, passing, {}, ends=clock[0] + 60 * minutes - 30))
+        assert calls[-1]
+    return calls
+
+
+def test_the_page_says_what_each_part_leaves_for_its_second_call(tmp_path, monkeypatch) -> None:
+    page_text = (REPOSITORY / "docs/gpu-check.md").read_text(encoding="utf-8")
+    found = re.findall(r"^\| (\d) \| (\d+) \| (.*) \|$", page_text, re.MULTILINE)
+    said = {int(part): (int(seconds), re.findall(r"`(.*?)`", left)) for part, seconds, left in found}
+    computed = {}
+    for number, part in PARTS.items():
+        _, *later = calls_of(part, tmp_path / str(number), monkeypatch)
+        assert len(later) == 1
+        computed[number] = (sum(each.seconds for each in part.items), later[0])
+    assert said == computed
+    total = sum(seconds for seconds, _ in computed.values())
+    assert f"All items together are {total / 60:.0f} minutes." in page_text
+
+
+def test_the_calls_of_half_an_hour_measure_every_goal_but_one_items(tmp_path, monkeypatch) -> None:
+    page_text = (REPOSITORY / "docs/gpu-check.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^make gpu-check PART=(\d)(?: ARGS=\"--items (\S+)\")? +# (\d+) s$", page_text, re.MULTILINE)
+    assert len(lines) == len(PARTS)
+    goals = {(goal.part, goal.items[0]) for goal in GOALS}
+    for number, names, seconds in lines:
+        part = PARTS[int(number)]
+        chosen = [each for each in part.items if not names or each.name in names.split(",")]
+        assert not names or len(chosen) == len(names.split(","))
+        first = calls_of(dataclasses.replace(part, items=tuple(chosen)), tmp_path / number, monkeypatch)[0]
+        assert not names or len(first) == len(chosen)
+        assert sum(each.seconds for each in chosen if each.name in first) == int(seconds)
+        goals -= {(int(number), name) for name in first}
+    assert goals == {(3, "titan-4096")}
+    minutes = [round(sum(int(line[2]) for line in lines[:count]) / 60) for count in (4, 6)]
+    assert "first four are {} minutes\nof items, all six {}.".format(*minutes) in page_text
 
 
 def test_a_tree_without_git_has_the_commit_that_is_given(tmp_path) -> None:
