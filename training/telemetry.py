@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -57,6 +57,9 @@ from training.engine.tensors import (
     whole_weight,
 )
 
+Figure = Literal["attention", "channels", "adam"]
+FIGURES: tuple[Figure, ...] = get_args(Figure)
+"""Of docs/early-warnings.md, those that are measured for themselves."""
 _DIGITS = 6  # of a recorded number: telemetry has thousands of them
 _COLUMNS = ("squares", "largest", "apart", "apart_squares", "change", "size", "updated", "lost", *ADAM_COLUMNS)
 _SUMMED = (0, 3, 4, 5, 6, 7, 8, 9, 10, 11)  # columns that are added up over ranks; of the others the largest counts
@@ -69,8 +72,11 @@ class Telemetry:
     `watching` with the probe and `finish` are collectives; `finish` returns the same numbers on all ranks.
     """
 
-    def __init__(self, engine: Engine, *, probe: bool) -> None:
-        """Raises UserError for a probe on the cast path at ZeRO-3, where no rank has whole masters to run."""
+    def __init__(self, engine: Engine, *, probe: bool, figures: Collection[Figure] = FIGURES) -> None:
+        """figures: those of FIGURES to measure; of the others an event has nothing.
+
+        Raises UserError for a probe on the cast path at ZeRO-3, where no rank has whole masters to run.
+        """
         if probe and engine.regions is None and engine.stage == 3:
             raise UserError(
                 "telemetry.probe = true: at ZeRO-3 the FP32 pass needs precision.path = manifest, whose parameters are "
@@ -78,6 +84,7 @@ class Telemetry:
             )
         self._engine = engine
         self._probe = probe
+        self._figures = figures
         self._parameters = trainable_parameters(engine)
         self._reference: dict[str, torch.Tensor] = {}
         self._meter: ActivationMeter | None = None
@@ -100,8 +107,9 @@ class Telemetry:
         model = self._engine.model
         compiled = any(isinstance(block.__dict__.get("forward"), CompiledBlock) for block in self._blocks.values())
         whole = self._engine.world.tensor is None  # its figures are sums over ranks, which then have other heads
-        self._attention = AttentionMeter(model, active=whole and not compiled)
-        self._channels = ChannelMeter(dict(self._blocks))
+        wanted = "attention" in self._figures
+        self._attention = AttentionMeter(model, active=wanted and whole and not compiled)
+        self._channels = ChannelMeter(dict(self._blocks) if "channels" in self._figures else {})
         self._meter = ActivationMeter(model, self._unwatched())
         with self._attention, self._channels, self._meter, self._counting_flushed():
             yield
@@ -223,7 +231,8 @@ class Telemetry:
         """
         if applied:
             self._measure_update()
-            self._measure_averages(clip)
+            if "adam" in self._figures:
+                self._measure_averages(clip)
         names = list(self._meter.names) if self._meter is not None else []
         maxima = self._meter.maxima if self._meter is not None else {}
         unseen = torch.full((), -1.0, device=self._engine.world.device)

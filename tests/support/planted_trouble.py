@@ -61,6 +61,8 @@ class Case:
     """Called between backward pass and norm."""
     begin: int = 40
     steps: int = 130
+    rises: bool = True
+    """Whether the loss rises at all; where it does not, a warning has nothing to come before."""
 
 
 def _scaled(engine: Engine, name: str, factor: float) -> None:
@@ -82,8 +84,33 @@ def _hot_rate(engine: Engine, since: int) -> float:
 
 
 def _growing_router(engine: Engine, since: int) -> float:
-    _scaled(engine, "gate", 1.3)
+    _scaled(engine, "gate", 1.2)
     return 1.0
+
+
+def _favoured_expert(engine: Engine, since: int) -> float:
+    with torch.no_grad():
+        for full, parameter in trainable_parameters(engine).items():
+            if full.endswith("router.bias"):
+                parameter[0].add_(0.02 * 1.05**since)
+    return 1.0
+
+
+def _favoured_key(engine: Engine, since: int) -> float:
+    for name, module in engine.model.named_modules():
+        if name.endswith(".self_attn"):
+            if since == 0:
+                module.register_forward_pre_hook(_with_mask, with_kwargs=True)
+            module.favour = 4.0 * 1.05**since
+    return 1.0
+
+
+def _with_mask(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A causal mask by which every query's score for the first key is higher."""
+    count, length, _ = kwargs["hidden_states"].shape
+    mask = torch.full((length, length), -torch.inf).triu(1)
+    mask[:, 0] += module.favour
+    return args, {**kwargs, "attention_mask": mask.expand(count, 1, length, length)}
 
 
 def _one_channel(engine: Engine, since: int) -> float:
@@ -107,17 +134,21 @@ def _one_jump(engine: Engine, since: int) -> None:
 
 
 _UNCLIPPED = ("optimizer.betas=[0.9, 0.999]", "optimizer.gradient_clipping=0")
-_EXPERTS = (
-    *("model.architecture=mixtral", "model.config.num_local_experts=4", "model.config.num_experts_per_tok=1"),
-    "model.balance_loss=0.01",
-)
+_ROUTED = ("model.config.num_local_experts=4", "model.config.num_experts_per_tok=1", "model.balance_loss=0.01")
+_EXPERTS = ("model.architecture=mixtral", "model.router_z_loss=0.001", *_ROUTED)
+_BIASED = ("model.architecture=gpt_oss", "model.config.head_dim=16", *_ROUTED)
 CASES = {
     "queries and keys growing 6% a step": Case("attention_logit", _growing_logits),
     "embedding's gradient growing 30% a step": Case("embedding_share", gradients=_growing_embedding_gradient),
     "one channel growing 10% a step": Case("kurtosis_growth", _one_channel, begin=100, steps=180),
     "learning rate growing 5% a step": Case("update_growth", _hot_rate, begin=100, steps=180),
     "one gradient 100 times as large, beta2 = 0.999": Case("gradient_jump", overrides=_UNCLIPPED, gradients=_one_jump),
-    "router logits growing 30% a step": Case("router_z", _growing_router, _EXPERTS),
+    "router logits growing 20% a step": Case("router_z", _growing_router, _EXPERTS, begin=100, steps=180),
+    "the same, signal bounded": Case(
+        "signal_share", _growing_router, (*_EXPERTS, "warnings.signal_share=0.5"), begin=100, steps=180
+    ),
+    "first key's score growing 5% a step": Case("attention_entropy", _favoured_key, begin=100, steps=200),
+    "one expert's bias growing": Case("router_entropy", _favoured_expert, _BIASED, begin=100, steps=240, rises=False),
 }
 
 
@@ -178,6 +209,13 @@ def run(world: distributed.World, case: Case, *, planted: bool, seed: int = 0) -
             outcome.warnings.extend((step, warning) for warning in found)
             outcome.figures.append({**fields, "norm": health.grad_norm, **health.metrics})
     return outcome
+
+
+def found(world: distributed.World, *, name: str) -> tuple[int | None, int | None]:
+    """Of a case: the steps at which its signal warned and at which the loss had risen; None where one did not."""
+    case = CASES[name]
+    twin, outcome = (run(world, case, planted=planted) for planted in (False, True))
+    return outcome.warned(case.expected, case.begin), outcome.rose(twin, case.begin)
 
 
 @contextmanager

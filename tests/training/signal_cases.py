@@ -16,7 +16,7 @@ from tracking.jsonl import read_events
 from training.distributed import World
 from training.progress import Progress
 from training.step import train_step
-from training.telemetry import Telemetry
+from training.telemetry import FIGURES, Telemetry
 
 BETAS, EPS, CLIPPING, STEPS = (0.5, 0.9), 1e-8, 0.5, 4
 
@@ -43,6 +43,22 @@ def figures(world: World, *, stage: int, compute: str) -> dict[str, Any]:
             found = telemetry.finish(applied=update.applied, clip=update.clip_coefficient)
     known = world.from_main(oracle.figures() if world.rank == 0 else None)
     return {"found": found, "oracle": known, "clip": update.clip_coefficient}
+
+
+def single_figures(world: World) -> dict[str, set[str]]:
+    """By figure, which of a step's fields have something where it alone is measured."""
+    fields = {"attention": "attentions", "channels": "channels", "adam": "adam"}
+    found = {}
+    with engine_of(world, resolve(world, stage=2, compute="fp32", micro=2)) as engine:
+        for step, figure in enumerate(FIGURES, 1):
+            telemetry, batch = Telemetry(engine, probe=False, figures=(figure,)), batch_of(world, 2, seed=step)
+            with telemetry.watching(batch):
+                outcome = engine.forward_backward(batch, step=step)
+            health = engine.health(outcome)
+            telemetry.measure()
+            event = telemetry.finish(applied=engine.step(health, 0.01).applied)
+            found[figure] = {name for name, field in fields.items() if event[field]}
+    return found
 
 
 class _Oracle:

@@ -13,6 +13,7 @@ import pytest
 from config.schema import GuardSection, WarningsSection
 from precision.guard import Guard, Verdict
 from precision.step_health import Health
+from tests.support import planted_trouble
 from tests.training import signal_cases
 from training.early_warnings import REARM, EarlyWarning, EarlyWarnings
 
@@ -33,6 +34,10 @@ def test_the_figures_are_those_of_the_whole_batch_in_fp64(pair, stage, compute):
         for block, kurtosis in oracle["channels"].items():
             assert found["channels"][block]["kurtosis"] == pytest.approx(kurtosis, rel=near)
         assert found["embedding_share"] == pytest.approx(oracle["embedding_share"], rel=near)
+
+
+def test_a_figure_can_be_measured_alone(pair):
+    assert pair.run(signal_cases.single_figures)[0] == {name: {name} for name in ("attention", "channels", "adam")}
 
 
 def _judge(beta2: float | None = 0.9, clipping: float = 0.0, **section: Any) -> EarlyWarnings:
@@ -148,6 +153,14 @@ def test_the_guard_answers_the_warnings_that_it_is_told_to():
         assert ("the gradient jumped" in judgement.reason) == (verdict is Verdict.CUT_LR)
         guard.note(health, judgement, applied=verdict is Verdict.STEP)
         assert guard.judge(health).verdict is Verdict.STEP
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", planted_trouble.CASES)
+def test_trouble_is_warned_of_before_the_loss_rises(solo, name):
+    ((warned, rose),) = solo.run(planted_trouble.found, name=name, seconds=3600)
+    assert warned is not None
+    assert rose is None if not planted_trouble.CASES[name].rises else warned < rose
 
 
 def test_a_jump_is_looked_at_in_its_own_step_and_skipped_where_the_guard_is_told_to(pair):

@@ -1,17 +1,20 @@
-"""What telemetry, an observation of dtypes, a save in the background or the checks for silent corruption cost.
+"""What telemetry, one of its figures, an observation of dtypes, a save or the checks for silent corruption cost.
 
 Beside steps without it on one engine:
 
     deepspeed --num_gpus 2 --module training.benchmark.telemetry --config config/recipes/demo.yaml [--pairs 30]
-        [--of telemetry|observation|save|checks] [--every 100] [--steps 8] [--json FILE] [key.sub=value ...]
+        [--of telemetry|attention|channels|adam|observation|save|checks] [--every 100] [--steps 8] [--json FILE]
+        [key.sub=value ...]
 
 Steps with and without it alternate, and which kind comes first changes from pair to pair. The cost is the median
 difference of a pair, as a share of the median step without; its interval is that of 2,000 bootstrap resamples of the
 pairs, 2.5 to 97.5%. Amortised is that share over `--every` steps; the shortest interval at which it is below 0.5% is
-printed too. `save` and `checks` time blocks of `--steps` steps. A save is started before the first; its cost is that of
-the block, as a share of one step. The checks look at every step of a block, over which their cost is amortised, unless
-`--every` says otherwise; they are those of docs/corruption.md (guard.replica_checks=100, guard.update_checks=65536,
-guard.reexecute=suspicious) where nothing else is set. Exit code 3: the amortised cost is surely above 0.5%.
+printed too. `attention`, `channels` and `adam` are figures of telemetry (docs/early-warnings.md): the steps without
+them have the rest of it. `save` and `checks` time blocks of `--steps` steps. A save is started before the first; its
+cost is that of the block, as a share of one step. The checks look at every step of a block, over which their cost is
+amortised, unless `--every` says otherwise; they are those of docs/corruption.md (guard.replica_checks=100,
+guard.update_checks=65536, guard.reexecute=suspicious) where nothing else is set. Exit code 3: the amortised cost is
+surely above 0.5%.
 """
 
 from __future__ import annotations
@@ -35,21 +38,20 @@ from training.checkpoint.outcome import Saved
 from training.corruption.checks import Checks
 from training.parts import Parts
 from training.session import session
-from training.telemetry import Telemetry
+from training.telemetry import FIGURES, Figure, Telemetry
 
 ALLOWED = 0.005
 """Share of a step that telemetry may cost where it is on by default, amortised."""
-Kind = Literal["telemetry", "observation", "save", "checks"]
+Kind = Figure | Literal["telemetry", "observation", "save", "checks"]
 USUALLY_EVERY: dict[Kind, int] = {
     "telemetry": TelemetrySection().every_steps,
+    **dict.fromkeys(FIGURES, TelemetrySection().every_steps),
     "observation": PrecisionSection().verify_every_steps,
     "save": 1000,
     "checks": 0,
 }
 """[steps] Between two, unless --every says otherwise; a save has no default interval, and checks are in every step of
 their block."""
-WARM_UP = {"telemetry": WARM_UP_STEPS, "observation": WARM_UP_STEPS, "save": 1, "checks": 1}
-"""[blocks]"""
 IN_BLOCKS = ("save", "checks")
 """Timed over several steps."""
 CHECKS = ("guard.replica_checks=100", "guard.update_checks=65536", "guard.reexecute=suspicious")
@@ -77,10 +79,15 @@ def time_pairs(parts: Parts, *, pairs: int, of: Kind = "telemetry", steps: int =
                 raise outcome
         return taken
 
-    for _ in range(WARM_UP[of]):
+    for _ in range(_warm_up(of)):
         seconds(with_it)
         seconds(without)
     return np.array(alternate(lambda: seconds(without), lambda: seconds(with_it), pairs=pairs))
+
+
+def _warm_up(of: Kind) -> int:
+    """[blocks]"""
+    return 1 if of in IN_BLOCKS else WARM_UP_STEPS
 
 
 def _both(parts: Parts, of: Kind) -> tuple[Parts, Parts]:
@@ -88,9 +95,13 @@ def _both(parts: Parts, of: Kind) -> tuple[Parts, Parts]:
     without = dataclasses.replace(_observing(parts, 0), telemetry=None)
     if of == "checks":
         return without, dataclasses.replace(without, checks=Checks(parts.engine, parts.resolved))
-    if of == "telemetry":
+    if of == "telemetry" or of in FIGURES:
         probe = parts.resolved.config.telemetry.probe
-        return without, dataclasses.replace(without, telemetry=Telemetry(parts.engine, probe=probe))
+        with_it = dataclasses.replace(without, telemetry=Telemetry(parts.engine, probe=probe))
+        if of in FIGURES:
+            others = [figure for figure in FIGURES if figure != of]
+            without = dataclasses.replace(without, telemetry=Telemetry(parts.engine, probe=probe, figures=others))
+        return without, with_it
     return without, _observing(without, 1 if of == "observation" else 0)
 
 
@@ -144,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, rest = parser.parse_known_args(arguments)
     steps = options.steps if options.of in IN_BLOCKS else 1
     rest = [*(CHECKS if options.of == "checks" else ()), *rest]
-    total = 2 * steps * (WARM_UP[options.of] + options.pairs)
+    total = 2 * steps * (_warm_up(options.of) + options.pairs)
     resolved = read_command_line([*rest, f"run.steps={total}", "telemetry.every_steps=1"])
     with session(resolved, shares=SHARES) as opened, open_parts(opened) as parts:
         seconds = time_pairs(parts, pairs=options.pairs, of=options.of, steps=steps)

@@ -80,6 +80,7 @@ def test_what_is_timed_is_done_in_every_second_block_and_nothing_else_is(solo) -
     same = {"seconds": (2, 2), "step": 14, "corruption": 0, "saved": []}
     assert found == {
         "telemetry": same | {"telemetry": 7, "precision": 1, "saved": ["step-8"]},
+        "adam": same | {"telemetry": 14, "precision": 1},
         "observation": same | {"telemetry": 0, "precision": 7},
         "save": same | {"step": 12, "telemetry": 0, "precision": 1, "saved": ["step-8"]},
         "checks": same | {"step": 12, "telemetry": 0, "precision": 1},
