@@ -154,9 +154,9 @@ def test_an_unreachable_server_costs_one_line(run_dir, monkeypatch, capsys) -> N
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     begin = time.monotonic()
-    sink = _sink(run_dir, mode="online", init_timeout_s=3.0, finish_timeout_s=8.0)
+    sink = _sink(run_dir, mode="online", init_timeout_s=3.0, finish_timeout_s=60.0)
     _session(run_dir, sink, 1, 2)
-    assert time.monotonic() - begin < 20.0
+    assert time.monotonic() - begin < 75.0
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and "offline" in lines[0]
     assert len(list(run_dir.wandb.glob("offline-run-*"))) == 1

@@ -18,6 +18,7 @@ import pytest
 
 from config.cli import REPOSITORY
 from config.errors import UserError
+from tests.support.launches import wait_until
 from training.gpu_check.bench import Bench, ItemFailed
 from training.gpu_check.command import TF32_SWITCHES, name_commit, read_options, settle_environment
 from training.gpu_check.goals import GOALS
@@ -132,7 +133,14 @@ def test_a_job_over_its_time_is_killed_with_all_that_it_started(tmp_path) -> Non
     assert result["status"] == "took too long" and 3 <= result["seconds"] < 30
     said, _, pid = result["error"].rpartition(" ")
     assert said == "killed after 3 s; error: child"
-    assert not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE
+    wait_until(lambda: not runs(int(pid)))
+
+
+def runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_large_files_go_and_logs_and_reports_stay(tmp_path) -> None:
