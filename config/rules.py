@@ -333,9 +333,6 @@ def _tensor(config: Config) -> Iterator[Problem]:
         fix = f"use one of {', '.join(_BY_VALUE)}"
         yield key, f"{given}: optimizer.name = {config.optimizer.name} looks at whole matrices, of slices here; {fix}"
     yield from ((key, f"{given}{problem}") for problem in _of_slices(config, tasks=("pretrain",)))
-    if config.precision.path == "manifest":
-        fix = "use the cast path"
-        yield key, f"{given}: precision.path = manifest finds no attention in what DeepSpeed cuts; {fix}"
     if model.attention not in ("auto", "sdpa", "eager"):
         fix = f"set that to sdpa, or {key}=1"
         yield key, f"{given} is verified with model.attention = sdpa and eager, not {model.attention}; {fix}"

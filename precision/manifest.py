@@ -107,10 +107,10 @@ def load_manifest(path: Path) -> Manifest:
 def find_regions(model: torch.nn.Module) -> dict[str, RegionKind]:
     """Full name to kind of every module that gets a region, in the order of `named_modules`.
 
-    matmul: Linear, transformers' Conv1D, convolutions. attention: a module with `Attention` in its class name that
-    has projections below it and no further attention; QK^T and PV, in whichever kernel, are its own. functional: a
-    module that owns a parameter of two or more dimensions and is no embedding, such as fused experts and routers.
-    norm: a childless module with `Norm` in the name of its class or of a base class.
+    matmul: Linear and slices of one, transformers' Conv1D, convolutions. attention: a module with `Attention` in its
+    class name that has projections below it and no further attention; QK^T and PV, in whichever kernel, are its own.
+    functional: a module that owns a parameter of two or more dimensions and is no embedding, such as fused experts and
+    routers. norm: a childless module with `Norm` in the name of its class or of a base class.
     """
     found: dict[str, RegionKind] = {}
     inside_fused = ""  # torch's MultiheadAttention uses its projection's weights without calling the projection
@@ -193,7 +193,7 @@ def nearest(name: str, known: Iterator[str] | list[str] | tuple[str, ...]) -> st
 def _kind(module: torch.nn.Module) -> RegionKind | None:
     classes = _class_names(module)
     convolution = isinstance(module, torch.nn.modules.conv._ConvNd)
-    if isinstance(module, torch.nn.Linear) or convolution or type(module).__name__ == "Conv1D":
+    if isinstance(module, torch.nn.Linear) or convolution or type(module).__name__ == "Conv1D" or is_slice(module):
         return "matmul"
     if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
         return None
@@ -216,8 +216,19 @@ def _is_attention(module: torch.nn.Module) -> bool:
     )
 
 
+def is_slice(module: torch.nn.Module) -> bool:
+    """Whether DeepSpeed's AutoTP put a module in the place of a linear layer of which this rank has a part.
+
+    By name, because only training/ imports DeepSpeed. AutoTP's embeddings have the same base class.
+    """
+    names = [kind.__name__ for kind in type(module).__mro__]
+    return "TensorParallel_Layer" in names and not any("Embedding" in name for name in names)
+
+
 def _class_names(module: torch.nn.Module) -> list[str]:
-    return [kind.__name__ for kind in type(module).__mro__ if kind not in (torch.nn.Module, object)]
+    """Of a slice of a linear layer those of the whole one, too, so that a rule does not depend on who shares it."""
+    names = [kind.__name__ for kind in type(module).__mro__ if kind not in (torch.nn.Module, object)]
+    return [*names, torch.nn.Linear.__name__] if is_slice(module) else names
 
 
 def without_adapter(name: str) -> str:

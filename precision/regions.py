@@ -57,6 +57,7 @@ from precision.manifest import (
     assign,
     can_be_fp8,
     find_regions,
+    is_slice,
     nearest,
 )
 
@@ -208,6 +209,12 @@ class Regions:
 
             return norm_forward
 
+        own_names: tuple[str, ...] | None = None  # parameters that autocast would leave in FP32
+        if kind == "functional":
+            own_names = tuple(own for own, _ in module.named_parameters(recurse=False))
+        elif is_slice(module) and not returns_own_dtype:  # it adds its bias by `+`, which would make the sum FP32
+            own_names = ("bias",)
+
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
             compute = self._compute[name]
@@ -224,7 +231,7 @@ class Regions:
             ):  # operators that promote must not see the other 16 bits: widen, which loses nothing
                 other = torch.float16 if compute == "bf16" else torch.bfloat16
                 args, kwargs = cast((args, kwargs), (other,), torch.float32)
-            own = own_parameters_in(module, dtype) if kind == "functional" else nullcontext()
+            own = nullcontext() if own_names is None else own_parameters_in(module, dtype, own_names)
             with own, _autocast(device_type, compute):
                 output = original(*args, **kwargs)
             back = self.ambient_of(name)
@@ -276,13 +283,17 @@ def _run_norm(
 
 
 @contextmanager
-def own_parameters_in(module: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
+def own_parameters_in(
+    module: torch.nn.Module, dtype: torch.dtype, names: tuple[str, ...] | None = None
+) -> Iterator[None]:
     """Inside, the module's own code sees its parameters in `dtype`; their gradients arrive at the FP32 parameters.
+
+    names: of those that it is for; None: all.
 
     An instance attribute hides the parameter of the same name from `self.weight`, and from nothing else: hooks,
     state_dict and ZeRO still see the parameter.
     """
-    own = module.named_parameters(recurse=False)
+    own = [item for item in module.named_parameters(recurse=False) if names is None or item[0] in names]
     shadows = {name: item.to(dtype) for name, item in own if item.dtype in _FLOATS and item.dtype != dtype}
     module.__dict__.update(shadows)
     try:

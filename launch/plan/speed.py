@@ -100,13 +100,17 @@ def _with_sums(found: Traffic, shape: Shape, layout: Layout) -> Traffic:
     each = shape.rows if layout.model.checkpointing_reentrant else shape.rows - 1
     again = recomputed_blocks(shape, layout, block) * float(each)
     cut_head = shape.head_share > 1
-    reductions = shape.layers * (shape.rows + shape.columns) + again + cut_head
-    sent = 2 * reductions * layout.width * layout.tokens * float(shape.hidden)
+    outputs, inputs = shape.layers * shape.rows + again, shape.layers * shape.columns + cut_head
+    reductions = outputs + inputs
+    output_width = (
+        2 if layout.manifest else layout.width
+    )  # the residual stream, of whose gradients inputs' are, is FP32
+    sent = 2 * layout.tokens * float(shape.hidden) * (outputs * output_width + inputs * layout.width)
     chunk = loss_chunk(layout.model, tokens=layout.tokens, vocabulary=shape.vocabulary)
     if cut_head and chunk:  # the largest logit and two sums of each token, in FP32
         sent, reductions = sent + 2 * 12.0 * layout.tokens, reductions + 2 * math.ceil(layout.tokens / chunk)
     elif cut_head:
-        sent, reductions = sent + layout.width * layout.tokens * float(shape.vocabulary), reductions + 1
+        sent, reductions = sent + output_width * layout.tokens * float(shape.vocabulary), reductions + 1
     sent = _leaving(layout.tensor) * layout.accumulation * sent
     return replace(found, sums=sent, reductions=layout.accumulation * reductions)
 

@@ -47,6 +47,30 @@ def in_regions(model: torch.nn.Module, given: Manifest) -> Iterator[Regions]:
         regions.close()
 
 
+class TensorParallel_Layer(torch.nn.Module):
+    """As DeepSpeed's: what AutoTP puts in the place of a linear layer, on one rank."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        output = torch.matmul(input, self.weight.transpose(-1, -2))
+        return output if self.bias is None else output + self.bias
+
+
+class LinearLayer(TensorParallel_Layer):
+    pass
+
+
+def cut(model: torch.nn.Module) -> torch.nn.Module:
+    """The model with every linear layer in the form of a slice."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, torch.nn.Linear):
+            model.set_submodule(name, LinearLayer(module))
+    return model
+
+
 def tokens() -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (2, 13), generator=torch.Generator().manual_seed(1))
 
@@ -381,3 +405,25 @@ def test_a_rule_lowers_a_norm_and_the_parameters_stay() -> None:
     assert 1e-4 < error < 5e-2, "computed in BF16, not in FP32"
     assert model[0].weight.grad.dtype == torch.float32
     assert "weight" not in model[0].__dict__ and isinstance(model[0].weight, torch.nn.Parameter)
+
+
+def test_slices_of_linear_layers_compute_as_whole_ones() -> None:
+    """Also by a rule for their class, and where they have biases, which a slice adds by itself."""
+    rules = (Rule("*.0.self_attn", None, "fp32", "test"), Rule("*.[qk]_proj", "Linear", "fp16", "test"))
+    given = Manifest("bf16", rules, Path("m.json"))
+    whole, slices = build("qwen2"), cut(build("qwen2"))
+    assert whole.model.layers[0].self_attn.q_proj.bias is not None
+    found: list[tuple[Any, ...]] = []
+    for model in (whole, slices):
+        outputs: list[torch.dtype] = []
+        with in_regions(model, given) as regions:
+            for name in regions.dtypes:
+                if name.endswith("_proj"):
+                    note = partial(lambda seen, _, args, output: seen.append(output.dtype), outputs)
+                    model.get_submodule(name).register_forward_hook(note)
+            found.append((outputs, regions.dtypes, *gradients(model)))
+    (made, dtypes, loss, exact), (made_by_slices, dtypes_of_slices, loss_of_slices, gradients_of_slices) = found
+    assert dtypes_of_slices == dtypes and dtypes["model.layers.0.self_attn"] == "fp32"
+    assert made_by_slices == made and {torch.bfloat16, torch.float32} <= set(made)
+    assert torch.equal(loss_of_slices, loss)
+    assert distance(gradients_of_slices, exact) < TOLERANCE["bf16"]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from config.cli import REPOSITORY
 from tests.support.launches import command, events, finish
 from tests.support.sharing_jobs import (
     BEGINNING,
@@ -85,6 +86,33 @@ def test_a_cause_names_the_slice(tmp_path: Path) -> None:
     named = [(cause["rank"], cause["tensor_slice"], cause["tensor_slices"], cause["module"]) for cause in causes]
     assert named[:1] == [(1, 2, 2, "model.layers.1.mlp.up_proj")]
     assert "on rank 1 (slice 2 of 2 of its matrices)" in output
+
+
+def test_a_manifest_is_kept_promoted_from_resumed_and_replayed(tmp_path: Path) -> None:
+    """As of one rank: the same regions and incident, losses to rounding; resumed and replayed to the bit."""
+    given = ["precision.path=manifest", f"precision.manifest={REPOSITORY}/config/manifests/llama_mixed.json"]
+    given += ["precision.loss_scale.initial=1024", "guard.reactions=[promote]"]
+    given += ["faults=[{kind: nan_activation, step: 3, module: model.layers.1.self_attn.q_proj}]"]
+    for name, overrides, ranks in (("one", [], 1), ("two", [SHARED], 2)):
+        job(tmp_path, name, *given, *overrides, ranks=ranks)
+    job(tmp_path, "same", *given, SHARED, *BEGINNING, ranks=2)
+    shutil.copytree(tmp_path / "runs" / "same", tmp_path / "runs" / "alone")
+    job(tmp_path, "same", *given, SHARED, ranks=2)
+    assert "parallel.tensor 2 -> 1" in job(tmp_path, "alone", *given, ranks=1)
+    one, two = (events(tmp_path, name, "run_start")[0]["regions"] for name in ("one", "two"))
+    assert two == one and {"fp16", "bf16", "fp32"} <= set(two.values())
+    for name in ("one", "two"):
+        [incident] = events(tmp_path, name, "incident")
+        layer = "model.layers.1.self_attn"
+        assert (incident["verdict"], incident["modules"]) == ("PROMOTE", [layer, f"{layer}.q_proj"])
+        assert {event["module"] for event in events(tmp_path, name, "nonfinite")} == {f"{layer}.q_proj"}
+        assert {"fp16", "bf16", "fp32"} == events(tmp_path, name, "precision")[0]["flop_share"].keys()
+    assert numbers(tmp_path, "same") == numbers(tmp_path, "two")
+    for name in ("two", "alone"):
+        for found, expected in zip(numbers(tmp_path, name), numbers(tmp_path, "one"), strict=True):
+            assert found == pytest.approx(expected, rel=2e-2, nan_ok=True)
+    said = finish(["python", "-m", "training.replay", str(tmp_path / "runs" / "two"), "--step", "6"], ranks=2)
+    assert "as recorded" in said and "recorded:" not in said, said
 
 
 def test_weights_of_a_folder_are_cut_and_their_masters_too(folder: Path, tmp_path: Path) -> None:

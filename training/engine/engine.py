@@ -536,13 +536,15 @@ def _regions(model: PreTrainedModel, resolved: Resolved, *, stage: int) -> Regio
     precision = resolved.config.precision
     if precision.path != "manifest" or precision.manifest is None:
         return None
-    regions = Regions(model, load_manifest(REPOSITORY / precision.manifest), precision.fp8)
+    manifest, parallel = load_manifest(REPOSITORY / precision.manifest), resolved.config.parallel
+    for key, ranks in (("tensor", parallel.tensor), ("expert", parallel.expert)):
+        if ranks > 1 and any(rule.compute == "fp8" for rule in manifest.rules):
+            what = f"FP8 is not verified with parallel.{key} = {ranks}"
+            raise UserError(f"precision.manifest = {precision.manifest}: {what}; remove one of them")
+    regions = Regions(model, manifest, precision.fp8)
     sixteen_bit = [compute for compute in ("bf16", "fp16") if regions.uses(compute)]
     kind = "mixed" if len(sixteen_bit) == 2 else (sixteen_bit or ["fp32"])[0]
     if regions.uses("fp8"):
-        if resolved.batch.expert > 1:
-            what = f"FP8 is not verified with parallel.expert = {resolved.batch.expert}"
-            raise UserError(f"precision.manifest = {precision.manifest}: {what}; remove one of them")
         kind = {"fp32": "fp8", "bf16": "fp8_bf16"}.get(kind, kind)
     path = "cast" if kind == "fp32" else "manifest"
     refuse_combination(f"precision.manifest = {precision.manifest}", Combination(path, kind, stage, resolved.offload))

@@ -197,7 +197,7 @@ class Plan:
         cuts: Mapping[str, Cut] | None = None,
         given: Mapping[str, tuple[int, list[int]]] | None = None,
     ) -> None:
-        """cuts: how the run's ranks share parameters, by name; on the cast path. given: by module along which dimension
+        """cuts: how the run's ranks share parameters, by name. given: by module along which dimension
         each has a slice of what it gets, and how large all are."""
         self._cuts, self._given = cuts or {}, given if given is not None else {}
         self.modules = dict(reference.named_modules())
@@ -292,14 +292,7 @@ class Plan:
         regions = self._regions
         if regions is None:
             with torch.autocast(device, enabled=False):
-                how = self._cuts.get(f"{name}.weight")
-                if how is not None:
-                    return _by_slices(how, own, args[0] if args else kwargs["input"])
-                if name in self._given and self.kind(name) == "norm":  # of heads: each sums up the gradient of its own
-                    dim, sizes = self._given[name]
-                    parts = args[0].split(sizes, dim)
-                    return torch.cat([functional_call(module, own, (part, *args[1:]), kwargs) for part in parts], dim)
-                return functional_call(module, own, args, kwargs)
+                return self._by_ranks(name, module, own, args, kwargs)
         compute = self._dtypes.get(name)
         if compute is None:
             with _autocast(device, regions.manifest.default):
@@ -313,10 +306,21 @@ class Plan:
         if kind in ("norm", "functional") or compute == "fp32":
             args, kwargs = _converted((args, kwargs), dtype)
         with _autocast(device, "fp32" if kind == "norm" else compute):
-            output = functional_call(module, own, args, kwargs)
+            output = self._by_ranks(name, module, own, args, kwargs)
         if name in self._heads:
             return output
         return _converted(output, given if kind == "norm" else ambient)
+
+    def _by_ranks(self, name: str, module: Any, own: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A module's result, of what each rank that has a slice of it makes."""
+        how = self._cuts.get(f"{name}.weight")
+        if how is not None:
+            return _by_slices(how, own, args[0] if args else kwargs["input"])
+        if name in self._given and self.kind(name) == "norm":  # of heads: each sums up the gradient of its own
+            dim, sizes = self._given[name]
+            parts = args[0].split(sizes, dim)
+            return torch.cat([functional_call(module, own, (part, *args[1:]), kwargs) for part in parts], dim)
+        return functional_call(module, own, args, kwargs)
 
 
 def _by_slices(how: Cut, own: Any, given: torch.Tensor) -> torch.Tensor:

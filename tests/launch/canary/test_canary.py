@@ -124,8 +124,8 @@ def test_a_fallback_is_a_run_that_resolves(tmp_path):
 
 
 def test_a_fallback_that_the_config_refuses_gives_way_to_the_next(tmp_path):
-    """Ranks that share matrices take no manifest."""
-    plan = plan_of(tmp_path, "parallel.tensor=2", processes=2)
+    """Compiled blocks take no manifest."""
+    plan = plan_of(tmp_path, "model.compile=true")
     journal = Journal.read(plan.folder, "it")
     journal.add("gate", 6, "parity", judged=str(plan.first_checkpoint))
     for _ in ("breach", "another, after it was started again"):
@@ -137,9 +137,10 @@ def test_a_fallback_that_the_config_refuses_gives_way_to_the_next(tmp_path):
         ("refused", "promote"),
         ("fallback", "fp32"),
     ]
-    assert "no fallback to promote: parallel.tensor = 2: precision.path = manifest finds" in journal.events[1]["text"]
-    alone = plan_of(tmp_path / "alone")
-    assert alone.refusal(promoted(alone.resolved, [MODULE], tmp_path)) is None
+    assert "no fallback to promote: model.compile = true cannot be combined with" in journal.events[1]["text"]
+    for name, given in (("alone", []), ("shared", ["parallel.tensor=2"])):
+        other = plan_of(tmp_path / name, *given, processes=2)
+        assert other.refusal(promoted(other.resolved, [MODULE], tmp_path)) is None
 
 
 def test_programs_start_on_any_launcher():
@@ -220,19 +221,19 @@ def test_a_run_that_turns_bad_goes_back_and_on_with_the_module_in_fp32(tmp_path)
 
 
 @pytest.mark.slow
-def test_ranks_that_share_matrices_go_back_and_on_in_fp32(tmp_path):
-    """They take no manifest, so that no single module can be promoted."""
+def test_ranks_that_share_matrices_go_back_and_on_with_one_module_in_fp32(tmp_path):
     defect = f"defects=[{{kind: coarse_half, module: {MODULE}, from_step: 14}}]"
     finish(job(tmp_path, "parallel.tensor=2", defect, processes=2), seconds=PATIENCE)
     told, journal = story(tmp_path)
     kinds = [kind for kind, _ in told]
     assert kinds[:2] == ["gate", "started"] and kinds[-1] == "end"
-    assert kinds.count("breach") == kinds.count("refused") == kinds.count("fallback") == 1
+    assert kinds.count("breach") == kinds.count("fallback") == 1 and "refused" not in kinds
     assert MODULE in journal.last("breach")["modules"] and journal.last("rolled_back")["step"] < 14
-    assert journal.last("fallback")["to"] == "fp32" and journal.last("end")["exit_code"] == 0
+    assert journal.last("fallback")["to"] == "promote" and journal.last("end")["exit_code"] == 0
     assert told[-1] == ("end", 24)
-    starts = events(tmp_path, "it", "run_start")
-    assert [start["compute"] for start in starts] == ["bf16", "fp32"]
+    before, after = events(tmp_path, "it", "run_start")
+    assert before["compute"] == "bf16" and after["regions"][MODULE] == "fp32"
+    assert "bf16" in after["regions"].values()
     assert [event["step"] for event in events(tmp_path, "it", "step")][-1] == 24
 
 

@@ -26,6 +26,7 @@ MIXTURE = (
 )
 SEQUENCES = "data.sequence_length=512", "parallel.sequence=2", "batch.global_size=8"
 MATRICES = "data.sequence_length=256", "parallel.tensor=2", "batch.global_size=8"
+MANIFEST = "precision.manifest=config/manifests/bf16.json", "precision.compute=auto"
 RELEASED = ("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_param_persistence_threshold")
 CASES = [
     *(("muon", stage, ("optimizer.name=muon",)) for stage in (1, 2, 3)),
@@ -42,6 +43,7 @@ CASES = [
     *(("split masters", stage, ("precision.masters=split",)) for stage in (1, 2, 3)),
     *(("tensor", stage, MATRICES) for stage in (1, 2, 3)),
     ("tensor", 2, (*MATRICES, "model.activation_checkpointing=full")),
+    *(("tensor, manifest", stage, (*MATRICES, *MANIFEST)) for stage in (1, 2, 3)),
 ]
 
 
@@ -51,7 +53,7 @@ def test_memory_is_planned_to_a_tenth_and_bytes_to_a_twentieth(
     pair, tmp_path: Path, what: str, stage: int, more
 ) -> None:
     """Two ranks and micro-batches, BF16, buckets of 1 M values. What ranks send is compared as their mean."""
-    compute = "fp32" if what == "fp8" else "bf16"
+    compute = "fp32" if what in ("fp8", "tensor, manifest") else "bf16"
     document = json.loads((REPOSITORY / f"ds_configs/zero{stage}_{compute}.json").read_text())
     document["zero_optimization"]["reduce_bucket_size"] = 1_000_000
     if what == "hpz":

@@ -7,11 +7,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig
 
+from config.errors import UserError
 from precision.dtypes import DTYPES
+from precision.manifest import load_manifest
+from precision.observe import Observation, verify
+from precision.regions import Regions
 from tests.support.plain_steps import EVALUATED, distance_of_updates, farthest, plain_steps
 from tests.support.small_models import distance
 from tests.support.small_run import VOCABULARY, batch_of, engine_of, masters_of, plain_model, resolve
@@ -64,25 +71,39 @@ def against_one_rank(
     compute: str = "fp32",
     tied: bool = False,
     kind: str | None = None,
+    manifest: str | None = None,
     overrides: Sequence[str] = (),
-) -> dict[str, float]:
-    """Errors of losses, norms, the evaluation and the masters after three steps. kind: of MEASURED."""
+) -> dict[str, Any]:
+    """Errors of losses, norms, the evaluation and the masters after three steps. kind: of MEASURED.
+
+    manifest: a file; plain torch is under it, too, and modules were seen to compute in its dtypes.
+    """
     alone = World(world.rank // 2, world.world_size // 2, 0, world.device)
     world = world.sharing_tensors(2, timeout_minutes=2)
     micro = 8 // alone.world_size // 2
     given = [*OVERRIDES, of_kind(kind) if kind else MODEL % str(tied).lower(), *overrides]
+    if manifest is not None:
+        given += ["precision.path=manifest", "precision.compute=auto", f"precision.manifest={manifest}"]
+        given += ["precision.loss_scale.initial=256"]
     resolved = resolve(world, stage=stage, compute=compute, micro=micro, overrides=given)
     found = []
     with engine_of(world, resolved) as engine:
         start = masters_of(engine)
         for step in range(1, STEPS + 1):
-            health = engine.health(engine.forward_backward(batch_of(alone, micro, seed=step), step=step))
+            watch = Observation(engine.model) if step == 1 and engine.regions is not None else None
+            with watch or nullcontext():
+                outcome = engine.forward_backward(batch_of(alone, micro, seed=step), step=step)
+            if watch is not None and engine.regions is not None:
+                verify(watch, engine.regions.dtypes, may_idle=engine.regions.may_idle)
+            health = engine.health(outcome)
             found += [health.loss, health.grad_norm]
             assert engine.step(health, LR / step).applied
         found.append(engine.evaluate([batch_of(alone, micro, seed=EVALUATED)]).loss)
         masters = masters_of(engine)
+        regions = {} if engine.regions is None else engine.regions.dtypes
     drawn = fp32_model(resolved.config.model, seed=resolved.config.run.seed).to(DTYPES[compute]).float()
     plain = plain_model(resolved, start, attention="eager" if kind == "gemma2" else "sdpa")
+    under = Regions(plain, load_manifest(Path(manifest))).dtypes if manifest is not None else {}
     expected = plain_steps(plain, resolved.config.optimizer, steps=STEPS, lr=LR)
     weights = {name: parameter.detach() for name, parameter in plain.named_parameters()}
     return {
@@ -90,7 +111,20 @@ def against_one_rank(
         "numbers": farthest(found, expected),
         "masters": distance_of_updates(masters, weights, start),
         "norm": expected[1],
+        "regions": regions,
+        "regions of one rank": under,
     }
+
+
+def refused(world: World, *, manifest: str) -> str:
+    """Why no engine is built under a manifest."""
+    world = world.sharing_tensors(2, timeout_minutes=2)
+    given = [*OVERRIDES, "precision.path=manifest", "precision.compute=auto", f"precision.manifest={manifest}"]
+    try:
+        with engine_of(world, resolve(world, stage=2, compute="fp32", overrides=given)):
+            return ""
+    except UserError as error:
+        return str(error)
 
 
 def of_kind(kind: str) -> str:

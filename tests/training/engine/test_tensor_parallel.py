@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,6 +67,65 @@ def test_it_trains_as_one_rank_does(pair: ProcessGroup, stage: int, given: dict[
         assert found["numbers"] < close
         assert found["masters"] < close
         assert found["norm"] > 0.2, "clipping would do nothing"
+
+
+@pytest.mark.one_in(16)
+@pytest.mark.parametrize("kind", sorted(tensor_cases.MEASURED))
+def test_every_kind_of_model_takes_a_manifest(pair: ProcessGroup, tmp_path: Path, kind: str) -> None:
+    rules = [{"match": "*.1.*", "compute": "fp16", "reason": "a test"}]
+    path = tmp_path / "manifest.json"
+    path.write_text(json.dumps({"default": "bf16", "rules": rules}), encoding="utf-8")
+    for found in pair.run(tensor_cases.against_one_rank, stage=2, kind=kind, manifest=str(path)):
+        assert found["regions"] == found["regions of one rank"]
+        assert max(found["numbers"], found["masters"]) < CLOSE["bf16"]
+
+
+MANIFEST = {
+    "default": "bf16",
+    "rules": [
+        {"match": "*.self_attn.[qk]_proj", "module_class": "Linear", "compute": "fp16", "reason": "a test"},
+        {"match": "*.0.self_attn", "compute": "fp32", "reason": "a test"},
+        {"match": "lm_head", "compute": "fp32", "reason": "a test"},
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("stage", "default", "given"),
+    [
+        (2, "bf16", {}),
+        *(
+            pytest.param(stage, default, given, marks=pytest.mark.slow)
+            for stage, default, given in (
+                (1, "bf16", {}),
+                (3, "bf16", {}),
+                (1, "fp32", {}),
+                (2, "fp32", {}),
+                (3, "fp32", {}),
+                (2, "bf16", {"kind": "qwen2"}),
+                (2, "bf16", {"kind": "phi", "overrides": ["model.loss=chunked", "model.loss_chunk_tokens=5"]}),
+                (3, "bf16", {"tied": True, "overrides": ["model.activation_checkpointing=full"]}),
+            )
+        ),
+    ],
+)
+def test_a_manifest_names_the_same_regions_as_of_one_rank(
+    pair: ProcessGroup, tmp_path: Path, stage: int, default: str, given: dict[str, Any]
+) -> None:
+    rules = MANIFEST["rules"] if default == "bf16" else []
+    path = tmp_path / "manifest.json"
+    path.write_text(json.dumps({"default": default, "rules": rules}), encoding="utf-8")
+    for found in pair.run(tensor_cases.against_one_rank, stage=stage, manifest=str(path), **given):
+        assert found["regions"] == found["regions of one rank"]
+        assert found["regions"]["model.layers.1.self_attn"] == default
+        assert found["start"] == 0
+        assert max(found["numbers"], found["masters"]) < {"fp32": CLOSE["fp32"], "bf16": CLOSE["fp16"]}[default]
+
+
+def test_an_fp8_manifest_is_refused_in_one_line(pair: ProcessGroup) -> None:
+    manifest = "config/manifests/fp8.json"
+    said = f"precision.manifest = {manifest}: FP8 is not verified with parallel.tensor = 2; remove one of them"
+    assert pair.run(tensor_cases.refused, manifest=manifest) == [said, said]
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from tests.support.forked_launcher import forked_launcher
 from tests.support.small_run import VOCABULARY
+from tests.training.engine.test_tensor_parallel import MANIFEST
 from tests.training.parity import step_cases
 from tests.training.parity.test_gate import DEMO, SMALL
 from tests.training.parity.test_steps import CLIPPED, KINDS, LINEAR, NORM, PLANTS, failed, judged, module_of
@@ -72,6 +77,31 @@ def test_a_planted_defect_is_found_and_named(pair, stage, compute, defect, check
         assert found.modules == (module_of(defect),) if module_of(defect) else found.note.startswith("all ")
 
 
+def under_a_manifest(folder: Path, stage: int, *overrides: str) -> dict[str, Any]:
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(MANIFEST), encoding="utf-8")
+    given = ["precision.path=manifest", f"precision.manifest={path}", "precision.compute=auto", *SCALE, *overrides]
+    return {"stage": stage, "compute": "fp32", "steps": 3, "overrides": [CLIPPED, *given]}
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("stage", [2, 1, 3])
+def test_a_manifest_is_the_plan(pair, tmp_path, stage):
+    for steps in pair.run(step_cases.of_shared_matrices, **under_a_manifest(tmp_path, stage)):
+        checks = judged(steps)
+        assert not failed(checks), {name: checks[name] for name in failed(checks)}
+        assert steps[0]["not_measured"] == {} and "model.layers.1.self_attn" in steps[0]["order"]
+
+
+@pytest.mark.one_in(9)
+@pytest.mark.parametrize(("defect", "check"), PLANTS, ids=KINDS)
+def test_a_planted_defect_is_found_and_named_under_a_manifest(pair, tmp_path, defect, check):
+    for steps in pair.run(step_cases.of_shared_matrices, **under_a_manifest(tmp_path, 2, f"defects=[{defect}]")):
+        found = judged(steps)[check]
+        assert not found.passed
+        assert found.modules == (module_of(defect),) if module_of(defect) else found.note.startswith("all ")
+
+
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("forward", [True, False])
 @pytest.mark.parametrize("module", ["model.layers.0.mlp.up_proj", "model.layers.1.self_attn.v_proj"])
@@ -81,13 +111,16 @@ def test_one_ranks_slice_that_is_wrong_is_named(pair, module, forward):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("compute", "stage"), [("bf16", 2), ("fp16", 3)])
+@pytest.mark.parametrize(("compute", "stage"), [("bf16", 2), ("fp16", 3), ("manifest", 2)])
 def test_the_gate_says_of_two_ranks_what_it_says_of_one(tmp_path, compute, stage):
     """Twin and run share the matrices alike; both FP32 twins are the same training."""
     found = {}
     for ranks in (1, 2):
         given = [*SMALL, f"data.cache_dir={tmp_path}/cache", f"parallel.tensor={ranks}", "batch.micro_size=4"]
-        given += [f"deepspeed.config=ds_configs/zero{stage}_{compute}.json", f"precision.compute={compute}"]
+        if compute == "manifest":
+            given += [f"deepspeed.stage={stage}", *under_a_manifest(tmp_path, stage)["overrides"]]
+        else:
+            given += [f"deepspeed.config=ds_configs/zero{stage}_{compute}.json", f"precision.compute={compute}"]
         with forked_launcher(ranks) as launcher:
             folder = tmp_path / str(ranks)
             chosen = parity.plan(DEMO, given, folder=folder, steps=12, processes=ranks, launcher=launcher)
