@@ -82,6 +82,17 @@ def norms_over_steps(world: World, *, stage: int, compute: str, steps: int, over
     return rows
 
 
+def masters_over_steps(world: World, *, stage: int, compute: str, steps: int) -> list[dict[str, torch.Tensor]]:
+    """Before the first step and after each, of steps on different batches."""
+    with engine_of(world, resolve(world, stage=stage, compute=compute, micro=2)) as engine:
+        found = [masters_of(engine)]
+        for step in range(1, steps + 1):
+            health = engine.health(engine.forward_backward(batch_of(world, 2, seed=step), step=step))
+            engine.step(health, 0.01)
+            found.append(masters_of(engine))
+        return found
+
+
 def norms_of_skipped(world: World, *, stage: int, compute: str) -> list[float]:
     """The gradient norm of a batch, twice, where masters are in host memory and each step is discarded."""
     found = []

@@ -146,6 +146,16 @@ def test_the_ledger_is_what_the_config_promises(pair, stage, compute):
             assert ("gradients are reduced" in error) is (compute != "fp32")
 
 
+@pytest.mark.parametrize(("compute", "steps", "bound"), [("bf16", 2, 1e-6), ("fp32", 10, 1e-5)])
+def test_zero_1_and_2_part_by_the_order_of_sums_alone(pair, compute, steps, bound):
+    """Each parameter, relative to how far it moved. In BF16 a last bit then decides how a weight is rounded."""
+    options = {"compute": compute, "steps": steps}
+    first, second = (pair.run(engine_cases.masters_over_steps, stage=stage, **options)[0] for stage in (1, 2))
+    start, one, two = second[0], first[-1], second[-1]
+    off = {name: float((one[name] - two[name]).norm() / (two[name] - start[name]).norm()) for name in start}
+    assert 0 < max(off.values()) < bound, off
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_master_that_is_not_fp32_stops_the_run(pair, stage):
     for error in pair.run(engine_cases.broken_master, stage=stage):
