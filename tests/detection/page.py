@@ -155,9 +155,13 @@ def _named(defect: Defect, done: Iterable[dict[str, Any]]) -> str:
 
 def _smallest(results: Results) -> str:
     rows = []
-    for defect in DEFECTS:
+    scalable = [defect for defect in DEFECTS if defect.halving]
+    if not any(f"smallest {defect.name}" in results for defect in scalable):
+        return ""
+    for defect in scalable:
         result = results.get(f"smallest {defect.name}")
         if result is None:
+            rows.append((defect.name, "not searched", "", ""))
             continue
         found, least = result["smallest"], result["not_found"]
         unit = "position {:.0f}" if defect.unit == "bit" else "{:.1e} " + f"({defect.unit})"
@@ -169,8 +173,6 @@ def _smallest(results: Results) -> str:
                 ", ".join(f"`{name}`" for name in found["found_by"]) if found else "",
             )
         )
-    if not rows:
-        return ""
     return f"""## The smallest that is found
 
 By halving, in BF16 at ZeRO-2, from the first two steps compared with FP32 alone (128 tokens a rank and micro-batch); of
