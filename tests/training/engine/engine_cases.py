@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,12 +83,14 @@ def norms_over_steps(world: World, *, stage: int, compute: str, steps: int, over
     return rows
 
 
-def masters_over_steps(world: World, *, stage: int, compute: str, steps: int) -> list[dict[str, torch.Tensor]]:
+def masters_over_steps(
+    world: World, *, stage: int, compute: str, steps: int, micro: int = 2, overrides: Sequence[str] = ()
+) -> list[dict[str, torch.Tensor]]:
     """Before the first step and after each, of steps on different batches."""
-    with engine_of(world, resolve(world, stage=stage, compute=compute, micro=2)) as engine:
+    with engine_of(world, resolve(world, stage=stage, compute=compute, micro=micro, overrides=overrides)) as engine:
         found = [masters_of(engine)]
         for step in range(1, steps + 1):
-            health = engine.health(engine.forward_backward(batch_of(world, 2, seed=step), step=step))
+            health = engine.health(engine.forward_backward(batch_of(world, micro, seed=step), step=step))
             engine.step(health, 0.01)
             found.append(masters_of(engine))
         return found

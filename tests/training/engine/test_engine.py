@@ -156,6 +156,15 @@ def test_zero_1_and_2_part_by_the_order_of_sums_alone(pair, compute, steps, boun
     assert 0 < max(off.values()) < bound, off
 
 
+def test_without_another_order_of_sums_stages_are_equal_bit_for_bit(pair):
+    """One micro-batch, whose gradients two ranks add up in one way; and no norm in the update."""
+    options = {"compute": "bf16", "steps": 10, "micro": 4, "overrides": ["optimizer.gradient_clipping=0"]}
+    first, *others = (pair.run(engine_cases.masters_over_steps, stage=stage, **options)[0] for stage in (1, 2, 3))
+    assert difference(first[0], first[-1]) > 0.0
+    for other in others:
+        assert all(difference(*masters) == 0.0 for masters in zip(first, other, strict=True))
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_master_that_is_not_fp32_stops_the_run(pair, stage):
     for error in pair.run(engine_cases.broken_master, stage=stage):
