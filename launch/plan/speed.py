@@ -102,9 +102,8 @@ def _with_sums(found: Traffic, shape: Shape, layout: Layout) -> Traffic:
     cut_head = shape.head_share > 1
     outputs, inputs = shape.layers * shape.rows + again, shape.layers * shape.columns + cut_head
     reductions = outputs + inputs
-    output_width = (
-        2 if layout.manifest else layout.width
-    )  # the residual stream, of whose gradients inputs' are, is FP32
+    # Under a manifest what slices return is in 16 bits; the residual stream, so the gradients of inputs, is FP32.
+    output_width = 2 if layout.manifest else layout.width
     sent = 2 * layout.tokens * float(shape.hidden) * (outputs * output_width + inputs * layout.width)
     chunk = loss_chunk(layout.model, tokens=layout.tokens, vocabulary=shape.vocabulary)
     if cut_head and chunk:  # the largest logit and two sums of each token, in FP32
