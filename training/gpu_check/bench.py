@@ -55,6 +55,8 @@ class Bench:
     """[seconds] From now, for all of its jobs together."""
     device: str = "cpu"
     """Name of the first GPU, as the driver reports it."""
+    device_bytes: int | None = None
+    """Its memory; None without one."""
     commands: list[str] = field(default_factory=list)
     """Of the jobs so far."""
     found: dict[str, Any] = field(default_factory=dict)

@@ -4,11 +4,12 @@
         [--out runs/gpu-check] [--processes 1] [--commit SHA] [--tiny]
 
 Parts: 1 smoke, 2 numerics, 3 speed, 4 precision, 5 memory, 6 cost of trust; all in turn without --part. Each stands
-alone and runs Mantissa's own tools as jobs. By the estimates of its items each part takes two calls: an item that
-would not fit into the minutes left is not started, and the next call begins with what was not. An item that
-fails is a row of the table with its error and its log. The folder gets NUMBER-ITEM.json for every item, with device,
-driver, versions, commands and seconds, part-NUMBER.md, which opens with the part's goals and whether each is reached,
-and goals.md with those of all parts. The same command goes on where it stopped, also after it was killed.
+alone and runs Mantissa's own tools as jobs, those that time nothing some at once. By the estimates of its items each
+part measures its goals in one call: an item that would not fit into the minutes left is not started, and the next call
+begins with what was not. An item that fails is a row of the table with its error and its log. The folder gets
+NUMBER-ITEM.json for every item, with device, driver, versions, commands and seconds, part-NUMBER.md, which opens with
+the part's goals and whether each is reached, and goals.md with those of all parts. The same command goes on where it
+stopped, also after it was killed: what a killed check left running is ended first.
 
 Without a package registry: --wheels DIR installs what is missing of DIR's wheels into a folder below --out and puts it
 on PYTHONPATH; torch and transformers are taken as found. --commit names the code of a tree that was copied without its
@@ -119,13 +120,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from config.files import write_atomically
     from training.gpu_check import items
     from training.gpu_check.page import all_goals, page
-    from training.gpu_check.run import DONE, SKIPPED, Check, run_part
+    from training.gpu_check.run import DONE, SKIPPED, Check, end_leftovers, run_part
 
     parts = {number: items.PARTS[number] for number in ([options.part] if options.part else PARTS)}
     wanted = set(filter(None, options.items.split(",")))
     unknown = wanted - {item.name for part in parts.values() for item in part.items}
     if unknown:
         raise UserError(f"--items: there is no {', '.join(sorted(unknown))} in {_named(parts)}")
+    for line in end_leftovers(out / "work"):
+        print(line, flush=True)
     machine = look_at_machine(out)
     for line in name_commit(machine, options.commit):
         print(line, flush=True)

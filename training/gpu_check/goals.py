@@ -61,7 +61,7 @@ def largest(figures: Figures) -> str:
     return f"{row['parameters'] / 1e9:.2f} billion parameters, {row['tokens/s']:,.0f} tokens/s"
 
 
-AT_2048, DTYPES, OVER = ("peers-2048", "peers-2048-again"), ("dtypes", "dtypes-again"), "mantissa over "
+AT_2048, OVER = ("peers-2048", "peers-2048-again"), "mantissa over "
 GOALS = (
     Goal(1, ("replay",), "a planted NaN: is its module named?", lambda f: f["named the right module"]),
     Goal(1, ("replay",), "is its step reproduced by replay?", lambda f: f["reproduced"]),
@@ -73,21 +73,21 @@ GOALS = (
     Goal(3, AT_2048, OVER + "bare DeepSpeed, tokens/s", rate("mantissa", "bare"), least=0.99),
     Goal(3, AT_2048, "with torch's kernels over bare DeepSpeed", rate("mantissa-torch", "bare"), least=0.99),
     Goal(3, AT_2048, OVER + "the Trainer with DeepSpeed", rate("mantissa", "trainer"), least=1.3),
-    Goal(3, ("titan-2048",), OVER + "torchtitan", rate("mantissa", "torchtitan"), least=1.0),
-    Goal(3, ("titan-2048",), OVER + "torchtitan, compiled", rate("mantissa", "torchtitan-compile"), least=1.0),
+    Goal(3, ("peers-2048",), OVER + "torchtitan", rate("mantissa", "torchtitan"), least=1.0),
+    Goal(3, ("peers-2048",), OVER + "torchtitan, compiled", rate("mantissa", "torchtitan-compile"), least=1.0),
     Goal(3, ("peers-4096",), "MFU with 4,096 tokens", lambda f: f["mantissa"]["MFU"], least=0.5),
     Goal(3, ("peers-4096",), OVER + "the Trainer with 4,096 tokens", rate("mantissa", "trainer"), least=1.3),
-    Goal(3, ("titan-4096",), OVER + "torchtitan with 4,096 tokens", rate("mantissa", "torchtitan"), least=1.0),
+    Goal(3, ("peers-4096",), OVER + "torchtitan with 4,096 tokens", rate("mantissa", "torchtitan"), least=1.0),
     Goal(
         3,
-        ("titan-4096",),
+        ("peers-4096",),
         OVER + "torchtitan, compiled, with 4,096 tokens",
         rate("mantissa", "torchtitan-compile"),
         least=1.0,
     ),
-    Goal(4, DTYPES, "BF16 over FP32 (TF32 off), tokens/s", rate("mantissa-bf16", "mantissa-fp32"), least=2.0),
-    Goal(4, DTYPES, "BF16 over FP32, memory", rate("mantissa-bf16", "mantissa-fp32", "memory GiB"), most=0.7),
-    Goal(4, DTYPES, "FP16 over BF16, tokens/s", rate("mantissa-fp16", "mantissa-bf16"), least=0.97),
+    Goal(4, ("dtypes",), "BF16 over FP32 (TF32 off), tokens/s", rate("mantissa-bf16", "mantissa-fp32"), least=2.0),
+    Goal(4, ("dtypes",), "BF16 over FP32, memory", rate("mantissa-bf16", "mantissa-fp32", "memory GiB"), most=0.7),
+    Goal(4, ("dtypes", "dtypes-again"), "FP16 over BF16, tokens/s", rate("mantissa-fp16", "mantissa-bf16"), least=0.97),
     Goal(4, ("manifest",), "manifest path over cast path", rate("mantissa-manifest", "mantissa-bf16"), least=0.95),
     Goal(5, ("offload",), "largest model with ZeRO-3 and CPU offload", largest),
     Goal(5, ("on-device",), "largest model on the device alone", largest),

@@ -50,12 +50,10 @@ def lacks(device: torch.device) -> dict[str, str]:
     """What this machine does not have and some items need: the reason by need."""
     on_cpu = device.type == "cpu"
     flash = "flash-attn is not installed" if find_spec("flash_attn") is None else None
-    titan = "torchtitan is not installed; make titan does it" if find_spec("torchtitan") is None else None
     reasons = {
         "liger": unavailable_reason(device),
         "flash": "FlashAttention 2 needs a GPU" if on_cpu else flash,
         "flex": "FlexAttention has no backward pass on a CPU" if on_cpu else None,
-        "torchtitan": titan,
     }
     return {need: reason for need, reason in reasons.items() if reason is not None}
 

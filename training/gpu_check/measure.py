@@ -410,6 +410,18 @@ def largest(bench: Bench, depths: str, *overrides: str) -> Figures:
     return rows
 
 
+def depths_around(bench: Bench, planned: Mapping[int, float]) -> str:
+    """The deepest that surely fits the device and the next one; all of them on a device without a memory of its own.
+
+    planned: [GiB] by depth, ascending.
+    """
+    depths = list(planned)
+    if bench.device_bytes is not None:
+        surely = sum(planned[depth] * GIB < 0.9 * bench.device_bytes for depth in depths)
+        depths = depths[max(0, surely - 1) : surely + 1]
+    return ",".join(map(str, depths))
+
+
 def _depths(found: Mapping[str, Any]) -> Figures:
     """The rows of largest.json."""
     rows: Figures = {}

@@ -1,21 +1,26 @@
 """Measure the items of a part within its time, keep each result in a file of its own, and go on where it stopped.
 
-A result is written when its item ends, so that whatever ends this process loses at most the item that it was at. An
-item that is done is not measured again; one that failed is, after those that were never tried. One that needs what this
-machine lacks is skipped, with the reason.
+What times nothing runs some items at once; a timed item has the machine to itself. A result is written when its item
+ends, so that whatever ends this process loses at most the items that it was at. An item that is done is not measured
+again; one that failed is, after those that were never tried. One that needs what this machine lacks is skipped, with
+the reason.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from config.errors import one_line
 from config.files import write_atomically
@@ -25,9 +30,14 @@ from training.gpu_check.bench import Bench, ItemFailed, newest_log
 from training.gpu_check.items import Item, Part
 from training.jobs import error_line_of
 
+if TYPE_CHECKING:
+    import psutil
+
 DONE, FAILED, TIMED_OUT, SKIPPED = "done", "failed", "took too long", "skipped"
 MOST_BYTES = 2**20
 """Larger files of an item are deleted when it ends: weights, checkpoints, prepared batches. Logs and reports stay."""
+TOGETHER = 3
+"""Items that time nothing at once: their jobs start for most of their time, and leave most of a GPU idle."""
 PATIENCE, GRACE = 3.0, 60.0
 """An item may take so many times what is expected, and so many seconds more, before it is killed."""
 
@@ -42,6 +52,8 @@ class Check:
     machine: Mapping[str, Any]
     again: bool = False
     """Measure what is done once more."""
+    stopped: threading.Event = field(default_factory=threading.Event, compare=False)
+    """Set when the check is interrupted: what its items come to then is no result."""
 
     @property
     def conditions(self) -> dict[str, Any]:
@@ -71,21 +83,75 @@ def run_part(check: Check, number: int, part: Part, not_run: dict[str, str], *, 
 
     not_run: is given the reasons of those that are not run, by name.
     """
-    for item in _order(check, number, part):
-        reason = check.lacks(item)
-        if reason is not None:
-            _write(check, number, item, SKIPPED, error=reason)
-            yield f"skipped: {item.name}, {reason}"
-            continue
-        left = ends - time.monotonic()
-        if item.seconds > left:
-            not_run[item.name] = f"takes about {item.seconds:.0f} s, and {max(0.0, left):.0f} s were left"
-            yield f"not run: {item.name}, {not_run[item.name]}"
-            continue
-        yield f"{item.name}: {item.what}; about {item.seconds:.0f} s"
-        patience = left if check.tiny else PATIENCE * item.seconds + GRACE  # a CPU may be slow
-        result = measure(check, number, item, limit=min(left, patience))
-        yield f"  {result['status']}, {result['seconds']:.0f} s" + (f": {result['error']}" if result["error"] else "")
+    running: dict[Future[dict[str, Any]], Item] = {}
+    with ThreadPoolExecutor(TOGETHER) as pool:
+        try:
+            for item in _order(check, number, part):
+                reason = check.lacks(item)
+                if reason is not None:
+                    _write(check, number, item, SKIPPED, error=reason)
+                    yield f"skipped: {item.name}, {reason}"
+                    continue
+                alone = item.timed or any(other.timed for other in running.values())
+                yield from _ended(running, fewer_than=1 if alone else TOGETHER)
+                left = ends - time.monotonic()
+                if item.seconds > left:
+                    not_run[item.name] = f"takes about {item.seconds:.0f} s, and {max(0.0, left):.0f} s were left"
+                    yield f"not run: {item.name}, {not_run[item.name]}"
+                    continue
+                yield f"{item.name}: {item.what}; about {item.seconds:.0f} s"
+                patience = left if check.tiny else PATIENCE * item.seconds + GRACE  # a CPU may be slow
+                running[pool.submit(measure, check, number, item, limit=min(left, patience))] = item
+            yield from _ended(running, fewer_than=1)
+        except BaseException:
+            check.stopped.set()
+            while not all(job.done() for job in running):
+                _kill_jobs()
+                time.sleep(0.05)
+            raise
+
+
+def _ended(running: MutableMapping[Future[dict[str, Any]], Item], *, fewer_than: int) -> Iterator[str]:
+    """Wait until fewer items are running; a line for each that has ended."""
+    while len(running) >= fewer_than:
+        for job in wait(running, return_when=FIRST_COMPLETED).done:
+            name, result = running.pop(job).name, job.result()
+            yield f"{name} {result['status']}, {result['seconds']:.0f} s" + (
+                f": {result['error']}" if result["error"] else ""
+            )
+
+
+def _kill_jobs() -> None:
+    """SIGKILL to all that this process has started: items whose jobs are gone end by themselves."""
+    import psutil  # only here
+
+    _kill(psutil.Process().children(recursive=True))
+
+
+def end_leftovers(work: Path) -> list[str]:
+    """Kill the jobs of an earlier check in this folder, which was killed itself; a line where there were any.
+
+    work: the folder of the items' folders, which every job is given.
+    """
+    import psutil  # only here
+
+    inside, this = f"{work}{os.sep}", psutil.Process()
+    found: dict[int, psutil.Process] = {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process != this and any(inside in word for word in process.cmdline()):
+                found |= {each.pid: each for each in (process, *process.children(recursive=True))}
+    _kill(list(found.values()))
+    return [f"ended {len(found)} processes that a killed check left in {work}"] if found else []
+
+
+def _kill(processes: Sequence[psutil.Process]) -> None:
+    import psutil  # only here
+
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=10)
 
 
 def _order(check: Check, number: int, part: Part) -> list[Item]:
@@ -102,13 +168,15 @@ def _order(check: Check, number: int, part: Part) -> list[Item]:
 def measure(check: Check, number: int, item: Item, *, limit: float) -> dict[str, Any]:
     """Run one item to its end, or until `limit` seconds are over, and write its result.
 
-    A failure of any kind is a result: the error's last line, the log, and what was measured before it.
+    A failure of any kind is a result: the error's last line, the log, and what was measured before it. Raises
+    InterruptedError: the check was stopped.
     """
     folder = check.out / "work" / f"{number}-{item.name}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    device = str(check.machine["device"])
-    bench = Bench(folder, check.out / "cache", check.processes, check.tiny, limit, device=device)
+    name, memory = str(check.machine["device"]), check.machine.get("device_bytes")
+    shared = (check.out / "cache", check.processes, check.tiny)
+    bench = Bench(folder, *shared, limit, device=name, device_bytes=memory)
     started, status, error, log, figures = time.monotonic(), DONE, "", None, {}
     try:
         figures = item.measure(bench)
@@ -119,12 +187,15 @@ def measure(check: Check, number: int, item: Item, *, limit: float) -> dict[str,
         status, error, log = FAILED, str(failure), failure.log or newest_log(folder)
     except Exception as failure:  # whatever it is, the items after it are worth measuring
         status, error, log = FAILED, one_line(failure), newest_log(folder)
+    if check.stopped.is_set():
+        raise InterruptedError(item.name)
+    figures = figures or bench.found
     result = _write(
         *(check, number, item, status),
         error=error,
         log=log,
         seconds=time.monotonic() - started,
-        figures=figures or bench.found,
+        figures=figures if item.timed else {name: each for name, each in figures.items() if name != "tokens/s"},
         commands=bench.commands,
     )
     delete_large_files(folder)

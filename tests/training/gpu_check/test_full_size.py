@@ -18,7 +18,8 @@ from training.benchmark import command as benchmark
 from training.benchmark.contestants import COMMON_OVERRIDES, OWN, PEERS
 from training.benchmark.largest import read_options as largest_options
 from training.gpu_check.bench import Bench
-from training.gpu_check.items import PARTS, Item
+from training.gpu_check.items import ON_DEVICE, PARTS, Item
+from training.gpu_check.measure import depths_around
 from training.matrix.cells import all_cells
 
 ITEMS = [
@@ -105,19 +106,25 @@ def test_the_precision_matrix_has_many_cells_at_each_stage_and_its_rehearsal_one
     assert counts == [1] * 4 if tiny else min(counts) > 10
 
 
-def test_the_depths_on_the_device_alone_come_close_to_what_it_holds(tmp_path) -> None:
-    """Also where the last tenth of its memory cannot be had; and the deepest does not fit."""
-    bench: Any = Listening(tmp_path, tmp_path / "cache", 1, tiny=False, limit=60.0)
+@pytest.mark.parametrize("device", ["h100", "h200"])
+def test_the_depths_on_the_device_alone_come_close_to_what_it_holds(device: str, tmp_path) -> None:
+    """The first fits where the last tenth of its memory cannot be had; the second only with it, or not."""
+    memory = find_device(device).memory
+    bench: Any = Listening(tmp_path, tmp_path / "cache", 1, tiny=False, limit=60.0, device_bytes=int(memory))
     [item] = [item for item in PARTS[5].items if item.name == "on-device"]
     with pytest.raises(Asked):
         item.measure(bench)
     depths = [run.config.model.config["num_hidden_layers"] for run in bench.runs]
-    first, second = (_planned(run) for run in bench.runs[:2])
-    layer = (second - first) / (depths[1] - depths[0])  # planning a hundred layers takes seconds
-    planned = [first + (depth - depths[0]) * layer for depth in depths]
-    for memory in (find_device("h100").memory, find_device("h200").memory):
-        assert max(peak for peak in planned if peak < 0.9 * memory) > 0.8 * memory
-        assert max(planned) > 0.95 * memory
+    planned = [_planned(run) for run in bench.runs]
+    assert 0.8 * memory < planned[0] < 0.9 * memory < planned[1]
+    for depth, peak in zip(depths, planned, strict=True):
+        assert ON_DEVICE[depth] == pytest.approx(peak / 2**30, rel=0.02)
+
+
+@pytest.mark.parametrize(("gib", "depths"), [(40, "16,48"), (16, "16"), (200, "112"), (None, "16,48,56,64,96,112")])
+def test_a_smaller_device_tries_what_fits_and_one_without_a_memory_of_its_own_tries_all(gib, depths, tmp_path) -> None:
+    size = None if gib is None else gib * 2**30
+    assert depths_around(Bench(tmp_path, tmp_path, 1, tiny=False, limit=1.0, device_bytes=size), ON_DEVICE) == depths
 
 
 def _planned(run: Any) -> float:

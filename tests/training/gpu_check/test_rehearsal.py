@@ -13,6 +13,7 @@ import pytest
 
 from config.cli import REPOSITORY
 from tests.support.bare_machine import python_without, repack
+from tests.support.launches import wait_until
 from training.gpu_check.items import PARTS
 
 LACKING = (
@@ -31,10 +32,8 @@ LACKS = {
     "nan-liger": "liger-kernel is not installed",
     "attention-flash": "FlashAttention 2 needs a GPU",
     "attention-flex": "FlexAttention has no backward pass on a CPU",
-    "titan-2048": "torchtitan is not installed",
-    "titan-4096": "torchtitan is not installed",
 }
-"""Items that are skipped on a CPU where neither Liger nor torchtitan is installed, and why."""
+"""Items that are skipped on a CPU where Liger is not installed, and why."""
 MINUTES = 180
 """Of a part: part 6's six items took 27 minutes on two cores that thirty processes share; part 1 has 19."""
 
@@ -81,3 +80,22 @@ def test_a_part_is_measured_from_end_to_end(part, machine) -> None:
         resumed, replayed = results["resume"]["figures"], results["replay"]["figures"]
         assert resumed["bit-equal"] and resumed["steps after it"] > 10
         assert replayed["reproduced"] and replayed["named the right module"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_killed_check_goes_on_with_what_it_had_not_measured(machine) -> None:
+    python, environment, wheels, _ = machine
+    out = wheels.parent / "killed"
+    command = [python, "-m", "training.gpu_check", "--part", "1", "--tiny", "--minutes", "20", "--items", "demo,export"]
+    command += ["--wheels", str(wheels), "--out", str(out)]
+    check = subprocess.Popen(command, cwd=REPOSITORY, env=environment)
+    first, log = out / "1-demo.json", out / "work/1-export/logs/steps.log"
+    wait_until(lambda: first.exists() and log.exists(), seconds=1200)
+    check.kill()
+    check.wait()
+    measured = first.read_text()
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "that a killed check left in" in done.stdout
+    assert first.read_text() == measured and json.loads((out / "1-export.json").read_text())["status"] == "done"

@@ -7,10 +7,10 @@ import json
 import os
 import re
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -24,7 +24,8 @@ from training.gpu_check.command import TF32_SWITCHES, name_commit, read_options,
 from training.gpu_check.goals import GOALS
 from training.gpu_check.items import PARTS, Item, Part
 from training.gpu_check.page import page
-from training.gpu_check.run import MOST_BYTES, Check, measure, run_part
+from training.gpu_check.run import MOST_BYTES, TOGETHER, Check, end_leftovers, measure, run_part
+from training.jobs import kill, launch, start
 
 MACHINE = {
     "device": "a device",
@@ -124,8 +125,6 @@ def test_a_job_over_its_time_is_killed_with_all_that_it_started(tmp_path) -> Non
     )
 
     def hangs(bench: Bench) -> dict[str, Any]:
-        from training.jobs import launch
-
         launch([str(program)], processes=1, log=bench.folder / "logs/hangs.log", seconds=bench.left)
         return {}
 
@@ -223,58 +222,133 @@ def test_jobs_neither_use_tf32_nor_ask_the_hub(monkeypatch) -> None:
     assert settle_environment() == []
 
 
-def calls_of(part: Part, folder: Path, monkeypatch: pytest.MonkeyPatch, *, minutes: float = 9.5) -> list[list[str]]:
-    """The items that each call measures where all take what is expected, and a call's own start half a minute."""
-    clock, calls = [0.0], []
-
-    def passes(each: Item) -> Item:
-        def run(_: Bench) -> dict[str, Any]:
-            clock[0] += each.seconds
-            calls[-1].append(each.name)
-            return {"fine": True}
-
-        return dataclasses.replace(each, measure=run)
-
-    monkeypatch.setattr("training.gpu_check.run.time", SimpleNamespace(monotonic=lambda: clock[0]))
-    passing = Part(part.title, tuple(map(passes, part.items)))
-    check = check_in(folder)
-    while any(check.result(7, each) is None for each in part.items):
-        calls.append([])
-        list(run_part(check, 7, passing, {}, ends=clock[0] + 60 * minutes - 30))
-        assert calls[-1]
+def calls_of(part: Part, *, minutes: float = 9.5) -> list[tuple[float, list[str]]]:
+    """Seconds and items of each call, where all take what is expected, and a call's own start half a minute."""
+    left, calls = list(part.items), []
+    while left:
+        free, started = [30.0] * TOGETHER, []
+        alone_until = 30.0
+        for each in left:
+            begins = max(free) if each.timed else max(min(free), alone_until)
+            if begins + each.seconds > 60 * minutes:
+                continue
+            started.append(each.name)
+            if each.timed:
+                alone_until = begins + each.seconds
+                free = [alone_until] * TOGETHER
+            else:
+                free[free.index(min(free))] = begins + each.seconds
+        assert started
+        calls.append((max(free), started))
+        left = [each for each in left if each.name not in started]
     return calls
 
 
-def test_the_page_says_what_each_part_leaves_for_its_second_call(tmp_path, monkeypatch) -> None:
+def test_the_page_says_what_each_part_takes_and_leaves_for_a_second_call() -> None:
     page_text = (REPOSITORY / "docs/gpu-check.md").read_text(encoding="utf-8")
     found = re.findall(r"^\| (\d) \| (\d+) \| (.*) \|$", page_text, re.MULTILINE)
     said = {int(part): (int(seconds), re.findall(r"`(.*?)`", left)) for part, seconds, left in found}
     computed = {}
     for number, part in PARTS.items():
-        _, *later = calls_of(part, tmp_path / str(number), monkeypatch)
-        assert len(later) == 1
-        computed[number] = (sum(each.seconds for each in part.items), later[0])
+        (seconds, _), *later = calls_of(part)
+        computed[number] = (round(seconds), [name for _, names in later for name in names])
+        assert len(later) <= 1
     assert said == computed
-    total = sum(seconds for seconds, _ in computed.values())
-    assert f"All items together are {total / 60:.0f} minutes." in page_text
+    left = {(number, name) for number, (_, names) in computed.items() for name in names}
+    once = {(goal.part, name) for goal in GOALS for name in goal.items[:1]}
+    assert not left & once  # the first call measures every goal
 
 
-def test_the_calls_of_half_an_hour_measure_every_goal_but_one_items(tmp_path, monkeypatch) -> None:
+def test_half_an_hour_has_the_calls_that_the_page_gives_it() -> None:
     page_text = (REPOSITORY / "docs/gpu-check.md").read_text(encoding="utf-8")
     lines = re.findall(r"^make gpu-check PART=(\d)(?: ARGS=\"--items (\S+)\")? +# (\d+) s$", page_text, re.MULTILINE)
-    assert len(lines) == len(PARTS)
-    goals = {(goal.part, goal.items[0]) for goal in GOALS}
+    assert lines
     for number, names, seconds in lines:
         part = PARTS[int(number)]
         chosen = [each for each in part.items if not names or each.name in names.split(",")]
         assert not names or len(chosen) == len(names.split(","))
-        first = calls_of(dataclasses.replace(part, items=tuple(chosen)), tmp_path / number, monkeypatch)[0]
-        assert not names or len(first) == len(chosen)
-        assert sum(each.seconds for each in chosen if each.name in first) == int(seconds)
-        goals -= {(int(number), name) for name in first}
-    assert goals == {(3, "titan-4096")}
-    minutes = [round(sum(int(line[2]) for line in lines[:count]) / 60) for count in (4, 6)]
-    assert "first four are {} minutes\nof items, all six {}.".format(*minutes) in page_text
+        (taken, _), *later = calls_of(dataclasses.replace(part, items=tuple(chosen)))
+        assert round(taken) == int(seconds) and (not names or not later)
+    assert f"{sum(int(line[2]) for line in lines) / 60:.0f} minutes" in page_text
+
+
+def test_items_that_time_nothing_run_at_once_and_a_timed_one_alone(tmp_path) -> None:
+    running, seen, met = [0], [], threading.Barrier(TOGETHER)
+
+    def watched(bench: Bench) -> dict[str, Any]:
+        running[0] += 1
+        met.wait(timeout=60)  # breaks unless so many are there
+        met.wait(timeout=60)
+        running[0] -= 1
+        return {"tokens/s": 5.0, "loss": 1.0}
+
+    def alone(bench: Bench) -> dict[str, Any]:
+        seen.append(running[0])
+        return {"tokens/s": 5.0}
+
+    together = [dataclasses.replace(item(f"shared-{at}", watched), timed=False) for at in range(2 * TOGETHER)]
+    part = Part("a part", (*together[:TOGETHER], item("alone", alone), *together[TOGETHER:], item("last", alone)))
+    check = check_in(tmp_path)
+    ran(check, part)
+    assert seen == [0, 0]
+    found = {each.name: check.result(7, each) for each in part.items}
+    assert {result["status"] for result in found.values()} == {"done"}
+    assert found["shared-0"]["figures"] == {"loss": 1.0} and found["alone"]["figures"] == {"tokens/s": 5.0}
+
+
+def test_an_interrupted_check_kills_its_jobs_and_writes_no_result_for_them(tmp_path) -> None:
+    program = tmp_path / "sleeps.py"
+    program.write_text("import time\nprint('started', flush=True)\ntime.sleep(600)\n")
+
+    def hangs(bench: Bench) -> dict[str, Any]:
+        launch([str(program)], processes=1, log=bench.folder / "logs/hangs.log", seconds=bench.left)
+        raise ItemFailed("its job has ended")
+
+    each = dataclasses.replace(item("hangs", hangs), timed=False)
+    check = check_in(tmp_path)
+    following = dataclasses.replace(item("next", works), timed=False)
+    lines = run_part(check, 7, Part("a part", (each, following)), {}, ends=time.monotonic() + 500)
+    assert next(lines).startswith("hangs: ") and next(lines).startswith("next: ")
+    log = tmp_path / "work/7-hangs/logs/hangs.log"
+    wait_until(lambda: log.exists() and "started" in log.read_text())
+    children = psutil.Process().children()
+    with pytest.raises(KeyboardInterrupt):
+        lines.throw(KeyboardInterrupt)
+    assert not [child for child in children if str(program) in " ".join(child_command(child))]
+    assert check.result(7, each) is None and not (tmp_path / "7-next.json").exists()
+
+
+def test_what_a_killed_check_left_running_is_ended_and_nothing_else(tmp_path) -> None:
+    program = tmp_path / "sleeps.py"
+    program.write_text(
+        "import subprocess, sys, time\n"
+        "if len(sys.argv) > 1:\n    subprocess.Popen([sys.executable, sys.argv[0]], start_new_session=True)\n"
+        "print('started', flush=True)\ntime.sleep(600)\n"
+    )
+    logs = [tmp_path / f"out/work/1-{name}/logs/it.log" for name in ("left", "other")]
+    given = [f"run.dir={tmp_path / folder / 'work/1-left'}" for folder in ("out", "out2")]
+    jobs = [start([str(program), word], processes=1, log=log) for log, word in zip(logs, given, strict=True)]
+    try:
+        for log in logs:
+            wait_until(lambda log=log: log.read_text().count("started") == 2)
+        children = [psutil.Process(job.pid).children() for job in jobs]
+        assert end_leftovers(tmp_path / "out/work") == [
+            f"ended 2 processes that a killed check left in {tmp_path / 'out/work'}"
+        ]
+        assert [job.poll() is None for job in jobs] == [False, True]
+        assert not runs(children[0][0].pid) and runs(children[1][0].pid)
+        assert end_leftovers(tmp_path / "out/work") == []
+    finally:
+        for job in jobs:
+            kill(job)
+
+
+def child_command(process: psutil.Process) -> list[str]:
+    """Empty where it has ended."""
+    try:
+        return process.cmdline() if process.is_running() else []
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return []
 
 
 def test_a_tree_without_git_has_the_commit_that_is_given(tmp_path) -> None:
