@@ -89,14 +89,15 @@ FIELDS = (
     *("rows", "values", "xx", "x4"),
     *(f"{who}_{what}" for who in ("run", "plan", "fp32") for what in ("rr", "rx2", "rx", "rx_rx", "rx_xx")),
     "run_plan",
-    *("walk", "walk_fp32", "floor"),
+    *("walk", "walk_fp32", "floor", "moved"),
     *("own_rr", "own_xx"),
 )
 """The sums of a part. By row i: a = <r, x>, q = <x, x>. xx: of q; x4: of q^2; rr: of r^2; rx2: of r^2 x^2 by value;
 rx: of a; rx_rx: of a^2; rx_xx: of a q; run_plan: of the products of both a. walk: of the squares of all partial sums
 that are rounded to the plan's dtype on the way to a value; walk_fp32: of those that FP32 rounds; floor: of
-the squares of what the rounding of a subnormal number may be off by. own_rr, own_xx: rr of the run's own code in FP32,
-and xx of what it was computed for."""
+the squares of what the rounding of a subnormal number may be off by; moved: of what the exact values change by where
+each number that they are made of is off by FP32's u, 0 where that was not asked. own_rr, own_xx: rr of the run's own
+code in FP32, and xx of what it was computed for."""
 _MASKED = 1e30
 """Values from here on stand for minus infinity in an attention mask."""
 
@@ -111,12 +112,13 @@ def sums_of(
     walk: float = 0.0,
     walk_fp32: float = 0.0,
     floor: float = 0.0,
+    moved: float = 0.0,
     own: torch.Tensor | None = None,
 ) -> list[float]:
     """FIELDS of one tensor, computed four times. All of the same shape.
 
     width: values that share a statistic, whose errors may go together; 0, or no divisor of it: the last dimension.
-    walk, walk_fp32, floor: as in FIELDS. own: what the run's own code makes in FP32; None where that is not known.
+    walk, walk_fp32, floor, moved: as in FIELDS. own: what the run's own code makes in FP32; None where that is unknown.
     """
     last = exact.shape[-1] if exact.dim() else 1
     width = width if width and last % width == 0 else last
@@ -133,7 +135,7 @@ def sums_of(
         along.append(a)
         found += [r.square().sum(), (r.square() * square).sum(), a.sum(), a @ a, a @ q]
     found.append(along[0] @ along[1])
-    sums = [*torch.stack([item.double() for item in found]).tolist(), walk, walk_fp32, floor]
+    sums = [*torch.stack([item.double() for item in found]).tolist(), walk, walk_fp32, floor, moved]
     if own is None:
         return [*sums, 0.0, 0.0]
     off = torch.where(judged, own.double().reshape(-1, width) - x, 0.0).square().sum()
@@ -242,6 +244,7 @@ def largest_in_plan(part: Part) -> float:
 
 
 def _walk(part: Part, which: str) -> float:
+    """A sum of squares, relative to that of the values."""
     return part.sums[which] / part.sums["xx"] if part.sums["xx"] else 0.0
 
 
@@ -271,7 +274,8 @@ def _unexplained(part: Part) -> list[Finding]:
         why = f"errors of a row go together, {run.coherence:.1f} times as in the plan's dtype ({usual:.1f})"
         name(why, run.coherence / (chance**2 * usual))
     in_plan, in_fp32 = plan.size / roundoff_of(part), _in_roundings(fp32)
-    roundings = (part.terms + ROUNDINGS[part.kind]) * max(1.0, in_plan) ** 2
+    condition = max(1.0, in_plan) ** 2 + _walk(part, "moved") / unit_roundoff(torch.float32) ** 2
+    roundings = (part.terms + ROUNDINGS[part.kind]) * condition
     largest = CONFIDENCE * math.sqrt(roundings + _walk(part, "walk_fp32"))
     if in_fp32 > largest:
         why = f"in FP32 its error is {fp32.size:.2e}, {in_fp32:.0f} roundings; it does not shrink with the precision"

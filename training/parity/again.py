@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import Context
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -411,6 +411,25 @@ def fewer_rows(call: Call) -> Call:
     every = -(-output.numel() // MOST_VALUES)
     rows = given.reshape(-1, given.shape[-1])[::every]
     return Call(call.name, (rows, *call.args[1:]), call.kwargs, output.reshape(-1, output.shape[-1])[::every])
+
+
+def rounded(call: Call) -> Call:
+    """The call in FP64, every number of it and of what came to it off by FP32's unit roundoff, up or down by chance."""
+    u, generators = unit_roundoff(torch.float32), dict[torch.device, torch.Generator]()
+
+    def off(value: Any) -> Any:
+        if not (isinstance(value, torch.Tensor) and value.is_floating_point()):
+            return value
+        if value.device not in generators:
+            generators[value.device] = torch.Generator(value.device).manual_seed(0)
+        up = torch.randint(2, value.shape, generator=generators[value.device], device=value.device)
+        return (value.detach().double() * (1 + u * (2 * up - 1))).requires_grad_(value.requires_grad)
+
+    inside = [
+        replace(inner, output=tree_map(off, inner.output), made=tree_map(off, inner.made)) for inner in call.inside
+    ]
+    args, kwargs, came = tree_map(off, (call.args, call.kwargs, call.came))
+    return replace(call, args=args, kwargs=kwargs, came=came, inside=inside)
 
 
 def terms_of(kind: Kind, call: Call) -> int:

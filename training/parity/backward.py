@@ -31,7 +31,7 @@ from modeling.objectives.label_prediction import LabelPrediction
 from modeling.objectives.objective import Forward, Objective, Scored
 from precision.manifest import is_router
 from precision.signature import FIELDS, GRADIENT, Kind, sums_of
-from training.parity.again import Call, Leaves, Plan, again, as_fp64, fewer_rows, terms_of
+from training.parity.again import Call, Leaves, Plan, again, as_fp64, fewer_rows, rounded, terms_of
 from training.parity.own_code import own_code
 from training.parity.partial_sums import Walk, walks
 from training.parity.slices import Slices
@@ -188,6 +188,8 @@ class Backward:
         sums = {f"{GRADIENT}{key}": walk for key, walk in walks(self._plan.modules[call.name], call).items()}
         came = max(map(_mean_square, call.came.values()))
         size: dict[str, Any] = {"tokens": tokens, "came": came, "walks": sums}
+        if kind == "attention":
+            size["moved"] = self._moved(small, computed[-1])
         return self._rows(call.name, kind, max(terms_of(kind, small), tokens), run, computed, **size)
 
     def _compare_loss(self, objective: Objective, inputs: dict[str, Any], labels: torch.Tensor) -> list[dict[str, Any]]:
@@ -257,6 +259,11 @@ class Backward:
         made = _leaves(output)
         return self._gradients(call, leaves, [(made[number], came) for number, came in call.came.items()])
 
+    def _moved(self, call: Call, exact: _Gradients) -> dict[str, float]:
+        """By part the sum of squares of what FP64's gradients change by where what they are made of is rounded."""
+        found = self._again(rounded(call), torch.float64)
+        return {part: float((found[part] - values).square().sum()) for part, values in exact.items() if part in found}
+
     def _gradients(self, call: Call, leaves: Leaves, ends: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> _Gradients:
         """By what it is of. ends: what came out, with the gradient that came to it."""
         pairs = list(ends)
@@ -305,10 +312,12 @@ class Backward:
         tokens: int = 1,
         came: float = 0.0,
         walks: Mapping[str, Walk] | None = None,
+        moved: Mapping[str, float] | None = None,
         own: Mapping[str, torch.Tensor] | None = None,
     ) -> list[dict[str, Any]]:
         """tokens: terms of a parameter's gradient. came: mean square of the gradients that came to it, 0 where that is
-        not known. walks: of the partial sums, by part. own: what the run's own code makes in FP32, where known."""
+        not known. By part, walks: of the partial sums; moved: as `_moved`; own: what the run's own code makes in FP32,
+        where known."""
         rows = []
         of_parameters = {f"{GRADIENT}{key}" for key, _ in self._parameters(name)}
         for part, values in run.items():
@@ -324,6 +333,7 @@ class Backward:
                     floor *= tokens if in_sum else max(1.0, _mean_square(exact) / came) if came else 1.0
             walk = (walks or {}).get(part, Walk(0.0, False))
             sizes: dict[str, Any] = {"walk": walk.squares * walk.in_plan, "walk_fp32": walk.squares, "floor": floor}
+            sizes["moved"] = (moved or {}).get(part, 0.0)
             sums = sums_of(values, plan, fp32, exact, width=width, own=(own or {}).get(part), **sizes)
             if part != _OUTPUT and not any(sums[FIELDS.index(f"{who}_rr")] for who in ("run", "plan", "own")):
                 continue  # handed on as it was

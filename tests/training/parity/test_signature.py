@@ -7,6 +7,7 @@ alone. What is planted stays below what the bounds on a module's output, gradien
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from operator import mul
@@ -72,6 +73,7 @@ def measured(
     compute: str = "bf16",
     *,
     plant: Plant | None = None,
+    both: Plant | None = None,
     manifest: Manifest | None = None,
     attention: str = "sdpa",
     seed: int = 1,
@@ -79,8 +81,13 @@ def measured(
     steps: int = 1,
     objective: LabelPrediction | None = None,
 ) -> list[dict[str, Any]]:
-    """What is measured of some forward passes on random tokens, as steps have it."""
+    """What is measured of some forward passes on random tokens, as steps have it.
+
+    plant: what is done to the run; both: to the reference, too, before the run is cast.
+    """
     reference, run = (trained(family, attention, seed) for _ in range(2))
+    for model in (reference, run) if both is not None else ():
+        both(model)
     regions = None if manifest is None else Regions(run, manifest)
     if manifest is None:
         for parameter in run.parameters():
@@ -453,6 +460,31 @@ def test_a_cast_in_the_architectures_own_code_is_named(monkeypatch: pytest.Monke
     steps = measured()
     assert len(named(steps)) == 5
     assert all("does not shrink" in item.why for item in findings(pooled(steps)))
+
+
+def alike(model: Any) -> None:
+    """The keys' values hardly differ, so that the gradients of the scores are differences of nearly equal numbers."""
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.v_proj.weight *= 1e-3
+            layer.self_attn.v_proj.bias += 1.0
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+def test_a_condition_that_16_bits_do_not_show_is_no_defect(compute: str) -> None:
+    """A kernel of attention computes inside in FP32, so that the 16 bits around it round after the cancellation."""
+    steps = measured("qwen2", compute, both=alike)
+    assert named(steps) == ()
+    parts = [part for part in pooled(steps) if part.part == "gradient of what k_proj returned"]
+    unknown = [dataclasses.replace(part, sums={**part.sums, "moved": 0.0}) for part in parts]
+    assert ["does not shrink" in item.why for item in findings(unknown)] == [True, True]
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+def test_a_softmax_in_16_bits_is_named_where_its_gradients_cancel_too(compute: str) -> None:
+    rounds = softmax(lambda scores: torch.softmax(scores.to(DTYPES[compute]), -1))
+    found = named(measured("qwen2", compute, both=alike, plant=rounds))
+    assert found == (ATTENTION,)
 
 
 def fused(run: Any) -> None:
