@@ -3,7 +3,9 @@
 The kernel computes neither FP32's products as FP32 (on a GPU they are TF32 unless told otherwise) nor FP64, and is
 compiled for each of them. Here are its scores in FP32, or FP64 of FP64, its softmax in the same, and the probabilities
 rounded once to the values' dtype, as torch's own formulas have it (`math_attention` in its higher-order operators).
-sdpa is no substitute: it takes no `score_mod`, and rounds in other places.
+Backwards, too, as there (`sdpa_dense_backward`) and in its kernel: the gradients of the scores are of the output as it
+was rounded, and are rounded themselves before the products with queries and keys. sdpa is no substitute: it takes no
+`score_mod`, and rounds in other places.
 """
 
 from __future__ import annotations
@@ -54,16 +56,48 @@ def flex_attention(
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     key, value = (item.repeat_interleave(query.shape[1] // item.shape[1], dim=1) for item in (key, value))
     scores = query.to(wide) @ key.to(wide).transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = _Rounded.apply(scores, query.dtype)
     places = [torch.arange(size, device=query.device) for size in scores.shape]
     with TransformGetItemToIndex():
         scores = _everywhere(score_mod, (0,))(scores, *places)
         seen = None if block_mask is None else _everywhere(block_mask.mask_mod)(*places)
     if seen is not None:
         scores = scores.masked_fill(~seen, -torch.inf)
-    sums = scores.logsumexp(-1, keepdim=True)
-    chosen = torch.where(sums.isneginf(), 0.0, (scores - sums).exp())  # of a query that sees nothing
-    output = chosen.to(value.dtype) @ value
-    return output if return_aux is None else (output, AuxOutput(lse=sums.squeeze(-1)))
+    output, sums = _Chosen.apply(scores, value)
+    return output if return_aux is None else (output, AuxOutput(lse=sums))
+
+
+class _Rounded(torch.autograd.Function):
+    """What it gets, whose gradient is rounded to a dtype."""
+
+    @staticmethod
+    def forward(context: Any, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        context.dtype = dtype
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(context: Any, *came: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return came[0].to(context.dtype).to(came[0].dtype), None
+
+
+class _Chosen(torch.autograd.Function):
+    """Values weighted by the softmax of scores, and the logarithm of its sums, differentiated as the kernel does."""
+
+    @staticmethod
+    def forward(context: Any, scores: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        sums = scores.logsumexp(-1, keepdim=True)
+        chosen = torch.where(sums.isneginf(), 0.0, (scores - sums).exp())  # of a query that sees nothing
+        output = chosen.to(value.dtype) @ value
+        context.save_for_backward(chosen, value, output)
+        return output, sums.squeeze(-1)
+
+    @staticmethod
+    def backward(context: Any, *came: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        (chosen, value, output), (of_output, of_sums) = context.saved_tensors, came
+        of_value = chosen.to(value.dtype).transpose(2, 3) @ of_output
+        wide = of_output.to(chosen.dtype)
+        shared = (output.to(chosen.dtype) * wide).sum(-1, keepdim=True) - of_sums.unsqueeze(-1)
+        return chosen * (wide @ value.to(chosen.dtype).transpose(2, 3) - shared), of_value
 
 
 def _everywhere(function: Callable[..., torch.Tensor], before: tuple[int, ...] = ()) -> Callable[..., torch.Tensor]:

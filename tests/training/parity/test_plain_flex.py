@@ -19,14 +19,16 @@ from training.parity.plain_flex import flex_attention
 
 
 def in_blocks(query: Any, key: Any, value: Any, *, score_mod: Any, block_mask: Any, scale: float, **_: Any) -> Any:
-    """As a fused kernel rounds: exponentials that are not divided yet are 16-bit, sums and the product FP32."""
+    """As a fused kernel may round: exponentials that are not divided yet are 16-bit; sums, the product and gradients
+    of the scores FP32."""
     key, value = (item.repeat_interleave(query.shape[1] // item.shape[1], dim=1) for item in (key, value))
     scores = query.float() @ key.float().transpose(2, 3) * scale
     size = scores.shape
     seen = of_torch.create_mask(block_mask.mask_mod, size[0], size[1], size[2], size[3], "cpu")
     scores = scores.masked_fill(~seen, -torch.inf)
     exponentials = (scores - scores.amax(-1, keepdim=True).detach()).exp()
-    product = exponentials.to(value.dtype).float() @ value.float()
+    rounded = exponentials + (exponentials.to(value.dtype).float() - exponentials).detach()
+    product = rounded @ value.float()
     return (product / exponentials.sum(-1, keepdim=True)).to(query.dtype)
 
 
@@ -62,6 +64,36 @@ def test_it_computes_what_torch_does(capped: bool) -> None:
     )
     assert exact.dtype == torch.float64
     assert 0 < float((found - exact).abs().max()) < 1e-6
+
+
+def test_its_gradients_are_rounded_where_torchs_are() -> None:
+    """Bit for bit, by torch's formulas for any device; and in FP64 they are those of finite differences."""
+    draw = torch.Generator().manual_seed(2)
+    given = [torch.randn(2, heads, 24, 16, generator=draw).bfloat16() for heads in (4, 2, 2, 4)]
+
+    def causal(sample: Any, head: Any, row: Any, column: Any) -> Any:
+        return row >= column
+
+    def gradients(attend: Any) -> tuple[torch.Tensor, ...]:
+        query, key, value = (item.clone().requires_grad_() for item in given[:3])
+        return torch.autograd.grad(attend(query, key, value), (query, key, value), given[3])
+
+    mask = of_torch.create_block_mask(causal, None, None, 24, 24, device="cpu")
+    with flex_on_cpu():
+        kernel: Any = of_transformers.WrappedFlexAttention(True)()
+        expected = gradients(lambda *those: kernel(*those, block_mask=mask, enable_gqa=True))
+    how: dict[str, Any] = {"score_mod": lambda score, *_: score, "block_mask": mask, "scale": None}
+    found = gradients(lambda *those: flex_attention(*those, **how))
+    for mine, other in zip(found, expected, strict=True):
+        assert torch.allclose(mine.float(), other.float(), rtol=2**-7, atol=1e-4)
+        assert float((mine == other).float().mean()) > 0.98  # products are summed up in another order
+
+    def with_sums(*those: torch.Tensor) -> Any:
+        output, aux = flex_attention(*those, **how, return_aux=True)
+        return output, aux.lse
+
+    small = [item[:1, :2, :, :4].double().requires_grad_() for item in given[:3]]
+    assert torch.autograd.gradcheck(with_sums, small)
 
 
 @pytest.mark.one_in(2)
