@@ -112,7 +112,8 @@ def _false_alarms(healthy: Sequence[Cell], results: Results) -> str:
             f"{len(alarms)} in {len(done)} healthy runs, judged by all that judges the others; the plain ones of "
             "the last seed with the checks for silent corruption on." + (bound if not alarms else ""),
             """The oracle's bound on the loss in 16 bits was widened after two of the first 31 of these
-runs, in BF16, had been beyond it, the worse of them by 1.6 times: for that check they are no independent evidence.""",
+runs, in BF16, had been beyond it, the worse of them by 1.6 times; FP32's bound on gradients of attention after one, in
+FP16, had been 1.1 times beyond it. For these checks they are no independent evidence.""",
             table(("runs", *(path.upper() for path in PATHS)), rows).strip(),
             "\n".join(said),
         ]
