@@ -23,20 +23,34 @@ SICK = "model.layers.1.mlp.up_proj"
 
 
 def parity(world: World, *, stage: int, compute: str, overrides: Sequence[str] = ()) -> dict[str, float]:
-    """Largest distances between a compiled run and the same run as it is: relative, but of masters absolute.
+    """How far a compiled run is from the same run as it is, relative; in 16 bits also how far both are from FP32.
 
-    kept: elements that its forward pass keeps for the backward pass, as a share of those of the run as it is.
+    loss, norm: the largest of the steps. masters: root mean square, of how far they moved. kept: elements that its
+    forward pass keeps for the backward pass, as a share of those of the run as it is.
     """
     plain, compiled = (_train(world, stage, compute, [*overrides, f"model.compile={word}"]) for word in _WORDS)
-    return {
-        "loss": max(abs(a - b) / a for a, b in zip(plain["losses"], compiled["losses"], strict=True)),
-        "norm": max(abs(a - b) / a for a, b in zip(plain["norms"], compiled["norms"], strict=True)),
-        "masters": max(float((plain["masters"][k] - compiled["masters"][k]).abs().max()) for k in plain["masters"]),
-        "moved": max(float((plain["masters"][k] - plain["first"][k]).abs().max()) for k in plain["masters"]),
+    found = {
+        **_apart(compiled, plain),
+        "masters": _size(compiled["masters"], plain["masters"]) / _size(plain["masters"], plain["first"]),
         "compiled_calls": compiled["compiled_calls"],
         "own_calls": compiled["own_calls"],
         "kept": compiled["kept"] / plain["kept"],
     }
+    if compute != "fp32":
+        exact = _train(world, stage, "fp32", [*overrides, "model.compile=false"])
+        for name, run in (("plain", plain), ("compiled", compiled)):
+            found |= {f"{name} {key} from FP32": value for key, value in _apart(run, exact).items()}
+    return found
+
+
+def _apart(mine: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
+    pairs = {"loss": (mine["losses"], other["losses"]), "norm": (mine["norms"], other["norms"])}
+    return {key: max(abs(a / b - 1) for a, b in zip(*values, strict=True)) for key, values in pairs.items()}
+
+
+def _size(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Root of the sum of squares of the differences."""
+    return float(sum((mine[name] - other[name]).double().square().sum() for name in other) ** 0.5)
 
 
 def resume(world: World, *, folder: str, overrides: Sequence[str]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def test_compiled_blocks_train_as_the_blocks_do(pair: ProcessGroup, stage: int, 
     for found in pair.run(cases.parity, stage=stage, compute=compute, overrides=overrides):
         assert found["compiled_calls"] == CALLS and found["own_calls"] == 0
         assert found["loss"] < tolerance and found["norm"] < 10 * tolerance
-        assert found["masters"] < 1e-3 * found["moved"]
+        assert found["masters"] < 1e-3
         assert found["kept"] <= 1.0
 
 
