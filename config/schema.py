@@ -818,6 +818,9 @@ class ParitySection:
     diverge from the twin by chaos alone, so twice their root mean square distance is no failure."""
     points: int = limit(3, at_least=1)
     """[points] Places of the trajectory at which single steps are compared: the start, then evenly spaced."""
+    oracle_steps: int = limit(0, at_least=0)
+    """[steps] First steps of the FP32 run that are recomputed outside of the engine, as by --oracle: an error that both
+    runs share, such as a label that is lost, is beyond FP32's bounds there. 0: none."""
     validation_delta: float = limit(0.005, above=0.0)
     """[fraction] Largest distance of the last validation loss from FP32's."""
     loss_gap: float = limit(0.02, above=0.0)

@@ -56,7 +56,7 @@ from training.parity.jobs import (
     trajectory,
     walk_steps,
 )
-from training.parity.oracle.judge import STEPS, judge
+from training.parity.oracle.judge import STEPS, Comparison, judge
 from training.parity.report import verdict_lines, write_report
 
 PARITY, NO_PARITY = 0, 3
@@ -86,6 +86,7 @@ def gate(chosen: Plan, log: Log = print, *, references: References | None = None
         *judge_trajectories(half, fp32, bounds, nudged, whole=whole),
         *judge_steps(walks, bounds),
         judge_dtypes([report for run in candidates for report in inner_dtypes(run)], bounds),
+        *outside(twins[0], bounds.oracle_steps, log),
     ]
     failed = [check.name for check in checks if not check.passed]
     found = {
@@ -104,6 +105,30 @@ def gate(chosen: Plan, log: Log = print, *, references: References | None = None
     (chosen.folder / "parity.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     write_report(chosen.folder, found)
     return found
+
+
+def outside(twin: Run, steps: int, log: Log) -> list[Check]:
+    """The FP32 run's first steps recomputed outside of the engine that both share; nothing where `steps` is 0.
+
+    Measured is the largest difference in units of its bound; where the oracle does not know the run, infinity.
+    """
+    if not steps:
+        return []
+    log(f"{twin.folder.name}: the first {steps} steps recomputed outside of the engine")
+    try:
+        found = judge(twin.folder.path, steps=steps, log=lambda _: None)
+    except UserError as problem:
+        return [Check("oracle", math.inf, 1.0, False, note=str(problem))]
+    worst = max(found.comparisons, key=_in_bounds)
+    beyond = [f"{each.what} {each.largest:.2e}, bound {each.bound:.0e}" for each in found.comparisons if not each.holds]
+    note = "; ".join(beyond) or f"{worst.what} {worst.largest:.2e}, bound {worst.bound:.0e}"
+    return [Check("oracle", _in_bounds(worst), 1.0, found.holds, note=note)]
+
+
+def _in_bounds(comparison: Comparison) -> float:
+    if not comparison.bound:
+        return 0.0 if comparison.holds else math.inf
+    return math.inf if math.isnan(comparison.largest) else comparison.largest / comparison.bound
 
 
 def _thinned(run: Trajectory) -> dict[str, Any]:

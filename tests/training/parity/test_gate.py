@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shutil
 
 import pytest
 
@@ -39,7 +41,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def judged(folder):
     """A gate that passes, and its FP32 runs."""
-    given = [*SMALL, f"data.cache_dir={folder}/cache"]
+    given = [*SMALL, f"data.cache_dir={folder}/cache", "parity.oracle_steps=3"]
     with forked_launcher(2) as launcher:
         chosen = parity.plan(DEMO, given, folder=folder / "good", steps=12, processes=2, launcher=launcher)
         references = parity.train_references(chosen, print)
@@ -78,6 +80,36 @@ def test_bf16_passes_and_the_report_says_under_which_conditions(folder, judged):
     for name in ("trajectories.png", "steps.png"):
         assert name in page
         assert (folder / "good" / name).stat().st_size > 10_000
+
+
+def test_what_both_runs_share_is_judged_outside_of_the_engine(folder, judged):
+    """The twin's steps recomputed, as they were recorded and with one loss that is off by what BF16 would hide."""
+    found, references = judged
+    [check] = [check for check in found["checks"] if check["name"] == "oracle"]
+    assert check["passed"] and 0 < check["measured"] < 0.5 and "bound" in check["note"]
+    assert "recomputed outside of the engine" in (folder / "good/parity.md").read_text()
+    twin = references.twins[0]
+    whole = twin.folder.events.read_text()
+    rows = [json.loads(line) for line in whole.splitlines()]
+    for row in rows:
+        if row["event"] == "step" and row["step"] == 2:
+            row["loss"] *= 1 + 1e-4
+    twin.folder.events.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    try:
+        [check] = parity.outside(twin, 3, lambda line: None)
+    finally:
+        twin.folder.events.write_text(whole)
+    assert not check.passed and check.measured > 10 and check.note.startswith("loss 1.0")
+    assert parity.outside(twin, 0, lambda line: None) == []
+
+
+def test_a_run_that_the_oracle_does_not_know_fails_with_the_reason(tmp_path, judged):
+    twin = judged[1].twins[0]
+    folder = RunDir(tmp_path / "run")
+    shutil.copytree(twin.folder.path, folder.path)
+    folder.config.write_text(folder.config.read_text() + "\nparallel: {sequence: 2}\n")
+    [check] = parity.outside(dataclasses.replace(twin, folder=folder), 3, lambda line: None)
+    assert not check.passed and "parallel" in check.note
 
 
 def test_a_sabotaged_norm_fails_by_name(folder, judged):
