@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 DONE, FAILED, TIMED_OUT, SKIPPED = "done", "failed", "took too long", "skipped"
 MOST_BYTES = 2**20
 """Larger files of an item are deleted when it ends: weights, checkpoints, prepared batches. Logs and reports stay."""
+MARK = "MANTISSA_GPU_CHECK"
+"""Environment variable of a check's jobs: its folder."""
 TOGETHER = 3
 """Items that time nothing at once: their jobs start for most of their time, and leave most of a GPU idle."""
 PATIENCE, GRACE = 3.0, 60.0
@@ -129,19 +131,19 @@ def _kill_jobs() -> None:
 
 
 def end_leftovers(work: Path) -> list[str]:
-    """Kill the jobs of an earlier check in this folder, which was killed itself; a line where there were any.
+    """Kill what an earlier check in this folder, which was killed itself, has left; a line where there was any.
 
-    work: the folder of the items' folders, which every job is given.
+    From here on whatever this process starts is known by an environment variable. work: the folder of the items'.
     """
     import psutil  # only here
 
-    inside, this = f"{work}{os.sep}", psutil.Process()
-    found: dict[int, psutil.Process] = {}
+    this, found = psutil.Process(), []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process != this and any(inside in word for word in process.cmdline()):
-                found |= {each.pid: each for each in (process, *process.children(recursive=True))}
-    _kill(list(found.values()))
+            if process != this and process.environ().get(MARK) == str(work):
+                found.append(process)
+    _kill(found)
+    os.environ[MARK] = str(work)
     return [f"ended {len(found)} processes that a killed check left in {work}"] if found else []
 
 

@@ -6,7 +6,9 @@ import dataclasses
 import json
 import os
 import re
+import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -24,7 +26,7 @@ from training.gpu_check.command import TF32_SWITCHES, name_commit, read_options,
 from training.gpu_check.goals import GOALS
 from training.gpu_check.items import PARTS, Item, Part
 from training.gpu_check.page import page
-from training.gpu_check.run import MOST_BYTES, TOGETHER, Check, end_leftovers, measure, run_part
+from training.gpu_check.run import MARK, MOST_BYTES, TOGETHER, Check, end_leftovers, measure, run_part
 from training.jobs import kill, launch, start
 
 MACHINE = {
@@ -296,59 +298,63 @@ def test_items_that_time_nothing_run_at_once_and_a_timed_one_alone(tmp_path) -> 
     assert found["shared-0"]["figures"] == {"loss": 1.0} and found["alone"]["figures"] == {"tokens/s": 5.0}
 
 
-def test_an_interrupted_check_kills_its_jobs_and_writes_no_result_for_them(tmp_path) -> None:
-    program = tmp_path / "sleeps.py"
-    program.write_text("import time\nprint('started', flush=True)\ntime.sleep(600)\n")
+def check_that_hangs(folder: Path) -> None:
+    """One item, whose job sleeps, and one that waits for its turn."""
 
     def hangs(bench: Bench) -> dict[str, Any]:
-        launch([str(program)], processes=1, log=bench.folder / "logs/hangs.log", seconds=bench.left)
+        program = [str(folder / "sleeps.py")]
+        launch(program, processes=1, log=bench.folder / "logs/hangs.log", seconds=bench.left)
         raise ItemFailed("its job has ended")
 
-    each = dataclasses.replace(item("hangs", hangs), timed=False)
-    check = check_in(tmp_path)
-    following = dataclasses.replace(item("next", works), timed=False)
-    lines = run_part(check, 7, Part("a part", (each, following)), {}, ends=time.monotonic() + 500)
-    assert next(lines).startswith("hangs: ") and next(lines).startswith("next: ")
+    items = dataclasses.replace(item("hangs", hangs), timed=False), item("next", works)
+    list(run_part(check_in(folder), 7, Part("a part", items), {}, ends=time.monotonic() + 500))
+
+
+def test_an_interrupted_check_kills_its_jobs_and_writes_no_result_for_them(tmp_path) -> None:
+    """In a process of its own, since it kills whatever that one has started."""
+    (tmp_path / "sleeps.py").write_text(SLEEPS)
+    test = f"from pathlib import Path; from {__name__} import *; check_that_hangs(Path({str(tmp_path)!r}))"
+    check = subprocess.Popen([sys.executable, "-c", test], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
     log = tmp_path / "work/7-hangs/logs/hangs.log"
-    wait_until(lambda: log.exists() and "started" in log.read_text())
-    children = psutil.Process().children()
-    with pytest.raises(KeyboardInterrupt):
-        lines.throw(KeyboardInterrupt)
-    assert not [child for child in children if str(program) in " ".join(child_command(child))]
-    assert check.result(7, each) is None and not (tmp_path / "7-next.json").exists()
-
-
-def test_what_a_killed_check_left_running_is_ended_and_nothing_else(tmp_path) -> None:
-    program = tmp_path / "sleeps.py"
-    program.write_text(
-        "import subprocess, sys, time\n"
-        "if len(sys.argv) > 1:\n    subprocess.Popen([sys.executable, sys.argv[0]], start_new_session=True)\n"
-        "print('started', flush=True)\ntime.sleep(600)\n"
-    )
-    logs = [tmp_path / f"out/work/1-{name}/logs/it.log" for name in ("left", "other")]
-    given = [f"run.dir={tmp_path / folder / 'work/1-left'}" for folder in ("out", "out2")]
-    jobs = [start([str(program), word], processes=1, log=log) for log, word in zip(logs, given, strict=True)]
     try:
-        for log in logs:
-            wait_until(lambda log=log: log.read_text().count("started") == 2)
-        children = [psutil.Process(job.pid).children() for job in jobs]
-        assert end_leftovers(tmp_path / "out/work") == [
-            f"ended 2 processes that a killed check left in {tmp_path / 'out/work'}"
-        ]
+        wait_until(lambda: log.exists() and log.read_text().count("started") == 2)
+        jobs = psutil.Process(check.pid).children(recursive=True)
+        check.send_signal(signal.SIGINT)
+        _, said = check.communicate(timeout=30)
+    finally:
+        kill(check)
+    assert check.returncode and "KeyboardInterrupt" in said
+    assert len(jobs) == 2 and not any(runs(job.pid) for job in jobs)
+    assert not list(tmp_path.glob("7-*.json"))
+
+
+def test_what_a_killed_check_left_running_is_ended_and_nothing_else(tmp_path, monkeypatch) -> None:
+    (tmp_path / "sleeps.py").write_text(SLEEPS)
+    jobs, logs = [], []
+    try:
+        for name in ("out", "other"):
+            monkeypatch.setenv(MARK, str(tmp_path / name / "work"))
+            logs.append(tmp_path / f"{name}.log")
+            jobs.append(start([str(tmp_path / "sleeps.py")], processes=1, log=logs[-1]))
+        monkeypatch.delenv(MARK)
+        wait_until(lambda: all(log.read_text().count("started") == 2 for log in logs))
+        children = [psutil.Process(job.pid).children()[0].pid for job in jobs]
+        work = tmp_path / "out/work"
+        assert end_leftovers(work) == [f"ended 2 processes that a killed check left in {work}"]
         assert [job.poll() is None for job in jobs] == [False, True]
-        assert not runs(children[0][0].pid) and runs(children[1][0].pid)
-        assert end_leftovers(tmp_path / "out/work") == []
+        assert [runs(child) for child in children] == [False, True]
+        assert os.environ[MARK] == str(work) and end_leftovers(work) == []
     finally:
         for job in jobs:
             kill(job)
 
 
-def child_command(process: psutil.Process) -> list[str]:
-    """Empty where it has ended."""
-    try:
-        return process.cmdline() if process.is_running() else []
-    except (psutil.NoSuchProcess, psutil.ZombieProcess):
-        return []
+SLEEPS = (
+    "import subprocess, sys, time\n"
+    "if len(sys.argv) == 1:\n    subprocess.Popen([sys.executable, sys.argv[0], 'child'], start_new_session=True)\n"
+    "print('started', flush=True)\ntime.sleep(600)\n"
+)
+"""A job that starts another one, out of its session."""
 
 
 def test_a_tree_without_git_has_the_commit_that_is_given(tmp_path) -> None:
