@@ -36,7 +36,8 @@ for name in sys.stdin.read().splitlines():
 def interpreter(version: str) -> str:
     """The Python of that version, on the PATH or of pyenv; skips the test where there is none."""
     pyenv = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser() / "versions"
-    paths = [shutil.which(f"python{version}"), *map(str, pyenv.glob(f"{version}.*/bin/python{version}"))]
+    installed = pyenv.glob(f"{version}.*/bin/python{version}") if os.access(pyenv, os.R_OK | os.X_OK) else ()
+    paths = [shutil.which(f"python{version}"), *map(str, installed)]
     for path in filter(None, paths):
         # A shim of pyenv is there for versions, too, that are not chosen.
         done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
