@@ -300,6 +300,7 @@ def test_items_that_time_nothing_run_at_once_and_a_timed_one_alone(tmp_path) -> 
 
 def check_that_hangs(folder: Path) -> None:
     """One item, whose job sleeps, and one that waits for its turn."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell has started in the background
 
     def hangs(bench: Bench) -> dict[str, Any]:
         program = [str(folder / "sleeps.py")]
