@@ -20,7 +20,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import psutil
 
 from config.errors import one_line
 from config.files import write_atomically
@@ -29,9 +31,6 @@ from tracking.jsonl import plain
 from training.gpu_check.bench import Bench, ItemFailed, newest_log
 from training.gpu_check.items import Item, Part
 from training.jobs import error_line_of
-
-if TYPE_CHECKING:
-    import psutil
 
 DONE, FAILED, TIMED_OUT, SKIPPED = "done", "failed", "took too long", "skipped"
 MOST_BYTES = 2**20
@@ -107,8 +106,8 @@ def run_part(check: Check, number: int, part: Part, not_run: dict[str, str], *, 
             yield from _ended(running, fewer_than=1)
         except BaseException:
             check.stopped.set()
-            while not all(job.done() for job in running):
-                _kill_jobs()
+            while not all(job.done() for job in running):  # items whose jobs are gone end by themselves
+                _kill(psutil.Process().children(recursive=True))
                 time.sleep(0.05)
             raise
 
@@ -123,20 +122,11 @@ def _ended(running: MutableMapping[Future[dict[str, Any]], Item], *, fewer_than:
             )
 
 
-def _kill_jobs() -> None:
-    """SIGKILL to all that this process has started: items whose jobs are gone end by themselves."""
-    import psutil  # only here
-
-    _kill(psutil.Process().children(recursive=True))
-
-
 def end_leftovers(work: Path) -> list[str]:
     """Kill what an earlier check in this folder, which was killed itself, has left; a line where there was any.
 
     From here on whatever this process starts is known by an environment variable. work: the folder of the items'.
     """
-    import psutil  # only here
-
     this, found = psutil.Process(), []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -148,8 +138,6 @@ def end_leftovers(work: Path) -> list[str]:
 
 
 def _kill(processes: Sequence[psutil.Process]) -> None:
-    import psutil  # only here
-
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()

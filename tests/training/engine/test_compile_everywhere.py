@@ -13,7 +13,7 @@ from tests.training.engine import compile_cases as cases
 pytestmark = pytest.mark.slow
 
 # Relative, of losses and gradient norms; of masters, a share of how far they moved.
-# FP16 keeps neither bound of BF16's on every CPU: compiled blocks round less, and are nearer to FP32.
+# Wider in FP16: gradient norms were 5.2e-4 apart, the compiled blocks' 2.4e-4 from FP32 and the eager ones' 7.6e-4.
 FP32, BF16, FP16 = (1e-6, 1e-5, 1e-3), (5e-5, 5e-4, 0.02), (2e-4, 2e-3, 0.05)
 NO_WORSE = 1.5
 """[factor] How much further than the blocks as they are compiled ones may be from FP32."""
