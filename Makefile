@@ -82,10 +82,10 @@ test-titan: titan  ## The benchmark's contestant torchtitan against Mantissa, tw
 	$(WITH_TITAN) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m titan $(ARGS)
 
 benchmark: setup  ## Mantissa against the loops its users would write: runs/benchmark
-	$(BIN)/python -m training.benchmark --config config/recipes/benchmark.yaml $(ARGS)
+	$(BIN)/python -m lab.benchmark --config config/recipes/benchmark.yaml $(ARGS)
 
 benchmark-titan: titan  ## The same with torchtitan's own Trainer among them: runs/benchmark
-	$(WITH_TITAN) $(BIN)/python -m training.benchmark --config config/recipes/benchmark.yaml $(ARGS)
+	$(WITH_TITAN) $(BIN)/python -m lab.benchmark --config config/recipes/benchmark.yaml $(ARGS)
 
 # TRL apart, too: nothing but its contestant needs it. Its requirements are those of requirements.txt.
 TRL := $(VENV)/trl
@@ -100,7 +100,7 @@ trl: setup $(TRL_STAMP)  ## Install TRL beside Mantissa: .venv/trl
 test-trl: trl  ## TRL's trainers against Mantissa, step by step and as contestants of the benchmark, two CPU processes
 	$(WITH_TRL) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m trl $(ARGS)
 
-FINE_TUNING := $(WITH_TRL) $(BIN)/python -m training.benchmark --out runs/benchmark-trl
+FINE_TUNING := $(WITH_TRL) $(BIN)/python -m lab.benchmark --out runs/benchmark-trl
 benchmark-trl: trl  ## SFT, LoRA and DPO of the demo's model against TRL and the Trainer: runs/benchmark-trl
 	$(FINE_TUNING)/sft --config config/recipes/sft_full.yaml data.packing=none $(ARGS)
 	$(FINE_TUNING)/lora --config config/recipes/sft_lora.yaml data.packing=none $(ARGS)
@@ -114,7 +114,7 @@ $(LIGER_STAMP): $(STAMP)
 
 # Every line, whether or not the one before it held its bounds. --no-split and small micro-batches: FP32 has to fit, too.
 WITH_LIGER := PYTHONPATH="$(CURDIR)/$(VENV)/liger"
-BENCHMARK_1B := $(BIN)/python -m training.benchmark --config config/recipes/benchmark_1b.yaml --rounds 3 --steps 20
+BENCHMARK_1B := $(BIN)/python -m lab.benchmark --config config/recipes/benchmark_1b.yaml --rounds 3 --steps 20
 benchmark-gpu: setup $(LIGER_STAMP)  ## The goals for one GPU of 80 GB, in docs/performance.md: runs/benchmark-gpu
 	-$(WITH_LIGER) $(BENCHMARK_1B) --out runs/benchmark-gpu/2048 \
 		--contestants mantissa,mantissa-full,mantissa-torch,mantissa-compile,bare,accelerate,trainer \
@@ -126,8 +126,8 @@ benchmark-gpu: setup $(LIGER_STAMP)  ## The goals for one GPU of 80 GB, in docs/
 		--at-least mantissa-bf16/mantissa-fp32=2 --at-least mantissa-fp16/mantissa-bf16=0.97 batch.micro_size=4 $(ARGS)
 	-$(BENCHMARK_1B) --contestants mantissa-bf16,mantissa-manifest --out runs/benchmark-gpu/manifest --no-split \
 		--at-least mantissa-manifest/mantissa-bf16=0.95 deepspeed.config=ds_configs/zero3_bf16.json batch.micro_size=4 $(ARGS)
-	-$(BIN)/python -m training.benchmark.overhead --config config/recipes/benchmark_1b.yaml --pairs 100 --at-least 0.99
-	-$(BIN)/python -m training.benchmark.largest --config config/recipes/benchmark_1b.yaml --layers 32,64,96,128 \
+	-$(BIN)/python -m lab.benchmark.overhead --config config/recipes/benchmark_1b.yaml --pairs 100 --at-least 0.99
+	-$(BIN)/python -m lab.benchmark.largest --config config/recipes/benchmark_1b.yaml --layers 32,64,96,128 \
 		--processes 1 --out runs/benchmark-gpu/largest deepspeed.config=ds_configs/zero3_bf16_offload.json \
 		model.activation_checkpointing=full batch.micro_size=1 batch.global_size=4
 ifneq ($(wildcard $(TITAN_STAMP)),)
@@ -141,7 +141,7 @@ endif
 # With WHEELS nothing is set up: PYTHON's own torch and transformers, and what is missing from that folder.
 GPU_CHECK_PYTHON := $(if $(WHEELS),$(PYTHON),PYTHONPATH="$(CURDIR)/$(VENV)/liger:$(CURDIR)/$(TITAN)" $(BIN)/python)
 gpu-check: $(if $(WHEELS),,setup $(LIGER_STAMP))  ## What is to be measured on a GPU, PART=1 to 6 (WHEELS=DIR: no registry)
-	$(GPU_CHECK_PYTHON) -m training.gpu_check $(if $(PART),--part $(PART)) $(if $(WHEELS),--wheels "$(WHEELS)") $(ARGS)
+	$(GPU_CHECK_PYTHON) -m lab.gpu_check $(if $(PART),--part $(PART)) $(if $(WHEELS),--wheels "$(WHEELS)") $(ARGS)
 
 parity: setup  ## Hold the demo in BF16 against FP32: runs/parity-demo
 	$(BIN)/python -m training.parity --config config/recipes/demo.yaml $(ARGS)
@@ -156,10 +156,10 @@ analyze: setup  ## Measure the demo's modules and propose a precision manifest: 
 	$(BIN)/python -m training.analyze --config config/recipes/demo.yaml --out runs/manifest.json $(ARGS)
 
 matrix: setup  ## Verify every combination of ZeRO stage and precision: docs/precision-matrix.md
-	$(BIN)/python -m training.matrix --out docs/precision-matrix.md $(ARGS)
+	$(BIN)/python -m lab.matrix --out docs/precision-matrix.md $(ARGS)
 
 envelope: setup  ## Largest stable learning rate by depth, batch and precision: runs/envelope
-	$(BIN)/python -m training.envelope $(ARGS)
+	$(BIN)/python -m lab.envelope $(ARGS)
 
 chaos: setup  ## Kill saves at every phase, many times
 	$(BIN)/python -m pytest -m chaos -s $(ARGS)

@@ -30,8 +30,8 @@ What is missing for it:
 - More than one reader. One process reads the stream and writes the shards; workers tokenize, its own and those of every
   other machine that waits for it (`crew`). A worker does 2 to 3 MB of text a second with a BPE of 4096 (standard
   library, 2-core virtual machine), so 4 TB of text is 15 to 23 core-days; with bytes it is faster than its reader.
-  `python -m data.benchmark` says how many workers one reader keeps busy: some eighteen where every document is a file
-  of 18 kB. For more the stream would be cut into ranges by source file, a reader for each.
+  `python -m lab.benchmark.data` says how many workers one reader keeps busy: some eighteen where every document is a
+  file of 18 kB. For more the stream would be cut into ranges by source file, a reader for each.
 - Disk. What is tokenized is kept twice until the corpus is published, so that a killed preparation goes on (`pieces`).
 - Verification by sampling. `data.verify` reads every shard on every start; at terabytes set it to false, which still
   checks every size and header, and run the full check once after copying.

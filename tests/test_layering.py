@@ -1,6 +1,7 @@
 """Imports run one way and never in a circle, heavy libraries stay where they belong, every module says what it is for.
 
-The folders' order is config <- {data, modeling, precision, tracking} <- training <- train.py; launch sees config only.
+The folders' order is config <- {data, modeling, precision, tracking} <- training <- {train.py, lab}; launch sees config
+only.
 The floors inside training/ are in tests/support/imports.py, and docs/architecture.md has the picture.
 """
 
@@ -19,7 +20,8 @@ from config.cli import REPOSITORY
 from tests.support import architecture
 from tests.support.imports import FLOOR_OF, FLOORS, MAY_IMPORT, imported_names, imports_of, reachable, source_files
 
-ONLY_IN_TRAINING = ("deepspeed", "torch.distributed")
+NEEDS_THE_ENGINE = ("deepspeed", "torch.distributed")
+HOLD_THE_ENGINE = ("training", "lab")
 # Files that must start in no time: they may import the standard library, these and Mantissa's own config.
 LIGHT = {"config": {"yaml"}}
 WITHOUT_TORCH = ("config", "launch", "tracking")
@@ -53,8 +55,8 @@ def broken_rules(path: str, folder: str, name: str) -> Iterator[str]:
         yield "nothing imports train.py"
     if starts_with(name, "tests"):
         yield "nothing imports the tests"
-    if folder != "training" and any(starts_with(name, heavy) for heavy in ONLY_IN_TRAINING):
-        yield "only training/ holds the process group and the engine"
+    if folder not in HOLD_THE_ENGINE and any(starts_with(name, heavy) for heavy in NEEDS_THE_ENGINE):
+        yield f"only {', '.join(HOLD_THE_ENGINE)} may hold the process group and the engine"
     if folder in LIGHT and package not in sys.stdlib_module_names | LIGHT[folder] | {folder}:
         yield f"{folder}/ is the standard library and {', '.join(LIGHT[folder])} only"
     if folder in WITHOUT_TORCH and package == "torch" and path != RUNS_A_MODEL:
@@ -183,11 +185,11 @@ def test_every_folder_of_code_is_held() -> None:
         ("data/a.py", "import modeling.build", "data/ may import only config"),
         ("config/a.py", "from training import engine", "config/ may import only itself"),
         ("launch/a.py", "from precision.guard import judge", "launch/ may import only config"),
-        ("tracking/a.py", "def f():\n    import deepspeed", "only training/"),
-        ("modeling/a.py", "from torch import distributed", "only training/"),
-        ("precision/a.py", "import torch\n\ntorch.distributed.barrier()", "only training/"),
-        ("train.py", "import torch.distributed as dist", "only training/"),
-        ("data/a.py", "import importlib\nimportlib.import_module('deepspeed.comm')", "only training/"),
+        ("tracking/a.py", "def f():\n    import deepspeed", "only training, "),
+        ("modeling/a.py", "from torch import distributed", "only training, "),
+        ("precision/a.py", "import torch\n\ntorch.distributed.barrier()", "only training, "),
+        ("train.py", "import torch.distributed as dist", "only training, "),
+        ("data/a.py", "import importlib\nimportlib.import_module('deepspeed.comm')", "only training, "),
         ("config/a.py", "import torch", "config/ is the standard library"),
         ("tracking/compare/command.py", "import torch", "tracking/ has to work without torch"),
         ("data/a.py", "from . import b", "write the import"),

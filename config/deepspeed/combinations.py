@@ -1,6 +1,6 @@
 """Which combinations of precision, ZeRO and offload train as FP32 does, and which are refused or repaired, and why.
 
-One table: the config refuses by it, the precision matrix (`python -m training.matrix`) measures each of its rows, and
+One table: the config refuses by it, the precision matrix (`python -m lab.matrix`) measures each of its rows, and
 docs/precision-matrix.md is generated from both. A combination without cells in the matrix is refused as well.
 """
 
@@ -226,7 +226,7 @@ SETTINGS = (
         " parameter type'; remove it",
     ),
 )
-"""Settings that touch the numbers. Sizes, prefetching and logging are not among them; see training/matrix/cells.py."""
+"""Settings that touch the numbers. Sizes, prefetching and logging are not among them; see lab/matrix/cells.py."""
 
 
 def combinations() -> Iterator[Combination]:

@@ -19,18 +19,18 @@ PARTS_OF_TOOLS = {
     "tracking.trackers.worker",
     "launch.kubernetes.retryable",  # launch.supervise with other exit codes
     "tracking.wandb.worker",
-    "training.benchmark.peak",
-    "training.benchmark.peers.accelerate_loop",
-    "training.benchmark.peers.bare_loop",
-    "training.benchmark.peers.titan_loop",
-    "training.benchmark.peers.trainer_loop",
-    "training.benchmark.peers.trl_loop",
-    "training.benchmark.split",
-    "training.gpu_check.machine",
+    "lab.benchmark.peak",
+    "lab.benchmark.peers.accelerate_loop",
+    "lab.benchmark.peers.bare_loop",
+    "lab.benchmark.peers.titan_loop",
+    "lab.benchmark.peers.trainer_loop",
+    "lab.benchmark.peers.trl_loop",
+    "lab.benchmark.split",
+    "lab.gpu_check.machine",
 }
 LOAD_DEEPSPEED = {
     "training.analyze.survey",
-    "training.benchmark.save",
+    "lab.benchmark.save",
     "training.parity.steps",
 }
 
@@ -38,7 +38,7 @@ LOAD_DEEPSPEED = {
 def tools() -> dict[str, Path]:
     """Name for `python -m` to the file with `main`, of every tool that people start."""
     found = {}
-    for folder in ("config", "data", "launch", "modeling", "precision", "tracking", "training"):
+    for folder in ("config", "data", "lab", "launch", "modeling", "precision", "tracking", "training"):
         for path in sorted((REPOSITORY / folder).rglob("*.py")):
             text = path.read_text()
             if 'if __name__ == "__main__":' in text:

@@ -14,6 +14,8 @@ from config.command_line import read_command_line
 from config.errors import UserError
 from config.launcher import as_launched
 from config.load import load_config
+from lab.benchmark.activations import MODES as BENCHMARKED
+from lab.benchmark.activations import overrides_of
 from launch.plan.layout import layout_of
 from launch.plan.memory import activations
 from launch.plan.model import shape_of
@@ -21,8 +23,6 @@ from modeling.activation_checkpointing import _policy, apply_activation_checkpoi
 from modeling.activation_checkpointing_budget import GIB, peak
 from tests.modeling import activation_checkpointing_cases as cases
 from tests.support.recomputed_models import BLOCKS, FAMILIES, build, bytes_kept, gradients, loss_of, tokens
-from training.benchmark.activations import MODES as BENCHMARKED
-from training.benchmark.activations import overrides_of
 
 MODES = [
     ("full", {"reentrant": False}),

@@ -254,7 +254,7 @@ def test_auto_is_chunked_where_logits_are_many() -> None:
 
 PEAK = """
 import sys
-from training.benchmark.loss import measure
+from lab.benchmark.loss import measure
 way, dtype = sys.argv[1:]
 print(measure(way, vocabulary=131072, hidden=16, tokens=1024, dtype=dtype, repeats=0)["peak_bytes"])
 """

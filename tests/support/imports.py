@@ -16,6 +16,7 @@ MAY_IMPORT = {
     "tracking": {"config"},
     "training": {"config", "data", "modeling", "precision", "tracking"},
     "launch": {"config"},
+    "lab": {"config", "data", "modeling", "precision", "tracking", "training", "launch"},
 }
 # The order inside training/, from below: a file or package imports itself and what stands on floors below its own.
 FLOORS = (
@@ -32,7 +33,7 @@ FLOORS = (
     ("loop",),
     ("finish",),
     ("parity",),
-    ("analyze", "matrix", "envelope", "benchmark", "export_hf", "replay", "gpu_check"),
+    ("analyze", "export_hf", "replay"),
     ("generate",),
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}

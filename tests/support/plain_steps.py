@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from config.schema import OptimizerSection
+from lab.matrix.rules import PlainOptimizer
 from modeling.linear_cross_entropy import label_loss_sum
 from modeling.parameter_groups import parameter_groups
 from tests.support.small_run import GLOBAL, batch_of
 from training.distributed import World
-from training.matrix.rules import PlainOptimizer
 
 EVALUATED = 9
 """Seed of the batch whose loss is evaluated after the steps."""

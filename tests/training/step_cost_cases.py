@@ -19,14 +19,14 @@ from torch.overrides import TorchFunctionMode
 
 from config.cli import REPOSITORY
 from data.loader import Batch
+from lab.benchmark import overhead
+from lab.benchmark.overhead import bare_step
 from precision import half_on_cpu
 from precision.guard import Verdict
 from tests.support.small_run import batch_of, engine_of, resolve
 from tests.training.checkpoint.checkpoint_cases import RandomBatches
 from tracking.jsonl import JsonlSink
 from tracking.record import Record
-from training.benchmark import overhead
-from training.benchmark.overhead import bare_step
 from training.build import assemble, checks_wanted
 from training.checkpoint.checkpoints import Checkpoints
 from training.checkpoint.retention import Retention

@@ -21,6 +21,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from config.cli import REPOSITORY
 from config.errors import UserError
 from config.schema import GuardSection, OptimizerSection
+from lab.benchmark.overhead import llama_shape, read_options
+from lab.benchmark.spec import flops_per_token
 from modeling.build import count_parameters
 from modeling.parameter_groups import parameter_groups
 from precision.guard import Guard, Judgement, Verdict
@@ -29,8 +31,6 @@ from precision.regions import Regions
 from precision.step_health import Health
 from tests.support.process_group import ProcessGroup
 from tests.training import step_cost_cases
-from training.benchmark.overhead import llama_shape, read_options
-from training.benchmark.spec import flops_per_token
 from training.checkpoint.contents import parameter_shapes
 
 MANIFEST = Manifest("bf16", (Rule("*.q_proj", None, "fp16", "to have one"),), Path("a manifest"))

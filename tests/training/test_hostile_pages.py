@@ -9,12 +9,12 @@ import pytest
 from markdown_it import MarkdownIt
 
 from config.printable import line
+from lab.envelope.plot import draw_envelope, envelope_page
 from launch.sweep.table import markdown_table
+from tests.lab.envelope.test_report import RATES, ROWS
 from tests.support.hostile import HOSTILE, OBEYED, SECRETS
-from tests.training.envelope.test_report import RATES, ROWS
 from tests.training.parity.test_report import check, found
 from training.analyze.plot import plain
-from training.envelope.plot import draw_envelope, envelope_page
 from training.export_hf.card import model_card
 from training.parity.report import write_report
 from training.profile.page import merge_blocks

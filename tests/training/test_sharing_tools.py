@@ -13,13 +13,13 @@ from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from config.launcher import as_launched
 from config.load import to_yaml
+from lab.benchmark.command import main as benchmark
+from lab.benchmark.overhead import main as overhead
 from launch.canary.command import main as canary
 from tests.support.forked_launcher import forked_launcher
 from tests.support.launches import SMALL, command, finish
 from tests.support.synthetic_events import start_fields, step_fields
 from training.analyze.command import main as analyze
-from training.benchmark.command import main as benchmark
-from training.benchmark.overhead import main as overhead
 from training.parity.gate import gate
 from training.parity.jobs import plan
 from training.replay.command import main as replay
@@ -29,8 +29,8 @@ KEYS = ("tensor", "sequence", "expert")
 REFUSING: dict[str, Callable[[list[str], Path], int]] = {
     "`training.replay --bisect`": lambda given, there: replay([str(recorded(there, given)), "--bisect"]),
     "`launch.canary`": lambda given, _: canary([*DEMO, *given, "--processes", "2"]),
-    "`training.benchmark`": lambda given, there: benchmark([*DEMO, *given, "--processes", "2", "--out", str(there)]),
-    "`training.benchmark.overhead`": lambda given, _: overhead([*DEMO, *given]),
+    "`lab.benchmark`": lambda given, there: benchmark([*DEMO, *given, "--processes", "2", "--out", str(there)]),
+    "`lab.benchmark.overhead`": lambda given, _: overhead([*DEMO, *given]),
     "`training.analyze`": lambda given, there: analyze(
         [*DEMO, *given, "--processes", "2", f"--out={there.parent}/a.json"]
     ),
@@ -69,7 +69,7 @@ def test_what_the_table_says_is_refused_is_in_one_line_before_anything_starts(
 ):
     assert cell.startswith("refused: "), cell
     for name, value in as_launched(2).items():
-        if tool == "`training.benchmark.overhead`":  # which a launcher starts
+        if tool == "`lab.benchmark.overhead`":  # which a launcher starts
             monkeypatch.setenv(name, value)
     here = [f"run.dir={tmp_path}/runs", f"data.cache_dir={tmp_path}/cache", *SMALL, f"parallel.{key}=2"]
     assert REFUSING[tool](here, tmp_path / "out") == 2
@@ -109,7 +109,7 @@ def test_a_timing_of_ranks_that_share(timing, key, tmp_path):
     name, *options = timing.split()
     given = [*SMALL, *OF.get(key, []), f"data.cache_dir={tmp_path}/cache", f"run.dir={tmp_path}", "generate.tokens=0"]
     given += ["schedule.warmup_steps=2", "tracking.wandb=disabled", "batch.global_size=8", f"parallel.{key}=2"]
-    said = finish(["python", "-m", f"training.benchmark.{name}", *DEMO, *options, *given], ranks=2)
+    said = finish(["python", "-m", f"lab.benchmark.{name}", *DEMO, *options, *given], ranks=2)
     assert TIMINGS[timing] in said
 
 
@@ -117,7 +117,7 @@ def test_a_timing_of_ranks_that_share(timing, key, tmp_path):
 def test_mantissa_and_a_plain_loop_share_matrices_in_one_process(tmp_path):
     given = [*SMALL, f"data.cache_dir={tmp_path}/cache", "tracking.wandb=disabled", "schedule.warmup_steps=2"]
     recipe = ["--config", str(REPOSITORY / "config/recipes/benchmark.yaml"), "--pairs", "2", "parallel.tensor=2"]
-    said = finish(["python", "-m", "training.benchmark.overhead", *recipe, *given], ranks=2)
+    said = finish(["python", "-m", "lab.benchmark.overhead", *recipe, *given], ranks=2)
     [distance] = re.findall(r"^losses +(\S+) apart at most", said, flags=re.MULTILINE)
     assert float(distance) < 1e-6
 

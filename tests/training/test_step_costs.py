@@ -1,6 +1,6 @@
 """A guarded step costs what it has to: counted in device waits, collectives, lines of Python and system calls.
 
-Times would depend on the machine; counts do not. `python -m training.benchmark` has the times.
+Times would depend on the machine; counts do not. `python -m lab.benchmark` has the times.
 """
 
 from __future__ import annotations

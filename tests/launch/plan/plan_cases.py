@@ -25,8 +25,8 @@ from config.resolved import Resolved
 from config.task import ENCODER_TASKS, model_class_of
 from data.loader import Batch
 from data.sequence_slices import slice_of
+from lab.benchmark.split import COLLECTIVES
 from modeling.build import model_config
-from training.benchmark.split import COLLECTIVES
 from training.distributed import ExpertGroup, World
 from training.engine import build_engine
 

@@ -17,13 +17,13 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from config.errors import UserError
 from config.resolved import Resolved
+from lab.matrix.run import fp32_model
 from modeling.expert_parallel import share_experts
 from precision.dtypes import DTYPES
 from tests.support.plain_steps import EVALUATED, distance_of_updates, farthest, plain_steps
 from tests.support.small_run import batch_of, engine_of, masters_of, plain_model, resolve
 from training.distributed import World
 from training.engine.process_groups import forget_groups
-from training.matrix.run import fp32_model
 
 STEPS = 3
 LR = 0.01

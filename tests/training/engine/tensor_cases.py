@@ -15,6 +15,7 @@ import torch
 from transformers import AutoConfig
 
 from config.errors import UserError
+from lab.matrix.run import fp32_model
 from precision.dtypes import DTYPES
 from precision.manifest import load_manifest
 from precision.observe import Observation, verify
@@ -28,7 +29,6 @@ from training.engine import Engine
 from training.engine.flips import bit_sum
 from training.engine.health import RanksDisagree
 from training.engine.tensor_slices import replicas
-from training.matrix.run import fp32_model
 from training.progress import START
 from training.session import seed_everything
 

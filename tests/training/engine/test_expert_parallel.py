@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from lab.matrix.cells import RULE_BOUNDS
 from modeling.expert_parallel import MEASURED
 from tests.support.process_group import ProcessGroup
 from tests.support.small_run import gathered
 from tests.training.engine import expert_cases
-from training.matrix.cells import RULE_BOUNDS
 
 CLOSE = {"fp32": 1e-5, "bf16": 6.5e-2, "fp16": 7.8e-3}
 

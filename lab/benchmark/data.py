@@ -1,0 +1,219 @@
+"""How fast text becomes a corpus, and in how much memory: by tokenizer, amount of text and number of processes.
+
+    python -m lab.benchmark.data [--path FILES] [--tokenizers bytes,bpe:4096] [--megabytes 4,8,16,32] [--processes 1,2]
+        [--json FILE]
+
+FILES is a text file, a folder or a glob, as in data.path; without it the running Python's standard library is read. Of
+its documents the first so many megabytes are prepared, each amount in a process of its own with an empty cache. A BPE
+is trained first and counted apart, because its sample stops growing at 32 MiB; the MB/s are those of the rest: reading,
+tokenizing, writing, checking. CPU seconds hardly depend on what else runs on the machine, and their ratio is the number
+of workers that one reader keeps busy. Memory is the peak resident set, of the process that reads and writes and of the
+largest of the workers that tokenize.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import multiprocessing
+import resource
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from config.cli import Arguments, entry_point
+from config.errors import UserError
+from config.machine.processes import peak_resident_bytes
+from config.schema import DataSection
+
+_POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class Row:
+    """One preparation."""
+
+    tokenizer: str
+    megabytes: float
+    """[10^6 bytes] of text."""
+    processes: int
+    """Worker processes that tokenize."""
+    train_seconds: float
+    """Drawing the sample and training the tokenizer; 0 where there is nothing to train."""
+    seconds: float
+    """The rest, the start of the processes included."""
+    reader_cpu_seconds: float
+    """Of the rest, CPU time of the process that reads and writes."""
+    worker_cpu_seconds: float
+    """The same of all workers."""
+    reader_bytes: int
+    """Peak memory of the process that reads and writes."""
+    worker_bytes: int
+    """Peak memory of the largest worker."""
+
+    @property
+    def rate(self) -> float:
+        """[MB/s]"""
+        return self.megabytes / self.seconds
+
+
+def write_documents(source: DataSection, megabytes: float, folder: Path) -> None:
+    """Write the first documents of the source into `folder`, a file each.
+
+    The last one is cut to size. Raises UserError when the source has less text.
+    """
+    from data.sources import open_source
+
+    left = int(megabytes * 1e6)
+    opened = open_source(source)
+    for number, text in enumerate(opened.documents(Counter())):
+        raw = text.encode()
+        cut = raw[:left].decode(errors="ignore")  # a character may be cut in two
+        (folder / f"{number:07d}.txt").write_bytes(cut.encode())
+        left -= len(raw)
+        if left <= 0:
+            return
+    raise UserError(
+        f"--megabytes {megabytes:g}: {opened.label} has {left / 1e6:.1f} MB less; ask for less, or set --path"
+    )
+
+
+def measure(path: str, tokenizer: str, megabytes: float, processes: int, scratch: str) -> Row:
+    """Prepare the text in `path` into an empty cache. Runs in a process of its own, whose peak memory it reports."""
+    from data.prepare import prepare
+    from data.sources import open_source
+    from data.tokenizer import make_tokenizer
+
+    section = DataSection(
+        source="text", path=path, tokenizer=tokenizer, cache_dir=f"{scratch}/cache", workers=processes
+    )
+    importlib.import_module("data.streams")  # seconds that are the same for any amount of text
+    trained = 0.0
+    if tokenizer.startswith("bpe:"):
+        started = time.perf_counter()
+        make_tokenizer(tokenizer, open_source(section), section.validation_fraction).save_pretrained(f"{scratch}/bpe")
+        trained, section = time.perf_counter() - started, replace(section, tokenizer=f"{scratch}/bpe")
+    with _WorkerMemory() as workers:
+        started, computed = time.perf_counter(), _cpu_seconds()
+        prepare(section, progress=False)
+        seconds = time.perf_counter() - started
+        reader, worker = (after - before for after, before in zip(_cpu_seconds(), computed, strict=True))
+    most = peak_resident_bytes("self"), workers.most_bytes
+    return Row(tokenizer, megabytes, processes, trained, seconds, reader, worker, *most)
+
+
+def _cpu_seconds() -> list[float]:
+    """Of this process, and of its children that have ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return [usage.ru_utime + usage.ru_stime for usage in used]
+
+
+class _WorkerMemory:
+    """Polls the peak memory of this process's children while they run."""
+
+    def __init__(self) -> None:
+        self.most_bytes = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> _WorkerMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_POLL_SECONDS):
+            for child in multiprocessing.active_children():
+                self.most_bytes = max(self.most_bytes, peak_resident_bytes(str(child.pid)))
+
+
+def benchmark(options: argparse.Namespace, report: Callable[[Row], None]) -> list[Row]:
+    """Every tokenizer, amount and number of processes in turn. Raises UserError."""
+    source = DataSection(source="text", path=options.path) if options.path else DataSection(source="stdlib")
+    rows = []
+    for megabytes in options.megabytes:
+        with tempfile.TemporaryDirectory() as texts:
+            write_documents(source, megabytes, Path(texts))
+            for tokenizer in options.tokenizers:
+                for processes in options.processes:
+                    with tempfile.TemporaryDirectory() as scratch:
+                        rows.append(_measure_in_process(texts, tokenizer, megabytes, processes, scratch))
+                    report(rows[-1])
+    return rows
+
+
+def _measure_in_process(*arguments: Any) -> Row:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(measure, *arguments).result()
+
+
+def format_row(row: Row) -> str:
+    """A row of the table."""
+    trained = f"{row.train_seconds:8.1f}" if row.train_seconds else "       -"
+    return (
+        f"{row.tokenizer:<12} {row.megabytes:>6g} {row.processes:>9} {trained} {row.seconds:>9.2f} {row.rate:>8.1f} "
+        f"{row.reader_cpu_seconds:>11.2f} {row.worker_cpu_seconds:>6.2f} "
+        f"{row.reader_bytes / 2**20:>8,.0f} {row.worker_bytes / 2**20:>8,.0f}"
+    )
+
+
+HEADER = "tokenizer        MB processes  train s    rest s     MB/s  CPU s read   work  MiB read   work"
+
+
+def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line. Raises UserError."""
+    parser = Arguments("python -m lab.benchmark.data", __doc__)
+    parser.add_argument("--path", help="text file, folder or glob (default: the standard library)")
+    parser.add_argument("--tokenizers", default="bytes,bpe:4096", help="as in data.tokenizer, separated by commas")
+    parser.add_argument("--megabytes", default="4,8,16,32", help="amounts of text, 10^6 bytes")
+    parser.add_argument("--processes", default="1,2", help="processes that tokenize")
+    parser.add_argument("--json", type=Path, help="file for the rows as JSON")
+    options = parser.parse_args(arguments)
+    options.tokenizers = options.tokenizers.split(",")
+    options.megabytes = _numbers("megabytes", options.megabytes, float)
+    options.processes = _numbers("processes", options.processes, int)
+    if options.json is not None:
+        try:
+            options.json.touch()
+        except OSError as error:
+            raise UserError(
+                f"--json {options.json}: cannot be written ({error.strerror}); name another file"
+            ) from error
+    return options
+
+
+def _numbers(name: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
+    try:
+        numbers = [kind(item) for item in text.split(",")]
+    except ValueError:
+        numbers = [0]
+    if min(numbers) <= 0:
+        raise UserError(f"--{name} {text}: has to be numbers above 0, separated by commas")
+    return numbers
+
+
+@entry_point()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    options = read_options(arguments)
+    print(HEADER, flush=True)
+    rows = benchmark(options, lambda row: print(format_row(row), flush=True))
+    if options.json:
+        found = [{**asdict(row), "megabytes_per_second": row.rate} for row in rows]
+        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""What the loss of one micro-batch costs, from hidden states to gradients: all logits at once, or chunks of them.
+
+    python -m lab.benchmark.loss [--vocabulary 4096 32768 131072] [--hidden 1024] [--tokens 4096] [--dtype bf16]
+
+A row is one implementation in a process of its own: milliseconds of a forward and backward pass (median of --repeats
+after one that is not counted), its peak memory without its inputs (resident set on a CPU, allocated on CUDA), and the
+relative error of the gradients of hidden states and weight against FP64 (L2 norm; left out with --repeats 0 and above
+2^28 logits). `full` and `chunked` are the trainer's; `autograd` is a loop over checkpointed chunks whose weight
+gradients autograd accumulates in the weight's dtype; `torch` is torch's own chunked linear_cross_entropy, from 2.13 on;
+`liger` is Liger Kernel's, on CUDA where it is installed. One that fails, as for want of memory, is a row that says why;
+the exit code is then 3.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from config.batch import loss_chunk
+from config.cli import Arguments, entry_point
+from config.errors import one_line
+from config.schema import ModelSection
+from modeling.linear_cross_entropy import Head, label_loss_sum, linear_cross_entropy_sum
+from precision.dtypes import DTYPES
+from training.engine.work_time import forget_peak_memory, peak_memory_bytes
+
+_MOST_LOGITS_IN_FP64 = 2**28
+Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, float], torch.Tensor]
+
+
+def _full(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int, scale: float) -> torch.Tensor:
+    return label_loss_sum(functional.linear(hidden, weight).unsqueeze(0), labels.unsqueeze(0))
+
+
+def _chunked(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int, scale: float
+) -> torch.Tensor:
+    return linear_cross_entropy_sum(hidden, Head(weight, None), labels, chunk_tokens=chunk, gradient_scale=scale)
+
+
+def _autograd(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int, scale: float
+) -> torch.Tensor:
+    pairs = zip(hidden.split(chunk), labels.split(chunk), strict=True)
+    losses = [checkpoint(_full, states, weight, targets, 0, 1.0, use_reentrant=False) for states, targets in pairs]
+    return torch.stack(losses).sum()
+
+
+def _torch(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int, scale: float) -> torch.Tensor:
+    options: Any = torch.nn.LinearCrossEntropyOptions()
+    return functional.linear_cross_entropy(hidden, weight, labels, reduction="sum", options=options)
+
+
+def _liger(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int, scale: float) -> torch.Tensor:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    return LigerFusedLinearCrossEntropyLoss(reduction="sum")(weight, hidden, labels)
+
+
+def ways(device: str) -> dict[str, Way]:
+    """The implementations that are available here, by name."""
+    found: dict[str, Way] = {"full": _full, "chunked": _chunked, "autograd": _autograd}
+    if hasattr(functional, "linear_cross_entropy"):
+        found["torch"] = _torch
+    if device == "cuda" and importlib.util.find_spec("liger_kernel") is not None:
+        found["liger"] = _liger
+    return found
+
+
+def measure(way: str, *, vocabulary: int, hidden: int, tokens: int, dtype: str, repeats: int) -> dict[str, Any]:
+    """One row, measured in this process. Inputs are random and the same for every implementation."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(0)
+    states = torch.randn(tokens, hidden, generator=generator, device=device).to(DTYPES[dtype]).requires_grad_()
+    weight = torch.randn(vocabulary, hidden, generator=generator, device=device).mul_(hidden**-0.5)
+    weight = weight.to(DTYPES[dtype]).requires_grad_()
+    labels = torch.randint(vocabulary, (tokens,), generator=generator, device=device)
+    chunk = loss_chunk(ModelSection(loss="chunked"), tokens=tokens, vocabulary=vocabulary)
+    scale = (65536.0 if dtype == "fp16" else 1.0) / tokens
+
+    def once() -> torch.Tensor:
+        states.grad = weight.grad = None
+        loss = ways(device)[way](states, weight, labels, chunk, scale)
+        (loss * scale).backward()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return loss.detach()
+
+    counted = torch.device(device)
+    forget_peak_memory(counted)
+    before = peak_memory_bytes(counted)
+    loss = once()
+    peak = peak_memory_bytes(counted) - before
+    seconds = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        once()
+        seconds.append(time.perf_counter() - started)
+    row = {"way": way, "vocabulary": vocabulary, "hidden": hidden, "tokens": tokens, "dtype": dtype, "chunk": chunk}
+    row |= {"peak_bytes": peak, "seconds": median(seconds) if seconds else None, "loss": float(loss) / tokens}
+    if seconds and tokens * vocabulary <= _MOST_LOGITS_IN_FP64:
+        row |= _errors(states, weight, labels, chunk, scale)
+    return row
+
+
+def row_of(way: str, **shape: Any) -> dict[str, Any]:
+    """`measure`, or why it failed."""
+    try:
+        return measure(way, **shape)
+    except Exception as error:  # whatever it is, the other implementations are worth measuring
+        return {"way": way, **shape, "failed": one_line(error)}
+
+
+def _errors(
+    states: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int, scale: float
+) -> dict[str, float]:
+    exact_states, exact_weight = (tensor.detach().double().requires_grad_() for tensor in (states, weight))
+    _chunked(exact_states, exact_weight, labels, max(chunk // 4, 1), scale).mul(scale).backward()
+    found = {}
+    for name, tensor, exact in (("hidden_error", states, exact_states), ("weight_error", weight, exact_weight)):
+        assert tensor.grad is not None and exact.grad is not None
+        found[name] = float((tensor.grad.double() - exact.grad).norm() / exact.grad.norm())
+    return found
+
+
+@entry_point()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; one JSON line a row with --json, else a table."""
+    parser = Arguments("python -m lab.benchmark.loss", __doc__)
+    parser.add_argument("--vocabulary", type=int, nargs="+", default=[4096, 32768, 131072])
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=["bf16"])
+    parser.add_argument("--ways", nargs="+", default=None, help="only these")
+    parser.add_argument("--repeats", type=int, default=5, help="timed passes; 0 measures memory only")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(arguments)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if not options.json:
+        print(
+            f"{'vocabulary':>10} {'dtype':>5} {'way':>8} {'chunk':>6} {'ms':>8} {'peak MiB':>9}  errors: hidden, weight"
+        )
+    shape = {"hidden": options.hidden, "tokens": options.tokens, "repeats": options.repeats}
+    failed = False
+    # One process a row, so that memory held by an earlier row's allocator is not counted.
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        for vocabulary in options.vocabulary:
+            for dtype in options.dtype:
+                for way in options.ways or ways(device):
+                    row = pool.apply(row_of, (way,), {**shape, "vocabulary": vocabulary, "dtype": dtype})
+                    failed |= "failed" in row
+                    print(json.dumps(row) if options.json else _line(row), flush=True)
+    return 3 if failed else 0
+
+
+def _line(row: dict[str, Any]) -> str:
+    if "failed" in row:
+        return f"{row['vocabulary']:>10} {row['dtype']:>5} {row['way']:>8} failed: {row['failed']}"
+    milliseconds = "" if row["seconds"] is None else f"{row['seconds'] * 1e3:.1f}"
+    errors = f"{row['hidden_error']:.1e} {row['weight_error']:.1e}" if "hidden_error" in row else ""
+    sizes = f"{row['vocabulary']:>10} {row['dtype']:>5} {row['way']:>8} {row['chunk']:>6}"
+    return f"{sizes} {milliseconds:>8} {row['peak_bytes'] / 2**20:>9.0f}  {errors}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

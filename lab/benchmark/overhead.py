@@ -1,0 +1,499 @@
+"""What Mantissa adds to a training step, timed beside steps without it in the same processes.
+
+    deepspeed --num_gpus 2 --module lab.benchmark.overhead --config config/recipes/benchmark.yaml [--pairs 300]
+        [--steps 1] [--at-least 0.99] [--json FILE] [key.sub=value ...]
+    deepspeed --num_gpus 2 --module lab.benchmark.overhead --config config/recipes/demo.yaml --by-stage
+        [--parameters 1e6,1e7,1e8] [--layers 2] [--pairs 4] [--steps 2] [--json FILE] [key.sub=value ...]
+
+Blocks of `--steps` steps alternate, and which kind comes first changes from pair to pair, so that a machine whose speed
+drifts by a tenth within a minute disturbs both alike; jobs that run one after another (`lab.benchmark`) cannot
+resolve a hundredth on it. What a job costs before and after its steps is not measured.
+
+**Against a plain loop.** Two engines start from the same weights and train on the same batches with the same learning
+rates: one by `deepspeed.initialize` and the loop of its documentation, the other Mantissa's with guard, events, console
+and wandb as the config has them. Ratios are of tokens per second, Mantissa's over the plain loop's: the median of the
+pairs, and that of all their seconds together, in which a step that is rarely slow counts. Intervals are those of 2,000
+bootstrap resamples of the pairs, 2.5 to 97.5%. Losses have to agree as in `lab.benchmark`. Exit code 3: losses
+differ, or the median's interval is below `--at-least`.
+
+**By stage** (`--by-stage`). Guarded and bare steps alternate on Mantissa's own engine, at any ZeRO stage and on either
+precision path. A bare step is forward, backward, gradient norm, clipping and optimizer step. What a guarded step adds
+is timed directly instead of as a difference of two steps, in which it would be lost:
+
+    health  the numbers of the step, gathered from all ranks; not the gradient norm, which a bare step needs too
+    guard   the verdict, with spike detection on and its windows full, and the update of its statistics
+    record  the step event, to every sink that the config asks for
+    other   the rest of a guarded step's own Python, less that of a bare one's
+
+`--parameters` measures Llamas of these sizes instead of the config's model, to see what grows with the size: `--layers`
+blocks, four fifths of the parameters in the embedding, on 16 random tokens a rank, so that a step computes little, with
+`events.jsonl` as the only sink that writes. FP32 at ZeRO-0 needs 16 bytes a parameter on every rank; ZeRO-2 on one rank
+took 28 on a CPU. On a GPU the device is synchronized around every stage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import deepspeed
+import numpy as np
+import torch
+
+from config.batch import refuse_sharing
+from config.cli import Arguments, entry_point, positive_int
+from config.command_line import read_command_line
+from config.deepspeed.document import initializable
+from config.errors import UserError
+from config.files import write_atomically
+from config.resolved import Resolved
+from data.corpus import Corpus
+from data.loader import Batches
+from data.shards import TokenShards, open_shard, token_dtype, write_shard
+from lab.benchmark.command import FAILED, TOLERANCE
+from lab.benchmark.split import Stages, time_calls
+from modeling.activation_checkpointing import apply_activation_checkpointing
+from modeling.build import build_model, count_parameters, model_config
+from precision.guard import Verdict
+from tracking.jsonl import plain
+from tracking.run_dir import RunDir
+from training import distributed
+from training.build import assemble
+from training.distributed import World
+from training.engine.optimizer import build_optimizer
+from training.parts import Parts
+from training.progress import Progress
+from training.schedule import scheduled_rate
+from training.session import Session, batch_shape, session
+from training.sinks import open_record
+from training.step import train_step
+
+WARM_UP_STEPS = 5
+SHARES = ("sequence", "tensor", "expert")
+"""What ranks may share where Mantissa's own steps, observations or saves are timed."""
+SEQUENCE = 16
+"""[tokens] Of the one sequence that a rank trains on in a step of a model of `--parameters`."""
+MIN_PARAMETERS = 100_000
+"""A model of two blocks and the narrowest width, 32, has 80,000."""
+T = TypeVar("T")
+
+
+class PlainLoop:
+    """`deepspeed.initialize`, then forward, backward, step, on batches of its own."""
+
+    def __init__(self, resolved: Resolved, corpus: Corpus, world: World) -> None:
+        config = resolved.config
+        shape = model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
+        model = build_model(config.model, shape, seed=config.run.seed, gather=lambda _: nullcontext(True)).train()
+        mode: Any = config.model.activation_checkpointing
+        apply_activation_checkpointing(
+            model, mode, reentrant=config.model.checkpointing_reentrant, every=config.model.checkpointing_every
+        )
+        optimizer = build_optimizer(model, config.optimizer, offload=resolved.offload != "none", device=world.device)
+        peak = config.optimizer.learning_rate
+        rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: scheduled_rate(config, n) / peak)
+        self._engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, lr_scheduler=rates, config=initializable(resolved.deepspeed)
+        )
+        self._device, self._share = world.device, 1.0 / resolved.batch.accumulation
+        self.batches = Batches(corpus.train, seed=config.run.seed, **batch_shape(resolved, corpus))
+        self.losses: list[torch.Tensor] = []
+
+    def step(self) -> None:
+        """One optimizer step."""
+        loss = torch.zeros((), device=self._device)
+        for inputs, labels in self.batches.next_step().micro_batches(self._device):
+            one = self._engine(**inputs, labels=labels, shift_labels=labels, use_cache=False).loss
+            self._engine.backward(one)
+            self._engine.step()
+            loss += one.detach() * self._share
+        self.losses.append(loss)
+
+
+class GuardedLoop:
+    """Mantissa's own steps, one after another."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts, self.progress = parts, Progress()
+        self.losses: list[float] = []
+
+    def use(self, parts: Parts) -> None:
+        """Take the coming steps with these parts, of the same run."""
+        self._parts = parts
+
+    def step(self) -> None:
+        """One optimizer step. Raises UserError when the guard refuses it: then it is none that could be compared."""
+        self.progress, judgement, health = train_step(self._parts, self.progress)
+        if judgement.verdict is not Verdict.STEP and not judgement.routine:
+            raise UserError(f"the guard refused step {self.progress.step}, so the timing stops: {judgement.reason}")
+        self.losses.append(health.loss)
+
+
+def bare_step(parts: Parts) -> None:
+    """Gradients, norm, clipping, optimizer step: nothing judged, nothing recorded."""
+    batch = parts.batches.next_step()
+    parts.engine.forward_backward(batch, step=batch.position + 1)
+    parts.engine.gradients.norm()
+    parts.engine.gradients.apply()
+
+
+def alternate(first: Callable[[], T], second: Callable[[], T], *, pairs: int) -> list[tuple[T, T]]:
+    """What both return, pair by pair. Which is called first changes every time: the later one finds warmer caches."""
+    results = []
+    for pair in range(pairs):
+        if pair % 2 == 0:
+            one = first()
+            results.append((one, second()))
+        else:
+            other = second()
+            results.append((first(), other))
+    return results
+
+
+@contextmanager
+def open_parts(opened: Session) -> Iterator[Parts]:
+    """The parts of a run of the session's config: a temporary run folder, nothing restored, nothing to be saved."""
+    resolved, engine = opened.resolved, opened.engine
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = RunDir.create(Path(folder), resolved.config.run.name, fresh=False)
+        record = open_record(resolved, opened.corpus, engine, run_dir, opened.world)
+        checkpoints = opened.saved_checkpoints(run_dir.checkpoints)
+        parts, _ = assemble(resolved, engine, opened.batches, record=record, checkpoints=checkpoints)
+        yield parts
+        record.close()
+
+
+# --- against a plain loop
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What all pairs gave."""
+
+    bare: np.ndarray
+    """(pairs,) float64 [s a step]"""
+    guarded: np.ndarray
+    """(pairs,) float64 [s a step]"""
+    loss_distance: float
+    """[fraction] Largest relative difference of two losses of the same step."""
+
+
+def time_pairs(parts: Parts, plain: PlainLoop, *, pairs: int, steps: int) -> Measured:
+    """Time blocks of both loops in turn. A collective."""
+    guarded, device = GuardedLoop(parts), parts.engine.world.device
+
+    def seconds_per_step(step: Callable[[], None]) -> float:
+        started = time.perf_counter()
+        for _ in range(steps):
+            step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - started) / steps
+
+    for _ in range(WARM_UP_STEPS):
+        plain.step()
+        guarded.step()
+    timed = alternate(lambda: seconds_per_step(plain.step), lambda: seconds_per_step(guarded.step), pairs=pairs)
+    # every rank's equal share of label tokens: the mean of the ranks' means is that of the global batch
+    losses = parts.engine.world.gather(torch.stack(plain.losses).double()).mean(dim=0).cpu().numpy()
+    seconds = np.array(timed)
+    return Measured(seconds[:, 0], seconds[:, 1], float(np.max(np.abs(losses / np.array(guarded.losses) - 1.0))))
+
+
+def write_json(path: Path | None, found: Any) -> None:
+    """Measured numbers, for programs; nothing where no file is named."""
+    if path is not None:
+        write_atomically(path, (json.dumps(plain(found), indent=1) + "\n").encode())
+
+
+def interval(bare: np.ndarray, guarded: np.ndarray, *, median: bool) -> tuple[float, float, float]:
+    """Tokens per second of guarded over bare: the ratio, and the ends of its bootstrap interval.
+
+    bare, guarded: (pairs,) seconds. median: of the pairs' ratios; otherwise of the sums.
+    """
+    drawn = np.random.default_rng(0).integers(0, len(bare), size=(2000, len(bare)))
+    ratios = bare / guarded
+    if median:
+        found, resampled = float(np.median(ratios)), np.median(ratios[drawn], axis=1)
+    else:
+        found, resampled = float(bare.sum() / guarded.sum()), bare[drawn].sum(axis=1) / guarded[drawn].sum(axis=1)
+    low, high = np.quantile(resampled, [0.025, 0.975])
+    return found, float(low), float(high)
+
+
+def require_comparable(resolved: Resolved) -> None:
+    """Raises UserError for settings that the plain loop does not have, or two engines in one process cannot."""
+    model, data = resolved.config.model, resolved.config.data
+    refuse_sharing(resolved.batch, but=("tensor",), why="the plain loop has {what} on each rank")
+    for key, value, allowed in (
+        ("ZeRO stage", resolved.zero_stage, (0, 1, 2)),
+        ("precision.path", resolved.config.precision.path, ("cast",)),
+        ("model.activation_checkpointing", model.activation_checkpointing, ("none", "full", "selective")),
+        ("data.document_masking", data.document_masking, (False,)),
+        ("model.compile", model.compile, (False,)),
+    ):
+        if value not in allowed:
+            wanted = ", ".join(map(str, allowed))
+            raise UserError(f"{key} = {value}: the plain loop has {wanted} only; use --by-stage or lab.benchmark")
+
+
+def report(measured: Measured, *, steps: int, compute: str, at_least: float | None, file: Path | None = None) -> int:
+    """Print what was measured, and write it into a file; the exit code."""
+    bare, guarded = measured.bare, measured.guarded
+    print(f"\n{len(bare)} pairs of {steps} steps; ratios of tokens/s, Mantissa's over bare [95% of resamples]")
+    print(f"bare      {np.median(bare) * 1e3:9.2f} ms a step (median)")
+    print(
+        f"mantissa  {np.median(guarded) * 1e3:9.2f} ms a step, {np.median(guarded - bare) * 1e3:+.2f} (median of pairs)"
+    )
+    middle, total = (interval(bare, guarded, median=median) for median in (True, False))
+    print("median    {:9.4f} [{:.4f} to {:.4f}]".format(*middle))
+    print("all       {:9.4f} [{:.4f} to {:.4f}]".format(*total))
+    print(f"losses    {measured.loss_distance:9.1e} apart at most")
+    seconds = {"bare_seconds": float(np.median(bare)), "mantissa_seconds": float(np.median(guarded))}
+    found = {"pairs": len(bare), "steps": steps, "median": middle, "all": total}
+    write_json(file, found | seconds | {"loss_difference": measured.loss_distance})
+    if not measured.loss_distance <= TOLERANCE[compute]:
+        print(
+            f"error: losses differ by {measured.loss_distance:.1e}, more than {TOLERANCE[compute]:g}", file=sys.stderr
+        )
+        return FAILED
+    if at_least is not None and middle[2] < at_least:
+        print(f"error: the median is below {at_least:g} for certain: at most {middle[2]:.4f}", file=sys.stderr)
+        return FAILED
+    return 0
+
+
+# --- by stage
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model. Milliseconds of a step, each the median of all steps of its kind."""
+
+    parameters: int
+    tensors: int
+    """That hold them."""
+    bare: float
+    """A whole bare step."""
+    health: float
+    guard: float
+    record: float
+    other: float
+
+    @property
+    def added(self) -> float:
+        """What a guarded step has beyond a bare one."""
+        return self.health + self.guard + self.record + self.other
+
+    def __str__(self) -> str:
+        stages = "".join(f"{v:>9.3f}" for v in (self.health, self.guard, self.record, self.other, self.added))
+        return f"{self.parameters:>13,} {self.tensors:>8} {self.bare:>11.1f} {stages} {self.added / self.bare:>8.2%}"
+
+
+HEADER = "   parameters  tensors  bare, ms    health    guard   record    other    added    share"
+
+
+def time_stages(parts: Parts, *, pairs: int, steps: int) -> Row:
+    """Time bare and guarded steps in turn, stage by stage, on one engine. A collective."""
+    # Full windows from the start, of values far above every loss and norm, so that no step is a spike.
+    window = {"values": [1e3 + number % 7 for number in range(parts.resolved.config.guard.spike_window)]}
+    parts.guard.load_state_dict(parts.guard.state_dict() | {"loss": window, "log_norm": window})
+    guarded = GuardedLoop(parts)
+    for _ in range(WARM_UP_STEPS):
+        guarded.step()
+        bare_step(parts)
+    blocks = alternate(
+        lambda: [stage_milliseconds(parts, lambda: bare_step(parts)) for _ in range(steps)],
+        lambda: [stage_milliseconds(parts, guarded.step) for _ in range(steps)],
+        pairs=pairs,
+    )
+    bare_steps, guarded_steps = ([step for pair in blocks for step in pair[kind]] for kind in (0, 1))
+    bare, own = (
+        {stage: statistics.median(step[stage] for step in kind) for stage in kind[0]}
+        for kind in (bare_steps, guarded_steps)
+    )
+    return Row(
+        parameters=count_parameters(parts.engine.model),
+        tensors=sum(1 for _ in parts.engine.model.parameters()),
+        bare=statistics.median(sum(step.values()) for step in bare_steps),
+        health=own["health"],
+        guard=own["guard"],
+        record=own["record"],
+        other=own["other"] - bare["other"],
+    )
+
+
+def stage_milliseconds(parts: Parts, step: Callable[[], None]) -> dict[str, float]:
+    """Milliseconds of one step by stage."""
+    engine = parts.engine
+    calls: list[tuple[Any, str, str]] = [
+        (parts.batches, "next_step", "data"),
+        (engine.loss_path, "score", "forward"),
+        (engine, "backward", "backward"),
+        (engine.gradients, "norm", "norm"),
+        (engine.gradients, "apply", "step"),
+        (engine, "health", "health"),
+        (parts.guard, "judge", "guard"),
+        (parts.guard, "note", "guard"),
+        (parts.record, "event", "record"),
+    ]
+    stages = Stages(engine.world.device, warm_up=0, steps=1)
+    undo = time_calls(stages, calls)
+    step()
+    stages.step_done()
+    undo()
+    found = {stage: 0.0 for _, _, stage in calls} | stages.result()["seconds"]
+    return {stage: 1e3 * seconds for stage, seconds in found.items()}
+
+
+def llama_shape(parameters: float, *, layers: int) -> dict[str, Any]:
+    """model.config of a Llama of about so many parameters: at width h the embedding's 64 h^2 and 7 h^2 a block."""
+    width = max(32, round((parameters / (64 + 7 * layers)) ** 0.5 / 16) * 16)
+    return {
+        "hidden_size": width,
+        "intermediate_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": width // 16,
+        "num_key_value_heads": width // 16,
+        "vocab_size": 64 * width,
+        "tie_word_embeddings": True,
+    }
+
+
+def resolve_llama(arguments: Sequence[str], parameters: float, *, layers: int = 2) -> Resolved:
+    """The run config that `arguments` name, with a Llama of this size, the smallest batch and silent tracking."""
+    shape = ", ".join(f"{key}: {json.dumps(value)}" for key, value in llama_shape(parameters, layers=layers).items())
+    return read_command_line(
+        [
+            *arguments,
+            *("model.name_or_path=null", "model.architecture=llama", f"model.config={{{shape}}}"),
+            "model.activation_checkpointing=none",
+            *(f"batch.global_size={os.environ.get('WORLD_SIZE', 1)}", "batch.micro_size=1"),
+            *(
+                "parallel.sequence=1",
+                f"data.sequence_length={SEQUENCE}",
+                "optimizer.learning_rate=1.0e-8",
+                "guard.spike_sigmas=6",
+            ),
+            *("tracking.wandb=disabled", "tracking.prometheus_port=null", "tracking.log_every_steps=1000000"),
+        ]
+    )
+
+
+def random_corpus(vocabulary: int, folder: Path, *, seed: int) -> Corpus:
+    """4,096 random token ids below `vocabulary`, in `folder`, as training and validation data."""
+    tokens = np.random.default_rng(seed).integers(vocabulary, size=4096).astype(token_dtype(vocabulary))
+    path = folder / "random.safetensors"
+    shards = TokenShards([open_shard(path, write_shard(path, tokens, {}), verify=True)])
+    counts: dict[str, Any] = dict.fromkeys(
+        ("train_documents", "validation_documents", "train_bytes", "validation_bytes"), 0
+    )
+    return Corpus(
+        folder=folder,
+        fingerprint="random",
+        tokenizer_folder=folder,
+        vocab_size=vocabulary,
+        end_of_document=0,
+        train=shards,
+        validation=shards,
+        skipped={},
+        source="random tokens",
+        revision=None,
+        **counts,
+    )
+
+
+@contextmanager
+def llama_parts(resolved: Resolved, world: World) -> Iterator[Parts]:
+    """The parts of a run of `resolve_llama`'s config on random tokens; the process group stays."""
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = random_corpus(
+            int(resolved.config.model.config["vocab_size"]), Path(folder), seed=world.rank // resolved.batch.tensor
+        )
+        with session(resolved, corpus=corpus, world=world, shares=SHARES) as opened, open_parts(opened) as parts:
+            yield parts
+    gc.collect()  # DeepSpeed's engine is part of reference cycles
+
+
+# --- the command
+
+
+def read_options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """The command line, and what of it is the run config's. Raises UserError."""
+    parser = Arguments("lab.benchmark.overhead", __doc__)
+    parser.add_argument("--pairs", type=positive_int, default=100, help="pairs of blocks")
+    parser.add_argument("--steps", type=positive_int, default=1, help="steps in a block")
+    parser.add_argument("--at-least", type=float, help="exit code 3 where tokens/s over bare is surely below")
+    parser.add_argument("--by-stage", action="store_true", help="time what is added, stage by stage, on one engine")
+    parser.add_argument("--parameters", help="by stage, for Llamas of these sizes, separated by commas")
+    parser.add_argument("--layers", type=positive_int, default=2, help="blocks of each of them")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there, too")
+    options, rest = parser.parse_known_args(arguments)
+    if options.parameters is not None:
+        text = options.parameters
+        try:
+            options.parameters = [float(item) for item in text.split(",")]
+        except ValueError:
+            options.parameters = [0.0]
+        if min(options.parameters) < MIN_PARAMETERS:
+            raise UserError(f"--parameters {text}: has to be numbers from {MIN_PARAMETERS:,}, separated by commas")
+    return options, rest
+
+
+def against_plain_loop(arguments: Sequence[str], options: argparse.Namespace) -> int:
+    """Time both loops and print what was measured, on rank 0; the exit code."""
+    total = WARM_UP_STEPS + options.pairs * options.steps
+    resolved = read_command_line([*arguments, f"run.steps={total}"])
+    require_comparable(resolved)
+    with session(resolved, shares=SHARES) as opened, open_parts(opened) as parts:
+        plain = PlainLoop(resolved, opened.corpus, opened.world)
+        measured = time_pairs(parts, plain, pairs=options.pairs, steps=options.steps)
+        plain.batches.close()
+    if resolved.rank != 0:
+        return 0
+    return report(measured, steps=options.steps, compute=resolved.compute, at_least=options.at_least, file=options.json)
+
+
+def by_stage(arguments: Sequence[str], options: argparse.Namespace) -> None:
+    """Time the config's model, or the Llamas of `--parameters`, and print a table, on rank 0."""
+    counts = {"pairs": options.pairs, "steps": options.steps}
+    if options.parameters is None:
+        resolved = read_command_line([*arguments, "guard.spike_sigmas=6"])
+        with session(resolved, shares=SHARES) as opened, open_parts(opened) as parts:
+            rows = [time_stages(parts, **counts)]
+    else:
+        llamas = [resolve_llama(arguments, size, layers=options.layers) for size in options.parameters]
+        resolved, rows = llamas[0], []
+        world = distributed.join(resolved)
+        for llama in llamas:
+            with llama_parts(llama, world) as parts:
+                rows.append(time_stages(parts, **counts))
+        distributed.stop()
+    if resolved.rank == 0:
+        print("\n".join(["", HEADER, *map(str, rows)]))
+        write_json(options.json, [asdict(row) for row in rows])
+
+
+@entry_point(launched=True)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    options, rest = read_options(arguments)
+    if options.by_stage or options.parameters:
+        by_stage(rest, options)
+        return 0
+    return against_plain_loop(rest, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""The loop of Accelerate's documentation, on DeepSpeed.
+
+torchrun --nproc_per_node 2 -m lab.benchmark.peers.accelerate_loop SPEC RESULT
+
+On a machine without a GPU Accelerate 1.15 uses DeepSpeed only when the environment asks for it and the process group
+is started with gloo first; otherwise it silently trains with plain DDP.
+"""
+
+from __future__ import annotations
+
+import os
+
+from accelerate import Accelerator, DeepSpeedPlugin, PartialState
+
+from lab.benchmark.peers.common import Job
+from training.distributed import build_no_shared_memory_op
+
+
+def main() -> None:
+    """Train the work of the command line."""
+    job = Job()
+    build_no_shared_memory_op()
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    if not job.on_cuda:
+        PartialState(backend="gloo")
+    accelerator = Accelerator(
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=job.spec.deepspeed),
+        mixed_precision="no" if job.spec.compute == "fp32" else job.spec.compute,
+        gradient_accumulation_steps=job.spec.accumulation,
+    )
+    model = job.load_model()
+    plain = job.optimizer(model)
+    scheduler = job.scheduler(plain)  # not prepared: Accelerate would step it once a process
+    model, optimizer, loader = accelerator.prepare(model, plain, job.loader_of_all())
+    for batch in job.watched(loader):
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)  # DeepSpeed's step included
+            optimizer.step()
+            optimizer.zero_grad()
+        job.loss(loss / job.spec.accumulation)
+        if accelerator.sync_gradients:
+            scheduler.step()
+            job.step_done()
+    job.finish(job.deepspeed_engine(model))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""The loop of DeepSpeed's own documentation: initialize, forward, backward, step.
+
+torchrun --nproc_per_node 2 -m lab.benchmark.peers.bare_loop SPEC RESULT
+"""
+
+from __future__ import annotations
+
+import deepspeed
+from transformers.integrations import HfDeepSpeedConfig
+
+from config.deepspeed.document import initializable
+from lab.benchmark.peers.common import Job
+from training.distributed import build_no_shared_memory_op
+
+
+def main() -> None:
+    """Train the work of the command line."""
+    job = Job()
+    build_no_shared_memory_op()
+    deepspeed.init_distributed(auto_mpi_discovery=False)
+    # transformers loads the model partitioned for as long as this object lives; AutoTP cuts whole matrices
+    partitioned = job.spec.stage == 3 and job.spec.tensor == 1
+    _zero3 = HfDeepSpeedConfig(job.spec.deepspeed) if partitioned else None
+    model = job.load_model()
+    optimizer = job.optimizer(model)
+    config = initializable(job.spec.deepspeed)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, lr_scheduler=job.scheduler(optimizer), config=config
+    )
+    for index, batch in enumerate(job.watched(job.loader()), start=1):
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        job.loss(loss / job.spec.accumulation)
+        if index % job.spec.accumulation == 0:
+            job.step_done()
+    job.finish(job.deepspeed_engine(engine))
+
+
+if __name__ == "__main__":
+    main()

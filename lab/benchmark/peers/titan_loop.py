@@ -1,0 +1,75 @@
+"""torchtitan's own Trainer: its Llama, its FSDP2, its optimizer, its train_step.
+
+torchrun --nproc_per_node 2 -m lab.benchmark.peers.titan_loop SPEC RESULT [--compile]
+
+It is given the work (weights, tokens, learning rates, AdamW's settings) and runs with its defaults otherwise: its loss
+in eight chunks of the sequence, `torch.compile` off (except FlexAttention, which is always compiled, with autotuning)
+unless `--compile` compiles each block and the loss, as its recipes for speed do, CUDA graphs on, FlexAttention on a
+GPU, a line of metrics every ten steps and its trace of spans. The `partial_dtensor` backend is not its default; see
+`titan_trainer`. On a CPU CUDA graphs are off and attention is SDPA.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch.distributed import distributed_c10d, fsdp
+
+from lab.benchmark.peers.common import Job
+
+
+def main() -> None:
+    """Train the work of the command line."""
+    job = Job()
+    add_missing_names()
+    if not job.on_cuda:
+        use_cpu()
+    titan = import_module("lab.benchmark.peers.titan_trainer")
+    logs, tracing = (
+        import_module(f"torchtitan.{name}") for name in ("tools.logging", "observability.structured_logger")
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        logs.init_logger()
+        tracing.init_structured_logger(source="training", output_dir=folder, enable=True)
+        trainer = titan.trainer_of(job, Path(folder))
+        trainer.train()
+        trainer.close()
+        job.finish(titan.trained_with(trainer))
+
+
+def add_missing_names() -> None:
+    """Add two names to this torch that torchtitan 0.3.0 imports from later releases."""
+    names = vars(torch.distributed)
+    # 2.13 has this function only under a private name
+    names.setdefault("set_timeout", distributed_c10d._set_pg_timeout)
+    # missing in 2.11: a class that is imported, but used with `spmd_types` only
+    vars(fsdp).setdefault("DataParallelMeshDims", type(None))
+
+
+def use_cpu() -> None:
+    """Make torchtitan run on a CPU: without an accelerator it assumes CUDA, and it has no option.
+
+    Its modules copy these two names when they are imported, so they are set before any other module is.
+    """
+    cpu = SimpleNamespace(
+        # of torch.cpu
+        set_device=torch.cpu.set_device,
+        device_count=torch.cpu.device_count,
+        synchronize=torch.cpu.synchronize,
+        # different or missing in torch.cpu, used for its log
+        current_device=lambda: 0,
+        get_device_name=lambda _: "cpu",
+        get_device_properties=lambda _: SimpleNamespace(total_memory=1),
+        memory_stats=lambda _: {},
+        reset_peak_memory_stats=lambda: None,
+        empty_cache=lambda: None,
+    )
+    vars(import_module("torchtitan.tools.utils")).update(device_type="cpu", device_module=cpu)
+
+
+if __name__ == "__main__":
+    main()

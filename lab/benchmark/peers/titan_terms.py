@@ -1,0 +1,128 @@
+"""A benchmark's work in torchtitan's configuration, or why it cannot be expressed there. Needs no torchtitan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from config.errors import UserError
+from lab.benchmark.spec import Spec
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+VERSION = "0.3.0"
+"""Of torchtitan: its configuration changes from release to release."""
+LEAST_TORCH = {"cuda": (2, 11), "cpu": (2, 13)}
+"""By device. 2.11 has all names that torchtitan 0.3.0 imports, except those of `titan_loop.add_missing_names`; its
+backward pass ends with a segmentation fault on a CPU. Tested with 2.13 on a CPU."""
+NEEDED = (
+    ("torchtitan", "torchdata", "torch_checkpointing", "spmd_types", "tyro", "docstring_parser")
+    + ("tensorboard", "absl")
+    + ("triton",)
+)
+"""Modules that its trainer imports and requirements.txt does not install; triton comes with torch for CUDA."""
+UNDECAYED = r"(^|[._])norm\.weight$|\.bias$|^tok_embeddings\."
+"""Names in its Llama, which ties the output's weight to `tok_embeddings.weight`; see `modeling.parameter_groups`."""
+RESHARD = {0: "never", 1: "never", 2: "never", 3: "always"}
+"""By ZeRO stage: whether a block's weights are resharded after its forward pass and gathered again for its backward
+pass. Its FSDP2 shards gradients and the optimizer's state at every stage but 0, and between steps the weights, too."""
+PARAMETERS = {"fp32": "float32", "bf16": "bfloat16"}
+"""Its `mixed_precision_param`, by compute. Gradients are reduced in float32, its only choice."""
+
+
+@dataclass(frozen=True)
+class Llama:
+    """Arguments of its `Llama3Model`."""
+
+    vocabulary: int
+    width: int
+    inner_width: int
+    """Of the feed-forward network."""
+    layers: int
+    heads: int
+    key_value_heads: int
+    head_size: int
+    norm_eps: float
+    tied: bool
+    """Embedding and output head share one weight."""
+    rope: dict[str, Any]
+    """Keywords of its `ComplexRoPE.Config`: theta, and those of Llama 3's scaling where there is one."""
+
+
+def unavailable_reason() -> str | None:
+    """Why torchtitan cannot be imported here; None where no reason is known."""
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        return f"{', '.join(missing)} cannot be imported; make titan installs torchtitan {VERSION} separately"
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < LEAST_TORCH[device]:
+        least = ".".join(map(str, LEAST_TORCH[device]))
+        return f"torchtitan {VERSION} needs torch {least} or newer on a {device} device; this is {torch.__version__}"
+    return None
+
+
+def unsupported_reason(spec: Spec) -> str | None:
+    """Why torchtitan cannot train this work; None where it can. Reads the model's configuration."""
+    from transformers import AutoConfig
+
+    if spec.compute not in PARAMETERS:
+        return f"torchtitan has no {spec.compute}; its parameters are float32 or bfloat16 in forward and backward"
+    if spec.offload != "none":
+        return f"it offloads parameters, gradients and optimizer state together, and not the {spec.offload} alone"
+    if spec.activation_checkpointing not in ("none", "full"):
+        return f"it has no activation checkpointing like {spec.activation_checkpointing}"
+    try:
+        llama_of(AutoConfig.from_pretrained(spec.model))
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def llama_of(config: PretrainedConfig) -> Llama:
+    """The same model. Raises UserError: its Llama cannot be this one."""
+    if config.model_type != "llama":
+        raise UserError(f"this loop supports only llama of its models, not {config.model_type}")
+    for key, value in (
+        ("attention_bias", False),
+        ("mlp_bias", False),
+        ("attention_dropout", 0.0),
+        ("hidden_act", "silu"),
+    ):
+        if getattr(config, key, value) != value:
+            raise UserError(f"its Llama has {key} = {value}, this one {getattr(config, key)}")
+    heads = config.num_attention_heads
+    return Llama(
+        vocabulary=config.vocab_size,
+        width=config.hidden_size,
+        inner_width=config.intermediate_size,
+        layers=config.num_hidden_layers,
+        heads=heads,
+        key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        norm_eps=config.rms_norm_eps,
+        tied=bool(config.tie_word_embeddings),
+        rope=_rope(dict(config.rope_parameters)),
+    )
+
+
+def largest_norm(spec: Spec) -> float:
+    """[gradient units] Its `max_norm`; inf leaves gradients as they are, where DeepSpeed's JSON has 0 for it."""
+    return spec.deepspeed.get("gradient_clipping") or float("inf")
+
+
+def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Rotary embeddings as in `transformers.modeling_rope_utils`, of which it has "default" and "llama3"."""
+    kind, theta = parameters.get("rope_type", "default"), parameters["rope_theta"]
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UserError("its Llama rotates whole heads; this one has a partial_rotary_factor")
+    if kind == "default":
+        return {"theta": theta, "scaling": "none"}
+    if kind != "llama3":
+        raise UserError(f"its Llama's rotary embeddings are default or llama3; this one's are {kind}")
+    same = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    scaling = {name: parameters[name] for name in same}
+    return {"theta": theta, "scaling": "llama", "scaling_factor": parameters["factor"], **scaling}

@@ -1,0 +1,134 @@
+"""The Hugging Face Trainer with a DeepSpeed JSON: on windows, or on rows with labels; an adapter is peft's.
+
+torchrun --nproc_per_node 2 -m lab.benchmark.peers.trainer_loop SPEC RESULT
+
+On a machine without a GPU it uses DeepSpeed only with an Accelerate state set up for it; see `accelerate_loop`.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from torch.nn.utils.rnn import pad_sequence
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from data.loader import IGNORED_LABEL
+from lab.benchmark.peers.common import Job
+from training.distributed import build_no_shared_memory_op
+
+
+class Measured(TrainerCallback):
+    """Reports every step to the job."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """After the optimizer step."""
+        self._job.step_done()
+
+
+class InOrder:
+    """Before a Trainer among the base classes: the work's order of samples, the loss of every micro-batch kept.
+
+    Optimizer and scheduler are made here: those given as `optimizers` are silently dropped under DeepSpeed.
+    """
+
+    job: Job
+    optimizer: Any
+    lr_scheduler: Any
+    train_dataset: Any
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """The work's."""
+        if self.optimizer is None:
+            self.optimizer = self.job.optimizer(self.job.model)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The work's."""
+        scheduler = self.lr_scheduler = self.job.scheduler(optimizer or self.optimizer)
+        return scheduler
+
+    def _get_train_sampler(self, *_: Any) -> torch.utils.data.Sampler:
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    def compute_loss(self, *arguments: Any, **options: Any) -> Any:
+        """Its own loss: normalised by the labels of the whole step, times the processes that DeepSpeed divides by."""
+        loss: Any = super().compute_loss(*arguments, **options)  # type: ignore[misc]
+        self.job.loss(loss)
+        return loss
+
+
+class OrderedTrainer(InOrder, Trainer):
+    """The Trainer on the work."""
+
+
+def prepare_state(job: Job) -> dict[str, bool] | None:
+    """Have Accelerate use DeepSpeed on a machine without a GPU; what the Trainer's `accelerator_config` has to be."""
+    if job.on_cuda:
+        return None
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    PartialState(backend="gloo")
+    return {"use_configured_state": True}
+
+
+def trainer_arguments(job: Job, folder: str) -> dict[str, Any]:
+    """Arguments of `TrainingArguments` and its subclasses that make any Trainer do the work."""
+    spec = job.spec
+    return {
+        "output_dir": folder,
+        "max_steps": spec.steps,
+        "per_device_train_batch_size": spec.micro_size,
+        "gradient_accumulation_steps": spec.accumulation,
+        "learning_rate": spec.optimizer["learning_rate"],
+        "max_grad_norm": spec.optimizer["gradient_clipping"],
+        "bf16": spec.compute == "bf16",
+        "fp16": spec.compute == "fp16",
+        "deepspeed": spec.deepspeed,
+        "use_cpu": not job.on_cuda,
+        "accelerator_config": prepare_state(job),
+        "seed": spec.seed,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+    }
+
+
+def padded(rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    """A micro-batch of rows, as the library's own collators make it: (micro, longest) int64 each."""
+    filling = {"input_ids": 0, "labels": IGNORED_LABEL, "attention_mask": 0}
+    found = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in rows]
+    return {
+        name: pad_sequence([torch.tensor(row[name]) for row in found], batch_first=True, padding_value=filler)
+        for name, filler in filling.items()
+    }
+
+
+def main() -> None:
+    """Train the work of the command line."""
+    job = Job()
+    build_no_shared_memory_op()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(**trainer_arguments(job, folder))
+        trainer = OrderedTrainer(
+            model=job.load_model(),
+            args=arguments,
+            data_collator=None if job.spec.task == "pretrain" else padded,
+            train_dataset=job.samples(),
+            callbacks=[Measured(job)],
+        )
+        trainer.job = job
+        trainer.train()
+    job.finish(job.deepspeed_engine(trainer.model_wrapped))
+
+
+if __name__ == "__main__":
+    main()

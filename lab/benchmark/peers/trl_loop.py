@@ -1,0 +1,70 @@
+"""TRL's SFTTrainer on rows, its DPOTrainer on pairs; an adapter is peft's.
+
+torchrun --nproc_per_node 2 -m lab.benchmark.peers.trl_loop SPEC RESULT
+
+Both get the tokens that Mantissa trains, so that templates and truncation are no part of the comparison, and keep their
+defaults but for what the work decides: no recomputation unless it has some, no dropout. Their metrics (entropy, token
+accuracy, rewards) are computed in every step, as they are for every user.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+from transformers import AutoTokenizer
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+from lab.benchmark.peers.common import Job
+from lab.benchmark.peers.trainer_loop import InOrder, Measured, trainer_arguments
+from training.distributed import build_no_shared_memory_op
+
+
+class OrderedSFT(InOrder, SFTTrainer):
+    """The SFTTrainer on the work."""
+
+
+class OrderedDPO(InOrder, DPOTrainer):
+    """The DPOTrainer on the work, whose pairs are tokens already."""
+
+    def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
+        return dataset
+
+    def compute_loss(self, *arguments: Any, **options: Any) -> Any:
+        """Its own loss: the mean over the pairs of a micro-batch, which the Trainer divides by the accumulation."""
+        loss: Any = DPOTrainer.compute_loss(self, *arguments, **options)
+        self.job.loss(loss / self.job.spec.accumulation)
+        return loss
+
+
+def make_trainer(job: Job, folder: str) -> Any:
+    """The trainer of the work's task."""
+    spec = job.spec
+    common = {**trainer_arguments(job, folder), "gradient_checkpointing": False, "max_length": None}
+    given: dict[str, Any] = {
+        "train_dataset": job.samples(),
+        "processing_class": AutoTokenizer.from_pretrained(spec.tokenizer, local_files_only=True),
+        "callbacks": [Measured(job)],
+    }
+    # Before the model: at ZeRO-3 it is what has it loaded in partitions.
+    if spec.task == "sft":
+        sft = SFTConfig(**common, dataset_kwargs={"skip_prepare_dataset": True})
+        return OrderedSFT(model=job.load_model(), args=sft, **given)
+    preference = spec.preference
+    dpo = DPOConfig(**common, beta=preference["beta"], precompute_ref_log_probs=preference["precomputed"])
+    return OrderedDPO(model=job.load_model(), args=dpo, **given)
+
+
+def main() -> None:
+    """Train the work of the command line."""
+    job = Job()
+    build_no_shared_memory_op()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(job, folder)
+        trainer.job = job
+        trainer.train()
+    job.finish(job.deepspeed_engine(trainer.model_wrapped))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""The report of `lab.benchmark`: medians over rounds, ratios round by round, and the Markdown page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from lab.benchmark.contestants import OWN, Run
+
+STAGES = ("data", "forward", "backward", "collectives", "step", "health", "tracking", "other")
+"""Of the split, in the order of a step; what belongs to none of the others is other."""
+
+
+def statistics_of(values: Sequence[float]) -> dict[str, Any]:
+    """Median, extremes and all, in the order of the rounds."""
+    return {"median": median(values), "least": min(values), "most": max(values), "rounds": list(values)}
+
+
+def loss_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
+    """Largest relative difference of any step; inf where one is not finite or the lengths differ."""
+    if len(losses) != len(expected) or not all(map(math.isfinite, [*losses, *expected])):
+        return math.inf
+    return max(abs(mine - other) / abs(other) for mine, other in zip(losses, expected, strict=True))
+
+
+def compare(
+    runs: Mapping[str, Sequence[Run]],
+    *,
+    tokens: float,
+    flops_per_token: float | None,
+    peak: float | None,
+    tolerance: float,
+) -> dict[str, Any]:
+    """By contestant its measurements, and its ratios to the baseline. runs: by contestant, in order of rounds.
+
+    tokens: of a step, over all ranks. peak: [FLOP/s] of all devices. Where either rate of FLOP is None there is no MFU.
+    The baseline is the bare loop, where it took part, else the first contestant. Losses are compared with the first
+    Mantissa's, else with the first contestant's; where they differ by more than `tolerance` there is no ratio.
+    """
+    baseline = "bare" if "bare" in runs else next(iter(runs))
+    reference = next((name for name in runs if name in OWN), next(iter(runs)))
+    expected = runs[reference][0].result.losses
+    found: dict[str, Any] = {}
+    for name, mine in runs.items():
+        difference = max(loss_difference(run.result.losses, expected) for run in mine)
+        rate = statistics_of([tokens / run.step_seconds for run in mine])
+        found[name] = {
+            "engine": mine[0].result.engine,
+            "tokens_per_second": rate,
+            "step_seconds": statistics_of([run.step_seconds for run in mine]),
+            "median_step_seconds": statistics_of([median(run.steps) for run in mine]),
+            "first_step_seconds": statistics_of([run.first_step_seconds for run in mine]),
+            "job_seconds": statistics_of([run.job_seconds for run in mine]),
+            "memory_bytes": max(run.result.memory_bytes for run in mine),
+            "mfu": None if flops_per_token is None or peak is None else rate["median"] * flops_per_token / peak,
+            "last_loss": mine[0].result.losses[-1],
+            "loss_difference": difference,
+            "trains_the_same": difference <= tolerance,
+        }
+    for mine in found.values():
+        mine["ratio"] = None
+        if mine["trains_the_same"] and found[baseline]["trains_the_same"]:
+            mine["ratio"] = ratios(mine, found[baseline]) | {"to": baseline}
+    return {"baseline": baseline, "loss_reference": reference, "loss_tolerance": tolerance, "contestants": found}
+
+
+def ratios(mine: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """`mine` over `other`, round by round that both have; for times, below 1 is faster."""
+    names = ("tokens_per_second", "median_step_seconds", "first_step_seconds")
+    found = {
+        name: statistics_of([a / b for a, b in zip(mine[name]["rounds"], other[name]["rounds"], strict=False)])
+        for name in names
+    }
+    return found | {"memory_bytes": mine["memory_bytes"] / other["memory_bytes"]}
+
+
+def bound(found: Mapping[str, Any], first: str, second: str, least: float) -> dict[str, Any]:
+    """Whether the median ratio of the tokens per second of two contestants reaches a bound; without one it fails."""
+    check = {"of": f"{first}/{second}", "least": least, "value": None, "holds": False}
+    lacking = [name for name in (first, second) if name not in found["contestants"]]
+    if lacking:
+        return check | {"why": f"{' and '.join(lacking)} did not finish a run"}
+    mine, other = found["contestants"][first], found["contestants"][second]
+    if not (mine["trains_the_same"] and other["trains_the_same"]):
+        return check | {"why": "losses differ"}
+    value = ratios(mine, other)["tokens_per_second"]["median"]
+    return check | {"value": value, "holds": value >= least}
+
+
+def page(found: Mapping[str, Any]) -> str:
+    """The tables, in Markdown."""
+    contestants, conditions = found["contestants"], found["conditions"]
+    rounds = conditions["rounds"]
+    lines = [
+        f"{conditions['task']}{conditions['adapter']}, {conditions['model']}, {conditions['parameters']:,} parameters; "
+        f"ZeRO-{conditions['zero_stage']}, {conditions['compute']}, {conditions['processes']} processes"
+        f"{_shared(found)}, {conditions['tokens']:,.0f} tokens a step; "
+        f"{rounds} rounds of {conditions['timed_steps']} timed steps after {conditions['warm_up']} others; "
+        "medians of the rounds [least to most].",
+        "",
+        *_mfu(found),
+        f"| | tokens/s | over {found['baseline']} | median step, ms | launch to first step, s | peak memory, MB | MFU "
+        f"| loss difference from {found['loss_reference']} |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, mine in contestants.items():
+        ratio = mine["ratio"]
+        over_baseline = _with_range(ratio["tokens_per_second"], "{:.3f}") if ratio else "losses differ"
+        cells = [
+            name,
+            _with_range(mine["tokens_per_second"], "{:,.0f}"),
+            over_baseline,
+            _with_range(mine["median_step_seconds"], "{:,.1f}", 1e3),
+            _with_range(mine["first_step_seconds"], "{:.1f}"),
+            f"{mine['memory_bytes'] / 1e6:,.0f}",
+            "-" if mine["mfu"] is None else f"{mine['mfu']:.1%}",
+            f"{mine['loss_difference']:.1e}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", *(f"{name}: not measured, {reason}." for name, reason in found["passed_over"].items())]
+    lines += [f"{reason}." for reason in found["failed"].values()]
+    lines += _splits(contestants)
+    lines += [f"{check['of']} >= {check['least']}: {_verdict(check)}" for check in found["bounds"]]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _shared(found: Mapping[str, Any]) -> str:
+    ranks = found["conditions"].get("batch", {}).get("tensor", 1)
+    return f", {ranks} to a matrix (parallel.tensor)" if ranks > 1 else ""
+
+
+def _mfu(found: Mapping[str, Any]) -> list[str]:
+    if found["flops_per_token"] is None:
+        return ["tokens/s: inputs that are not padding, in the mean over the timed steps.", ""]
+    return [
+        f"MFU: tokens/s x {found['flops_per_token'] / 1e6:,.1f} MFLOP a token (6 a weight of linear layers, 4 a "
+        "frozen one, and 12 x layers x heads x head size x sequence; nothing recomputed) over "
+        f"{found['peak']['flops'] / 1e12:,.3f} TFLOP/s ({found['peak']['how']}).",
+        "",
+    ]
+
+
+def _splits(contestants: Mapping[str, Any]) -> list[str]:
+    split = {name: mine["split"] for name, mine in contestants.items() if mine.get("split")}
+    if not split:
+        return []
+    lines = [
+        "Of one more run each, rank 0, with every stage timed: milliseconds a step, and megabytes a step that a rank "
+        "sends if every collective is a ring. Collectives include the wait for the other ranks.",
+        "",
+        f"| | {' | '.join(STAGES)} | sum | collectives | MB sent |",
+        "|---|" + "---|" * (len(STAGES) + 3),
+    ]
+    for name, mine in split.items():
+        seconds, total = mine["seconds"], sum(mine["seconds"].values())
+        cells = [f"{seconds.get(stage, 0.0) * 1e3:,.2f}" for stage in STAGES]
+        calls, sent = sum(mine["calls"].values()), sum(mine["bytes_sent"].values())
+        lines.append(f"| {name} | {' | '.join(cells)} | {total * 1e3:,.1f} | {calls:g} | {sent / 1e6:,.2f} |")
+    return [*lines, ""]
+
+
+def _with_range(values: Mapping[str, Any], form: str, factor: float = 1.0) -> str:
+    middle, least, most = (form.format(values[key] * factor) for key in ("median", "least", "most"))
+    return middle if least == most else f"{middle} [{least} to {most}]"
+
+
+def _verdict(check: Mapping[str, Any]) -> str:
+    if check["value"] is None:
+        return f"fails: {check['why']}"
+    return f"{'holds' if check['holds'] else 'fails'} at {check['value']:.4f}"

@@ -1,0 +1,216 @@
+"""The work that every contestant of `lab.benchmark` does, and the result of one, as JSON files.
+
+The work follows from Mantissa's own config: a folder with the initial weights in FP32, an array with the token windows
+of every step in Mantissa's order, the learning rate of every step, and the resolved DeepSpeed JSON. For fine-tuning the
+rows or pairs of every step take the windows' place (`rows`).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from config.resolved import Resolved
+    from data.corpus import Corpus
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The work of a contestant."""
+
+    model: str
+    """[path or hub id] Hugging Face model: config and initial weights."""
+    attention: str
+    activation_checkpointing: str
+    """As in the run config; reentrant selects torch's reentrant implementation."""
+    reentrant: bool
+    tokens: str
+    """[path] .npy, (steps, global size, sequence length + 1), in sample order; labels are the tokens shifted by one. Of
+    rows and pairs, the folder of `rows.write_rows`."""
+    steps: int
+    warm_up: int
+    """[steps] Not timed."""
+    deepspeed: dict[str, Any]
+    """The resolved DeepSpeed JSON."""
+    optimizer: dict[str, Any]
+    """The run config's section."""
+    offload: str
+    learning_rates: list[float]
+    """By step."""
+    seed: int
+    split: bool = False
+    """Time a step by stage and count the bytes of collectives; such a run is not timed as a whole."""
+    task: str = "pretrain"
+    """pretrain, sft or dpo."""
+    adapter: dict[str, Any] | None = None
+    """The run config's section; None: all weights are trained."""
+    preference: dict[str, Any] = field(default_factory=dict)
+    """The run config's section."""
+    tokenizer: str = ""
+    """[path] Tokenizer folder of the prepared data."""
+
+    @property
+    def tensor(self) -> int:
+        """How many consecutive ranks share each matrix, and the sequences; 1: each has whole ones."""
+        return int(self.deepspeed.get("tensor_parallel", {}).get("autotp_size", 1))
+
+    @property
+    def micro_size(self) -> int:
+        """[sequences] Of one forward pass on one rank."""
+        return self.deepspeed["train_micro_batch_size_per_gpu"]
+
+    @property
+    def accumulation(self) -> int:
+        """[micro-batches] Of one step on one rank."""
+        return self.deepspeed["gradient_accumulation_steps"]
+
+    @property
+    def stage(self) -> int:
+        """ZeRO stage."""
+        return self.deepspeed["zero_optimization"]["stage"]
+
+    @property
+    def compute(self) -> str:
+        """fp32, bf16 or fp16."""
+        return next((name for name in ("bf16", "fp16") if self.deepspeed.get(name, {}).get("enabled")), "fp32")
+
+    @classmethod
+    def read(cls, path: Path) -> Spec:
+        """From the file that `write` made."""
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
+
+    def write(self, path: Path) -> None:
+        """As JSON."""
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a contestant."""
+
+    losses: list[float]
+    """[nats] Of every step: mean over the label tokens of the global batch."""
+    stamps: list[float]
+    """[seconds since the epoch] When each step was done; on a GPU exact for the first, the last and the last untimed
+    step, where the device is waited for."""
+    memory_bytes: int
+    """Largest peak of any rank: device memory, or resident memory on a CPU."""
+    engine: str
+    """Classes and device that trained, as found in the process."""
+    split: dict[str, Any] | None = None
+    """Rank 0's result of `lab.benchmark.split`."""
+
+    @classmethod
+    def read(cls, path: Path) -> Result:
+        """From the file that `write` made."""
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
+
+    def write(self, path: Path) -> None:
+        """As JSON."""
+        path.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Work:
+    """The prepared work and its size."""
+
+    spec: Spec
+    parameters: int
+    tokens_per_step: float
+    """[tokens] Of a timed step over all ranks, padding aside; of rows, the mean over the timed steps."""
+    flops_per_token: float | None
+    """[FLOP] See `flops_per_token`; None for fine-tuning, whose steps differ."""
+
+
+def prepare_work(resolved: Resolved, folder: Path, *, warm_up: int) -> Work:
+    """Write weights and tokens into `folder`. Holds the model once in FP32 in this process's memory.
+
+    Raises UserError: the data or the model cannot be loaded, or ranks cannot share this one's matrices.
+    """
+    from contextlib import nullcontext
+
+    from lab.benchmark.rows import write_rows
+    from modeling.adapter import add_adapter
+    from modeling.build import attention_of, build_model, count_parameters, model_config
+    from modeling.tensor_parallel import require_shareable
+    from training.schedule import scheduled_rate
+    from training.tasks.task import prepare
+
+    config = resolved.config
+    corpus = prepare(config, progress=True)
+    length, steps = config.data.sequence_length, config.run.steps
+    pretrains = config.task == "pretrain"
+    shape = model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=length)
+    if resolved.batch.tensor > 1:
+        require_shareable(shape, resolved.batch.tensor)
+    model = build_model(config.model, shape, seed=config.run.seed, gather=lambda _: nullcontext(True))
+    if config.model.name_or_path is None:
+        model.save_pretrained(folder / "weights")
+    tokens = folder / ("tokens.npy" if pretrains else "rows")
+    if pretrains:
+        per_step = _write_windows(resolved, corpus, tokens)
+    else:
+        per_step = write_rows(resolved, corpus, tokens, warm_up=warm_up)
+    spec = Spec(
+        model=config.model.name_or_path or str(folder / "weights"),
+        attention=attention_of(model),
+        activation_checkpointing=config.model.activation_checkpointing,
+        reentrant=config.model.checkpointing_reentrant,
+        tokens=str(tokens),
+        steps=steps,
+        warm_up=warm_up,
+        deepspeed=resolved.deepspeed,
+        optimizer=asdict(config.optimizer),
+        offload=resolved.offload,
+        learning_rates=[scheduled_rate(config, n) for n in range(steps)],
+        seed=config.run.seed,
+        task=config.task,
+        adapter=None if config.adapter.kind == "none" else asdict(config.adapter),
+        preference=asdict(config.preference) | {"precomputed": config.precomputes_reference},
+        tokenizer=str(corpus.tokenizer_folder),
+    )
+    parameters = count_parameters(model)
+    if config.adapter.kind != "none":
+        model = add_adapter(model, config.adapter, seed=config.run.seed)
+    return Work(spec, parameters, per_step, flops_per_token(model, length) if pretrains else None)
+
+
+def _write_windows(resolved: Resolved, corpus: Corpus, path: Path) -> float:
+    """The windows of every step in Mantissa's order, as an array; their inputs, by step."""
+    import numpy as np
+
+    from data.sampler import sample_ids
+    from data.shards import TokenShards
+
+    length, steps, seed = resolved.config.data.sequence_length, resolved.config.run.steps, resolved.config.run.seed
+    assert isinstance(corpus.train, TokenShards), "documents are windows"
+    samples, size = corpus.train.sequences(length), resolved.batch.global_size
+    order = [sample_ids(step, samples=samples, seed=seed, global_size=size) for step in range(steps)]
+    windows = corpus.train.read(np.concatenate(order), length)
+    np.save(path, windows.reshape(steps, size, length + 1).astype(np.int32))
+    return float(resolved.tokens_per_step)
+
+
+def flops_per_token(model: PreTrainedModel, sequence: int) -> float:
+    """[FLOP] Forward and backward of one token, nothing recomputed.
+
+    6 for each weight of a linear layer, the output head included, and 12 x layers x heads x head size x sequence for
+    attention over the whole square (Chowdhery et al. 2022, "PaLM", appendix B). A frozen weight counts 4, since the
+    backward pass has no matmul for its gradient. Below the first layer that is trained it has none at all, which is
+    not taken off: of LoRA, for the first block's queries, keys and values.
+    """
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    used = (module for name, module in model.named_modules() if ".original_module" not in name)  # of one trained whole
+    weights = [module.weight for module in used if isinstance(module, torch.nn.Linear | Conv1D)]
+    linear = sum((6.0 if weight.requires_grad else 4.0) * weight.numel() for weight in weights)
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return linear + 12.0 * config.num_hidden_layers * heads * head_size * sequence

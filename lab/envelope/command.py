@@ -1,0 +1,264 @@
+"""Stability envelope: the largest learning rate that stays within parity with FP32, by depth, batch and precision.
+
+    python -m lab.envelope [--config FILE] [--out DIR] [--depths 2,4] [--batches 8,16]
+        [--precisions fp32,control,bf16,fp16] [--policies deepspeed,adaptive] [--rates LOW:HIGH:COUNT | A,B,C]
+        [--steps N] [--processes N] [key.sub=value ...]
+
+Every setting is trained for a few steps at one learning rate after the other; one launched job runs all trials.
+`lab.envelope.search` defines failure and parity; the bounds are parity.loss_gap and parity.validation_delta. Without
+--config the demo recipe is made small (SMALL below). Trials are kept in DIR/trials.jsonl, and a second start runs only
+those that are missing there; trials made under other conditions are kept and left out. DIR gets envelope.md,
+envelope.png and envelope.json. Exit code 0; 3 when FP32 is stable at no rate anywhere; 2 for a wrong argument.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from filelock import FileLock, Timeout
+
+from config.batch import refuse_sharing
+from config.cli import REPOSITORY, Arguments, entry_point, positive_int
+from config.deepspeed.choice import find_deepspeed_json
+from config.deepspeed.document import in_fp32, read_document, zero_stage
+from config.errors import UserError
+from config.launcher import as_launched
+from config.load import load_config
+from config.schema import Config, LossScaleSection
+from config.task import ENCODER_TASKS
+from lab.envelope.report import Missing, explore_finished, write_results
+from lab.envelope.search import CONTROL, Bounds, Setting
+from lab.envelope.worker import SHARES, TRIAL_PREFIX, Study
+from training.jobs import add_processes_option, default_processes, error_line_of, launch
+from training.tasks.task import prepare
+
+NOTHING_STABLE = 3
+STEPS, RATES = 40, "0.002:0.256:8"
+PRECISIONS = ("fp32", CONTROL, "bf16", "fp16")
+SMALL = (
+    "model.config={hidden_size: 64, intermediate_size: 160, num_attention_heads: 4, num_key_value_heads: 4,"
+    " tie_word_embeddings: true}",
+    "model.activation_checkpointing=none",
+    "data.tokenizer=bytes",
+    "data.sequence_length=64",
+    "evaluate.batches=4",
+)
+"""Overrides of the demo recipe when no --config is given: about a second a trial on two cores."""
+_OPTION_OF = {
+    "run.steps": "--steps",
+    "batch.global_size": "--batches",
+    "optimizer.learning_rate": "--rates",
+    "precision.compute": "--precisions",
+    "precision.path": "--precisions",
+    "precision.loss_scale.policy": "--policies",
+}
+
+
+def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line. Raises UserError for what is wrong with it."""
+    parser = Arguments("python -m lab.envelope", __doc__, allow_abbrev=False)
+    parser.add_argument("--config", help="run config; the demo recipe made small when left out")
+    parser.add_argument("--out", type=Path, default=Path("runs/envelope"), help="folder of trials and results")
+    parser.add_argument("--depths", default="2,4", help="[layers] list")
+    parser.add_argument("--batches", default="8,16", help="[sequences] list of global batches")
+    parser.add_argument("--precisions", default=",".join(PRECISIONS), help=f"list of {', '.join(PRECISIONS)}")
+    parser.add_argument("--policies", default="deepspeed,adaptive", help="list of loss-scale policies, for fp16")
+    parser.add_argument("--rates", default=RATES, help="LOW:HIGH:COUNT, evenly spaced by factors, or a list")
+    parser.add_argument("--steps", type=positive_int, default=STEPS, help="optimizer steps of a trial")
+    add_processes_option(parser)
+    parser.add_argument("overrides", nargs="*", help="key.sub=value")
+    options = parser.parse_intermixed_args(arguments)
+    options.depths = whole_numbers("--depths", options.depths)
+    options.batches = whole_numbers("--batches", options.batches)
+    options.processes = options.processes or default_processes()
+    options.rates = read_rates(options.rates)
+    options.precisions = choices("--precisions", options.precisions, PRECISIONS)
+    policies = get_args(get_type_hints(LossScaleSection)["policy"])
+    options.policies = choices("--policies", options.policies, policies)
+    for text in options.overrides:
+        key = text.partition("=")[0]
+        if key in _OPTION_OF:
+            raise UserError(f"command line: {text} is varied or set by the envelope; use {_OPTION_OF[key]}")
+    return options
+
+
+def whole_numbers(option: str, text: str) -> list[int]:
+    """Ascending positive numbers from "2,4"."""
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise UserError(f"command line: {option} {text}: write whole numbers, such as 2,4, of 1 or more")
+    return sorted({int(part) for part in parts})
+
+
+def choices(option: str, text: str, known: Sequence[str]) -> list[str]:
+    """The listed words, in the order of `known`."""
+    given = text.split(",")
+    for word in given:
+        if word not in known:
+            raise UserError(f"command line: {option} {text}: '{word}' is not one of {', '.join(known)}")
+    return [word for word in known if word in given]
+
+
+def read_rates(text: str) -> list[float]:
+    """Ascending learning rates from "LOW:HIGH:COUNT" (evenly spaced by factors, six digits) or "A,B,C"."""
+    wrong = UserError(f"command line: --rates {text}: write LOW:HIGH:COUNT, such as {RATES}, or a list above 0")
+    try:
+        if ":" in text:
+            low, high, count = (part(item) for part, item in zip((float, float, int), text.split(":"), strict=True))
+            if not (0 < low < high < float("inf") and count > 1):
+                raise wrong
+            return [float(f"{low * (high / low) ** (index / (count - 1)):.6g}") for index in range(int(count))]
+        rates = sorted({float(item) for item in text.split(",")})
+    except ValueError as error:
+        raise wrong from error
+    if not 0 < rates[0] <= rates[-1] < float("inf"):
+        raise wrong
+    return rates
+
+
+def make_study(options: argparse.Namespace) -> Study:
+    """The study, with its DeepSpeed JSONs in the output folder.
+
+    Raises UserError for a config that cannot be trained in one of the settings.
+    """
+    path = Path(options.config or REPOSITORY / "config/recipes/demo.yaml")
+    given = [*(() if options.config else SMALL), *options.overrides]
+    uniform = ["precision.path=cast", "precision.manifest=null"]
+    config = load_config(path, [*given, *uniform], None)
+    warmup = round(config.schedule.warmup_steps * min(1.0, options.steps / config.run.steps))
+    shortened = [f"run.steps={options.steps}", f"schedule.warmup_steps={warmup}", "guard.spike_sigmas=0"]
+    settings = tuple(
+        Setting(depth, batch, precision, policy)
+        for depth in options.depths
+        for batch in options.batches
+        for precision in options.precisions
+        for policy in (options.policies if precision == "fp16" else [None])
+    )
+    folder = options.out.resolve()
+    json_path = find_deepspeed_json(config.deepspeed.config, path)
+    study = Study(
+        folder=str(folder),
+        config=str(path.resolve()),
+        overrides=(*uniform, *shortened, *given),
+        models={str(depth): json.dumps(model_of_depth(config, depth)) for depth in options.depths},
+        documents=write_documents(
+            json_path, folder / "ds_configs", {"fp32", *(setting.compute for setting in settings)}
+        ),
+        settings=settings,
+        rates=tuple(options.rates),
+        bounds=Bounds(config.parity.loss_gap, config.parity.validation_delta),
+    )
+    for setting in dict.fromkeys([*settings, *(setting.reference for setting in settings)]):
+        resolved = study.resolve(setting, study.rates[0], as_launched(options.processes))
+        refuse_sharing(resolved.batch, but=SHARES)
+    return study
+
+
+def model_of_depth(config: Config, depth: int) -> dict[str, Any]:
+    """model.config with so many layers, under the architecture's own name for them.
+
+    Raises UserError where the architecture has no such key, or the model is a saved one of another depth.
+    """
+    from modeling.build import model_config
+
+    if config.task in ENCODER_TASKS:
+        raise UserError(f"task = {config.task}: only causal language models are measured here; remove it")
+    saved, given = config.model.name_or_path, config.model.config
+    shape = model_config(config.model, vocab_size=2, sequence_length=2)
+    key = shape.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    if key not in shape.to_dict():
+        problem = f"a {shape.model_type} config has no num_hidden_layers at its top level"
+        raise UserError(f"--depths {depth}: {problem}; use another model.architecture")
+    if saved is not None and getattr(shape, key) != depth:
+        problem = f"model.name_or_path = {saved} has {getattr(shape, key)} layers"
+        raise UserError(f"--depths {depth}: {problem}, and no other depth; use model.architecture to vary it")
+    return given if saved else {**{k: v for k, v in given.items() if k != "num_hidden_layers"}, key: depth}
+
+
+def check_data_and_model(study: Study, processes: int) -> None:
+    """Prepare the corpus, and raise UserError for data and a model that do not fit each other."""
+    from modeling.build import model_config
+
+    for setting in {setting.depth: setting for setting in study.settings}.values():
+        config = study.resolve(setting, study.rates[0], as_launched(processes)).config
+        corpus = prepare(config, progress=True)
+        model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
+
+
+def write_documents(path: Path, folder: Path, precisions: set[str]) -> dict[str, str]:
+    """Write the DeepSpeed JSON at `path` once for each precision, with its section only. Returns paths by precision."""
+    document = read_document(path)
+    rest = in_fp32(document)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = {}
+    for precision in sorted(precisions):
+        section = {} if precision == "fp32" else {precision: {"enabled": True}}
+        copy = folder / f"zero{zero_stage(document)}_{precision}.json"
+        copy.write_text(json.dumps({**rest, **section}, indent=2) + "\n", encoding="utf-8")
+        paths[precision] = str(copy)
+    return paths
+
+
+def run_study(study: Study, folder: Path, processes: int) -> None:
+    """Launch the trials and print the result of each. Raises UserError or RuntimeError with the job's error line."""
+    plan, log = folder / "study.json", folder / "log.txt"
+    study.write(plan)
+    done = threading.Event()
+    log.unlink(missing_ok=True)
+    follower = threading.Thread(target=_follow, args=(log, done), daemon=True)
+    follower.start()
+    try:
+        code = launch(["-m", "lab.envelope.worker", str(plan)], processes=processes, log=log)
+    finally:
+        done.set()
+        follower.join()
+        plan.unlink()  # the worker's, with every override as it was given
+    if code:
+        line = error_line_of(log)
+        if line.startswith("error: "):
+            raise UserError(line.removeprefix("error: "))
+        raise RuntimeError(f"the trials ended with exit code {code}: {line} (see {log}); start again to resume")
+
+
+def _follow(log: Path, done: threading.Event) -> None:
+    """Print the lines of the job's log that are about trials."""
+    position, ended = 0, False
+    while not ended:
+        ended = done.wait(0.5)
+        if not log.exists():
+            continue
+        with log.open("rb") as file:
+            file.seek(position)
+            text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        position += len(whole)
+        for line in whole.decode(errors="replace").splitlines():
+            if line.startswith(TRIAL_PREFIX):
+                print(line.removeprefix(TRIAL_PREFIX).strip(), flush=True)
+
+
+@entry_point()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the study and write its results."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        options = read_arguments(given)
+        study = make_study(options)
+        check_data_and_model(study, options.processes)
+        with FileLock(options.out / ".lock", timeout=0):
+            try:
+                explore_finished(study, options.processes)
+            except Missing:
+                run_study(study, options.out, options.processes)
+            rows = write_results(study, options.processes, command=["python", "-m", "lab.envelope", *given])
+    except Timeout:
+        problem = "another envelope writes there; wait for it or choose another folder"
+        raise UserError(f"--out {options.out}: {problem}") from None
+    print(f"{options.out}/envelope.md")
+    return 0 if any(row["fp32"] for row in rows) else NOTHING_STABLE

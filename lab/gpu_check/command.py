@@ -1,0 +1,158 @@
+"""Everything that has to be measured on a GPU, in six parts that are measured in calls of under ten minutes.
+
+    python -m lab.gpu_check [--part N] [--items NAME,NAME] [--minutes 9.5] [--again] [--wheels DIR]
+        [--out runs/gpu-check] [--processes 1] [--commit SHA] [--tiny]
+
+Parts: 1 smoke, 2 numerics, 3 speed, 4 precision, 5 memory, 6 cost of trust; all in turn without --part. Each stands
+alone and runs Mantissa's own tools as jobs, those that time nothing some at once. By the estimates of its items each
+part measures its goals in one call: an item that would not fit into the minutes left is not started, and the next call
+begins with what was not. An item that fails is a row of the table with its error and its log. The folder gets
+NUMBER-ITEM.json for every item, with device, driver, versions, commands and seconds, part-NUMBER.md, which opens with
+the part's goals and whether each is reached, and goals.md with those of all parts. The same command goes on where it
+stopped, also after it was killed: what a killed check left running is ended first.
+
+Without a package registry: --wheels DIR installs what is missing of DIR's wheels into a folder below --out and puts it
+on PYTHONPATH; torch and transformers are taken as found. --commit names the code of a tree that was copied without its
+.git, for the results. --tiny rehearses every item on a model of a few thousand parameters, also on a CPU.
+
+Exit code 0: every item of the parts is done, or skipped as this machine lacks what it needs; 3: some failed or were
+not run; 2: it cannot be done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from config.cli import Arguments, entry_point, positive_int, positive_number
+from config.errors import UserError
+from lab.gpu_check.packages import provide
+
+ALL_DONE, INCOMPLETE = 0, 3
+PARTS = range(1, 7)
+TF32_SWITCHES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
+"""Variables that turn TF32 on behind torch's own setting, as NVIDIA's images do with the second."""
+
+
+def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line. Raises UserError."""
+    parser = Arguments("python -m lab.gpu_check", __doc__)
+    parser.add_argument("--part", type=int, choices=PARTS, help="one part (default: all, in turn)")
+    parser.add_argument("--items", default="", help="only these, separated by commas")
+    parser.add_argument("--minutes", type=positive_number, default=9.5, help="for each part (9.5)")
+    parser.add_argument("--again", action="store_true", help="measure what is done once more")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels, where there is no package registry")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu-check"), help="folder of results and logs")
+    parser.add_argument("--processes", type=positive_int, default=1, help="of each job (1)")
+    parser.add_argument("--commit", type=commit_hash, help="of the code, where it was copied without its .git")
+    parser.add_argument("--tiny", action="store_true", help="rehearse")
+    return parser.parse_args(arguments)
+
+
+def commit_hash(text: str) -> str:
+    """Type of an argparse argument that names a commit."""
+    if not re.fullmatch(r"[0-9a-f]{7,64}", text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not 7 to 64 lower-case hexadecimal digits; git rev-parse HEAD prints them"
+        )
+    return text
+
+
+def name_commit(machine: dict[str, Any], given: str | None) -> list[str]:
+    """Put the commit that --commit gives into a machine's `git`; lines to print.
+
+    It counts more than what git finds, which may be of a repository that the copy lies in.
+    """
+    found = (machine["git"] or {}).get("commit")
+    if given is None:
+        none = "git finds no commit here: results will not name the code's; give it with --commit SHA"
+        return [] if found else [none]
+    if found is not None and found.startswith(given):
+        return []
+    machine["git"] = {"commit": given, "dirty": None}
+    return [f"git finds {found} here; results name {given}, as --commit says"] if found else []
+
+
+def settle_environment() -> list[str]:
+    """Set what all jobs inherit; lines to print.
+
+    FP32 is without TF32. No item needs the Hugging Face hub, and where there is no network every question to it would
+    wait for its answer.
+    """
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    switched = [name for name in TF32_SWITCHES if os.environ.pop(name, None) is not None]
+    return [f"{name} is not passed on: FP32 is measured without TF32" for name in switched]
+
+
+def look_at_machine(folder: Path) -> dict[str, Any]:
+    """Device, driver and versions, by a process of its own. Raises UserError: what training imports is not there."""
+    from training.jobs import error_line_of, launch
+
+    path, log = folder / "machine.json", folder / "work" / "machine.log"
+    try:
+        code = launch(["-m", "lab.gpu_check.machine", str(path)], processes=1, log=log, seconds=240)
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"a job does not start here within {error.timeout:.0f} s; see {log}") from error
+    if code:
+        raise UserError(f"no job can start here: {error_line_of(log)}; see {log}")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+@entry_point()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    started, options = time.monotonic(), read_options(arguments)
+    out = options.out.expanduser().resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    for line in settle_environment():
+        print(line, flush=True)
+    for line in provide(options.wheels, out / ".packages"):
+        print(line, flush=True)
+    # What these import may have been installed just now.
+    from config.files import write_atomically
+    from lab.gpu_check import items
+    from lab.gpu_check.page import all_goals, page
+    from lab.gpu_check.run import DONE, SKIPPED, Check, end_leftovers, run_part
+
+    parts = {number: items.PARTS[number] for number in ([options.part] if options.part else PARTS)}
+    wanted = set(filter(None, options.items.split(",")))
+    unknown = wanted - {item.name for part in parts.values() for item in part.items}
+    if unknown:
+        raise UserError(f"--items: there is no {', '.join(sorted(unknown))} in {_named(parts)}")
+    for line in end_leftovers(out / "work"):
+        print(line, flush=True)
+    machine = look_at_machine(out)
+    for line in name_commit(machine, options.commit):
+        print(line, flush=True)
+    check = Check(out, options.processes, options.tiny, machine, options.again)
+    complete = True
+    for number, part in parts.items():
+        chosen = dataclasses.replace(
+            part, items=tuple(item for item in part.items if not wanted or item.name in wanted)
+        )
+        target = out / f"part-{number}.md"
+        not_run: dict[str, str] = {}
+        # Written after every item: what ends this process may come without notice.
+        for line in run_part(check, number, chosen, not_run, ends=started + 60 * options.minutes):
+            print(line, flush=True)
+            write_atomically(target, page(check, number, part, not_run).encode())
+            write_atomically(out / "goals.md", all_goals(check).encode())
+        text = page(check, number, part, not_run)
+        write_atomically(target, text.encode())
+        print(f"\n{text}\ntable    {target}", flush=True)
+        results = [check.result(number, item) for item in chosen.items]
+        complete &= all(result is not None and result["status"] in (DONE, SKIPPED) for result in results)
+        started = time.monotonic()
+    return ALL_DONE if complete else INCOMPLETE
+
+
+def _named(parts: dict[int, Any]) -> str:
+    return f"part {', '.join(map(str, parts))}; see lab/gpu_check/items.py"

@@ -1,0 +1,105 @@
+"""The table of a part: what was measured, what failed, what was not run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from config.markdown import code, table, text
+from lab.gpu_check.goals import goals_table
+from lab.gpu_check.items import PARTS, Part
+from lab.gpu_check.run import DONE, SKIPPED, Check
+
+
+def page(check: Check, number: int, part: Part, not_run: Mapping[str, str]) -> str:
+    """part-N.md."""
+    found = {item.name: check.result(number, item) for item in part.items}
+    rows = []
+    for item in part.items:
+        result = found[item.name]
+        if result is None:
+            rows.append([code(item.name), text(item.what), "not run", "", text(not_run.get(item.name, ""))])
+            continue
+        reference = found.get(item.against or "")
+        said = list(lines(result["figures"], against=item.against, reference=reference and reference["figures"]))
+        if result["status"] == SKIPPED:
+            said.append(text(result["error"]))
+        elif result["status"] != DONE:
+            said.append(f"{text(result['error'])}; {code(result['log'])}")
+        for index, line in enumerate(said or [""]):
+            head = [code(item.name), text(item.what), text(result["status"]), f"{result['seconds']:.0f}"]
+            rows.append([*(head if index == 0 else ["", "", "", ""]), line])
+    statuses = [result["status"] for result in found.values() if result is not None]
+    done, skipped = statuses.count(DONE), statuses.count(SKIPPED)
+    counts = f"{done} of {len(part.items)} items done" + (f", {skipped} skipped" if skipped else "")
+    goals = goals_table(number, found, tiny=check.tiny)
+    opening = [
+        f"# GPU check, part {number}: {part.title}",
+        "",
+        f"{counts}. {text(conditions(check.machine))}.",
+        *(
+            ["", "**A rehearsal**: a model of a few thousand parameters. No figure says anything."]
+            if check.tiny
+            else []
+        ),
+        *(["", f"Left out: {text(part.left_out)}."] if part.left_out else []),
+        *(["", goals.rstrip()] if goals else []),
+        "",
+    ]
+    return "\n".join(opening) + "\n" + table(["item", "what", "outcome", "seconds", "measured"], rows)
+
+
+def all_goals(check: Check) -> str:
+    """goals.md: the goals of all parts, by what earlier calls measured, too."""
+    lines = ["# GPU check: the goals", "", f"{text(conditions(check.machine))}.", ""]
+    for number, part in PARTS.items():
+        results = {item.name: check.result(number, item) for item in part.items}
+        lines += [f"## Part {number}: {text(part.title)}", "", goals_table(number, results, tiny=check.tiny)]
+    return "\n".join(lines)
+
+
+def conditions(machine: Mapping[str, Any]) -> str:
+    """Device and versions, on one line."""
+    named = {"driver": machine["driver"], "CUDA": machine["cuda"]} | machine["versions"]
+    commit = (machine["git"] or {}).get("commit", "")[:12]
+    said = [machine["device"], *(f"{name} {value}" for name, value in named.items() if value)]
+    return ", ".join([*said, *([f"commit {commit}"] if commit else [])])
+
+
+def lines(
+    figures: Mapping[str, Any], *, against: str | None = None, reference: Mapping[str, Any] | None = None
+) -> Iterator[str]:
+    """Markdown: the item's own figures on one line, then a line for each of its variants."""
+    own = [f"{text(name)} {words(value)}" for name, value in figures.items() if is_shown(name, value)]
+    if reference is not None and "losses" in reference and "losses" in figures:
+        own.append(f"losses {loss_difference(figures['losses'], reference['losses'])} from those of {code(against)}")
+    if own:
+        yield ", ".join(own)
+    for name, value in figures.items():
+        if isinstance(value, Mapping):
+            yield f"**{text(name)}**: " + ", ".join(f"{text(key)} {words(each)}" for key, each in value.items())
+
+
+def is_shown(name: str, value: object) -> bool:
+    """Whether a figure is among the item's own."""
+    return name != "losses" and not isinstance(value, Mapping)
+
+
+def loss_difference(mine: list[Any], other: list[Any]) -> str:
+    """Largest relative difference of a step's loss, in words."""
+    if len(mine) != len(other) or any(isinstance(loss, str) for loss in (*mine, *other)):
+        return "cannot be compared"  # one is not finite
+    return f"{max(abs(a / b - 1) for a, b in zip(mine, other, strict=True)):.1e}"
+
+
+def words(value: object) -> str:
+    """A figure in few digits."""
+    if isinstance(value, bool):
+        return "yes" if value else "**no**"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, list):
+        return "; ".join(map(words, value)) or "none"
+    return text("-" if value is None else value)

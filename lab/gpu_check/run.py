@@ -1,0 +1,231 @@
+"""Measure the items of a part within its time, keep each result in a file of its own, and go on where it stopped.
+
+What times nothing runs some items at once; a timed item has the machine to itself. A result is written when its item
+ends, so that whatever ends this process loses at most the items that it was at. An item that is done is not measured
+again; one that failed is, after those that were never tried. One that needs what this machine lacks is skipped, with
+the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from config.errors import one_line
+from config.files import write_atomically
+from config.printable import shown
+from lab.gpu_check.bench import Bench, ItemFailed, newest_log
+from lab.gpu_check.items import Item, Part
+from tracking.jsonl import plain
+from training.jobs import error_line_of
+
+DONE, FAILED, TIMED_OUT, SKIPPED = "done", "failed", "took too long", "skipped"
+MOST_BYTES = 2**20
+"""Larger files of an item are deleted when it ends: weights, checkpoints, prepared batches. Logs and reports stay."""
+MARK = "MANTISSA_GPU_CHECK"
+"""Environment variable of a check's jobs: its folder."""
+TOGETHER = 3
+"""Items that time nothing at once: their jobs start for most of their time, and leave most of a GPU idle."""
+PATIENCE, GRACE = 3.0, 60.0
+"""An item may take so many times what is expected, and so many seconds more, before it is killed."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """What is the same for all items of a call."""
+
+    out: Path
+    processes: int
+    tiny: bool
+    machine: Mapping[str, Any]
+    again: bool = False
+    """Measure what is done once more."""
+    stopped: threading.Event = field(default_factory=threading.Event, compare=False)
+    """Set when the check is interrupted: what its items come to then is no result."""
+
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """What a result must share to count as this check's."""
+        return {"device": self.machine["device"], "processes": self.processes, "tiny": self.tiny}
+
+    def path(self, part: int, item: Item) -> Path:
+        """Of an item's result."""
+        return self.out / f"{part}-{item.name}.json"
+
+    def result(self, part: int, item: Item) -> dict[str, Any] | None:
+        """Of an earlier call, under the same conditions."""
+        try:
+            found = json.loads(self.path(part, item).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        same = all(found.get(name) == value for name, value in self.conditions.items())
+        return found if same else None
+
+    def lacks(self, item: Item) -> str | None:
+        """What this machine does not have that the item needs, in words."""
+        return self.machine.get("lacks", {}).get(item.needs)
+
+
+def run_part(check: Check, number: int, part: Part, not_run: dict[str, str], *, ends: float) -> Iterator[str]:
+    """Measure what is to be measured, until `ends` of time.monotonic(); lines to print, as it goes.
+
+    not_run: is given the reasons of those that are not run, by name.
+    """
+    running: dict[Future[dict[str, Any]], Item] = {}
+    with ThreadPoolExecutor(TOGETHER) as pool:
+        try:
+            for item in _order(check, number, part):
+                reason = check.lacks(item)
+                if reason is not None:
+                    _write(check, number, item, SKIPPED, error=reason)
+                    yield f"skipped: {item.name}, {reason}"
+                    continue
+                alone = item.timed or any(other.timed for other in running.values())
+                yield from _ended(running, fewer_than=1 if alone else TOGETHER)
+                left = ends - time.monotonic()
+                if item.seconds > left:
+                    not_run[item.name] = f"takes about {item.seconds:.0f} s, and {max(0.0, left):.0f} s were left"
+                    yield f"not run: {item.name}, {not_run[item.name]}"
+                    continue
+                yield f"{item.name}: {item.what}; about {item.seconds:.0f} s"
+                patience = left if check.tiny else PATIENCE * item.seconds + GRACE  # a CPU may be slow
+                running[pool.submit(measure, check, number, item, limit=min(left, patience))] = item
+            yield from _ended(running, fewer_than=1)
+        except BaseException:
+            check.stopped.set()
+            while not all(job.done() for job in running):  # items whose jobs are gone end by themselves
+                _kill(psutil.Process().children(recursive=True))
+                time.sleep(0.05)
+            raise
+
+
+def _ended(running: MutableMapping[Future[dict[str, Any]], Item], *, fewer_than: int) -> Iterator[str]:
+    """Wait until fewer items are running; a line for each that has ended."""
+    while len(running) >= fewer_than:
+        for job in wait(running, return_when=FIRST_COMPLETED).done:
+            name, result = running.pop(job).name, job.result()
+            yield f"{name} {result['status']}, {result['seconds']:.0f} s" + (
+                f": {result['error']}" if result["error"] else ""
+            )
+
+
+def end_leftovers(work: Path) -> list[str]:
+    """Kill what an earlier check in this folder, which was killed itself, has left; a line where there was any.
+
+    From here on whatever this process starts is known by an environment variable. work: the folder of the items'.
+    """
+    this, found = psutil.Process(), []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process != this and process.environ().get(MARK) == str(work):
+                found.append(process)
+    _kill(found)
+    os.environ[MARK] = str(work)
+    return [f"ended {len(found)} processes that a killed check left in {work}"] if found else []
+
+
+def _kill(processes: Sequence[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=10)
+
+
+def _order(check: Check, number: int, part: Part) -> list[Item]:
+    """Items without a result as they are listed, then those that failed; not those that are done."""
+    if check.again:
+        return list(part.items)
+    found = {item.name: check.result(number, item) for item in part.items}
+    status = {item.name: (found[item.name] or {}).get("status") for item in part.items}
+    new = [item for item in part.items if status[item.name] in (None, SKIPPED)]
+    failed = [item for item in part.items if status[item.name] in (FAILED, TIMED_OUT)]
+    return [*new, *failed]
+
+
+def measure(check: Check, number: int, item: Item, *, limit: float) -> dict[str, Any]:
+    """Run one item to its end, or until `limit` seconds are over, and write its result.
+
+    A failure of any kind is a result: the error's last line, the log, and what was measured before it. Raises
+    InterruptedError: the check was stopped.
+    """
+    folder = check.out / "work" / f"{number}-{item.name}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    name, memory = str(check.machine["device"]), check.machine.get("device_bytes")
+    shared = (check.out / "cache", check.processes, check.tiny)
+    bench = Bench(folder, *shared, limit, device=name, device_bytes=memory)
+    started, status, error, log, figures = time.monotonic(), DONE, "", None, {}
+    try:
+        figures = item.measure(bench)
+    except subprocess.TimeoutExpired:
+        status, log = TIMED_OUT, newest_log(folder)
+        error = f"killed after {limit:.0f} s" + (f"; {error_line_of(log)}" if log else "")
+    except ItemFailed as failure:
+        status, error, log = FAILED, str(failure), failure.log or newest_log(folder)
+    except Exception as failure:  # whatever it is, the items after it are worth measuring
+        status, error, log = FAILED, one_line(failure), newest_log(folder)
+    if check.stopped.is_set():
+        raise InterruptedError(item.name)
+    figures = figures or bench.found
+    result = _write(
+        *(check, number, item, status),
+        error=error,
+        log=log,
+        seconds=time.monotonic() - started,
+        figures=figures if item.timed else {name: each for name, each in figures.items() if name != "tokens/s"},
+        commands=bench.commands,
+    )
+    delete_large_files(folder)
+    return result
+
+
+def _write(
+    check: Check,
+    number: int,
+    item: Item,
+    status: str,
+    *,
+    error: str,
+    log: Path | None = None,
+    seconds: float = 0.0,
+    figures: Mapping[str, Any] | None = None,
+    commands: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Write an item's result; what was written."""
+    result = {
+        "part": number,
+        "item": item.name,
+        "what": item.what,
+        "status": status,
+        "error": shown(error),
+        "log": str(log) if log else None,
+        "seconds": seconds,
+        "expected_seconds": item.seconds,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "figures": figures or {},
+        "commands": commands,
+        **check.conditions,
+        "machine": check.machine,
+    }
+    write_atomically(check.path(number, item), (json.dumps(plain(result), indent=1) + "\n").encode())
+    return result
+
+
+def delete_large_files(folder: Path) -> None:
+    """Of all kinds but logs, so that parts of a large model leave room on the disk, and what is left can be carried."""
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink() and path.suffix != ".log" and path.stat().st_size > MOST_BYTES:
+            path.unlink()

@@ -1,0 +1,165 @@
+"""Compare every combination of precision, ZeRO stage and offload with plain torch in FP32: the precision matrix.
+
+    python -m lab.matrix [--out docs/precision-matrix.md] [--only TEXT [--into PAGE]] [--processes N] [--steps N]
+
+Starts itself on several processes, runs one cell after the other in them, and appends every result to
+FOLDER/results.jsonl, so that an interrupted matrix resumes where it stopped. The page is written when every cell is
+there; --into replaces those sections of an earlier page whose cells were all measured. Exit code 0: every cell is as
+config/deepspeed/combinations.py expects; 3: some are not; 2: it cannot be done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from config.cli import REPOSITORY, Arguments, entry_point, positive_int
+from config.errors import UserError
+from lab.matrix.cells import Cell, all_cells
+from lab.matrix.page import page, unexpected, updated
+from lab.matrix.rules import RULES
+from tracking.environment import environment
+from training.jobs import add_processes_option, default_processes, error_line_of, launch
+
+AS_EXPECTED, UNEXPECTED = 0, 3
+_HANG_MINUTES = 5.0
+_CODE = [
+    *("training/engine/engine", "training/engine/gradients", "training/engine/optimizer", "training/engine/build"),
+    *("training/engine/split_masters", "modeling/router_balance", "training/engine/process_groups"),
+    *("training/engine/pieces", *(f"training/engine/optimizers/{name}" for name in ("rule", *RULES))),
+    *("lab/matrix/cells", "lab/matrix/rules", "lab/matrix/run"),
+    *("training/loss_scaler", "modeling/build", "config/optimizers"),
+    *("modeling/linear_cross_entropy", "modeling/parameter_groups", "modeling/activation_checkpointing"),
+    *("modeling/sequence_parallel", "data/sequence_slices", "modeling/tensor_parallel", "modeling/expert_parallel"),
+    *("training/engine/tensor_slices", "training/engine/expert_slices", "training/distributed"),
+    *("precision/fp8", "precision/fp8_reference"),
+    *("precision/regions", "precision/manifest", "precision/loss_scale", "config/deepspeed/combinations"),
+]
+"""Modules whose code determines what a cell measures."""
+
+
+def conditions(processes: int, steps: int) -> dict[str, Any]:
+    """The conditions that all results of one matrix must share."""
+    code = b"".join((REPOSITORY / f"{name}.py").read_bytes() for name in _CODE)
+    machine = environment({})
+    return {
+        "processes": processes,
+        "steps": steps,
+        "deepspeed": version("deepspeed"),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+        "machine": f"{machine['cpu']['usable_cores']} cores of {machine['cpu']['model']}",
+        "code": hashlib.sha256(code).hexdigest()[:12],
+    }
+
+
+def results(path: Path, wanted: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Newest results measured under the `wanted` conditions, by the cell's name."""
+    found = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        result = json.loads(line)
+        if result["conditions"] == wanted:
+            found[result["cell"]] = result
+    return found
+
+
+def work(options: argparse.Namespace) -> int:
+    """Measure the missing cells; on every process."""
+    from lab.matrix.run import measure
+    from training import distributed
+
+    world = distributed.start(
+        rank=int(os.environ.get("RANK", 0)),
+        world_size=int(os.environ.get("WORLD_SIZE", 1)),
+        local_rank=int(os.environ.get("LOCAL_RANK", 0)),
+        timeout_minutes=_HANG_MINUTES,
+    )
+    now = json.loads(options.worker)
+    for cell in world.from_main(_missing(options, now, world.world_size)):
+        name = cell.name
+        if world.is_main:
+            print(f"cell: {name}", flush=True)
+        start = time.monotonic()
+        result = measure(world, cell, steps=options.steps)
+        if world.is_main:
+            _append(options.folder, {"cell": name, **result, "seconds": time.monotonic() - start, "conditions": now})
+        if "raised" in (result["verdict"], result.get("upstream", {}).get("verdict")):
+            return 0  # DeepSpeed's state after an error must not affect the next cell: start new processes
+    distributed.stop()
+    return 0
+
+
+def lead(options: argparse.Namespace) -> int:
+    """Start the processes until no cell is missing, then write the page."""
+    log, now = options.folder / "matrix.log", conditions(options.processes, options.steps)
+    for processes in sorted({cell.ranks or options.processes for cell in _missing(options, now)}, reverse=True):
+        while missing := _missing(options, now, processes):
+            print(f"{len(missing)} cells to go on {processes} processes; tail -f {log}", flush=True)
+            program = ["-m", "lab.matrix", "--worker", json.dumps(now), "--folder", str(options.folder)]
+            program += ["--steps", str(options.steps), "--only", options.only]
+            code = launch(program, processes=processes, log=log)
+            left = _missing(options, now, processes)
+            if left and code != 0:
+                if f"cell: {left[0].name}" not in log.read_text(errors="replace", encoding="utf-8"):
+                    raise UserError(f"the processes did not start: {error_line_of(log)}; see {log}")
+                crashed = {"verdict": "raised", "reason": error_line_of(log), "errors": {}}
+                _append(options.folder, {"cell": left[0].name, **crashed, "seconds": 0.0, "conditions": now})
+    found = results(options.folder / "results.jsonl", now)
+    cells = [cell for cell in all_cells() if options.only in cell.name]
+    different = unexpected(cells, found)
+    for line in different:
+        print(line)
+    if not options.only:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(page(cells, found, now), encoding="utf-8")
+        print(f"wrote {options.out}")
+    elif options.into and not different:
+        text = options.into.read_text(encoding="utf-8")
+        options.into.write_text(updated(text, cells, found, now), encoding="utf-8")
+        print(f"updated {options.into}")
+    print(f"{len(cells)} cells, {len(different)} not as config/deepspeed/combinations.py expects")
+    return UNEXPECTED if different else AS_EXPECTED
+
+
+def _missing(options: argparse.Namespace, now: dict[str, Any], processes: int | None = None) -> list[Cell]:
+    """Cells without a result, of those that are measured on so many processes, or of all."""
+    done, usual = results(options.folder / "results.jsonl", now), now["processes"]
+    wanted = (cell for cell in all_cells() if processes in (None, cell.ranks or usual))
+    return [cell for cell in wanted if options.only in cell.name and cell.name not in done]
+
+
+def _append(folder: Path, result: dict[str, Any]) -> None:
+    with (folder / "results.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(result) + "\n")
+
+
+@entry_point(launched=True)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Start the processes, or be one of them."""
+    parser = Arguments("python -m lab.matrix", __doc__)
+    parser.add_argument("--out", type=Path, default=Path("runs/matrix/precision-matrix.md"), help="the page")
+    parser.add_argument("--only", default="", help="only cells whose name has this text; writes no page of its own")
+    parser.add_argument("--into", type=Path, metavar="PAGE", help="with --only: the page whose sections to replace")
+    add_processes_option(parser)
+    parser.add_argument("--steps", type=positive_int, default=6, help="optimizer steps of each cell")
+    parser.add_argument("--folder", type=Path, default=Path("runs/matrix"), help="folder of results and log")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)  # the matrix's conditions, as JSON
+    options = parser.parse_args(arguments)
+    if options.worker:
+        return work(options)
+    options.processes = options.processes or default_processes()
+    if options.into and not options.only:
+        raise UserError(f"--into {options.into}: is for --only; the whole page goes to --out")
+    if options.into and not options.into.is_file():
+        raise UserError(f"--into {options.into}: there is no such page; write it with --out")
+    if not any(options.only in cell.name for cell in all_cells()):
+        raise UserError(f"--only {options.only}: no cell has this in its name, such as {next(all_cells()).name}")
+    options.folder.mkdir(parents=True, exist_ok=True)
+    return lead(options)

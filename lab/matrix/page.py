@@ -1,0 +1,366 @@
+"""docs/precision-matrix.md: the table of config/deepspeed/combinations.py, with the measurements of every row."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from config.cli import REPOSITORY
+from config.deepspeed.combinations import COMPUTES, FP8, SETTINGS, STAGES, UPSTREAM, Combination, combinations, refusal
+from config.errors import UserError
+from config.markdown import table
+from lab.matrix.cells import ACCUMULATIONS, COARSEST, ROUNDINGS, WHOLE, Cell, all_cells
+from precision.tolerance import tolerance
+
+Results = dict[str, dict[str, Any]]
+"""Results of `lab.matrix.run.measure` by the cell's name."""
+
+_SIGNS = {"verified": "ok", "refused": "refused", "wrong": "**WRONG**", "raised": "**RAISED**"}
+
+
+def expected_verdict(cell: Cell) -> str:
+    """verified or refused, by the table."""
+    return "refused" if refusal(cell.combination) else "verified"
+
+
+def expected_upstream(cell: Cell) -> str:
+    """verified or wrong, by the table, for bare DeepSpeed in a cell where it is run."""
+    known = any(row.covers(cell.combination, clipping=cell.clipping) for row in UPSTREAM)
+    return "wrong" if known or (cell.optimizer in WHOLE and cell.combination.stage) else "verified"
+
+
+def unexpected(cells: Sequence[Cell], results: Results) -> list[str]:
+    """One line for every cell whose verdict is not the table's."""
+    lines = []
+    for cell in cells:
+        result = results[cell.name]
+        found = [("", result, expected_verdict(cell))]
+        if "upstream" in result:
+            found.append(("bare DeepSpeed, ", result["upstream"], expected_upstream(cell)))
+        for who, judged, expected in found:
+            if judged["verdict"] != expected:
+                lines.append(f"{who}{cell.name}: {judged['verdict']}, not {expected}: {judged['reason']}")
+    return lines
+
+
+def page(cells: Sequence[Cell], results: Results, conditions: dict[str, Any]) -> str:
+    """The whole page as Markdown. Needs a result for every cell."""
+    parts = [_opening(cells, results, conditions), _summary(cells, results)]
+    parts += [f"{_upstream_section(cells, results)}\n\n{by_scripts()}"]
+    parts += [_path_section(path, cells, results) for path in COMPUTES]
+    parts += [fp8_section(cells, results, conditions), settings_section(cells, results, conditions)]
+    return "\n\n".join([*parts, optimizers_section(cells, results, conditions), _limits()]) + "\n"
+
+
+def updated(text: str, cells: Sequence[Cell], results: Results, conditions: dict[str, Any]) -> str:
+    """A page with the sections of these cells put in or replaced, what scripts measured, and the numbers at its top.
+
+    text: the page. cells: all those of one section or more, each measured and found as the table says.
+
+    Raises UserError for cells that make up no section that can be replaced by itself.
+    """
+    opening, *sections = re.split(r"(?m)^(?=## )", text)
+    by_title = {section.split("\n", 1)[0].removeprefix("## "): section for section in sections}
+    left, every = set(cells), list(all_cells())
+    for title, (belongs, write) in _BY_THEMSELVES.items():
+        wanted = [cell for cell in every if belongs(cell)]
+        if left.issuperset(wanted):
+            minutes = sum(results[cell.name]["seconds"] for cell in wanted) / 60
+            when = f"Measured by themselves on {conditions['machine']}, in {minutes:.0f} minutes."
+            by_title[title] = f"{write(wanted, results, conditions)}\n\n{when}\n\n"
+            left.difference_update(wanted)
+    if left:
+        some = next(cell.name for cell in cells if cell in left)
+        raise UserError(f"{some} is of no section that is replaced by itself, or some of that were not measured")
+    bare = [expected_upstream(cell) for cell in every if cell.bare]
+    counted = _counted([expected_verdict(cell) for cell in every], bare)
+    opening = re.sub(r"(?m)^\d+ cells: .*$", lambda _: counted, opening, count=1)
+    measured, _, _ = by_title["Wrong upstream"].partition(_BY_SCRIPTS)
+    by_title["Wrong upstream"] = f"{measured.rstrip()}\n\n{by_scripts()}\n\n"
+    last = ("FP8", "Other settings", "Other optimizers", "Limits")
+    titles = sorted(by_title, key=lambda title: last.index(title) if title in last else -1)
+    return opening + "".join(by_title[title] for title in titles)
+
+
+def _counted(verdicts: Sequence[str], bare: Sequence[str]) -> str:
+    """How many cells have which verdict, and in how many bare DeepSpeed's is wrong."""
+    found = ", ".join(f"{verdicts.count(sign)} {sign}" for sign in _SIGNS if sign in verdicts)
+    compared = f"Bare DeepSpeed, compared in {len(bare)} of them, is wrong in {bare.count('wrong')}."
+    return f"{len(verdicts)} cells: {found}. {compared}"
+
+
+def _opening(cells: Sequence[Cell], results: Results, conditions: dict[str, Any]) -> str:
+    minutes = sum(results[cell.name]["seconds"] for cell in cells) / 60
+    bare = [results[cell.name]["upstream"]["verdict"] for cell in cells if "upstream" in results[cell.name]]
+    counted = _counted([results[cell.name]["verdict"] for cell in cells], bare)
+    bounds = ", ".join(f"{tolerance(ROUNDINGS, COARSEST[name]):.1e} in {name.upper()}" for name in COMPUTES["cast"])
+    return f"""# The precision matrix
+
+Which combinations of precision, ZeRO stage, offload, accumulation, clipping and activation checkpointing train as FP32
+does, which are refused, and where DeepSpeed alone is wrong. `make matrix` writes this page from measurements and from
+[config/deepspeed/combinations.py](../config/deepspeed/combinations.py), the table by which the config refuses: do not
+edit it.
+
+{counted}
+
+Each cell trains a Llama of 2 layers and 20 thousand parameters, or with `parallel.expert` or `model.balance_loss` a
+Qwen3-MoE, for {conditions["steps"]} AdamW steps on different
+batches on {conditions["processes"]} processes, through the real config and engine. It is compared with **one process of
+plain torch in FP32** with the whole batch at once: no DeepSpeed, none of Mantissa's engine. Labels are masked unevenly,
+the learning rate changes at every step, and FP16's loss scale grows every second step. Both start from the same
+weights, rounded to the cell's dtype on the cast path, where the masters start rounded too.
+
+Errors are the largest over the steps and, in a row of several cells, over those:
+
+| | |
+|---|---|
+| loss | relative error of a step's loss |
+| norm | relative error of a step's gradient norm, unscaled, before clipping |
+| masters | distance of the FP32 masters from the reference's after the last step, over how far the reference moved |
+
+A cell is verified when all three are below the bound for {ROUNDINGS} roundings in a row (`precision/tolerance.py`):
+{bounds}. MIXED counts as BF16.
+
+Adam's eps is 0.01, about as large as the root of its second moment, so that updates follow the size of the gradient.
+With 1e-8 they follow little more than its sign, and a halved gradient hides in rounding noise.
+
+Measured with DeepSpeed {conditions["deepspeed"]}, torch {conditions["torch"]} and transformers
+{conditions["transformers"]} on {conditions["machine"]}, in {minutes:.0f} minutes."""
+
+
+def _summary(cells: Sequence[Cell], results: Results) -> str:
+    """Dtype by stage: Mantissa's largest error of the masters, and bare DeepSpeed's where it is wrong."""
+    rows = []
+    for path, computes in COMPUTES.items():
+        for compute in [compute for compute in computes if compute not in FP8]:
+            row = [f"{path} {compute.upper()}"]
+            for stage in STAGES:
+                here = [c for c in _plain(cells) if c.combination[:3] == (path, compute, stage)]
+                row.append(_summary_entry(here, results))
+            rows.append(row)
+    return (
+        "## Summary\n\n"
+        "Largest error of the masters over accumulation 1 and 4, clipping off and on, activation checkpointing none and"
+        " full, and every offload of that stage. In brackets: bare DeepSpeed, where it is wrong.\n\n"
+        + table(["", *(f"ZeRO-{stage}" for stage in STAGES)], rows).rstrip()
+    )
+
+
+def _summary_entry(cells: Sequence[Cell], results: Results) -> str:
+    verdicts = sorted({results[cell.name]["verdict"] for cell in cells})
+    text = " ".join(_SIGNS[verdict] for verdict in verdicts)
+    masters = _largest((results[cell.name]["errors"] for cell in cells), "masters")
+    text += f" {masters}" if masters else ""
+    wrong = [results[cell.name]["upstream"] for cell in cells if "upstream" in results[cell.name]]
+    wrong = [judged for judged in wrong if judged["verdict"] != "verified"]
+    if not wrong:
+        return text
+    return f"{text} ({_wrong_upstream(wrong)})"
+
+
+def _wrong_upstream(wrong: Sequence[dict[str, Any]]) -> str:
+    """What is wrong in these results of bare DeepSpeed, in a few words."""
+    if any(judged["verdict"] == "raised" for judged in wrong):
+        return "raises"
+    if all("norm" not in judged["errors"] for judged in wrong):
+        return "no norm"
+    numbers = [judged["errors"] for judged in wrong]
+    return f"masters {_largest(numbers, 'masters')}, norm {_largest(numbers, 'norm')}"
+
+
+def _upstream_section(cells: Sequence[Cell], results: Results) -> str:
+    """The table of DeepSpeed's known errors, with the measurements."""
+    rows = []
+    for row in UPSTREAM:
+        here = [c for c in _plain(cells) if row.covers(c.combination, clipping=c.clipping)]
+        bare = [results[cell.name]["upstream"] for cell in here if "upstream" in results[cell.name]]
+        clipping = {None: "", True: ", clipping on", False: ", clipping off"}[row.clipping]
+        where = f"{row.path} {', '.join(row.computes).upper()}, ZeRO-{', '.join(map(str, row.stages))}{clipping}"
+        masters = _largest((results[cell.name]["errors"] for cell in here), "masters")
+        mine = f"refused: {row.instead}" if row.refused else f"repaired: masters {masters}"
+        rows.append([where, row.problem, _wrong_upstream(bare) if bare else "not run", mine])
+    return "## Wrong upstream\n\n" + table(["where", "what", "bare DeepSpeed", "Mantissa"], rows).rstrip()
+
+
+_BY_SCRIPTS = "What else "
+"""How the part begins that `by_scripts` writes."""
+_SCRIPTS = {
+    "`optimizer.name = muon`": ("muon_zero2_drops_gradients", "muon_clipping_shrinks_update"),
+    "`parallel.sequence`": ("ulysses_zero3_divides_by_sp", "ulysses_drops_mask", "ulysses_bf16_zero1_stops"),
+    "`parallel.tensor`": ("autotp_dropout_replicas_part",),
+    "`parallel.expert`": ("moe_zero0_clips_by_mean_norm", "autoep_transformers_5"),
+    "`precision.masters = split`": ("bf16_masters_stand_still",),
+    "FP8": ("fp8_cast_hides_inf", "fp8_tensorwise_depends_on_cut"),
+}
+"""What Mantissa does by another way than upstream's, to the scripts of docs/upstream/ that measure upstream's."""
+
+
+def by_scripts() -> str:
+    """The table of upstream's errors beside the cells, as docs/upstream/README.md has them."""
+    text = (REPOSITORY / "docs/upstream/README.md").read_text(encoding="utf-8")
+    listed = re.findall(r"(?m)^\| (.+?) \| `(\w+)\.py`, \d \| (.+?) \| (.+?) \|", text)
+    by_name = {name: (defect, expected, got) for defect, name, expected, got in listed}
+    rows = [
+        [where, *by_name[name], f"[{name}.py](upstream/{name}.py)"]
+        for where, names in _SCRIPTS.items()
+        for name in names
+    ]
+    return (
+        f"{_BY_SCRIPTS}Mantissa verifies in cells below has a way of its own upstream, of DeepSpeed, or of torch and"
+        " torchao in FP8. That is measured by a script for each error, as [upstream/](upstream/README.md) says:\n\n"
+        + table(["instead of", "upstream", "expected", "got", "script"], rows).rstrip()
+    )
+
+
+def _path_section(path: str, cells: Sequence[Cell], results: Results) -> str:
+    """The table of one compute path: every combination with each clipping and accumulation."""
+    title = {
+        "cast": "## Cast path: the module is in that dtype, ZeRO holds FP32 masters",
+        "manifest": "## Manifest path: parameters are the FP32 masters, a manifest names what computes in which dtype",
+    }[path]
+    columns = ["", "clipping", "accumulation", "loss", "norm", "masters"]
+    columns += ["upstream loss", "upstream norm", "upstream masters"] if path == "cast" else []
+    note = "Errors are the larger of the two without and with activation checkpointing."
+    if path == "manifest":
+        note += " MIXED is `config/manifests/llama_mixed.json`: BF16 with FP16 queries and keys and an FP32 head."
+    rows = []
+    for combination in combinations():
+        if combination.path == path and combination.compute not in FP8:
+            rows += _combination_rows(combination, _plain(cells), results)
+    return f"{title}\n\n{note}\n\n{table(columns, rows).rstrip()}"
+
+
+def _combination_rows(combination: Combination, cells: Sequence[Cell], results: Results) -> list[list[str]]:
+    rows = []
+    here = [cell for cell in cells if cell.combination == combination]
+    for clipping in (False, True):
+        for accumulation in sorted({cell.accumulation for cell in here}):
+            corner = [c for c in here if (c.clipping, c.accumulation) == (clipping, accumulation)]
+            row = [str(combination), "on" if clipping else "off", str(accumulation)]
+            row += _numbers([results[cell.name] for cell in corner])
+            if combination.path == "cast":
+                row += _numbers([results[cell.name]["upstream"] for cell in corner])
+            rows.append(row)
+    return rows
+
+
+def fp8_section(cells: Sequence[Cell], results: Results, conditions: dict[str, Any]) -> str:
+    """FP8 compared with plain torch that multiplies FP8 operands as well, on one process and on all."""
+    rows = []
+    for combination in combinations():
+        here = [cell for cell in cells if cell.fp8 and cell.combination == combination]
+        for ranks in sorted({cell.ranks for cell in here}, key=lambda ranks: ranks or conditions["processes"]):
+            for accumulation in ACCUMULATIONS:
+                corner = [cell for cell in here if (cell.ranks, cell.accumulation) == (ranks, accumulation)]
+                found = _numbers([results[cell.name] for cell in corner])
+                place = [str(combination), str(ranks or conditions["processes"]), str(accumulation)]
+                rows.append([*place, *found, f"{corner[0].bound:.1e}"])
+    return (
+        "## FP8\n\n"
+        "All linear layers of the blocks compute in [FP8](fp8.md), emulated. The plain torch of one process that they"
+        " are compared with multiplies FP8 operands in these layers, made by FP8's definition in FP64"
+        " (`precision/fp8_reference.py`), and rounds nothing else below FP32: so these are not FP8's errors, but those"
+        " of everything else. With FP32 around it nothing may depend on ranks, stage and micro-batches, but for single"
+        " values that sums in another order move across the middle between two FP8 numbers. Errors are the largest"
+        " without and with clipping, and on several ranks without and with activation checkpointing.\n\n"
+        + table(["", "ranks", "accumulation", "loss", "norm", "masters", "bound"], rows).rstrip()
+    )
+
+
+def settings_section(cells: Sequence[Cell], results: Results, _conditions: dict[str, Any]) -> str:
+    """Every other setting: measured, with bare DeepSpeed's errors where it has it, or refused with the reason."""
+    rows = []
+    for setting in SETTINGS:
+        if setting.refused:
+            continue
+        for compute in setting.computes:
+            here = [c for c in cells if c.setting == setting and c.combination.compute == compute]
+            judged = [results[cell.name] for cell in here]
+            if judged:
+                stages = ", ".join(str(cell.combination.stage) for cell in here)
+                verdict = " ".join(sorted({_SIGNS[item["verdict"]] for item in judged}))
+                row = [f"`{setting}`, {compute.upper()}", stages, verdict, *_numbers(judged)]
+                rows.append([*row, _bare_entry(here, results)])
+    refused = [(f"`{each}`", ", ".join(map(str, each.stages)), each.refused) for each in SETTINGS if each.refused]
+    return (
+        "## Other settings\n\n"
+        "Each differs in this one setting from the cells above, with accumulation 4 and clipping off. Bare DeepSpeed is"
+        " run with the same JSON where it knows the setting: ok and its error of the masters, or what is wrong, for the"
+        " reasons of [these tables](#wrong-upstream).\n\n"
+        + table(["setting", "ZeRO", "verdict", "loss", "norm", "masters", "bare DeepSpeed"], rows)
+        + "\nRefused:\n\n"
+        + table(["setting", "ZeRO", "reason"], refused).rstrip()
+    )
+
+
+def _bare_entry(cells: Sequence[Cell], results: Results) -> str:
+    """Bare DeepSpeed's largest error of the masters where it is right, and what is wrong at which other stages."""
+    run = [(cell.combination.stage, results[cell.name]["upstream"]) for cell in cells if cell.bare]
+    right = _largest((judged["errors"] for _, judged in run if judged["verdict"] == "verified"), "masters")
+    wrong: dict[str, list[str]] = {}
+    for stage, judged in run:
+        if judged["verdict"] != "verified":
+            wrong.setdefault(f"**{_wrong_upstream([judged])}**", []).append(str(stage))
+    several = len(cells) > 1
+    found = [f"{what} at ZeRO-{', '.join(stages)}" if several else what for what, stages in wrong.items()]
+    return "; ".join([f"ok {right}", *found] if right else found)
+
+
+def optimizers_section(cells: Sequence[Cell], results: Results, _conditions: dict[str, Any]) -> str:
+    """Every other optimizer: a row for each dtype, stage and clipping."""
+    columns = ["optimizer", "dtype", "ZeRO", "clipping", "loss", "norm", "masters", "bound", "bare DeepSpeed"]
+    rows = []
+    for cell in cells:
+        if cell.optimizer != "adamw":
+            found, (_, compute, stage, _) = results[cell.name], cell.combination
+            row = [cell.optimizer, compute.upper(), str(stage), "on" if cell.clipping else "off"]
+            rows.append([*row, *_numbers([found]), f"{cell.bound:.1e}", _bare_entry([cell], results)])
+    return (
+        "## Other optimizers\n\n"
+        "With accumulation 4, each compared with its rule in plain torch and FP64 on whole parameters"
+        " (`lab/matrix/rules.py`; Muon's by singular values); the model is in FP64, too, but for its norms and the"
+        " softmax of the loss."
+        " A rule rounds more than a gradient does, so its bound is its own.\n\n"
+        "Bare DeepSpeed steps the same rule, in FP32, on what it hands to an optimizer, from ZeRO-1 on flat shards of"
+        " many parameters: right where a rule looks at one value at a time, wrong for LAMB's trust ratio and"
+        " StableAdamW's mean. Muon's cannot be stepped so, since a shard is no matrix; DeepSpeed's own was measured by"
+        f" [scripts](#wrong-upstream).\n\n{table(columns, rows).rstrip()}"
+    )
+
+
+_BY_THEMSELVES: dict[str, tuple[Callable[[Cell], bool], Callable[[Sequence[Cell], Results, dict[str, Any]], str]]] = {
+    "FP8": (lambda cell: cell.fp8, fp8_section),
+    "Other settings": (lambda cell: cell.setting is not None, settings_section),
+    "Other optimizers": (lambda cell: cell.optimizer != "adamw", optimizers_section),
+}
+"""Sections that can be replaced by themselves: which cells are in one, and what writes it."""
+
+
+def _limits() -> str:
+    return """## Limits
+
+It ran on the machine named above. Without a GPU there are no streams for `overlap_comm` to race on, no pinned copies
+that an offload could read too early, and no NCCL, and a GPU's kernels round differently. Run `make matrix` on the
+machine you train on. The model is tiny: buckets and ZeRO-3's thresholds are small accordingly, but there are no
+thousands of ranks or terms."""
+
+
+def _numbers(judged: Sequence[dict[str, Any]]) -> list[str]:
+    """Largest errors of loss, norm and masters; the verdict in the first cell where there are none."""
+    bad = sorted({item["verdict"] for item in judged} - {"verified"})
+    found = [_largest((item["errors"] for item in judged), name) for name in ("loss", "norm", "masters")]
+    if not any(found):
+        return [_SIGNS[bad[0]], "", ""]
+    found = [text or "none" for text in found]
+    return [f"**{text}**" for text in found] if bad else found
+
+
+def _largest(numbers: Iterable[dict[str, float]], name: str) -> str:
+    values = [item[name] for item in numbers if name in item]
+    return f"{max(values):.1e}" if values else ""
+
+
+def _plain(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells without a setting or an optimizer of their own, and without FP8."""
+    return [cell for cell in cells if cell.plain]

@@ -1,0 +1,87 @@
+"""What runs inside the processes of test_benchmark.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+from config.cli import REPOSITORY
+from lab.benchmark.overhead import llama_parts, resolve_llama
+from lab.benchmark.split import COLLECTIVES, Stages, time_deepspeed
+from lab.benchmark.telemetry import CHECKS, IN_BLOCKS, Kind, time_pairs
+from tests.support.small_run import batch_of, engine_of, resolve
+from tracking.jsonl import read_events
+from training.distributed import World
+
+
+@contextmanager
+def watched(stages: Stages) -> Iterator[None]:
+    """The collectives and DeepSpeed's engines of this process, watched inside and as before outside."""
+    owners = [(dist, name) for name in COLLECTIVES]
+    owners += [(deepspeed.DeepSpeedEngine, name) for name in ("forward", "backward", "step")]
+    before = [(owner, name, getattr(owner, name)) for owner, name in owners]
+    before.append((deepspeed.comm.comm.cdb, "all_gather_function", dist.all_gather_into_tensor))
+    time_deepspeed(stages)
+    # a process group that is joined later, as in a job, finds this by itself
+    deepspeed.comm.comm.cdb.all_gather_function = dist.all_gather_into_tensor
+    try:
+        yield
+    finally:
+        for owner, name, function in before:
+            setattr(owner, name, function)
+
+
+def known_collectives(world: World) -> dict[str, Any]:
+    """Of one call each, of known sizes."""
+    stages = Stages(world.device, warm_up=0, steps=1)
+    with watched(stages):
+        dist.all_reduce(torch.ones(100))
+        dist.broadcast(torch.ones(10, dtype=torch.float64), src=0)
+        dist.all_gather_into_tensor(torch.empty(40), torch.ones(20))
+        dist.all_gather([torch.empty(5), torch.empty(5)], tensor=torch.ones(5))
+        stages.step_done()
+        dist.all_reduce(torch.ones(1000))
+    return stages.result()
+
+
+def steps_of_an_engine(world: World, *, warm_up: int, steps: int) -> tuple[dict[str, Any], int]:
+    """Of Mantissa's engine at ZeRO-2 in FP32, and how many parameters it has."""
+    resolved = resolve(world, stage=2, compute="fp32", micro=2)
+    with engine_of(world, resolved) as engine:
+        parameters = sum(parameter.numel() for parameter in engine.model.parameters())
+        stages = Stages(world.device, warm_up=warm_up, steps=steps)
+        with watched(stages):
+            for step in range(1, steps + 1):
+                outcome = engine.forward_backward(batch_of(world, 2, seed=step), step=step)
+                engine.step(engine.health(outcome), 0.01)
+                stages.step_done()
+    return stages.result(), parameters
+
+
+def optional_work(world: World, *, pairs: int) -> dict[str, dict[str, Any]]:
+    """By what is timed: the seconds' shape, how often it and the others were done, and the newest checkpoint."""
+    found: dict[str, dict[str, Any]] = {}
+    arguments = ["--config", str(REPOSITORY / "config/recipes/demo.yaml"), "precision.compute=fp32"]
+    resolved = resolve_llama([*arguments, "telemetry.every_steps=1", *CHECKS], 1e5)
+    moving = dataclasses.replace(resolved.config.optimizer, learning_rate=1e-3)  # so far that a stale copy is seen
+    resolved = dataclasses.replace(resolved, config=dataclasses.replace(resolved.config, optimizer=moving))
+    with llama_parts(resolved, world) as parts:
+        path, before = parts.checkpoints.folder.parent / "events.jsonl", Counter[str]()
+        kinds: tuple[Kind, ...] = ("checks", "adam", "observation", "save", "telemetry")
+        for of in kinds:  # checks come first: they know how many updates the engine has made
+            seconds = time_pairs(parts, pairs=pairs, of=of, steps=2 if of in IN_BLOCKS else 1)
+            made = Counter(event["event"] for event in read_events(path))
+            found[of] = {
+                "seconds": seconds.shape,
+                **{kind: made[kind] - before[kind] for kind in ("step", "telemetry", "precision", "corruption")},
+                "saved": [folder.name for folder in parts.checkpoints.folder.glob("step-*")],
+            }
+            before = made
+    return found

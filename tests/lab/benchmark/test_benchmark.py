@@ -1,0 +1,233 @@
+"""Mantissa side by side with other loops: what is measured, what is compared, and real jobs of two contestants."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from config.cli import REPOSITORY
+from config.errors import UserError
+from config.schema import AdapterSection
+from lab.benchmark import command as benchmark
+from lab.benchmark.contestants import Run, Runner
+from lab.benchmark.peak import matmul_rate
+from lab.benchmark.report import bound, compare, loss_difference, page
+from lab.benchmark.spec import Result, flops_per_token
+from lab.benchmark.split import Stages
+from modeling.adapter import add_adapter
+from tests.lab.benchmark import benchmark_cases as cases
+
+RECIPE = str(REPOSITORY / "config/recipes/benchmark.yaml")
+
+
+def run_of(name: str, seconds: list[float], *, losses: list[float] | None = None, first: float = 10.0) -> Run:
+    """A run with one untimed step, launched at 0, whose timed steps took so long."""
+    stamps = [first]
+    for each in seconds:
+        stamps.append(stamps[-1] + each)
+    result = Result(losses or [2.0 - step / 10 for step in range(len(stamps))], stamps, 1000, "an engine")
+    return Run(name, 0.0, stamps[-1] + 1.0, 1, result)
+
+
+def compared(runs: dict[str, list[Run]], **options):
+    return compare(runs, **{"tokens": 100, "flops_per_token": 50.0, "peak": 1e5, "tolerance": 1e-3, **options})
+
+
+def test_ratios_are_taken_round_by_round_so_that_a_drifting_machine_disturbs_all_alike() -> None:
+    runs = {
+        "mantissa": [run_of("mantissa", [speed, speed]) for speed in (1.0, 2.0, 40.0)],
+        "bare": [run_of("bare", [speed * 1.1, speed * 1.1]) for speed in (1.0, 2.0, 40.0)],
+    }
+    found = compared(runs)
+    mine = found["contestants"]["mantissa"]
+    assert found["baseline"] == "bare" and found["loss_reference"] == "mantissa"
+    assert mine["ratio"]["tokens_per_second"]["rounds"] == pytest.approx([1.1] * 3)
+    assert mine["ratio"]["median_step_seconds"]["median"] == pytest.approx(1 / 1.1)
+    assert mine["tokens_per_second"]["rounds"] == pytest.approx([100, 50, 2.5])
+    assert [mine["tokens_per_second"][key] for key in ("median", "least", "most")] == pytest.approx([50, 2.5, 100])
+    assert mine["mfu"] == pytest.approx(50 * 50 / 1e5)
+    assert mine["first_step_seconds"]["median"] == 10.0
+
+
+def test_a_step_that_is_rarely_slow_counts_in_the_rate_and_not_in_the_median_step() -> None:
+    found = compared({"bare": [run_of("bare", [1.0] * 9 + [11.0])]})["contestants"]["bare"]
+    assert found["tokens_per_second"]["median"] == pytest.approx(50)
+    assert found["median_step_seconds"]["median"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("losses", [[2.0, 1.9, 1.9], [2.0, 1.9, math.nan], [2.0, 1.9]])
+def test_a_contestant_whose_losses_differ_gets_no_ratio_and_fails_every_bound(losses) -> None:
+    runs = {"mantissa": [run_of("mantissa", [1.0, 1.0])], "bare": [run_of("bare", [9.0, 9.0], losses=losses)]}
+    found = compared(runs)
+    assert not found["contestants"]["bare"]["trains_the_same"]
+    assert found["contestants"]["mantissa"]["ratio"] is None  # there is nobody to compare with
+    assert not bound(found, "mantissa", "bare", 0.5)["holds"]
+    written = {"passed_over": {"torchtitan": "why"}, "failed": {"trainer": "trainer-1 failed: no memory"}}
+    written["bounds"] = [bound(found, *names, 0.5) for names in (("mantissa", "bare"), ("mantissa", "trainer"))]
+    conditions = {"model": "m", "parameters": 1, "zero_stage": 2, "compute": "fp32", "processes": 2, "tokens": 100}
+    conditions |= {"rounds": 1, "timed_steps": 2, "warm_up": 1, "task": "pretrain", "adapter": ""}
+    text = page(found | written | {"conditions": conditions, "peak": {"flops": 1e5, "how": ""}, "flops_per_token": 50})
+    assert "| bare | 11 | losses differ |" in text
+    assert "torchtitan: not measured, why." in text and "fails: losses differ" in text
+    assert "trainer-1 failed: no memory." in text and "mantissa/trainer >= 0.5: fails: trainer did not fin" in text
+
+
+class FailsOnce(Runner):
+    """Of these contestants the named ones' runs fail, by `NAME-ROUND`; no job is started."""
+
+    def __init__(self, *failing: str) -> None:
+        self.__dict__["failing"] = failing
+
+    def run(self, contestant: str, label: str) -> Run:
+        """As a job that took a second a step."""
+        if label in self.__dict__["failing"]:
+            raise UserError(f"{label} failed: no memory; see a log")
+        return run_of(contestant, [1.0, 1.0])
+
+
+def test_a_contestant_that_fails_does_not_lose_what_the_others_measured(capsys) -> None:
+    failed: dict[str, str] = {}
+    names = ["mantissa", "bare", "trainer"]
+    after = list(benchmark.run_repeats(FailsOnce("mantissa-1", "trainer-2"), names, 3, failed))
+    assert failed == {
+        name: f"{name}-{number} failed: no memory; see a log" for name, number in (("mantissa", 1), ("trainer", 2))
+    }
+    assert {name: len(mine) for name, mine in after[-1].items()} == {"bare": 3, "trainer": 1}
+    found = compared(after[-1])
+    assert found["loss_reference"] == "bare"  # no Mantissa ran
+    assert found["contestants"]["trainer"]["ratio"]["tokens_per_second"]["rounds"] == [1.0]
+    assert "mantissa-1 failed: no memory" in capsys.readouterr().out
+    with pytest.raises(UserError, match="mantissa-1 failed"):
+        list(benchmark.run_repeats(FailsOnce("mantissa-1", "bare-1"), names[:2], 1, {}))
+
+
+def test_the_largest_difference_of_any_step_counts() -> None:
+    assert loss_difference([2.0, 1.1, 1.0], [2.0, 1.0, 1.0]) == pytest.approx(0.1)
+    assert loss_difference([2.0], [2.0, 1.0]) == math.inf
+
+
+@pytest.mark.parametrize(("value", "holds"), [(0.99, True), (1.01, False)])
+def test_a_bound_is_compared_with_the_median_of_the_rounds(value, holds) -> None:
+    speeds = (1.0, 1.0, 9.0)
+    runs = {
+        "mantissa": [run_of("mantissa", [speed]) for speed in speeds],
+        "trainer": [run_of("trainer", [1.0]) for _ in speeds],
+    }
+    check = bound(compared(runs), "mantissa", "trainer", value)
+    assert check == {"of": "mantissa/trainer", "least": value, "value": pytest.approx(1.0), "holds": holds}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("key_value_heads", [2, 4])
+def test_flops_per_token_are_those_that_torch_counts(tied, key_value_heads) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes |= {"vocab_size": 50}
+    shape = AutoConfig.for_model("llama", **sizes, num_key_value_heads=key_value_heads, tie_word_embeddings=tied)
+    model = AutoModelForCausalLM.from_config(shape, attn_implementation="eager")
+    tokens = torch.randint(50, (2, 24))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=tokens, use_cache=False).logits.sum().backward()
+    # rotary embeddings multiply their frequencies by positions in a matmul of their own, forward only
+    rotary = 2 * 2 * 24 * (64 // 4) / 2
+    assert counter.get_total_flops() == pytest.approx(flops_per_token(model, 24) * tokens.numel(), abs=2 * rotary)
+
+
+@pytest.mark.parametrize("frozen", ["factors", "factors of two", "factors, the output trained whole", "one layer"])
+def test_flops_of_frozen_weights_are_those_that_torch_counts(frozen: str) -> None:
+    """Matmuls whose gradients nobody needs: of every frozen weight, and of inputs below the first trained one."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    shape = AutoConfig.for_model("llama", **sizes, num_key_value_heads=2, vocab_size=50, tie_word_embeddings=False)
+    model = AutoModelForCausalLM.from_config(shape, attn_implementation="eager")
+    whole, tokens = flops_per_token(model, 24), torch.randint(50, (2, 24))
+    saved = not_needed = 0
+    if frozen == "one layer":
+        model.model.layers[1].mlp.requires_grad_(False)
+        saved = 2 * 3 * 64 * 96
+        assert flops_per_token(model, 24) == whole - saved
+    else:
+        targets = ("q_proj", "v_proj") if frozen.endswith("two") else ("all-linear",)
+        kept = ("lm_head",) if frozen.endswith("whole") else ()
+        add_adapter(model, AdapterSection(kind="lora", r=8, target_modules=targets, modules_to_save=kept), seed=0)
+        first = model.model.layers[0].self_attn
+        queries_keys_values = [first.q_proj, first.k_proj, first.v_proj]
+        not_needed = sum(2 * 64 * 64 if layer is first.q_proj else 2 * 64 * 32 for layer in queries_keys_values)
+        not_needed += sum(2 * 64 * 8 for layer in queries_keys_values if hasattr(layer, "lora_A"))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=tokens, use_cache=False).logits.sum().backward()
+    rotary = 2 * 2 * 24 * (64 // 4) / 2
+    expected = (flops_per_token(model, 24) - not_needed) * tokens.numel()
+    # keys of the first block without factors need no gradient themselves: a product less in its attention
+    unneeded = 2 * 2 * 4 * 24 * 24 * 16 if frozen == "factors of two" else 0
+    assert counter.get_total_flops() == pytest.approx(expected - unneeded, abs=2 * rotary)
+
+
+def test_time_inside_a_stage_counts_for_the_inner_one_and_all_of_it_adds_up(monkeypatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    stages = Stages(torch.device("cpu"), warm_up=1, steps=3)
+    for length in (100.0, 1.0, 3.0, 100.0):  # the first is warm-up, and nobody asked for the last
+        with stages.of("backward"):
+            now += 2 * length
+            with stages.of("collectives"):
+                now += 4 * length
+            now += length
+        now += length
+        stages.step_done()
+    assert stages.result()["seconds"] == {"backward": 6.0, "collectives": 8.0, "other": 2.0}
+
+
+def test_bytes_of_collectives_are_those_of_rings(pair) -> None:
+    for found in pair.run(cases.known_collectives):
+        # two ranks: each sends (n - 1) / n of the result, twice in an all-reduce
+        assert found["bytes_sent"] == {
+            "all_reduce": 100 * 4 * 2 / 2,
+            "broadcast": 10 * 8 / 2,
+            "all_gather_into_tensor": 40 * 4 / 2,
+            "all_gather": 10 * 4 / 2,
+        }
+        assert set(found["calls"].values()) == {1}
+        assert set(found["seconds"]) == {"collectives", "other"}
+
+
+def test_a_step_at_zero_2_reduces_the_gradients_of_every_micro_batch_and_gathers_every_parameter_once(pair) -> None:
+    for found, parameters in pair.run(cases.steps_of_an_engine, warm_up=2, steps=5):
+        sent = found["bytes_sent"]
+        assert sent["all_gather_into_tensor"] == pytest.approx(parameters * 4 / 2, rel=0.01)
+        assert sent["all_reduce"] == pytest.approx(2 * parameters * 4 * 2 / 2, rel=0.01)  # two micro-batches
+        assert set(found["seconds"]) == {"forward", "backward", "step", "collectives", "other"}
+
+
+def test_a_matmul_rate_is_a_rate() -> None:
+    rate = matmul_rate(torch.float32, torch.device("cpu"), 256)
+    assert 1e8 < rate < 1e14
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--contestants", "mantissa,bear"], "there is no bear"),
+        (["--contestants", "bare,bare"], "bare is listed twice"),
+        (["--contestants", "torchtitan"], "none of them can run here"),
+        (["--at-least", "mantissa=1"], "takes no part"),
+        (["--at-least", "mantissa/bare"], "is not of the form"),
+        (["--contestants", "mantissa", "--at-least", "mantissa/bare=1"], "bare takes no part"),
+        (["--rounds", "0"], "argument --rounds: 0 is not"),
+        (["--peak-tflops", "-1"], "--peak-tflops"),
+        (["--rounds", "many"], "argument --rounds: many is not"),
+        (["precision.path=manifest", "precision.manifest=config/manifests/bf16.json"], "manifest"),
+        (["model.activation_checkpointing=selective"], "none and full"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments, said, tmp_path, capsys) -> None:
+    try:
+        code = benchmark.main(["--config", RECIPE, "--out", str(tmp_path), *arguments])
+    except SystemExit as left:
+        code = left.code
+    assert code == 2
+    line = capsys.readouterr().err
+    assert line.startswith("error: ") and line.count("\n") == 1 and said in line

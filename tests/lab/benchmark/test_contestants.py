@@ -1,0 +1,141 @@
+"""All contestants of the benchmark as real jobs: they train the same, at ZeRO-2 and 3 and in BF16, and one that does
+not is found."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from lab.benchmark import command as benchmark
+from lab.benchmark.contestants import MANTISSA, PEERS, PRECISIONS, TITAN, Run, Runner, choose
+from lab.benchmark.report import STAGES, compare, page
+from lab.benchmark.spec import Result, Spec
+from tests.lab.benchmark.test_benchmark import RECIPE
+from tests.support.launches import SMALL
+from tracking.jsonl import read_events
+
+pytestmark = pytest.mark.slow
+
+ALL = ",".join([*MANTISSA, *(name for name in PEERS if name not in TITAN)])  # which test_titan.py has
+COMPUTES = {"mantissa-fp32": ("fp32", False), "mantissa-fp16": ("fp16", False), "mantissa-manifest": ("fp32", True)}
+"""The parameters' dtype, and whether regions of a manifest compute in BF16."""
+SHORT = ["--rounds", "1", "--steps", "8", "--warm-up", "2", "--processes", "2"]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> str:
+    return f"data.cache_dir={tmp_path_factory.mktemp('cache')}"
+
+
+@pytest.mark.parametrize(
+    ("stage", "compute", "contestants", "tolerance"),
+    [
+        (2, "fp32", ALL, 1e-6),
+        (2, "bf16", "mantissa,bare,accelerate,trainer", 1e-6),
+        (3, "bf16", "mantissa,bare,trainer", 1e-3),
+    ],
+)
+def test_every_contestant_trains_the_same(stage, compute, contestants, tolerance, tmp_path, cache) -> None:
+    precision = [f"deepspeed.config=ds_configs/zero{stage}_{compute}.json", f"precision.compute={compute}"]
+    there = ["--contestants", contestants, "--out", str(tmp_path)]
+    code = benchmark.main(["--config", RECIPE, *SHORT, *there, *SMALL, *precision, cache])
+    found = json.loads((tmp_path / "benchmark.json").read_text())
+    assert code == benchmark.ALL_HOLD
+    assert list(found["contestants"]) == contestants.split(",")
+    for name, mine in found["contestants"].items():
+        assert mine["loss_difference"] < tolerance, name
+        assert mine["ratio"]["tokens_per_second"]["median"] > 0
+        assert set(mine["split"]["seconds"]) <= set(STAGES)
+        assert mine["split"]["steps"] == 8
+        assert mine["split"]["seconds"]["forward"] > 0 and mine["split"]["seconds"]["backward"] > 0
+        sent, bare = (sum(each["split"]["bytes_sent"].values()) for each in (mine, found["contestants"]["bare"]))
+        assert sent == pytest.approx(bare, rel=0.1)
+    assert 0 < found["peak"]["flops"] < 1e14
+
+
+@pytest.mark.parametrize(("stage", "compute", "ranks"), [(2, "fp32", 2), (3, "bf16", 2), (1, "bf16", 4)])
+def test_ranks_that_share_matrices_train_as_deepspeeds_autotp_does(stage, compute, ranks, tmp_path, cache) -> None:
+    """On four ranks, two to a matrix: each pair of them has sequences of its own."""
+    precision = [f"deepspeed.config=ds_configs/zero{stage}_{compute}.json", f"precision.compute={compute}"]
+    there = ["--contestants", "mantissa,mantissa-off,bare,trainer,mantissa-manifest", "--out", str(tmp_path)]
+    given = [*SHORT, "--processes", str(ranks), *there, *SMALL, *precision, cache, "parallel.tensor=2"]
+    assert benchmark.main(["--config", RECIPE, *given]) == benchmark.ALL_HOLD
+    found = json.loads((tmp_path / "benchmark.json").read_text())
+    assert list(found["contestants"]) == ["mantissa", "mantissa-off", "bare"]
+    assert found["passed_over"].keys() == {"trainer", "mantissa-manifest"}
+    bare = found["contestants"]["bare"]
+    assert bare["loss_difference"] < (1e-6 if compute == "fp32" else 1e-3)
+    for mine in found["contestants"].values():
+        assert mine["split"]["seconds"]["forward"] > 0
+        sent, its = (sum(each["split"]["bytes_sent"].values()) for each in (mine, bare))
+        assert sent == pytest.approx(its, rel=0.1)
+    assert "2 to a matrix (parallel.tensor)" in (tmp_path / "benchmark.md").read_text()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_mantissas_precisions_do_the_same_work(stage, tmp_path, cache) -> None:
+    """Whatever the config's own: each computes as its name says, and follows FP32."""
+    names = ["mantissa", *PRECISIONS]
+    there = ["--contestants", ",".join(names), "--no-split", "--peak-tflops", "1", "--out", str(tmp_path)]
+    config = [f"deepspeed.config=ds_configs/zero{stage}_bf16.json", "precision.compute=bf16"]
+    assert benchmark.main(["--config", RECIPE, *SHORT, *there, *SMALL, *config, cache]) == benchmark.ALL_HOLD
+    found = json.loads((tmp_path / "benchmark.json").read_text())["contestants"]
+    assert found["mantissa-bf16"]["loss_difference"] == 0
+    for name in ("mantissa-fp32", "mantissa-fp16", "mantissa-manifest"):
+        assert 0 < found[name]["loss_difference"] < 5e-3, name
+        start = next(read_events(tmp_path / "runs" / f"{name}-1" / "events.jsonl"))
+        regions = set((start["regions"] or {}).values())
+        assert (start["compute"], "bf16" in regions, start["zero_stage"]) == (*COMPUTES[name], stage)
+
+
+def test_a_peer_that_is_given_other_work_is_found(tmp_path, cache) -> None:
+    there = ["--contestants", "mantissa,bare", "--peak-tflops", "1", "--no-split", "--out", str(tmp_path)]
+    assert benchmark.main(["--config", RECIPE, *SHORT, *there, *SMALL, cache]) == benchmark.ALL_HOLD
+    spec = Spec.read(tmp_path / "spec.json")
+    other = replace(spec, learning_rates=[rate * 1.02 for rate in spec.learning_rates])
+    runner = Runner(tmp_path, (), 2, (), other)
+    runs = {"bare": [_of(runner, spec)], "other": [runner.run("bare", "other")]}
+    found = compare(runs, tokens=256, flops_per_token=1.0, peak=1.0, tolerance=benchmark.TOLERANCE["fp32"])
+    assert found["contestants"]["bare"]["trains_the_same"] and not found["contestants"]["other"]["trains_the_same"]
+
+
+def _of(runner: Runner, spec: Spec) -> Run:
+    return replace(runner, spec=spec).run("bare", "same")
+
+
+def test_every_contestant_has_a_loop() -> None:
+    assert choose(ALL) == (ALL.split(","), {})
+
+
+def test_two_contestants_as_real_jobs_train_the_same(tmp_path, capsys) -> None:
+    bounds = ["--at-least", "mantissa/bare=0.001", "--at-least", "bare/mantissa=1000"]
+    options = [
+        "--contestants",
+        "mantissa,bare,torchtitan",
+        "--rounds",
+        "1",
+        "--steps",
+        "6",
+        "--warm-up",
+        "2",
+        "--no-split",
+    ]
+    folder, cache = tmp_path / "benchmark", f"data.cache_dir={tmp_path}/cache"
+    there = ["--processes", "2", "--peak-tflops", "0.1", "--out", str(folder)]
+    code = benchmark.main(["--config", RECIPE, *options, *bounds, *there, *SMALL, cache])
+    found = json.loads((folder / "benchmark.json").read_text())
+    assert code == benchmark.FAILED  # the second bound
+    assert [check["holds"] for check in found["bounds"]] == [True, False]
+    bare, mantissa = found["contestants"]["bare"], found["contestants"]["mantissa"]
+    assert bare["engine"] == "DeepSpeedEngine, DeepSpeedZeroOptimizer, cpu"
+    assert bare["loss_difference"] < 1e-6 and bare["trains_the_same"]
+    assert mantissa["last_loss"] < 5.4  # of ln 257 = 5.55 at the start
+    assert 1 < mantissa["first_step_seconds"]["median"] < mantissa["job_seconds"]["median"]
+    assert found["peak"]["flops"] == 0.2e12
+    assert "torchtitan" in found["passed_over"]
+    assert page(found) == (folder / "benchmark.md").read_text()
+    assert "bare/mantissa >= 1000.0: fails at" in capsys.readouterr().out
+    steps = [Result.read(folder / "results" / f"{name}-1.json") for name in ("mantissa", "bare")]
+    assert all(len(each.stamps) == len(each.losses) == 8 for each in steps)

@@ -1,0 +1,63 @@
+"""The benchmark of preparation: the text that was asked for, all rows, and mistakes in one line."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from config.schema import DataSection
+from lab.benchmark import data as benchmark
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    generator = random.Random(0)
+    for number in range(40):
+        (folder / f"{number:02d}.txt").write_text("".join(generator.choices("aä🙂 \n", k=2000)))
+    return folder
+
+
+@pytest.mark.parametrize("megabytes", [0.00001, 0.03, 0.1])
+def test_the_text_is_as_long_as_was_asked(texts: Path, tmp_path: Path, megabytes: float) -> None:
+    source = DataSection(source="text", path=str(texts))
+    out = tmp_path / "out"
+    out.mkdir()
+    benchmark.write_documents(source, megabytes, out)
+    written = "".join(path.read_text() for path in sorted(out.iterdir()))
+    whole = "".join(path.read_text() for path in sorted(texts.iterdir()))
+    assert whole.startswith(written)
+    assert megabytes * 1e6 - 3 <= len(written.encode()) <= megabytes * 1e6
+
+
+@pytest.mark.slow
+def test_rows_and_json(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "rows.json"
+    options = ["--path", str(texts), "--tokenizers", "bpe:300", "--megabytes", "0.05", "--processes", "1"]
+    assert benchmark.main([*options, "--json", str(out)]) == 0
+    header, line = capsys.readouterr().out.splitlines()
+    assert header == benchmark.HEADER and line.split()[:3] == ["bpe:300", "0.05", "1"]
+    (row,) = json.loads(out.read_text())
+    assert row["megabytes_per_second"] == pytest.approx(0.05 / row["seconds"])
+    assert row["train_seconds"] > 0
+    assert row["seconds"] > row["reader_cpu_seconds"] > 0 and row["worker_cpu_seconds"] > 0
+    assert row["reader_bytes"] > row["worker_bytes"] > 10 << 20, "of a worker that is a fresh interpreter with numpy"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--megabytes", "100"], "error: --megabytes 100: data.path="),
+        (["--megabytes", "1,none"], "error: --megabytes 1,none: has to be numbers above 0"),
+        (["--processes", "0"], "error: --processes 0: has to be numbers above 0"),
+        (["--json", "/nowhere/rows.json"], "error: --json /nowhere/rows.json: cannot be written"),
+    ],
+)
+def test_mistakes(options: list[str], told: str, texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert benchmark.main(["--path", str(texts), *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(told) and error.count("\n") == 1

@@ -1,0 +1,122 @@
+"""The goals of the GPU check: what is read of an item's figures, and when a goal counts as reached."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lab.gpu_check import measure
+from lab.gpu_check.bench import Bench
+from lab.gpu_check.goals import GOALS, goals_table
+from lab.gpu_check.items import PARTS
+from lab.gpu_check.measure import planner_device
+from lab.gpu_check.page import all_goals
+from launch.plan.devices import find_device
+from tests.lab.gpu_check.test_run import check_in
+
+
+def done(figures: dict[str, Any]) -> dict[str, Any]:
+    return {"status": "done", "error": "", "figures": figures}
+
+
+def row(rate: float, *, same: bool = True, mfu: float = 0.4) -> dict[str, Any]:
+    return {"tokens/s": rate, "MFU": mfu, "memory GiB": 10.0, "trains the same": same}
+
+
+def outcomes(part: int, results: dict[str, Any], *, tiny: bool = False) -> dict[str, tuple[str, str]]:
+    """What was measured and its outcome, by goal."""
+    lines = goals_table(part, results, tiny=tiny).splitlines()[2:]
+    cells = [line.strip("|").split(" | ") for line in lines]
+    return {each[0].strip(): (each[2].strip(), each[3].strip()) for each in cells}
+
+
+def test_every_goal_is_measured_by_items_of_its_part() -> None:
+    for goal in GOALS:
+        assert set(goal.items) <= {item.name for item in PARTS[goal.part].items}, goal.what
+    assert {goal.part for goal in GOALS} == set(PARTS)
+
+
+def test_a_goal_holds_where_every_measurement_of_it_does() -> None:
+    first = {"mantissa": row(130.0, mfu=0.51), "bare": row(130.0), "mantissa-torch": row(100.0), "trainer": row(100.0)}
+    again = first | {"mantissa": row(120.0, mfu=0.52)}
+    found = outcomes(3, {"peers-2048": done(first), "peers-2048-again": done(again)})
+    assert found["MFU, of the data sheet's peak"] == ("0.51; 0.52", "holds")
+    assert found["mantissa over the Trainer with DeepSpeed"] == ("1.3; 1.2", "**not sure**: it held in one measurement")
+    assert found["with torch's kernels over bare DeepSpeed"] == ("0.7692; 0.7692", "**missed**")
+    assert found["mantissa over torchtitan"] == ("losses differ, or it took no part", "not measured")
+    slower = {"mantissa": row(90.0), "torchtitan": row(100.0), "torchtitan-compile": row(60.0)}
+    found = outcomes(3, {"peers-4096": done(slower)})
+    assert found["mantissa over torchtitan with 4,096 tokens"] == ("0.9", "**missed**")
+    assert found["mantissa over torchtitan, compiled, with 4,096 tokens"] == ("1.5", "holds")
+    assert found["mantissa over torchtitan"] == ("peers-2048 was not run", "not measured")
+
+
+def test_contestants_whose_losses_differ_and_those_that_failed_reach_no_goal() -> None:
+    figures = {"mantissa": row(130.0), "bare": row(1.0, same=False), "trainer": "failed", "mantissa-torch": row(1.0)}
+    failed = {"status": "failed", "error": "trainer-1 failed: no memory", "figures": figures}
+    found = outcomes(3, {"peers-2048": failed})
+    assert found["mantissa over bare DeepSpeed, tokens/s"] == ("trainer-1 failed: no memory", "not measured")
+    assert found["mantissa over the Trainer with DeepSpeed"][1] == "not measured"
+    assert found["MFU, of the data sheet's peak"] == ("0.4", "**missed**")
+    assert outcomes(3, {"peers-2048": done(figures)})["mantissa over bare DeepSpeed, tokens/s"] == (
+        "losses differ, or it took no part",
+        "not measured",
+    )
+
+
+def test_bounds_from_above_words_and_what_is_so_or_not() -> None:
+    dtypes = {f"mantissa-{name}": row(rate) for name, rate in (("bf16", 4.0), ("fp32", 2.0), ("fp16", 3.9))}
+    dtypes["mantissa-fp32"]["memory GiB"] = 13.0
+    found = outcomes(4, {"dtypes": done(dtypes)})
+    assert found["BF16 over FP32 (TF32 off), tokens/s"] == ("2", "holds")
+    assert found["BF16 over FP32, memory"] == ("0.7692", "**missed**")
+    assert outcomes(1, {"replay": done({"named the right module": True, "reproduced": False})}) == {
+        "a planted NaN: is its module named?": ("yes", "holds"),
+        "is its step reproduced by replay?": ("no", "**missed**"),
+        "is a killed and resumed run bit-equal?": ("resume was not run", "not measured"),
+    }
+    offload = {"largest": 80, "80 layers": {"parameters": 4_930_000_000, "tokens/s": 1234.5}}
+    found = outcomes(5, {"offload": done(offload), "on-device": done({"largest": None})})
+    assert found["largest model with ZeRO-3 and CPU offload"] == ("4.93 billion parameters, 1,234 tokens/s", "stated")
+    assert found["largest model on the device alone"][1] == "not measured"
+
+
+def test_a_rehearsal_reaches_no_goal() -> None:
+    results = {"guard": done({"tokens/s over a plain loop": 1.0})}
+    assert outcomes(6, results)["guarded steps over a plain loop's, tokens/s"] == ("1", "holds")
+    assert outcomes(6, results, tiny=True)["guarded steps over a plain loop's, tokens/s"] == ("1", "a rehearsal")
+
+
+def test_all_goals_are_on_one_page(tmp_path) -> None:
+    said = all_goals(check_in(tmp_path))
+    assert said.count("\n## Part ") == 6 and said.count("not measured") == len(GOALS)
+
+
+@pytest.mark.parametrize(
+    ("device", "row"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA L40S", "l40s"),
+        ("cpu: AMD EPYC", "cpu"),
+        ("NVIDIA GH200 480GB", None),
+    ],
+)
+def test_the_planner_is_asked_for_the_device_that_is_there(device, row) -> None:
+    assert planner_device(device) == row
+    assert row is None or find_device(row).name == row
+
+
+@pytest.mark.parametrize(("device", "mfu"), [("NVIDIA H200", 0.4 * 700 / 989.4), ("a device", 0.4)])
+def test_mfu_is_of_the_data_sheets_peak_where_it_is_known(device, mfu, tmp_path) -> None:
+    bench = Bench(tmp_path, tmp_path, 1, tiny=False, limit=1.0, device=device)
+    mine = {"tokens_per_second": {"median": 1.0}, "mfu": 0.4, "memory_bytes": 1, "first_step_seconds": {"median": 1.0}}
+    mine |= {"last_loss": 1.0, "loss_difference": 0.0, "trains_the_same": True, "ratio": None}
+    found = {"contestants": {"mantissa": mine}, "baseline": "mantissa", "passed_over": {}, "failed": {"bare": "why"}}
+    found |= {"peak": {"flops": 700e12, "how": "measured"}, "conditions": {"processes": 1}}
+    figures = measure._contestants(found, bench)
+    assert figures["mantissa"]["MFU"] == pytest.approx(mfu) and figures["bare"] == "failed"

@@ -1,4 +1,0 @@
-"""Training loops of other libraries that Mantissa is compared with, on the same work.
-
-Each module is started by a launcher with a file of `training.benchmark.spec.Spec` and writes a `Result`.
-"""

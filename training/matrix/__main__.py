@@ -1,6 +1,0 @@
-"""`python -m training.matrix`."""
-
-from training.matrix.command import main
-
-if __name__ == "__main__":
-    raise SystemExit(main())
