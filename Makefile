@@ -144,16 +144,16 @@ gpu-check: $(if $(WHEELS),,setup $(LIGER_STAMP))  ## What is to be measured on a
 	$(GPU_CHECK_PYTHON) -m lab.gpu_check $(if $(PART),--part $(PART)) $(if $(WHEELS),--wheels "$(WHEELS)") $(ARGS)
 
 parity: setup  ## Hold the demo in BF16 against FP32: runs/parity-demo
-	$(BIN)/python -m training.parity --config config/recipes/demo.yaml $(ARGS)
+	$(BIN)/python -m tools.parity --config config/recipes/demo.yaml $(ARGS)
 
 parity-defects: setup  ## See that the parity gate finds every planted defect: runs/parity-defects
-	$(BIN)/python -m training.parity.defects batch.micro_size=2 $(ARGS)
+	$(BIN)/python -m tools.parity.defects batch.micro_size=2 $(ARGS)
 
 detection: setup  ## Plant defects that the judge does not know, and write what it finds: docs/detection.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.detection --out docs/detection.md $(ARGS)
 
 analyze: setup  ## Measure the demo's modules and propose a precision manifest: runs/manifest.json
-	$(BIN)/python -m training.analyze --config config/recipes/demo.yaml --out runs/manifest.json $(ARGS)
+	$(BIN)/python -m tools.analyze --config config/recipes/demo.yaml --out runs/manifest.json $(ARGS)
 
 matrix: setup  ## Verify every combination of ZeRO stage and precision: docs/precision-matrix.md
 	$(BIN)/python -m lab.matrix --out docs/precision-matrix.md $(ARGS)

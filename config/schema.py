@@ -808,7 +808,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class ParitySection:
-    """What counts as agreeing with the FP32 twin run; read by `python -m training.parity`."""
+    """What counts as agreeing with the FP32 twin run; read by `python -m tools.parity`."""
 
     seeds: int = limit(1, at_least=1)
     """[runs] Pairs of runs, at run.seed, run.seed + 1 and so on. From 2 on a validation delta that FP32 runs also show

@@ -1,3 +1,3 @@
 """Mantissa's version, the only place that says it: CHANGELOG.md's newest entry is its description."""
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"

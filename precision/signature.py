@@ -1,6 +1,6 @@
 """Does rounding explain a module's error? It has a signature: a size that follows the dtype, and no direction.
 
-A module is computed four times on the same inputs and the same rounded weights (`training.parity.signature`): by the
+A module is computed four times on the same inputs and the same rounded weights (`tools.parity.signature`): by the
 run, by the same module in plain torch in the dtype that the plan says, in FP32, and in FP64, which counts as exact.
 With r the error of one of them, x the exact values, and their rows being tokens:
 
@@ -22,7 +22,7 @@ Verdicts are without a size below which an error is forgiven:
    condition, k the roundings to the plan's dtype that the module's kind has (`ROUNDINGS`). This is what finds a cast
    inside the architecture's own code, which all of them share.
 
-   The run's own module is called once more in FP32, where that can be had (`training.parity.own_code`), and is held to
+   The run's own module is called once more in FP32, where that can be had (`tools.parity.own_code`), and is held to
    FP32's bound. What 16 bits hide shows there: a constant or an angle that is wrong by less than their roundings.
 
    A parameter's gradient is a sum over all positions, and torch's LayerNorm and embedding on a CPU keep that sum in the
@@ -180,7 +180,7 @@ class Figures:
 
 
 def pooled(steps: Iterable[Mapping[str, Any]]) -> list[Part]:
-    """The parts with their sums over all steps. steps: what `training.parity.signature` measured of each."""
+    """The parts with their sums over all steps. steps: what `tools.parity.signature` measured of each."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for step in steps:
         for row in step["parts"]:

@@ -16,12 +16,12 @@ from config.errors import UserError
 from data.prepare import prepare
 from tests.support import damages as d
 from tests.training.checkpoint import checkpoint_cases
+from tools.export_hf.command import main as export
+from tools.replay.command import main as replay
 from tracking.compare.command import main as compare
 from tracking.report.command import main as report
 from tracking.watch.command import main as watch
 from training.checkpoint import tool
-from training.export_hf.command import main as export
-from training.replay.command import main as replay
 
 SHARD = "deepspeed/zero_pp_rank_0_mp_rank_00_optim_states.pt"
 MODEL = "deepspeed/mp_rank_00_model_states.pt"

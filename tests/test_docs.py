@@ -20,10 +20,14 @@ from config.errors import UserError
 from config.load import field_types, load_config
 from config.schema import Config
 from tracking.events import COMMON_FIELDS, REQUIRED_FIELDS
+from training.moved import new_name
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-FOLDERS = ("config", "data", "docs", "ds_configs", "launch", "modeling", "precision", "tests", "tracking", "training")
+FOLDERS = (
+    *("config", "data", "docs", "ds_configs", "lab", "launch", "modeling", "precision", "tests", "tools", "tracking"),
+    "training",
+)
 # The reader makes the first by the command above it; the second is a mistake that the page shows the result of.
 NOT_IN_THE_TREE = {"launch/deepspeed/hostfile", "launch/deepspeed/hostfle"}
 
@@ -86,7 +90,7 @@ def is_runnable(module: str) -> bool:
 
 def missing_modules(page: Path) -> Iterator[str]:
     named = re.findall(r"(?:python3? -m|--module) ([A-Za-z][\w.]*\w)", page.read_text(encoding="utf-8"))
-    yield from (f"cannot be run: python -m {name}" for name in named if not is_runnable(name))
+    yield from (f"cannot be run: python -m {name}" for name in named if not is_runnable(new_name(name) or name))
 
 
 @functools.cache
@@ -100,7 +104,10 @@ def sources_of(module: str) -> str:
 def missing_options(page: Path) -> Iterator[str]:
     for snippet in code(page.read_text(encoding="utf-8")):
         for command in _COMMAND.finditer(re.sub(r"\\\n", " ", snippet)):
-            module, rest = command[1] or "train", re.sub(r"'[^']*'|\"[^\"]*\"", "TEXT", command[2])
+            module, rest = (
+                new_name(command[1] or "") or command[1] or "train",
+                re.sub(r"'[^']*'|\"[^\"]*\"", "TEXT", command[2]),
+            )
             if module.partition(".")[0] not in (*FOLDERS, "train"):
                 continue
             own = re.split(r"\s(?:--(?=\s)|#|;|&&|\|)", rest)[0]
@@ -216,8 +223,8 @@ def test_what_does_not_exist_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "# Page\n[a](gone.md) [b](#page) [c](#other) `docs/gone.md` `config/recipes/*.yaml` `make gone`\n"
-        "```\npython -m training.gone --config config/recipes/gone.yaml\npython -m training.parity\nmake test\n"
-        "python -m training.parity --launch 'x --y' \\\n  --gone run.steps=3 model.gone=4 -- --z\n```\n"
+        "```\npython -m training.gone --config config/recipes/gone.yaml\npython -m tools.parity\nmake test\n"
+        "python -m tools.parity --launch 'x --y' \\\n  --gone run.steps=3 model.gone=4 -- --z\n```\n"
         "`python train.py --config config/recipes/demo.yaml run.steps=5 'generate.prompt=a b'` `data.gone` "
         "`guard.x.y(` `model.layers.0=1 model.config.any=2 canary.steps: 3 data.sources.weight data.md`\n"
         "```yaml\nrun: {steps: 3, gone: 4}\nmodel: {config: {any: 1}}\n```\n"
@@ -227,7 +234,7 @@ def test_what_does_not_exist_is_found(tmp_path: Path) -> None:
         "no such file: gone.md",
         "no such heading: #other",
         "cannot be run: python -m training.gone",
-        "no such option: training.parity --gone",
+        "no such option: tools.parity --gone",
         "no such key: model.gone",
         "no such key: data.gone",
         "no such key: run.gone",

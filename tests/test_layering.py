@@ -1,7 +1,7 @@
 """Imports run one way and never in a circle, heavy libraries stay where they belong, every module says what it is for.
 
-The folders' order is config <- {data, modeling, precision, tracking} <- training <- {train.py, lab}; launch sees config
-only.
+The folders' order is config <- {data, modeling, precision, tracking} <- training <- {train.py, tools} <- lab; launch
+sees config only.
 The floors inside training/ are in tests/support/imports.py, and docs/architecture.md has the picture.
 """
 
@@ -21,7 +21,7 @@ from tests.support import architecture
 from tests.support.imports import FLOOR_OF, FLOORS, MAY_IMPORT, imported_names, imports_of, reachable, source_files
 
 NEEDS_THE_ENGINE = ("deepspeed", "torch.distributed")
-HOLD_THE_ENGINE = ("training", "lab")
+HOLD_THE_ENGINE = ("training", "tools", "lab")
 # Files that must start in no time: they may import the standard library, these and Mantissa's own config.
 LIGHT = {"config": {"yaml"}}
 WITHOUT_TORCH = ("config", "launch", "tracking")

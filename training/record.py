@@ -130,7 +130,7 @@ def record_incident(
         verdict=judgement.verdict.value,
         reason=judgement.reason,
         modules=list(dict.fromkeys(modules)),
-        replay=f"python -m training.replay {shlex.quote(str(Path(run.dir) / run.name))} --step {progress.step}",
+        replay=f"python -m tools.replay {shlex.quote(str(Path(run.dir) / run.name))} --step {progress.step}",
         **further,
     )
 

@@ -59,9 +59,9 @@ from lab.benchmark.contestants import (
 )
 from lab.benchmark.report import bound, compare, page
 from lab.benchmark.spec import Work, prepare_work
+from tools.jobs import add_processes_option, default_processes, in_turn, shorten
 from tracking.environment import environment
 from tracking.jsonl import plain
-from training.jobs import add_processes_option, default_processes, in_turn, shorten
 
 ALL_HOLD, FAILED = 0, 3
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "fp16": 5e-3}

@@ -17,8 +17,8 @@ from config.errors import UserError
 from config.launcher import as_launched
 from lab.benchmark.peers import titan_terms
 from lab.benchmark.spec import Result, Spec
+from tools.jobs import TRAIN, error_line_of, launch
 from tracking.jsonl import read_events
-from training.jobs import TRAIN, error_line_of, launch
 
 MANTISSA: dict[str, tuple[str, ...]] = {
     "mantissa": (),

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from precision.trajectories import Trajectory, first_departure
+from tools.parity.judge_runs import Trajectory, first_departure
 
 RISE = 0.1
 """[fraction] A running median this far above the lowest one so far is a divergence. The loss of a batch swings by a few

@@ -24,7 +24,7 @@ from config.cli import Arguments, entry_point
 from config.load import to_dict
 from config.resolved import Resolved, resolve_run
 from lab.envelope.search import CONTROL, Bounds, DivergenceWatch, Setting, Trial, explore, window_of
-from precision.trajectories import NUDGE
+from tools.parity.judge_runs import NUDGE
 from tracking.environment import environment
 from tracking.jsonl import JsonlSink, read_events
 

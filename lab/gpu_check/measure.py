@@ -18,10 +18,10 @@ from statistics import median
 from typing import Any
 
 from lab.gpu_check.bench import Bench, ItemFailed, newest_log
+from tools.jobs import kill
 from tracking.events import Event
 from tracking.jsonl import read_events, surviving
 from tracking.report.relative import peak_flops
-from training.jobs import kill
 
 Figures = dict[str, Any]
 GIB = 2**30
@@ -85,9 +85,7 @@ def attributed(bench: Bench, *overrides: str) -> Figures:
 def replayed(bench: Bench) -> Figures:
     """The same, and the step repeated from the run's record."""
     events = bench.train("poisoned", _poisoned(bench))
-    said = bench.tool(
-        "training.replay", str(bench.folder / "runs/poisoned"), "--step", "5", codes=(0, 1, 3), leads=True
-    )
+    said = bench.tool("tools.replay", str(bench.folder / "runs/poisoned"), "--step", "5", codes=(0, 1, 3), leads=True)
     if "reproduced" not in said:
         raise ItemFailed(f"the replay gave no verdict: {said.strip().splitlines()[-1:]}")
     different = [line for line in said.splitlines() if "; recorded: " in line]
@@ -176,7 +174,7 @@ def exported(bench: Bench) -> Figures:
     bench.train("steps", short(bench, "checkpoint.at_end=true", count=5))
     out = bench.folder / "exported"
     checkpoint = bench.folder / "runs/steps/checkpoints/step-5"
-    said = bench.tool("training.export_hf", str(checkpoint), str(out), "--dtype", "bf16", leads=True)
+    said = bench.tool("tools.export_hf", str(checkpoint), str(out), "--dtype", "bf16", leads=True)
     size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
     return {"bytes": size, "said": next(line for line in said.splitlines() if "compared" in line)}
 
@@ -211,7 +209,7 @@ def analyzed(bench: Bench, *overrides: str) -> Figures:
     counts = ["--steps", str(bench.either(10, 2)), "--held-out", "1", "--parity-steps", "0"]
     counts += ["--processes", str(bench.processes), "--most-regions", str(bench.either(64, 4))]
     arguments = bench.arguments("benchmark_1b", *SHORT, *overrides)
-    bench.tool("training.analyze", *counts, "--out", str(out), *arguments, codes=(0, 3), leads=True)
+    bench.tool("tools.analyze", *counts, "--out", str(out), *arguments, codes=(0, 3), leads=True)
     path = out.with_suffix(".analysis.json")
     if not path.exists():
         raise ItemFailed("there is no analysis", bench.folder / "logs")
@@ -226,7 +224,7 @@ def parity(bench: Bench, *overrides: str) -> Figures:
     report = bench.folder / "parity"
     arguments = bench.arguments("benchmark_1b", *overrides, "tracking.wandb=disabled", "evaluate.batches=2")
     options = ["--report", str(report), "--steps", str(bench.either(40, 4)), "--processes", str(bench.processes)]
-    bench.tool("training.parity", *options, *arguments, codes=(0, 3), leads=True)
+    bench.tool("tools.parity", *options, *arguments, codes=(0, 3), leads=True)
     found = json.loads((report / "parity.json").read_text(encoding="utf-8"))
     checks = {check["name"]: check["measured"] for check in found["checks"]}
     bought = {f"{name} over FP32": each["ratio"] for name, each in found["bought"].items() if each["ratio"]}

@@ -29,8 +29,8 @@ from config.files import write_atomically
 from config.printable import shown
 from lab.gpu_check.bench import Bench, ItemFailed, newest_log
 from lab.gpu_check.items import Item, Part
+from tools.jobs import error_line_of
 from tracking.jsonl import plain
-from training.jobs import error_line_of
 
 DONE, FAILED, TIMED_OUT, SKIPPED = "done", "failed", "took too long", "skipped"
 MOST_BYTES = 2**20

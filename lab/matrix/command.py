@@ -25,8 +25,8 @@ from config.errors import UserError
 from lab.matrix.cells import Cell, all_cells
 from lab.matrix.page import page, unexpected, updated
 from lab.matrix.rules import RULES
+from tools.jobs import add_processes_option, default_processes, error_line_of, launch
 from tracking.environment import environment
-from training.jobs import add_processes_option, default_processes, error_line_of, launch
 
 AS_EXPECTED, UNEXPECTED = 0, 3
 _HANG_MINUTES = 5.0

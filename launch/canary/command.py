@@ -2,7 +2,7 @@
 
     python -m launch.canary --config FILE [--processes N] [--launch "deepspeed --hostfile hosts"] [key.sub=value ...]
 
-The first `canary.steps` steps run in the wanted precision beside their FP32 twin, judged as `python -m training.parity`
+The first `canary.steps` steps run in the wanted precision beside their FP32 twin, judged as `python -m tools.parity`
 judges. Only when they agree the whole run starts, from the canary's state, under `launch.supervise`. While it goes on
 its checkpoints are compared with FP32. One whose next steps are not FP32's stops the run, which goes back to the last
 checkpoint that held and on from there with `canary.fallback`. Everything is in RUN-canary/canary.jsonl and canary.md.

@@ -1,4 +1,4 @@
-"""The canary: the whole run's first steps as `training.parity` runs and judges them, which leaves their last state."""
+"""The canary: the whole run's first steps as `tools.parity` runs and judges them, which leaves their last state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run_gate(plan: Plan, journal: Journal) -> int:
     """Run the canary beside its FP32 twin: DONE when it agrees; its checkpoint is there then. Else the exit code."""
     config, section, folder = plan.resolved.config, plan.section, plan.folder / "gate"
     (folder / "parity.json").unlink(missing_ok=True)
-    command = [sys.executable, "-m", "training.parity", *plan.arguments, "--report", str(folder)]
+    command = [sys.executable, "-m", "tools.parity", *plan.arguments, "--report", str(folder)]
     command += ["--processes", str(plan.ranks), "--keep-checkpoints"]
     if plan.launcher and section.ranks is None:
         command += ["--launch", shlex.join(plan.launcher)]

@@ -1,7 +1,7 @@
 """The whole run after its canary: its checkpoints are compared with FP32 while it goes on, and a failure is undone.
 
 A check takes a checkpoint as soon as it is published, by hard links, so that the run may delete it meanwhile, and
-starts `training.parity.steps` on it: the next two applied steps from its masters, module by module, against plain FP32.
+starts `tools.parity.steps` on it: the next two applied steps from its masters, module by module, against plain FP32.
 One that fails stops the run, sets aside what was saved since the last checkpoint that held, and starts the run from
 that one again with the next fallback of `canary.fallback`. A run that its guard ended (exit code 3) is treated alike.
 """
@@ -147,7 +147,7 @@ class Whole:
         folder = pinned.parent.parent
         out, output = folder / f"step-{step}.json", folder / f"step-{step}.log"
         out.unlink(missing_ok=True)
-        program = ["-m", "training.parity.steps", str(folder), "--out", str(out), "--points", str(step), "--judge"]
+        program = ["-m", "tools.parity.steps", str(folder), "--out", str(out), "--points", str(step), "--judge"]
         plan = self._plan
         command = job_command([*program, *plan.bounds], processes=plan.ranks, launcher=plan.check_launcher)
         with output.open("wb") as stream:

@@ -29,16 +29,16 @@ PARTS_OF_TOOLS = {
     "lab.gpu_check.machine",
 }
 LOAD_DEEPSPEED = {
-    "training.analyze.survey",
+    "tools.analyze.survey",
     "lab.benchmark.save",
-    "training.parity.steps",
+    "tools.parity.steps",
 }
 
 
 def tools() -> dict[str, Path]:
     """Name for `python -m` to the file with `main`, of every tool that people start."""
     found = {}
-    for folder in ("config", "data", "lab", "launch", "modeling", "precision", "tracking", "training"):
+    for folder in ("config", "data", "lab", "launch", "modeling", "precision", "tools", "tracking", "training"):
         for path in sorted((REPOSITORY / folder).rglob("*.py")):
             text = path.read_text()
             if 'if __name__ == "__main__":' in text:

@@ -1,7 +1,7 @@
 """The defects: what each is, where it makes sense, and what a judge that finds it has to name.
 
 Those marked (judge) are the ones that were first tried on the gate by somebody who had not written it; the others are
-their neighbours. The nine of `training.parity.defects` come from the config.
+their neighbours. The nine of `tools.parity.defects` come from the config.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from precision.findings import LOSS
 from tests.detection.plants import bits, forward, gradients, shared, state, updates
 from tests.detection.plants.site import ATTENTION, EMBEDDING, HEAD, LAYER, LINEAR, MLP, NORM, ROTARY, Plant, on_engine
 from tests.detection.plants.updates import Rule, rule
-from training.parity.defects import PLANTED
+from tools.parity.defects import PLANTED
 
 BF16, FP16, MANIFEST = PATHS = ("bf16", "fp16", "manifest")
 HIGH_SCALE = ("precision.loss_scale.initial=262144",)

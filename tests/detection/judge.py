@@ -7,12 +7,12 @@ from typing import Any
 
 from config.errors import UserError
 from config.resolved import Resolved
-from precision.parity import Check, Walk, judge_dtypes, judge_steps
-from precision.trajectories import judge_trajectories
+from tools.parity.jobs import Run, inner_dtypes, trajectory, walks_of
+from tools.parity.judge_runs import judge_trajectories
+from tools.parity.judge_steps import Check, Walk, judge_dtypes, judge_steps
+from tools.parity.oracle.judge import judge
 from tracking.jsonl import read_events
 from tracking.run_dir import RunDir
-from training.parity.jobs import Run, inner_dtypes, trajectory, walks_of
-from training.parity.oracle.judge import judge
 
 
 def judged(

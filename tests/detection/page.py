@@ -192,7 +192,7 @@ def _how(conditions: dict[str, Any]) -> str:
   2, {STEPS} steps, two gloo processes; `documents`: packed documents that are kept apart, uneven numbers of labels;
   `tied`: one matrix for embedding and head; `dropout`: a GPT-2 with dropout 0.1, under a manifest with its attention in
   FP32, which a CPU widens to; `qwen3`, `gemma3`: these families.
-- What runs is what `train.py` and `training.parity` run (session, build, train, restore, single steps, the gate's
+- What runs is what `train.py` and `tools.parity` run (session, build, train, restore, single steps, the gate's
   checks with their default bounds), in processes that stay up instead of new ones. Single steps are compared after
   step {last}, restored from its checkpoint, and of healthy runs at the start as well; the gate has three points unless
   it is told otherwise. The oracle recomputes the first {recomputed} steps. The checks for silent

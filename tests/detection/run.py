@@ -1,4 +1,4 @@
-"""One cell on the ranks of a group that stays up: what `train.py` and `training.parity` do, one after the other."""
+"""One cell on the ranks of a group that stays up: what `train.py` and `tools.parity` do, one after the other."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.detection.cells import Cell, base, precision
 from tests.detection.judge import judged, judged_steps
 from tests.detection.made_of import made_with
 from tests.detection.plants.site import Plant, planted
+from tools.parity.steps import measure
 from tracking.run_dir import RunDir
 from training.build import build
 from training.distributed import World
 from training.loop import train
-from training.parity.steps import measure
 from training.session import locked_run_dir, run_dir_of, session
 
 WALK = 2

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from precision.parity import FP8_MARGIN, Check, Walk, blamed, first_divergence, judge_steps
-from tests.precision.test_parity import BOUNDS, step
+from tests.tools.parity.test_judge_steps import BOUNDS, step
+from tools.parity.judge_steps import FP8_MARGIN, Check, Walk, blamed, first_divergence, judge_steps
 
 AGREEMENT = {"relative_error": 0.2, "cosine": 0.98, "sign_agreement": 0.94}
 """Of FP32's gradients with those in FP8 alone: beyond three of the bounds already."""

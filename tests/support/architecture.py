@@ -43,6 +43,8 @@ def group_edges(root: Path) -> dict[str, set[str]]:
         folder = importer.partition(".")[0]
         for name in imported:
             target = name.partition(".")[0]
+            if importer == "training":  # its __init__
+                continue
             if folder == target == "training":
                 edges[_floor(importer)].add(_floor(name))
             else:

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM
 from config.child_jobs import error_line
 from config.cli import REPOSITORY
 from tests.support.launches import SMALL, events, start
+from tools.export_hf.command import main as export
 from training.checkpoint.partitions import open_saved_model
-from training.export_hf.command import main as export
 
 TABLE = REPOSITORY / "docs/models.md"
 STEPS, BROKEN = 6, 3

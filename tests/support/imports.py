@@ -16,12 +16,13 @@ MAY_IMPORT = {
     "tracking": {"config"},
     "training": {"config", "data", "modeling", "precision", "tracking"},
     "launch": {"config"},
-    "lab": {"config", "data", "modeling", "precision", "tracking", "training", "launch"},
+    "tools": {"config", "data", "modeling", "precision", "tracking", "training", "launch"},
+    "lab": {"config", "data", "modeling", "precision", "tracking", "training", "launch", "tools"},
 }
 # The order inside training/, from below: a file or package imports itself and what stands on floors below its own.
 FLOORS = (
-    ("rendezvous", "tasks"),
-    ("distributed", "progress", "schedule", "promotions", "loss_scaler", "jobs", "preemption"),
+    ("moved", "rendezvous", "tasks"),
+    ("distributed", "progress", "schedule", "promotions", "loss_scaler", "preemption"),
     ("engine", "watchdog"),
     ("checkpoint", "telemetry", "attribution", "corruption", "sinks", "references", "early_warnings"),
     ("teacher",),
@@ -32,9 +33,6 @@ FLOORS = (
     ("step",),
     ("loop",),
     ("finish",),
-    ("parity",),
-    ("analyze", "export_hf", "replay"),
-    ("generate",),
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 

@@ -105,9 +105,9 @@ def wait_until(
 
 
 def replay(folder: Path, name: str, step: int, *, exit_code: int = 0, ranks: int = 1) -> str:
-    """`python -m training.replay` of a job's step; what it printed. ranks: already started, as by a launcher."""
+    """`python -m tools.replay` of a job's step; what it printed. ranks: already started, as by a launcher."""
     run = str(folder / "runs" / name)
-    return finish(["python", "-m", "training.replay", run, "--step", str(step)], exit_code=exit_code, ranks=ranks)
+    return finish(["python", "-m", "tools.replay", run, "--step", str(step)], exit_code=exit_code, ranks=ranks)
 
 
 def events(folder: Path, name: str, kind: str) -> list[dict]:

@@ -73,9 +73,9 @@ def assert_equal_checkpoints_of_no_update(folder: Path, job: RunJob, shared: str
 
 
 def exported(folder: Path, name: str, out: Path) -> dict[str, torch.Tensor]:
-    """The FP32 tensors that `training.export_hf` writes of a run's last checkpoint."""
+    """The FP32 tensors that `tools.export_hf` writes of a run's last checkpoint."""
     checkpoint = folder / "runs" / name / "checkpoints" / "step-6"
-    said = finish(["python", "-m", "training.export_hf", str(checkpoint), str(out), "--dtype", "fp32"])
+    said = finish(["python", "-m", "tools.export_hf", str(checkpoint), str(out), "--dtype", "fp32"])
     assert (out / "model.safetensors").is_file(), said
     return load_file(out / "model.safetensors")
 

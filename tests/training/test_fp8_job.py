@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support.launches import command, events, finish, replay
+from tools.export_hf.command import main as export
 from training.checkpoint.partitions import open_saved_model
-from training.export_hf.command import main as export
 
 LAYER = "model.layers.1.mlp.up_proj"
 pytestmark = pytest.mark.slow

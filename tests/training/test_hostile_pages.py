@@ -13,10 +13,10 @@ from lab.envelope.plot import draw_envelope, envelope_page
 from launch.sweep.table import markdown_table
 from tests.lab.envelope.test_report import RATES, ROWS
 from tests.support.hostile import HOSTILE, OBEYED, SECRETS
-from tests.training.parity.test_report import check, found
-from training.analyze.plot import plain
-from training.export_hf.card import model_card
-from training.parity.report import write_report
+from tests.tools.parity.test_report import check, found
+from tools.analyze.plot import plain
+from tools.export_hf.card import model_card
+from tools.parity.report import write_report
 from training.profile.page import merge_blocks
 
 SAID = pytest.mark.parametrize("said", HOSTILE.values(), ids=HOSTILE)

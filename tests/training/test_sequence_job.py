@@ -37,7 +37,7 @@ def test_two_ranks_with_half_of_each_sequence_train_as_one(folder: Path) -> None
 def test_the_fp64_oracle_and_a_replay_agree_with_the_record(folder: Path) -> None:
     """The oracle runs every document alone in plain torch, and shares no code with the engine."""
     run = str(folder / "runs" / "two")
-    said = finish(["python", "-m", "training.parity", "--oracle", run])
+    said = finish(["python", "-m", "tools.parity", "--oracle", run])
     assert "as the oracle computed them" in said
     assert "reproduced" in replay(folder, "two", 4, ranks=2)
 

@@ -19,19 +19,19 @@ from launch.canary.command import main as canary
 from tests.support.forked_launcher import forked_launcher
 from tests.support.launches import SMALL, command, finish
 from tests.support.synthetic_events import start_fields, step_fields
-from training.analyze.command import main as analyze
-from training.parity.gate import gate
-from training.parity.jobs import plan
-from training.replay.command import main as replay
+from tools.analyze.command import main as analyze
+from tools.parity.gate import gate
+from tools.parity.jobs import plan
+from tools.replay.command import main as replay
 
 DEMO = ["--config", str(REPOSITORY / "config/recipes/demo.yaml")]
 KEYS = ("tensor", "sequence", "expert")
 REFUSING: dict[str, Callable[[list[str], Path], int]] = {
-    "`training.replay --bisect`": lambda given, there: replay([str(recorded(there, given)), "--bisect"]),
+    "`tools.replay --bisect`": lambda given, there: replay([str(recorded(there, given)), "--bisect"]),
     "`launch.canary`": lambda given, _: canary([*DEMO, *given, "--processes", "2"]),
     "`lab.benchmark`": lambda given, there: benchmark([*DEMO, *given, "--processes", "2", "--out", str(there)]),
     "`lab.benchmark.overhead`": lambda given, _: overhead([*DEMO, *given]),
-    "`training.analyze`": lambda given, there: analyze(
+    "`tools.analyze`": lambda given, there: analyze(
         [*DEMO, *given, "--processes", "2", f"--out={there.parent}/a.json"]
     ),
 }
@@ -127,7 +127,7 @@ def test_mantissa_and_a_plain_loop_share_matrices_in_one_process(tmp_path):
 def test_recorded_steps_of_ranks_that_share_are_tried_under_another_precision(key, tmp_path):
     given = [*OF.get(key, []), "precision.compute=bf16", "deepspeed.config=ds_configs/zero2_bf16.json", "run.steps=4"]
     finish(command("python", tmp_path, "it", *given, f"parallel.{key}=2", "generate.tokens=0"), ranks=2)
-    run = ["python", "-m", "training.replay", str(tmp_path / "runs/it")]
+    run = ["python", "-m", "tools.replay", str(tmp_path / "runs/it")]
     said = finish([*run, "--step", "3", "--steps", "1", "--what-if", "precision.compute=fp32"], ranks=2)
     assert "the run would have survived" in said
     if key == "sequence":
@@ -140,7 +140,7 @@ def test_the_oracle_recomputes_runs_of_ranks_that_share(key, tmp_path):
     """It shares nothing, with no rank."""
     given = [*OF.get(key, []), "optimizer.eps=1e-4", "run.steps=3", "batch.micro_size=4", f"parallel.{key}=2"]
     finish(command("python", tmp_path, "it", *given, "generate.tokens=0"), ranks=2)
-    said = finish(["python", "-m", "training.parity", "--oracle", str(tmp_path / "runs/it")])
+    said = finish(["python", "-m", "tools.parity", "--oracle", str(tmp_path / "runs/it")])
     assert "3 steps as the oracle computed them" in said
 
 

@@ -111,14 +111,14 @@ def test_a_manifest_is_kept_promoted_from_resumed_and_replayed(tmp_path: Path) -
     for name in ("two", "alone"):
         for found, expected in zip(numbers(tmp_path, name), numbers(tmp_path, "one"), strict=True):
             assert found == pytest.approx(expected, rel=2e-2, nan_ok=True)
-    said = finish(["python", "-m", "training.replay", str(tmp_path / "runs" / "two"), "--step", "6"], ranks=2)
+    said = finish(["python", "-m", "tools.replay", str(tmp_path / "runs" / "two"), "--step", "6"], ranks=2)
     assert "as recorded" in said and "recorded:" not in said, said
 
 
 def test_weights_of_a_folder_are_cut_and_their_masters_too(folder: Path, tmp_path: Path) -> None:
     """The vocabulary is odd, so that the head's slices differ."""
     checkpoint = folder / "runs" / "one" / "checkpoints" / "step-6"
-    finish(["python", "-m", "training.export_hf", str(checkpoint), str(tmp_path / "model"), "--dtype", "fp32"])
+    finish(["python", "-m", "tools.export_hf", str(checkpoint), str(tmp_path / "model"), "--dtype", "fp32"])
     given = [f"model={{name_or_path: {tmp_path}/model, architecture: null, config: {{}}}}", "precision.compute=bf16"]
     given += ["deepspeed.config=ds_configs/zero1_bf16.json", "evaluate.every_steps=0"]
     job(folder, "half", *given, ranks=1)

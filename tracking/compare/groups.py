@@ -19,7 +19,7 @@ from tracking.summary import setting
 
 NUDGE = 0.02
 """Relative distance of learning rates up to which two runs are repeats: the controls of a parity run are nudged by less
-(`precision.trajectories.control_factor`), a sweep by more."""
+(`tools.parity.judge_runs.control_factor`), a sweep by more."""
 
 _SEED = re.compile(r"[-_.]?(s|seed|control)?[-_.]?\d*$")
 

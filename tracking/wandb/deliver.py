@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     several: dict[str, Any] = {"type": Path, "action": "append", "default": []}
     parser.add_argument("--checkpoint", **several, metavar="FOLDER", help="a checkpoints/step-N; may be repeated")
     parser.add_argument("--parity", type=Path, metavar="FILE", help="parity.json with the verdict on the checkpoints")
-    parser.add_argument("--export", **several, metavar="OUT", help="OUT of training.export_hf; may be repeated")
+    parser.add_argument("--export", **several, metavar="OUT", help="OUT of tools.export_hf; may be repeated")
     return parser
 
 

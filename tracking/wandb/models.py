@@ -58,7 +58,7 @@ def _checkpoint(path: str, step: int, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def export_facts(folder: Path) -> dict[str, Any]:
-    """What to record of a folder that training.export_hf wrote. Raises UserError when it is none."""
+    """What to record of a folder that tools.export_hf wrote. Raises UserError when it is none."""
     try:
         known = json.loads((folder / "mantissa.json").read_text(encoding="utf-8"))
         return {
@@ -75,7 +75,7 @@ def export_facts(folder: Path) -> dict[str, Any]:
         }
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = f"{type(error).__name__}: {error}"
-        raise UserError(f"--export {folder}: is no exported model ({why}); give OUT of training.export_hf") from None
+        raise UserError(f"--export {folder}: is no exported model ({why}); give OUT of tools.export_hf") from None
 
 
 def parity_facts(path: Path) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def parity_facts(path: Path) -> dict[str, Any]:
         return _verdict(json.loads(path.read_text(encoding="utf-8"))) | {"report_sha256": _sha256(path)}
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = type(error).__name__
-        raise UserError(f"--parity {path}: not a parity.json ({why}); give the one of training.parity") from None
+        raise UserError(f"--parity {path}: not a parity.json ({why}); give the one of tools.parity") from None
 
 
 def _verdict(found: dict[str, Any]) -> dict[str, Any]:

@@ -10,9 +10,9 @@ import torch
 from data import loader
 from modeling import parameter_groups
 from tests.detection.plants.site import Site
+from tools.parity import steps
 from training import step
 from training.engine import optimizer
-from training.parity import steps
 
 
 def late_rate(site: Site) -> None:

@@ -144,7 +144,7 @@ def test_a_fallback_that_the_config_refuses_gives_way_to_the_next(tmp_path):
 
 
 def test_programs_start_on_any_launcher():
-    module, script = ("-m", "training.parity.steps", "RUN"), ("train.py", "a=1")
+    module, script = ("-m", "tools.parity.steps", "RUN"), ("train.py", "a=1")
     assert job_command(module, processes=1) == [sys.executable, *module]
     assert job_command(script, processes=2)[-4:] == ["--nproc_per_node", "2", *script]
     assert job_command(module, processes=2, launcher=["deepspeed", "--num_gpus", "2"])[3:5] == ["--module", module[1]]

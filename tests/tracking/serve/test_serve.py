@@ -44,7 +44,7 @@ class Tags(HTMLParser):
 
 
 INCIDENT = {"event": "incident", "verdict": "SKIP", "reason": "the loss is nan", "modules": []}
-INCIDENT["replay"] = "python -m training.replay runs/a --step 20"
+INCIDENT["replay"] = "python -m tools.replay runs/a --step 20"
 CAUSE = {"event": "nonfinite", "rank": 1, "module": "model.layers.1.mlp", "tensor": "activation", "kind": "nan"}
 CAUSE["count"] = 3
 
@@ -105,7 +105,7 @@ def test_the_page_of_a_run_has_its_state_curves_and_incidents(client):
     [run] = found["drawn"]["runs"]
     assert found["steps"] == 40 and run["curve"]["loss"][19] is None and run["curve"]["step"][-1] == 40
     [incident] = found["incidents"]
-    assert incident["replay"] == "python -m training.replay runs/a --step 20"
+    assert incident["replay"] == "python -m tools.replay runs/a --step 20"
     assert incident["causes"] == ["3 nan in the activation of model.layers.1.mlp on rank 1"]
     assert {mark["kind"] for mark in run["marks"]} >= {"incident", "nonfinite", "skip"}
 

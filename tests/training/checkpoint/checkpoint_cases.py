@@ -16,6 +16,9 @@ import torch
 from config.errors import UserError
 from modeling.build import model_config
 from tests.support.small_run import SEQUENCE, VOCABULARY, batch_of, engine_of, masters_of, resolve, restored, state_of
+from tools.parity.reference import Reference
+from tools.parity.steps import StepParity
+from tools.replay.repeat import Collector
 from tracking.record import Record
 from training.build import assemble
 from training.checkpoint.checkpoints import Checkpoints
@@ -23,10 +26,7 @@ from training.checkpoint.outcome import Saved, SaveFailed
 from training.checkpoint.retention import Retention
 from training.distributed import World
 from training.loop import train
-from training.parity.reference import Reference
-from training.parity.steps import StepParity
 from training.progress import Progress
-from training.replay.repeat import Collector
 
 OVERFLOWING = [
     "precision.loss_scale.initial=256",

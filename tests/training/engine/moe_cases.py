@@ -11,8 +11,8 @@ from data.loader import Batch
 from modeling.linear_cross_entropy import label_loss_sum
 from modeling.parameter_groups import parameter_groups
 from tests.support.small_run import GLOBAL, batch_of, engine_of, masters_of, plain_model, resolve
+from tools.parity.reference import Reference
 from training.distributed import World
-from training.parity.reference import Reference
 
 FAMILIES = {
     "mixtral": "num_local_experts: 4",

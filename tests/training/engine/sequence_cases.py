@@ -21,10 +21,10 @@ from modeling.linear_cross_entropy import label_loss_sum
 from tests.support.plain_steps import EVALUATED, distance_of_updates, farthest, plain_steps
 from tests.support.small_models import distance
 from tests.support.small_run import GLOBAL, VOCABULARY, engine_of, masters_of, plain_model, resolve
+from tools.parity.outputs import OutputErrors
+from tools.parity.reference import Reference
 from training.attribution import attribute
 from training.distributed import World
-from training.parity.outputs import OutputErrors
-from training.parity.reference import Reference
 from training.telemetry import Telemetry
 
 LENGTH = 13

@@ -181,8 +181,8 @@ def evaluate(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
 
 def parity_steps(world: World, *, folder: Path, **options: Any) -> list[dict[str, Any]]:
     """Two steps, each compared with FP32 module by module."""
-    from training.parity.reference import Reference
-    from training.parity.steps import StepParity
+    from tools.parity.reference import Reference
+    from tools.parity.steps import StepParity
 
     with session(resolve(folder, **options), world=world) as opened:
         resolved = opened.resolved
@@ -192,7 +192,7 @@ def parity_steps(world: World, *, folder: Path, **options: Any) -> list[dict[str
 
 def generators_after_the_reference(world: World, *, folder: Path, **options: Any) -> bool:
     """Whether a run's random numbers go on as if no FP32 reference had been built."""
-    from training.parity.reference import Reference
+    from tools.parity.reference import Reference
 
     with session(resolve(folder, **options), world=world) as opened:
         before = torch.get_rng_state()
@@ -233,9 +233,9 @@ def regions(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
 
 
 def surveyed(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
-    """What `training.analyze` measures and proposes."""
-    from precision.proposal import Limits
-    from training.analyze.survey import Plan, survey
+    """What `tools.analyze` measures and proposes."""
+    from tools.analyze.proposal import Limits
+    from tools.analyze.survey import Plan, survey
 
     with session(resolve(folder, compute="auto", **options), world=world) as opened:
         plan = Plan(steps=1, sequences=2, most_regions=4, held_out=1, limits=Limits())

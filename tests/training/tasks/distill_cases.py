@@ -104,8 +104,8 @@ def refused(world: World, *, folder: Path, **options: Any) -> str:
 
 def parity_steps(world: World, *, folder: Path, **options: Any) -> list[dict[str, Any]]:
     """Two steps, each compared with FP32 module by module, under the same teacher."""
-    from training.parity.reference import Reference
-    from training.parity.steps import StepParity
+    from tools.parity.reference import Reference
+    from tools.parity.steps import StepParity
 
     resolved = resolve(folder, **options)
     with session(resolved, world=world) as opened:

@@ -135,8 +135,8 @@ def written_out(given: dict[str, Any], margin: torch.Tensor) -> torch.Tensor:
 
 def parity_steps(world: World, *, folder: Path, **options: Any) -> list[dict[str, Any]]:
     """Two steps, each compared with FP32 module by module."""
-    from training.parity.reference import Reference
-    from training.parity.steps import StepParity
+    from tools.parity.reference import Reference
+    from tools.parity.steps import StepParity
 
     resolved = resolve(folder, **options)
     with session(resolved, world=world) as opened:

@@ -124,8 +124,8 @@ def start(world: World, *, folder: Path, **options: Any) -> dict[str, torch.Tens
 
 def measured(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
     """A step compared with FP32 module by module, and what telemetry measures on the next one, with the probe."""
-    from training.parity.reference import Reference
-    from training.parity.steps import StepParity
+    from tools.parity.reference import Reference
+    from tools.parity.steps import StepParity
     from training.telemetry import Telemetry
 
     with session(resolve(folder, **options), world=world) as opened:

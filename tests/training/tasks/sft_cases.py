@@ -187,8 +187,8 @@ def base_of(folder: Path, adapter: dict[str, Any], first: dict[str, torch.Tensor
 
 def parity_steps(world: World, *, folder: Path, **options: Any) -> list[dict[str, Any]]:
     """Two steps, each compared with FP32 module by module."""
-    from training.parity.reference import Reference
-    from training.parity.steps import StepParity
+    from tools.parity.reference import Reference
+    from tools.parity.steps import StepParity
 
     resolved = resolve(folder, **options)
     with session(resolved, world=world) as opened:

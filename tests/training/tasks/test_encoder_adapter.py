@@ -19,9 +19,9 @@ from tests.training.tasks import classify_cases as cases
 from tests.training.tasks import mlm_cases
 from tests.training.tasks.test_classify import require_equal
 from tests.training.tasks.test_encoders import job
+from tools.export_hf.export import export, find_source
+from tools.generate import main as generate
 from training.checkpoint.partitions import open_saved_model
-from training.export_hf.export import export, find_source
-from training.generate import main as generate
 
 LORA = "adapter={kind: lora, r: 4, alpha: 8}"
 GIVEN = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}

@@ -16,10 +16,10 @@ from tests.support.process_group import ProcessGroup
 from tests.training.checkpoint import resume_cases
 from tests.training.tasks import classify_cases as cases
 from tests.training.tasks.mlm_cases import mlm
+from tools.export_hf.export import export, find_source
+from tools.generate import main as generate
 from tracking.jsonl import read_events
 from training.checkpoint.partitions import open_saved_model
-from training.export_hf.export import export, find_source
-from training.generate import main as generate
 
 JOB = ["model.architecture=null", "model.name_or_path={folder}/bert", "data.source=auto", "data.tokenizer=model"]
 ROWS = ["task=classify", "data.path={folder}/{kind}.jsonl", f"data.sequence_length={LENGTH}"]

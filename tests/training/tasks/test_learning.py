@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.support.chats import WORDS, write_base
 from tests.support.process_group import ProcessGroup
 from tests.training.checkpoint import resume_cases
-from training.export_hf.export import export, find_source
+from tools.export_hf.export import export, find_source
 
 STEPS = 120
 

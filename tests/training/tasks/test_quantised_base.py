@@ -22,8 +22,8 @@ from transformers.pytorch_utils import Conv1D
 from tests.modeling.test_quantised_base import nearest
 from tests.support.chats import write_base, write_chats, write_pairs
 from tests.support.process_group import ProcessGroup
+from tests.tools.export_hf.test_adapter import exported
 from tests.training.checkpoint import resume_cases
-from tests.training.export_hf.test_adapter import exported
 from tests.training.tasks import dpo_cases, sft_cases
 from tests.training.tasks import quantised_cases as cases
 from tests.training.tasks.test_dpo import STARTED

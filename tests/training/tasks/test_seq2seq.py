@@ -15,10 +15,10 @@ from tests.support.seq2seq import FAMILIES, SOURCE, TARGET, write_model, write_r
 from tests.support.small_models import distance
 from tests.training.checkpoint import resume_cases
 from tests.training.tasks import seq2seq_cases as cases
+from tools.export_hf.export import export, find_source
+from tools.generate import main as generate
 from tracking.jsonl import read_events
 from training.checkpoint.partitions import open_saved_model
-from training.export_hf.export import export, find_source
-from training.generate import main as generate
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +182,7 @@ def asked(folder: Path, family: str) -> dict[str, torch.Tensor]:
 
 
 def answer_of_the_export(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`training.generate` says what `generate` of transformers says to the same source."""
+    """`tools.generate` says what `generate` of transformers says to the same source."""
     assert generate([str(out), "--prompt", "a model loss", "--tokens", "8"]) == 0
     said = capsys.readouterr().out
     model: Any = AutoModelForSeq2SeqLM.from_pretrained(out)

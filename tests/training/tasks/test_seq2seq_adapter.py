@@ -15,9 +15,9 @@ from tests.support.seq2seq import FAMILIES, write_model, write_rows
 from tests.training.checkpoint import resume_cases
 from tests.training.tasks import seq2seq_cases as cases
 from tests.training.tasks.test_seq2seq import JOB, asked, require_equal
+from tools.export_hf.export import export, find_source
+from tools.generate import main as generate
 from training.checkpoint.partitions import open_saved_model
-from training.export_hf.export import export, find_source
-from training.generate import main as generate
 
 LORA = "adapter={kind: lora, r: 4, alpha: 8}"
 GIVEN = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "SEQ_2_SEQ_LM"}
@@ -156,7 +156,7 @@ def test_an_export_is_a_folder_of_plain_peft_and_a_merged_model(
 
 
 def answered(adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`training.generate` says of the adapter's folder what `generate` of plain `peft` says to the same source."""
+    """`tools.generate` says of the adapter's folder what `generate` of plain `peft` says to the same source."""
     assert generate([str(adapter), "--prompt", "a model loss", "--tokens", "8"]) == 0
     said = capsys.readouterr().out
     model: Any = AutoPeftModelForSeq2SeqLM.from_pretrained(str(adapter))

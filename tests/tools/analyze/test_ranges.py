@@ -1,0 +1,133 @@
+"""Exponent histograms of every region: complete, exact, booked where they belong. Under 10 seconds."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from modeling.activation_checkpointing import apply_activation_checkpointing
+from precision.manifest import find_regions
+from tests.support.gradient_oracle import underflow_share
+from tests.support.small_models import small_model
+from tools.analyze.ranges import NOTHING, GradientMeter, OperandMeter, Ranges, Spread, merged
+
+SHAPE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def llama(checkpointing: str = "none", attention: str = "sdpa") -> torch.nn.Module:
+    model = small_model("llama", attention, vocab_size=40, tie_word_embeddings=True, **SHAPE)
+    if checkpointing != "none":
+        apply_activation_checkpointing(model, "full", reentrant=checkpointing == "reentrant")
+    return model.train()
+
+
+def tokens(seed: int = 1) -> torch.Tensor:
+    return torch.randint(40, (3, 12), generator=torch.Generator().manual_seed(seed))
+
+
+def spread_of(values: torch.Tensor) -> Spread:
+    ranges = Ranges(["it"], torch.device("cpu"))
+    ranges.add("it", "weights", values)
+    return ranges.spreads()["it"].get("weights", NOTHING)
+
+
+def test_a_spread_counts_what_a_plain_loop_counts(monkeypatch):
+    monkeypatch.setattr("tools.analyze.ranges._PIECE", 7)  # several pieces
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(40, generator=generator) * torch.exp2(torch.randint(-30, 20, (40,), generator=generator))
+    values[3], values[8], values[20] = 0.0, math.inf, math.nan
+    finite = [abs(float(value)) for value in values if math.isfinite(value)]
+    expected = Counter(math.floor(math.log2(value)) for value in finite if value)
+    found = spread_of(values)
+    assert (found.zeros, found.nonfinite, found.maximum) == (1, 2, max(finite))
+    assert {found.lowest + i: count for i, count in enumerate(found.counts) if count} == dict(expected)
+    assert found.counts[0] and found.counts[-1]
+
+
+def test_shares_are_those_of_the_values():
+    values = torch.randn(5000, generator=torch.Generator().manual_seed(1)) * 1e-6
+    found = spread_of(values)
+    assert found.share_below(-25) == pytest.approx(float((values.abs() < 2.0**-25).double().mean()), abs=1e-12)
+    assert found.share_below(-25) == pytest.approx(float(underflow_share(values, torch.float16).flushed), abs=1e-6)
+    assert found.share_below(-400) == 0.0 and found.share_below(400) == 1.0
+
+
+def test_merging_is_counting_all_values_at_once():
+    first, second = torch.randn(100) * 1e-8, torch.randn(50) * 1e5
+    assert merged([spread_of(first), spread_of(second)]) == spread_of(torch.cat([first, second]))
+    assert merged([NOTHING, spread_of(first)]) == spread_of(first)
+    assert merged([]) == NOTHING and NOTHING.values == 0
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_operands_are_booked_under_their_region(attention):
+    model, ids = llama(attention=attention), tokens()
+    kinds = find_regions(model)
+    ranges = Ranges(kinds, torch.device("cpu"))
+    inputs: dict[str, list[torch.Tensor]] = {}
+    outputs: dict[str, torch.Tensor] = {}
+    modules = dict(model.named_modules())
+    for name in ("model.layers.1.mlp.down_proj", "model.layers.0.self_attn.q_proj", "lm_head"):
+
+        def keep(module, args, output, name=name):
+            inputs[name], outputs[name] = list(args), output
+
+        modules[name].register_forward_hook(keep)
+    with torch.no_grad(), OperandMeter(model, kinds, ranges) as meter:
+        model(input_ids=ids, use_cache=False)
+    found = ranges.spreads()
+    for name, output in outputs.items():
+        expected = merged([spread_of(inputs[name][0]), spread_of(output)])
+        assert found[name]["activations"] == expected, name
+        assert found[name]["weights"] == spread_of(modules[name].weight), name
+    assert found["model.norm"]["weights"].counts and found["model.norm"]["activations"].values == 2 * 3 * 12 * 16
+    # Queries, keys, values and the product: each (batch, sequence, hidden); eager attention adds scores and shares.
+    core = found["model.layers.0.self_attn"]["activations"]
+    assert core.values + core.zeros >= 4 * 3 * 12 * 16
+    assert "weights" not in found["model.layers.0.self_attn"]
+    assert meter.region_flops["lm_head"] == 2 * 3 * 12 * 16 * 40
+    assert meter.region_flops["model.layers.0.mlp.up_proj"] == 2 * 3 * 12 * 16 * 24
+    assert sum(meter.region_flops.values()) == sum(meter.flops.values())
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non-reentrant"])
+def test_gradients_are_seen_once_and_whole(checkpointing):
+    model, ids = llama(checkpointing), tokens(2)
+    kinds = find_regions(model)
+    ranges = Ranges(kinds, torch.device("cpu"))
+    with GradientMeter(model, kinds, ranges):
+        logits = model(input_ids=ids, use_cache=False).logits
+        logits.retain_grad()
+        logits.square().mean().backward()
+    found = ranges.spreads()
+    for name, module in model.named_modules():
+        if name in kinds and kinds[name] != "attention":
+            assert found[name]["weight_gradients"] == spread_of(module.weight.grad), name
+    # Of lm_head: its output's gradient and its input's.
+    assert found["lm_head"]["gradients"].maximum >= float(logits.grad.abs().max())
+    seen = found["lm_head"]["gradients"]
+    assert seen.values + seen.zeros == logits.numel() + 3 * 12 * 16
+    inside = found["model.layers.1.self_attn"]["gradients"]  # its own input and output, and those of four projections
+    assert inside.values + inside.zeros == (2 + 4 * 2) * 3 * 12 * 16
+    for name in ("q_proj", "v_proj", "o_proj"):
+        own = found[f"model.layers.1.self_attn.{name}"]["gradients"]
+        assert own.values + own.zeros == 2 * 3 * 12 * 16
+        assert own.maximum <= inside.maximum
+
+
+def test_nothing_stays_behind():
+    model, ids = llama(), tokens()
+    kinds = find_regions(model)
+    ranges = Ranges(kinds, torch.device("cpu"))
+    with torch.no_grad(), OperandMeter(model, kinds, ranges):
+        model(input_ids=ids)
+    with GradientMeter(model, kinds, ranges):
+        model(input_ids=ids).logits.sum().backward()
+    before = ranges.counts.clone()
+    model(input_ids=ids).logits.sum().backward()
+    assert torch.equal(ranges.counts, before)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert not any(parameter._backward_hooks for parameter in model.parameters())

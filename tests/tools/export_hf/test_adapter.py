@@ -1,0 +1,94 @@
+"""An adapter's folder has the masters and loads with plain peft; merged, too, and what rounding lost is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from config.errors import UserError
+from tests.support.process_group import ProcessGroup
+from tests.training.checkpoint import resume_cases as cases
+from tests.training.tasks.test_resume import SFT, folder
+from tools.export_hf.export import export, find_source
+from training.checkpoint.partitions import open_saved_model
+
+__all__ = ["folder"]
+KINDS = {
+    "lora": "adapter={kind: lora, r: 4, modules_to_save: [lm_head]}",
+    "dora": "adapter={kind: dora, r: 4, rslora: true, target_modules: [q_proj, down_proj]}",
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def run(pair: ProcessGroup, folder: Path, request: pytest.FixtureRequest) -> Path:
+    """The last checkpoint of a BF16 run at ZeRO-3."""
+    overrides = [item.replace("{folder}", str(folder)) for item in SFT]
+    overrides += [KINDS[request.param], "precision.compute=bf16", "deepspeed.stage=3", "optimizer.learning_rate=0.01"]
+    pair.run(cases.job, folder=str(folder), name=request.param, overrides=overrides, passes=None)
+    return folder / "runs" / request.param / "checkpoints" / "step-10"
+
+
+def exported(run: Path, out: Path, dtype: str, **options: Any) -> tuple[dict[str, Any], list[str]]:
+    said: list[str] = []
+    source = find_source(run, run=None, tokenizer=None, parity=None)
+    facts = export(source, out, dtype=dtype, shard_size="5GB", force=False, log=said.append, **options)
+    return facts, said
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(input_ids=torch.arange(40)[None] * 7 % 300).logits
+    return found
+
+
+@pytest.mark.one_in(2)
+def test_plain_peft_loads_the_folder_and_the_merge_computes_the_same(run: Path, tmp_path: Path) -> None:
+    base = run.parents[3] / "base"
+    facts, _ = exported(run, tmp_path / "adapter", "fp32")
+    model = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).float(), tmp_path / "adapter"
+    )
+    saved = open_saved_model(run / "deepspeed")
+    loaded = dict(model.get_base_model().named_parameters())
+    for name in saved.tensors:
+        assert torch.equal(loaded[name], saved.tensors[name].read()), name
+    assert facts["adapter"]["merged"] is None
+    assert "AutoPeftModelForCausalLM" in (tmp_path / "adapter" / "README.md").read_text()
+
+    facts, said = exported(run, tmp_path / "merged", "fp32", merged=True)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert torch.allclose(logits(merged), logits(model), atol=2e-5)
+    assert max(facts["adapter"]["merged"]["lost by rounding"].values()) == 0
+    assert facts["adapter"]["merged"]["kl"] == 0
+    assert not torch.allclose(logits(merged), logits(AutoModelForCausalLM.from_pretrained(base)), atol=1e-3)
+
+
+@pytest.mark.one_in(2)
+def test_what_rounding_loses_is_measured(run: Path, tmp_path: Path) -> None:
+    facts, said = exported(run, tmp_path / "merged", "bf16", merged=True)
+    exact, _ = exported(run, tmp_path / "exact", "fp32", merged=True)
+    base = AutoModelForCausalLM.from_pretrained(run.parents[3] / "base", dtype=torch.bfloat16).float()
+    merged, whole = (AutoModelForCausalLM.from_pretrained(tmp_path / name).float() for name in ("merged", "exact"))
+    found = facts["adapter"]["merged"]
+    for layer, share in found["lost by rounding"].items():
+        weights = [model.get_submodule(layer).weight.detach().double() for model in (base, whole, merged)]
+        assert share == pytest.approx(
+            float((weights[2] - weights[1]).norm() / (weights[1] - weights[0]).norm()), rel=1e-4
+        )
+        assert 0 < share < 1
+    assert 0 < found["kl"] < found["largest kl"]
+    assert "rounding to bf16 lost" in said[1]
+    assert "KL" in said[2]
+    assert json.loads((tmp_path / "merged" / "mantissa.json").read_text())["adapter"]["merged"]["kl"] == found["kl"]
+
+
+def test_a_run_without_adapter_has_none_to_merge(finished: Path, tmp_path: Path) -> None:
+    checkpoint = finished / "runs/it/checkpoints/step-6"
+    with pytest.raises(UserError, match="--merge-adapters: .* has adapter.kind = none"):
+        exported(checkpoint, tmp_path / "out", "fp32", merged=True)

@@ -1,0 +1,430 @@
+"""Export: every tensor is the live engine's master, the folder computes the same, and a run starts from it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from config.cli import REPOSITORY
+from config.errors import UserError
+from config.version import VERSION
+from precision.dtypes import DTYPES
+from tests.support import launches
+from tests.support.hub_server import TOKEN, USER, Hub, Repo, running
+from tests.tools.export_hf import export_cases
+from tools.export_hf import tensors as export_write
+from tools.export_hf.command import main
+from tools.export_hf.export import export, find_source
+from tools.export_hf.facts import training_facts
+from tools.export_hf.gap import row_gap
+from tools.export_hf.rows import rows_of_run
+from tools.export_hf.tensors import Tensors, TensorsDiffer, compare_with_second_copy, rounded, write_shards
+from tracking.run_dir import RunDir
+from training.checkpoint.partitions import SavedTensor, open_saved_model
+
+UNTIED = ["model.config.tie_word_embeddings=false"]
+MANIFEST = ["precision.path=manifest", "precision.manifest=config/manifests/llama_mixed.json"]
+NEOX = [
+    "model.architecture=gpt_neox",
+    "model.config={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2}",
+]
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(
+    ("stage", "compute", "options"),
+    [
+        (0, "fp32", {}),
+        (1, "bf16", {}),
+        (1, "bf16", {"frozen": True}),
+        (1, "fp16", {"overrides": export_cases.ODD}),
+        (2, "fp32", {"frozen": True}),
+        (2, "bf16", {"overrides": [*export_cases.ODD, *UNTIED]}),
+        (2, "bf16", {"variant": "_offload"}),
+        (3, "fp32", {"overrides": export_cases.ODD}),
+        (3, "bf16", {"frozen": True}),
+        (3, "fp16", {"overrides": UNTIED}),
+        (3, "bf16", {"variant": "_offload"}),
+        (2, "fp32", {"overrides": MANIFEST}),
+        (2, "bf16", {"overrides": [*export_cases.ODD, "optimizer.name=muon"]}),
+        (3, "fp32", {"overrides": ["optimizer.name=muon"]}),
+        (1, "fp16", {"overrides": ["optimizer.name=lamb"]}),
+        (0, "fp32", {"overrides": ["optimizer.name=muon"]}),
+    ],
+)
+def test_every_tensor_read_is_the_engines_master(pair, tmp_path, stage, compute, options):
+    """Tied or not, frozen, of two optimizer groups, in partitions that cut across parameters; bit for bit."""
+    live = pair.run(export_cases.save, folder=str(tmp_path), stage=stage, compute=compute, **options)[0]
+    saved = open_saved_model(tmp_path / "deepspeed")
+    assert saved.ranks == (2 if stage else 1)
+    assert saved.frozen == (set(export_cases.FROZEN) if options.get("frozen") else set())
+    assert set(live["masters"]) <= set(saved.tensors) <= {*live["masters"], "lm_head.weight"}
+    rounds = False
+    for name, master in live["masters"].items():
+        found = saved.tensors[name].read()
+        assert found.dtype == master.dtype
+        assert torch.equal(found, master), name
+        rounds |= not torch.equal(found.float(), live["weights"][name].float())
+    assert rounds is (compute != "fp32")  # the masters were read, not the weights
+    assert live["groups"] == 2 or stage == 0
+    compared = compare_with_second_copy(saved)
+    assert compared == (len(saved.tensors) - len(saved.frozen) * (stage < 3) if stage else 0)
+
+
+def test_checkpoints_of_one_rank_and_of_two_read_alike(solo, pair, tmp_path):
+    """Of the same training, to FP32's rounding; a partition that was moved would be wrong by whole weights."""
+    for ranks, group in enumerate((solo, pair), start=1):
+        group.run(export_cases.save, folder=str(tmp_path / str(ranks)), stage=3, compute="fp32")
+    one, two = (open_saved_model(tmp_path / name / "deepspeed") for name in "12")
+    assert (one.ranks, two.ranks) == (1, 2)
+    for name, tensor in one.tensors.items():
+        torch.testing.assert_close(two.tensors[name].read(), tensor.read(), rtol=0, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """A launched BF16 job at ZeRO-1 on two processes, with its run folder, corpus and checkpoints."""
+    folder = tmp_path_factory.mktemp("job")
+    overrides = ["deepspeed.config=ds_configs/zero1_bf16.json", "precision.compute=bf16", "checkpoint.every_steps=3"]
+    overrides.append("model.config.tie_word_embeddings=true")
+    launches.finish(launches.command("python", folder, "small", *overrides), ranks=2)
+    return folder
+
+
+def checkpoint_of(job: Path, step: int = 6) -> Path:
+    """A checkpoint of the job."""
+    return job / "runs/small/checkpoints" / f"step-{step}"
+
+
+def test_the_exported_folder_loads_and_computes_what_the_masters_do(job, tmp_path, capsys):
+    masters = {n: t.read().clone() for n, t in open_saved_model(checkpoint_of(job) / "deepspeed").tensors.items()}
+    tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(0))
+    for name, dtype in DTYPES.items():
+        out = tmp_path / f"{name} and a space"
+        assert main([str(checkpoint_of(job)), str(out), "--dtype", name, "--shard-size", "30KB"]) == 0
+        assert len(list(out.glob("model-*.safetensors"))) > 1
+        loaded = AutoModelForCausalLM.from_pretrained(out, dtype="auto").eval()
+        assert loaded.dtype == dtype and loaded.config.use_cache
+        reference = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(out), dtype=dtype).eval()
+        missing = reference.load_state_dict({n: value.to(dtype) for n, value in masters.items()}, strict=False)
+        assert set(missing.missing_keys) <= {"lm_head.weight"} and not missing.unexpected_keys
+        assert torch.equal(loaded(input_ids=tokens).logits, reference(input_ids=tokens).logits)
+        tokenizer = AutoTokenizer.from_pretrained(out)
+        assert tokenizer.decode(tokenizer("def f(): pass").input_ids) == "def f(): pass"
+        assert loaded.generation_config.eos_token_id == tokenizer.eos_token_id == loaded.config.eos_token_id
+    said = capsys.readouterr().out
+    assert "20 of 20 tensors were compared with a second copy" in said
+    [*_, command] = (line for line in said.splitlines() if line.startswith("record it in wandb: "))
+    assert shlex.split(command)[-2] == str(out)
+
+
+def test_the_facts_of_a_run_have_the_metrics_of_its_last_evaluation(job, tmp_path):
+    run = tmp_path / "small"
+    shutil.copytree(job / "runs/small", run)
+    lines = (run / "events.jsonl").read_text().splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith('{"event":"step","step":3,'))
+    found = {"loss": 1.5, "perplexity": None, "metrics": {"accuracy": 0.5}, "by_source": {"maths": 1.25}}
+    lines.insert(at + 1, json.dumps(json.loads(lines[at]) | {"event": "eval"} | found))
+    (run / "events.jsonl").write_text("\n".join(lines) + "\n")
+    facts = training_facts(RunDir(run), run / "checkpoints/step-3")
+    expected = {"validation loss": 1.5, "validation accuracy": 0.5, "validation loss, maths": 1.25}
+    assert facts | expected | {"validated after step": 3} == facts
+
+
+def test_the_model_card_records_the_run_and_its_hashes_hold(job, tmp_path):
+    source = find_source(checkpoint_of(job, 3), run=None, tokenizer=None, parity=parity_report(tmp_path, job))
+    facts = export(source, tmp_path / "out", dtype="bf16", shard_size="5GB", force=False, log=lambda line: None)
+    card, run = (tmp_path / "out/README.md").read_text(), job / "runs/small"
+    environment = json.loads((run / "environment.json").read_text())
+    step = launches.events(job, "small", "step")[2]
+    assert facts["training"] | {"step": 3, "tokens": 3 * 8 * 32, "last loss": step["loss"]} == facts["training"]
+    assert facts["training"]["validation loss"] is None  # evaluated after step 6 only
+    for text in (
+        environment["data"]["fingerprint"],
+        environment["git"]["commit"],
+        f"| mantissa | {VERSION} |",
+        f"| exported with | mantissa {VERSION}, torch ",
+        f"| last loss | {step['loss']:.6g} |",
+        "| task | pretrain |",
+        "| ZeRO stage | 1 |",
+        "| compute | bf16 |",
+        "**no parity**",
+        "Not the same conditions as this run: data was other there",
+        hashlib.sha256((tmp_path / "out/model.safetensors").read_bytes()).hexdigest(),
+    ):
+        assert text in card, text
+    assert str(job) not in card + (tmp_path / "out/mantissa.json").read_text()
+    checked = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=tmp_path / "out", capture_output=True, text=True)
+    assert checked.returncode == 0
+    assert {line.partition(":")[0] for line in checked.stdout.splitlines()} == {
+        path.name for path in (tmp_path / "out").iterdir() if path.name != "SHA256SUMS"
+    }
+
+
+def parity_report(folder: Path, job: Path) -> Path:
+    """A parity.json of a run on other data, with a check that failed."""
+    check = {"name": "validation_delta", "measured": 0.02, "bound": 0.005, "passed": False, "at_least": False}
+    check |= {"where": "", "modules": [], "note": ""}
+    conditions = {
+        "hypothesis": "It does.",
+        "compute": "bf16",
+        "data": "other",
+        "sequence_length": 32,
+        "global_batch": 8,
+    }
+    found = {"verdict": "no parity", "failed": ["validation_delta"], "checks": [check], "conditions": conditions}
+    (folder / "parity.json").write_text(json.dumps(found))
+    return folder / "parity.json"
+
+
+def test_a_mistake_is_one_line_and_leaves_nothing(job, tmp_path, capsys):
+    damaged = tmp_path / "runs/small/checkpoints/step-6"
+    shutil.copytree(job / "runs/small", tmp_path / "runs/small")
+    shard = next((damaged / "deepspeed").glob("*optim_states.pt"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken/mine.txt").write_text("keep")
+    (tmp_path / "1.txt").write_text("")
+    whole = str(checkpoint_of(job))
+    for arguments, message in (
+        ([str(damaged), f"{tmp_path}/out"], rf"error: {damaged}: deepspeed/{shard.name} has SHA-256 .*; give a whole"),
+        ([whole, f"{tmp_path}/taken"], "taken: exists already; choose another OUT, or replace it with --force"),
+        ([whole, f"{tmp_path}/taken", "--force"], "taken: is not an exported model"),
+        ([whole, f"{whole}/out"], "must not contain each other"),
+        ([whole, "/proc/out"], "error: /proc/out: cannot be written"),
+        ([f"{tmp_path}/step-1", f"{tmp_path}/out"], "config.yaml is not there; give the run folder with --run"),
+        ([whole, f"{tmp_path}/out", "--shard-size", "much"], "--shard-size much: not a size"),
+        ([whole, f"{tmp_path}/out", "--tokenizer", str(tmp_path)], "holds no tokenizer.json"),
+        ([whole, f"{tmp_path}/out", "--parity", f"{whole}/state.json"], "state.json: not a parity.json"),
+        ([whole, f"{tmp_path}/out", "--push-to-hub", "a--b"], "--push-to-hub a--b: not a repository's name"),
+        ([whole, f"{tmp_path}/out", "--largest-kl", "1"], "--largest-kl: is of --compare-logits, which is not given"),
+        ([whole, f"{tmp_path}/out", "--compare-logits", "a.txt"], "--compare-logits a.txt: is not there; give a run"),
+        ([whole, f"{tmp_path}/out", "--compare-logits", f"{tmp_path}/1.txt"], "1.txt: holds no document with text"),
+        ([whole, f"{tmp_path}/out", "--private"], "--private: says how to upload, and --push-to-hub is not given"),
+    ):
+        assert main([*arguments, "--dtype", "bf16"]) == 2
+        error = capsys.readouterr().err
+        assert re.search(message, error) and error.count("\n") == 1, error
+        assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
+    assert [path.name for path in (tmp_path / "taken").iterdir()] == ["mine.txt"]
+
+
+def push(job: Path, out: Path, hub: Hub, name: str) -> subprocess.CompletedProcess[str]:
+    """The command with --push-to-hub."""
+    command = [sys.executable, "-m", "tools.export_hf", str(checkpoint_of(job)), str(out), "--dtype", "bf16"]
+    command += ["--push-to-hub", name, "--private"]
+    return subprocess.run(command, cwd=REPOSITORY, env=hub.environment(), capture_output=True, text=True, check=False)
+
+
+def test_a_push_uploads_what_was_written_and_verified(job, tmp_path):
+    with running() as hub:
+        kept = {".gitattributes": b"*", "notes.md": b"mine"}
+        hub.repos[f"{USER}/tiny"] = Repo(private=True, files={"model-00001-of-00002.safetensors": b"old", **kept})
+        done = push(job, tmp_path / "out", hub, "tiny")
+        assert done.returncode == 0, done.stderr
+        repo = hub.repos[f"{USER}/tiny"]
+        assert repo.files == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} | kept
+        assert repo.messages == [f"Export step 6 of small in bf16 (Mantissa {VERSION})"]
+        assert f"uploaded to {hub.url}/{USER}/tiny/commit/" in done.stdout
+        assert TOKEN not in done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_an_upload_that_is_refused_leaves_the_export(job, tmp_path):
+    with running() as hub:
+        hub.refuses = "/commit/main"
+        done = push(job, tmp_path / "out", hub, "tiny")
+    assert done.returncode == 2
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and f"the export is whole in {tmp_path}/out; upload it with `hf upload" in errors[0]
+    assert "Forbidden" in errors[0] and TOKEN not in done.stdout + done.stderr
+    assert (
+        subprocess.run(["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=tmp_path / "out", check=False).returncode == 0
+    )
+
+
+def test_force_replaces_an_export_and_only_when_the_new_one_is_whole(job, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    arguments = [str(checkpoint_of(job)), str(out), "--dtype"]
+    assert main([*arguments, "fp32"]) == 0
+    real = export_write.save_file
+
+    def flips_a_bit(tensors, path, **options):
+        real({name: -value if value.dim() == 1 else value for name, value in tensors.items()}, path, **options)
+
+    monkeypatch.setattr(export_write, "save_file", flips_a_bit)
+    assert main([*arguments, "bf16", "--force"]) == 3
+    assert "is not what was written; nothing was exported" in capsys.readouterr().err
+    assert load_file(out / "model.safetensors")["model.norm.weight"].dtype == torch.float32
+    monkeypatch.undo()
+    assert main([*arguments, "bf16", "--force"]) == 0
+    assert load_file(out / "model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(("stage", "compute"), [(1, "bf16"), (2, "fp16"), (3, "bf16")])
+def test_a_partition_that_lies_elsewhere_is_found_out(pair, tmp_path, stage, compute):
+    """Two ranks' files exchanged: every name, size and hash of the tensors is as before, the weights are not."""
+    pair.run(export_cases.save, folder=str(tmp_path), stage=stage, compute=compute)
+    saved = open_saved_model(tmp_path / "deepspeed")
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensor, values = saved.tensors[name], saved.tensors[name].read().flatten().roll(1)
+    saved.tensors[name] = SavedTensor(tensor.shape, lambda: values.view(tensor.shape), tensor.second_copy)
+    with pytest.raises(TensorsDiffer, match=f"{name}: the partitions of the masters and .* differ"):
+        compare_with_second_copy(saved)
+    if stage < 3:
+        first, second = sorted((tmp_path / "deepspeed").glob("*optim_states.pt"))
+        for old, new in ((first, first.with_suffix(".x")), (second, first), (first.with_suffix(".x"), second)):
+            old.rename(new)
+        with pytest.raises((TensorsDiffer, UserError)):
+            compare_with_second_copy(open_saved_model(tmp_path / "deepspeed"))
+
+
+def test_a_missing_shard_foreign_code_and_another_model_are_refused(pair, tmp_path):
+    pair.run(export_cases.save, folder=str(tmp_path), stage=2, compute="bf16")
+    folder = tmp_path / "deepspeed"
+    saved = open_saved_model(folder)
+    config = AutoConfig.for_model("gpt2", n_embd=32, n_layer=2, n_head=2, vocab_size=64)
+    with torch.device("meta"):
+        other = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(UserError, match="checkpoint is of another model: it has no transformer.wte.weight"):
+        Tensors(saved, other, torch.float32)
+    second = sorted(folder.glob("*optim_states.pt"))[1]
+    content = second.read_bytes()
+    second.unlink()
+    with pytest.raises(UserError, match="has 1 of 2 .*optim_states.pt files"):
+        open_saved_model(folder)
+    torch.save({"optimizer_state_dict": Path("/tmp")}, second)
+    with pytest.raises(UserError, match=f"{second.name}: names code that is not allowed .*pathlib"):
+        open_saved_model(folder)
+    second.write_bytes(content[: len(content) // 2])
+    with pytest.raises(UserError, match=f"{second.name}: cannot be read"):
+        open_saved_model(folder)
+
+
+def test_what_a_dtype_cannot_hold_is_refused():
+    master = torch.tensor([1.0, 65504.0, 65519.0])
+    assert torch.isfinite(rounded("w", master, torch.float16)).all()
+    with pytest.raises(UserError, match=r"--dtype: w reaches 65520, beyond the 65504 of float16; use bf16 or fp32"):
+        rounded("w", torch.tensor([65520.0]), torch.float16)
+    with pytest.raises(TensorsDiffer, match="w holds values that are not finite"):
+        rounded("w", torch.tensor([float("nan")]), torch.float32)
+
+
+def test_files_have_the_names_that_other_tools_read(pair, tmp_path):
+    """transformers keeps gpt_neox's head as lm_head; the hub's files call it embed_out. `from_pretrained` reads it."""
+    live = pair.run(export_cases.save, folder=str(tmp_path), stage=2, compute="bf16", overrides=NEOX)[0]
+    saved = open_saved_model(tmp_path / "deepspeed")
+    config = AutoConfig.for_model(
+        "gpt_neox",
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=64,
+        max_position_embeddings=16,
+    )
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config)
+    write_shards(Tensors(saved, skeleton, torch.float32), tmp_path, "5GB")
+    assert "embed_out.weight" in load_file(tmp_path / "model.safetensors")
+    config.save_pretrained(tmp_path)
+    loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).named_parameters())
+    for name, master in live["masters"].items():
+        assert torch.equal(loaded[name], master), name
+
+
+def test_log_probabilities_are_compared_before_the_folder_appears(job, tmp_path, capsys):
+    out, text = tmp_path / "out", tmp_path / "text.txt"
+    text.write_text("def f(x):\n    return x + 1\n" * 40)
+    command = [str(checkpoint_of(job)), str(out), "--dtype", "bf16", "--compare-logits"]
+    assert main([*command, str(text), "--largest-kl", "1e-12"]) == 3
+    said = capsys.readouterr()
+    assert "is above the bound 1e-12" in said.err and "nothing was exported" in said.err
+    assert said.err.count("\n") == 1 and "KL by position: 0 " in said.out
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+    assert main([*command, "--compare-rows", "3", "--largest-kl", "0.1", "--largest-difference", "1"]) == 0
+    gap, card = json.loads((out / "mantissa.json").read_text())["train-inference gap"], (out / "README.md").read_text()
+    masters = {n: t.read() for n, t in open_saved_model(checkpoint_of(job) / "deepspeed").tensors.items()}
+    exact = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(out), dtype=torch.float32).eval()
+    exact.load_state_dict(masters, strict=False)
+    source = find_source(checkpoint_of(job), run=None, tokenizer=None, parity=None)
+    rows = rows_of_run(source.tokenizer.parent, source.config, 3)
+    assert {row.inputs["input_ids"].shape for row in rows} == {(1, source.config.data.sequence_length)}, (
+        "the model has no more positions"
+    )
+    found = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+    kl = torch.cat([row_gap(exact, found, row).kl for row in rows])
+    assert gap["kl"] == pytest.approx(float(kl.mean()), rel=1e-6) and gap["tokens"] == len(kl) and gap["rows"] == 3
+    assert gap["bounds"] == {"kl": 0.1, "difference": 1.0} and gap["data"] == "of the run"
+    for line in (f"| largest kl | {gap['largest kl']:.6g} |", f"| `{gap['modules'][0]['module']}` |"):
+        assert line in card
+
+
+@pytest.fixture(scope="module")
+def exported(job, tmp_path_factory):
+    """The job's last checkpoint in FP32."""
+    out = tmp_path_factory.mktemp("exported") / "fp32"
+    assert main([str(checkpoint_of(job)), str(out), "--dtype", "fp32"]) == 0
+    return out
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(
+    ("stage", "compute", "variant"),
+    [(0, "fp32", ""), (1, "bf16", ""), (1, "fp16", ""), (2, "bf16", "_offload"), (3, "fp32", ""), (3, "bf16", "")],
+)
+def test_a_run_starts_from_the_exported_masters_unrounded(pair, exported, stage, compute, variant):
+    arguments = {"folder": str(exported), "stage": stage, "compute": compute, "variant": variant}
+    found = pair.run(export_cases.start, **arguments)[0]
+    weights = load_file(exported / "model.safetensors")
+    assert found["refreshed"] == len(found["after"]) == len(weights)
+    rounds = False
+    for name, master in found["after"].items():
+        assert torch.equal(master, weights[name]), name
+        stepped = found["stepped"][name]
+        assert torch.equal(stepped, master.to(stepped.dtype)), name
+        rounds |= not torch.equal(stepped.float(), master)
+    assert found["applied"]
+    assert rounds is (compute != "fp32")  # the weights are not the masters, which therefore did not come from them
+
+
+@pytest.mark.parametrize(("stage", "compute"), [(2, "bf16"), (3, "bf16"), (3, "fp32")])
+def test_masters_start_unrounded_where_ranks_do_not_divide_them(pair, tmp_path, stage, compute):
+    """DeepSpeed's safe_set_full_fp32_param fails at ZeRO-3: start (24) + length (24) exceeds dimension size (47)."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes = {"vocab_size": 64, "hidden_size": 28, "intermediate_size": 47, "num_hidden_layers": 2, "mlp_bias": True}
+    LlamaForCausalLM(LlamaConfig(**sizes, **heads)).save_pretrained(tmp_path)
+    found = pair.run(export_cases.start, folder=str(tmp_path), stage=stage, compute=compute)[0]
+    weights = load_file(tmp_path / "model.safetensors")
+    assert any(weight.numel() % 2 for weight in weights.values())
+    assert found["after"].keys() == weights.keys()
+    for name, master in found["after"].items():
+        assert torch.equal(master, weights[name]), name
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("how", ["master", "weight"])
+@pytest.mark.parametrize(("stage", "compute"), [(1, "bf16"), (2, "fp16"), (3, "bf16"), (2, "fp32")])
+def test_a_stale_master_is_named_on_every_rank(pair, exported, stage, compute, how):
+    for text in pair.run(export_cases.stale, folder=str(exported), stage=stage, compute=compute, how=how):
+        lines = text.splitlines()
+        assert "weights are not what they should be at the start" in lines[0] and "its master has" in lines[0], text
+        if how == "weight":
+            assert all(line.startswith("model.layers.1.self_attn.o_proj.weight: 1,024 of 1,024") for line in lines)
+            assert f"{exported} has" in lines[1]
+        else:
+            assert lines[0].startswith("model.") and ": 1 of " in lines[0]

@@ -1,0 +1,282 @@
+"""What runs inside the processes of test_steps.py. Every function is called on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from pytest import MonkeyPatch
+
+from config.schema import ParitySection
+from modeling import parameter_groups
+from modeling.build import model_config
+from precision.inner_dtypes import promises
+from precision.observe import Observation
+from precision.signature import pooled
+from tests.support import small_run
+from tests.support.small_run import SEQUENCE, VOCABULARY, batch_of, engine_of, resolve
+from tests.training.engine.tensor_cases import MODEL, of_kind
+from tools.parity.judge_steps import Check, judge_signatures
+from tools.parity.reference import Reference
+from tools.parity.steps import StepParity
+from training.distributed import World
+from training.engine import optimizer
+from training.engine.rng import generators, restore_generators
+
+
+def measured_steps(
+    world: World, *, stage: int, compute: str, steps: int, overrides: Sequence[str] = (), micro: int = 2
+) -> list[dict[str, Any]]:
+    """Some real steps on random batches, each held against FP32."""
+    resolved = resolve(world, stage=stage, compute=compute, micro=micro, overrides=overrides)
+    shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
+    rows, applied = [], 0
+    with engine_of(world, resolved) as engine:
+        parity = StepParity(engine, Reference(resolved, shape, world), resolved)
+        for step in range(1, steps + 1):
+            batch = replace(batch_of(world, micro, seed=step), position=step - 1)  # defects begin at a step
+            row = parity.step(batch, applied=applied)
+            applied += row["applied"]
+            rows.append(row)
+    return rows
+
+
+def inner_dtypes(
+    world: World, *, stage: int, compute: str, overrides: Sequence[str] = (), planted: str | None = None
+) -> dict[str, Any]:
+    """The report on one step of the engine. planted: a norm whose statistics are BF16, on the last rank."""
+    resolved = resolve(world, stage=stage, compute=compute, micro=2, overrides=overrides)
+    with engine_of(world, resolved) as engine:
+        if planted is not None and world.rank == world.world_size - 1:
+            norm: Any = engine.model.get_submodule(planted)
+            norm.forward = lambda states: norm.weight * states * states.bfloat16().pow(2).mean(-1, keepdim=True).rsqrt()
+        with Observation(engine.model) as seen:
+            engine.forward_backward(batch_of(world, 2, seed=1), step=1)
+        assert seen.inner is not None
+        return seen.inner.report(**promises(resolved.config, engine.compute, engine.regions))
+
+
+def signature_with(world: World, *, stage: int, compute: str, module: str, overrides: Sequence[str] = ()) -> Check:
+    """The judgement on two steps of an engine in which one module's output is 1% too large."""
+    resolved = resolve(world, stage=stage, compute=compute, micro=2, overrides=overrides)
+    shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
+    with engine_of(world, resolved) as engine:
+        steps = StepParity(engine, Reference(resolved, shape, world), resolved)
+        engine.model.get_submodule(module).register_forward_hook(
+            lambda _, args, output: (output[0] * 1.01, *output[1:])
+        )
+        rows = [steps.step(batch_of(world, 2, seed=step), applied=step) for step in range(2)]
+        return judge_signatures(rows, ParitySection())
+
+
+def gradients_with(
+    world: World, *, stage: int, compute: str, module: str | None, overrides: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The judgement on two steps of an engine in which one module's gradients are 1% too large; what was measured."""
+    resolved = resolve(world, stage=stage, compute=compute, micro=2, overrides=overrides)
+    shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
+    with engine_of(world, resolved) as engine:
+        steps = StepParity(engine, Reference(resolved, shape, world), resolved)
+        if module is not None:  # a hook on what it returns multiplies all that it makes of the gradient
+            engine.model.get_submodule(module).register_forward_hook(
+                lambda _, args, output: (1.01 * output[0] - 0.01 * output[0].detach(), *output[1:])
+            )
+        rows = [steps.step(batch_of(world, 2, seed=step), applied=step) for step in range(2)]
+        check = judge_signatures(rows, ParitySection())
+        measured = rows[0]["signature"]
+        parts = [(row["module"], row["part"]) for row in measured["parts"]]
+        own = [part.module for part in pooled([measured]) if part.part == "output" and part.sums["own_xx"]]
+        return {"check": check, "parts": parts, "own": own, "not_measured": measured["not_measured"]}
+
+
+def decaying_norms(world: World, *, stage: int, compute: str, steps: int) -> list[dict[str, Any]]:
+    """Some real steps of an engine whose groups all have the matrices' weight decay."""
+    resolved = resolve(world, stage=stage, compute=compute, micro=2)
+    shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
+    right = parameter_groups.parameter_groups
+
+    def wrong(model: Any, section: Any) -> Any:
+        return [{**group, "weight_decay": section.weight_decay} for group in right(model, section)]
+
+    with (
+        patch.object(parameter_groups, "parameter_groups", wrong),
+        patch.object(optimizer, "parameter_groups", wrong),
+        engine_of(world, resolved) as engine,
+    ):
+        parity = StepParity(engine, Reference(resolved, shape, world), resolved)
+        return [parity.step(batch_of(world, 2, seed=number), applied=number) for number in range(steps)]
+
+
+def with_rounded_moment(world: World, *, stage: int, compute: str, key: str, steps: int) -> list[dict[str, Any]]:
+    """Some real steps of an engine that keeps one of Adam's moments in BF16 from each step to the next."""
+    resolved = resolve(world, stage=stage, compute=compute, micro=2)
+    shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
+    with engine_of(world, resolved) as engine:
+        optimizer: Any = engine.deepspeed.basic_optimizer
+        right = optimizer.step
+
+        def step(*args: Any, **options: Any) -> None:
+            right(*args, **options)
+            for state in optimizer.state.values():
+                state[key].copy_(state[key].bfloat16())
+
+        optimizer.step = step
+        parity = StepParity(engine, Reference(resolved, shape, world), resolved)
+        return [parity.step(batch_of(world, 2, seed=number), applied=number) for number in range(steps)]
+
+
+def summed(
+    world: World, *, stage: int, compute: str, rounded: bool = False, overrides: Sequence[str] = ()
+) -> dict[str, float]:
+    """The errors of known sums of gradients. rounded: the engine adds up in BF16."""
+    resolved = resolve(world, stage=stage, compute=compute, micro=2, overrides=overrides)
+    shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
+    with engine_of(world, resolved) as engine:
+        totals: dict[int, torch.Tensor] = {}
+
+        def adding(number: int) -> Callable[[torch.Tensor], torch.Tensor]:
+            def add(gradient: torch.Tensor) -> torch.Tensor:
+                before = totals.pop(number, None)
+                if before is None:
+                    totals[number] = gradient.bfloat16()
+                    return gradient.bfloat16().to(gradient.dtype)
+                return ((before + gradient.bfloat16()).float() - before.float()).to(gradient.dtype)
+
+            return add
+
+        for number, parameter in enumerate(engine.model.parameters() if rounded else ()):
+            parameter.register_hook(adding(number))
+        parity = StepParity(engine, Reference(resolved, shape, world), resolved)
+        return parity.accumulation_errors(batch_of(world, 2, seed=1))
+
+
+def weighted(
+    world: World, *, stage: int, compute: str, planted: str = "", overrides: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The errors of how micro-batches of different numbers of labels are weighted.
+
+    planted: by the means of the micro-batches or of the ranks; the sum of losses is reported in FP16; or the z-loss of
+    routers counts twice.
+    """
+    resolved = resolve(world, stage=stage, compute=compute, micro=2, overrides=overrides)
+    shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
+    batch = batch_of(world, 2, seed=1)
+    counts = torch.from_numpy(batch.counted.sum(1)).double()
+    with engine_of(world, resolved) as engine:
+        if planted == "micro-batches":
+            wrong = counts.mean() / counts
+            engine._defects.weighted = lambda weight, index: weight * wrong[index]  # type: ignore[method-assign]
+        if planted == "ranks":
+            every = float(world.sum(counts.sum()[None])[0])
+            factor = every / (float(counts.sum()) * world.world_size)
+            engine._defects.weighted = lambda weight, index: weight * factor  # type: ignore[method-assign]
+        if planted == "reported":
+            right = engine.forward_backward
+
+            def forward_backward(*args: Any, **options: Any) -> Any:
+                outcome = right(*args, **options)
+                return replace(outcome, loss_sum=outcome.loss_sum.half().double())
+
+            engine.forward_backward = forward_backward  # type: ignore[method-assign]
+        if planted == "z-loss":
+            router: Any = engine._router
+            forward_backward = engine.forward_backward
+
+            def summed(*args: Any, **options: Any) -> Any:
+                router._z *= 2
+                try:
+                    return forward_backward(*args, **options)
+                finally:
+                    router._z /= 2
+
+            engine.forward_backward = summed  # type: ignore[method-assign]
+        parity = StepParity(engine, Reference(resolved, shape, world), resolved)
+        return parity.weighting_errors(batch)
+
+
+def with_dropout(world: World, *, stage: int, compute: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """A step as a run takes it; then, from the same generators, its loss repeated and the same step measured.
+
+    Of eight seeds it begins with the one whose dropout moves the loss furthest. What one seed does to it is chance, and
+    can be less than what rounding does.
+    """
+    resolved = resolve(world, stage=stage, compute=compute, micro=2, overrides=overrides)
+    shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
+    with engine_of(world, resolved) as engine:
+        parity = StepParity(engine, Reference(resolved, shape, world), resolved)
+        batch, moved = batch_of(world, 2, seed=1), {}
+        without = engine.evaluate([batch]).loss
+        for seed in range(8):
+            torch.manual_seed(seed)
+            moved[seed] = abs(parity.loss_with_dropout(batch) - without)
+        torch.manual_seed(max(moved, key=lambda seed: moved[seed]))
+        drawn = generators(world.device)
+        engine.model.train()
+        run = engine.health(engine.forward_backward(batch, step=1)).loss
+        engine.discard_gradients()
+        other = parity.loss_with_dropout(batch)
+        restore_generators(drawn, world.device)
+        return {
+            "run": run,
+            "other": other,
+            "repeated": parity.loss_with_dropout(batch),
+            "step": parity.step(batch, applied=0),
+        }
+
+
+def of_shared_matrices(
+    world: World,
+    *,
+    stage: int,
+    compute: str,
+    steps: int,
+    overrides: Sequence[str],
+    kind: str | None = None,
+    vocabulary: int = VOCABULARY,
+) -> list[dict[str, Any]]:
+    """As `measured_steps`, of two ranks that share every matrix and so have the same sequences. kind: of model.
+
+    vocabulary: an odd one gives one rank a row more of the head.
+    """
+    model = of_kind(kind) if kind else MODEL % "false"
+    given = ["parallel.tensor=2", "telemetry.every_steps=0", model, *overrides]
+    world = world.sharing_tensors(2, timeout_minutes=2)
+    alone, rows, applied = World(0, 1, 0, world.device), [], 0
+    resolved = resolve(world, stage=stage, compute=compute, micro=4, overrides=given)
+    shape = model_config(resolved.config.model, vocab_size=vocabulary, sequence_length=SEQUENCE)
+    with MonkeyPatch.context() as patch, ExitStack() as ends:
+        patch.setattr(small_run, "VOCABULARY", vocabulary)
+        engine = ends.enter_context(engine_of(world, resolved))
+        parity = StepParity(engine, Reference(resolved, shape, world), resolved)
+        for step in range(1, steps + 1):
+            batch = replace(batch_of(alone, 4, seed=step), position=step - 1)
+            summed = {} if rows else {"accumulation_error": parity.accumulation_errors(batch)}
+            rows.append({**summed, **parity.step(batch, applied=applied)})
+            applied += rows[-1]["applied"]
+    return rows
+
+
+def spoiled_slice(
+    world: World, *, stage: int, module: str, forward: bool, overrides: Sequence[str] = ()
+) -> tuple[Check, list[dict[str, Any]]]:
+    """The judgement on two BF16 steps in which rank 1's slice of what one module makes is 1% too large, or its
+    gradients are; and what was measured."""
+    world = world.sharing_tensors(2, timeout_minutes=2)
+    given = ["parallel.tensor=2", "telemetry.every_steps=0", MODEL % "false", *overrides]
+    resolved = resolve(world, stage=stage, compute="bf16", micro=4, overrides=given)
+    shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
+    alone = World(0, 1, 0, world.device)
+
+    def spoil(_: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output * 1.01 if forward else 1.01 * output - 0.01 * output.detach()
+
+    with engine_of(world, resolved) as engine:
+        steps = StepParity(engine, Reference(resolved, shape, world), resolved)
+        if world.rank == 1:
+            engine.model.get_submodule(module).register_forward_hook(spoil)
+        rows = [steps.step(batch_of(alone, 4, seed=step), applied=step) for step in range(2)]
+        return judge_signatures(rows, ParitySection()), rows

@@ -1,0 +1,236 @@
+"""The parity gate as a user runs it: real jobs, a report, an exit code."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+
+from config.cli import REPOSITORY
+from config.errors import UserError
+from tests.support import launches
+from tests.support.forked_launcher import forked_launcher
+from tests.support.synthetic_events import SCALE, TOKENS_PER_STEP, step_fields
+from tools.jobs import error_line_of, launch
+from tools.parity import gate as parity
+from tools.parity import jobs as parity_jobs
+from tools.parity.judge_runs import Settling
+from tracking.jsonl import JsonlSink
+from tracking.record import Record
+from tracking.run_dir import RunDir
+
+DEMO = str(REPOSITORY / "config/recipes/demo.yaml")
+NORM = "model.layers.1.post_attention_layernorm"
+SMALL = [
+    *launches.SMALL,
+    "batch.micro_size=2",
+    "evaluate.every_steps=0",
+    "evaluate.batches=4",
+    "parity.points=2",
+    "parity.price_per_device_hour=3",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("parity")
+
+
+@pytest.fixture(scope="module")
+def judged(folder):
+    """A gate that passes, and its FP32 runs."""
+    given = [*SMALL, f"data.cache_dir={folder}/cache", "parity.oracle_steps=3"]
+    with forked_launcher(2) as launcher:
+        chosen = parity.plan(DEMO, given, folder=folder / "good", steps=12, processes=2, launcher=launcher)
+        references = parity.train_references(chosen, print)
+        return parity.gate(chosen, references=references), references
+
+
+def test_bf16_passes_and_the_report_says_under_which_conditions(folder, judged):
+    found, _ = judged
+    assert found == json.loads((folder / "good/parity.json").read_text())
+    assert found["verdict"] == "parity"
+    assert not found["failed"]
+    assert {check["name"] for check in found["checks"]} >= {
+        "validation_delta",
+        "nonfinite_events",
+        "restored_share",
+        "module_error",
+        "gradient_cosine",
+        "update_error",
+    }
+    assert [walk["point"] for walk in found["walks"]] == [0, 6]
+    assert all(len(walk["steps"]) == 2 and walk["recorded_loss"] == walk["steps"][0]["loss"] for walk in found["walks"])
+    runs = found["trajectories"]
+    assert runs["candidate"][0]["steps"] == runs["fp32"][0]["steps"] == list(range(1, 13))
+    assert 0 < abs(runs["candidate"][0]["losses"][-1] - runs["fp32"][0]["losses"][-1]) < 0.02
+    for quantity in ("step_seconds", "memory_bytes", "tokens_per_second", "cost_per_million_tokens"):
+        assert found["bought"][quantity]["ratio"] > 0
+    dtypes = {check["name"]: check for check in found["checks"]}["lower_dtypes"]
+    assert (dtypes["measured"], dtypes["note"]) == (0, "")
+    conditions = found["conditions"]
+    assert conditions["steps"] == 12
+    assert conditions["data"]
+    assert conditions["environment"]["versions"]["deepspeed"]
+    page = (folder / "good/parity.md").read_text()
+    assert page.startswith("# Parity of bf16 with FP32: parity\n")
+    assert "held." in page
+    for name in ("trajectories.png", "steps.png"):
+        assert name in page
+        assert (folder / "good" / name).stat().st_size > 10_000
+
+
+def test_what_both_runs_share_is_judged_outside_of_the_engine(folder, judged):
+    """The twin's steps recomputed, as they were recorded and with one loss that is off by what BF16 would hide."""
+    found, references = judged
+    [check] = [check for check in found["checks"] if check["name"] == "oracle"]
+    assert check["passed"] and 0 < check["measured"] < 0.5 and "bound" in check["note"]
+    assert "recomputed outside of the engine" in (folder / "good/parity.md").read_text()
+    twin = references.twins[0]
+    whole = twin.folder.events.read_text()
+    rows = [json.loads(line) for line in whole.splitlines()]
+    for row in rows:
+        if row["event"] == "step" and row["step"] == 2:
+            row["loss"] *= 1 + 1e-4
+    twin.folder.events.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    try:
+        [check] = parity.outside(twin, 3, lambda line: None)
+    finally:
+        twin.folder.events.write_text(whole)
+    assert not check.passed and check.measured > 10 and check.note.startswith("loss 1.0")
+    assert parity.outside(twin, 0, lambda line: None) == []
+
+
+def test_a_run_that_the_oracle_does_not_know_fails_with_the_reason(tmp_path, judged):
+    twin = judged[1].twins[0]
+    folder = RunDir(tmp_path / "run")
+    shutil.copytree(twin.folder.path, folder.path)
+    folder.config.write_text(folder.config.read_text() + "\nparallel: {sequence: 2}\n")
+    [check] = parity.outside(dataclasses.replace(twin, folder=folder), 3, lambda line: None)
+    assert not check.passed and "parallel" in check.note
+
+
+def test_a_sabotaged_norm_fails_by_name(folder, judged):
+    """The same job with a norm that squares in FP16, on one process, compared with the same FP32 runs."""
+    defect = f"defects=[{{kind: fp16_norm, module: {NORM}, factor: 30000}}]"
+    overrides = [*SMALL, f"data.cache_dir={folder}/cache", defect]
+    with forked_launcher(1) as launcher:
+        chosen = parity.plan(DEMO, overrides, folder=folder / "bad", steps=12, processes=1, launcher=launcher)
+        found = parity.gate(chosen, references=judged[1])
+    assert found["verdict"] == "no parity"
+    assert "module_error" in found["failed"]
+    assert found["first_parting"]["module"] == NORM
+    dtypes = {check["name"]: check for check in found["checks"]}["lower_dtypes"]
+    assert (dtypes["passed"], dtypes["modules"]) == (False, [NORM])
+    assert dtypes["note"] == f"norm statistics in fp16: {NORM}"
+    assert NORM in (folder / "bad/parity.md").read_text().split("## Checks")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("window", "failed"), [(1000, set()), (2, {"skipped_share"})])
+def test_a_scale_that_settles_is_told_from_one_that_keeps_skipping(tmp_path, window, failed):
+    """From 2^24, in 24 steps: the first skips some at the start, the second every third from there on, too."""
+    scale = f"precision.loss_scale={{initial: 16777216, window: {window}, hysteresis: 1}}"
+    given = [*SMALL, f"data.cache_dir={tmp_path}/cache", "precision.compute=fp16", "parity.points=1", scale]
+    with forked_launcher(2) as launcher:
+        chosen = parity.plan(DEMO, given, folder=tmp_path / "fp16", steps=24, processes=2, launcher=launcher)
+        found = parity.gate(chosen)
+    assert set(found["failed"]) >= failed and bool(found["failed"]) is bool(failed), found["failed"]
+    checks = {check["name"]: check for check in found["checks"]}
+    assert checks["skipped_share"]["passed"] is not bool(failed)
+    settled = (tmp_path / "fp16/runs/fp32-settling-seed-0").exists()
+    assert settled is not bool(failed)
+    if settled:
+        lost = [event["step"] for event in launches.events(tmp_path / "fp16", "fp32-settling-seed-0", "fault")]
+        steps = launches.events(tmp_path / "fp16", "candidate-seed-0", "step")
+        assert lost and lost == [event["step"] for event in steps if not event["applied"]]
+        assert abs(checks["validation_delta"]["measured"]) < 2e-3
+        assert "with the updates that the scale's settling lost" in checks["validation_delta"]["note"]
+
+
+def test_the_skips_of_a_settling_loss_scale_are_read_from_the_events(tmp_path):
+    changes = [(65536, 65536, "hysteresis"), (65536, 32768, "overflow")]
+    record = Record([JsonlSink(tmp_path / "events.jsonl")])
+    for step in range(1, 7):
+        where = {"step": step, "tokens": step * TOKENS_PER_STEP}
+        record.event("step", **where, **step_fields(step, applied=step > 2))
+        if step <= 2:
+            old, new, reason = changes[step - 1]
+            record.scale(**where, previous=old, new=new, reason=reason, **SCALE)
+    record.close()
+    found = parity_jobs.trajectory(parity_jobs.Run(RunDir(tmp_path), True, "", None))
+    assert (found.skipped, found.settling) == (2, Settling([1, 2], 65536, 32768))
+
+
+def test_the_warm_up_shrinks_with_the_steps_and_points_fit(folder):
+    chosen = parity.plan(DEMO, [], folder=folder, steps=45, processes=2)
+    assert chosen.resolved.config.schedule.warmup_steps == 4
+    assert chosen.points == [0, 15, 30]
+    assert parity.plan(DEMO, ["parity.points=4"], folder=folder, steps=10, processes=2).points == [0, 2, 4, 6]
+    assert parity.plan(DEMO, [], folder=folder, steps=2, processes=2).points == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--config", DEMO, "parity.validation_delta=0"], "parity.validation_delta"),
+        (["--config", DEMO, "--steps", "0"], "--steps: 0 is not"),
+        (["--config", DEMO, "parity.point=3"], "did you mean"),
+        (["--config", DEMO, "--processes", "3"], "batch.global_size"),
+        (["--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["--config", DEMO, "--effect", "0.5%"], "no report of the gate"),
+        (["--config", DEMO, "--effect", "0"], "--effect: 0 is not between"),
+        (["--config", DEMO, "--effect", "1%", "--power", "high"], "--power: high is not between"),
+    ],
+)
+def test_bad_input_is_one_line_and_starts_nothing(tmp_path, capsys, arguments, words):
+    try:
+        code = parity.main([*arguments, "--report", str(tmp_path / "report")])
+    except SystemExit as stop:
+        code = stop.code
+    text = capsys.readouterr().err
+    assert code == 2
+    assert words in text
+    assert len(text.strip().splitlines()) == 1
+    assert not (tmp_path / "report").exists()
+
+
+def test_how_many_pairs_find_a_shift_is_planned_from_a_report(tmp_path, capsys):
+    known = {"scatter": 0.004, "controls": 2, "degrees": 3}
+    (tmp_path / "parity.json").write_text(json.dumps({"confidence": known}))
+    plan = ["--config", DEMO, "--report", str(tmp_path), "--effect"]
+    assert parity.main([*plan, "0.5%", "--power", "0.8"]) == parity.main([*plan, "0.01%"]) == 0
+    said = capsys.readouterr().out
+    assert "0.500% is found with probability 0.8 by parity.seeds=7 parity.controls=2" in said
+    assert "0.010% is found with probability 0.9 by no number of pairs up to 10,000" in said
+
+
+def test_a_twin_that_does_not_run_is_reported_with_its_error_line(tmp_path):
+    overrides = [*SMALL, f"data.cache_dir={tmp_path}/cache", "model.attention=nonsense"]
+    said = r"FP32 twin failed: error: .*model.attention = nonsense.*; see"
+    with forked_launcher(1) as launcher, pytest.raises(UserError, match=said):
+        chosen = parity.plan(DEMO, overrides, folder=tmp_path / "report", steps=12, processes=1, launcher=launcher)
+        parity_jobs.train_twin(chosen, 0, print)
+
+
+def test_a_launcher_that_does_not_exist_is_told(tmp_path):
+    with pytest.raises(UserError, match="there is no program nolauncher"):
+        launch(["-m", "this"], processes=2, log=tmp_path / "log", launcher=["nolauncher"])
+
+
+def test_without_a_launcher_torchrun_starts_the_processes(tmp_path):
+    ranks = "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])"
+    (tmp_path / "ranks.py").write_text(ranks)
+    assert launch([str(tmp_path / "ranks.py")], processes=2, log=tmp_path / "log") == 0
+    said = (tmp_path / "log").read_text().splitlines()
+    assert sorted(line for line in said if line.startswith("rank ")) == ["rank 0 of 2", "rank 1 of 2"]
+
+
+def test_a_job_does_not_inherit_what_a_launcher_told_this_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    program = ["-c", "import os, sys; print({k for k in os.environ if k in ('RANK', 'WORLD_SIZE')}); sys.exit(7)"]
+    assert launch(program, processes=1, log=tmp_path / "log") == 7
+    assert error_line_of(tmp_path / "log") == "set()"

@@ -1,0 +1,370 @@
+"""The judgement of parity: which measurements pass, and which module, step or seed a failure names."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import pytest
+
+from config.schema import LossScaleSection, ParitySection
+from precision.loss_scale import make_policy
+from precision.signature import FIELDS
+from tools.parity.judge_runs import (
+    Settling,
+    Trajectory,
+    control_factor,
+    first_departure,
+    judge_trajectories,
+    running_median,
+    settling_of,
+)
+from tools.parity.judge_steps import Check, Walk, first_divergence, judge_dtypes, judge_steps
+
+BOUNDS = ParitySection()
+
+
+def run(*, factor: float = 1.0, validation: float | None = 4.0, **changes: Any) -> Trajectory:
+    """A falling, noisy loss curve of 100 steps, `factor` times what FP32's is."""
+    noise = random.Random(0)
+    losses = [factor * (7.0 * 0.99**step + noise.uniform(-0.05, 0.05)) for step in range(100)]
+    norms = [noise.uniform(0.5, 1.5) for _ in range(100)]
+    fields = {"steps": range(1, 101), "losses": losses, "grad_norms": norms, "skipped": 0, "nonfinite": 0}
+    return Trajectory(**{**fields, "validation": validation, **changes})  # type: ignore[arg-type]
+
+
+def trajectories(mine: Any, other: Any, controls: Any = ()) -> dict[str, Check]:
+    """mine, other: a trajectory, or one for each seed."""
+    runs = [[run] if isinstance(run, Trajectory) else run for run in (mine, other)]
+    return {check.name: check for check in judge_trajectories(*runs, BOUNDS, controls)}
+
+
+def step(number: int = 1, **changes: Any) -> dict[str, Any]:
+    """A healthy measured step of two modules."""
+    agreement = {"relative_error": 0.01, "cosine": 0.9999, "sign_agreement": 0.99}
+    fields = {"step": number, "loss": 4.0, "applied": True, "order": ["a", "b"], "own_error": {"a": 0.003, "b": 0.002}}
+    fields |= dict.fromkeys(("grad_norm", "own_grad_norm", "reference_grad_norm"), 1.0)
+    fields |= {"parameters": dict.fromkeys(("a.weight", "b.weight"), agreement)}
+    fields |= {"reference_norms": {"a.weight": 0.8, "b.weight": 0.6}}
+    fields |= dict.fromkeys(("update_error", "drift"), {"a.weight": 0.0, "b.weight": 0.0})
+    fields |= {"signature": {"parts": [part()], "not_measured": {}}}
+    return fields | changes
+
+
+def part(module: str = "a", **sums: float) -> dict[str, Any]:
+    """256 rows of 64 values of 1, with one rounding of BF16's each in the run as in plain torch; FP32's are smaller."""
+    u, rows, values = 2.0**-8, 256, 256 * 64
+    error = {"rr": values * u**2 / 6, "rx2": values * u**2 / 6, "rx": 0.0, "rx_rx": values * u**2 / 6, "rx_xx": 0.0}
+    found = {"rows": rows, "values": values, "xx": values, "x4": rows * 64**2, "run_plan": error["rx_rx"]}
+    found |= {"walk": 0.0, "walk_fp32": 0.0, "floor": 0.0, "moved": 0.0, "own_rr": 0.0, "own_xx": 0.0}
+    found |= {f"{who}_{name}": value for who in ("run", "plan") for name, value in error.items()}
+    found |= {f"fp32_{name}": value * 2.0**-32 for name, value in error.items()}
+    row = {"module": module, "part": "output", "kind": "linear", "roundoff": u, "terms": 64}
+    return {**row, "sums": [(found | sums)[name] for name in FIELDS]}
+
+
+def walked(*steps: dict[str, Any], **changes: Any) -> dict[str, Check]:
+    walk = Walk(0, True, steps, recorded_loss=4.0)
+    return {check.name: check for check in judge_steps([replace(walk, **changes)], BOUNDS)}
+
+
+def failed(checks: dict[str, Check]) -> set[str]:
+    return {name for name, check in checks.items() if not check.passed}
+
+
+def test_a_run_agrees_with_itself_and_with_one_that_is_a_little_off() -> None:
+    assert not failed(trajectories(run(), run()))
+    assert not failed(trajectories(run(factor=1.01, validation=4.019), run()))
+
+
+@pytest.mark.parametrize(
+    ("mine", "name"),
+    [
+        (run(validation=4.021), "validation_delta"),
+        (run(validation=3.979), "validation_delta"),  # better than FP32 is another model too
+        (run(factor=1.03), "loss_gap"),
+        (run(grad_norms=[2.0] * 100), "grad_norm_ratio"),
+        (run(skipped=6), "skipped_share"),
+        (run(nonfinite=1), "nonfinite_events"),
+        (run(validation=None), "validation_delta"),
+        (run(validation=math.nan), "validation_delta"),
+    ],
+)
+def test_each_bound_of_a_trajectory_is_held(mine: Trajectory, name: str) -> None:
+    assert failed(trajectories(mine, run())) == {name}
+
+
+def scaled(*outcomes: str, policy: str = "deepspeed", **section: Any) -> Trajectory:
+    """A run whose loss scale the real policy moves; outcomes: ``.`` a clean step, ``x`` an overflow, one a step."""
+    scaler = make_policy(LossScaleSection(policy=policy, **section))  # type: ignore[arg-type]
+    steps, scales = [], []
+    for number, outcome in enumerate("".join(outcomes), start=1):
+        before = scaler.scale
+        scaler.update(outcome == "x")
+        steps.append({"step": number, "applied": outcome == "."})
+        if scaler.reason:
+            scales.append({"step": number, "from": before, "to": scaler.scale, "reason": scaler.reason})
+    found = settling_of(steps, scales)
+    skipped = sum(not event["applied"] for event in steps)
+    healthy = run()
+    curve = {"steps": healthy.steps[: len(steps)], "losses": healthy.losses[: len(steps)]}
+    return replace(healthy, **curve, grad_norms=healthy.grad_norms[: len(steps)], skipped=skipped, settling=found)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "section", "settled", "share"),
+    [
+        ("xx" + 22 * ".", {}, "of steps 1 to 2, from 65536 to 32768", 0.0),  # one tolerated, one that halves
+        ("xxxxx" + 19 * ".", {"hysteresis": 1}, "of steps 1 to 5, from 65536 to 2048", 0.0),
+        (
+            "xxx" + 21 * ".",
+            {"policy": "adaptive"},
+            "of steps 1 to 3, from 4096 to 256",
+            0.0,
+        ),  # the third squares the backoff
+        ("xx" + 10 * "." + "x" + 11 * ".", {}, "from 65536 to 32768", 1 / 22),
+        ("xx" + 10 * "." + "xx" + 10 * ".", {}, "from 65536 to 32768", 2 / 22),
+        (".xx" + 21 * ".", {}, "", 2 / 24),  # it had trained already: no start
+        (24 * "x", {}, "", 1.0),
+        (13 * "x" + 11 * ".", {}, "", 13 / 24),  # longer than what is left of the run
+        ("xx." + 7 * "xx.", {}, "", 16 / 24),
+        (
+            "xxx." + "x" + 19 * ".",
+            {"hysteresis": 1},
+            "4 while the loss scale settled: of steps 1 to 5, from 65536 to 4096",
+            0.0,
+        ),
+        ("x" + 23 * ".", {}, "of steps 1 to 1, from 65536 to 65536", 0.0),  # tolerated
+        ("xx" + 22 * ".", {"policy": "static"}, "", 2 / 24),
+        ("xxx" + 21 * ".", {"hysteresis": 1, "initial": 2.0}, "", 3 / 24),  # at its minimum: an incident each
+    ],
+)
+def test_the_settling_of_a_scale_that_starts_high_is_no_skipping(
+    outcomes: str, section: dict[str, Any], settled: str, share: float
+) -> None:
+    mine = scaled(outcomes, **section)
+    check = trajectories(mine, run())["skipped_share"]
+    assert check.measured == pytest.approx(share)
+    assert check.passed is (share <= BOUNDS.skipped_share)
+    assert check.note.endswith(settled) and bool(check.note) is bool(settled) is (mine.settling is not None)
+
+
+def test_a_run_that_settled_is_compared_with_the_updates_that_it_made() -> None:
+    """In its first steps a loss falls by far more than the bound: so do 40 steps less three."""
+    falling = [7.0 * 0.9**step for step in range(40)]
+    norms = [2.0 * 0.9**step for step in range(40)]
+    whole = run(steps=range(1, 41), losses=falling, grad_norms=norms, validation=0.1)
+    delayed = {"losses": [7.0] * 3 + falling[:-3], "grad_norms": [2.0] * 3 + norms[:-3], "skipped": 3}
+    twin = replace(whole, **delayed, validation=0.137)
+    mine = replace(twin, grad_norms=[math.inf] * 3 + norms[:-3], settling=Settling([1, 2, 3], 65536.0, 8192.0))
+
+    def against(twin: Trajectory, mine: Trajectory = mine) -> dict[str, Check]:
+        controls = [replace(whole, validation=0.1002)]
+        return {check.name: check for check in judge_trajectories([mine], [twin], BOUNDS, controls, whole=whole)}
+
+    checks = against(twin)
+    assert not failed(checks)
+    assert checks["validation_delta"].note.endswith(
+        "+0.20%; with the updates that the scale's settling lost, FP32 ends +37.00% apart"
+    )
+    assert failed(against(whole)) == {"validation_delta", "loss_gap", "grad_norm_ratio"}
+    skipping = replace(mine, settling=None)
+    assert failed(against(whole, skipping)) == {"validation_delta", "loss_gap", "grad_norm_ratio", "skipped_share"}
+    later = replace(mine, losses=[*mine.losses[:20], *(loss * 1.03 for loss in mine.losses[20:])])
+    assert failed(against(twin, later)) == {"loss_gap"}
+
+
+def test_a_loss_that_becomes_nan_is_no_parity() -> None:
+    losses = [*run().losses[:90], *[math.nan] * 10]
+    assert "loss_gap" in failed(trajectories(run(losses=losses), run()))
+
+
+def test_a_single_odd_step_is_not_a_departure_but_a_lasting_one_is() -> None:
+    losses = list(run().losses)
+    losses[50] *= 3
+    assert first_departure(run(losses=losses), run(), BOUNDS.loss_gap) is None
+    late = [loss * (1.0 if index < 60 else 1.05) for index, loss in enumerate(run().losses)]
+    departure = first_departure(run(losses=late), run(), BOUNDS.loss_gap)
+    assert departure is not None
+    assert 58 <= departure <= 64
+
+
+def test_running_median_against_its_definition() -> None:
+    noise = random.Random(1)
+    values = [noise.choice([noise.random(), math.nan, math.inf]) for _ in range(200)]
+    found = running_median(values)
+    for centre in range(200):
+        window = [value for value in values[max(0, centre - 5) : centre + 6] if math.isfinite(value)]
+        assert found[centre] == (median(window) if window else pytest.approx(math.nan, nan_ok=True))
+
+
+def test_with_seeds_a_delta_is_held_against_the_spread_of_fp32() -> None:
+    """1% is more than the bound. It is no news where FP32 runs differ by 2% among themselves; elsewhere it is."""
+    spread = [run(validation=value) for value in (3.92, 4.0, 4.08)]
+    tight = [run(validation=value) for value in (3.999, 4.0, 4.001)]
+    for twins, verdict in ((spread, set()), (tight, {"validation_delta"})):
+        mine = [replace(twin, validation=(twin.validation or 0) * 1.01) for twin in twins]
+        checks = trajectories(mine, twins)
+        assert failed(checks) == verdict
+        assert checks["validation_delta"].measured == pytest.approx(0.01)
+        assert "from seed to seed" in checks["validation_delta"].note
+
+
+def test_distances_that_controls_have_too_are_no_failure() -> None:
+    mine = run(factor=1.03, validation=4.04)
+    far = [run(factor=factor, validation=value) for factor, value in ((1.02, 4.03), (0.98, 3.97))]
+    near = [run(factor=1.001, validation=4.004), run(factor=0.999, validation=3.996)]
+    both, bounds = {"loss_gap", "validation_delta"}, []
+    for controls, verdict in ((far, set()), (near, both), ([], both)):
+        checks = trajectories(mine, run(), controls)
+        assert failed(checks) == verdict
+        bounds.append(checks["validation_delta"].bound)
+    assert bounds[2] == BOUNDS.validation_delta
+    assert bounds[0] == pytest.approx(2 * 0.0075)  # twice the root mean square of +0.75% and -0.75%
+
+
+def test_controls_lie_on_both_sides_ever_further_away() -> None:
+    assert [control_factor(index) - 1 for index in range(4)] == [2**-8, -(2**-8), 2**-7, -(2**-7)]
+
+
+def test_a_healthy_step_passes_every_check() -> None:
+    assert not failed(walked(step(1), step(2)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"own_error": {"a": 0.003, "b": 0.05}}, "module_error"),
+        ({"own_error": {"a": 0.003, "b": math.inf}}, "module_error"),
+        ({"own_error": {"a": 0.003, "b": math.nan}}, "module_error"),
+        ({"update_error": {"a.weight": 0.0, "b.weight": 0.01}}, "update_error"),
+        ({"drift": {"a.weight": 0.0, "b.weight": 1e-9}}, "weight_drift"),
+        ({"update_rounding": {"a.weight": 0.0, "b.weight": 1e-3}}, "update_rounding"),
+        ({"accumulation_error": {"a.weight": 1e-7, "b.weight": 1e-3}}, "accumulation_error"),
+        ({"weighting_error": {"a.weight": 1e-7, "b.weight": 1e-3}}, "weighting_error"),
+    ],
+)
+def test_the_module_beyond_a_bound_is_named(changes: dict[str, Any], name: str) -> None:
+    checks = walked(step(1), step(2, **changes))
+    assert failed(checks) == {name}
+    assert checks[name].modules == ("b",)
+    assert checks[name].where == "b at step 2"
+
+
+@pytest.mark.parametrize(
+    ("what", "value", "name"),
+    [
+        ("relative_error", 0.3, "gradient_error"),
+        ("relative_error", math.inf, "gradient_error"),
+        ("cosine", 0.9, "gradient_cosine"),
+        ("sign_agreement", 0.5, "sign_agreement"),
+    ],
+)
+def test_gradients_are_held_to_each_of_their_bounds(what: str, value: float, name: str) -> None:
+    good = step()["parameters"]["a.weight"]
+    checks = walked(step(parameters={"a.weight": good, "b.weight": {**good, what: value}}))
+    assert failed(checks) == {name}
+    assert checks[name].modules == ("b",)
+
+
+def test_gradients_that_are_rounding_noise_are_not_judged() -> None:
+    good = step()["parameters"]["a.weight"]
+    noise = {"relative_error": 5.0, "cosine": -0.3, "sign_agreement": 0.4}
+    parameters = {"a.weight": good, "b.bias": noise}
+    assert not failed(walked(step(parameters=parameters, reference_norms={"a.weight": 1.0, "b.bias": 1e-6})))
+    assert failed(walked(step(parameters=parameters, reference_norms={"a.weight": 1.0, "b.bias": 1e-2})))
+
+
+def test_a_gradient_is_no_failure_where_plain_torch_is_as_far_off_in_the_same_dtype() -> None:
+    """As where its terms cancel; but never one that may as well be lost, nor one that is further off than rounding."""
+    good = step()["parameters"]["a.weight"]
+
+    def measured(error: float, plain: float) -> dict[str, Any]:
+        def agreement(off: float) -> dict[str, float]:
+            return {"relative_error": off, "cosine": 1 - off**2 / 2, "sign_agreement": 1 - off / 3}
+
+        return step(parameters={"a.weight": good, "b.weight": agreement(error)}, plain={"b.weight": agreement(plain)})
+
+    explained = walked(measured(0.45, plain=0.4))
+    assert not failed(explained)
+    assert explained["gradient_error"].measured == pytest.approx(good["relative_error"])
+    assert "without b.weight, whose error in plain torch is 0.4 in this dtype" in explained["gradient_error"].note
+    for error, plain in ((0.45, 0.2), (0.6, 0.52), (1.0, 0.5), (math.nan, 0.4), (0.45, math.nan)):
+        checks = walked(measured(error, plain=plain))
+        assert failed(checks) >= {"gradient_error", "gradient_cosine", "sign_agreement"}
+        assert checks["gradient_error"].modules == ("b",)
+
+
+def test_gradients_of_a_skipped_step_are_not_judged_but_its_outputs_are() -> None:
+    bad = {"relative_error": math.inf, "cosine": math.nan, "sign_agreement": 0.0}
+    skipped = step(1, applied=False, parameters={"a.weight": bad, "b.weight": bad}, update_error={})
+    assert not failed(walked(skipped, step(2)))
+    assert failed(walked({**skipped, "own_error": {"a": 0.003, "b": math.inf}}, step(2))) == {"module_error"}
+
+
+def test_a_point_without_an_applied_step_fails() -> None:
+    assert "applied_points" in failed(walked(step(1, applied=False, update_error={})))
+
+
+def test_gradients_that_are_all_half_as_large_say_so() -> None:
+    bad = {"relative_error": 0.5, "cosine": 1.0, "sign_agreement": 1.0}
+    half = step(parameters={"a.weight": bad, "b.weight": bad}, grad_norm=0.5, own_grad_norm=0.5)
+    check = walked(half)["gradient_error"]
+    assert check.note == "all 2 modules; the whole gradient's norm is 0.500 of FP32's"
+
+
+def test_a_reported_norm_that_is_not_the_gradients_fails() -> None:
+    assert failed(walked(step(grad_norm=2.0))) == {"grad_norm_error"}
+    own = step()["own_grad_norm"]
+    assert failed(walked(step(grad_norm=own * (1 + 2e-4)))) == {"grad_norm_error"}
+    assert failed(walked(step(grad_norm=own * (1 + 2e-6)))) == set()
+
+
+def test_two_evaluations_of_a_batch_have_the_same_loss() -> None:
+    assert failed(walked(step(evaluation_error=1e-3))) == {"evaluation_error"}
+    assert failed(walked(step(evaluation_error=1e-6))) == set()
+
+
+def test_a_point_has_to_come_back_as_it_was() -> None:
+    assert failed(walked(step(), recorded_loss=4.001)) == {"restored_share"}
+    assert not failed(walked(step(), recorded_loss=4.0 + 1e-6))
+    assert not failed(walked(step(loss_scale=512.0), recorded_scale=512.0))
+    checks = walked(step(loss_scale=1024.0), recorded_scale=512.0)
+    assert failed(checks) == {"restored_share"}
+    assert checks["restored_share"].note == "step 0: loss scale 1024 after restoring, 512 in the run"
+    checks = walked(restored=False, why="a flipped byte")
+    assert "a flipped byte" in checks["restored_share"].note
+
+
+def dtypes(*lower: tuple[str, str, list[str]], blind: str = "") -> dict[str, Any]:
+    keys = ("what", "computed", "modules")
+    unobserved = [{"what": "softmax", "why": blind, "modules": ["a"]}] if blind else []
+    return {"lower": [dict(zip(keys, entry, strict=True)) for entry in lower], "unobserved": unobserved}
+
+
+def test_a_lower_dtype_inside_a_module_is_named_whatever_its_effect() -> None:
+    sound, sick = dtypes(), dtypes(("softmax", "bf16", ["a"]), ("norm statistics", "bf16", ["b", "c"]))
+    check = judge_dtypes([sound, sick, sick], BOUNDS)
+    assert (check.passed, check.measured, check.modules) == (False, 3, ("a", "b", "c"))
+    assert check.note == "softmax in bf16: a; norm statistics in bf16: b, c"
+    assert judge_dtypes([sound], BOUNDS) == Check("lower_dtypes", 0, 0, True)
+    assert judge_dtypes([sick], replace(BOUNDS, lower_dtypes=3)).passed
+    many = [f"m{index}" for index in range(20)]
+    check = judge_dtypes([dtypes(("norm statistics", "fp16", many))], BOUNDS)
+    assert check.measured == 20 and check.modules == tuple(many[:8]) and check.note.endswith("m7 and 12 more")
+
+
+def test_what_could_not_be_observed_is_said_and_no_failure_but_a_run_without_any_observation_is_one() -> None:
+    check = judge_dtypes([dtypes(blind="a kernel of its own")], BOUNDS)
+    assert check.passed and check.note == "not observable: softmax: a kernel of its own"
+    check = judge_dtypes([], BOUNDS)
+    assert not check.passed and math.isnan(check.measured) and check.note == "no step was observed"
+
+
+def test_the_first_divergence_is_the_first_in_execution_of_the_first_step() -> None:
+    bad = step(2, own_error={"a": 0.5, "b": 0.9})
+    assert first_divergence([Walk(0, True, [step(1), bad])], BOUNDS) == {"step": 2, "module": "a", "own_error": 0.5}
+    assert first_divergence([Walk(0, True, [step(1)])], BOUNDS) is None

@@ -1,0 +1,529 @@
+"""The oracle computes what runs record, by rules of its own, and names what a run does otherwise."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from config.cli import REPOSITORY
+from config.optimizers import OPTIMIZERS, settings_of
+from config.schema import LossScaleSection, OptimizerSection, ScheduleSection, SourceSection
+from data.mixture import Mixture
+from data.sampler import permute
+from modeling.parameter_groups import group_of_each
+from precision.loss_scale import make_policy
+from tests.support import labelled, seq2seq
+from tests.support.chats import LENGTH, write_base, write_chats, write_pairs
+from tests.support.launches import command, finish
+from tests.support.small_models import small_model
+from tests.training.tasks.mlm_cases import write_text
+from tools.parity.gate import main
+from tools.parity.oracle.judge import FIRST_NORM, Judged, judge
+from tools.parity.oracle.optimizers import optimizer_of
+from tools.parity.oracle.rules import Mixed, loss_scale, permuted, schedule
+from training.engine.optimizer import implementation
+from training.engine.optimizers.rule import UpdateInputs
+from training.schedule import learning_rate
+
+SLOW = pytest.mark.slow
+MANIFEST = ("precision.path=manifest", "precision.manifest=config/manifests/bf16.json")
+EXPERTS = (
+    "model={architecture: mixtral, config: {hidden_size: 32, intermediate_size: 24, num_hidden_layers: 2,"
+    " num_attention_heads: 2, num_key_value_heads: 2, num_local_experts: 4, num_experts_per_tok: 2}}"
+)
+APART = ("data.document_masking=true", "batch.micro_size=1", "run.steps=4", "data.source=jsonl")
+"""Micro-batches with different numbers of labels: of short documents that are kept apart."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made, draw = tmp_path_factory.mktemp("oracle"), random.Random(5)
+    texts = ["".join(draw.choices("abcd ", k=draw.randint(1, 40))) for _ in range(600)]
+    write_base(made / "base")
+    write_chats(made / "rows.jsonl", 80)
+    (made / "short.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return made
+
+
+@pytest.fixture(scope="module")
+def task_files(folder: Path) -> Path:
+    """Rows of every task, and models to start from."""
+    write_pairs(folder / "pairs.jsonl", 40)
+    labelled.write_encoder(folder / "bert")
+    for kind in ("sequence", "regression", "token"):
+        labelled.write_rows(folder / f"{kind}.jsonl", kind, 60, pair=kind != "token")
+    write_text(folder / "text", 20)
+    teacher = AutoModelForCausalLM.from_pretrained(write_base(folder / "teacher", seed=1))
+    with torch.no_grad():  # of a trained model's decision: small random weights give nearly equal probabilities
+        for parameter in teacher.parameters():
+            parameter.mul_(5 if parameter.dim() == 2 else 1)
+    teacher.save_pretrained(folder / "teacher")
+    seq2seq.write_model(folder / "t5")
+    seq2seq.write_rows(folder / "seq2seq.jsonl", 60)
+    return folder
+
+
+def judged(folder: Path, name: str, *overrides: str, mistake: str = "") -> Judged:
+    """A small job of two ranks and what the oracle says of it."""
+    if "data.source=jsonl" in overrides:
+        overrides = (*overrides, f"data.path={folder}/short.jsonl")
+    overrides = tuple(override.replace("FOLDER", str(folder)) for override in overrides)
+    line = command("python", folder, name, "evaluate.every_steps=0", "generate.tokens=0", *overrides)
+    if mistake:
+        line[1:2] = [str(REPOSITORY / "tests/support/wrong_train.py"), mistake]
+    finish(line, ranks=2)
+    return judge(folder / "runs" / name)
+
+
+def failed(found: Judged) -> set[str]:
+    return {each.what for each in found.comparisons if not each.holds}
+
+
+def test_a_run_in_fp32_is_what_it_computes(finished: Path) -> None:
+    found = judge(finished / "runs/it")
+    assert found.holds and found.steps == 6
+    assert found.notes == ["masters compared: step 4", "masters compared: step 6", "evaluation compared: step 6"]
+    largest = {each.what: each.largest for each in found.comparisons}
+    assert largest["validation loss"] < 1e-6
+    assert largest["samples"] == largest["tokens"] == 0
+    assert largest["masters"] < 5e-5 and largest["loss"] < 1e-6
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (*APART, "deepspeed.stage=3", "optimizer.gradient_clipping=0.05"),
+        pytest.param(("precision.compute=bf16", "deepspeed.stage=2"), id="bf16", marks=SLOW),
+        pytest.param(("precision.compute=fp32", *MANIFEST, "deepspeed.stage=2"), id="manifest"),
+        pytest.param(("precision.compute=fp16", "deepspeed.stage=1"), id="fp16", marks=SLOW),
+        pytest.param(
+            ("optimizer.name=sgd", "optimizer.groups=[{match: '*mlp*', learning_rate: 0.1, weight_decay: 0.3}]"),
+            id="sgd",
+            marks=SLOW,
+        ),
+        pytest.param(
+            (EXPERTS, "precision.compute=fp32", "deepspeed.stage=2", "optimizer.eps=1e-4"), id="experts", marks=SLOW
+        ),
+    ],
+)
+def test_so_are_runs_of_other_configs(folder: Path, overrides: tuple[str, ...]) -> None:
+    found = judged(folder, f"right-{abs(hash(overrides))}", "deepspeed.config=null", *overrides)
+    assert found.holds, found.lines()
+
+
+MORE = ("run.steps=4", "checkpoint.every_steps=4", "evaluate.batches=1", "deepspeed.config=null")
+LORA = (
+    *("model.architecture=null", "model.config={}", "model.name_or_path=FOLDER/base", "task=sft", "deepspeed.stage=3"),
+    f"data={{source: auto, path: FOLDER/rows.jsonl, tokenizer: model, sequence_length: {LENGTH}}}",
+    *("adapter={kind: lora, r: 4, alpha: 8}", "optimizer.learning_rate=1e-2", "optimizer.eps=1e-5"),
+)
+MIXED = (
+    "data.path=null",
+    f"data={{sequence_length: 32, tokenizer: bytes, validation_fraction: 0.2, sources: "
+    f"[{{path: {REPOSITORY}/data, source: text, weight: 2, name: code}}, "
+    "{path: FOLDER/short.jsonl, source: jsonl, weight: 1, name: short}]}",
+    "deepspeed.stage=1",
+)
+OTHERS: dict[str, tuple[str, ...]] = {
+    "muon": ("optimizer.name=muon", "deepspeed.stage=1", "optimizer.weight_decay=0.3"),
+    "lamb": ("optimizer.name=lamb", "deepspeed.stage=2", "optimizer.eps=1e-4"),
+    "lion": ("optimizer.name=lion", "deepspeed.stage=3"),
+    "stable_adamw": ("optimizer.name=stable_adamw", "deepspeed.stage=3", "optimizer.eps=1e-4"),
+    "lora": LORA,
+    "mixture": MIXED,
+}
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=() if what in ("lora", "mixture") else SLOW) for what in OTHERS]
+)
+def test_so_are_runs_with_other_optimizers_adapters_and_sources(folder: Path, what: str) -> None:
+    found = judged(folder, f"other-{what}", *MORE, *OTHERS[what])
+    assert found.holds and found.steps == 4, found.lines()
+    print("\n".join(found.lines()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+@pytest.mark.parametrize("what", OTHERS)
+def test_so_are_they_in_16_bits(folder: Path, what: str, compute: str) -> None:
+    found = judged(folder, f"{compute}-{what}", *MORE, *OTHERS[what], f"precision.compute={compute}")
+    assert found.holds and found.steps == 4, found.lines()
+    print("\n".join(found.lines()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("what", "mistake", "named"),
+    [
+        ("muon", "head_as_matrix", {"distance moved"}),
+        ("lamb", "ratio_of_pieces", {"distance moved"}),
+        ("stable_adamw", "late_rate", {"learning rate", "distance moved"}),
+        ("lion", "late_rate", {"learning rate", "distance moved"}),
+        ("lora", "wrong_factor", {"norm"}),
+        ("mixture", "shares_swapped", {"samples", "labels by source"}),
+    ],
+)
+def test_a_mistake_in_them_is_named(folder: Path, what: str, mistake: str, named: set[str], stage: int) -> None:
+    overrides = [override for override in OTHERS[what] if not override.startswith("deepspeed.stage")]
+    found = judged(folder, f"{mistake}-{what}-{stage}", *MORE, *overrides, f"deepspeed.stage={stage}", mistake=mistake)
+    assert failed(found) >= named, found.lines()
+    print("\n".join(found.lines()))
+
+
+@pytest.mark.parametrize(
+    ("name", "family"), [*((name, "llama") for name in OPTIMIZERS), ("muon", "mixtral"), ("muon", "gpt_oss")]
+)
+def test_both_rules_of_an_optimizer_are_one(name: Any, family: str) -> None:
+    """On random gradients, of a matrix, of fused experts and their biases, of the head, an embedding and a norm."""
+    torch.manual_seed(0)
+    model: Any = small_model(family, "eager" if family == "gpt_oss" else "sdpa").double()
+    settings = {"betas": (0.8, 0.9)} if "betas" in OPTIMIZERS[name].settings else {}
+    section = OptimizerSection(name=name, weight_decay=0.3, **settings)
+    optimizer, rule = optimizer_of(model, section), implementation(name).update
+    groups = group_of_each(model, section)
+    states = {
+        name: [torch.zeros_like(p) for _ in OPTIMIZERS[section.name].states_of(matrix=groups[id(p)]["matrix"])]
+        for name, p in model.named_parameters()
+    }
+    for step in range(1, 4):
+        expected = {}
+        for key, parameter in model.named_parameters():
+            parameter.grad, group = torch.randn_like(parameter) * 3.0 ** (step % 2), groups[id(parameter)]
+            decay, matrix = group["weight_decay"], group["matrix"]
+            given = UpdateInputs(
+                parameter.detach().clone(),
+                parameter.grad,
+                states[key],
+                section=section,
+                weight_decay=decay,
+                lr=0.1 * step,
+                step=step,
+                matrix=matrix,
+            )
+            expected[key] = given.master + rule(given)
+            states[key] = advanced(section, given)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 * step * group["factor"]
+        optimizer.step()
+        for key, parameter in model.named_parameters():
+            assert torch.allclose(parameter, expected[key], rtol=1e-9, atol=1e-12), (key, step)
+
+
+def advanced(section: OptimizerSection, given: UpdateInputs) -> list[torch.Tensor]:
+    """The states after an update, as config/optimizers.py lists them."""
+    gradient, settings = given.gradient, settings_of(section)
+    if section.name == "sgd":
+        return [settings["momentum"] * given.states[0] + gradient + given.weight_decay * given.master]
+    if section.name == "lion":
+        keeps: tuple[float, ...] = (section.betas[1],)
+    else:
+        keeps = (settings["momentum"],) if given.matrix else section.betas
+    powers = (gradient, gradient.square())
+    return [keep * state + (1 - keep) * power for keep, state, power in zip(keeps, given.states, powers, strict=False)]
+
+
+DROPS = (
+    *("model.architecture=gpt2", "model.config={n_embd: 32, n_layer: 2, n_head: 2, resid_pdrop: 0.1, attn_pdrop: 0.1}"),
+    *("model.activation_checkpointing=full", "evaluate.every_steps=2", "evaluate.batches=1"),
+)
+FP32_ATTENTION = ("precision.compute=fp32", f"precision.manifest={REPOSITORY}/tests/detection/fp32_attention.json")
+
+
+@pytest.mark.parametrize(
+    ("stage", "path"),
+    [
+        (2, "fp32"),
+        *(
+            pytest.param(*cell, marks=SLOW)
+            for cell in ((0, "fp32"), (1, "bf16"), (3, "fp32"), (3, "fp16"), (3, "manifest"))
+        ),
+    ],
+)
+def test_so_are_runs_with_dropout(folder: Path, stage: int, path: str) -> None:
+    """The same values are dropped, by each rank's own generator."""
+    compute = FP32_ATTENTION if path == "manifest" else (f"precision.compute={path}",)
+    found = judged(folder, f"drops-{stage}-{path}", *MORE, *DROPS, f"deepspeed.stage={stage}", *compute)
+    assert found.holds and found.steps == 4, found.lines()
+
+
+TRAINED = ("model.architecture=null", "model.config={}", "model.activation_checkpointing=none", "data.source=auto")
+BERT, SHORT = "model.name_or_path=FOLDER/bert", f"data.sequence_length={labelled.LENGTH}"
+TASKS: dict[str, tuple[str, ...]] = {
+    "dpo": ("task=dpo", "model.name_or_path=FOLDER/base", "data.path=FOLDER/pairs.jsonl"),
+    "dpo, ipo": (
+        *("task=dpo", "model.name_or_path=FOLDER/base", "data.path=FOLDER/pairs.jsonl"),
+        *("preference={loss: ipo, sft_weight: 0.3}", "adapter={kind: lora, r: 4, alpha: 8}"),
+    ),
+    "dpo, smoothed": (
+        *("task=dpo", "model.name_or_path=FOLDER/base", "data.path=FOLDER/pairs.jsonl"),
+        "preference={label_smoothing: 0.2, beta: 0.5}",
+    ),
+    "classify": (
+        *("task=classify", BERT, "data.path=FOLDER/sequence.jsonl", SHORT),
+        *("data.validation_fraction=0.5", "evaluate={every_steps: 4, batches: null}"),
+    ),
+    "words": ("task=classify", "classify.kind=token", BERT, "data.path=FOLDER/token.jsonl", SHORT),
+    "regression": (
+        *("task=classify", "classify.kind=regression"),
+        *(BERT, "data.path=FOLDER/regression.jsonl", SHORT),
+    ),
+    "mlm": (*("task=mlm", BERT, "data.source=text", "data.path=FOLDER/text", SHORT, "data.validation_fraction=0.2"),),
+    "mlm, by token": (
+        *("task=mlm", "mlm.whole_word=false", BERT, "data.source=text", "data.path=FOLDER/text", SHORT),
+        "data.validation_fraction=0.2",
+    ),
+    "seq2seq": (
+        *("task=seq2seq", "model.name_or_path=FOLDER/t5", "data.path=FOLDER/seq2seq.jsonl"),
+        *(f"data.sequence_length={seq2seq.SOURCE}", f"data.target_length={seq2seq.TARGET}"),
+    ),
+    "distill": (
+        *("task=distill", "data.format=messages", "model.name_or_path=FOLDER/base", "data.path=FOLDER/rows.jsonl"),
+        "distill={teacher: FOLDER/teacher, temperature: 2.0, ce_weight: 0.25}",
+    ),
+    "distill, likeliest": (
+        *("task=distill", "data.format=messages", "model.name_or_path=FOLDER/base", "data.path=FOLDER/rows.jsonl"),
+        "distill={teacher: FOLDER/teacher, loss: jsd, beta: 0.3, temperature: 1.5, ce_weight: 0.5, top_k: 5}",
+    ),
+    "distill, documents": (
+        *("task=distill", "model.name_or_path=FOLDER/base", "data.source=jsonl", "data.document_masking=true"),
+        "distill={teacher: FOLDER/teacher, loss: reverse_kl}",
+    ),
+}
+
+
+def of_task(folder: Path, name: str, what: str, *more: str, mistake: str = "") -> Judged:
+    given = (*MORE, *TRAINED, "data.tokenizer=model", f"data.sequence_length={LENGTH}", "data.validation_fraction=0")
+    overrides = [override for override in TASKS[what] if not override.startswith("model.name_or_path")]
+    start = [override for override in TASKS[what] if override.startswith("model.name_or_path")]
+    return judged(folder, name, *given, *start, *overrides, *more, mistake=mistake)
+
+
+FAST = ("dpo",)
+
+
+@pytest.mark.parametrize("what", [pytest.param(what, marks=() if what in FAST else SLOW) for what in TASKS])
+def test_so_are_runs_of_other_tasks(task_files: Path, what: str) -> None:
+    found = of_task(task_files, f"task-{what.replace(', ', '-')}", what, "deepspeed.stage=3")
+    assert found.holds and found.steps == 4, found.lines()
+    print("\n".join(found.lines()))
+
+
+@SLOW
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+@pytest.mark.parametrize("what", TASKS)
+def test_so_are_other_tasks_in_16_bits(task_files: Path, what: str, compute: str) -> None:
+    more = ("deepspeed.stage=2", f"precision.compute={compute}", "precision.loss_scale.initial=256")
+    found = of_task(task_files, f"{compute}-{what.replace(', ', '-')}", what, *more)
+    print("\n".join(found.lines()))
+    assert found.holds and found.steps == 4, found.lines()
+
+
+@pytest.mark.parametrize(
+    ("what", "mistake", "named"),
+    [
+        pytest.param(what, mistake, named, marks=() if (what, mistake) in (("dpo", "answers_swapped"),) else SLOW)
+        for what, mistake, named in (
+            ("dpo", "answers_swapped", {"loss", "norm"}),
+            ("dpo, smoothed", "wrong_beta", {"norm"}),
+            ("classify", "labels_of_neighbours", {"loss", "norm"}),
+            ("regression", "labels_of_neighbours", {"masters", "distance moved"}),
+            ("words", "mean_of_means", {"norm", "masters"}),
+            ("words", "shifted_labels", {"loss", "norm"}),
+            ("mlm", "mean_of_means", {"norm", "masters"}),
+            ("mlm", "always_masked", {"loss", "norm"}),
+            ("seq2seq", "mean_of_means", {"norm", "masters"}),
+            ("seq2seq", "shifted_labels", {"loss", "norm"}),
+            ("distill", "mean_of_means", {"norm", "masters"}),
+            ("distill, likeliest", "wrong_temperature", {"loss"}),
+        )
+    ],
+)
+def test_a_mistake_in_other_tasks_is_named(task_files: Path, what: str, mistake: str, named: set[str]) -> None:
+    found = of_task(task_files, f"{mistake}-{what.replace(', ', '-')}", what, mistake=mistake)
+    assert failed(found) >= named, found.lines()
+
+
+@SLOW
+def test_ranks_that_drop_the_same_values_are_named(folder: Path) -> None:
+    found = judged(folder, "same-draws", *MORE, *DROPS, mistake="same_draws")
+    assert failed(found) >= {"loss", "norm"}, found.lines()
+
+
+@pytest.mark.parametrize(("packing", "loss"), [("best_fit", "row"), pytest.param("none", "token", marks=SLOW)])
+def test_so_are_runs_on_chats(folder: Path, packing: str, loss: str) -> None:
+    base, rows = write_base(folder / f"base-{packing}"), write_chats(folder / f"{packing}.jsonl", 80)
+    data = f"data={{source: auto, path: {rows}, tokenizer: model, sequence_length: {LENGTH}, packing: {packing}}}"
+    model = ("model.architecture=null", "model.config={}", f"model.name_or_path={base}")
+    found = judged(folder, f"chats-{packing}", "task=sft", f"sft.loss={loss}", *model, data)
+    assert found.holds, found.lines()
+
+
+@pytest.mark.parametrize(
+    ("mistake", "named"),
+    [
+        ("late_rate", {"learning rate", "masters", "distance moved"}),
+        ("mean_of_means", {"norm", "masters"}),
+        pytest.param("swapped_batches", {"samples"}, marks=SLOW),
+    ],
+)
+def test_a_mistake_that_both_twins_of_a_gate_would_share_is_named(folder: Path, mistake: str, named: set[str]) -> None:
+    found = judged(folder, mistake, *APART, mistake=mistake)
+    assert failed(found) >= named, found.lines()
+
+
+@given(st.lists(st.booleans(), max_size=40), st.integers(1, 5), st.integers(1, 3))
+def test_both_loss_scales_are_one(overflows: list[bool], window: int, hysteresis: int) -> None:
+    section = LossScaleSection(initial=256.0, window=window, hysteresis=hysteresis, minimum=16.0, maximum=1024.0)
+    scale, policy = loss_scale(section), make_policy(section)
+    assert scale is not None
+    for overflow in overflows:
+        assert scale(overflow) == policy.scale
+        policy.update(overflow)
+
+
+def tampered(finished: Path, folder: Path, change: Callable[[dict[str, Any]], None]) -> Judged:
+    run = shutil.copytree(finished / "runs/it", folder / "it")
+    lines = []
+    for text in (run / "events.jsonl").read_text(encoding="utf-8").splitlines():
+        event = json.loads(text)
+        change(event)
+        lines.append(json.dumps(event))
+    (run / "events.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return judge(run)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda event: event.update(loss=event["loss"] * (1 + 1e-5)), "loss"),
+        (lambda event: event.update(grad_norm=event["grad_norm"] * 1.0001), "norm"),
+        (lambda event: event.update(tokens=event["tokens"] - 1), "tokens"),
+        (lambda event: event.update(loss=float("nan")), "loss"),
+    ],
+)
+def test_a_wrong_record_is_named(
+    finished: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None], named: str
+) -> None:
+    def at_step_2(event: dict[str, Any]) -> None:
+        if event["event"] == "step" and event["step"] == 2:
+            change(event)
+
+    found = tampered(finished, tmp_path, at_step_2)
+    assert failed(found) == {named}
+    assert found.lines()[-1] == f"6 steps differs from the oracle in: {named}"
+
+
+@pytest.mark.parametrize(("step", "factor", "named"), [(1, 1.02, {FIRST_NORM}), (2, 1.02, set()), (2, 1.04, {"norm"})])
+def test_in_16_bits_later_norms_have_twice_the_bound_of_the_first(
+    finished: Path, tmp_path: Path, step: int, factor: float, named: set[str]
+) -> None:
+    def change(event: dict[str, Any]) -> None:
+        if event["event"] == "run_start":
+            event["compute"] = "bf16"
+        elif event["event"] == "step" and event["step"] == step:
+            event["grad_norm"] *= factor
+
+    assert failed(tampered(finished, tmp_path, change)) == named
+
+
+def test_a_wrong_evaluation_is_named(finished: Path, tmp_path: Path) -> None:
+    def change(event: dict[str, Any]) -> None:
+        if event["event"] == "eval":
+            event["loss"] *= 1 + 1e-5
+
+    found = tampered(finished, tmp_path, change)
+    assert failed(found) == {"validation loss"}
+
+
+@SLOW
+@pytest.mark.parametrize("task", ["pretrain", "dpo"])
+def test_an_evaluation_of_other_rows_is_named(task_files: Path, task: str) -> None:
+    more = ("evaluate.every_steps=4", "data.validation_fraction=0.3")
+    if task == "pretrain":
+        found = judged(task_files, "rows-of-one-rank", *MORE, *more, mistake="rows_of_one_rank")
+    else:
+        found = of_task(task_files, "pairs-of-one-rank", task, *more, mistake="rows_of_one_rank")
+    assert failed(found) == {"validation loss"}, found.lines()
+
+
+@example("linear", 1, 0.0, 1.0, 2)
+@given(
+    st.sampled_from(["cosine", "linear", "wsd", "constant"]),
+    st.integers(0, 12),
+    st.floats(0.0, 1.0),
+    st.floats(0.01, 1.0),
+    st.integers(1, 60),
+)
+def test_both_schedules_are_one(name: Any, warmup: int, ratio: float, decay: float, total: int) -> None:
+    section = ScheduleSection(name=name, warmup_steps=warmup, final_ratio=ratio, decay_fraction=decay)
+    rate = schedule(section, peak=0.3, total=total)
+    for applied in range(total):
+        expected = learning_rate(section, peak=0.3, applied=applied, total=total)
+        assert rate(applied) == pytest.approx(expected, rel=1e-12, abs=1e-15)
+
+
+@given(st.integers(1, 5000), st.integers(0, 2**31), st.integers(0, 9), st.data())
+def test_both_orders_are_one(samples: int, seed: int, epoch: int, data: st.DataObject) -> None:
+    index = data.draw(st.integers(0, samples - 1))
+    expected = permute(np.array([index]), samples=samples, seed=seed, epoch=np.array([epoch]))
+    assert permuted(index, samples=samples, seed=seed, epoch=epoch) == expected[0]
+
+
+@pytest.mark.parametrize("weights", [(3.0, None, None), (None, None, None), (0.1, 0.7, 0.2)])
+def test_both_mixtures_are_one(weights: tuple[float | None, ...]) -> None:
+    """Over three blocks, in which the small sources come to their next epochs."""
+    sizes = (700, 90, 13)
+    sources = [SourceSection(weight=weight, epochs=1.5 if weight is None else None) for weight in weights]
+    shares = tuple(size * 1.5 if weight is None else weight for size, weight in zip(sizes, weights, strict=True))
+    expected = Mixture(("a", "b", "c"), sizes, shares).sample_ids(0, seed=7, global_size=2500).tolist()
+    mixed = Mixed(sources, sizes, seed=7)
+    assert [mixed.sample(index) for index in range(2500)] == expected
+
+
+def test_the_command_line(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(finished / "runs/it")
+    assert main(["--oracle", run, "--steps", "2"]) == 0
+    assert capsys.readouterr().out.endswith("2 steps as the oracle computed them\n")
+    for arguments, problem in (
+        (["--oracle", run, "run.seed=2"], "run.seed=2: the oracle takes the run's own config; leave it out"),
+        (["--oracle", str(tmp_path)], "config.yaml"),
+        (["--oracle", run, "--config", "x.yaml"], "not allowed with argument"),
+    ):
+        assert main(arguments) == 2
+        assert problem in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"balance_loss: 0.0": "balance_loss: 0.1"}, "model.balance_loss = 0.1: the oracle does not compute it"),
+        (
+            {"name: adamw": "name: muon", "orthogonalization: fp32": "orthogonalization: bf16"},
+            "optimizer.orthogonalization = bf16: the oracle does not compute it",
+        ),
+    ],
+)
+def test_what_it_does_not_compute_is_one_line(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, str], problem: str
+) -> None:
+    run = shutil.copytree(finished / "runs/it", tmp_path / "it", ignore=shutil.ignore_patterns("checkpoints"))
+    text = (run / "config.yaml").read_text(encoding="utf-8")
+    for old, new in changes.items():
+        assert f"{old}\n" in text
+        text = text.replace(f"{old}\n", f"{new}\n")
+    (run / "config.yaml").write_text(text, encoding="utf-8")
+    assert main(["--oracle", str(run)]) == 2
+    assert problem in capsys.readouterr().err

@@ -1,0 +1,315 @@
+"""Single steps against FP32: what is healthy passes, and every planted defect is found in the module that has it."""
+
+from __future__ import annotations
+
+import pytest
+
+from config.cli import REPOSITORY
+from config.optimizers import OPTIMIZERS
+from config.schema import ParitySection
+from precision.inner_dtypes import LOSS_SUM, RESIDUAL, ROTARY, SOFTMAX, over_ranks
+from precision.inner_dtypes import NORM as NORMS
+from tests.tools.parity import step_cases as parity_cases
+from tools.parity.defects import PLANTED
+from tools.parity.judge_steps import Check, Walk, first_divergence, judge_dtypes, judge_steps
+
+BOUNDS = ParitySection()
+CLIPPED = "optimizer.gradient_clipping=0.5"
+NORM, LINEAR = "model.layers.1.input_layernorm", "model.layers.0.mlp.down_proj"
+
+
+def manifest(name: str) -> list[str]:
+    return ["precision.path=manifest", f"precision.manifest=config/manifests/{name}.json"]
+
+
+def judged(steps: list[dict], bounds: ParitySection = BOUNDS) -> dict[str, Check]:
+    """The checks of one walk by name."""
+    numbered = [{"step": index, **step} for index, step in enumerate(steps, start=1)]
+    return {check.name: check for check in judge_steps([Walk(0, True, numbered, numbered[0]["loss"])], bounds)}
+
+
+def failed(checks: dict[str, Check]) -> set[str]:
+    return {name for name, check in checks.items() if not check.passed}
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_fp32_is_its_own_parity(pair, stage):
+    for steps in pair.run(parity_cases.measured_steps, stage=stage, compute="fp32", steps=3, overrides=[CLIPPED]):
+        checks = judged(steps)
+        assert not failed(checks)
+        assert checks["module_error"].measured == 0.0
+        assert checks["gradient_error"].measured < 1e-6
+        assert checks["update_error"].measured < 1e-5
+
+
+IN_BF16 = ("optimizer.name=muon", "optimizer.orthogonalization=bf16")
+
+
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize(
+    "settings", [IN_BF16, *((f"optimizer.name={name}",) for name in OPTIMIZERS if name != "adamw")]
+)
+def test_the_update_of_each_optimizer_is_its_own_rule(pair, settings):
+    """Also where Muon's iteration is in BF16: two of them round differently, which is no error of the update."""
+    overrides = [CLIPPED, *settings]
+    for steps in pair.run(parity_cases.measured_steps, stage=3, compute="bf16", steps=3, overrides=overrides):
+        checks = judged(steps)
+        assert not failed(checks)
+        assert checks["update_error"].measured < 1e-4
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize(
+    ("stage", "compute", "overrides"),
+    [
+        *((stage, compute, []) for stage in (1, 2, 3) for compute in ("bf16", "fp16")),
+        (2, "fp32", manifest("bf16")),
+        (3, "fp32", manifest("llama_mixed")),
+        (2, "bf16", ["model.activation_checkpointing=full"]),
+    ],
+)
+def test_half_precision_agrees_and_every_module_is_measured(pair, stage, compute, overrides):
+    """Errors are those of the format: none is hidden, and none is larger than a few roundings make it."""
+    overrides = [CLIPPED, "precision.loss_scale.initial=1024", "precision.loss_scale.window=2", *overrides]
+    for steps in pair.run(parity_cases.measured_steps, stage=stage, compute=compute, steps=3, overrides=overrides):
+        checks = judged(steps)
+        assert not failed(checks)
+        least = 1e-4 if compute == "fp16" else 1e-3
+        assert least < checks["module_error"].measured < 10 * least
+        assert least < checks["gradient_error"].measured
+        names = set(steps[0]["order"])
+        assert {"model.embed_tokens", NORM, LINEAR, "model.layers.1.self_attn", "model.norm", "lm_head"} <= names
+        assert not steps[0]["not_measured"]
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(("stage", "compute"), [(2, "bf16"), (3, "fp16")])
+def test_a_gradient_beyond_its_bound_is_compared_with_plain_torch_in_the_same_dtype(pair, stage, compute):
+    """Under a bound that no 16-bit gradient keeps: what is healthy passes, and a defect is still named."""
+    bounds = ParitySection(gradient_error=1e-6)
+    defect = f"{{kind: lost_reduction, module: {LINEAR}}}"
+    overrides = ["parity.gradient_error=1e-6", "precision.loss_scale.initial=1024"]
+    for planted in ([], [f"defects=[{defect}]"]):
+        of_case = {"stage": stage, "compute": compute, "steps": 2, "overrides": [*overrides, *planted]}
+        for steps in pair.run(parity_cases.measured_steps, **of_case):
+            assert steps[0]["plain"].keys() == steps[0]["parameters"].keys()
+            assert "planned" in steps[0] and not steps[0]["planned"]
+            found = judged(steps, bounds)
+            assert failed(found) & {"gradient_error", "weight_drift"} == ({"gradient_error"} if planted else set())
+            if planted:
+                assert found["gradient_error"].modules == (LINEAR,)
+
+
+def module_of(defect: str) -> str:
+    """The module that has to be named; none where the defect is one of the whole step."""
+    return NORM if NORM in defect else LINEAR if LINEAR in defect else ""
+
+
+PLANTS = [(defect.format(norm=NORM, linear=LINEAR), caught_by) for defect, caught_by in PLANTED]
+KINDS = [defect[7:].rstrip("}").partition(",")[0] for defect, _ in PLANTS]
+
+
+PLACES = [(1, "bf16"), (2, "fp16"), (3, "bf16")]
+"""Each defect is planted in all of them, in one of them by `make test`."""
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize(
+    ("defect", "check", "stage", "compute"),
+    [
+        pytest.param(*plant, *place, id=f"{kind}-{place[0]}-{place[1]}", marks=[pytest.mark.slow] * ((i - j) % 3 > 0))
+        for i, (plant, kind) in enumerate(zip(PLANTS, KINDS, strict=True))
+        for j, place in enumerate(PLACES)
+    ],
+)
+def test_a_planted_defect_is_found_and_named(pair, stage, compute, defect, check):
+    """A defect of a module is named, first and alone in its check; one of the whole step blames every module."""
+    overrides = [CLIPPED, "precision.loss_scale.initial=1024", f"defects=[{defect}]"]
+    for steps in pair.run(parity_cases.measured_steps, stage=stage, compute=compute, steps=3, overrides=overrides):
+        found = judged(steps)[check]
+        assert not found.passed
+        if module_of(defect):
+            assert found.modules == (module_of(defect),)
+        else:
+            assert found.note.startswith("all ")
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("defect", [defect for defect, _ in PLANTS if module_of(defect)])
+def test_a_planted_defect_is_found_on_the_manifest_path(pair, defect):
+    """There the parameters are the masters: weights that do not follow show in the update."""
+    overrides = [*manifest("bf16"), CLIPPED, f"defects=[{defect}]"]
+    for steps in pair.run(parity_cases.measured_steps, stage=2, compute="fp32", steps=3, overrides=overrides):
+        assert failed(judged(steps))
+
+
+PATHS = [
+    *((stage, compute, []) for stage in (1, 2, 3) for compute in ("bf16", "fp16")),
+    (0, "fp32", []),
+    (2, "fp32", manifest("bf16")),
+    (3, "fp32", manifest("llama_mixed")),
+    (2, "bf16", ["model.activation_checkpointing=full"]),
+    (3, "bf16", ["model.activation_checkpointing=full", "model.checkpointing_reentrant=true"]),
+    (2, "bf16", ["model.loss_chunk_tokens=8"]),
+    (2, "bf16", ["model.attention=eager"]),
+]
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize(("stage", "compute", "overrides"), PATHS)
+def test_what_the_engine_computes_inside_its_modules_is_fp32(pair, stage, compute, overrides):
+    for report in pair.run(parity_cases.inner_dtypes, stage=stage, compute=compute, overrides=overrides):
+        assert report["lower"] == report["unobserved"] == []
+        assert set(report["computed"]) == {SOFTMAX, NORMS, LOSS_SUM, ROTARY, RESIDUAL}
+        assert report["computed"][NORMS] == {"fp32": 5}
+        assert report["computed"][LOSS_SUM] == report["computed"][ROTARY] == {"fp32": 1}
+
+
+def test_a_norm_that_one_rank_alone_computes_in_16_bits_is_named(pair):
+    reports = pair.run(parity_cases.inner_dtypes, stage=2, compute="bf16", planted=NORM)
+    assert [len(report["lower"]) for report in reports] == [0, 1]
+    check = judge_dtypes([over_ranks(reports)], BOUNDS)
+    assert (check.passed, check.modules, check.note) == (False, (NORM,), f"norm statistics in bf16: {NORM}")
+
+
+GPT2 = (
+    "model.architecture=gpt2",
+    "model.config={n_embd: 32, n_layer: 2, n_head: 2, resid_pdrop: 0.2, attn_pdrop: 0.2, embd_pdrop: 0.2, "
+    "initializer_range: 0.1}",
+)
+FP32_ATTENTION = ["precision.path=manifest", f"precision.manifest={REPOSITORY}/tests/detection/fp32_attention.json"]
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("stage", "compute", "overrides"),
+    [
+        (2, "bf16", []),
+        pytest.param(3, "fp32", FP32_ATTENTION, id="3-manifest"),
+        pytest.param(3, "fp16", [], marks=SLOW),
+        pytest.param(2, "fp32", FP32_ATTENTION, id="2-manifest", marks=SLOW),
+        pytest.param(0, "fp32", [], marks=SLOW),
+        pytest.param(1, "bf16", [], marks=SLOW),
+    ],
+)
+def test_a_model_with_dropout_is_sound_and_repeats_its_loss(pair, stage, compute, overrides):
+    """Restored with the values that the run dropped, compared without any; and the keys' part of a bias is noise."""
+    overrides = [*GPT2, "precision.loss_scale.initial=1024", *overrides]
+    for found in pair.run(parity_cases.with_dropout, stage=stage, compute=compute, overrides=overrides):
+        assert found["repeated"] == found["run"] != found["other"]
+        step = {"step": 1, "loss_with_dropout": found["repeated"], **found["step"]}
+        assert abs(step["loss"] - step["reference_loss"]) < 0.003 < abs(step["loss"] - found["run"])
+        for recorded, bad in ((found["run"], set()), (step["loss"], {"restored_share"})):
+            assert (
+                failed({check.name: check for check in judge_steps([Walk(0, True, [step], recorded)], BOUNDS)}) == bad
+            )
+
+
+def test_the_first_module_to_part_is_the_one_that_was_sabotaged(pair):
+    """Later modules inherit the error and are not blamed for it."""
+    overrides = [f"defects=[{{kind: fp16_norm, module: {NORM}, factor: 30000}}]"]
+    steps = pair.run(parity_cases.measured_steps, stage=2, compute="bf16", steps=1, overrides=overrides)[0]
+    parting = first_divergence([Walk(0, True, [{"step": 1, **steps[0]}])], BOUNDS)
+    assert parting is not None
+    assert parting["module"] == NORM
+    order, built_up = steps[0]["order"], steps[0]["output_error"]
+    later = [name for name in order[order.index(NORM) :] if name.startswith("model.layers.1.self_attn.")]
+    assert all(built_up[name] > BOUNDS.module_error for name in later)
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    ("stage", "compute", "overrides"),
+    [
+        *((stage, compute, []) for compute in ("bf16", "fp16") for stage in (2, 3, 1)),
+        (2, "fp32", manifest("bf16")),
+    ],
+)
+def test_known_gradients_are_added_up_in_fp32_or_every_module_is_named(pair, stage, compute, overrides):
+    overrides = ["precision.loss_scale.initial=1024", *overrides]
+    of_case = {"stage": stage, "compute": compute, "overrides": overrides}
+    for found in pair.run(parity_cases.summed, **of_case):
+        assert found and max(found.values()) < BOUNDS.accumulation_error / 10
+    for found in pair.run(parity_cases.summed, rounded=True, **of_case):
+        assert min(found.values()) > 10 * BOUNDS.accumulation_error
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    ("stage", "compute", "overrides"),
+    [
+        *((stage, compute, []) for compute in ("bf16", "fp16") for stage in (2, 3, 1)),
+        (0, "fp32", []),
+        (2, "fp32", manifest("bf16")),
+    ],
+)
+def test_every_label_counts_the_same_or_the_weighting_is_named(pair, stage, compute, overrides):
+    """Whatever the precision: the passes compared are rounded alike."""
+    of_case = {"stage": stage, "compute": compute, "overrides": ["precision.loss_scale.initial=1024", *overrides]}
+    for found in pair.run(parity_cases.weighted, **of_case):
+        assert found["weighting_error"] and max(found["weighting_error"].values()) < BOUNDS.weighting_error / 10
+        assert found["loss_error"] < BOUNDS.loss_error / 10
+    for planted in ("micro-batches", "ranks"):
+        for found in pair.run(parity_cases.weighted, planted=planted, **of_case):
+            assert min(found["weighting_error"].values()) > 10 * BOUNDS.weighting_error
+            assert found["loss_error"] < BOUNDS.loss_error / 10
+    for found in pair.run(parity_cases.weighted, planted="reported", **of_case):
+        assert max(found["weighting_error"].values()) < BOUNDS.weighting_error < 10 * found["loss_error"]
+
+
+ROUTED = (
+    "model={architecture: qwen3_moe, config: {hidden_size: 32, moe_intermediate_size: 24, num_hidden_layers: 2, "
+    "num_attention_heads: 2, num_key_value_heads: 2, num_experts: 4, num_experts_per_tok: 2}, router_z_loss: 0.001, "
+    "balance_loss: 0.01}",
+)
+
+
+@pytest.mark.parametrize(
+    ("stage", "compute"),
+    [(2, "bf16"), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((3, "fp16"), (1, "bf16")))],
+)
+def test_losses_of_routers_count_as_the_config_says_or_are_named(pair, stage, compute):
+    """In which a z-loss that is twice what it should be is a hundredth of the routers' gradient."""
+    of_case = {"stage": stage, "compute": compute, "overrides": ["precision.loss_scale.initial=1024", *ROUTED]}
+    for found in pair.run(parity_cases.weighted, **of_case):
+        assert found["weighting_error"] and max(found["weighting_error"].values()) < BOUNDS.weighting_error / 10
+        assert found["loss_error"] < BOUNDS.loss_error / 10
+    for found in pair.run(parity_cases.weighted, planted="z-loss", **of_case):
+        errors = found["weighting_error"]
+        assert min(value for name, value in errors.items() if ".gate." in name) > 10 * BOUNDS.weighting_error
+
+
+def test_weight_decay_on_what_should_have_none_is_named(pair):
+    """The update is judged by the rule that the config states, not by what the engine's groups say."""
+    for steps in pair.run(parity_cases.decaying_norms, stage=2, compute="bf16", steps=2):
+        checks = judged(steps)
+        assert "update_error" in failed(checks)
+        assert NORM in checks["update_error"].modules
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("key", ["exp_avg_sq", "exp_avg"])
+def test_a_moment_that_is_kept_in_bf16_is_found_by_its_rounding(pair, stage, key):
+    """Of the second moment that moves an update by less than the bound on its error."""
+    for steps in pair.run(parity_cases.with_rounded_moment, stage=stage, compute="bf16", key=key, steps=2):
+        checks = judged(steps)
+        assert checks["update_rounding"].measured > 0.5
+        assert checks["update_rounding"].note.startswith("all ")
+        assert key == "exp_avg" or checks["update_error"].passed
+
+
+@pytest.mark.parametrize("kind", ["coarse_output", "fp16_norm"])
+def test_a_defect_without_its_module_is_refused(solo, kind):
+    overrides = [f"defects=[{{kind: {kind}}}]"]
+    with pytest.raises(AssertionError, match="it needs a module"):
+        solo.run(parity_cases.measured_steps, stage=0, compute="fp32", steps=1, overrides=overrides)
+
+
+def test_a_defect_of_no_module_is_refused(solo):
+    overrides = ["defects=[{kind: stale_weight, module: model.layers.9}]"]
+    with pytest.raises(AssertionError, match="the model has no such module"):
+        solo.run(parity_cases.measured_steps, stage=0, compute="fp32", steps=1, overrides=overrides)

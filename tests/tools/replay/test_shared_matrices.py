@@ -1,0 +1,88 @@
+"""Runs whose ranks share matrices: what is recorded of a step is made again to the bit, and its cause found again."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.launches import command, events, finish
+from tools.replay.what_if import numbers
+
+SHARED = ("parallel.tensor=2", "batch.micro_size=4", "telemetry.every_steps=0", "generate.tokens=0")
+FAULT = "faults=[{kind: nan_activation, step: 4, rank: 1, module: model.layers.1.mlp.up_proj}]"
+
+
+def replayed(folder: Path, name: str, step: int, *, ranks: int, exit_code: int = 0) -> str:
+    run = ["python", "-m", "tools.replay", str(folder / "runs" / name), "--step", str(step)]
+    return finish(run, exit_code=exit_code, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        ("bf16", 2),
+        pytest.param(("fp32", 0), marks=pytest.mark.slow),
+        pytest.param(("fp16", 3), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_failed_step_is_reproduced_to_the_bit_with_its_rank_and_module(tmp_path, how):
+    compute, stage = how
+    given = [f"precision.compute={compute}", f"deepspeed.config=ds_configs/zero{stage}_{compute}.json"]
+    job = command("python", tmp_path, "bad", *SHARED, *given, FAULT, "run.steps=4", "evaluate.every_steps=0")
+    finish(job, ranks=2)
+    cause = events(tmp_path, "bad", "nonfinite")[0]
+    assert (cause["rank"], cause["module"]) == (1, "model.layers.1.mlp.up_proj")
+    said = replayed(tmp_path, "bad", 4, ranks=2)
+    assert said.count("as recorded") == 2 and re.search(r"^step 4: loss nan, .*as recorded$", said, re.M), said
+    assert "cause: rank 1, model.layers.1.mlp.up_proj" in said
+    assert said.rstrip().endswith("\nreproduced"), said
+
+
+@pytest.mark.slow
+def test_a_step_of_another_session_with_whole_matrices_is_no_such_step(tmp_path):
+    """The config in the folder is that of the last session."""
+    for overrides in (SHARED[:2], ("batch.micro_size=4",)):
+        steps = 2 if "parallel.tensor=2" in overrides else 4
+        job = command(
+            "python", tmp_path, "two", *SHARED[2:], *overrides, f"run.steps={steps}", "evaluate.every_steps=0"
+        )
+        finish(job, ranks=2)
+    said = replayed(tmp_path, "two", 2, ranks=2, exit_code=2)
+    assert "with parallel.tensor = 1; the step was made with 2" in said
+
+
+def bisected(folder: Path, name: str, *overrides: str, exit_code: int) -> list[str]:
+    given = ["precision.compute=bf16", "deepspeed.config=ds_configs/zero2_bf16.json", "run.steps=4"]
+    finish(command("python", folder, name, *SHARED, *given, "evaluate.every_steps=0", *overrides), ranks=2)
+    job = ["python", "-m", "tools.replay", str(folder / "runs" / name), "--bisect"]
+    return finish(job, exit_code=exit_code, ranks=2).splitlines()
+
+
+@pytest.mark.slow
+def test_a_sound_run_stays_with_its_fp32_twin_and_a_flipped_bit_of_one_slice_is_found(tmp_path):
+    assert bisected(tmp_path, "sound", exit_code=0)[-1].startswith("the run stays with its FP32 twin")
+    flip = "faults=[{kind: flipped_bit, place: weight, bit: 14, step: 3, rank: 1, module: model.layers.1.mlp.up_proj}]"
+    lines = bisected(tmp_path, "flipped", flip, "checkpoint.every_steps=0", exit_code=3)
+    assert "leaves its FP32 twin at step 3, in model.layers.1.mlp.up_proj" in lines[-1]
+
+
+@pytest.mark.slow
+def test_what_would_have_been_is_what_a_run_resumed_under_it_does(tmp_path):
+    fp16 = ["precision.compute=fp16", "deepspeed.config=ds_configs/zero2_fp16.json", "evaluate.every_steps=0"]
+    grows = ["optimizer.groups=[{match: model.layers.1.mlp.down_proj.weight, learning_rate: 200.0, weight_decay: 0.0}]"]
+    grows += ["model.config.initializer_range=1.0", "precision.loss_scale={initial: 64, hysteresis: 1}"]
+    grows += ["schedule.name=constant", "schedule.warmup_steps=0", "checkpoint.every_steps=1", "run.steps=3"]
+    job = command("python", tmp_path, "large", *SHARED, *fp16, *grows, "guard.reactions=[abort]")
+    finish(job, exit_code=3, ranks=2)
+    assert [event["applied"] for event in events(tmp_path, "large", "step")] == [True, False]
+    other = ["precision.compute=fp32", "deepspeed.config=ds_configs/zero2_fp32.json"]
+    what_if = ["python", "-m", "tools.replay", str(tmp_path / "runs/large"), "--step", "2", "--what-if", other[0]]
+    lines = finish(what_if, ranks=2).splitlines()
+    assert "survived: step 2 is applied" in lines[-1], lines
+    resume = f"run.resume={tmp_path}/runs/large/checkpoints/step-1"
+    finish(command("python", tmp_path, "resumed", *SHARED, *fp16[2:], *grows, *other, resume), ranks=2)
+    truth = events(tmp_path, "resumed", "step")[0]
+    assert any(line.startswith(f"step 2: {numbers(truth)}, applied") for line in lines)

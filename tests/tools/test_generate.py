@@ -1,0 +1,108 @@
+"""`python -m tools.generate`: from a folder, an adapter and a checkpoint; mistakes are one line."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from config.printable import printable
+from tests.support.chats import write_base
+from tools.generate import main
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_base(tmp_path_factory.mktemp("generate"))
+
+
+def greedy(folder: Path, text: str, tokens: int) -> str:
+    """By hand: the most probable token, one after another, up to the end of the document."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    start = len(ids)
+    ends = set(tokenizer.all_special_ids) if "<|im_start|>" in text else {tokenizer.eos_token_id}
+    for _ in range(tokens):
+        with torch.no_grad():
+            ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+        if ids[-1] in ends:
+            break
+    return printable(str(tokenizer.decode(ids[start:], skip_special_tokens=True)))
+
+
+def test_it_continues_a_prompt(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(base), "--prompt", "the loss", "--tokens", "12"]) == 0
+    assert capsys.readouterr().out == "the loss" + greedy(base, "the loss", 12) + "\n"
+
+
+def test_it_chats_in_one_conversation(
+    base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("the rank\n\nrun\n"))
+    assert main([str(base), "--chat", "--tokens", "8"]) == 0
+    asked = "<|im_start|>user\nthe rank<|im_end|>\n<|im_start|>assistant\n"
+    first = greedy(base, asked, 8)
+    again = f"{asked}{first}<|im_end|>\n<|im_start|>user\nrun<|im_end|>\n<|im_start|>assistant\n"
+    assert capsys.readouterr().out == f"{first}\n{greedy(base, again, 8)}\n"
+
+
+def test_it_samples_the_same_for_the_same_seed(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for seed in ("1", "1", "2"):
+        assert main([str(base), "--prompt", "the", "--tokens", "20", "--temperature", "1.0", "--seed", seed]) == 0
+        found.append(capsys.readouterr().out)
+    assert found[0] == found[1] != found[2]
+
+
+def test_it_loads_an_adapters_folder(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(target_modules="all-linear", r=2))
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path)
+    assert main([str(tmp_path), "--prompt", "the", "--tokens", "5"]) == 0
+    assert capsys.readouterr().out == "the" + greedy(base, "the", 5) + "\n"  # a new adapter changes nothing
+
+
+def test_it_loads_a_checkpoint(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(finished / "runs/it/checkpoints/step-6"), "--prompt", "def ", "--tokens", "5"]) == 0
+    assert capsys.readouterr().out.startswith("def ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["{base}"], "--prompt: is missing"),
+        (["{empty}", "--prompt", "a"], "is no exported folder and no checkpoint; give one of them"),
+        (["{broken}", "--prompt", "a"], "cannot be loaded ("),
+        (["{bare}", "--chat", "--prompt", "a"], "has no chat template; leave it out"),
+        (["{base}", "--prompt", "a", "--tokens", "0"], "0 is not a whole number of 1 or more"),
+    ],
+)
+def test_mistakes_are_one_line(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], problem: str
+) -> None:
+    for name in ("empty", "broken", "bare"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{}")
+    AutoModelForCausalLM.from_pretrained(base).save_pretrained(tmp_path / "bare")
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path / "bare")
+    places = {"base": base, **{name: tmp_path / name for name in ("empty", "broken", "bare")}}
+    capsys.readouterr()  # the progress of what was loaded and saved here
+    assert main([argument.format(**places) for argument in arguments]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1
+    assert problem in errors[0]
+
+
+def test_an_adapter_of_a_masked_language_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/config.json").write_text('{"architectures": ["BertForMaskedLM"], "model_type": "bert"}')
+    for task, base in (("null", tmp_path / "base"), ('"SEQ_CLS"', "anywhere")):
+        (tmp_path / "adapter_config.json").write_text(f'{{"task_type": {task}, "base_model_name_or_path": "{base}"}}')
+        assert main([str(tmp_path), "--prompt", "the"]) == 2
+        assert "is an adapter of an encoder, which generates no text; use it in transformers" in capsys.readouterr().err

@@ -1,0 +1,288 @@
+"""Measure a model in FP32 for a few steps and propose a precision manifest from the measurements.
+
+    python -m tools.analyze --config FILE --out manifest.json [--steps 30] [--fp8 ERROR] [key.sub=value ...]
+
+A job of its own trains the config's first steps in FP32 on the config's own data and measures each region: the range of
+its activations, gradients and weights, and how far the gradient moves when it alone computes in BF16 or FP16. The
+manifest that follows is compared with FP32, uniform BF16 and uniform FP16 on held-out batches. It has to be closer to
+FP32 than uniform BF16, with at least one matmul in 16 bits; then it has to pass `tools.parity` over a few steps of
+the real job. Only then is it written. With --fp8 the linear layers that bear it compute in FP8: the most that keep the
+gradient error within ERROR, which takes the place of the comparison with uniform BF16. NAME.analysis.json has every
+number, NAME.png every region's range, NAME.parity/ the parity report. Exit code 0: written; 3: rejected (see
+NAME.rejected.json), or FP32 itself is not finite; 2: the command line or the config is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from config.batch import refuse_sharing
+from config.cli import Arguments, entry_point, positive_int, share
+from config.command_line import read_command_line
+from config.deepspeed.document import write_in_fp32
+from config.errors import UserError
+from config.launcher import as_launched
+from config.printable import line
+from config.redact import redact_arguments
+from config.resolved import Resolved
+from precision.manifest import load_manifest
+from tools.analyze.page import write_page
+from tools.analyze.plot import plot_ranges
+from tools.analyze.proposal import Limits, pattern_of
+from tools.jobs import add_processes_option, default_processes, error_line_of, launch
+from tools.parity.gate import gate
+from tools.parity.jobs import plan
+from tracking.jsonl import plain
+
+WRITTEN, CRASHED, REJECTED = 0, 1, 3
+_NO_MANIFEST = {"default": "fp32", "rules": []}
+
+
+def analyze(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Run the survey, judge its proposal, write and print. Raises UserError for a wrong option or config."""
+    out: Path = options.out
+    if not out.parent.is_dir():
+        raise UserError(f"--out {out}: there is no folder {out.parent}; make it, or name another")
+    limits = Limits(floor=options.floor, headroom=options.headroom, fp8=options.fp8)
+    given = _resolve(["--config", str(options.config), *overrides], options.processes)
+    # the manifest path, on which the survey measures, has neither slices of matrices nor of experts
+    refuse_sharing(given.batch, but=("sequence",), why="the manifest that is proposed needs {what} on each rank")
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        arguments = _fp32_arguments(options, overrides, work)
+        measured = {
+            "steps": options.steps,
+            "sequences": options.sequences,
+            "most_regions": options.most_regions,
+            "held_out": options.held_out,
+            "limits": asdict(limits),
+        }
+        log = out.with_suffix(".log")
+        found = work / "survey.json"
+        program = ("-m", "tools.analyze.survey", "--result", str(found), "--plan", json.dumps(measured), *arguments)
+        launch(program, processes=options.processes, log=log)
+        if not found.is_file():
+            print(f"the survey's job ended without a result: {error_line_of(log)} (see {log})", file=sys.stderr)
+            return CRASHED
+        result = json.loads(found.read_text(encoding="utf-8"))
+    if "error" in result:
+        raise UserError(result["error"])
+    if "failed" in result:
+        print(f"rejected: {result['failed']}", file=sys.stderr)
+        return REJECTED
+    result = {"config": str(options.config), "overrides": redact_arguments(list(overrides)), **measured, **result}
+    if options.parity_steps and rejection_reason(result) is None:
+        result["parity"] = _parity(options, overrides, result["proposal"])
+    return _publish(out, result)
+
+
+def _parity(options: argparse.Namespace, overrides: Sequence[str], proposal: dict[str, Any]) -> dict[str, Any]:
+    """The verdict of `tools.parity` on the manifest over the job's first steps, from the proposed loss scale."""
+    folder, steps = options.out.with_suffix(".parity").resolve(), options.parity_steps
+    folder.mkdir(exist_ok=True)
+    (folder / "manifest.json").write_text(json.dumps(proposal["manifest"], indent=2) + "\n", encoding="utf-8")
+    given = _resolve(["--config", str(options.config), *overrides], options.processes)
+    write_in_fp32(given.deepspeed_path, folder / "deepspeed.json")
+    arguments = [
+        *(f"evaluate.every_steps={steps}", "evaluate.batches=2", *overrides),
+        "run.hypothesis=The precision manifest that was proposed trains this model as FP32 does.",
+        *_on_the_manifest_path(folder / "manifest.json", folder / "deepspeed.json"),
+        *initial_scale(proposal["loss_scale"], given.config.precision.loss_scale.largest_scale),
+    ]
+    try:
+        found = gate(plan(str(options.config), arguments, folder=folder, steps=steps, processes=options.processes))
+    except UserError as error:  # the measurements so far are kept
+        found = {"verdict": "not judged", "failed": [str(error)]}
+    return {"verdict": found["verdict"], "failed": found["failed"], "steps": steps, "report": str(folder)}
+
+
+def initial_scale(scale: float | None, largest: float) -> list[str]:
+    """The override that starts a run at a proposed loss scale, a power of two; nothing where there is none.
+
+    largest: that the run's policy allows.
+    """
+    return [f"precision.loss_scale.initial={min(scale, largest):.0f}"] if scale else []
+
+
+def rejection_reason(result: dict[str, Any]) -> str | None:
+    """Why the proposal is rejected; None when its gradients are finite and closer to FP32 than uniform BF16's, it is
+    cheaper than uniform FP32, and it passes parity where that ran. With FP8 its error is within the limit instead, and
+    some of it computes in FP8."""
+    checked, in_16_bits = result["validation"], result["proposal"]["low_precision_share"]
+    error, bf16 = checked["proposal"]["error"], checked["uniform bf16"]["error"]
+    if not math.isfinite(error):
+        return "its gradients are not finite on held-out batches"
+    allowed = result["limits"]["fp8"]
+    if allowed and not result["proposal"]["fp8_share"] > 0:
+        return f"no module bears FP8 within a gradient error of {allowed:g}; give --fp8 a larger one"
+    if allowed and not error <= allowed:
+        return f"its gradient error {error:.3g} on held-out batches is beyond --fp8 {allowed:g}"
+    if not allowed and not error < bf16:
+        return f"its gradient error {error:.3g} is no smaller than uniform BF16's {bf16:.3g}"
+    if not in_16_bits > 0:
+        return "no matmul of it is in 16 bits"
+    parity = result.get("parity")
+    if parity and parity["failed"]:
+        return f"it does not pass tools.parity: {', '.join(parity['failed'])}; see {parity['report']}"
+    return None
+
+
+def table(result: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The head and a row for the regions of one pattern and dtype, the most sensitive first.
+
+    Sensitive to BF16; to FP8 where that was asked for, of which regions that cannot have it have no share.
+    """
+    choices, units = result["proposal"]["choices"], result["units"]
+    in_fp8 = bool(result["limits"]["fp8"])
+    everywhere = sum(map(_squared_in_fp8, units)) or 1.0
+    total = sum(unit["flops"] for unit in units) + result["other_flops"]
+    rows: dict[tuple[str, str], list[tuple[str, float, float]]] = {}
+    for unit in units:
+        count = len(unit["names"])
+        for name in unit["names"]:
+            row = rows.setdefault((pattern_of(name), choices[name]["compute"]), [])
+            share = _squared_in_fp8(unit) / everywhere if in_fp8 else choices[name]["sensitivity"]
+            row.append((name, share / count, unit["flops"] / count / total))
+    found = []
+    for (pattern, compute), members in rows.items():
+        what = pattern if len(members) > 1 else members[0][0]
+        error, flops = sum(member[1] for member in members), sum(member[2] for member in members)
+        found.append((error, what, len(members), compute, flops))
+    head = ("region", "count", "dtype", f"of {'FP8' if in_fp8 else 'BF16'}'s squared error", "of the FLOPs")
+    return [
+        head,
+        *(
+            (what, str(count), compute, f"{error:.1%}" if error or not in_fp8 else "-", f"{flops:.1%}")
+            for error, what, count, compute, flops in sorted(found, reverse=True)
+        ),
+    ]
+
+
+def _squared_in_fp8(unit: dict[str, Any]) -> float:
+    """The squared gradient error of a unit alone in FP8; 0 where it was not measured or is not finite."""
+    error = float(unit["errors"].get("fp8") or 0.0)
+    return error**2 if math.isfinite(error) else 0.0
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    width = max(len(row[0]) for row in rows)
+    return [
+        f"{region:<{width}}  {count:>5}  {dtype:<5}  {error:>23}  {flops:>12}"
+        for region, count, dtype, error, flops in rows
+    ]
+
+
+def verdict(result: dict[str, Any]) -> list[str]:
+    """Error and share of 16-bit FLOPs of the proposal, against both uniform dtypes."""
+    checked, proposal = result["validation"], result["proposal"]
+    lines = [
+        f"{name:<13} gradient error {found['error']:.3e} (whole vector {found['whole']:.3e}), worst "
+        f"{found['parameter_error']:.3e} in {found['parameter']}"
+        for name, found in checked.items()
+    ]
+    error, bf16, scale = checked["proposal"]["error"], checked["uniform bf16"]["error"], proposal["loss_scale"]
+    tried, one_by_one = result["tried"], result["regions_alone"]["bf16"]
+    together, uniform = tried["uniform bf16, FP32 ambient"], tried["uniform bf16"]
+    allowed = result["limits"]["fp8"]
+    bits = " or fewer" if allowed else ""
+    factor = f"a factor of {bf16 / (error or 1e-30):.1f}"
+    compared = f"against uniform BF16: parity error {error:.3e} for {bf16:.3e}, {factor}"
+    if allowed:
+        in_fp8 = f"{proposal['fp8_share']:.1%} of the matmul FLOPs in FP8"
+        compared = f"{in_fp8} at a gradient error of {error:.3e}, of {allowed:g} that are allowed"
+    return [
+        *lines,
+        f"BF16's regions one by one add up to {one_by_one:.3e}, together they have {together:.3e}, and "
+        f"{uniform:.3e} with everything between them in BF16 too",
+        compared,
+        f"against uniform FP32: {proposal['low_precision_share']:.1%} of the matmul FLOPs in 16 bits{bits} for 0%",
+        *([f"FP16 needs a loss scale: precision.loss_scale.initial={scale:.0f} fits"] if scale else []),
+    ]
+
+
+def _publish(out: Path, result: dict[str, Any]) -> int:
+    """Write the files, print the table and return the exit code."""
+    reason = rejection_reason(result)
+    out.with_suffix(".analysis.json").write_text(
+        json.dumps(plain(result | {"objection": reason}), indent=1) + "\n", encoding="utf-8"
+    )
+    plot_ranges(result, out.with_suffix(".png"))
+    target = out if reason is None else out.with_suffix(".rejected.json")
+    manifest = result["proposal"]["manifest"]
+    target.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    load_manifest(target)
+    rows = table(result)
+    write_page(out, result, reason=reason, verdict=verdict(result), regions=rows)
+    rules = [f"{rule['match']}: {rule['reason']}" for rule in manifest["rules"]]
+    print("\n".join(map(line, [*_aligned(rows), "", *rules, "", *verdict(result)])))
+    if "parity" in result:
+        parity = result["parity"]
+        print(f"tools.parity over {parity['steps']} steps: {parity['verdict']}; see {parity['report']}")
+    print(f"wrote {target}" if reason is None else f"rejected: {reason}; see {target}")
+    return WRITTEN if reason is None else REJECTED
+
+
+def _fp32_arguments(options: argparse.Namespace, overrides: Sequence[str], work: Path) -> list[str]:
+    """The command line of the same run on the manifest path with every region in FP32; its files go into `work`."""
+    given = ["--config", str(options.config), *overrides]
+    write_in_fp32(_resolve(given, options.processes).deepspeed_path, work / "deepspeed.json")
+    (work / "fp32.json").write_text(json.dumps(_NO_MANIFEST), encoding="utf-8")
+    arguments = [*given, *_on_the_manifest_path(work / "fp32.json", work / "deepspeed.json")]
+    _resolve(arguments, options.processes)
+    return arguments
+
+
+def _on_the_manifest_path(manifest: Path, deepspeed: Path) -> list[str]:
+    return [
+        *("precision.path=manifest", "precision.compute=fp32", f"precision.manifest={manifest}"),
+        *("precision.masters=fp32", f"deepspeed.config={deepspeed}", "model.kernels=torch", "faults=[]"),
+    ]
+
+
+def _resolve(arguments: list[str], processes: int) -> Resolved:
+    return read_command_line(arguments, as_launched(processes))
+
+
+def _count(text: str) -> int:
+    return 0 if text == "0" else positive_int(text)
+
+
+def _options() -> Arguments:
+    defaults = Limits()
+    parser = Arguments("python -m tools.analyze", __doc__, allow_abbrev=False)
+    parser.add_argument("--config", type=Path, required=True, help="run config")
+    parser.add_argument("--out", type=Path, required=True, help="manifest to write")
+    parser.add_argument("--steps", type=positive_int, default=30, help="FP32 training steps")
+    add_processes_option(parser)
+    parser.add_argument("--sequences", type=positive_int, default=2, help="sequences a process in one measurement")
+    parser.add_argument("--held-out", type=positive_int, default=2, help="global batches to validate on")
+    parser.add_argument("--parity-steps", type=_count, default=12, help="steps of tools.parity; 0 leaves it out")
+    parser.add_argument(
+        "--most-regions", type=positive_int, default=64, help="above it, patterns are measured instead of regions"
+    )
+    parser.add_argument("--floor", type=share, default=defaults.floor, help="smallest share of the FLOPs in 16 bits")
+    parser.add_argument(
+        "--fp8",
+        type=share,
+        default=defaults.fp8,
+        metavar="ERROR",
+        help="let linear layers compute in FP8, as many as keep the gradient error within this share, such as 0.1",
+    )
+    parser.add_argument("--headroom", type=float, default=defaults.headroom, help="margin below FP16's largest value")
+    return parser
+
+
+@entry_point()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    options, overrides = _options().parse_known_args(arguments)
+    options.processes = options.processes or default_processes()
+    return analyze(options, overrides)

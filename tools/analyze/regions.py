@@ -1,0 +1,136 @@
+"""One point of a survey: ranges, FLOPs and sensitivities of every region, on one batch, from the current masters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from data.loader import Batch
+from precision.manifest import can_be_fp8, find_regions
+from precision.observe import Observation
+from tools.analyze.gradients import Fp32Gradients
+from tools.analyze.proposal import Limits, Unit, largest_scale, pattern_of
+from tools.analyze.ranges import GradientMeter, OperandMeter, Ranges, Spread, merged
+from training.engine import Engine
+
+
+@dataclass(frozen=True)
+class Point:
+    """Measurements after one step; the same on every rank."""
+
+    step: int
+    spreads: dict[str, dict[str, Spread]]
+    flops: dict[str, int]
+    """Module name to forward matmul FLOPs on the main process."""
+    scale: float
+    """Loss scale of the FP16 measurements."""
+    errors: list[dict[str, float]]
+    """Of each unit, by dtype; fp8 only of linear layers, and where it is asked for."""
+    repeated: float
+    """Error of a second FP32 pass against the first: the device's own nondeterminism."""
+    casts: dict[str, dict[str, str]]
+    """Region to dtype to what it computed in instead of it, of those whose module or kernel casts by itself."""
+
+
+def units_of(engine: Engine, most_regions: int) -> list[Unit]:
+    """The matmul regions, one by one or by pattern, without measurements."""
+    names = [name for name, kind in find_regions(engine.model).items() if kind != "norm"]
+    grouped: dict[str, list[str]] = {}
+    for name in names:
+        grouped.setdefault(name if len(names) <= most_regions else pattern_of(name), []).append(name)
+    return [Unit(tuple(members), 0, {}) for members in grouped.values()]
+
+
+def measure(engine: Engine, batch: Batch, units: Sequence[Unit], *, step: int, limits: Limits) -> Point:
+    """Measure on this batch; every region must compute in FP32 now. A collective; changes no weight."""
+    model, world = engine.model, engine.world
+    kinds = find_regions(model)
+    ranges = Ranges(kinds, world.device)
+    with torch.no_grad(), OperandMeter(model, kinds, ranges) as operands:
+        for inputs, labels in batch.micro_batches(world.device):
+            engine.score(inputs, labels)
+    with GradientMeter(model, kinds, ranges):
+        reference = Fp32Gradients(engine, batch)
+    world.sum(ranges.counts)
+    rows = world.gather(ranges.maxima.reshape(-1))
+    ranges.maxima.copy_(rows.amax(0).reshape(ranges.maxima.shape))
+    spreads = ranges.spreads()
+    scale = largest_scale(spreads, limits)
+    repeated = reference.error().error
+    errors = []
+    for unit in units:
+        by_dtype = {}
+        bears = limits.fp8 > 0 and all(can_be_fp8(model, name) for name in unit.names)
+        for dtype in ("bf16", "fp16", "fp8") if bears else ("bf16", "fp16"):
+            with _in_dtype(engine, unit, dtype):
+                by_dtype[dtype] = reference.error(scale=scale if dtype == "fp16" else 1.0).error
+        errors.append(by_dtype)
+    flops = world.from_main(dict(operands.region_flops))
+    return Point(step, spreads, flops, scale, errors, repeated, _casts(engine, reference, units))
+
+
+def _casts(engine: Engine, reference: Fp32Gradients, units: Sequence[Unit]) -> dict[str, dict[str, str]]:
+    """What `Point.casts` has, seen in the passes of a training step: kernels are others without gradients or dropout.
+
+    A collective.
+    """
+    every = Unit(tuple(name for unit in units for name in unit.names), 0, {})
+    found: dict[str, dict[str, str]] = {}
+    for dtype in ("bf16", "fp16"):
+        with _in_dtype(engine, every, dtype), Observation(engine.model, with_inner=False) as seen:
+            reference.error()
+        for by_rank in engine.world.gather_objects({name: seen.computed.get(name, set()) for name in every.names}):
+            for name, computed in by_rank.items():
+                if computed - {dtype}:
+                    found.setdefault(name, {})[dtype] = " and ".join(sorted(computed))
+    return found
+
+
+@contextmanager
+def _in_dtype(engine: Engine, unit: Unit, dtype: str) -> Iterator[None]:
+    """Inside, only this unit's regions compute in `dtype`; everything else stays FP32."""
+    regions = engine.regions
+    assert regions is not None
+    for name in unit.names:
+        regions.set(name, dtype, "survey")
+    try:
+        yield
+    finally:
+        for name in unit.names:
+            regions.set(name, "fp32", "survey")
+
+
+def all_spreads(points: Sequence[Point]) -> dict[str, dict[str, Spread]]:
+    """By region and kind, the spread over all points."""
+    found: dict[str, dict[str, Spread]] = {}
+    for name in points[0].spreads:
+        kinds = dict.fromkeys(kind for point in points for kind in point.spreads[name])
+        found[name] = {
+            kind: merged(point.spreads[name][kind] for point in points if kind in point.spreads[name]) for kind in kinds
+        }
+    return found
+
+
+def all_casts(points: Sequence[Point]) -> dict[str, dict[str, str]]:
+    """By region and dtype, what it computed in instead at any of the points."""
+    found: dict[str, dict[str, str]] = {}
+    for point in points:
+        for name, by_dtype in point.casts.items():
+            found.setdefault(name, {}).update(by_dtype)
+    return found
+
+
+def summary(units: Sequence[Unit], points: Sequence[Point]) -> tuple[list[Unit], int]:
+    """Units with their FLOPs and the root mean square of their errors over the points; FLOPs outside of all regions."""
+    flops = points[-1].flops
+    measured = []
+    for index, unit in enumerate(units):
+        errors = {
+            dtype: (sum(point.errors[index][dtype] ** 2 for point in points) / len(points)) ** 0.5
+            for dtype in points[0].errors[index]
+        }
+        measured.append(Unit(unit.names, sum(flops.get(name, 0) for name in unit.names), errors))
+    return measured, sum(flops.values()) - sum(unit.flops for unit in measured)

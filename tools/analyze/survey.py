@@ -1,0 +1,232 @@
+"""The job of `tools.analyze`: train in FP32, and measure every region before, in the middle and after.
+
+Measured at each point, on one batch and the current masters: the range of every region (ranges.py), and the error of
+the whole gradient against FP32's when only one region computes in BF16, in FP16, or in FP8. From that follows a
+proposal (proposal.py), which is then compared with FP32, uniform BF16 and uniform FP16 on held-out batches.
+Everything uses DeepSpeed's own backward pass and reduction, so it works at every ZeRO stage.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from config.cli import CONFIG_ERROR, Arguments, entry_point
+from config.command_line import read_command_line
+from config.errors import UserError
+from config.resolved import Resolved
+from data.loader import Batch, Batches
+from modeling.build import count_parameters
+from precision.manifest import find_regions
+from tools.analyze.gradients import validate
+from tools.analyze.proposal import Limits, Proposal, Unit, largest_scale, propose, propose_fp8
+from tools.analyze.ranges import Spread
+from tools.analyze.regions import all_casts, all_spreads, measure, summary, units_of
+from training.engine import Engine
+from training.schedule import scheduled_rate
+from training.session import session
+
+WORTHWHILE = 0.95
+"""Factor on the error below which a costlier manifest is chosen."""
+FP8_ATTEMPTS = (1.5, 1.2, 1.0, 0.8, 0.6, 0.4)
+"""Factors on the allowed gradient error that proposals with FP8 are made for: the errors of regions together are not
+just those of each alone, so the first proposal that holds when it is measured is taken."""
+FP8_HELD_OUT = 0.9
+"""Share of the allowed gradient error that a proposal may have where it is made; all of it on held-out batches."""
+
+
+class NotFinite(Exception):
+    """A value of the FP32 run is not finite: there is no reference."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The extent of the measurements."""
+
+    steps: int
+    """FP32 training steps. Measured before the first, in the middle and after the last."""
+    sequences: int
+    """Sequences a process that one measurement takes; the held-out batches are whole."""
+    most_regions: int
+    """Number of regions above which sensitivity is measured once a pattern instead of once a region."""
+    held_out: int
+    """Global batches that the proposal is validated on."""
+    limits: Limits
+
+
+def survey(engine: Engine, batches: Batches, resolved: Resolved, plan: Plan) -> dict[str, Any]:
+    """Train, measure, propose and validate; plain types for the analysis file. A collective."""
+    units = units_of(engine, plan.most_regions)
+    assert engine.regions is not None
+    engine.regions.fp8 = replace(engine.regions.fp8, kernel="emulate")  # no kernel has been compared with it yet
+    points, losses = [], []
+    for step in range(plan.steps + 1):
+        batch = batches.next_step()
+        if step in (0, plan.steps // 2, plan.steps):
+            points.append(measure(engine, batch.first_sequences(plan.sequences), units, step=step, limits=plan.limits))
+            dtypes = "BF16, FP16 and FP8" if plan.limits.fp8 else "BF16 and FP16"
+            _print(engine, f"measured {len(units)} regions in {dtypes} after {step} steps")
+        if step < plan.steps:
+            losses.append(_train(engine, batch, resolved, step))
+    spreads, casts = all_spreads(points), all_casts(points)
+    measured, other_flops = summary(units, points)
+    given = {"other_flops": other_flops, "limits": plan.limits, "casts": casts}
+    decide = _decide_fp8 if plan.limits.fp8 else _decide
+    proposal, tried = decide(engine, batch.first_sequences(plan.sequences), measured, spreads, given)
+    held_out = [batches.next_step() for _ in range(plan.held_out)]
+    uniform = _uniform(largest_scale(spreads, plan.limits))
+    if plan.limits.fp8:
+        every = propose_fp8(measured, other_flops=other_flops, largest_error=math.inf, casts=casts)
+        uniform["all in fp8"] = _runnable(every)
+    checked = validate(engine, {"proposal": _runnable(proposal), **uniform}, held_out)
+    return {
+        "limits": asdict(plan.limits),
+        "proposal": asdict(proposal),
+        "units": [asdict(unit) for unit in measured],
+        "other_flops": other_flops,
+        "kinds": find_regions(engine.model),
+        "spreads": {name: {kind: asdict(spread) for kind, spread in found.items()} for name, found in spreads.items()},
+        "casts": casts,
+        "tried": tried,
+        "validation": checked,
+        "regions_alone": {
+            dtype: sum(errors.get(dtype, 0.0) ** 2 for errors in points[-1].errors) ** 0.5
+            for dtype in ("bf16", "fp16", *(["fp8"] if plan.limits.fp8 else []))
+        },
+        "fp16_scales": [point.scale for point in points],
+        "fp32_repeated": max(point.repeated for point in points),
+        "losses": losses,
+    }
+
+
+def _train(engine: Engine, batch: Batch, resolved: Resolved, step: int) -> float:
+    outcome = engine.forward_backward(batch, step=step + 1)
+    health = engine.health(outcome)
+    if not health.finite:
+        raise NotFinite(f"FP32 itself is not finite at step {step + 1}: loss {health.loss}")
+    engine.step(health, scheduled_rate(resolved.config, step))
+    return health.loss
+
+
+def _decide(
+    engine: Engine,
+    batch: Batch,
+    units: Sequence[Unit],
+    spreads: dict[str, dict[str, Spread]],
+    given: dict[str, Any],
+) -> tuple[Proposal, dict[str, float]]:
+    """The best of a few proposals, on a batch that was measured before; their errors and those of uniform dtypes.
+
+    Promotions to FP32 cost FLOPs, so they stay only when they lower the error by five percent. An FP32 ambient dtype
+    costs memory, so it is chosen only when a 16-bit one is no better than uniform BF16. given: what `propose` also
+    takes.
+    """
+    named = {
+        "16 bits": propose(units, spreads, promote=False, **given),
+        "promoted": propose(units, spreads, **given),
+        "promoted, FP32 ambient": propose(units, spreads, ambient="fp32", **given),
+    }
+    uniform = _uniform(largest_scale(spreads, given["limits"]))
+    fp32_ambient = {
+        f"{name}, FP32 ambient": (_everywhere(tree["default"]), scale) for name, (tree, scale) in uniform.items()
+    }
+    found = validate(engine, {name: _runnable(one) for name, one in named.items()} | uniform | fp32_ambient, [batch])
+    errors = {name: float(result["error"]) for name, result in found.items()}
+    best = "promoted" if errors["promoted"] < WORTHWHILE * errors["16 bits"] else "16 bits"
+    if errors[best] >= WORTHWHILE * errors["uniform bf16"]:
+        best = min(best, "promoted, FP32 ambient", key=lambda name: errors[name])
+    return named[best], errors
+
+
+def _decide_fp8(
+    engine: Engine,
+    batch: Batch,
+    units: Sequence[Unit],
+    spreads: dict[str, dict[str, Spread]],
+    given: dict[str, Any],
+) -> tuple[Proposal, dict[str, float]]:
+    """The proposal with the most FP8 whose measured error is allowed, on a batch that was measured before; the last one
+    where none is. All errors that were measured. given: as `_decide` has it."""
+    limits, also = given["limits"], {key: given[key] for key in ("other_flops", "casts")}
+    uniform = _uniform(largest_scale(spreads, limits))
+    candidates = uniform | {
+        **{f"{name}, FP32 ambient": (_everywhere(tree["default"]), scale) for name, (tree, scale) in uniform.items()},
+        "all in fp8": _runnable(propose_fp8(units, largest_error=math.inf, **also)),
+    }
+    errors = {name: float(one["error"]) for name, one in validate(engine, candidates, [batch]).items()}
+    for share in FP8_ATTEMPTS:
+        limit = share * limits.fp8
+        proposal = propose_fp8(units, largest_error=limit, **also)
+        name = f"fp8 for an error of {limit:.3g}"
+        errors[name] = float(validate(engine, {name: _runnable(proposal)}, [batch])[name]["error"])
+        if errors[name] <= FP8_HELD_OUT * limits.fp8:
+            break
+    return proposal, errors
+
+
+def _everywhere(dtype: str) -> dict[str, Any]:
+    return {"default": "fp32", "rules": [{"match": "*", "compute": dtype, "reason": "every region, nothing else"}]}
+
+
+def _runnable(proposal: Proposal) -> tuple[dict[str, Any], float]:
+    return proposal.manifest, proposal.loss_scale or 1.0
+
+
+def _uniform(scale: float) -> dict[str, tuple[dict[str, Any], float]]:
+    return {
+        "uniform bf16": ({"default": "bf16", "rules": []}, 1.0),
+        "uniform fp16": ({"default": "fp16", "rules": []}, scale),
+    }
+
+
+def _print(engine: Engine, text: str) -> None:
+    if engine.world.is_main:
+        print(text, flush=True)
+
+
+@entry_point(launched=True)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """One process of the job that `tools.analyze` starts; the main one writes the result."""
+    parser = Arguments("python -m tools.analyze.survey", __doc__)
+    parser.add_argument("--result", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--plan", type=json.loads, required=True, help="JSON of the plan")
+    options, rest = parser.parse_known_args(arguments)
+    resolved = read_command_line(rest)
+    plan = Plan(**options.plan | {"limits": Limits(**options.plan["limits"])})
+    try:
+        result = _run(resolved, plan)
+    except UserError as error:
+        result = {"error": str(error)}
+    except NotFinite as error:
+        result = {"failed": str(error)}
+    if resolved.rank == 0:
+        options.result.write_text(json.dumps(result), encoding="utf-8")
+    return CONFIG_ERROR if "error" in result else 0
+
+
+def _run(resolved: Resolved, plan: Plan) -> dict[str, Any]:
+    with session(resolved) as opened:
+        engine = opened.engine
+        return {
+            **survey(engine, opened.batches, resolved, plan),
+            "conditions": {
+                "model": type(engine.model).__name__,
+                "parameters": count_parameters(engine.model),
+                "processes": opened.world.world_size,
+                "zero_stage": engine.stage,
+                "device": str(opened.world.device.type),
+                "data_fingerprint": opened.corpus.fingerprint,
+                "torch": torch.__version__,
+            },
+        }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

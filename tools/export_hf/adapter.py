@@ -1,0 +1,230 @@
+"""An adapter as a folder of `peft`, or merged into its base.
+
+The merge is computed in FP32 from the masters, on the base in the dtype that the run computed it in, and rounded once.
+A base in 4 or 8 bits is the weights that its codes stand for; what the adapter does on those in its files is measured.
+A merge into 16 bits can undo a fine-tuning: an update smaller than half a unit in the last place of a weight is lost.
+So what is lost is measured: by layer, and on rows of the run's own data.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import PretrainedConfig, PreTrainedModel
+
+from config.errors import UserError, one_line
+from config.files import flush
+from config.schema import Config
+from config.task import model_class_of
+from modeling.adapter import adapter_config, base_name, peft_name, whole_modules
+from modeling.build import build_model
+from modeling.quantised_base import dequantise
+from precision.dtypes import DTYPES
+from tools.export_hf.gap import figures, figures_in_words, in_own_memory, row_gap, summary
+from tools.export_hf.rows import Row, rows_of_run
+from tools.export_hf.tensors import TensorsDiffer, rounded
+from training.checkpoint.partitions import SavedModel, SavedTensor
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+def write_adapter(
+    saved: SavedModel, config: Config, skeleton: PreTrainedModel, folder: Path, dtype: torch.dtype
+) -> None:
+    """The adapter's masters, rounded, and its config, as `peft` writes them. Raises TensorsDiffer.
+
+    skeleton: the base without values.
+    """
+    whole = whole_modules(trained(saved))
+    tensors: dict[str, torch.Tensor] = {}
+    for name in trained(saved):
+        value = rounded(name, saved.tensors[name].read(), dtype)
+        tensors |= dict.fromkeys(_names_in_file(name, skeleton, whole), value)
+    # of one weight with two names safetensors wants two tensors
+    own_memory = {key: tensor.clone(memory_format=torch.contiguous_format) for key, tensor in tensors.items()}
+    save_file(own_memory, folder / WEIGHTS, metadata={"format": "pt"})
+    flush(folder / WEIGHTS)
+    found = load_file(folder / WEIGHTS)
+    for key, tensor in tensors.items():
+        if key not in found or not torch.equal(found[key], tensor):
+            raise TensorsDiffer(f"{key} in {WEIGHTS} is not what was written")
+    own = adapter_config(config.adapter, model_class=model_class_of(config), whole=whole)
+    own.base_model_name_or_path, own.inference_mode = config.model.name_or_path, True
+    own.save_pretrained(folder)
+
+
+def _names_in_file(name: str, skeleton: PreTrainedModel, whole: list[str]) -> list[str]:
+    """Those of a trained parameter. `peft` asks for every name that one has in a module that is trained whole."""
+    first = [peft_name(name)]
+    module = next((one for one in whole if name.startswith(f"{one}.")), None)
+    if module is None:
+        return first
+    every, own = dict(skeleton.named_parameters(remove_duplicate=False)), base_name(name)
+    same = [key for key, value in every.items() if value is every[own] and key.startswith(f"{module}.")]
+    return list(dict.fromkeys([*first, *map(peft_name, same)]))
+
+
+def trained(saved: SavedModel) -> list[str]:
+    """Names of the trained parameters, those of a layer under its first name."""
+    return [name for name in saved.tensors if name not in saved.frozen]
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A merged model, and what rounding did to it."""
+
+    saved: SavedModel
+    """Its FP32 weights in place of a checkpoint's."""
+    facts: dict[str, Any]
+    tied: bool
+    """Whether its embedding and its output head are still one weight; a head that was trained as a copy is another."""
+
+
+@torch.no_grad()
+def merge(saved: SavedModel, config: Config, shape: PretrainedConfig, *, dtype: torch.dtype, corpus: Path) -> Merged:
+    """Base + adapter in FP32, whole in this process's memory.
+
+    shape: the config of the run's model. dtype: of the export, for the rounding error. corpus: the run's prepared data;
+    the error on its rows is left out where it is gone. Raises UserError when the base cannot be loaded or is another
+    one than the adapter was trained on.
+    """
+    from peft import get_peft_model
+
+    name, model_class = str(config.model.name_or_path), model_class_of(config)
+    base = _base(config, shape)
+    quantised = _as_computed(base, config, shape)
+    own = adapter_config(config.adapter, model_class=model_class, whole=whole_modules(trained(saved)))
+    wrapped = get_peft_model(base, own, autocast_adapter_dtype=False)
+    adapted: Any = wrapped.get_base_model()
+    parameters = dict(adapted.named_parameters())
+    for key in trained(saved):
+        if key not in parameters or parameters[key].shape != saved.tensors[key].shape:
+            raise UserError(f"{name}: has no {key} of the checkpoint's shape; it is another base than was trained on")
+        parameters[key].copy_(saved.tensors[key].read())
+    before = {layer: module.base_layer.weight.clone() for layer, module in _adapted_layers(adapted)}
+    model: Any = wrapped.merge_and_unload(safe_merge=True)
+    modules = dict(model.named_modules())
+    lost = {layer: _loss_of_rounding(weight, modules[layer].weight, dtype) for layer, weight in before.items()}
+    facts: dict[str, Any] = {
+        "layers": len(lost),
+        "lost by rounding": {layer: share for layer, (share, _) in sorted(lost.items(), key=lambda item: -item[1][0])},
+        "weights that did not change": sum(kept for _, kept in lost.values()) / max(len(lost), 1),
+    }
+    rows = rows_of_run(corpus, config)
+    facts |= _on_rows(model, dtype, rows)
+    if config.adapter.base != "compute":
+        facts |= {"base": config.adapter.base, "on the base in floats": _on_original(model, quantised, rows)}
+    tensors = {key: SavedTensor(value.shape, _read(value.detach())) for key, value in model.named_parameters()}
+    for key, value in model.named_parameters(remove_duplicate=False):  # two names of one weight, two tensors in a file
+        tensors.setdefault(key, SavedTensor(value.shape, value.detach().clone))
+    tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
+    return Merged(SavedModel(stage=saved.stage, ranks=saved.ranks, tensors=tensors), facts, tied)
+
+
+def _base(config: Config, shape: PretrainedConfig) -> Any:
+    """The base's files in the dtype that the run computes in, as FP32. Raises UserError."""
+    name, model_class = str(config.model.name_or_path), model_class_of(config)
+    options = {"dtype": DTYPES[str(config.precision.compute)], "trust_remote_code": config.model.trust_remote_code}
+    try:
+        # a head of the base's own with another number of labels is replaced by the adapter's
+        base = getattr(transformers, model_class).from_pretrained(
+            name, config=copy.deepcopy(shape), ignore_mismatched_sizes=True, **options
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.name_or_path = {name}: the base cannot be loaded ({one_line(error)})") from error
+    return in_own_memory(base.float())
+
+
+def _as_computed(base: Any, config: Config, shape: PretrainedConfig) -> dict[str, torch.Tensor]:
+    """Give a base in 4 or 8 bits the weights that its codes stand for, which the adapter was trained on, in place.
+
+    By the names of the layers, what was taken from each of the weights in the files. Raises UserError.
+    """
+    if config.adapter.base == "compute":
+        return {}
+    model = build_model(
+        config.model, copy.deepcopy(shape), seed=0, gather=lambda _: nullcontext(True), adapter=config.adapter
+    )
+    taken = {}
+    for name in dequantise(model, computed_in=DTYPES[str(config.precision.compute)]):
+        weight, stands_for = base.get_submodule(name).weight, model.get_submodule(name).weight
+        if type(base.get_submodule(name)).__name__ == "Conv1D":
+            stands_for = stands_for.T
+        taken[name] = weight - stands_for
+        weight.copy_(stands_for)
+    return taken
+
+
+def _on_original(model: PreTrainedModel, taken: dict[str, torch.Tensor], rows: Sequence[Row]) -> dict[str, float]:
+    """What changes in the log-probabilities where the same adapter is put on the weights in the files.
+
+    model: merged, FP32. taken: of `_as_computed`.
+    """
+    if not rows:
+        return {}
+    other: Any = copy.deepcopy(model.eval())
+    for name, difference in taken.items():
+        other.get_submodule(name).weight.add_(difference)
+    return _figures(summary([row_gap(model, other, row) for row in rows]))
+
+
+def _figures(found: dict[str, Any]) -> dict[str, float]:
+    return {key.removesuffix(" difference"): value for key, value in figures(found).items()}
+
+
+def words_of(facts: dict[str, Any], dtype: str) -> list[str]:
+    """What a merge lost, as lines for the console."""
+    worst = next(iter(facts["lost by rounding"].items()), ("", 0.0))
+    lines = [
+        f"merged {facts['layers']} layers in FP32; rounding to {dtype} lost {worst[1]:.2%} of the update of "
+        f"{worst[0]}, the most of any; {facts['weights that did not change']:.1%} of the adapted weights did not change"
+    ]
+    if "rows" in facts:
+        gap = figures_in_words({**facts, "largest difference": facts["largest"]})
+        lines.append(f"on {facts['rows']} rows, against base and adapter in FP32: {gap}")
+    if "base" in facts:
+        other = facts["on the base in floats"]
+        apart = f": KL {other['kl']:.3g} nats a token, largest {other['largest']:.3g}" if other else ""
+        lines.append(
+            f"merged into the weights that the codes of adapter.base = {facts['base']} stand for, which it was trained "
+            f"on; on those in the base's files the same adapter computes something else{apart}"
+        )
+    if worst[1] > 0.5:
+        lines.append("more than half of an update was lost: export in fp32 or fp16, or the adapter by itself")
+    return lines
+
+
+def _adapted_layers(model: Any) -> list[tuple[str, Any]]:
+    return [(name, module) for name, module in model.named_modules() if hasattr(module, "lora_A")]
+
+
+def _loss_of_rounding(base: torch.Tensor, merged: torch.Tensor, dtype: torch.dtype) -> tuple[float, float]:
+    """||round(W') - W'|| / ||W' - W||, and the share of weights whose rounded value is the base's."""
+    written = merged.to(dtype).float()
+    update = float((merged - base).double().norm())
+    error = float((written - merged).double().norm())
+    share = error / update if update else 0.0
+    return share, float((written == base.to(dtype).float()).double().mean())
+
+
+def _read(value: torch.Tensor) -> Any:
+    return lambda: value
+
+
+def _on_rows(model: PreTrainedModel, dtype: torch.dtype, rows: Sequence[Row]) -> dict[str, Any]:
+    """What rounding does to what the merged model says of these rows, computed in FP32."""
+    if not rows:
+        return {}
+    rounded = copy.deepcopy(model.eval())
+    for parameter in rounded.parameters():
+        parameter.copy_(parameter.to(dtype).float())
+    found = summary([row_gap(model, rounded, row) for row in rows])
+    return {"unit": found["unit"], "rows": found["rows"], **_figures(found)}

@@ -1,0 +1,179 @@
+"""The model card (README.md) of an exported model: training, precision, agreement with FP32, files and hashes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from config.markdown import code, fenced, table, text
+from config.task import CAUSAL_LM, MASKED_LM, SEQ2SEQ_LM, SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION
+
+_PIPELINES = {
+    CAUSAL_LM: "text-generation",
+    MASKED_LM: "fill-mask",
+    SEQ2SEQ_LM: "text2text-generation",
+    SEQUENCE_CLASSIFICATION: "text-classification",
+    TOKEN_CLASSIFICATION: "token-classification",
+}
+LONGEST_MANIFEST = 60
+"""[lines] A longer precision manifest is only in mantissa.json."""
+
+
+def model_card(facts: Mapping[str, Any]) -> str:
+    """Markdown with the hub's front matter. facts: the content of the export's `mantissa.json`.
+
+    A number that was not recorded is left out.
+    """
+    model, sections = facts["model"], []
+    sections.append(_front_matter(facts))
+    sections.append(
+        f"# {text(facts['run'])}\n\n{text(model['class'])} with {model['parameters']:,} parameters, "
+        f"{facts['export']['dtype']}, from step {facts['training']['step']} of the run {code(facts['run'])}."
+    )
+    if model["base"]:
+        sections.append(f"The run started from the weights of {code(model['base'])}.")
+    adapter = facts.get("adapter")
+    alone = adapter is not None and adapter["merged"] is None
+    example = _EXAMPLE.format(model["auto_class"])
+    if adapter is not None and alone:
+        causal = model["auto_class"] == CAUSAL_LM
+        labels = f", num_labels={len(adapter['labels']) or 1}" if adapter["labels"] is not None else ""
+        example = _ADAPTER_EXAMPLE if causal else _BASE_EXAMPLE.format(model["auto_class"], labels)
+        if adapter.get("base", "compute") != "compute":
+            example = _QUANTISED_EXAMPLES[adapter["base"]].format(adapter["double_quant"])
+    sections.append(f"```python\n{example}```")
+    if adapter is not None:
+        sections.append(_section("Adapter", {key: _listed(value) for key, value in adapter.items() if key != "merged"}))
+    sections.append(_section("Training", facts["training"]))
+    sections.append(_section("Data", facts["data"]))
+    sections.append(_precision(facts["precision"]))
+    sections.append(_parity(facts["parity"]))
+    sections.append(_gap(facts.get("train-inference gap"), facts["export"]["dtype"]))
+    sections.append(_section("Made with", {**facts["versions"], **facts["hardware"]}))
+    sections.append(_export(facts["export"]))
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+_EXAMPLE = """from transformers import {0}, AutoTokenizer
+
+model = {0}.from_pretrained(FOLDER, dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+"""
+
+
+_ADAPTER_EXAMPLE = """from peft import AutoPeftModelForCausalLM
+from transformers import AutoTokenizer
+
+model = AutoPeftModelForCausalLM.from_pretrained(FOLDER)
+tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+"""
+
+
+_QUANTISED_EXAMPLE = """from peft import AutoPeftModelForCausalLM
+from transformers import AutoTokenizer, BitsAndBytesConfig
+
+held = BitsAndBytesConfig({0})
+model = AutoPeftModelForCausalLM.from_pretrained(FOLDER, quantization_config=held)
+tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+"""
+_QUANTISED_EXAMPLES = {
+    "nf4": _QUANTISED_EXAMPLE.format('load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant={0}'),
+    "int8": _QUANTISED_EXAMPLE.format("load_in_8bit=True"),
+}
+"""By adapter.base."""
+
+
+_BASE_EXAMPLE = """from peft import PeftModel
+from transformers import {0}, AutoTokenizer
+
+base = {0}.from_pretrained(BASE{1})
+model = PeftModel.from_pretrained(base, FOLDER)
+tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+"""
+
+
+def _listed(value: Any) -> Any:
+    value = list(value.values()) if isinstance(value, Mapping) else value
+    return ", ".join(value) or None if isinstance(value, list | tuple) else value
+
+
+def _front_matter(facts: Mapping[str, Any]) -> str:
+    lines = [
+        "library_name: transformers",
+        f"pipeline_tag: {_PIPELINES[facts['model']['auto_class']]}",
+        f"tags: [mantissa, {json.dumps(facts['model']['type'])}]",
+    ]
+    if facts["model"]["base"]:
+        lines.append(f"base_model: {json.dumps(facts['model']['base'])}")
+    return "\n".join(["---", *lines, "---"])
+
+
+def _precision(precision: Mapping[str, Any]) -> str:
+    manifest = precision.get("manifest")
+    section = _section("Precision", {key: value for key, value in precision.items() if key != "manifest"})
+    if manifest is None:
+        return section
+    written = json.dumps(manifest, indent=1)
+    if len(written.splitlines()) > LONGEST_MANIFEST:
+        return section + "\n\nThe precision manifest is in `mantissa.json`."
+    return f"{section}\n\nThe precision manifest:\n\n{fenced(written, 'json').rstrip()}"
+
+
+def _parity(parity: Mapping[str, Any] | None) -> str:
+    if parity is None:
+        return "## Agreement with FP32\n\nNo parity report was given to this export."
+    lines = [*parity["lines"], "", "Measured by `python -m tools.parity`."]
+    lines += [f"Not the same conditions as this run: {text(difference)}." for difference in parity["differences"]]
+    rows = [
+        (check["name"], _text(check["measured"]), _text(check["bound"]), "yes" if check["passed"] else "**no**")
+        for check in parity["checks"]
+    ]
+    checks = table(("check", "measured", "bound", "passed"), rows)
+    return "## Agreement with FP32\n\n" + "\n".join(lines) + f"\n\n{checks.rstrip()}"
+
+
+def _gap(gap: Mapping[str, Any] | None, dtype: str) -> str:
+    if gap is None:
+        return ""
+    unit, of_rows = gap["unit"], ("rows", f"{gap['unit']}s", f"largest difference of the row's {gap['unit']}s")
+    measured = [key for key in ("kl", "largest kl", "difference", "largest difference") if key in gap]
+    keys = [*of_rows[:2], *measured, *of_rows[2:]]
+    facts = {key: gap[key] for key in keys if key in gap}
+    facts |= {f"{key}, of rounding alone": value for key, value in gap["of rounding alone"].items()}
+    facts |= {f"bound of the largest {name}": bound for name, bound in gap["bounds"].items()}
+    positions = [(where, _text(at["kl"]), _text(at["largest difference"])) for where, at in gap["by position"].items()]
+    modules = [(code(at["module"]), _text(at["own error"]), _text(at["output error"])) for at in gap["modules"]]
+    what = f"KL(masters || export) and differences of log-probabilities in nats a {unit}"
+    what = "Differences of the predicted numbers" if unit == "number" else what
+    by_position = "By position in the row, and the" if positions else "The"
+    return (
+        _section("Agreement of this export with the FP32 masters", facts)
+        + f"\n\n{what}; this model computes in {dtype}, the masters in FP32. {by_position} modules with the largest "
+        "relative errors:\n\n"
+        + (table(("position", "kl", "largest difference"), positions) + "\n" if positions else "")
+        + table(("module", "own error", "output error"), modules).rstrip()
+    )
+
+
+def _export(export: Mapping[str, Any]) -> str:
+    rows = [(code(name), code(digest)) for name, digest in export["files"].items()]
+    return (
+        f"## Files\n\n{export['compared']}\n\n`sha256sum -c SHA256SUMS` checks all files.\n\n"
+        + table(("file", "sha256"), rows).rstrip()
+    )
+
+
+def _section(title: str, facts: Mapping[str, Any]) -> str:
+    rows = [(text(name), _text(value)) for name, value in facts.items() if value is not None]
+    return f"## {title}\n\n{table(('', ''), rows).rstrip()}"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return text(value)

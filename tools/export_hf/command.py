@@ -1,0 +1,105 @@
+"""Turn a checkpoint into a Hugging Face model folder: safetensors, config, tokenizer, model card, hashes.
+
+    python -m tools.export_hf CHECKPOINT OUT --dtype bf16 [--merge-adapters] [--parity parity.json] [--force]
+        [--compare-logits [DATA]] [--largest-kl NATS] [--largest-difference NATS] [--push-to-hub REPO_ID]
+
+CHECKPOINT is a `checkpoints/step-N` folder of a run at any ZeRO stage and of any number of ranks; one process, no GPU.
+The masters are rounded to --dtype, once, to nearest even. Every tensor is compared with what else the checkpoint has of
+it before it is written, and read back after. --compare-logits measures the train-inference gap: how far the written
+model's log-probabilities, or the numbers it predicts, computed in --dtype, are from the masters'. OUT appears whole, by
+one rename; then it is uploaded where --push-to-hub asks for it. docs/export.md says more.
+
+Exit code 0: done. 2: it cannot be done, and why; an OUT that only could not be uploaded stays. 3: a tensor differs or
+is not finite, or the gap is above its bound; nothing was exported.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+from config.cli import Arguments, entry_point, not_negative, positive_int
+from config.deepspeed.resolve import Dtype
+from config.errors import UserError
+from config.printable import shown
+from config.version import VERSION
+
+TENSORS_DIFFER = 3
+
+
+@entry_point()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = Arguments("python -m tools.export_hf", __doc__)
+    parser.add_argument("checkpoint", type=Path, help="a checkpoints/step-N folder")
+    parser.add_argument("out", type=Path, help="folder to make")
+    parser.add_argument("--dtype", required=True, choices=sorted(get_args(Dtype)), help="dtype of the exported weights")
+    parser.add_argument("--parity", type=Path, help="parity.json whose verdict the model card is to give")
+    parser.add_argument("--run", type=Path, help="the run folder, where the checkpoint does not lie in it")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer folder, where the prepared data are gone")
+    parser.add_argument("--shard-size", default="5GB", help="largest file; one is in memory at a time (default 5GB)")
+    parser.add_argument("--merge-adapters", action="store_true", help="a whole model: base + adapter, added in FP32")
+    parser.add_argument(
+        "--compare-logits",
+        metavar="DATA",
+        nargs="?",
+        const="",
+        help="compare log-probabilities with the FP32 masters' on rows of DATA: a run config (.yaml) or a file of rows "
+        "or text; without DATA on the run's own held-out rows. Give it after OUT",
+    )
+    parser.add_argument("--compare-rows", type=positive_int, help="how many rows (default 8)")
+    parser.add_argument("--largest-kl", type=not_negative, help="largest KL allowed at any token or label [nats]")
+    parser.add_argument(
+        "--largest-difference",
+        type=not_negative,
+        help="largest difference of any log-probability allowed [nats], or of a predicted number",
+    )
+    parser.add_argument("--force", action="store_true", help="replace an exported model that is at OUT")
+    parser.add_argument(
+        "--push-to-hub", metavar="REPO_ID", help="upload OUT to this model repository of the Hugging Face hub"
+    )
+    parser.add_argument("--private", action="store_true", help="the repository has to be private")
+    options = parser.parse_args(arguments)
+    if options.private and not options.push_to_hub:
+        raise UserError("--private: says how to upload, and --push-to-hub is not given; give it too")
+    if options.compare_logits is None:
+        for name in ("compare_rows", "largest_kl", "largest_difference"):
+            if getattr(options, name) is not None:
+                raise UserError(f"--{name.replace('_', '-')}: is of --compare-logits, which is not given; give it too")
+    # Imported here so that --help and a mistyped option answer at once.
+    import transformers
+
+    from tools.export_hf import hub
+    from tools.export_hf.export import export, find_source
+    from tools.export_hf.gap import Bounds, Comparison
+    from tools.export_hf.tensors import TensorsDiffer
+    from training.checkpoint.retention import read_lock
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    comparison = None
+    if options.compare_logits is not None:
+        bounds = Bounds(kl=options.largest_kl, difference=options.largest_difference)
+        comparison = Comparison(options.compare_logits, options.compare_rows or Comparison.rows, bounds)
+    try:
+        source = find_source(options.checkpoint, run=options.run, tokenizer=options.tokenizer, parity=options.parity)
+        repo = hub.find_repo(options.push_to_hub, private=options.private) if options.push_to_hub else None
+        with read_lock(options.checkpoint):
+            facts = export(
+                source,
+                options.out,
+                dtype=options.dtype,
+                shard_size=options.shard_size,
+                force=options.force,
+                merged=options.merge_adapters,
+                comparison=comparison,
+            )
+        if repo:
+            what = f"Export step {facts['training']['step']} of {facts['run']} in {options.dtype} (Mantissa {VERSION})"
+            print(f"uploaded to {hub.upload(repo, options.out, message=what)}")
+    except TensorsDiffer as error:
+        print(f"error: {shown(error)}; nothing was exported", file=sys.stderr)
+        return TENSORS_DIFFER
+    return 0

@@ -1,0 +1,351 @@
+"""Turn a checkpoint into a Hugging Face model folder: safetensors, config, tokenizer, model card, hashes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shlex
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from config.errors import UserError, one_line
+from config.files import flush
+from config.load import load_config
+from config.redact import redact
+from config.schema import Config
+from config.task import ENCODER_TASKS, model_class_of
+from data.corpus import TOKENIZER
+from data.tokenizer import load_tokenizer, vocabulary_size
+from modeling.adapter import whole_modules
+from modeling.build import model_config
+from precision.dtypes import DTYPES
+from tools.export_hf import facts as export_facts
+from tools.export_hf.adapter import merge, trained, words_of, write_adapter
+from tools.export_hf.card import model_card
+from tools.export_hf.gap import Comparison, measure, of_masters, require_within
+from tools.export_hf.gap import words_of as gap_words
+from tools.export_hf.rows import Row, rows_of_data, rows_of_run
+from tools.export_hf.tensors import (
+    Tensors,
+    TensorsDiffer,
+    compare_with_second_copy,
+    parameter_count,
+    untie,
+    write_shards,
+)
+from tracking.jsonl import encode
+from tracking.run_dir import RunDir
+from tracking.summary import read_inputs
+from training.checkpoint.manifest import check_hashes, file_sha256, find_problem, read_state
+from training.checkpoint.partitions import SavedModel, open_saved_model
+from training.checkpoint.reader import Opener
+from training.tasks.shape import given_by_task
+
+DEEPSPEED = "deepspeed"
+"""Folder of a checkpoint that holds DeepSpeed's files."""
+FACTS, SUMS, CARD = "mantissa.json", "SHA256SUMS", "README.md"
+
+Log = Callable[[str], Any]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint, its run and its tokenizer."""
+
+    checkpoint: Path
+    run: RunDir
+    config: Config
+    environment: dict[str, Any]
+    tokenizer: Path
+    parity: Path | None
+    opener: Opener
+
+
+def export(
+    source: Source,
+    out: Path,
+    *,
+    dtype: str,
+    shard_size: str,
+    force: bool,
+    merged: bool = False,
+    comparison: Comparison | None = None,
+    log: Log = print,
+) -> dict[str, Any]:
+    """Write the folder `out`; the content of its mantissa.json.
+
+    A run's adapter is written as one of `peft`, or merged into its base. comparison: of its log-probabilities with the
+    masters'. Raises UserError for what the user can correct, TensorsDiffer when a tensor is not as expected, and
+    GapTooLarge; `out` is then as it was before.
+    """
+    adapted, remote_code = source.config.adapter.kind != "none", source.config.model.trust_remote_code
+    if merged and not adapted:
+        raise UserError(f"--merge-adapters: {source.run.config} has adapter.kind = none; leave it out")
+    if comparison is not None and adapted and not merged:
+        raise UserError("--compare-logits: an adapter by itself has no log-probabilities; add --merge-adapters")
+    _require_free(source.checkpoint, out, force=force)
+    _require_whole(source.checkpoint)
+    saved = open_saved_model(source.checkpoint / DEEPSPEED, source.opener)
+    try:
+        tokenizer = load_tokenizer(source.tokenizer)
+    except Exception as error:  # the Rust tokenizers raise plain Exception for a file that they cannot parse
+        reason = f"cannot be loaded ({one_line(error)})"
+        raise UserError(f"{source.tokenizer}: {reason}; give another tokenizer's folder with --tokenizer") from error
+    skeleton, shape = build_skeleton(source.config, tokenizer, dtype=DTYPES[dtype])
+    untie(skeleton, saved)
+    parity = export_facts.parity_facts(source.parity, source.config, source.environment) if source.parity else None
+    rows = _rows(source, comparison) if comparison is not None else []
+    started = time.perf_counter()
+    compared = compare_with_second_copy(saved)
+    corpus = source.tokenizer.parent
+    found = merge(saved, source.config, shape, dtype=DTYPES[dtype], corpus=corpus) if merged else None
+    if found is not None and not found.tied:
+        skeleton, shape = build_skeleton(source.config, tokenizer, dtype=DTYPES[dtype], untied=True)
+    tensors = None
+    if found is not None or not adapted:
+        tensors = Tensors(found.saved if found else saved, skeleton, DTYPES[dtype])
+    aside = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        try:
+            aside.mkdir(parents=True)
+            if tensors is None:
+                write_adapter(saved, source.config, skeleton, aside, DTYPES[dtype])
+                tokenizer.save_pretrained(aside)
+            else:
+                write_shards(tensors, aside, shard_size)
+                _write_settings(aside, source.config, shape, tokenizer)
+        except OSError as error:
+            raise UserError(f"{out}: cannot be written ({error.strerror or error}); choose another OUT") from error
+        if tensors is not None:
+            _require_loadable(aside, skeleton, source.config)
+        facts = _facts(source, saved, skeleton, dtype=dtype, compared=compared, parity=parity)
+        if adapted:
+            facts["adapter"] = {
+                **asdict(source.config.adapter),
+                "modules_to_save": whole_modules(trained(saved)),
+                "labels": _labels(source.config, shape),
+                "merged": found.facts if found else None,
+            }
+        if comparison is not None:
+            how: Any = {"model_class": model_class_of(source.config), "trust_remote_code": remote_code}
+            masters = of_masters(found.saved if found else saved, shape, **how)
+            facts["train-inference gap"] = gap = measure(masters, aside, rows, **how)
+            gap |= {"data": Path(comparison.data).name or "of the run", "bounds": asdict(comparison.bounds)}
+            for line in gap_words(gap, dtype):
+                log(line)
+            require_within(gap, comparison.bounds)
+        _seal(aside, facts)
+        _publish(aside, out)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    log(facts["export"]["compared"])
+    for line in words_of(found.facts, dtype) if found else ():
+        log(line)
+    log(f"exported {source.checkpoint} to {out} as {dtype} in {time.perf_counter() - started:.1f} s")
+    command = shlex.join(
+        ["python", "-m", "tracking.wandb.deliver", str(source.run.path), "--export", str(out), "--online"]
+    )
+    log(f"record it in wandb: {command}")
+    return facts
+
+
+def _rows(source: Source, comparison: Comparison) -> list[Row]:
+    if source.config.classify.kind == "regression" and comparison.bounds.kl is not None:
+        raise UserError("--largest-kl: the model predicts a number, which has no KL; bound it by --largest-difference")
+    if comparison.data:
+        return rows_of_data(comparison.data, source.config, source.tokenizer, comparison.rows)
+    rows = rows_of_run(source.tokenizer.parent, source.config, comparison.rows)
+    if not rows:
+        raise UserError(f"--compare-logits: the run's data are not in {source.tokenizer.parent}; name a file of data")
+    return rows
+
+
+def find_source(checkpoint: Path, *, run: Path | None, tokenizer: Path | None, parity: Path | None) -> Source:
+    """The source of an export. run: its run folder, where the checkpoint is not in RUN/checkpoints.
+
+    Raises UserError when the run's config or the tokenizer is missing.
+    """
+    try:
+        run_dir = RunDir(run or checkpoint.resolve().parent.parent)
+    except (OSError, RuntimeError) as error:  # pathlib has a RuntimeError for links that go round
+        raise UserError(f"{checkpoint}: cannot be read ({error}); give a checkpoints/step-N folder") from error
+    if not run_dir.config.is_file():
+        raise UserError(f"{checkpoint}: {run_dir.config} is not there; give the run folder with --run")
+    config = load_config(run_dir.config, [], None)
+    _, _, environment = read_inputs(run_dir)
+    if tokenizer is None:
+        folder = environment.get("data", {}).get("folder")
+        if folder is None:
+            raise UserError(f"{run_dir.environment}: has no data.folder; give the tokenizer's folder with --tokenizer")
+        tokenizer = Path(folder) / TOKENIZER
+    if not (tokenizer / "tokenizer.json").is_file():
+        raise UserError(f"{tokenizer}: holds no tokenizer.json; give the tokenizer's folder with --tokenizer")
+    return Source(checkpoint, run_dir, config, environment, tokenizer, parity, Opener.of(config.checkpoint))
+
+
+def build_skeleton(
+    config: Config, tokenizer: Any, *, dtype: torch.dtype, untied: bool = False
+) -> tuple[PreTrainedModel, PretrainedConfig]:
+    """The run's model on the meta device, and the config to write for it.
+
+    untied: its output head has a weight of its own, whatever the base's has.
+    """
+    section, model_class = config.model, model_class_of(config)
+    shape = model_config(
+        section,
+        vocab_size=vocabulary_size(tokenizer),
+        sequence_length=config.data.longest,
+        model_class=model_class,
+        given=given_by_task(config, tokenizer),
+    )
+    if untied:
+        shape.get_text_config().tie_word_embeddings = shape.tie_word_embeddings = False
+    with torch.device("meta"):
+        skeleton = getattr(transformers, model_class).from_config(
+            shape, dtype=torch.float32, trust_remote_code=section.trust_remote_code
+        )
+    skeleton.tie_weights()
+    shape = copy.deepcopy(shape)
+    shape.use_cache = config.task not in ENCODER_TASKS  # off for others only in training
+    shape.architectures = [type(skeleton).__name__]
+    shape.dtype = dtype
+    return skeleton, shape
+
+
+def _write_settings(folder: Path, config: Config, shape: PretrainedConfig, tokenizer: Any) -> None:
+    """config.json, the tokenizer, and generation_config.json for what generates.
+
+    A pretrained model's generation settings are kept.
+    """
+    section = config.model
+    if section.name_or_path is None:
+        shape.eos_token_id = tokenizer.eos_token_id
+        if config.task != "seq2seq":  # whose sources were padded with the token that is there
+            shape.pad_token_id = tokenizer.pad_token_id
+    shape.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if config.task in ENCODER_TASKS:
+        return
+    generation = None
+    if section.name_or_path is not None:
+        try:
+            generation = GenerationConfig.from_pretrained(section.name_or_path)
+        except OSError:
+            generation = None
+    if generation is None and config.task == "seq2seq":
+        generation = GenerationConfig.from_model_config(shape)
+    if generation is None:
+        ends = tokenizer.eos_token_id
+        generation = GenerationConfig(bos_token_id=shape.bos_token_id, eos_token_id=ends, pad_token_id=ends)
+    generation.save_pretrained(folder)
+
+
+def _require_loadable(folder: Path, skeleton: PreTrainedModel, config: Config) -> None:
+    """`from_pretrained` must find every parameter in the files, and nothing else. Loads no values."""
+    loaded: Any = getattr(transformers, model_class_of(config)).from_pretrained(
+        folder, device_map="meta", output_loading_info=True, trust_remote_code=config.model.trust_remote_code
+    )
+    found = loaded[1]
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        if found.get(kind):
+            names = ", ".join(sorted(map(str, found[kind]))[:3])
+            raise TensorsDiffer(f"from_pretrained would not load {type(skeleton).__name__} whole: {kind}: {names}")
+
+
+def _facts(
+    source: Source,
+    saved: SavedModel,
+    skeleton: PreTrainedModel,
+    *,
+    dtype: str,
+    compared: int,
+    parity: dict[str, Any] | None,
+) -> dict[str, Any]:
+    config, environment = source.config, source.environment
+    comparison = f"{compared} of {len(saved.tensors)} tensors were compared with a second copy ({saved.second_source})"
+    base = config.model.name_or_path
+    return {
+        "run": config.run.name,
+        "model": {
+            "class": type(skeleton).__name__,
+            "auto_class": model_class_of(config),
+            "type": skeleton.config.model_type,
+            "parameters": parameter_count(skeleton),
+            "base": export_facts.without_path(base) if base else None,
+            "frozen": sorted(saved.frozen),
+        },
+        "training": {"task": config.task, **export_facts.training_facts(source.run, source.checkpoint)},
+        "data": export_facts.data_facts(config, environment),
+        "precision": export_facts.precision_facts(config, source.run),
+        "parity": parity,
+        "versions": export_facts.version_facts(environment),
+        "hardware": export_facts.hardware_facts(environment),
+        "export": {"dtype": dtype, "compared": f"{comparison}; every file was read back and compared."},
+    }
+
+
+def _labels(config: Config, shape: PretrainedConfig) -> Mapping[Any, str] | None:
+    """Names of a classifier's labels by number, which the config of an adapter's base does not have.
+
+    Empty for a number to predict, None for a language model.
+    """
+    if config.task != "classify":
+        return None
+    return {} if config.classify.kind == "regression" else shape.id2label or {}
+
+
+def _seal(folder: Path, facts: dict[str, Any]) -> None:
+    """Hash the files, write facts and card, hash these too, and flush all to disk."""
+    facts["export"]["files"] = {path.name: file_sha256(path) for path in sorted(folder.iterdir())}
+    plain = redact(json.loads(encode(facts)))
+    (folder / FACTS).write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+    (folder / CARD).write_text(model_card(plain), encoding="utf-8")
+    sums = facts["export"]["files"] | {name: file_sha256(folder / name) for name in (FACTS, CARD)}
+    (folder / SUMS).write_text(
+        "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())), encoding="utf-8"
+    )
+    mode = (folder / CARD).stat().st_mode
+    for path in folder.iterdir():
+        path.chmod(mode)  # safetensors gives its files to their owner alone
+        flush(path)
+    flush(folder)
+
+
+def _publish(aside: Path, out: Path) -> None:
+    replaced = out.with_name(f".{out.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if out.exists():
+        out.rename(replaced)
+    aside.rename(out)
+    flush(out.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _require_free(checkpoint: Path, out: Path, *, force: bool) -> None:
+    if out.resolve().is_relative_to(checkpoint.resolve()) or checkpoint.resolve().is_relative_to(out.resolve()):
+        raise UserError(f"{out}: OUT and the checkpoint must not contain each other; choose another OUT")
+    if not out.exists():
+        return
+    if not force:
+        raise UserError(f"{out}: exists already; choose another OUT, or replace it with --force")
+    if not out.is_dir() or not ((out / SUMS).is_file() or not any(out.iterdir())):
+        raise UserError(f"{out}: is not an exported model (it has no {SUMS}); --force replaces only such a folder")
+
+
+def _require_whole(checkpoint: Path) -> None:
+    def check(manifest: dict[str, Any]) -> None:
+        check_hashes(checkpoint, manifest, manifest["files"])
+        read_state(checkpoint)
+
+    wrong = find_problem(checkpoint, check)
+    if wrong:
+        raise UserError(f"{checkpoint}: {wrong}; give a whole checkpoints/step-N folder")

@@ -1,0 +1,141 @@
+"""The facts in an exported model's card, read from the run folder and the checkpoint.
+
+A model card is shared more widely than a run folder, so facts are chosen by name: no host, no user, no local path.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from config.cli import REPOSITORY
+from config.errors import UserError
+from config.redact import redact
+from config.schema import Config
+from config.version import VERSION
+from tools.parity.report import verdict_lines
+from tracking.events import Event
+from tracking.jsonl import read_run_events, surviving
+from tracking.run_dir import RunDir
+from training.checkpoint.manifest import read_state
+
+_EXPORTED_WITH = ("torch", "transformers", "safetensors")
+
+
+def training_facts(run: RunDir, checkpoint: Path) -> dict[str, Any]:
+    """Counters, losses and the task's metrics up to the checkpoint. Losses in nats; None where nothing was recorded."""
+    progress = read_state(checkpoint)["progress"]
+    events = [event for event in _history(run) if event["step"] <= progress["step"]]
+    losses = [event["loss"] for event in events if event["event"] == "step"]
+    evals = [event for event in events if event["event"] == "eval"]
+    start = next((event for event in reversed(events) if event["event"] == "run_start"), {})
+    last = evals[-1] if evals else {}
+    parts = {f"loss, {name}": loss for name, loss in last.get("by_source", {}).items()}
+    return {
+        "step": progress["step"],
+        "applied": progress.get("applied"),
+        "skipped": progress.get("skipped"),
+        "tokens": progress.get("tokens"),
+        "first loss": losses[0] if losses else None,
+        "last loss": losses[-1] if losses else None,
+        "validation loss": last.get("loss"),
+        **{f"validation {name}": value for name, value in {**last.get("metrics", {}), **parts}.items()},
+        "validated after step": last.get("step"),
+        "incidents": sum(event["event"] == "incident" for event in events),
+        "processes": start.get("world_size"),
+        "hypothesis": start.get("hypothesis") or None,
+    }
+
+
+def precision_facts(config: Config, run: RunDir) -> dict[str, Any]:
+    """The configured dtypes, and the content of the manifest where there is one."""
+    precision, manifest = config.precision, None
+    if precision.path == "manifest" and precision.manifest:
+        try:
+            manifest = json.loads((REPOSITORY / precision.manifest).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            manifest = "deleted: " + Path(precision.manifest).name
+    start = next((event for event in reversed(_history(run)) if event["event"] == "run_start"), {})
+    regions = Counter((start.get("regions") or {}).values())
+    return {
+        "path": precision.path,
+        "compute": precision.compute,
+        "masters and moments": "fp32",
+        "gradients reduced in": precision.reduce,
+        "regions": ", ".join(f"{count} in {dtype}" for dtype, count in sorted(regions.items())) or None,
+        "ZeRO stage": start.get("zero_stage"),
+        "manifest": manifest,
+    }
+
+
+def data_facts(config: Config, environment: dict[str, Any]) -> dict[str, Any]:
+    """The training data, without local paths."""
+    data = config.data
+    return {
+        "source": f"hub: {data.path}" if data.source == "hub" else data.source,
+        "fingerprint": environment.get("data", {}).get("fingerprint"),
+        "tokenizer": without_path(data.tokenizer),
+        "sequence length": data.sequence_length,
+        "global batch": config.batch.global_size,
+        "seed": config.run.seed,
+    }
+
+
+def without_path(spec: str) -> str:
+    """A hub id or other name unchanged; of a local path only the last component."""
+    looks_local = spec.startswith(("/", ".", "~")) or Path(spec).exists()
+    return Path(spec).name if looks_local else spec
+
+
+def version_facts(environment: dict[str, Any]) -> dict[str, Any]:
+    """Versions of the packages and code that trained it, and of those that exported it."""
+    packages = {"mantissa": VERSION} | {name: version(name) for name in _EXPORTED_WITH}
+    exported = ", ".join(f"{name} {number}" for name, number in packages.items())
+    commit = (environment.get("git") or {}).get("commit")
+    return {**environment.get("versions", {}), "Mantissa commit": commit, "exported with": exported}
+
+
+def hardware_facts(environment: dict[str, Any]) -> dict[str, Any]:
+    """The device of the newest session."""
+    accelerator = environment.get("accelerator") or {}
+    return {"device": accelerator.get("device"), "devices": accelerator.get("devices")}
+
+
+def parity_facts(path: Path, config: Config, environment: dict[str, Any]) -> dict[str, Any]:
+    """The verdict of a `parity.json`, and the conditions in which it differs from this run.
+
+    Raises UserError when the file is not the report of a parity run.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        conditions = found["conditions"]
+        facts = {
+            "verdict": found["verdict"],
+            "checks": [
+                {key: check[key] for key in ("name", "measured", "bound", "passed")} for check in found["checks"]
+            ],
+            "lines": verdict_lines(found),
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"--parity {path}: not a parity.json ({type(error).__name__}); give the one that tools.parity wrote"
+        ) from error
+    own = {
+        "compute": config.precision.manifest or config.precision.compute,
+        "data": environment.get("data", {}).get("fingerprint"),
+        "sequence_length": config.data.sequence_length,
+        "global_batch": config.batch.global_size,
+    }
+    facts["differences"] = [
+        f"{key} was {conditions.get(key)} there and is {value} here"
+        for key, value in own.items()
+        if conditions.get(key) != value
+    ]
+    return redact(facts)
+
+
+def _history(run: RunDir) -> list[Event]:
+    return surviving(read_run_events(run.events)) if run.events.is_file() else []

@@ -1,0 +1,247 @@
+"""The train-inference gap: how far an export's log-probabilities are from those of the FP32 masters.
+
+Rounding weights is one part of it, computing in 16 bits the other. Both models read the same rows; log-probabilities
+are taken in FP64 from the logits of each. At every token: KL(masters || export) in nats over the vocabulary, the
+largest difference of any log-probability, and that of the token that follows in the row, whose exponential is the
+importance ratio of reinforcement learning. Of an encoder-decoder the tokens are those of a row's target, of a masked
+language model those that are hidden. A classifier has the same over its labels, for a text or at each word; of a number
+that is predicted there is its difference alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PretrainedConfig
+from transformers.initialization import no_init_weights
+
+from data.loader import IGNORED_LABEL
+from tools.export_hf.rows import ROWS, Row
+from tools.export_hf.tensors import TensorsDiffer, untie
+from tools.parity.outputs import OutputErrors
+from training.checkpoint.partitions import SavedModel
+
+_CHUNK = 64
+"""[tokens] Of which log-probabilities are in memory at once."""
+_MODULES = 5
+"""Modules that are named, those of the largest own error."""
+
+
+class GapTooLarge(TensorsDiffer):
+    """The export computes other log-probabilities or numbers than the masters do, by more than was allowed."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What is allowed at any token or label, or of any number; None: anything finite."""
+
+    kl: float | None = None
+    """[nats] Of KL(masters || export)."""
+    difference: float | None = None
+    """[nats] Of a log-probability; of a predicted number, in its unit."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `--compare-logits` and its further options ask for."""
+
+    data: str = ""
+    """A run config or a file (`rows_of_data`); empty: the run's own held-out data."""
+    rows: int = ROWS
+    bounds: Bounds = Bounds()
+
+
+@dataclass(frozen=True)
+class RowGap:
+    """Two models on one row, place by place, float64; inf where one is not finite."""
+
+    row: Row
+    difference: torch.Tensor
+    """(m,) [nats] The largest of any log-probability; of a number, its own, in its unit."""
+    kl: torch.Tensor
+    """(m,) [nats]; (0,) of a number, which has no probabilities."""
+    of_label: torch.Tensor
+    """(m or fewer,) [nats] Of the log-probability of the label, at the places that have one; (0,) of a number."""
+
+    @property
+    def size(self) -> torch.Tensor:
+        """(m,) What is largest where the models are furthest apart."""
+        return self.difference if self.row.unit == "number" else self.kl
+
+
+@torch.no_grad()
+def row_gap(exact: Any, found: Any, row: Row) -> RowGap:
+    """exact, found: models of one class with the same outputs, each in its own dtype."""
+    outputs = (model(**row.inputs).logits[0] for model in (exact, found))
+    ours, theirs = (values.reshape(-1, values.shape[-1]) for values in outputs)  # of a whole text there is one vector
+    if row.unit == "number":
+        difference = _finite((ours.double() - theirs.double()).abs()[:, 0])
+        return RowGap(row, difference, difference[:0], difference[:0])
+    parts: list[torch.Tensor] = []
+    for places, labels in zip(row.places.split(_CHUNK), row.labels.split(_CHUNK), strict=True):
+        p, q = (torch.log_softmax(logits[places].double(), dim=-1) for logits in (ours, theirs))
+        distance = (p - q).abs()
+        of_label = distance.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+        kl = (p.exp() * (p - q)).sum(dim=-1).clamp(min=0.0)
+        parts.append(torch.stack([kl, distance.amax(dim=-1), of_label], dim=1))
+    kl, difference, of_label = _finite(torch.cat(parts)).unbind(dim=1)
+    return RowGap(row, difference, kl, of_label[row.labels != IGNORED_LABEL])
+
+
+def _finite(values: torch.Tensor) -> torch.Tensor:
+    """The values, inf for those that are none."""
+    return values.nan_to_num(nan=math.inf, posinf=math.inf)
+
+
+def summary(gaps: Sequence[RowGap]) -> dict[str, Any]:
+    """Of several rows of one unit: mean and largest."""
+    unit, difference = gaps[0].row.unit, torch.cat([gap.difference for gap in gaps])
+    facts: dict[str, Any] = {"unit": unit, "rows": len(gaps), f"{unit}s": len(difference)}
+    if unit == "number":
+        return facts | {"difference": float(difference.mean()), "largest difference": float(difference.max())}
+    kl, of_label = torch.cat([gap.kl for gap in gaps]), torch.cat([gap.of_label for gap in gaps])
+    return facts | {
+        "kl": float(kl.mean()),
+        "largest kl": float(kl.max()),
+        "largest difference": float(difference.max()),
+        f"largest difference of the row's {unit}s": float(of_label.max()) if len(of_label) else 0.0,
+    }
+
+
+def figures(facts: Mapping[str, Any]) -> dict[str, float]:
+    """Of a summary, what is left without its rows: KL and the largest values."""
+    return {key: facts[key] for key in ("kl", "largest kl", "difference", "largest difference") if key in facts}
+
+
+def measure(
+    exact: Any, folder: Path, rows: Sequence[Row], *, model_class: str, trust_remote_code: bool
+) -> dict[str, Any]:
+    """The gap of an exported folder, which computes in its own dtype as `from_pretrained` loads it.
+
+    exact: the masters' model (`of_masters`), FP32. model_class: of config/task.py. `of rounding alone` is the same with
+    the export's weights computing in FP32. `modules`: on the row of the largest KL, or of the largest difference of a
+    number, by the error of the module's own output on the export's inputs, against FP32 (tools/parity/outputs.py).
+    """
+    auto = getattr(transformers, model_class)
+    found = in_own_memory(auto.from_pretrained(folder, dtype="auto", trust_remote_code=trust_remote_code)).eval()
+    gaps = [row_gap(exact, found, row) for row in rows]
+    worst = max(range(len(rows)), key=lambda number: float(gaps[number].size.max()))
+    facts = summary(gaps)
+    facts["worst"] = {"row": worst}
+    if _have_positions(gaps):
+        facts["worst"]["position"] = int(rows[worst].places[gaps[worst].size.argmax()])
+    facts["by position"] = dict(_by_position(gaps))
+    facts["modules"] = _modules(exact, found, rows[worst])
+    facts["of rounding alone"] = figures(summary([row_gap(exact, found.float(), row) for row in rows]))
+    return facts
+
+
+def in_own_memory(model: Any) -> Any:
+    """The model, its tensors copied: in a file's mapped memory they lie unaligned, and kernels add in another order."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
+    return model
+
+
+def of_masters(saved: SavedModel, shape: PretrainedConfig, *, model_class: str, trust_remote_code: bool) -> Any:
+    """The model of a checkpoint with its masters as weights, FP32, whole in this process's memory.
+
+    model_class: of config/task.py.
+    """
+    auto = getattr(transformers, model_class)
+    with no_init_weights():
+        model: Any = auto.from_config(shape, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    model.tie_weights()
+    untie(model, saved)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(saved.tensors[name].read())
+        buffers = dict(model.named_buffers())
+        for name, value in saved.buffers.items():
+            buffers[name].copy_(value)
+    return model.eval()
+
+
+def require_within(facts: Mapping[str, Any], bounds: Bounds) -> None:
+    """Raises GapTooLarge, naming the module of the largest own error, where a bound is broken or a value not finite."""
+    if facts["unit"] == "number":
+        nats, checks = "", [("difference of a number", "largest difference", bounds.difference)]
+    else:
+        nats, checks = " nats", [("KL", "largest kl", bounds.kl)]
+        checks.append(("difference of a log-probability", "largest difference", bounds.difference))
+    for what, key, bound in checks:
+        if not facts[key] <= (math.inf if bound is None else bound) or math.isinf(facts[key]):
+            module = next(iter(facts["modules"]), {"module": "no module", "own error": 0.0})
+            allowed = "is not finite" if math.isinf(facts[key]) else f"is above the bound {bound:g}"
+            where = ", ".join(f"{name} {number}" for name, number in facts["worst"].items())
+            raise GapTooLarge(
+                f"the largest {what} between export and masters, {facts[key]:.3g}{nats}, {allowed} (largest "
+                f"{checks[0][0]} in {where}); {module['module']} has the largest error of its own, "
+                f"{module['own error']:.2%}"
+            )
+
+
+def words_of(facts: Mapping[str, Any], dtype: str) -> list[str]:
+    """The gap as lines for the console."""
+    unit = facts["unit"]
+    seen = f"{facts['rows']} rows" + ("" if unit == "number" else f", {facts[f'{unit}s']} {unit}s")
+    line = f"{dtype} against the FP32 masters on {seen}: {figures_in_words(facts)}"
+    if unit != "number":
+        own = facts[f"largest difference of the row's {unit}s"]
+        line += f", of a {unit} of the rows {own:.3g}"
+    lines = [line, f"of rounding the weights alone: {figures_in_words({'unit': unit, **facts['of rounding alone']})}"]
+    positions = ", ".join(f"{where} {gap['kl']:.3g}" for where, gap in facts["by position"].items())
+    lines += [f"KL by position: {positions}"] if positions else []
+    named = [f"{entry['module']} {entry['own error']:.2%}" for entry in facts["modules"]]
+    return [*lines, "largest errors of modules' own outputs: " + ", ".join(named)]
+
+
+def figures_in_words(facts: Mapping[str, Any]) -> str:
+    """KL and the largest values of a summary."""
+    largest = facts["largest difference"]
+    if facts["unit"] == "number":
+        return f"predicted numbers differ by {facts['difference']:.3g} on average, {largest:.3g} at most"
+    return (
+        f"KL {facts['kl']:.3g} nats a {facts['unit']}, {facts['largest kl']:.3g} at most; largest difference of a "
+        f"log-probability {largest:.3g}"
+    )
+
+
+def _have_positions(gaps: Sequence[RowGap]) -> bool:
+    """Whether outputs are of places in a row, and not of the whole of it."""
+    return any(bool(gap.row.places.any()) for gap in gaps)
+
+
+def _by_position(gaps: Sequence[RowGap]) -> Iterator[tuple[str, dict[str, float]]]:
+    """By ranges of positions that double: 0, 1, 2-3, 4-7 and so on, of those that are compared."""
+    if not _have_positions(gaps):
+        return
+    kl, difference = torch.cat([gap.kl for gap in gaps]), torch.cat([gap.difference for gap in gaps])
+    places = torch.cat([gap.row.places for gap in gaps])
+    start, end, last = 0, 1, int(places.max())
+    while start <= last:
+        inside = (places >= start) & (places < end)
+        name = str(start) if min(end - 1, last) == start else f"{start}-{min(end - 1, last)}"
+        if inside.any():
+            yield name, {"kl": float(kl[inside].mean()), "largest difference": float(difference[inside].max())}
+        start, end = end, 2 * end
+
+
+def _modules(exact: Any, found: Any, row: Row) -> list[dict[str, Any]]:
+    errors = OutputErrors(exact, found)
+    with torch.no_grad(), errors.of_reference():
+        exact(**row.inputs)
+    with torch.no_grad(), errors.of_candidate():
+        found(**row.inputs)
+    measured = errors.measured()
+    worst = sorted(measured["order"], key=lambda name: -measured["own_error"][name])[:_MODULES]
+    return [
+        {"module": name, "own error": measured["own_error"][name], "output error": measured["output_error"][name]}
+        for name in worst
+    ]

@@ -1,0 +1,213 @@
+"""Text from a trained model: `python -m tools.generate MODEL --prompt TEXT`, or `--chat`.
+
+MODEL is an exported folder, an adapter's folder, or a checkpoints/step-N folder, which is exported to a temporary
+folder first (FP32, an adapter merged). --prompt continues TEXT, or where MODEL has an encoder answers it; with --chat
+it is a user's turn that the tokenizer's chat template renders, and without a TEXT the turns are read from the terminal,
+one a line, as one conversation. Greedy unless --temperature is given; one process, on a GPU where there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from config import json_text
+from config.cli import Arguments, entry_point, positive_int, positive_number
+from config.errors import UserError, one_line
+from config.printable import printable
+from config.schema import AdapterSection
+
+
+@entry_point()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    options = read_options(arguments)
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    with model_folder(options.model) as folder:
+        model, tokenizer = load(folder, dtype=options.dtype)
+        if options.chat and tokenizer.chat_template is None:
+            raise UserError(f"--chat: the tokenizer in {options.model} has no chat template; leave it out")
+        for answer in answers(model, tokenizer, options):
+            print(printable(answer), flush=True)
+    return 0
+
+
+def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line. Raises UserError."""
+    parser = Arguments("python -m tools.generate", __doc__)
+    parser.add_argument("model", type=Path, help="exported folder, adapter's folder or checkpoints/step-N folder")
+    parser.add_argument("--prompt", help="what to continue, or with --chat what the user says")
+    parser.add_argument("--chat", action="store_true", help="render turns with the chat template")
+    parser.add_argument("--tokens", type=positive_int, default=128, help="at most so many new ones (default 128)")
+    parser.add_argument("--temperature", type=positive_number, help="sample at this temperature (default: greedy)")
+    parser.add_argument("--seed", type=int, default=0, help="of sampling (default 0)")
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="to compute in")
+    options = parser.parse_args(arguments)
+    if options.prompt is None and not options.chat:
+        raise UserError("--prompt: is missing; give what to continue, or --chat")
+    return options
+
+
+@contextmanager
+def model_folder(given: Path) -> Iterator[Path]:
+    """`given`, or where it is a checkpoint a temporary export of it. Raises UserError."""
+    if (given / "config.json").is_file() or (given / "adapter_config.json").is_file():
+        yield given
+        return
+    if not (given / "deepspeed").is_dir():
+        raise UserError(f"{given}: is no exported folder and no checkpoint; give one of them")
+    from tools.export_hf.export import export, find_source
+    from training.checkpoint.retention import read_lock
+
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "model"
+        source = find_source(given, run=None, tokenizer=None, parity=None)
+        with read_lock(given):
+            adapted = source.config.adapter.kind != "none"
+            export(source, out, dtype="fp32", shard_size="5GB", force=False, merged=adapted, log=lambda text: None)
+        yield out
+
+
+def load(folder: Path, *, dtype: str) -> tuple[Any, Any]:
+    """The model in evaluation mode, on the device, and its tokenizer. Raises UserError."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+    from modeling.quantised_base import compute_as_inputs, settings
+    from precision.dtypes import DTYPES
+
+    _require_generative(folder)
+    try:
+        if (folder / "adapter_config.json").is_file():
+            from peft import AutoPeftModelForCausalLM, AutoPeftModelForSeq2SeqLM
+
+            answers = _settings(folder, "adapter_config.json").get("task_type") == "SEQ_2_SEQ_LM"
+            adapted = AutoPeftModelForSeq2SeqLM if answers else AutoPeftModelForCausalLM
+            section = _base_of(folder)
+            quantised = section.base != "compute"
+            further = {"quantization_config": settings(section)} if quantised else {}
+            model: Any = adapted.from_pretrained(str(folder), dtype=DTYPES[dtype], **further)
+            if quantised:
+                compute_as_inputs(model)
+        else:
+            auto = AutoModelForSeq2SeqLM if _has_encoder(folder) else AutoModelForCausalLM
+            model = auto.from_pretrained(str(folder), dtype=DTYPES[dtype])
+        tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    except UserError:
+        raise
+    except Exception as error:  # the Rust tokenizers raise plain Exception for a file that they cannot parse
+        raise UserError(f"{folder}: cannot be loaded ({one_line(error)}); export the checkpoint again") from error
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return model.to(device).eval(), tokenizer
+
+
+def _settings(folder: Path, file: str = "config.json") -> dict[str, Any]:
+    """A JSON file of the folder; nothing where it is not there, or damaged, which from_pretrained says."""
+    try:
+        found = json_text.parse((folder / file).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _base_of(folder: Path) -> AdapterSection:
+    """How the base of an exported adapter was held in training; in floats where nothing is said."""
+    facts = _settings(folder, "mantissa.json").get("adapter")
+    known = facts if isinstance(facts, dict) else {}
+    base, double = known.get("base"), known.get("double_quant") is True
+    if base == "nf4":
+        return AdapterSection(base="nf4", double_quant=double)
+    return AdapterSection(base="int8") if base == "int8" else AdapterSection()
+
+
+def _has_encoder(folder: Path) -> bool:
+    classes = _settings(folder).get("architectures") or []
+    return bool(_settings(folder).get("is_encoder_decoder")) and not str(classes).count("ForCausalLM")
+
+
+def _require_generative(folder: Path) -> None:
+    """Raises UserError for the folder of an encoder, which `from_pretrained` would load with a head that is drawn."""
+    adapter = _settings(folder, "adapter_config.json")
+    base = Path(str(adapter.get("base_model_name_or_path"))) if adapter else folder
+    encoder = next(
+        (name for name in map(str, _settings(base).get("architectures") or []) if name.endswith(_ENCODERS)), ""
+    )
+    if adapter and (encoder or adapter.get("task_type") not in (None, "CAUSAL_LM", "SEQ_2_SEQ_LM")):
+        raise UserError(f"{folder}: is an adapter of an encoder, which generates no text; use it in transformers")
+    if encoder:
+        raise UserError(f"{folder}: is a {encoder}, which generates no text; use it in transformers")
+
+
+_ENCODERS = ("ForSequenceClassification", "ForTokenClassification", "ForMaskedLM")
+
+
+def answers(model: Any, tokenizer: Any, options: argparse.Namespace) -> Iterator[str]:
+    """What the model adds to the prompt, or to each of the user's turns."""
+    if not options.chat:
+        reads = model.config.is_encoder_decoder
+        ids = tokenizer(options.prompt, add_special_tokens=reads).input_ids
+        answer = generate(model, tokenizer, ids or [tokenizer.eos_token_id], options)
+        yield answer if reads else options.prompt + answer
+        return
+    messages: list[dict[str, str]] = []
+    for said in [options.prompt] if options.prompt is not None else _typed():
+        messages.append({"role": "user", "content": said})
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        ids = tokenizer(text, add_special_tokens=model.config.is_encoder_decoder).input_ids
+        answer = generate(model, tokenizer, ids, options)
+        messages.append({"role": "assistant", "content": answer})
+        yield answer
+
+
+def generate(model: Any, tokenizer: Any, ids: list[int], options: argparse.Namespace) -> str:
+    """The new tokens as text, up to the end of the turn or of the document."""
+    import torch
+
+    from modeling.generate import can_cache
+
+    torch.manual_seed(options.seed)
+    given = torch.tensor([ids], device=model.device)
+    sampling = {"do_sample": False}
+    if options.temperature is not None:
+        sampling = {"do_sample": True, "temperature": options.temperature}
+    with torch.no_grad():
+        found = model.generate(
+            input_ids=given,
+            attention_mask=torch.ones_like(given),
+            max_new_tokens=options.tokens,
+            pad_token_id=tokenizer.eos_token_id,
+            use_cache=can_cache(model.config),
+            eos_token_id=_ends(tokenizer, chat=options.chat and not model.config.is_encoder_decoder),
+            **sampling,
+        )
+    new = found[0] if model.config.is_encoder_decoder else found[0, len(ids) :]
+    return str(tokenizer.decode(new, skip_special_tokens=True))
+
+
+def _ends(tokenizer: Any, *, chat: bool) -> list[int]:
+    """The end of a document, and in a chat every control token: one of them ends a turn, and none is part of one."""
+    return sorted({tokenizer.eos_token_id, *(tokenizer.all_special_ids if chat else ())})
+
+
+def _typed() -> Iterator[str]:
+    """Lines from the terminal or a pipe."""
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,463 @@
+"""A module's call in a run, and the same computed again on the reference's module, in any dtype.
+
+The reference is freshly built by transformers, never patched by the engine, by regions or by kernels. Its weights are
+the masters, rounded as the plan says. Modules inside return what they returned in the run.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from contextvars import Context
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.func import functional_call
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from modeling.tensor_parallel import Cut
+from precision import fp8_reference
+from precision.dtypes import DTYPES
+from precision.findings import tensors_of
+from precision.manifest import RegionKind, find_regions
+from precision.regions import Regions
+from precision.signature import ROUNDOFF_FP8, Kind
+from precision.tolerance import unit_roundoff
+from tools.parity.plain_flex import plain_flex
+
+MOST_VALUES = 2**22
+"""Of a linear layer's output, at most so many values are compared, those of evenly spread rows."""
+
+_KINDS: dict[RegionKind, Kind] = {
+    "matmul": "linear",
+    "attention": "attention",
+    "functional": "functional",
+    "norm": "norm",
+}
+
+
+_FLOATS = frozenset(DTYPES.values())
+_CASTS = (torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.half)
+
+
+@dataclass
+class Call:
+    """A module's call in the run."""
+
+    name: str
+    args: tuple
+    kwargs: dict[str, Any]
+    output: Any = None
+    inside: list[Call] = field(default_factory=list)
+    """The calls of modules inside, while it is wanted."""
+    versions: list[int] = field(default_factory=list)
+    """Of all tensors when it was called, then when it returned: one that has changed since is not what it was."""
+    came: dict[int, torch.Tensor] = field(default_factory=dict)
+    """The gradients that came to it in the backward pass, by the number of the output among its floats."""
+    made: dict[int, torch.Tensor] = field(default_factory=dict)
+    """The gradients that it made for what it got, by the number of the input among its floats."""
+    followed: bool = False
+    """Whether gradients are kept."""
+
+    def now(self) -> list[int]:
+        """`versions`, as they are now."""
+        return [tensor._version for tensor in tensors_of((self.args, self.kwargs, self.output))]
+
+
+@dataclass
+class Leaves:
+    """What a computation is differentiated for: the floats that it starts from, of what it got those that the run was.
+
+    Not a mask, for whose gradient torch takes another kernel of attention.
+    """
+
+    inputs: list[torch.Tensor] = field(default_factory=list)
+    returned: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    """What a module inside returned, by its place in `Call.inside`."""
+    own: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Parameters of the module, by their names in it."""
+    handed: dict[int, Any] = field(default_factory=dict)
+    """What came out of it: what a module inside gets, by its place."""
+
+    def of(self, tree: Any, found: list[torch.Tensor]) -> Any:
+        """`tree` with its floats as leaves, where they have a gradient, which are added to `found`."""
+
+        def take(value: Any) -> Any:
+            if not (isinstance(value, torch.Tensor) and value.is_floating_point()):
+                return value
+            found.append(value.detach().requires_grad_(value.requires_grad))
+            return found[-1]
+
+        return tree_map(take, tree)
+
+
+def again(
+    plan: Plan,
+    call: Call,
+    dtype: torch.dtype | None,
+    leaves: Leaves | None = None,
+    *,
+    code: Mapping[str, torch.nn.Module] | None = None,
+) -> dict[str, Any]:
+    """The call on the reference's module, in `dtype` or as the plan says: by part what came out.
+
+    leaves: filled, so that it can be differentiated. code: other modules by the same names, which are called with the
+    reference's weights and with their own buffers, without what checkpointing does around them.
+    """
+    # Outside of the run's context: in it transformers collects what modules make, as logits of routers, to return it.
+    return Context().run(_again, plan, call, dtype, leaves, code)
+
+
+def _again(
+    plan: Plan,
+    call: Call,
+    dtype: torch.dtype | None,
+    leaves: Leaves | None,
+    code: Mapping[str, torch.nn.Module] | None,
+) -> dict[str, Any]:
+    modules = plan.modules if code is None else code
+    module, name = modules[call.name], call.name
+    given: dict[str, Any] = {}
+    left: dict[str, deque[tuple[int, Call]]] = defaultdict(deque)
+    for number, inner in enumerate(call.inside):
+        left[inner.name].append((number, inner))
+
+    def returning(inside: str, original: Any) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not left[inside]:
+                return original(*args, **kwargs)
+            number, inner = left[inside].popleft()
+            given[_into(name, inside, given)] = (args, kwargs)
+            output = _converted(inner.output, dtype)
+            if leaves is None:
+                return output
+            leaves.handed[number], leaves.returned[number] = (args, kwargs), []
+            return leaves.of(output, leaves.returned[number])
+
+        return forward
+
+    with ExitStack() as stack:
+        for inside in list(left):
+            inner_module: Any = modules[inside]
+            stack.enter_context(_replaced_forward(inner_module, returning(inside, inner_module.forward)))
+        own = plan.tensors(name, dtype, without=tuple(f"{inside}." for inside in left))
+        stack.enter_context(plain_flex(module))
+        device = next((tensor.device.type for tensor in tensors_of((call.args, call.kwargs))), "cpu")
+        args, kwargs = _converted((call.args, call.kwargs), dtype)
+        if leaves is not None:
+            trained = {key for key, _ in module.named_parameters(remove_duplicate=False)}
+            leaves.own = {key: item.detach().requires_grad_() for key, item in own.items() if key in trained}
+            own |= leaves.own
+            args, kwargs = leaves.of((args, kwargs), leaves.inputs)
+        if dtype is None:
+            output = plan.call(name, module, own, args, kwargs, device)
+        else:
+            stack.enter_context(torch.autocast(device, enabled=False))
+            if dtype is torch.float64:
+                stack.enter_context(as_fp64())
+                stack.enter_context(_experts_one_by_one(module))
+            if code is not None:
+                named = module.named_parameters(remove_duplicate=False)
+                once = {id(item): key for key, item in named if key in own}  # one name of each that several share
+                parameters = {f"code.{key}": own[key] for key in once.values()}
+                output = (
+                    functional_call(_Bare(module), parameters, args, kwargs)
+                    if parameters
+                    else module.forward(*args, **kwargs)
+                )
+            else:
+                output = functional_call(module, own, args, kwargs)
+    return {"output": output, **given}
+
+
+class _Bare(torch.nn.Module):
+    """A module's forward, without what surrounds its call."""
+
+    def __init__(self, code: torch.nn.Module) -> None:
+        super().__init__()
+        self.code = code
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.code.forward(*args, **kwargs)
+
+
+class Plan:
+    """What the plan says of the dtype of each module."""
+
+    def __init__(
+        self,
+        reference: torch.nn.Module,
+        compute: torch.dtype,
+        regions: Regions | None,
+        cuts: Mapping[str, Cut] | None = None,
+        given: Mapping[str, tuple[int, list[int]]] | None = None,
+    ) -> None:
+        """cuts: how the run's ranks share parameters, by name. given: by module along which dimension
+        each has a slice of what it gets, and how large all are."""
+        self._cuts, self._given = cuts or {}, given if given is not None else {}
+        self.modules = dict(reference.named_modules())
+        self._kinds = find_regions(reference)
+        self._compute, self._regions = compute, regions
+        self._dtypes = regions.dtypes if regions else {}
+        find_head: Any = getattr(reference, "get_output_embeddings", lambda: None)
+        head = find_head()
+        self._heads = {name for name, module in self.modules.items() if head is not None and module is head}
+
+    @property
+    def computes_in_fp32(self) -> bool:
+        """Whether the run itself is in FP32 throughout."""
+        return self._regions is None and self._compute == torch.float32
+
+    @property
+    def has_regions(self) -> bool:
+        """Whether modules have dtypes of their own: the manifest path."""
+        return self._regions is not None
+
+    @property
+    def head(self) -> str | None:
+        """The output embedding."""
+        return next(iter(self._heads), None)
+
+    def computes_as_default(self, name: str) -> bool:
+        """Whether a module has no dtype of its own."""
+        regions = self._regions
+        return regions is None or self._dtypes.get(name, regions.manifest.default) == regions.manifest.default
+
+    def roundoff_of_gradient(self, name: str, planned: torch.Tensor) -> float:
+        """`roundoff` of the backward pass, in which FP8 may be another format. name: also of no module."""
+        fp8 = self._regions is not None and self._dtypes.get(name) == "fp8"
+        if fp8 and self._regions is not None and self._regions.fp8.gradient == "e5m2":
+            return 2 * ROUNDOFF_FP8
+        return self.roundoff(name, planned) if name in self.modules else unit_roundoff(planned.dtype)
+
+    def kind(self, name: str) -> Kind:
+        module = self.modules[name]
+        if name in self._kinds:
+            return _KINDS[self._kinds[name]]
+        words = type(module).__name__
+        if "Rotary" in words:
+            return "rotary"
+        if isinstance(module, torch.nn.Embedding):
+            return "embedding"
+        return "activation" if next(module.children(), None) is None else "composite"
+
+    def width(self, name: str) -> int:
+        """Values that share a statistic: those of a head of attention; 0 for the last dimension."""
+        if name not in self.modules or self.kind(name) != "attention":
+            return 0
+        head = getattr(self.modules[name], "head_dim", 0)
+        return head if isinstance(head, int) else 0
+
+    def roundoff(self, name: str, planned: torch.Tensor) -> float:
+        """u of the coarsest that a module rounds to. planned: what it made in the plan's dtype."""
+        compute = self._compute
+        if self._regions is not None:
+            region = self._dtypes.get(name, self._regions.manifest.default)
+            if region == "fp8":
+                return ROUNDOFF_FP8
+            compute = DTYPES[region]
+        return max(unit_roundoff(compute), unit_roundoff(planned.dtype))
+
+    def tensors(self, name: str, dtype: torch.dtype | None, *, without: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        """A module's parameters and buffers, rounded as the plan says; in `dtype`, where that is given.
+
+        without: modules inside that are not run, and what their names begin with.
+        """
+        module, found = self.modules[name], {}
+        for key, parameter in module.named_parameters(remove_duplicate=False):
+            full = f"{name}.{key}" if name else key
+            if full.startswith(without):
+                continue
+            rounded = (
+                parameter.to(self._weights(full.rpartition(".")[0])) if parameter.is_floating_point() else parameter
+            )
+            found[key] = rounded if dtype is None else _converted(rounded, dtype)
+        if dtype is not None:
+            found |= {key: _converted(item, dtype) for key, item in module.named_buffers()}
+        return found
+
+    def _weights(self, owner: str) -> torch.dtype:
+        if self._regions is None:
+            return self._compute
+        compute = self._dtypes.get(owner, "fp32")
+        return torch.float32 if compute == "fp8" else DTYPES[compute]
+
+    def call(self, name: str, module: Any, own: Any, args: tuple, kwargs: dict[str, Any], device: str) -> Any:
+        """A module in plain torch and the plan's dtypes, as `precision.regions` has them; FP8 by its definition."""
+        regions = self._regions
+        if regions is None:
+            with torch.autocast(device, enabled=False):
+                return self._by_ranks(name, module, own, args, kwargs)
+        compute = self._dtypes.get(name)
+        if compute is None:
+            with _autocast(device, regions.manifest.default):
+                return functional_call(module, own, args, kwargs)
+        ambient = DTYPES[regions.ambient_of(name)]
+        if compute == "fp8":
+            given = args[0] if args else kwargs["input"]
+            return fp8_reference.linear(given, own["weight"], own.get("bias"), ambient=ambient, section=regions.fp8)
+        dtype, kind = DTYPES[compute], self._kinds[name]
+        given = next((item.dtype for item in tensors_of((args, kwargs)) if item.is_floating_point()), dtype)
+        if kind in ("norm", "functional") or compute == "fp32":
+            args, kwargs = _converted((args, kwargs), dtype)
+        with _autocast(device, "fp32" if kind == "norm" else compute):
+            output = self._by_ranks(name, module, own, args, kwargs)
+        if name in self._heads:
+            return output
+        return _converted(output, given if kind == "norm" else ambient)
+
+    def _by_ranks(self, name: str, module: Any, own: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A module's result, of what each rank that has a slice of it makes."""
+        how = self._cuts.get(f"{name}.weight")
+        if how is not None:
+            return _by_slices(how, own, args[0] if args else kwargs["input"])
+        if name in self._given and self.kind(name) == "norm":  # of heads: each sums up the gradient of its own
+            dim, sizes = self._given[name]
+            parts = args[0].split(sizes, dim)
+            return torch.cat([functional_call(module, own, (part, *args[1:]), kwargs) for part in parts], dim)
+        return functional_call(module, own, args, kwargs)
+
+
+def _by_slices(how: Cut, own: Any, given: torch.Tensor) -> torch.Tensor:
+    """A linear layer of ranks that share its weight: sums over them are of what each has rounded.
+
+    Forwards where each has some of the columns, and backwards, of the gradients of what it got, where it has rows.
+    """
+    weights, bias = own["weight"].split(how.sizes, how.dimension), own.get("bias")
+    if how.dimension == 0:
+        biases = bias.split(how.sizes) if bias is not None else [None] * len(weights)
+        return torch.cat([functional.linear(given, *both) for both in zip(weights, biases, strict=True)], -1)
+    parts = zip(given.split(how.sizes, -1), weights, strict=True)
+    output = sum(functional.linear(values, weight) for values, weight in parts)
+    assert isinstance(output, torch.Tensor)
+    return output if bias is None else output + bias
+
+
+class as_fp64(TorchFunctionMode):
+    """What asks for another float inside gets FP64: a norm's statistics, a softmax, a rotary table, a narrowing."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in _CASTS:
+            return args[0].double()
+        args, kwargs = tree_map(
+            lambda item: torch.float64 if isinstance(item, torch.dtype) and item in _FLOATS else item,
+            (args, kwargs or {}),
+        )
+        if function is functional.rms_norm and len(args) < 4 and kwargs.get("eps") is None:
+            kwargs["eps"] = torch.finfo(torch.float32).eps  # which is what it is where 16 bits are computed, too
+        return function(*args, **kwargs)
+
+
+@contextmanager
+def _replaced_forward(module: torch.nn.Module, forward: Any) -> Iterator[None]:
+    before = module.__dict__.get("forward")
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = before
+
+
+@contextmanager
+def _experts_one_by_one(module: Any) -> Iterator[None]:
+    """Without grouped matmuls, which do not take FP64."""
+    config, key = getattr(module, "config", None), "_experts_implementation"
+    before = getattr(config, key, None)
+    if before is None:
+        yield
+        return
+    setattr(config, key, "eager")
+    try:
+        yield
+    finally:
+        setattr(config, key, before)
+
+
+def _autocast(device: str, compute: str) -> torch.autocast:
+    enabled = compute != "fp32"
+    return torch.autocast(device, dtype=DTYPES[compute] if enabled else None, enabled=enabled, cache_enabled=False)
+
+
+def parts_of(call: Call) -> dict[str, Any]:
+    """By part what the run made: its output, and what it handed to each call inside."""
+    found: dict[str, Any] = {}
+    for inner in call.inside:
+        found[_into(call.name, inner.name, found)] = (inner.args, inner.kwargs)
+    return {"output": call.output, **found}
+
+
+def _into(name: str, inside: str, known: Collection[str]) -> str:
+    """What the input of a module inside is called; `known` has those before."""
+    part = f"into {inside.removeprefix(f'{name}.')}"
+    number = next(
+        number for number in itertools.count(1) if (part if number == 1 else f"{part} #{number}") not in known
+    )
+    return part if number == 1 else f"{part} #{number}"
+
+
+def fewer_rows(call: Call) -> Call:
+    """A linear layer's call on as many rows as make MOST_VALUES."""
+    given, output = call.args[0] if call.args else None, call.output
+    if given is None or not isinstance(output, torch.Tensor) or output.numel() <= MOST_VALUES:
+        return call
+    every = -(-output.numel() // MOST_VALUES)
+    rows = given.reshape(-1, given.shape[-1])[::every]
+    return Call(call.name, (rows, *call.args[1:]), call.kwargs, output.reshape(-1, output.shape[-1])[::every])
+
+
+def rounded(call: Call) -> Call:
+    """The call in FP64, every number of it and of what came to it off by FP32's unit roundoff, up or down by chance."""
+    u, generators = unit_roundoff(torch.float32), dict[torch.device, torch.Generator]()
+
+    def off(value: Any) -> Any:
+        if not (isinstance(value, torch.Tensor) and value.is_floating_point()):
+            return value
+        if value.device not in generators:
+            generators[value.device] = torch.Generator(value.device).manual_seed(0)
+        up = torch.randint(2, value.shape, generator=generators[value.device], device=value.device)
+        return (value.detach().double() * (1 + u * (2 * up - 1))).requires_grad_(value.requires_grad)
+
+    inside = [
+        replace(inner, output=tree_map(off, inner.output), made=tree_map(off, inner.made)) for inner in call.inside
+    ]
+    args, kwargs, came = tree_map(off, (call.args, call.kwargs, call.came))
+    return replace(call, args=args, kwargs=kwargs, came=came, inside=inside)
+
+
+def terms_of(kind: Kind, call: Call) -> int:
+    """Terms of the longest sum in a module, from the tensor it gets.
+
+    For a rotary table the square of the positions: its angle has FP32's error times the position.
+    """
+    given = next((item for item in floats_of((call.args, call.kwargs)) if item.dim() > 1), None)
+    if given is None or kind in ("embedding", "activation"):
+        return 1
+    if kind == "rotary":
+        return given.shape[-2] ** 2
+    if kind == "attention":
+        return max(given.shape[-2:])
+    return given.shape[-1]
+
+
+def floats_of(tree: Any) -> list[torch.Tensor]:
+    """The floating-point tensors of a tree, in order."""
+    return [tensor for tensor in tensors_of(tree) if tensor.is_floating_point()]
+
+
+def _converted(tree: Any, dtype: torch.dtype | None) -> Any:
+    """A copy with all floating-point tensors in `dtype`; in their own without one."""
+
+    def convert(value: Any) -> Any:
+        if not (isinstance(value, torch.Tensor) and value.is_floating_point()):
+            return value
+        return value.to(dtype or value.dtype, copy=True)  # some modules work in place
+
+    return tree_map(convert, tree)

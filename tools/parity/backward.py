@@ -1,0 +1,381 @@
+"""The backward pass of a step's first micro-batch, module by module, and of the loss: what is computed again of it.
+
+As soon as the pass is over each module of the reference is called on what the run's got, in FP64, in FP32 and in the
+dtype that the plan says, and differentiated with the gradients that came to the run's module. Compared is what it
+makes of them: the gradients of what it got, of what those inside returned, and of its own parameters. Those inside take
+part by what they did in the run: what they returned, and the gradients that they made for what they got.
+
+The loss is one more module, `(loss)`: the model's own code after its output embedding, and the objective. Where the
+engine computes it in chunks the embedding is part of it, since no logits are kept. The run's own model and loss are
+called once more in FP32, too (`tools.parity.own_code`).
+
+Gradients of parameters are those of the whole micro-batch, so that one that several modules share, or one module in
+several calls, is left out. Everything that was seen is kept until the pass is over: about as much memory as the
+activations of the micro-batch take without recomputation, and their gradients.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from modeling.objectives.label_prediction import LabelPrediction
+from modeling.objectives.objective import Forward, Objective, Scored
+from precision.manifest import is_router
+from precision.signature import FIELDS, GRADIENT, Kind, sums_of
+from tools.parity.again import Call, Leaves, Plan, again, as_fp64, fewer_rows, rounded, terms_of
+from tools.parity.own_code import own_code
+from tools.parity.partial_sums import Walk, walks
+from tools.parity.slices import Slices
+
+LOSS = "(loss)"
+_Gradients = dict[str, torch.Tensor]
+
+
+class OwnLoss(Protocol):
+    """How a run computes the loss of a micro-batch."""
+
+    def __call__(
+        self, inputs: dict[str, Any], labels: torch.Tensor, gradient_scale: torch.Tensor, *, forward: Forward
+    ) -> Scored:
+        """By this forward pass of its model. gradient_scale: the gradient that the loss will receive."""
+
+
+class Backward:
+    """What a run's backward pass did, of the calls that `enter` and `leave` were told of."""
+
+    def __init__(self, plan: Plan, candidate: torch.nn.Module, slices: Slices) -> None:
+        self._plan, self._slices = plan, slices
+        self._candidate = dict(candidate.named_modules())
+        named = list(candidate.named_parameters(remove_duplicate=False))
+        owners = Counter(id(parameter) for _, parameter in named)
+        self._trained = {name: item for name, item in named if item.requires_grad}
+        self._shared = {name for name, item in named if owners[id(item)] > 1}
+        self._uses: Counter[str] = Counter()
+        self._calls: list[Call] = []
+        self._of_parameters: _Gradients = {}
+        self._began = False
+        self._whole: Call | None = None
+        self._loss: tuple[Objective, dict[str, Any], torch.Tensor] | None = None
+        self._own_loss: OwnLoss | None = None
+        self._made_loss: torch.Tensor | None = None
+        self._of_loss: torch.Tensor | None = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around the passes."""
+        with ExitStack() as stack:
+            for name, parameter in self._trained.items():
+                stack.callback(parameter.register_hook(partial(self._of_parameter, name)).remove)
+            yield
+
+    def use(self, name: str) -> None:
+        """Before each call of a module, whether it is followed or not: its parameters' gradients are sums over all."""
+        self._uses[name] += torch.is_grad_enabled() and not self._began
+
+    def enter(self, call: Call) -> None:
+        """Before a call: what it gets is replaced by views of it, whose gradients are this call's alone."""
+        if not torch.is_grad_enabled():
+            return
+        call.followed = True
+        call.args, call.kwargs = self._views((call.args, call.kwargs), call.made)
+
+    def leave(self, call: Call) -> None:
+        """After it: what it returned is replaced, too, since it may use some of that itself."""
+        if not any(value.requires_grad for value in _leaves(call.output)):
+            return
+        call.output = self._views(call.output, call.came)
+        call.versions = call.now()
+        if call.name:
+            self._calls.append(replace(call))
+        else:
+            self._whole = replace(call)
+
+    def watch_loss(
+        self, objective: Objective, inputs: dict[str, Any], labels: torch.Tensor, own: OwnLoss | None
+    ) -> Callable[[Any], None]:
+        """What to call with the loss before its backward pass."""
+        self._loss, self._own_loss = (objective, inputs, labels), own
+
+        def watch(loss: torch.Tensor) -> None:
+            if self._made_loss is None:
+                self._made_loss = loss.detach()
+                loss.register_hook(self._keep_of_loss)
+
+        return watch
+
+    def compared(self) -> tuple[list[dict[str, Any]], dict[str, str]]:
+        """Rows for `precision.signature.pooled`, and by module why it was not measured. Forgets what was seen."""
+        rows: list[dict[str, Any]] = []
+        blind: dict[str, str] = {}
+        calls, self._calls = self._calls, []
+        if not calls and self._trained:
+            blind["(backward pass)"] = "the first pass through the modules had no gradients"
+        for name in self._trained:
+            if name in self._of_parameters:
+                whole = self._slices.parameter(self._of_parameters[name], self._trained[name])
+                self._of_parameters[name] = whole
+        for call in map(self._slices.call, calls):
+            try:
+                rows += self._compare(call)
+            except Exception as error:  # a module that cannot be differentiated again is left out, by name
+                blind[call.name] = f"backward: {' '.join(str(error).split())[:200]}"
+        if self._loss is not None and self._of_loss is not None:
+            head = self._chunked_head()
+            if head is not None:
+                blind[head] = "computed with the loss, some tokens at a time; see (loss)"
+            try:
+                rows += self._compare_loss(*self._loss)
+            except Exception as error:  # as above
+                blind[LOSS] = " ".join(str(error).split())[:200]
+        self._whole = None
+        self._of_parameters.clear()
+        return rows, blind
+
+    def _views(self, tree: Any, gradients: dict[int, torch.Tensor]) -> Any:
+        """The same tree; the gradients of its floats, by their number, are kept when they come."""
+        numbers = itertools.count()
+
+        def view(value: Any) -> Any:
+            if not (isinstance(value, torch.Tensor) and value.is_floating_point()):
+                return value
+            number = next(numbers)
+            if not value.requires_grad:
+                return value
+            seen = value.view_as(value)
+            seen.register_hook(partial(self._keep, gradients, number))
+            return seen
+
+        return tree_map(view, tree)
+
+    def _keep(self, found: dict[int, torch.Tensor], number: int, gradient: torch.Tensor) -> None:
+        self._began = True
+        found[number] = gradient.detach().clone()
+
+    def _keep_of_loss(self, gradient: torch.Tensor) -> None:
+        self._began = True
+        self._of_loss = gradient.detach().clone()
+
+    def _of_parameter(self, name: str, gradient: torch.Tensor) -> None:
+        if name not in self._of_parameters:  # of later micro-batches
+            self._of_parameters[name] = gradient.detach().clone()
+
+    def _compare(self, call: Call) -> list[dict[str, Any]]:
+        if not call.came or call.name == self._chunked_head():  # nothing that learns used its output; or with the loss
+            return []
+        _require_unchanged(call)
+        if is_router(self._plan.modules[call.name]):
+            raise ValueError("it chooses experts: a near tie that FP64 decides otherwise is no rounding")
+        kind = self._plan.kind(call.name)
+        if kind == "functional":  # another implementation calls what is inside as often as it likes
+            call.inside = []
+        small, run = fewer_rows(call) if kind == "linear" and not call.inside else call, self._of_run(call)
+        if small is not call:  # its parameters' gradients are sums over all rows
+            every = -(-call.output.numel() // small.output.numel())
+            small.came = {0: call.came[0].reshape(-1, call.output.shape[-1])[::every]}
+            run = {_INPUT: call.made[0].reshape(-1, call.args[0].shape[-1])[::every]} if 0 in call.made else {}
+        computed = [self._again(small, dtype) for dtype in (None, torch.float32, torch.float64)]
+        first = _leaves(small.output)[0]
+        tokens = first.numel() // first.shape[-1]
+        sums = {f"{GRADIENT}{key}": walk for key, walk in walks(self._plan.modules[call.name], call).items()}
+        came = max(map(_mean_square, call.came.values()))
+        size: dict[str, Any] = {"tokens": tokens, "came": came, "walks": sums}
+        if kind == "attention":
+            size["moved"] = self._moved(small, computed[-1])
+        return self._rows(call.name, kind, max(terms_of(kind, small), tokens), run, computed, **size)
+
+    def _compare_loss(self, objective: Objective, inputs: dict[str, Any], labels: torch.Tensor) -> list[dict[str, Any]]:
+        whole, head = self._whole and self._slices.call(self._whole), self._chunked_head()
+        if whole is None or not isinstance(objective, LabelPrediction):
+            raise ValueError("only the cross-entropy of labels is computed again")
+        if head is not None and not self._plan.computes_as_default(head):
+            raise ValueError("chunked, under a manifest that gives the output embedding a dtype of its own")
+        _require_unchanged(whole)
+        call = replace(whole, inside=[inner for inner in whole.inside if inner.name != head], came={})
+        assert self._made_loss is not None and self._of_loss is not None
+        run, computed = {_OUTPUT: self._made_loss, **self._of_run(call)}, []
+        for dtype in (None, torch.float32, torch.float64):
+            leaves = Leaves()
+            with torch.enable_grad():
+                output = again(self._plan, call, dtype, leaves)["output"]
+            # not around the call: its weights are rounded as the plan says
+            with torch.enable_grad(), as_fp64() if dtype is torch.float64 else nullcontext():
+                loss = objective.score(partial(_given, output), inputs, labels).loss
+            found = self._gradients(call, leaves, [(loss, self._of_loss)])
+            computed.append({_OUTPUT: loss.detach(), **found})
+        own = self._own_code_of_loss(call, inputs, labels)
+        logits = computed[0][_OUTPUT] if head is not None else self._made_loss
+        vocabulary = self._plan.modules[self._plan.head or ""].weight.shape[0]
+        rows = self._rows(LOSS, "loss", max(int(vocabulary), labels.numel()), run, computed, own=own)
+        for row in rows:
+            if row["part"] == _OUTPUT and head is not None:  # of logits that were rounded
+                row["roundoff"] = self._plan.roundoff(head, logits)
+            elif row["part"] == _OUTPUT and self._rounds_logits(whole):  # once more, as by a cap on them
+                row["roundoff"] = self._plan.roundoff("", _leaves(whole.output)[0])
+        return rows
+
+    def _own_code_of_loss(self, call: Call, inputs: dict[str, Any], labels: torch.Tensor) -> _Gradients:
+        """What the run's own model and loss make in FP32; nothing where that cannot be had."""
+        came, leaves = self._of_loss, Leaves()
+        if self._own_loss is None or came is None or self._slices.group is not None or self._plan.computes_in_fp32:
+            return {}
+
+        def forward(**_: Any) -> Any:
+            found = own_code(self._plan, self._candidate, call, leaves)
+            if found is None:
+                raise ValueError("its code cannot be called in FP32")
+            return found["output"]
+
+        try:
+            with torch.enable_grad():
+                loss = self._own_loss(inputs, labels, came, forward=forward).loss
+            return {_OUTPUT: loss.detach(), **self._gradients(call, leaves, [(loss, came)])}
+        except Exception:  # as that of modules
+            return {}
+
+    def _rounds_logits(self, whole: Call) -> bool:
+        """Whether the model's own code computes with what its output embedding returned, before the loss does."""
+        heads = [_leaves(inner.output)[0] for inner in whole.inside if inner.name == self._plan.head]
+        made = _leaves(whole.output)[0].data_ptr()
+        return bool(heads) and all(head.data_ptr() != made for head in heads)
+
+    def _chunked_head(self) -> str | None:
+        """The output embedding where it returned the loss and no logits; None otherwise."""
+        inside = self._whole.inside if self._whole is not None else []
+        return next((call.name for call in inside if call.name == self._plan.head and call.output.numel() == 1), None)
+
+    def _again(self, call: Call, dtype: torch.dtype | None) -> _Gradients:
+        leaves = Leaves()
+        with torch.enable_grad():
+            output = again(self._plan, call, dtype, leaves)["output"]
+        made = _leaves(output)
+        return self._gradients(call, leaves, [(made[number], came) for number, came in call.came.items()])
+
+    def _moved(self, call: Call, exact: _Gradients) -> dict[str, float]:
+        """By part the sum of squares of what FP64's gradients change by where what they are made of is rounded."""
+        found = self._again(rounded(call), torch.float64)
+        return {part: float((found[part] - values).square().sum()) for part, values in exact.items() if part in found}
+
+    def _gradients(self, call: Call, leaves: Leaves, ends: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> _Gradients:
+        """By what it is of. ends: what came out, with the gradient that came to it."""
+        pairs = list(ends)
+        for place, handed in reversed(leaves.handed.items()):  # as the backward pass comes to them
+            got = _leaves(handed)
+            pairs += [(got[number], made) for number, made in call.inside[place].made.items()]
+        pairs = [(tensor, gradient.to(tensor.dtype)) for tensor, gradient in pairs if tensor.requires_grad]
+        wanted = {_numbered(_INPUT, number): leaf for number, leaf in enumerate(leaves.inputs)}
+        for place, returned in leaves.returned.items():
+            wanted |= {_numbered(_returned(call, place), number): leaf for number, leaf in enumerate(returned)}
+        wanted |= {f"{GRADIENT}{key}": leaf for key, leaf in leaves.own.items()}
+        wanted = {name: leaf for name, leaf in wanted.items() if leaf.requires_grad}
+        if not pairs or not wanted:
+            return {}
+        outputs, gradients = zip(*pairs, strict=True)
+        found = torch.autograd.grad(outputs, list(wanted.values()), gradients, allow_unused=True)
+        return {name: item for name, item in zip(wanted, found, strict=True) if item is not None}
+
+    def _of_run(self, call: Call) -> _Gradients:
+        """What the run made, by the same names."""
+        found = {_numbered(_INPUT, number): made for number, made in call.made.items()}
+        for place, inner in enumerate(call.inside):
+            if not inner.followed and any(value.requires_grad for value in _leaves(inner.output)):
+                raise ValueError(f"{inner.name} is called more than once")
+            found |= {_numbered(_returned(call, place), number): came for number, came in inner.came.items()}
+        for key, _ in self._parameters(call.name):
+            full = f"{call.name}.{key}" if call.name else key
+            once = self._uses[full.rpartition(".")[0]] <= 1 and full not in self._shared
+            if once and full in self._of_parameters:
+                found[f"{GRADIENT}{key}"] = self._of_parameters[full]
+        return found
+
+    def _parameters(self, name: str) -> list[tuple[str, torch.Tensor]]:
+        """Of a module and what is in it; of none for what is no module, such as the loss."""
+        module = self._plan.modules.get(name)
+        return [] if module is None else list(module.named_parameters(remove_duplicate=False))
+
+    def _rows(
+        self,
+        name: str,
+        kind: Kind,
+        terms: int,
+        run: _Gradients,
+        computed: Sequence[_Gradients],
+        *,
+        tokens: int = 1,
+        came: float = 0.0,
+        walks: Mapping[str, Walk] | None = None,
+        moved: Mapping[str, float] | None = None,
+        own: Mapping[str, torch.Tensor] | None = None,
+    ) -> list[dict[str, Any]]:
+        """tokens: terms of a parameter's gradient. came: mean square of the gradients that came to it, 0 where that is
+        not known. By part, walks: of the partial sums; moved: as `_moved`; own: what the run's own code makes in FP32,
+        where known."""
+        rows = []
+        of_parameters = {f"{GRADIENT}{key}" for key, _ in self._parameters(name)}
+        for part, values in run.items():
+            if not all(part in found for found in computed):
+                continue
+            plan, fp32, exact = (found[part] for found in computed)
+            width = 1 if exact.dim() < 2 else self._plan.width(name)  # each value of a vector is a sum of its own
+            floor = 0.0
+            if plan.dtype == torch.float16:
+                floor = exact.numel() * HALF_OF_SMALLEST**2
+                if kind not in ("linear", "embedding"):  # whose products are rounded before anything else is done
+                    in_sum = part in of_parameters
+                    floor *= tokens if in_sum else max(1.0, _mean_square(exact) / came) if came else 1.0
+            walk = (walks or {}).get(part, Walk(0.0, False))
+            sizes: dict[str, Any] = {"walk": walk.squares * walk.in_plan, "walk_fp32": walk.squares, "floor": floor}
+            sizes["moved"] = (moved or {}).get(part, 0.0)
+            sums = sums_of(values, plan, fp32, exact, width=width, own=(own or {}).get(part), **sizes)
+            if part != _OUTPUT and not any(sums[FIELDS.index(f"{who}_rr")] for who in ("run", "plan", "own")):
+                continue  # handed on as it was
+            roundoff = self._plan.roundoff_of_gradient(name, plan)
+            rows.append(
+                {"module": name, "part": part, "kind": kind, "roundoff": roundoff, "terms": terms, "sums": sums}
+            )
+        return rows
+
+
+_INPUT, _OUTPUT = f"{GRADIENT}its input", "output"
+HALF_OF_SMALLEST = torch.finfo(torch.float16).smallest_normal * 2.0**-11
+"""Half of FP16's smallest number: what rounding to nearest may be off by below the smallest normal one."""
+
+
+def _returned(call: Call, place: int) -> str:
+    """The part that is what a module inside returned."""
+    inner = call.inside[place]
+    before = sum(other.name == inner.name for other in call.inside[:place])
+    name = f"{GRADIENT}what {inner.name.removeprefix(f'{call.name}.')} returned"
+    return f"{name} #{before + 1}" if before else name
+
+
+def _numbered(part: str, number: int) -> str:
+    return f"{part}, {number}" if number else part
+
+
+def _leaves(tree: Any) -> list[torch.Tensor]:
+    """The floating-point tensors of a tree, in the order in which `Leaves` takes them."""
+    return [item for item in tree_leaves(tree) if isinstance(item, torch.Tensor) and item.is_floating_point()]
+
+
+def _mean_square(values: torch.Tensor) -> float:
+    return float(values.double().square().mean()) if values.numel() else 0.0
+
+
+def _given(output: Any, **_: Any) -> Any:
+    return output
+
+
+def _require_unchanged(call: Call) -> None:
+    """Raises ValueError where what was got or returned is not any more what it was."""
+    changed = next((one.name for one in (call, *call.inside) if one.versions != one.now()), None)
+    if changed is not None:
+        raise ValueError(f"what {changed or 'the model'} got or returned was changed in place")

@@ -1,0 +1,275 @@
+"""Does half precision train the same model? Run a config and its FP32 twin, compare, and give an exit code.
+
+    python -m tools.parity --config config/recipes/demo.yaml [--steps N] [--report DIR] [key.sub=value ...]
+    python -m tools.parity --config FILE --effect 0.5% [--power 0.9] [--report DIR]
+    python -m tools.parity --oracle runs/NAME [--steps N]
+
+Both run as real jobs through `train.py`: the same data, seed and schedule; the twin differs in precision only. Then
+single steps of the half-precision run are compared with FP32 from the same masters (`tools.parity.steps`), and all
+measurements are judged by the bounds in the config's `parity:` section. The report folder gets `parity.json`,
+`parity.md` and plots. Exit code 0: parity; 3: no parity; 2: it cannot be done.
+
+With --effect nothing is run: a report that is there says how far runs scatter, and so how many pairs find that shift
+of the validation loss with probability --power.
+
+With --oracle the first steps of a run that is there are recomputed in plain torch and FP64 from its config alone, and
+compared with what it recorded (`tools.parity.oracle`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from config.cli import Arguments, entry_point, positive_int
+from config.errors import UserError
+from config.redact import redact, redact_arguments
+from tools.jobs import add_processes_option
+from tools.parity.jobs import (
+    Log,
+    Plan,
+    References,
+    Run,
+    inner_dtypes,
+    plan,
+    seeds,
+    train_candidate,
+    train_references,
+    train_twin,
+    trajectory,
+    walk_steps,
+)
+from tools.parity.judge_runs import (
+    Trajectory,
+    confidence,
+    confidence_line,
+    first_departure,
+    judge_trajectories,
+)
+from tools.parity.judge_steps import Check, first_divergence, judge_dtypes, judge_steps
+from tools.parity.oracle.judge import STEPS, Comparison, judge
+from tools.parity.power import MOST_PAIRS, POWER, pairs_needed
+from tools.parity.report import verdict_lines, write_report
+from tracking.jsonl import encode
+from tracking.summary import read_inputs
+
+PARITY, NO_PARITY = 0, 3
+MAX_CURVE_POINTS = 2000
+
+
+def gate(chosen: Plan, log: Log = print, *, references: References | None = None, keep: bool = False) -> dict[str, Any]:
+    """Run, compare, judge, and write the report; the content of parity.json.
+
+    references: finished runs to share. keep: leave the checkpoints of the first half-precision run.
+    """
+    bounds = chosen.resolved.config.parity
+    references = references or train_references(chosen, log)
+    twins, controls = references.twins, references.controls
+    candidates = [train_candidate(chosen, seed, log) for seed in seeds(chosen)]
+    log(f"single steps after steps {', '.join(map(str, chosen.points))}")
+    walks = walk_steps(chosen, candidates[0], keep=keep)
+    half, fp32 = [trajectory(run) for run in candidates], [trajectory(run) for run in twins]
+    nudged, whole = [trajectory(run) for run in controls], fp32[0]
+    for index, (seed, run) in enumerate(zip(seeds(chosen), half, strict=True)):
+        if run.settling is not None:
+            fp32[index] = trajectory(train_twin(chosen, seed, log, settling=run.settling))
+    unfinished = [f"{run.folder.name}: {run.error_line}" for run in candidates if not run.finished]
+    share = 1 - len(unfinished) / len(candidates)
+    checks = [
+        Check("finished_runs", share, 1.0, not unfinished, at_least=True, note="; ".join(unfinished)),
+        *judge_trajectories(half, fp32, bounds, nudged, whole=whole),
+        *judge_steps(walks, bounds),
+        judge_dtypes([report for run in candidates for report in inner_dtypes(run)], bounds),
+        *outside(twins[0], bounds.oracle_steps, log),
+    ]
+    failed = [check.name for check in checks if not check.passed]
+    found = {
+        "verdict": "no parity" if failed else "parity",
+        "failed": failed,
+        "checks": [dataclasses.asdict(check) for check in checks],
+        "confidence": confidence(half, fp32, bounds, nudged, whole=whole),
+        "first_parting": first_divergence(walks, bounds),
+        "first_departure": first_departure(half[0], fp32[0], bounds.loss_gap),
+        "bought": _resources(candidates[0], twins[0], price=bounds.price_per_device_hour, devices=chosen.processes),
+        "conditions": _conditions(chosen, candidates[0]),
+        "trajectories": {"candidate": [_thinned(run) for run in half], "fp32": [_thinned(run) for run in fp32]},
+        "walks": [dataclasses.asdict(walk) for walk in walks],
+    }
+    found = json.loads(encode(found))
+    (chosen.folder / "parity.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_report(chosen.folder, found)
+    return found
+
+
+def outside(twin: Run, steps: int, log: Log) -> list[Check]:
+    """The FP32 run's first steps recomputed outside of the engine that both share; nothing where `steps` is 0.
+
+    Measured is the largest difference in units of its bound; where the oracle does not know the run, infinity.
+    """
+    if not steps:
+        return []
+    log(f"{twin.folder.name}: the first {steps} steps recomputed outside of the engine")
+    try:
+        found = judge(twin.folder.path, steps=steps, log=lambda _: None)
+    except UserError as problem:
+        return [Check("oracle", math.inf, 1.0, False, note=str(problem))]
+    worst = max(found.comparisons, key=_in_bounds)
+    beyond = [f"{each.what} {each.largest:.2e}, bound {each.bound:.0e}" for each in found.comparisons if not each.holds]
+    note = "; ".join(beyond) or f"{worst.what} {worst.largest:.2e}, bound {worst.bound:.0e}"
+    return [Check("oracle", _in_bounds(worst), 1.0, found.holds, note=note)]
+
+
+def _in_bounds(comparison: Comparison) -> float:
+    if not comparison.bound:
+        return 0.0 if comparison.holds else math.inf
+    return math.inf if math.isnan(comparison.largest) else comparison.largest / comparison.bound
+
+
+def _thinned(run: Trajectory) -> dict[str, Any]:
+    every = max(1, math.ceil(len(run.steps) / MAX_CURVE_POINTS))
+    curves = {name: list(getattr(run, name))[::every] for name in ("steps", "losses", "grad_norms")}
+    return {**dataclasses.asdict(run), **curves}
+
+
+def _resources(candidate: Run, twin: Run, *, price: float, devices: int) -> dict[str, Any]:
+    """Time, memory, energy and cost of both runs, and their ratios where both were measured."""
+    mine, other = candidate.summary, twin.summary
+    quantities = {
+        "step_seconds": (mine.step_seconds, other.step_seconds),
+        "tokens_per_second": (mine.tokens_per_second, other.tokens_per_second),
+        "memory_bytes": (mine.memory_bytes, other.memory_bytes),
+        "energy_joules": (candidate.energy, twin.energy),
+    }
+    if price:
+        costs = [
+            price * devices / 3600 * 1e6 / run.tokens_per_second if run.tokens_per_second else None
+            for run in (mine, other)
+        ]
+        quantities["cost_per_million_tokens"] = (costs[0], costs[1])
+    return {
+        name: {"candidate": a, "fp32": b, "ratio": a / b if a is not None and b else None}
+        for name, (a, b) in quantities.items()
+    }
+
+
+def _conditions(chosen: Plan, run: Run) -> dict[str, Any]:
+    config, deepspeed, environment = read_inputs(run.folder)
+    start, resolved, program = run.summary.start, chosen.resolved, ("python", "-m", "tools.parity")
+    compute = resolved.config.precision.manifest or resolved.compute
+    hypothesis = resolved.config.run.hypothesis or f"{compute} trains this model as FP32 does."
+    return {
+        "hypothesis": redact(hypothesis),
+        "command": shlex.join(redact_arguments([*chosen.launcher, *program, *chosen.arguments])),
+        "compute": compute,
+        "model": start["model"],
+        "parameters": start["parameters"],
+        "zero_stage": resolved.zero_stage,
+        "offload": resolved.offload,
+        "processes": chosen.processes,
+        "steps": resolved.config.run.steps,
+        "seeds": resolved.config.parity.seeds,
+        "global_batch": resolved.batch.global_size,
+        "accumulation": resolved.batch.accumulation,
+        "sequence_length": resolved.config.data.sequence_length,
+        "data": environment.get("data", {}).get("fingerprint"),
+        "tokens": run.summary.tokens,
+        "epoch_tokens": environment.get("data", {}).get("train_tokens"),
+        "bounds": config.get("parity", {}),
+        "environment": {key: environment.get(key) for key in ("accelerator", "cpu", "versions", "git")},
+    }
+
+
+def _planned(report: Path, effect: float, power: float) -> str:
+    """How many pairs of runs find `effect`, by the scatter that a finished report measured."""
+    fix = "run the gate first, with parity.seeds or parity.controls of 2 or more"
+    try:
+        known = json.loads(report.read_text(encoding="utf-8"))["confidence"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(f"{report}: no report of the gate that says how far runs scatter; {fix}") from None
+    if known["scatter"] is None:
+        raise UserError(f"{report}: one pair without controls says nothing of how far runs scatter; {fix}")
+    scatter, controls = float(known["scatter"]), int(known["controls"])
+    needed = pairs_needed(scatter, effect, controls=controls, power=power)
+    shown = f"{report}: one delta scatters by {scatter:.3%} ({known['degrees']} degrees of freedom)"
+    found = f"a shift of {effect:.3%} is found with probability {power:g}"
+    if needed is None:
+        return f"{shown}\n{found} by no number of pairs up to {MOST_PAIRS:,}"
+    return f"{shown}\n{found} by parity.seeds={needed} parity.controls={controls}"
+
+
+def _effect(text: str) -> float:
+    """A share of the loss, as 0.5% or 0.005."""
+    return _between(text.removesuffix("%"), 0.0, 1.0, scale=100 if text.endswith("%") else 1)
+
+
+def _probability(text: str) -> float:
+    return _between(text, 0.5, 1.0)
+
+
+def _between(text: str, low: float, high: float, *, scale: float = 1) -> float:
+    try:
+        number = float(text) / scale
+    except ValueError:
+        number = math.nan
+    if not low < number < high:
+        raise argparse.ArgumentTypeError(f"{text} is not between {low * scale:g} and {high * scale:g}")
+    return number
+
+
+@entry_point()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = Arguments("python -m tools.parity", __doc__)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--config", help="run config to judge")
+    what.add_argument("--oracle", type=Path, metavar="RUN", help="recompute a run's first steps outside of the engine")
+    parser.add_argument(
+        "--steps", type=positive_int, help=f"run this many steps; the warm-up shrinks with them (oracle: {STEPS})"
+    )
+    parser.add_argument("--report", type=Path, help="folder of the report (default: runs/parity-<config's name>)")
+    add_processes_option(parser)
+    parser.add_argument(
+        "--launch", default="", help="launcher, such as 'deepspeed --hostfile hosts' (default: torchrun)"
+    )
+    parser.add_argument(
+        "--keep-checkpoints", action="store_true", help="leave those of the first candidate, to resume from"
+    )
+    parser.add_argument("overrides", nargs="*", help="key.sub=value")
+    parser.add_argument(
+        "--effect",
+        type=_effect,
+        help="say how many pairs find a shift of the validation loss of this size, such as 0.5%%",
+    )
+    parser.add_argument(
+        "--power", type=_probability, default=POWER, help="with which probability (default: %(default)s)"
+    )
+    options = parser.parse_intermixed_args(arguments)
+    if options.oracle is not None:
+        if options.overrides:
+            raise UserError(f"{options.overrides[0]}: the oracle takes the run's own config; leave it out")
+        found_by_oracle = judge(options.oracle, steps=options.steps)
+        print("\n".join(found_by_oracle.lines()))
+        return PARITY if found_by_oracle.holds else NO_PARITY
+    folder = options.report or Path("runs") / f"parity-{Path(options.config).stem}"
+    if options.effect is not None:
+        print(_planned(folder / "parity.json", options.effect, options.power))
+        return PARITY
+    chosen = plan(
+        options.config,
+        options.overrides,
+        folder=folder,
+        steps=options.steps,
+        processes=options.processes,
+        launcher=shlex.split(options.launch),
+    )
+    found = gate(chosen, keep=options.keep_checkpoints)
+    print("\n".join(verdict_lines(found)))
+    print(confidence_line(found["confidence"]))
+    print(f"report   {folder / 'parity.md'}")
+    return NO_PARITY if found["failed"] else PARITY

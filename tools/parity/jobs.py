@@ -1,0 +1,240 @@
+"""The jobs behind a parity report: half-precision runs, their FP32 twins, and single steps compared."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from config.command_line import read_command_line
+from config.deepspeed.document import write_in_fp32
+from config.errors import UserError
+from config.launcher import as_launched
+from config.resolved import Resolved
+from tools.jobs import TRAIN, default_processes, error_line_of, launch, shorten
+from tools.parity.energy import joules, used
+from tools.parity.judge_runs import Settling, Trajectory, control_factor, settling_of
+from tools.parity.judge_steps import Walk
+from tracking.jsonl import read_events, surviving
+from tracking.run_dir import RunDir
+from tracking.summary import Summary, summarise
+
+WALK = 2
+"""Applied steps compared at each point: the first shows wrong computation, the second a wrong state after the first."""
+
+Log = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The runs to make, and where."""
+
+    arguments: tuple[str, ...]
+    """`--config FILE` and the user's overrides, for train.py."""
+    resolved: Resolved
+    """The half-precision run."""
+    folder: Path
+    processes: int
+    launcher: tuple[str, ...]
+
+    @property
+    def interval(self) -> int:
+        """Steps between the points at which single steps are compared."""
+        return max(1, self.resolved.config.run.steps // self.resolved.config.parity.points)
+
+    @property
+    def points(self) -> list[int]:
+        """Attempted steps after which single steps are compared, the first being 0."""
+        config = self.resolved.config
+        return [
+            self.interval * index for index in range(config.parity.points) if self.interval * index < config.run.steps
+        ]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished job."""
+
+    folder: RunDir
+    finished: bool
+    error_line: str
+    energy: float | None
+
+    @cached_property
+    def summary(self) -> Summary:
+        """Aggregates of its events."""
+        return summarise(self.folder)
+
+
+@dataclass(frozen=True)
+class References:
+    """Finished FP32 runs to compare with; any number of half-precision runs of the same job may share them."""
+
+    twins: tuple[Run, ...]
+    """One a seed."""
+    controls: tuple[Run, ...]
+    """The first seed with slightly larger learning rates: how far apart two sound runs end."""
+
+
+def plan(
+    config: str,
+    overrides: Sequence[str],
+    *,
+    folder: Path,
+    steps: int | None = None,
+    processes: int | None = None,
+    launcher: Sequence[str] = (),
+) -> Plan:
+    """Resolve everything before a job starts. Raises UserError for a wrong config or option."""
+    processes = processes or default_processes()
+    launched = as_launched(processes)
+    arguments = ["--config", config, *overrides]
+    resolved = read_command_line(arguments, launched)
+    if steps is not None:
+        arguments += shorten(resolved.config, steps)
+        resolved = read_command_line(arguments, launched)
+    return Plan(tuple(arguments), resolved, folder, processes, tuple(launcher))
+
+
+def seeds(chosen: Plan) -> list[int]:
+    """The seeds of the runs that are compared."""
+    return [chosen.resolved.config.run.seed + index for index in range(chosen.resolved.config.parity.seeds)]
+
+
+def train_references(chosen: Plan, log: Log) -> References:
+    """Train the FP32 runs. Raises UserError when one fails."""
+    twins = tuple(train_twin(chosen, seed, log) for seed in seeds(chosen))
+    first, count = seeds(chosen)[0], chosen.resolved.config.parity.controls
+    return References(twins, tuple(train_twin(chosen, first, log, control=index) for index in range(count)))
+
+
+def train_twin(
+    chosen: Plan, seed: int, log: Log, *, control: int | None = None, settling: Settling | None = None
+) -> Run:
+    """The same job in FP32; with a slightly larger learning rate as the control of that index.
+
+    settling: whose steps it does not apply either.
+
+    Raises UserError when it fails: then there is nothing to compare with.
+    """
+    twin = chosen.folder / "fp32_twin.json"
+    write_in_fp32(chosen.resolved.deepspeed_path, twin)
+    overrides = [
+        *(f"deepspeed.config={twin.resolve()}", "model.kernels=torch"),
+        *("precision.path=cast", "precision.manifest=null", "precision.compute=fp32", "precision.masters=fp32"),
+        *("checkpoint.every_steps=0", "faults=[]", "defects=[]"),
+    ]
+    name = f"fp32-seed-{seed}"
+    if control is not None:
+        rate = chosen.resolved.config.optimizer.learning_rate * control_factor(control)
+        name, overrides = f"fp32-control-{control + 1}", [*overrides, f"optimizer.learning_rate={rate!r}"]
+    if settling is not None:
+        lost = ", ".join(f"{{kind: lost_update, step: {step}}}" for step in settling.steps)
+        name, overrides = f"fp32-settling-seed-{seed}", [*overrides, f"faults=[{lost}]"]
+    run = _train(chosen, name, seed, overrides, log)
+    if not run.finished:
+        raise UserError(f"the FP32 twin failed: {run.error_line}; see {_log(chosen, run.folder.name)}")
+    return run
+
+
+def train_candidate(chosen: Plan, seed: int, log: Log) -> Run:
+    """The half-precision job. Raises UserError when it does not start; that it ends early is a finding."""
+    checkpoints = [f"checkpoint.every_steps={chosen.interval}", f"checkpoint.keep={len(chosen.points) + 1}"]
+    run = _train(chosen, f"candidate-seed-{seed}", seed, checkpoints, log)
+    if not run.folder.events.exists():
+        raise UserError(f"the run did not start: {run.error_line}; see {_log(chosen, run.folder.name)}")
+    return run
+
+
+def _train(chosen: Plan, name: str, seed: int, overrides: Sequence[str], log: Log) -> Run:
+    folder = RunDir(chosen.folder / "runs" / name)
+    if folder.path.exists():
+        shutil.rmtree(folder.path)  # of an earlier parity run with the same report folder
+    config = chosen.resolved.config
+    log(f"{name}: {config.run.steps} steps on {chosen.processes} processes")
+    program = [
+        *TRAIN,
+        *chosen.arguments,
+        *(f"run.dir={folder.path.parent}", f"run.name={name}", f"run.seed={seed}", "run.resume=never"),
+        f"evaluate.every_steps={config.evaluate.every_steps or config.run.steps}",
+        *("tracking.wandb=disabled", "telemetry.every_steps=0", "generate.tokens=0"),
+        *overrides,
+    ]
+    before, output = joules(), _log(chosen, name)
+    launch(program, processes=chosen.processes, log=output, launcher=chosen.launcher)
+    energy = used(before, joules())
+    ends = (
+        [event for event in read_events(folder.events) if event["event"] == "run_end"] if folder.events.exists() else []
+    )
+    finished = bool(ends) and ends[-1]["exit_code"] == 0
+    reason = ends[-1].get("reason") if ends else None
+    return Run(folder, finished, "" if finished else reason or error_line_of(output), energy)
+
+
+def walk_steps(chosen: Plan, run: Run, *, keep: bool = False) -> list[Walk]:
+    """Single steps of the finished run, measured by a job of as many processes.
+
+    keep: leave the run's checkpoints, which are deleted otherwise.
+    """
+    out, log = chosen.folder / "steps.json", _log(chosen, "step-parity")
+    out.unlink(missing_ok=True)
+    points = ",".join(map(str, chosen.points))
+    program = ["-m", "tools.parity.steps", str(run.folder.path), "--out", str(out), "--points", points]
+    launch([*program, "--walk", str(WALK)], processes=chosen.processes, log=log, launcher=chosen.launcher)
+    if not out.exists():
+        raise UserError(f"single steps could not be compared: {error_line_of(log)}; see {log}")
+    walks = walks_of(json.loads(out.read_text(encoding="utf-8")), run)
+    out.unlink()
+    if not keep:
+        shutil.rmtree(run.folder.checkpoints, ignore_errors=True)
+    return walks
+
+
+def walks_of(measured: Sequence[dict[str, Any]], run: Run) -> list[Walk]:
+    """What `tools.parity.steps` measured at each point, with what the run itself recorded there."""
+    recorded = {event["step"]: event for event in read_events(run.folder.events) if event["event"] == "step"}
+    found = []
+    for point in measured:
+        first = recorded.get(point["point"] + 1, {})
+        known = {"recorded_loss": first.get("loss"), "recorded_scale": first.get("loss_scale")}
+        found.append(Walk(point["point"], point["restored"], point["steps"], why=point.get("why", ""), **known))
+    return found
+
+
+def trajectory(run: Run) -> Trajectory:
+    """Losses, norms and counts of a run, from its events."""
+    events = surviving(read_events(run.folder.events))
+    steps = [event for event in events if event["event"] == "step"]
+    scales = [event for event in events if event["event"] == "scale"]
+    expected = {event["step"] for event in scales if event["reason"] in ("overflow", "hysteresis")}
+    unexpected = [
+        event
+        for event in events
+        if event["event"] == "nonfinite" and (event["step"] not in expected or event["tensor"] == "loss")
+    ]
+    losses = [event["loss"] for event in events if event["event"] == "eval"]
+    bad_losses = sum(not math.isfinite(event["loss"]) for event in steps)
+    return Trajectory(
+        steps=[event["step"] for event in steps],
+        losses=[event["loss"] for event in steps],
+        grad_norms=[event["grad_norm"] for event in steps],
+        skipped=sum(not event["applied"] for event in steps),
+        nonfinite=max(len(unexpected), bad_losses),
+        validation=losses[-1] if losses else None,
+        settling=settling_of(steps, scales),
+    )
+
+
+def inner_dtypes(run: Run) -> list[dict[str, Any]]:
+    """What the run's `precision` events say of the sums inside its modules (`precision.inner_dtypes`)."""
+    events = read_events(run.folder.events)
+    return [event["inner"] for event in events if event["event"] == "precision" and "inner" in event]
+
+
+def _log(chosen: Plan, name: str) -> Path:
+    return chosen.folder / "logs" / f"{name}.log"

@@ -1,0 +1,268 @@
+"""Compares whole runs: loss, validation, gradient norms, skips, and how much of a difference is chaos.
+
+Rounding differences grow until two runs are as far apart as any two, in any dtype. So differences are compared with
+those of FP32 runs among themselves: from seed to seed, or from *controls*, FP32 runs at a learning rate that differs by
+about BF16's rounding error.
+
+A loss scale that starts high comes down by skipping steps, each of which lowers it. That is how it is found, not a
+defect: these steps are counted apart from those skipped later, and the run is compared with a twin that did not apply
+them either, so that both have made the same updates on the same batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median, stdev
+from typing import Any
+
+from config.schema import ParitySection
+from tools.parity.judge_steps import Check
+from tools.parity.power import ALPHA, POWER, detectable, half_width, pairs_needed
+
+NUDGE = 2.0**-8
+"""[fraction] BF16's unit roundoff: the relative change of the nearest control's learning rate."""
+
+
+@dataclass(frozen=True)
+class Settling:
+    """The steps that were skipped at the start of a run, while its loss scale came down from where it started."""
+
+    steps: Sequence[int]
+    started: float
+    """[factor] The loss scale before the first of them."""
+    ended: float
+    """[factor] The loss scale after the last, with which training began."""
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One run, from its events."""
+
+    steps: Sequence[int]
+    losses: Sequence[float]
+    """Raw training loss of each step, in nats."""
+    grad_norms: Sequence[float]
+    skipped: int
+    """All skipped steps, those of `settling` included."""
+    nonfinite: int
+    """Non-finite values, without those of overflows that the loss scale handled."""
+    validation: float | None
+    """Last validation loss, in nats."""
+    settling: Settling | None = None
+    """None where the first step was applied, or the loss scale did not settle."""
+
+
+def control_factor(index: int) -> float:
+    """What the learning rate of the control of that index, from 0, is multiplied by: 1 + 2^-8, 1 - 2^-8, 1 + 2^-7."""
+    return 1 + (-1) ** index * NUDGE * (index // 2 + 1)
+
+
+def settling_of(steps: Sequence[Mapping[str, Any]], scales: Sequence[Mapping[str, Any]]) -> Settling | None:
+    """How a loss scale that started high settled, from a run's `step` and `scale` events; None where it did not.
+
+    The first step was skipped. Settling ends with the first stable stretch, in which as many steps are applied in a row
+    as were skipped until then; each step skipped before it has lowered the scale or used up hysteresis. So a scale
+    that goes on falling has not settled, and no skip of a run that never comes to such a stretch is settling.
+    """
+    changes = {event["step"]: event for event in scales}
+    skipped: list[int] = []
+    applied = 0
+    for event in steps:
+        if event["applied"]:
+            applied += 1
+            if not skipped:
+                return None
+            if applied >= len(skipped):
+                return Settling(skipped, changes[skipped[0]]["from"], changes[skipped[-1]]["to"])
+            continue
+        change = changes.get(event["step"])
+        if change is None or not (change["reason"] == "hysteresis" or change["to"] < change["from"]):
+            return None
+        skipped.append(event["step"])
+        applied = 0
+    return None
+
+
+def judge_trajectories(
+    candidate: Sequence[Trajectory],
+    twin: Sequence[Trajectory],
+    bounds: ParitySection,
+    controls: Sequence[Trajectory] = (),
+    *,
+    whole: Trajectory | None = None,
+) -> list[Check]:
+    """The checks of whole runs; candidate and FP32 twin by seed, controls of the first seed.
+
+    twin: without the updates that the candidate's loss scale lost while it settled. whole: the first seed's with all of
+    them, which the controls are compared with; None where that is `twin[0]`.
+    """
+    whole = whole or twin[0]
+    pairs = list(zip(candidate, twin, strict=True))
+    gap, where = max((_loss_gap(mine, other) for mine, other in pairs), key=lambda found: found[0])
+    ratio = median(_norm_ratio(mine, other) for mine, other in pairs)
+    nonfinite = sum(run.nonfinite for run in candidate)
+    larger = max(ratio, 1 / ratio) if ratio > 0 else math.inf
+    apart = [_loss_gap(control, whole)[0] for control in controls]
+    allowed = max(bounds.loss_gap, _twice_rms(apart))
+    return [
+        _validation(pairs, bounds, controls, whole),
+        Check("loss_gap", gap, allowed, gap <= allowed, where=where, note=_controls_note(apart)),
+        Check("grad_norm_ratio", ratio, bounds.grad_norm_ratio, larger <= bounds.grad_norm_ratio),
+        _skipped(candidate, bounds),
+        Check("nonfinite_events", nonfinite, bounds.nonfinite_events, nonfinite <= bounds.nonfinite_events),
+    ]
+
+
+def confidence(
+    candidate: Sequence[Trajectory],
+    twin: Sequence[Trajectory],
+    bounds: ParitySection,
+    controls: Sequence[Trajectory] = (),
+    *,
+    whole: Trajectory | None = None,
+) -> dict[str, Any]:
+    """How sure the mean validation delta is, and what shift so many runs would find.
+
+    Scatter is that of one delta, pooled over what varies without a shift: the deltas of the seeds around their mean,
+    and the controls' distances from their twin around zero. {"pairs", "controls", "delta", "scatter", "degrees",
+    "interval" (1 - 2 ALPHA), "detectable" (at POWER), "shown", "pairs_needed" (to find the bound)}, relative to FP32;
+    None where there is nothing to estimate it from: one pair without controls, or no validation loss.
+    twin, whole: as `judge_trajectories` takes them.
+    shown: whether the interval lies within the bound, so that equivalence is shown and not only not contradicted.
+    """
+    both = [(mine.validation, other.validation) for mine, other in zip(candidate, twin, strict=True)]
+    deltas = [(mine - other) / other for mine, other in both if mine is not None and other is not None]
+    found: dict[str, Any] = {"pairs": len(deltas), "controls": 0, "delta": fmean(deltas) if deltas else None}
+    found |= dict.fromkeys(("scatter", "interval", "detectable", "shown", "pairs_needed"))
+    start = (whole or twin[0]).validation
+    apart = [(run.validation - start) / start for run in controls if run.validation is not None and start]
+    degrees = len(deltas) - 1 + len(apart)
+    found |= {"controls": len(apart), "degrees": max(0, degrees), "bound": bounds.validation_delta}
+    if len(deltas) < len(both) or degrees < 1 or not all(map(math.isfinite, (*deltas, *apart))):
+        return found
+    delta = fmean(deltas)
+    squares = sum((item - delta) ** 2 for item in deltas) + sum(item**2 for item in apart)
+    scatter = math.sqrt(squares / degrees)
+    half = half_width(scatter, len(deltas), degrees, confidence=1 - 2 * ALPHA)
+    return found | {
+        "scatter": scatter,
+        "interval": [delta - half, delta + half],
+        "detectable": detectable(scatter, len(deltas), degrees),
+        "shown": abs(delta) + half <= bounds.validation_delta,
+        "pairs_needed": pairs_needed(scatter, bounds.validation_delta, controls=len(apart)),
+    }
+
+
+def confidence_line(found: Mapping[str, Any]) -> str:
+    """`confidence` as a sentence."""
+    if found["scatter"] is None:
+        return (
+            "One pair of runs says nothing about chance: no interval and no power. Set parity.seeds or parity.controls."
+        )
+    low, high = found["interval"]
+    state = "shows equivalence" if found["shown"] else "does not show equivalence"
+    line = (
+        f"Validation loss {found['delta']:+.3%} from FP32's, {1 - 2 * ALPHA:.0%} interval {low:+.3%} to {high:+.3%} "
+        f"(Student's t, {found['degrees']} degrees of freedom, {found['pairs']} pairs, {found['controls']} controls), "
+        f"which {state} within {found['bound']:.3%}. So many runs would find a shift of {found['detectable']:.2%} "
+        f"with probability {POWER:g}"
+    )
+    needed = found["pairs_needed"]
+    if found["detectable"] <= found["bound"]:
+        return f"{line}."
+    return f"{line}; to find one of {found['bound']:.2%} takes {needed or 'more than 10,000'} pairs."
+
+
+def first_departure(mine: Trajectory, other: Trajectory, gap: float) -> int | None:
+    """First step at which the running medians of the loss are further apart than `gap`; None if they never are."""
+    return next((step for step, distance in _gaps(mine, other) if not distance <= gap), None)
+
+
+def running_median(values: Sequence[float]) -> list[float]:
+    """Median of the finite values in a centred window: a twentieth of the run, at least 5; nan where none is finite."""
+    half = max(5, len(values) // 20) // 2
+    found = []
+    for centre in range(len(values)):
+        window = [value for value in values[max(0, centre - half) : centre + half + 1] if math.isfinite(value)]
+        found.append(median(window) if window else math.nan)
+    return found
+
+
+def _skipped(runs: Sequence[Trajectory], bounds: ParitySection) -> Check:
+    """The share of the steps after the loss scale had settled that were skipped."""
+    settled = [run.settling for run in runs if run.settling is not None]
+    apart = sum(len(found.steps) for found in settled)
+    share = (sum(run.skipped for run in runs) - apart) / max(sum(len(run.steps) for run in runs) - apart, 1)
+    notes = [
+        f"apart from {len(found.steps)} while the loss scale settled: "
+        f"of steps {found.steps[0]} to {found.steps[-1]}, from {found.started:g} to {found.ended:g}"
+        for found in settled
+    ]
+    return Check("skipped_share", share, bounds.skipped_share, share <= bounds.skipped_share, note="; ".join(notes))
+
+
+def _validation(
+    pairs: list[tuple[Trajectory, Trajectory]],
+    bounds: ParitySection,
+    controls: Sequence[Trajectory],
+    whole: Trajectory,
+) -> Check:
+    """The mean delta, compared with the bound or with the differences among FP32 runs, whichever is larger."""
+    both = [(mine.validation, other.validation) for mine, other in pairs]
+    if any(mine is None or other is None for mine, other in both):
+        note = "no validation loss was recorded; set evaluate.every_steps"
+        return Check("validation_delta", math.nan, bounds.validation_delta, False, note=note)
+    deltas = [(mine - other) / other for mine, other in both if mine is not None and other is not None]
+    reference = [other for _, other in both if other is not None]
+    allowed, note = bounds.validation_delta, ""
+    if len(reference) > 1:
+        spread = stdev(reference) / fmean(reference)
+        allowed = max(allowed, 2 * spread * math.sqrt(2 / len(reference)))
+        each = ", ".join(f"{delta:+.3%}" for delta in deltas)
+        note = f"FP32 from seed to seed: standard deviation {spread:.3%}; deltas {each}"
+    start = whole.validation
+    nudged = [(run.validation - start) / start for run in controls if run.validation is not None and start]
+    allowed = max(allowed, _twice_rms(nudged))
+    settled = ""
+    if pairs[0][1] is not whole and start:
+        settled = (
+            f"with the updates that the scale's settling lost, FP32 ends {(reference[0] - start) / start:+.2%} apart"
+        )
+    note = "; ".join(filter(None, [note, _controls_note(nudged), settled]))
+    delta = fmean(deltas)
+    return Check("validation_delta", delta, allowed, abs(delta) <= allowed, note=note)
+
+
+def _twice_rms(distances: Sequence[float]) -> float:
+    return 2 * math.sqrt(fmean(distance**2 for distance in distances)) if distances else 0.0
+
+
+def _controls_note(distances: Sequence[float]) -> str:
+    return f"FP32 controls: {', '.join(f'{distance:+.2%}' for distance in distances)}" if distances else ""
+
+
+def _gaps(mine: Trajectory, other: Trajectory) -> list[tuple[int, float]]:
+    """(step, relative distance of the running medians of the loss), by step."""
+    theirs = dict(zip(other.steps, running_median(other.losses), strict=True))
+    pairs = zip(mine.steps, running_median(mine.losses), strict=True)
+    return [(step, abs(loss - theirs[step]) / theirs[step]) for step, loss in pairs if step in theirs]
+
+
+def _loss_gap(mine: Trajectory, other: Trajectory) -> tuple[float, str]:
+    gaps = _gaps(mine, other)
+    if not gaps:
+        return math.inf, "the runs have no step in common"
+    step, worst = max(gaps, key=lambda item: math.inf if math.isnan(item[1]) else item[1])
+    return (math.inf if math.isnan(worst) else worst), f"step {step}"
+
+
+def _norm_ratio(mine: Trajectory, other: Trajectory) -> float:
+    theirs = dict(zip(other.steps, other.grad_norms, strict=True))
+    ratios = [
+        norm / theirs[step]
+        for step, norm in zip(mine.steps, mine.grad_norms, strict=True)
+        if math.isfinite(norm) and theirs.get(step, 0.0) > 0
+    ]
+    return median(ratios) if ratios else math.inf

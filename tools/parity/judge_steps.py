@@ -1,0 +1,439 @@
+"""Judges single steps: does half precision compute what FP32 does, and if not, which module does not?
+
+Steps are compared from the same masters on the same micro-batches, before differences can grow, so this is the sharper
+evidence, and it names modules. Whole runs are judged in `tools.parity.judge_runs`. Pure functions of what
+`tools.parity.steps` measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from config.schema import ParitySection
+from precision.signature import findings, pooled, resolutions
+from precision.statistics import NEGLIGIBLE
+
+MOST_NAMED = 8
+"""Modules that a check names."""
+SAME_LOSS = 1e-5
+"""Relative difference up to which a loss counts as repeated after a restore; 0 on a CPU."""
+NORM_ROUNDING = 1e-4
+"""Relative difference up to which a reported gradient norm is that of the reduced gradient: both are sums of the same
+FP32 values, so that a share of 1.4% of the norm that is left out shows."""
+
+FP8_MARGIN = 1.5
+"""[factor] How much larger an error may be than plain torch's with nothing but FP8's rounding. The run's other
+roundings tip some values to another FP8 number, so that its errors are of the same size and not the same."""
+
+PLAIN_MARGIN = 1.5
+"""[factor] How much larger a gradient's error may be than that of plain torch in the run's dtype, where a bound for all
+is passed. Both are errors of the same roundings in another order: of the same size and not the same."""
+PLAIN_MOST = 0.5
+"""[fraction] Relative error of plain torch's gradient beyond which it explains nothing: `PLAIN_MARGIN` times as much is
+still less than the error of a gradient that is lost, which is 1."""
+
+IN_A_STEP = (
+    *("weight_drift", "fp8_products", "module_error", "accumulation_error", "weighting_error", "gradient_error"),
+    *("gradient_cosine", "sign_agreement", "grad_norm_error", "update_error", "update_rounding"),
+)
+"""The checks of single steps, in the order in which a step computes what they judge."""
+WHOLE_GRADIENT = "(gradient norm)"
+"""What is named where the norm over all modules is wrong."""
+WHOLE_LOSS = "(loss)"
+"""The same of the loss that is reported."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One bound, and what was measured against it."""
+
+    name: str
+    """Key of the `parity:` section, or a name of its own."""
+    measured: float
+    bound: float
+    passed: bool
+    at_least: bool = False
+    """Whether the bound is a lower one."""
+    where: str = ""
+    """Module and step of the worst value, or of nothing."""
+    modules: tuple[str, ...] = ()
+    """Modules beyond the bound, worst first, at most MOST_NAMED."""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Steps measured from one point of a run; see `tools.parity.steps` for the fields of a step."""
+
+    point: int
+    restored: bool
+    steps: Sequence[Mapping[str, Any]]
+    recorded_loss: float | None = None
+    """Loss that the run itself recorded on the first of these steps."""
+    why: str = ""
+    """Why it was not restored."""
+    recorded_scale: float | None = None
+    """Loss scale that the run itself recorded on the first of these steps."""
+
+
+@dataclass
+class _Worst:
+    """The worst value over modules and steps, and every module beyond the bound."""
+
+    bound: float
+    at_least: bool
+    value: float | None = None
+    where: str = ""
+    beyond: dict[str, float] = field(default_factory=dict)
+    seen: set[str] = field(default_factory=set)
+
+    def add(self, name: str, value: float, step: int) -> None:
+        if math.isnan(value):
+            value = -math.inf if self.at_least else math.inf
+        self.seen.add(name)
+        worse = self.value is None or (value < self.value if self.at_least else value > self.value)
+        if worse:
+            self.value, self.where = value, f"{name} at step {step}"
+        if value < self.bound if self.at_least else value > self.bound:
+            known = self.beyond.get(name)
+            worst = min if self.at_least else max
+            self.beyond[name] = value if known is None else worst(known, value)
+
+    def check(self, name: str, note: str = "") -> Check:
+        measured = self.value if self.value is not None else math.nan
+        order = sorted(self.beyond, key=lambda item: self.beyond[item], reverse=not self.at_least)
+        if len(order) > 1 and len(order) == len(self.seen):
+            note = f"all {len(order)} modules{'; ' + note if note else ''}"
+        elif len(order) > MOST_NAMED:
+            note = f"{len(order)} of {len(self.seen)} modules{'; ' + note if note else ''}"
+        passed = self.value is not None and not self.beyond
+        return Check(name, measured, self.bound, passed, self.at_least, self.where, tuple(order[:MOST_NAMED]), note)
+
+
+def judge_steps(walks: Sequence[Walk], bounds: ParitySection) -> list[Check]:
+    """The checks of single steps."""
+    attempted = [step for walk in walks for step in walk.steps]
+    taken = [step for step in attempted if step["applied"]]
+    checks = [
+        _over(attempted, "module_error", bounds.module_error, module_errors, note=_own_note(attempted)),
+        _over(attempted, "accumulation_error", bounds.accumulation_error, _accumulated, floor=0.0),
+        _over(attempted, "weighting_error", bounds.weighting_error, _weighted, floor=0.0),
+        _over(attempted, "loss_error", bounds.loss_error, _misreported, floor=0.0),
+        _over(attempted, "evaluation_error", SAME_LOSS, _evaluated, floor=0.0),
+        _over(taken, "gradient_error", bounds.gradient_error, gradient_errors, note=_gradient_note(taken)),
+        _over(taken, "gradient_cosine", bounds.gradient_cosine, _gradients("cosine"), at_least=True),
+        _over(taken, "sign_agreement", bounds.sign_agreement, _gradients("sign_agreement"), at_least=True),
+        _over(taken, "update_error", bounds.update_error, lambda step: _by_module(step["update_error"]).items()),
+        _over(taken, "update_rounding", bounds.update_rounding, _beyond_rounding, floor=0.0),
+        _over(taken, "grad_norm_error", min(NORM_ROUNDING, bounds.update_error), _norm_error),
+        _over(attempted, "weight_drift", bounds.weight_drift, _drift, floor=0.0),
+        judge_signatures(taken, bounds),
+    ]
+    if any(step.get("fp8_products") for step in taken):
+        checks.insert(0, _over(taken, "fp8_products", bounds.fp8_products, _fp8_products))
+    stuck = [str(walk.point) for walk in walks if walk.restored and not any(step["applied"] for step in walk.steps)]
+    if stuck:
+        note = f"no step was applied after step {', '.join(stuck)}"
+        checks.append(Check("applied_points", len(walks) - len(stuck), len(walks), False, at_least=True, note=note))
+    return [*checks, _restored(walks, bounds)]
+
+
+def judge_signatures(steps: Sequence[Mapping[str, Any]], bounds: ParitySection) -> Check:
+    """Modules whose errors rounding does not explain (`precision.signature`), over all applied steps together.
+
+    Their own, those of the gradients that they make, and the loss's.
+    """
+    measured = [step["signature"] for step in steps]
+    found: dict[str, list[str]] = {}
+    parts = pooled(measured)
+    for item in findings(parts):
+        found.setdefault(item.module, []).append(f"{item.module} ({item.part}): {item.why}")
+    named = tuple(found)[:MOST_NAMED]
+    notes = [found[name][0] for name in named]
+    if len(found) > MOST_NAMED:
+        notes.append(f"and {len(found) - MOST_NAMED} more")
+    if not found and resolutions(parts):
+        listed = _listed(resolutions(parts))
+        backward = _listed(resolutions(parts, backward=True))
+        notes.append(f"a constant wrong by more than this would be named: {listed}")
+        notes += [f"in the backward pass: {backward}"] if backward else []
+    blind = {name: why for step in measured for name, why in step["not_measured"].items()}
+    notes += [f"not measured: {name}: {why}" for name, why in list(blind.items())[:MOST_NAMED]]
+    seen = any(step["parts"] for step in measured)
+    count = len(found) if seen else math.nan
+    passed = seen and len(found) <= bounds.unexplained
+    return Check("unexplained", count, bounds.unexplained, passed, modules=named, note="; ".join(notes))
+
+
+def _listed(resolved: Mapping[str, float]) -> str:
+    return ", ".join(f"{kind} {value:.1e}" for kind, value in resolved.items())
+
+
+def judge_dtypes(seen: Sequence[Mapping[str, Any]], bounds: ParitySection) -> Check:
+    """Modules of which a part, such as a softmax or the residual stream, was seen in a lower dtype than promised.
+
+    seen: `InnerDtypes.report` of each step that was observed. A defect of that kind may well leave a short run and its
+    single steps within all other bounds, so no effect is asked for.
+    """
+    found: dict[str, dict[str, None]] = {}
+    for report in seen:
+        for entry in report["lower"]:
+            found.setdefault(f"{entry['what']} in {entry['computed']}", {}).update(dict.fromkeys(entry["modules"]))
+    named = list(dict.fromkeys(name for modules in found.values() for name in modules))
+    notes = [f"{what}: {_named(list(modules))}" for what, modules in found.items()]
+    blind = list(dict.fromkeys(f"{entry['what']}: {entry['why']}" for report in seen for entry in report["unobserved"]))
+    notes += [f"not observable: {'; '.join(blind)}"] if blind else []
+    passed = bool(seen) and len(named) <= bounds.lower_dtypes
+    measured = len(named) if seen else math.nan
+    note = "; ".join(notes) if seen else "no step was observed"
+    return Check("lower_dtypes", measured, bounds.lower_dtypes, passed, modules=tuple(named[:MOST_NAMED]), note=note)
+
+
+def _named(modules: Sequence[str]) -> str:
+    more = f" and {len(modules) - MOST_NAMED} more" if len(modules) > MOST_NAMED else ""
+    return ", ".join(modules[:MOST_NAMED]) + more
+
+
+def first_divergence(walks: Sequence[Walk], bounds: ParitySection) -> dict[str, Any] | None:
+    """The first module, in the order of execution, whose own error is beyond the bound, at the first step it shows."""
+    for walk in walks:
+        for step in walk.steps:
+            for name in step["order"]:
+                if not _own_error(step, name) <= bounds.module_error:
+                    return {"step": step["step"], "module": name, "own_error": step["own_error"][name]}
+    return None
+
+
+def blamed(checks: Sequence[Check]) -> tuple[str, ...]:
+    """The modules to blame for single steps that are beyond a bound: those of the first check in the order in which a
+    step computes (weights, outputs, gradients, update) that has any. Nothing where that is every module."""
+    failed = {check.name: check for check in checks if not check.passed and check.modules}
+    first = next((failed[name] for name in IN_A_STEP if name in failed), None)
+    if first is None or first.note.startswith("all ") or first.modules == (WHOLE_GRADIENT,):
+        return ()
+    return first.modules
+
+
+def _over(
+    steps: Sequence[Mapping[str, Any]],
+    name: str,
+    bound: float,
+    values: Callable[[Mapping[str, Any]], Iterable[tuple[str, float]]],
+    *,
+    at_least: bool = False,
+    note: str = "",
+    floor: float | None = None,
+) -> Check:
+    worst = _Worst(bound, at_least, value=floor)
+    for step in steps:
+        for module, value in values(step):
+            worst.add(module, float(value), step["step"])
+    return worst.check(name, note)
+
+
+def module_errors(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+    """Each module's own error in a step, beyond what FP8's rounding makes where that is in the plan."""
+    return [(name, _own_error(step, name)) for name in step["own_error"]]
+
+
+def _own_error(step: Mapping[str, Any], name: str) -> float:
+    return _beyond(float(step["own_error"][name]), float(step.get("planned_error", {}).get(name, 0.0)))
+
+
+def _beyond(value: float, planned: float) -> float:
+    """An error without FP8_MARGIN times that of FP8's rounding alone."""
+    return value if math.isnan(value) else max(0.0, value - FP8_MARGIN * planned) if planned else value
+
+
+def _own_note(steps: Sequence[Mapping[str, Any]]) -> str:
+    return _fp8_note([float(error) for step in steps for error in step.get("planned_error", {}).values()])
+
+
+def _gradient_note(steps: Sequence[Mapping[str, Any]]) -> str:
+    planned = [found for step in steps for found in step.get("planned", {}).values()]
+    fp8 = _fp8_note([float(found["relative_error"]) for found in planned])
+    notes = _scale_note(steps), fp8, _plain_note(steps)
+    return "; ".join(filter(None, notes))
+
+
+def _plain_note(steps: Sequence[Mapping[str, Any]]) -> str:
+    """Which gradients are left out, as plain torch's are no closer to FP32's."""
+    names = {
+        name: float(plain["relative_error"])
+        for step in steps
+        for name, plain in step.get("plain", {}).items()
+        if _is_plain("relative_error", step["parameters"][name], plain)
+    }
+    if not names:
+        return ""
+    most = max(names, key=lambda name: names[name])
+    rest = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"without {most}{rest}, whose error in plain torch is {names[most]:.2g} in this dtype"
+
+
+def _fp8_note(planned: Sequence[float]) -> str:
+    """What was taken off before values were judged, the largest."""
+    return f"beyond {FP8_MARGIN:g} times what FP8's rounding alone makes, up to {max(planned):.2e}" if planned else ""
+
+
+def _fp8_products(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+    """By layer, how far its three products are from FP8's definition, in units of what rounding explains; the worst."""
+    found: dict[str, float] = {}
+    for row in step["fp8_products"]:
+        off, allowed = float(row["off"]), float(row["allowed"])
+        value = off / allowed if allowed else (0.0 if off == 0 else math.inf)
+        worst = found.get(row["module"], 0.0)
+        found[row["module"]] = math.nan if math.isnan(value) or math.isnan(worst) else max(worst, value)
+    return found.items()
+
+
+def gradient_errors(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+    """The worst relative error of each module's gradients in a step, for those that are more than noise."""
+    return _gradients("relative_error")(step)
+
+
+def worst_of(
+    steps: Sequence[Mapping[str, Any]], values: Callable[[Mapping[str, Any]], Iterable[tuple[str, float]]]
+) -> dict[str, float]:
+    """By module the worst value over steps, which is what a check compares with its bound; a nan counts as inf."""
+    found: dict[str, float] = {}
+    for step in steps:
+        for name, value in values(step):
+            found[name] = max(found.get(name, 0.0), math.inf if math.isnan(value) else value)
+    return found
+
+
+def _gradients(what: str) -> Callable[[Mapping[str, Any]], Iterable[tuple[str, float]]]:
+    """Worst agreement of a module's gradients, for those that are more than noise and than rounding in their dtype."""
+
+    def values(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+        norms = {name: float(norm) for name, norm in step["reference_norms"].items()}
+        floor = NEGLIGIBLE * max(norms.values(), default=0.0)
+        planned, plain = step.get("planned", {}), step.get("plain", {})
+        agreement = {
+            name: _agreement(what, found, planned.get(name), plain.get(name))
+            for name, found in step["parameters"].items()
+            if norms[name] > floor
+        }
+        return _by_module(agreement, worst=max if what == "relative_error" else min).items()
+
+    return values
+
+
+def beyond_bounds(
+    agreement: Mapping[str, Mapping[str, Any]], norms: Mapping[str, float], bounds: ParitySection
+) -> list[str]:
+    """Parameters, by name, whose gradient is more than noise and disagrees with FP32's by more than `bounds`.
+
+    agreement: as of `compare_gradients`. norms: of FP32's gradients.
+    """
+    floor = NEGLIGIBLE * max(norms.values(), default=0.0)
+    return [
+        name
+        for name, found in agreement.items()
+        if norms[name] > floor
+        and not (
+            found["relative_error"] <= bounds.gradient_error
+            and found["cosine"] >= bounds.gradient_cosine
+            and found["sign_agreement"] >= bounds.sign_agreement
+        )
+    ]
+
+
+def _is_plain(what: str, found: Mapping[str, Any], plain: Mapping[str, Any]) -> bool:
+    """Whether plain torch in the run's dtype agrees with FP32 as little, as where a gradient's terms cancel.
+
+    1 less a cosine, and so its margin, goes by the square of an error.
+    """
+    if not float(plain["relative_error"]) <= PLAIN_MOST:
+        return False
+    if what == "relative_error":
+        return float(found[what]) <= PLAIN_MARGIN * float(plain[what])
+    margin = PLAIN_MARGIN**2 if what == "cosine" else PLAIN_MARGIN
+    return 1.0 - float(found[what]) <= margin * (1.0 - float(plain[what]))
+
+
+def _agreement(
+    what: str, found: Mapping[str, Any], planned: Mapping[str, Any] | None, plain: Mapping[str, Any] | None
+) -> float:
+    """A parameter's agreement with FP32, beyond what FP8's rounding alone costs; full where plain torch has no more.
+
+    1 less a cosine, and so its margin, goes by the square of an error.
+    """
+    if plain is not None and _is_plain(what, found, plain):
+        return 0.0 if what == "relative_error" else 1.0
+    value = float(found[what])
+    if planned is None:
+        return value
+    if what == "relative_error":
+        return _beyond(value, float(planned[what]))
+    margin = FP8_MARGIN**2 if what == "cosine" else FP8_MARGIN
+    return min(1.0, value + margin * (1.0 - float(planned[what])))
+
+
+def _by_module(values: Mapping[str, float], worst: Callable[..., float] = max) -> dict[str, float]:
+    """Parameter name to value -> module name to the worst of its parameters."""
+    found: dict[str, float] = {}
+    for name, value in values.items():
+        module = name.rpartition(".")[0]
+        found[module] = worst(found[module], value) if module in found else value
+    return found
+
+
+def _drift(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+    return _by_module(step["drift"]).items()
+
+
+def _accumulated(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+    return _by_module(step.get("accumulation_error", {})).items()
+
+
+def _weighted(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+    return _by_module(step.get("weighting_error", {})).items()
+
+
+def _misreported(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+    yield WHOLE_LOSS, step.get("loss_error", 0.0)
+
+
+def _evaluated(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+    yield WHOLE_LOSS, step.get("evaluation_error", 0.0)
+
+
+def _beyond_rounding(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+    return _by_module(step.get("update_rounding", {})).items()
+
+
+def _norm_error(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+    """The norm that the run reports, compared with that of the gradient it reduced."""
+    own = step["own_grad_norm"]
+    yield WHOLE_GRADIENT, abs(step["grad_norm"] - own) / own if own else abs(step["grad_norm"])
+
+
+def _scale_note(steps: Sequence[Mapping[str, Any]]) -> str:
+    """Note a factor on all gradients, as from a wrong loss scale or a lost micro-batch."""
+    ratios = [step["own_grad_norm"] / step["reference_grad_norm"] for step in steps if step["reference_grad_norm"]]
+    ratio = median(ratios) if ratios else 1.0
+    return f"the whole gradient's norm is {ratio:.3f} of FP32's" if abs(ratio - 1) > 0.05 else ""
+
+
+def _restored(walks: Sequence[Walk], bounds: ParitySection) -> Check:
+    bad = []
+    for walk in walks:
+        known = walk.recorded_loss
+        first = walk.steps[0] if walk.steps else {"loss": math.nan}
+        loss = first.get("loss_with_dropout", first["loss"])
+        if not walk.restored:
+            bad.append(f"step {walk.point}: {walk.why}")
+        elif known is not None and not abs(loss - known) <= SAME_LOSS * abs(known):
+            bad.append(f"step {walk.point}: loss {loss:.6f} after restoring, {known:.6f} in the run")
+        elif walk.recorded_scale is not None and first.get("loss_scale", walk.recorded_scale) != walk.recorded_scale:
+            scales = f"{first['loss_scale']:g} after restoring, {walk.recorded_scale:g} in the run"
+            bad.append(f"step {walk.point}: loss scale {scales}")
+    share = 1 - len(bad) / max(len(walks), 1)
+    passed = share >= bounds.restored_share
+    return Check("restored_share", share, bounds.restored_share, passed, at_least=True, note="; ".join(bad))

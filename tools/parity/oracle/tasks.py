@@ -1,0 +1,386 @@
+"""What each task minimises, written down a second time: sample by sample, unpadded, in FP64.
+
+A task gives the *parts* of a global batch: each with how much of it counts, and its loss, summed over that. The loss of
+the step is their sum over everything that counts. Inputs, labels and losses are derived from prepared rows and windows
+by the definitions in docs/finetuning.md and the papers named there; nothing is taken from data/loader.py and its
+neighbours, modeling/objectives or training/tasks but how prepared data and weights are opened.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from config.schema import Config
+from data.corpus import Corpus
+from data.labelled_shards import LabelledShards
+from data.tokenizer import load_tokenizer
+from precision.dtypes import DTYPES
+from tools.parity.oracle.rules import IGNORED, Order, unit_interval
+
+
+class Part(NamedTuple):
+    """A piece of a global batch that is computed by itself."""
+
+    sample: int
+    counts: int
+    """What counts in it: labels; rows with `sft.loss: row`; texts; pairs."""
+    loss: Callable[[], torch.Tensor]
+    """() FP64: summed over what counts."""
+
+
+class Task:
+    """Next tokens: of documents, of rows, and the base of the other tasks."""
+
+    def __init__(self, config: Config, corpus: Corpus, shape: PretrainedConfig, model: Any) -> None:
+        self._config, self._corpus, self._model = config, corpus, model
+        self._shards: Any = corpus.train
+        self.order = self._order(by_source=corpus.mixture.samples if corpus.mixture is not None else ())
+
+    def held_out(self) -> Task:
+        """The same of the validation set, whose batches `Order.evaluated` has."""
+        found = copy.copy(self)
+        found._shards = self._corpus.validation
+        found.order = found._order()
+        return found
+
+    def _order(self, by_source: Sequence[int] = ()) -> Order:
+        end = self._corpus.end_of_document
+        return Order(self._config, self._shards, end_of_document=end, by_source=by_source, places=self._places())
+
+    def parts(self, ids: Sequence[int], position: int) -> Iterator[Part]:
+        """Those of a global batch with anything that counts. position: global batches before it."""
+        for sample, inputs, labels in self.order.sequences(ids):
+            count = int((labels != IGNORED).sum())
+            if count:
+                yield self._of_labels(sample, count, inputs, labels)
+
+    def tokens(self, ids: Sequence[int]) -> int:
+        """[tokens] That the run counts of these samples."""
+        return self.order.places(ids)
+
+    def _places(self) -> Callable[[int], int] | None:
+        """The inputs of a sample, by which samples of similar length are put together; None: those of sequences."""
+        return None
+
+    def _of_labels(self, sample: int, count: int, inputs: torch.Tensor, labels: torch.Tensor) -> Part:
+        if self._config.task == "sft" and self._config.sft.loss == "row":
+            return Part(sample, 1, lambda: self._summed(labels, input_ids=inputs) / count)
+        return Part(sample, count, lambda: self._summed(labels, input_ids=inputs))
+
+    def _summed(self, labels: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
+        """Cross-entropy of one sequence. inputs: (n,) each."""
+        return functional.cross_entropy(self._logits(**inputs), labels, ignore_index=IGNORED, reduction="sum")
+
+    def _logits(self, **inputs: torch.Tensor) -> torch.Tensor:
+        """(outputs, ...) of one sequence."""
+        return _logits(self._model, **inputs)
+
+
+class DroppedOut(Task):
+    """Next tokens where values are dropped: the same ones as in the run.
+
+    What is dropped depends on the shape of what is computed together and on the generator of the rank that computes it,
+    so each rank's micro-batches are computed whole, with a generator seeded as its own was. On a CPU torch draws the
+    same whatever the dtype.
+    """
+
+    def __init__(self, *given: Any, ranks: int) -> None:
+        super().__init__(*given)
+        self._ranks, self._states = ranks, {}
+        for rank in range(ranks):
+            self._states[rank] = torch.Generator().manual_seed(self._config.run.seed + rank).get_state()
+
+    def parts(self, ids: Sequence[int], position: int) -> Iterator[Part]:
+        """A micro-batch each; its sample is the first. They have to be computed in this order."""
+        micro = self._config.batch.micro_size
+        for number in range(len(ids) // micro):
+            own = [self.order.window(sample) for sample in ids[number * micro : (number + 1) * micro]]
+            windows = torch.from_numpy(np.stack(own).astype(np.int64))
+            yield Part(ids[number * micro], windows[:, 1:].numel(), self._of_micro_batch(windows, number % self._ranks))
+
+    def _of_micro_batch(self, windows: torch.Tensor, rank: int) -> Callable[[], torch.Tensor]:
+        def loss() -> torch.Tensor:
+            with torch.random.fork_rng(devices=[]):
+                torch.set_rng_state(self._states[rank])
+                logits = self._model(input_ids=windows[:, :-1]).logits.double()
+                self._states[rank] = torch.get_rng_state()
+            return functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten(), reduction="sum")
+
+        return loss
+
+
+class Masked(Task):
+    """Devlin et al. 2019, section 3.1: of chosen tokens 80% are hidden, 10% are others, 10% stay."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        tokenizer = load_tokenizer(self._corpus.tokenizer_folder)
+        pieces = {number: piece for piece, number in tokenizer.get_vocab().items()}
+        marked = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._special = marked | set(tokenizer.all_special_ids)
+        self._others = sorted(pieces.keys() - self._special)
+        self._mask, self._pieces = tokenizer.mask_token_id, pieces
+        first, last = tokenizer.cls_token_id, tokenizer.sep_token_id
+        self._edges = None if first is None or last is None else (first, last)
+        document = json.loads(tokenizer.backend_tokenizer.to_str())
+        known = document["model"]
+        self._prefix = known.get("continuing_subword_prefix") if known["type"] == "WordPiece" else None
+        by_bytes = "ByteLevel" in json.dumps([document["pre_tokenizer"], document["decoder"]])
+        self._byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()} if by_bytes else {}
+
+    def parts(self, ids: Sequence[int], position: int) -> Iterator[Part]:
+        """A window each, with what is hidden of it at this position."""
+        for sample in ids:
+            tokens = [int(token) for token in self.order.window(sample)[:-1]]
+            if self._edges is not None:
+                tokens = [self._edges[0], *tokens[:-2], self._edges[1]]
+            seen, labels = self._hidden(tokens, f"{self._config.run.seed}/{sample}/{position}")
+            count = sum(label != IGNORED for label in labels)
+            if count:
+                inputs = {"input_ids": torch.tensor(seen), "attention_mask": torch.ones(len(seen), dtype=torch.int64)}
+                yield Part(sample, count, _later(self._summed, torch.tensor(labels), **inputs))
+
+    def _hidden(self, tokens: list[int], key: str) -> tuple[list[int], list[int]]:
+        chosen, fate, other = (_drawn(f"{key}/{what}", len(tokens)) for what in ("chosen", "fate", "other"))
+        seen, labels, word = [], [], -1
+        for place, token in enumerate(tokens):
+            word += not (place and self._config.mlm.whole_word and self._joined(tokens[place - 1], token))
+            if token in self._special or chosen[word] >= self._config.mlm.probability:
+                seen.append(token)
+                labels.append(IGNORED)
+                continue
+            labels.append(token)
+            if fate[place] < 0.8:
+                seen.append(self._mask)
+            else:
+                seen.append(self._others[int(other[place] * len(self._others))] if fate[place] < 0.9 else token)
+        return seen, labels
+
+    def _joined(self, before: int, token: int) -> bool:
+        """Whether a token goes on with the word that the one before it is of."""
+        if before in self._special or token in self._special:
+            return False
+        if self._prefix:
+            return self._pieces[token].startswith(self._prefix)
+        return self._of_word(self._pieces[before][-1:]) and self._of_word(self._pieces[token][:1])
+
+    def _of_word(self, letter: str) -> bool:
+        if letter in self._byte_of:
+            byte = self._byte_of[letter]
+            return byte > 127 or chr(byte).isalnum() or byte == ord("_")
+        return bool(letter) and (letter.isalnum() or letter == "_")
+
+
+class Classified(Task):
+    """A label or a number of a text, or labels of its words."""
+
+    def __init__(self, config: Config, corpus: Corpus, shape: PretrainedConfig, model: Any) -> None:
+        super().__init__(config, corpus, shape, model)
+        self._typed = getattr(shape, "type_vocab_size", 0) > 1
+        names = config.classify.labels
+        self._numbers = [names.index(name) for name in corpus.labels] if names else []
+
+    def _places(self) -> Callable[[int], int]:
+        return lambda sample: len(self._row(sample).tokens)
+
+    def parts(self, ids: Sequence[int], position: int) -> Iterator[Part]:
+        """A text each."""
+        kind = self._config.classify.kind
+        for sample in ids:
+            row = self._row(sample)
+            inputs = {"input_ids": _int64(row.tokens), "attention_mask": torch.ones(len(row.tokens), dtype=torch.int64)}
+            if self._typed:
+                inputs["token_type_ids"] = _int64(row.types)
+            if kind == "regression":
+                yield Part(sample, 1, _later(self._squared, float(np.float32(row.target)), **inputs))
+                continue
+            given = row.target if kind == "token" else row.target[None]
+            labels = torch.tensor([IGNORED if one == IGNORED else self._numbers[int(one)] for one in given])
+            count = int((labels != IGNORED).sum())
+            if count:
+                yield Part(sample, count, _later(self._labelled, labels, **inputs))
+
+    def _row(self, sample: int) -> Any:
+        assert isinstance(self._shards, LabelledShards)
+        [number] = self._shards.rows_of(sample)
+        return self._shards.labelled(number)
+
+    def _squared(self, target: float, **inputs: torch.Tensor) -> torch.Tensor:
+        return (self._logits(**inputs).sum() - target).square()
+
+    def _labelled(self, labels: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
+        logits = self._logits(**inputs)
+        logits = logits if logits.dim() == 2 else logits[None]
+        return functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+
+
+class Translated(Task):
+    """A target that a decoder learns token by token, from a source that an encoder reads."""
+
+    def __init__(self, config: Config, corpus: Corpus, shape: PretrainedConfig, model: Any) -> None:
+        super().__init__(config, corpus, shape, model)
+        self._start = int(shape.decoder_start_token_id)
+        self._pad = corpus.end_of_document if shape.pad_token_id is None else shape.pad_token_id
+
+    def parts(self, ids: Sequence[int], position: int) -> Iterator[Part]:
+        """A row each."""
+        for sample in ids:
+            [(tokens, trained)] = self._shards.sequence(sample)
+            start = next(place for place, label in enumerate(trained) if label)
+            source, target = _int64(tokens[:start]), _int64(tokens[start:])
+            source = source if len(source) else torch.tensor([self._pad])
+            inputs = {
+                "input_ids": source,
+                "attention_mask": torch.ones_like(source),
+                "decoder_input_ids": torch.cat([torch.tensor([self._start]), target[:-1]]),
+            }
+            yield Part(sample, len(target), _later(self._summed, target, **inputs))
+
+    def tokens(self, ids: Sequence[int]) -> int:
+        """[tokens] Of both sides."""
+        return sum(len(tokens) for sample in ids for tokens, _ in self._shards.sequence(sample))
+
+
+class Preferred(Task):
+    """Of two answers the chosen one: h is by how much more than the start weights the model prefers it, in nats.
+
+    Rafailov et al. 2023, equation 7; with label smoothing Mitchell 2023, equation 3; Zhao et al. 2023 (hinge); Azar et
+    al. 2023, equation 17 (ipo). An adapter's first product is zero, so the start weights are the base under it, too.
+    """
+
+    def __init__(self, config: Config, corpus: Corpus, shape: PretrainedConfig, model: Any) -> None:
+        super().__init__(config, corpus, shape, model)
+        self._before = copy.deepcopy(model).requires_grad_(False)
+
+    def parts(self, ids: Sequence[int], position: int) -> Iterator[Part]:
+        """A pair each."""
+        for sample in ids:
+            yield Part(sample, 1, _later(self._of_pair, list(self._shards.sequence(sample))))
+
+    def _of_pair(self, pair: list[tuple[np.ndarray, np.ndarray]]) -> torch.Tensor:
+        section = self._config.preference
+        (chosen, length), (rejected, _) = (self._log_prob(self._model, *answer) for answer in pair)
+        with torch.no_grad():
+            before = [self._log_prob(self._before, *answer)[0] for answer in pair]
+        margin = (chosen - before[0]) - (rejected - before[1])
+        if section.loss == "hinge":
+            loss = torch.clamp(1 - section.beta * margin, min=0)
+        elif section.loss == "ipo":
+            loss = (margin - 0.5 / section.beta) ** 2
+        else:
+            right, wrong = (torch.log1p(torch.exp(-sign * section.beta * margin)) for sign in (1, -1))
+            loss = (1 - section.label_smoothing) * right + section.label_smoothing * wrong
+        return loss - section.sft_weight * chosen / length
+
+    def _log_prob(self, model: Any, tokens: np.ndarray, trained: np.ndarray) -> tuple[torch.Tensor, int]:
+        """Of an answer's tokens given all before them [nats], and how many they are."""
+        ids = _int64(tokens)
+        answer = torch.from_numpy(trained[1:].astype(bool))
+        logits = _logits(model, input_ids=ids[:-1])[answer]
+        found = torch.log_softmax(logits, -1).gather(-1, ids[1:][answer][:, None])
+        return found.sum(), len(found)
+
+
+class Distilled(Task):
+    """A teacher's distribution p at every label, learned by the student's q, both at a temperature.
+
+    Hinton et al. 2015 (forward KL, times the square of the temperature); Gu et al. 2024 (reverse KL); Agarwal et al.
+    2024, section 2 (jsd). Of a teacher of whom the k likeliest tokens are known all others are one outcome more.
+    """
+
+    def __init__(self, config: Config, corpus: Corpus, shape: PretrainedConfig, model: Any) -> None:
+        super().__init__(config, corpus, shape, model)
+        section = config.distill
+        trusted = config.model.trust_remote_code
+        dtype: Any = "auto" if section.dtype == "auto" else DTYPES[section.dtype]
+        teacher: Any = AutoModelForCausalLM.from_pretrained(
+            str(section.teacher), dtype=dtype, trust_remote_code=trusted
+        )
+        self.computes = next(name for name, known in DTYPES.items() if known == teacher.dtype)
+        """The name of the dtype that the run's teacher computes in."""
+        self._teacher = teacher.double().eval().requires_grad_(False)
+
+    def _of_labels(self, sample: int, count: int, inputs: torch.Tensor, labels: torch.Tensor) -> Part:
+        return Part(sample, count, _later(self._apart, inputs, labels))
+
+    def _apart(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        section, counts = self._config.distill, labels != IGNORED
+        logits = self._logits(input_ids=inputs)[counts]
+        with torch.no_grad():
+            p = torch.softmax(_logits(self._teacher, input_ids=inputs)[counts] / section.temperature, -1)
+        q = torch.softmax(logits / section.temperature, -1)
+        if section.top_k:
+            known = p.topk(section.top_k, -1).indices
+            p, q = (torch.cat([one.gather(-1, known), _rest(one, known)], -1) for one in (p, q))
+        if section.loss == "forward_kl":
+            apart = _kl(p, q)
+        elif section.loss == "reverse_kl":
+            apart = _kl(q, p)
+        else:
+            middle = section.beta * p + (1 - section.beta) * q
+            apart = section.beta * _kl(p, middle) + (1 - section.beta) * _kl(q, middle)
+        of_labels = functional.cross_entropy(logits, labels[counts], reduction="sum")
+        return (1 - section.ce_weight) * section.temperature**2 * apart + section.ce_weight * of_labels
+
+
+TASKS: dict[str, type[Task]] = {
+    "pretrain": Task,
+    "sft": Task,
+    "mlm": Masked,
+    "classify": Classified,
+    "seq2seq": Translated,
+    "dpo": Preferred,
+    "distill": Distilled,
+}
+"""Config's task to what the oracle computes of it."""
+
+
+def undropped(config: Config, device: str) -> str | None:
+    """Why the values that a run drops cannot be dropped here, too; None where they can. device: that the run is on."""
+    if device != "cpu":
+        return f"the oracle drops on the CPU, and the run drew on {device}"
+    if config.task != "pretrain" or config.keeps_documents_apart:
+        return "the oracle drops values of documents end to end only, where no batch is padded"
+    if config.data.sources:
+        return "the oracle drops values of a single source only"
+    if config.parallel.sequence > 1 or config.parallel.tensor > 1:
+        return "the oracle drops values only where each rank has whole sequences and matrices"
+    return None
+
+
+def _logits(model: Any, **inputs: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = model(**{name: value[None] for name, value in inputs.items()}).logits[0]
+    return found.double()
+
+
+def _later(function: Callable[..., torch.Tensor], *given: Any, **named: Any) -> Callable[[], torch.Tensor]:
+    return lambda: function(*given, **named)
+
+
+def _int64(values: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(values).astype(np.int64))
+
+
+def _kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Summed over all rows, in nats."""
+    return (torch.special.xlogy(p, p) - torch.special.xlogy(p, q)).sum()
+
+
+def _rest(probabilities: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+    return probabilities.scatter(-1, known, 0.0).sum(-1, keepdim=True)
+
+
+def _drawn(key: str, count: int) -> list[float]:
+    """So many numbers in [0, 1) of the stream that belongs to a key."""
+    digest = hashlib.blake2b(key.encode(), digest_size=8, person=b"mantissa-mask").digest()
+    return [unit_interval(int.from_bytes(digest, "little"), place) for place in range(count)]

@@ -1,0 +1,70 @@
+"""The run's own module once more, in FP32, on what it got: is its code right, whatever 16 bits hide?
+
+A wrong constant below the roundings of 16 bits cannot be told from them, and neither can an error without a direction,
+such as a rotation by a slightly wrong angle. In FP32 the roundings are 2^13 to 2^16 times smaller, and an error that is
+none of them stays. The weights are the reference's, so that only the code is the run's: its kernels, what was replaced
+in its modules, its buffers. The loss is one more module (`tools.parity.backward`), whose gradient is looked at, too.
+
+Left out, and judged in the run's dtype alone: the manifest path, whose modules have dtypes of their own; what ranks
+share; experts; FlashAttention, whose kernels are for 16 bits only, and FlexAttention (see `plain_flex`); at ZeRO-3
+modules with weights of their own that are not at hand; compiled modules; layers in 4 or 8 bits, whose code makes its
+weights from codes, in the dtype that it computes in.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from modeling.quantised_base import quantised_parameters
+from tools.parity.again import Call, Leaves, Plan, again
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OF_16_BITS = ("flash", "flex")
+
+
+def own_code(
+    plan: Plan, candidate: dict[str, torch.nn.Module], call: Call, leaves: Leaves | None = None
+) -> dict[str, Any] | None:
+    """By part what the run's module makes in FP32; None where that cannot be had. leaves: filled, as by `again`."""
+    module = candidate[call.name]
+    if plan.has_regions or plan.kind(call.name) == "functional" or any(map(_is_compiled, module.modules())):
+        return None
+    attention = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    if plan.kind(call.name) == "attention" and str(attention).startswith(_OF_16_BITS):
+        return None
+    inside = tuple(f"{inner.name.removeprefix(f'{call.name}.')}." for inner in call.inside)
+    named = module.named_parameters(remove_duplicate=False)
+    own = [parameter for name, parameter in named if not name.startswith(inside)]
+    codes = quantised_parameters(module)
+    if any(_is_elsewhere(parameter) or id(parameter) in codes for parameter in own):
+        return None
+    with _without_hooks(module):
+        return again(plan, call, torch.float32, leaves, code=candidate)
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    return module._compiled_call_impl is not None
+
+
+def _is_elsewhere(parameter: Any) -> bool:
+    """Partitioned by ZeRO-3 and not gathered."""
+    status = getattr(parameter, "ds_status", None)
+    return status is not None and status.name != "AVAILABLE"
+
+
+@contextmanager
+def _without_hooks(module: torch.nn.Module) -> Iterator[None]:
+    """None of the engine's and of who observes."""
+    kept = [(item, name, getattr(item, name)) for item in module.modules() for name in _HOOKS]
+    try:
+        for item, name, _ in kept:
+            setattr(item, name, OrderedDict())
+        yield
+    finally:
+        for item, name, hooks in kept:
+            setattr(item, name, hooks)

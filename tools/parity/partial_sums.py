@@ -1,0 +1,67 @@
+"""The partial sums of parameters' gradients, which are sums over all positions.
+
+torch 2.13's `native_layer_norm_backward` and `embedding_dense_backward` on a CPU add up one position after the other in
+the dtype of the weight; products with a linear layer's weight, and its bias, are added up in FP32 and rounded once. On
+a GPU all of these add up in FP32, so that the bound which follows is wider there than it has to be.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers.pytorch_utils import Conv1D
+
+from tools.parity.again import Call
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Over all values of one gradient, the squares of the partial sums T_k on the way to it, added up in FP64."""
+
+    squares: float
+    in_plan: bool
+    """Whether they are rounded to the plan's dtype, and not only in a computation that is FP32 throughout."""
+
+
+@torch.no_grad()
+def walks(module: torch.nn.Module, call: Call) -> dict[str, Walk]:
+    """By a parameter's name in the module. call: with the gradient that came to its output.
+
+    Empty for modules that are written out: their terms are rounded before they are added, in FP32 as in 16 bits.
+    """
+    if 0 not in call.came or not (call.args or call.kwargs):
+        return {}
+    given, came = call.args[0] if call.args else next(iter(call.kwargs.values())), call.came[0].double()
+    if isinstance(module, torch.nn.LayerNorm):
+        rows = module.normalized_shape
+        values, came = (item.double().reshape(-1, *rows) for item in (given, came))
+        over = tuple(range(1, values.dim()))
+        centred = values - values.mean(over, keepdim=True)
+        normed = centred * (centred.square().mean(over, keepdim=True) + module.eps).rsqrt()
+        return {"weight": Walk(_squares((came * normed).cumsum(0)), True), "bias": Walk(_squares(came.cumsum(0)), True)}
+    if isinstance(module, torch.nn.Embedding):
+        return {"weight": Walk(_by_token(given.reshape(-1), came.flatten(0, -2), module.padding_idx), True)}
+    if isinstance(module, torch.nn.Linear | Conv1D):
+        values, came = (item.double().reshape(-1, item.shape[-1]) for item in (given, came))
+        # T_k of an order drawn by lot: its mean square is (k / n)^2 S^2 + k / n (1 - k / n) Q, S the sum and Q that of
+        # the squares of its terms; sums over k
+        squares, terms = len(came) * _squares(values.T @ came) / 3, (values.square().sum(1) @ came.square().sum(1))
+        found = {"weight": Walk(squares + len(came) * float(terms) / 6, False)}
+        return found | {"bias": Walk(_squares(came.cumsum(0)), False)}
+    return {}
+
+
+def _by_token(tokens: torch.Tensor, came: torch.Tensor, padding: int | None) -> float:
+    """Sums of an embedding's gradient, each token's by itself. tokens: (n,); came: (n, width) FP64."""
+    order = tokens.argsort(stable=True)
+    tokens, sums = tokens[order], came[order].cumsum(0)
+    starts = torch.ones_like(tokens, dtype=torch.bool)
+    starts[1:] = tokens[1:] != tokens[:-1]
+    before = torch.cat((torch.zeros_like(sums[:1]), sums[:-1]))[starts]  # what came before each token's first
+    counted = torch.ones_like(starts) if padding is None else tokens != padding
+    return _squares((sums - before[starts.cumsum(0) - 1])[counted])
+
+
+def _squares(values: torch.Tensor) -> float:
+    return float(values.square().sum())

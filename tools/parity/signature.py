@@ -1,0 +1,195 @@
+"""Every module of a run computed four times on the same inputs: what `precision.signature` judges.
+
+In the forward pass of a step's first micro-batch, as soon as a module of the run has returned, the same module of the
+reference (`tools.parity.reference`: freshly built by transformers, never patched by the engine, by regions or by
+kernels) is called on what the run's module got: in FP64, which counts as exact, in FP32, and in the dtype that the plan
+says. Its weights are the masters, rounded as the plan says, so that the rounding of a weight is nobody's error.
+
+The run's own module is called again, too, in FP32, where that can be had (`tools.parity.own_code`), and its loss.
+
+A module with modules inside is compared without their errors: those inside return what they returned in the run, and
+what it hands to them is compared, besides its own output. So each part has but a handful of roundings: of attention
+the rotation, the scores, the softmax and its product with the values, as what `o_proj` gets.
+
+The backward pass is compared the same way, after it: each module gets the gradients that came to it in the run, and
+what it made of them, for what it got, for what those inside returned and for its own parameters, is computed again
+three times. So is the loss, with the gradient of its logits, or chunked with those of hidden states and head
+(`tools.parity.backward`).
+
+All three are independent of what was changed in the run's model. They are not independent of transformers' code: a
+constant that is wrong there is wrong in all. A narrowing there is left out of the FP64 computation, so that it shows in
+FP32's error (see `precision.signature`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from modeling.adapter import is_off
+from modeling.objectives.objective import Objective
+from precision.regions import Regions
+from precision.signature import FIELDS, sums_of
+from tools.parity.again import Call, Plan, again, fewer_rows, floats_of, parts_of, terms_of
+from tools.parity.backward import Backward, OwnLoss
+from tools.parity.own_code import own_code
+from tools.parity.slices import Slices, cuts_of
+from training.distributed import World
+
+
+class Signatures:
+    """One step's parts of all modules that a reference and a run's model share."""
+
+    def __init__(
+        self,
+        reference: torch.nn.Module,
+        candidate: torch.nn.Module,
+        *,
+        compute: torch.dtype,
+        regions: Regions | None = None,
+        world: World | None = None,
+        slices: Slices | None = None,
+    ) -> None:
+        """reference: in FP32, its weights the masters. compute: the dtype that the plan says on the cast path.
+
+        regions: those of the manifest path, whose dtypes are the plan; None on the cast path. world: whose ranks each
+        have a part of the step; None where this process has all of it. slices: those that have a part of each module;
+        None where each has all of it.
+        """
+        self._slices = slices or Slices(None)
+        self._plan = Plan(reference, compute, regions, cuts_of(candidate), self._slices.given)
+        self._candidate = {name: module for name, module in candidate.named_modules() if name in self._plan.modules}
+        self._adapted = [module for module in self._candidate.values() if hasattr(module, "_disable_adapters")][:1]
+        """A layer that tells whether the candidate computes as its base, which is what it is compared with in DPO."""
+        self._world = world
+        self._running: list[Call] = []
+        self._done: set[str] = set()
+        self._rows: list[dict[str, Any]] = []
+        self._not_measured: dict[str, str] = {}
+        self._backward = Backward(self._plan, candidate, self._slices)
+
+    @contextmanager
+    def of_candidate(self) -> Iterator[None]:
+        """Around the candidate's passes, forward and backward; gradients are compared at the end."""
+        with ExitStack() as stack:
+            stack.enter_context(self._backward.watching())
+            for name, module in self._candidate.items():
+                before = module.register_forward_pre_hook(self._entering(name), with_kwargs=True)
+                # always_call: checkpointing ends a recomputation early with an exception
+                after = module.register_forward_hook(self._leaving, with_kwargs=True, always_call=True)
+                stack.callback(before.remove)
+                stack.callback(after.remove)
+            yield
+        self._running.clear()
+        rows, blind = self._backward.compared()
+        self._rows += rows
+        self._not_measured |= blind
+
+    def watch_loss(
+        self, objective: Objective, inputs: dict[str, Any], labels: torch.Tensor, own: OwnLoss | None = None
+    ) -> Callable[[Any], None]:
+        """What to call with the candidate's loss before its backward pass: so that it is compared, too, as `(loss)`.
+
+        objective: the reference's. inputs, labels: of the first micro-batch. own: how the candidate computes its loss;
+        None where its code is not to be called in FP32.
+        """
+        return self._backward.watch_loss(objective, inputs, labels, own)
+
+    def measured(self) -> dict[str, Any]:
+        """{"parts": rows for `precision.signature.pooled`, "not_measured": reason by module}. A collective."""
+        ranks = [self._rows] if self._world is None else self._world.gather_objects(self._rows)
+        group = self._slices.group
+        ranks = ranks[:: group.size] if group is not None else ranks  # each of a group has measured the same
+        found: dict[tuple[str, str], dict[str, Any]] = {}
+        for row in (row for rows in ranks for row in rows):
+            known = found.setdefault((row["module"], row["part"]), row)
+            if known is not row:
+                known["sums"] = [a + b for a, b in zip(known["sums"], row["sums"], strict=True)]
+        return {"parts": list(found.values()), "not_measured": self._not_measured}
+
+    def _entering(self, name: str) -> Any:
+        def enter(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+            call = Call(name, args, kwargs)
+            if not any(map(is_off, self._adapted)):
+                self._backward.use(name)
+                if name not in self._done:
+                    self._backward.enter(call)
+            call.versions = call.now()
+            self._running.append(call)
+            return call.args, call.kwargs
+
+        return enter
+
+    def _leaving(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        call = self._running.pop()
+        if any(map(is_off, self._adapted)):  # the reference's adapter is on
+            return output
+        in_place = call.versions != call.now()
+        call.output = output
+        call.versions = call.now()
+        if self._running and self._running[-1].name not in self._done:
+            self._running[-1].inside.append(call)
+        if call.name not in self._done and output is not None:
+            self._done.add(call.name)  # neither later micro-batches nor a recomputation
+            self._backward.leave(call)
+            if in_place:
+                self._not_measured[call.name] = "it changes in place what it got"
+            elif call.name:
+                self._compare(call)
+        call.inside = []
+        return call.output
+
+    @torch.no_grad()
+    def _compare(self, call: Call) -> None:
+        call = self._slices.call(call)
+        changed = next((inner.name for inner in call.inside if inner.versions != inner.now()), None)
+        if changed is not None:
+            self._not_measured[call.name] = f"it changes in place what {changed} got or returned"
+            return
+        kind = self._plan.kind(call.name)
+        if kind == "functional":  # another implementation calls what is inside as often as it likes
+            call.inside = []
+        if kind == "linear" and not call.inside:
+            call = fewer_rows(call)
+        try:
+            computed_as = self._computed(call)
+        except Exception as error:
+            if call.inside:  # which returned what the reference's code cannot take, as of another shape
+                self._compare(dataclasses.replace(call, inside=[]))
+            else:  # a module whose inputs cannot be converted is left out, by name
+                self._not_measured[call.name] = " ".join(str(error).split())[:200]
+            return
+        own = self._own_code(call)
+        terms = terms_of(kind, call)
+        for part, found in parts_of(call).items():
+            computed = [floats_of(tree.get(part)) for tree in computed_as]
+            if floats_of(found) and not all(computed):
+                self._not_measured[call.name] = f"{part}: the reference makes nothing to compare it with"
+            for index, values in enumerate(zip(floats_of(found), *computed, strict=False)):  # some kernels return more
+                if len({value.shape for value in values}) > 1:
+                    self._not_measured[call.name] = f"{part}: what it makes cannot be compared"
+                    continue
+                mine = floats_of(own.get(part)) if own else []
+                in_fp32 = mine[index] if index < len(mine) and mine[index].shape == values[0].shape else None
+                sums = sums_of(*values, width=self._plan.width(call.name), own=in_fp32)
+                if part != "output" and not any(sums[FIELDS.index(f"{who}_rr")] for who in ("run", "plan", "own")):
+                    continue  # handed on as it was
+                row: dict[str, Any] = {"module": call.name, "part": f"{part}, {index}" if index else part, "kind": kind}
+                row |= {"roundoff": self._plan.roundoff(call.name, values[1]), "terms": terms}
+                self._rows.append({**row, "sums": sums})
+
+    def _computed(self, call: Call) -> list[dict[str, Any]]:
+        """By part what the reference makes: in the plan's dtype, in FP32 and in FP64."""
+        return [again(self._plan, call, dtype) for dtype in (None, torch.float32, torch.float64)]
+
+    def _own_code(self, call: Call) -> dict[str, Any] | None:
+        if self._slices.group is not None or self._plan.computes_in_fp32:
+            return None
+        try:
+            return own_code(self._plan, self._candidate, call)
+        except Exception:  # kernels for 16 bits only, whatever they say
+            return None

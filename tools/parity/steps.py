@@ -1,0 +1,498 @@
+"""Single steps of a run compared with FP32: same masters, same optimizer state, same micro-batches.
+
+    python -m tools.parity.steps RUN --out FILE [--walk 2] --points 0,150,300 [--judge] [parity.key=value ...]
+
+Started by `tools.parity` on as many processes as the run had. At each point it restores the run's checkpoint and
+takes a few real steps. For every one of them it measures, module by module,
+- the *own error*: its output against the FP32 module's on the same inputs, without the error of earlier modules;
+- the *output error*: its output against FP32's on FP32's inputs, the error accumulated so far;
+- its gradients against FP32's: relative error, cosine, share of equal signs; of those beyond the bounds also what plain
+  torch in the run's dtype makes of them, since terms that cancel leave nothing but rounding;
+- the *update error*: the change of its masters against the optimizer in FP64 on the gradient that the engine reduced;
+- the share of its masters and moments that this update left further from FP64 than FP32's rounding explains;
+- at each point, whether two evaluations of a batch have the same loss; the error of a sum of two gradients that are
+  known; and how far a step's loss and gradients are from those that its micro-batches' add up to, everything that
+  counts in the global batch counting the same;
+- the *drift*: the distance of the weights it computes with from its rounded masters;
+- with FP8 in the plan, what its rounding alone does to outputs and gradients, and the three products of each FP8 layer
+  (`tools.parity.fp8_products`);
+- its *signature*: the parts of `tools.parity.signature`, from which is judged whether rounding explains its error.
+
+With --judge, as `launch.canary` starts it, FILE gets the verdict by the bounds of `parity:` beside what was measured.
+Exit code 0: written, and within the bounds; 3: beyond them (1 for several processes under torchrun).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from config.cli import DIVERGED, DONE, Arguments, entry_point
+from config.command_line import read_command_line
+from config.errors import one_line
+from config.files import write_atomically
+from config.launcher import without_accelerate
+from config.resolved import Resolved
+from config.schema import ParitySection
+from data.loader import Batch, Batches
+from modeling.build import dropouts
+from modeling.router_balance import RouterBalance, router_balance
+from precision.dtypes import DTYPES
+from precision.fp8_reference import in_fp8
+from precision.statistics import compare_gradients, master_drift, to_plain
+from tools.parity.fp8_products import Fp8Products
+from tools.parity.judge_steps import Walk, beyond_bounds, blamed, first_divergence, judge_steps
+from tools.parity.oracle.optimizers import decay_and_factor
+from tools.parity.outputs import OutputErrors
+from tools.parity.reference import Reference, clip_coefficient
+from tools.parity.signature import Signatures
+from tools.parity.slices import Slices
+from tracking.record import Record
+from tracking.run_dir import RunDir
+from training.build import assemble
+from training.distributed import World
+from training.engine import Engine
+from training.engine.optimizer import implementation, rounding
+from training.engine.optimizers.adamw import after
+from training.engine.optimizers.rule import UpdateInputs
+from training.engine.rng import generators, restore_generators
+from training.engine.tensors import (
+    states_of,
+    trainable_parameters,
+    whole_gradient,
+    whole_master,
+    whole_state,
+    whole_weight,
+)
+from training.progress import Progress
+from training.schedule import scheduled_rate
+from training.session import session
+
+MAX_SKIPS = 12
+"""Skipped steps after which a point is abandoned: a loss scale that starts at 65536 needs fewer to settle."""
+
+
+@dataclass(frozen=True)
+class Before:
+    """The state of the optimizer before a step, by parameter name."""
+
+    masters: dict[str, torch.Tensor]
+    states: dict[str, list[torch.Tensor]]
+    """What the optimizer keeps, in the order of its table's row; zeros before the first applied step."""
+
+
+class StepParity:
+    """Measures steps of one engine. Every method is a collective."""
+
+    def __init__(self, engine: Engine, reference: Reference, resolved: Resolved) -> None:
+        self._engine, self._reference, self._resolved = engine, reference, resolved
+        self._rules = decay_and_factor(reference.model, resolved.config.optimizer)
+        self.no_dropout = bool(dropouts(engine.model))
+        """Compare without dropout: which values a kernel drops may depend on the dtype."""
+
+    def step(
+        self,
+        batch: Batch,
+        *,
+        applied: int,
+        lr: float | None = None,
+        apply: bool = True,
+        dropped: bool = False,
+    ) -> dict[str, Any]:
+        """Take one real step and measure it.
+
+        applied: updates so far. lr: None is what the schedule says of them. apply: False measures the step and discards
+        its gradients, as the guard does with one that it refuses. dropped: a model with dropout takes the step with the
+        values dropped that the generators say, after the passes without dropout that are compared with FP32; the update
+        and the gradient norm are then of the step that was taken, as is `loss_with_dropout`.
+        """
+        engine, reference = self._engine, self._reference
+        drawn = generators(engine.world.device)
+        before = self._before()
+        reference.load(before.masters)
+        drift = self._drift(before)
+        for model in (engine.model, reference.model):
+            model.train(not self.no_dropout)
+        compute, regions, world = DTYPES[engine.compute], engine.regions, engine.world
+        slices = Slices(world.tensor)
+        errors = OutputErrors(reference.model, engine.model, regions=regions, world=world, slices=slices)
+        with errors.of_reference(), slices.of_reference(reference.model):
+            loss, gradients = reference.loss_and_gradients(batch)
+        planned = self._planned_agreement(batch, gradients)
+        signatures = Signatures(
+            reference.model, engine.model, compute=compute, regions=regions, world=world, slices=slices
+        )
+        own_loss = partial(engine.loss_path.score, inspected=True)
+        watch = signatures.watch_loss(reference.objective, *next(batch.micro_batches(world.device)), own_loss)
+        products = Fp8Products(reference.model, engine.model, regions, world=world)
+        with errors.of_candidate(), signatures.of_candidate(), products.of_candidate():
+            outcome = engine.forward_backward(batch, step=batch.position + 1, on_loss=watch)
+        health = compared = engine.health(outcome)
+        found = self._reduced_gradients()
+        agreement = to_plain(compare_gradients(found.items(), gradients.items()))
+        norms = to_plain({name: gradients[name].double().norm() for name in found})
+        plain = self._plain_agreement(batch, gradients, agreement, norms)
+        if dropped and self.no_dropout:
+            engine.discard_gradients()
+            restore_generators(drawn, engine.world.device)
+            engine.model.train()
+            health = engine.health(engine.forward_backward(batch, step=batch.position + 1))
+            found = self._reduced_gradients()
+        lr = scheduled_rate(self._resolved.config, applied) if lr is None else lr
+        update = engine.step(health, lr, apply=apply)
+        measured: dict[str, Any] = {
+            "loss": compared.loss,
+            "reference_loss": loss,
+            "grad_norm": health.grad_norm,
+            "reference_grad_norm": _norm(gradients),
+            "own_grad_norm": _norm(found),
+            "applied": update.applied,
+            "loss_scale": update.loss_scale,
+            "parameters": agreement,
+            "planned": planned,
+            "plain": plain,
+            "fp8_products": products.measured(),
+            "reference_norms": norms,
+            "drift": drift,
+            "update_error": {},
+            "update_rounding": {},
+            **errors.measured(),
+            "signature": signatures.measured(),
+        }
+        if dropped and self.no_dropout:
+            measured["loss_with_dropout"] = health.loss
+        if update.applied:
+            measured |= self._judge_update(before, found, health.grad_norm, lr=lr, step=applied + 1)
+            if not math.isfinite(compared.grad_norm):  # FP16's scale was too large for the step without dropout alone
+                measured |= {"parameters": {}, "plain": {}}
+        return measured
+
+    def _reduced_gradients(self) -> dict[str, torch.Tensor]:
+        """By parameter name, of those that have any; unscaled, whole."""
+        engine = self._engine
+        own = {name: whole_gradient(engine, parameter) for name, parameter in trainable_parameters(engine).items()}
+        return {name: gradient for name, gradient in own.items() if gradient is not None}
+
+    def loss_with_dropout(self, batch: Batch) -> float:
+        """The loss as the run computes it, from the random generators as they are. Changes no weight."""
+        engine = self._engine
+        engine.model.train()
+        loss = engine.health(engine.forward_backward(batch, step=batch.position + 1)).loss
+        engine.discard_gradients()
+        return loss
+
+    def evaluation_error(self, batch: Batch) -> float:
+        """How far the losses of two evaluations of a batch are apart, relative. Changes no weight.
+
+        They have the same weights and other random numbers, so that whatever is drawn or changed while a model is
+        evaluated, such as dropout, shows. On a CPU a sound model's are the same bit for bit.
+        """
+        engine = self._engine
+        first, second = (engine.evaluate([batch]).loss for _ in range(2))
+        return _relative(second, first)
+
+    def _planned_agreement(self, batch: Batch, gradients: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """By parameter how FP32's gradients agree with those of the same model with FP8's rounding and no other."""
+        regions, model = self._engine.regions, self._reference.model
+        names = regions.names_in("fp8") if regions else ()
+        if regions is None or not names:
+            return {}
+        with in_fp8(model, names, regions.fp8):
+            _, rounded = self._reference.loss_and_gradients(batch)
+        return to_plain(compare_gradients(rounded.items(), gradients.items()))
+
+    def _plain_agreement(
+        self,
+        batch: Batch,
+        gradients: dict[str, torch.Tensor],
+        agreement: Mapping[str, Any],
+        norms: Mapping[str, float],
+    ) -> dict[str, Any]:
+        """How the gradients of plain torch in the run's dtype agree with FP32's, of parameters whose own do not.
+
+        Where a gradient's terms cancel, rounding alone takes it beyond every bound. Empty, at no cost, where all are
+        within their bounds; in FP32, and where modules compute in several dtypes.
+        """
+        engine, bounds = self._engine, self._resolved.config.parity
+        if engine.regions is not None or engine.compute == "fp32":
+            return {}
+        names = engine.world.from_main(beyond_bounds(agreement, norms, bounds))
+        if not names:
+            return {}
+        found = self._reference.gradients_in(DTYPES[engine.compute], batch, loss_scale=engine.loss_scale)
+        return to_plain(compare_gradients([(name, found[name]) for name in names], gradients.items()))
+
+    def accumulation_errors(self, batch: Batch) -> dict[str, float]:
+        """By parameter, how far the gradients of a micro-batch and of an eighth of its loss do not add up to their sum.
+
+        Each is had alone first, as the sum with nothing. FP32 adds them up but for its own last rounding; what adds up
+        in 16 bits rounds their sum once more. Where passes differ from run to run, it may be off by four times as much.
+        Empty where gradients are reduced in less than FP32 by the config, and where any is not finite. Changes no
+        weight.
+        """
+        if self._resolved.config.precision.reduce != "fp32" or self._engine.has_router:
+            return {}
+        self._engine.model.train(not self.no_dropout)
+        weights = ((1.0, 0.0), (0.0, 0.125), (1.0, 0.125))
+        first, second, both = (self._summed(batch, each) for each in weights)
+        if not all(bool(gradient.isfinite().all()) for gradient in both.values()):
+            return {}
+        found = {name: _distance(both[name], gradient + second[name]) for name, gradient in first.items()}
+        if max(found.values(), default=0.0) > self._resolved.config.parity.accumulation_error:
+            again = self._summed(batch, (1.0, 0.0))
+            noise = {name: _distance(again[name], gradient) for name, gradient in first.items()}
+            found = {name: max(0.0, off - 4.0 * noise[name]) for name, off in found.items()}
+        return found
+
+    def weighting_errors(self, batch: Batch) -> dict[str, Any]:
+        """How a step weights what its micro-batches and ranks have of the global batch.
+
+        weighting_error: by parameter, the relative distance of the reduced gradient from the one that is put together
+        here of the same passes, in which each label (pair, row) counts the same however many are in its micro-batch.
+        loss_error: the same of the loss that is reported. Both pass the same roundings, so that a weight which is wrong
+        by less than any rounding of 16 bits shows. What routers add is computed anew of their logits and the config's
+        factors. Where passes differ from run to run, they may be off by four times as much. Empty where gradients are
+        not finite. Changes no weight.
+        """
+        engine = self._engine
+        engine.model.train(not self.no_dropout)
+        loss = engine.health(engine.forward_backward(batch, step=batch.position + 1)).loss
+        own = self._taken_gradients()
+        mean, expected = self._put_together(batch)
+        if not all(bool(gradient.isfinite().all()) for gradient in (*own.values(), *expected.values())):
+            return {}
+        found = {name: _distance(gradient, expected[name]) for name, gradient in own.items()}
+        off = _relative(loss, mean)
+        bounds = self._resolved.config.parity
+        if off > bounds.loss_error or max(found.values(), default=0.0) > bounds.weighting_error:
+            again, repeated = self._put_together(batch)
+            noise = {name: _distance(repeated[name], gradient) for name, gradient in expected.items()}
+            found = {name: max(0.0, value - 4.0 * noise[name]) for name, value in found.items()}
+            off = max(0.0, off - 4.0 * _relative(again, mean))
+        return {"weighting_error": found, "loss_error": off}
+
+    def _put_together(self, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
+        """The mean loss over everything that counts in the global batch, and its gradients by parameter name, FP64."""
+        engine, world = self._engine, self._engine.world
+        copies = world.world_size / world.zero_ranks  # ranks that share matrices have the same samples
+        total = world.sum(world.numbers([float(batch.counted.sum())]))[0].clamp_(min=1.0) / copies
+        weight = (world.zero_ranks / total).float()
+        losses = torch.zeros((), dtype=torch.float64, device=world.device)
+        micro_batches = list(batch.micro_batches(world.device))
+        router = router_balance(engine.model, self._resolved.config.model)
+        experts = None if router is None else self._tokens_by_expert(router, micro_batches)
+        for index, (inputs, labels) in enumerate(micro_batches):
+            scored = engine.loss_path.score(inputs, labels, weight * engine.loss_scale, inspected=True)
+            loss = scored.loss * weight
+            if router is not None and experts is not None:
+                router.logits = engine.router_logits
+                loss = loss + router.loss(experts)[0] * world.world_size  # over which gradients are averaged
+            engine.backward(loss, last=index == len(micro_batches) - 1)
+            losses += scored.loss.detach().double()
+        gradients = self._taken_gradients()
+        return float(world.sum(losses[None])[0] / copies / total), gradients
+
+    @torch.no_grad()
+    def _tokens_by_expert(self, router: RouterBalance, micro_batches: Sequence[Any]) -> torch.Tensor:
+        """(layers, experts) float64, over the whole global batch."""
+        found: Any = 0
+        for inputs, labels in micro_batches:
+            self._engine.loss_path.score(inputs, labels, 0.0, inspected=True)
+            router.logits = self._engine.router_logits
+            found = found + router.counts()
+        return self._engine.world.sum(found)
+
+    def _summed(self, batch: Batch, weights: Sequence[float]) -> dict[str, torch.Tensor]:
+        """The reduced gradient of the batch's first micro-batch, as often as there are weights."""
+        engine = self._engine
+        inputs, labels = next(iter(batch.micro_batches(engine.world.device)))
+        for index, weight in enumerate(weights):
+            factor = weight * engine.world.world_size / max(batch.label_tokens, 1)
+            scored = engine.loss_path.score(inputs, labels, factor * engine.loss_scale, inspected=True)
+            engine.backward(scored.loss * factor, last=index == len(weights) - 1)
+        return self._taken_gradients()
+
+    def _taken_gradients(self) -> dict[str, torch.Tensor]:
+        """The reduced gradients by parameter name, FP64, which the engine then discards."""
+        engine = self._engine
+        found = {name: gradient.double() for name, gradient in self._reduced_gradients().items()}
+        engine.gradients.norm()
+        engine.discard_gradients()
+        return found
+
+    def _before(self) -> Before:
+        engine = self._engine
+        masters, states = {}, {}
+        for name, parameter in trainable_parameters(engine).items():
+            masters[name] = whole_master(engine, parameter)
+            states[name] = [whole_state(engine, parameter, key) for key in states_of(engine, parameter)]
+        return Before(masters, states)
+
+    def _drift(self, before: Before) -> dict[str, float]:
+        if self._engine.stage == 0:
+            return {}  # the weights are the masters
+        found = {}
+        for name, parameter in trainable_parameters(self._engine).items():
+            found[name] = master_drift(before.masters[name], whole_weight(self._engine, parameter)).maximum
+        return to_plain(found)
+
+    def _judge_update(
+        self, before: Before, gradients: dict[str, torch.Tensor], norm: float, *, lr: float, step: int
+    ) -> dict[str, dict[str, float]]:
+        """By parameter, how far its update is from what it should have been.
+
+        update_error: relative distance, beyond what rounding explains: that of the master in FP32, and what the
+        optimizer computes in 16 bits. update_rounding: the share of its values whose master or moments are further from
+        FP64 than FP32's rounding explains. It is per value, so that a moment kept in fewer bits or a coefficient that
+        is slightly wrong shows however small its effect on one update is; for torch's own AdamW, whose roundings are
+        counted (`adamw.after`). norm: what the engine clipped by; that it is the gradient's is judged for itself.
+        """
+        engine, section = self._engine, self._resolved.config.optimizer
+        update, clipping = implementation(section.name).update, section.gradient_clipping
+        exact = clip_coefficient(_norm(gradients), clipping)
+        reported = 1.0 / max(1.0, (norm + 1e-6) / clipping) if clipping else 1.0
+        errors, beyond = {}, {}
+        for name, parameter in engine.model.named_parameters():
+            if name not in gradients:
+                continue
+            group, gradient = engine.group_of[id(parameter)], gradients[name]
+            decay, factor = self._rules[name]
+            given = UpdateInputs(
+                before.masters[name],
+                gradient * exact,
+                before.states[name],
+                section=section,
+                weight_decay=decay,
+                lr=lr * factor,
+                step=step,
+                matrix=group["matrix"],
+            )
+            expected, master = update(given), whole_master(engine, parameter).double()
+            explained = 2.0**-24 * float(given.master.norm()) + rounding(section.name, given)
+            off = max(0.0, float((master - given.master - expected).norm()) - explained)
+            size = float(expected.norm())
+            errors[name] = off / size if size else (0.0 if off == 0 else math.inf)
+            if engine.has_torch_adamw:
+                states = [whole_state(engine, parameter, key).double() for key in states_of(engine, parameter)]
+                values, slack = after(dataclasses.replace(given, gradient=gradient.double() * reported))
+                rows = zip([master, *states], values, slack, strict=True)
+                within = torch.stack([(found - value).abs() <= least for found, value, least in rows])  # no nan is
+                beyond[name] = 1.0 - float(within.all(0).double().mean())
+        return {"update_error": errors, "update_rounding": beyond}
+
+
+def walk(steps: StepParity, batches: Batches, progress: Progress, *, length: int) -> list[dict[str, Any]]:
+    """Measure steps from `progress` on until `length` of them were applied; the list has skipped ones, too.
+
+    Of a model with dropout the first has `loss_with_dropout`, which the run's own loss is compared with.
+    """
+    batches.restore(progress.position)
+    measured: list[dict[str, Any]] = []
+    applied = 0
+    while applied < length and len(measured) - applied < MAX_SKIPS:
+        batch = batches.next_step()
+        repeated = {"loss_with_dropout": steps.loss_with_dropout(batch)} if steps.no_dropout and not measured else {}
+        summed = {} if measured else {"accumulation_error": steps.accumulation_errors(batch)}
+        weighted = {} if measured else steps.weighting_errors(batch)
+        if not measured:
+            repeated["evaluation_error"] = steps.evaluation_error(batch)
+        found = repeated | summed | weighted | steps.step(batch, applied=progress.applied + applied)
+        applied += found["applied"]
+        measured.append({"step": progress.step + len(measured) + 1, **found})
+    return measured
+
+
+def measure(
+    run_dir: RunDir, resolved: Resolved, points: list[int], *, length: int, world: World | None = None
+) -> list[dict[str, Any]]:
+    """For each point, in order, the measured steps after it; 0 is the start of the run. A collective.
+
+    world: the process group, where it was joined already.
+    """
+    with session(resolved, world=world, shares=("sequence", "tensor", "expert")) as opened:
+        engine, batches = opened.engine, opened.batches
+        checkpoints = opened.saved_checkpoints(run_dir.checkpoints)
+        record = Record.silent()
+        parts, start = assemble(resolved, engine, batches, record=record, checkpoints=checkpoints)
+        reference = Reference(resolved, opened.model_config, opened.world, engine.teacher)
+        steps = StepParity(engine, reference, resolved)
+        found: list[dict[str, Any]] = []
+        for point in points:
+            progress = start
+            if point:
+                try:
+                    progress = parts.load_state_dict(checkpoints.load(run_dir.checkpoints / f"step-{point}", engine))
+                except Exception as error:  # a checkpoint that cannot be restored is a finding, not a crash
+                    found.append({"point": point, "restored": False, "why": one_line(error), "steps": []})
+                    continue
+            found.append({"point": point, "restored": True, "steps": walk(steps, batches, progress, length=length)})
+    return found
+
+
+def verdict(found: Sequence[Mapping[str, Any]], bounds: ParitySection) -> dict[str, Any]:
+    """{"failed", "checks", "modules", "first_parting", "walks"} of measured points, as plain types.
+
+    modules: those to blame, the first of a step first; none where the whole step is wrong.
+    """
+    walks = [Walk(point["point"], point["restored"], point["steps"], None, point.get("why", "")) for point in found]
+    checks = judge_steps(walks, bounds)
+    return {
+        "failed": [check.name for check in checks if not check.passed],
+        "checks": [dataclasses.asdict(check) for check in checks],
+        "modules": list(blamed(checks)),
+        "first_parting": first_divergence(walks, bounds),
+        "walks": list(found),
+    }
+
+
+def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """||found - expected|| / ||expected||; 0 where both are 0."""
+    size, off = float(expected.norm()), float((found - expected).norm())
+    return off / size if size else (0.0 if off == 0 else math.inf)
+
+
+def _relative(found: float, expected: float) -> float:
+    """|found - expected| / |expected|; 0 where both are 0."""
+    return abs(found - expected) / abs(expected) if expected else (0.0 if found == 0 else math.inf)
+
+
+def _norm(gradients: dict[str, torch.Tensor]) -> float:
+    """Global L2 norm in FP64."""
+    return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
+
+
+@entry_point(launched=True)
+def main(arguments: list[str] | None = None) -> int:
+    """Measure and write; rank 0 writes FILE."""
+    parser = Arguments("python -m tools.parity.steps", __doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--points", required=True, help="attempted steps after which to compare, such as 0,150,300")
+    parser.add_argument("--walk", type=int, default=2, help="applied steps to compare at each point")
+    parser.add_argument("--judge", action="store_true", help="write the verdict, too")
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)
+    parser.add_argument("overrides", nargs="*", help="parity.key=value")
+    options = parser.parse_intermixed_args(arguments)
+    given = ["--config", str(RunDir(options.run).config), *options.overrides]
+    resolved = read_command_line(given, without_accelerate(os.environ))
+    points = [int(point) for point in options.points.split(",")]
+    found = measure(RunDir(options.run), resolved, points, length=options.walk)
+    content: Any = verdict(found, resolved.config.parity) if options.judge else found
+    if resolved.rank == 0:
+        write_atomically(options.out, json.dumps(content).encode())
+    return DIVERGED if options.judge and content["failed"] else DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

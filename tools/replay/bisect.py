@@ -1,0 +1,194 @@
+"""Find the first step at which a run leaves its FP32 twin, and the first module within that step.
+
+A run is never compared with another trajectory, since healthy ones drift apart: each step is made again as the run made
+it, and beside it in plain FP32 from the same masters on the same batch (`tools.parity.steps`), judged by the
+`parity:` bounds of the run's config. Of a model with dropout, what is compared with FP32 is the same step without it,
+and its update is that of the values that the run dropped. First the checkpoints are searched by halves for the first
+whose next steps leave the bounds, then every step is made from the one before it. So what is looked for has to last: an
+error of a single step that no later step repeats is found only where the walk comes by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from config.errors import UserError
+from config.printable import line
+from config.resolved import Resolved
+from config.schema import ParitySection
+from tools.parity.judge_steps import IN_A_STEP, SAME_LOSS, Check, Walk, first_divergence, gradient_errors, judge_steps
+from tools.parity.reference import Reference
+from tools.parity.steps import StepParity
+from tools.replay.recorded import Event, Recorded
+from tools.replay.repeat import Log
+from tracking.record import Record
+from tracking.run_dir import RunDir
+from training import distributed
+from training.build import assemble
+from training.checkpoint.choice import by_step, step_of
+from training.checkpoint.manifest import is_whole
+from training.session import Session, session
+
+HELD, LEFT = 0, 3
+PROBED = 2
+"""Applied steps judged at a checkpoint: the first shows wrong computation, the second a wrong state after the first."""
+_FORWARD, _BACKWARD = "module_error", ("gradient_error", "gradient_cosine", "sign_agreement")
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """The first thing in a step that is beyond its bound."""
+
+    step: int
+    check: str
+    module: str
+    """Its module; empty where the whole step is beyond."""
+    measured: float
+    bound: float
+    note: str
+
+    def text(self) -> str:
+        """In words."""
+        where = f", in {self.module}" if self.module else ", in the whole step"
+        note = f" ({self.note})" if self.note else ""
+        numbers = f"{self.check} {self.measured:.4g}, bound {self.bound:.4g}"
+        return f"the run leaves its FP32 twin at step {self.step}{where}: {numbers}{note}"
+
+
+def leaving(measured: Mapping[str, Any], bounds: ParitySection) -> Leaving | None:
+    """What is first beyond its bound in a measured step, in the order in which a step computes; None: nothing is."""
+    walk, step = Walk(0, True, [measured]), int(measured["step"])
+    beyond = [check for check in judge_steps([walk], bounds) if not check.passed and check.where]
+    if not beyond:
+        return None
+    places = {name: place for place, name in enumerate(IN_A_STEP)}
+    check = min(beyond, key=lambda check: places.get(check.name, len(places)))
+    module, value = check.modules[0], check.measured
+    if check.name == _FORWARD:
+        found = first_divergence([walk], bounds)
+        assert found is not None
+        module, value = found["module"], float(found["own_error"])
+    elif check.note.startswith("all "):
+        module = ""
+    elif check.name in _BACKWARD:
+        module, value = _first_backward(check, measured)
+    return Leaving(step, check.name, module, value, check.bound, check.note)
+
+
+def _first_backward(check: Check, measured: Mapping[str, Any]) -> tuple[str, float]:
+    """The module beyond the bound whose gradients the backward pass makes first: the last one of the forward pass."""
+    beyond = dict.fromkeys(check.modules, check.measured)
+    if check.name == "gradient_error":
+        beyond = {name: value for name, value in gradient_errors(measured) if not value <= check.bound}
+    order = {name: place for place, name in enumerate(measured["order"])}
+    return max(beyond.items(), key=lambda item: order.get(item[0], -1))
+
+
+def search(points: Sequence[int], leaves: Callable[[int], int | None]) -> tuple[int, int | None]:
+    """Search by halves: the last point whose steps hold, or 0, and the step at which those of the next one leave.
+
+    points: ascending. leaves: the step at which those after a point leave; None: they hold. It is called
+    log2(points + 1) times, rounded up, at most. The second is None where those of no point that was asked leave.
+    """
+    good, bad, at = -1, len(points), None
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        step = leaves(points[middle])
+        if step is None:
+            good = middle
+        else:
+            bad, at = middle, step
+    return (points[good] if good >= 0 else 0), at
+
+
+class Walker:
+    """Makes a run's recorded steps again and measures them. Every method is a collective."""
+
+    def __init__(self, opened: Session, run_dir: RunDir, steps: Mapping[int, Event], log: Log) -> None:
+        """steps: the run's `step` events by step."""
+        engine, self._folder, self._steps, self._log = opened.engine, run_dir.checkpoints, steps, log
+        self._checkpoints = opened.saved_checkpoints(self._folder)
+        self._parts, self._start = assemble(
+            opened.resolved, engine, opened.batches, record=Record.silent(), checkpoints=self._checkpoints
+        )
+        reference = Reference(opened.resolved, opened.model_config, opened.world, engine.teacher)
+        self._parity = StepParity(engine, reference, opened.resolved)
+        self._bounds = opened.resolved.config.parity
+
+    def walk(self, point: int, last: int) -> Iterator[tuple[dict[str, Any], Leaving | None]]:
+        """The steps after a checkpoint, or after the seed where it is 0, each as measured and what leaves in it.
+
+        Ends with step `last`. From the seed only in a session that has loaded no checkpoint.
+        """
+        progress, batches = self._start, self._parts.batches
+        if point:
+            state = self._checkpoints.load(self._folder / f"step-{point}", self._parts.engine)
+            progress = self._parts.load_state_dict(state)
+        applied = progress.applied
+        for number in range(point + 1, last + 1):
+            if number not in self._steps:
+                raise UserError(f"--bisect: the record has no step {number}, and it has to be made again")
+            recorded = self._steps[number]
+            batches.restore(recorded["position"])
+            measured = self._parity.step(
+                batches.next_step(), applied=applied, lr=recorded["lr"], apply=recorded["applied"], dropped=True
+            )
+            applied += measured["applied"]
+            found = leaving({"step": number, **measured}, self._bounds)
+            loss, then = measured.get("loss_with_dropout", measured["loss"]), recorded["loss"]
+            text = f"step {number}: loss {measured['loss']:.6g}, FP32 {measured['reference_loss']:.6g}"
+            if "loss_with_dropout" in measured:
+                text += f", with dropout {loss:.6g}"
+            if abs(loss - then) > SAME_LOSS * abs(then):
+                text += f", recorded {then:.6g}: not as the run made it"
+            self._log(f"{text}; {'within the bounds' if found is None else found.check + ' beyond its bound'}")
+            yield measured, found
+
+    def leaves(self, point: int, last: int) -> int | None:
+        """The step at which those after a checkpoint leave, of PROBED applied ones; None where they hold."""
+        self._log(f"checkpoint of step {point}:")
+        applied = 0
+        for measured, found in self.walk(point, last):
+            if found is not None:
+                return found.step
+            applied += measured["applied"]
+            if applied == PROBED:
+                break
+        return None
+
+
+def bisect(run_dir: RunDir, resolved: Resolved, recorded: Recorded, log: Log) -> int:
+    """Find the first step that leaves, and its first module; LEFT or HELD. A collective over the run's processes.
+
+    recorded: the run's last step.
+    """
+    steps, last = {event["step"]: event for event in recorded.steps}, recorded.step
+    world = distributed.join(resolved)
+    try:
+        points = (
+            sorted(step_of(path) for path in by_step(run_dir.checkpoints) if is_whole(path)) if world.is_main else []
+        )
+        points = world.from_main([point for point in points if point < last and point + 1 in steps])
+        with session(resolved, world=world, shares=("sequence", "tensor")) as opened:
+            corpus, probes = opened.corpus, Walker(opened, run_dir, steps, log)
+            start, left = search(points, lambda point: probes.leaves(point, last))
+            last = left or last
+        log(f"every step from {f'the checkpoint of step {start}' if start else 'the seed'} on, to step {last}:")
+        with session(resolved, corpus=corpus, world=world, shares=("sequence", "tensor")) as opened:
+            walked = Walker(opened, run_dir, steps, log).walk(start, last)
+            found = next((found for _, found in walked if found is not None), None)
+    finally:
+        distributed.stop()
+    if found is not None:
+        log(line(found.text()))
+        return LEFT
+    if left is not None:
+        log(
+            f"step {left} leaves the bounds from a later checkpoint, and not from step {start}: what was saved is wrong"
+        )
+        return LEFT
+    within = f"{len(points)} checkpoints, and steps {start + 1} to {last}, are within the bounds"
+    log(f"the run stays with its FP32 twin: {within}")
+    return HELD

@@ -1,0 +1,129 @@
+"""Repeat recorded steps from the nearest checkpoint, and compare each with the record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from config.errors import UserError
+from config.printable import line
+from config.resolved import Resolved
+from precision.guard import Judgement
+from tools.replay.recorded import Event, Recorded
+from tracking.record import Record
+from tracking.run_dir import RunDir
+from training.build import assemble
+from training.checkpoint.choice import newest_before
+from training.parts import Parts
+from training.progress import Progress
+from training.session import session
+from training.step import train_step
+
+REPRODUCED, DIFFERENT = 0, 3
+_COMPARED = ("loss", "grad_norm", "loss_scale", "lr", "applied", "sample_ids_sha256")
+
+Log = Callable[[str], object]
+
+
+class Collector:
+    """A sink that keeps events in memory."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def write(self, event: Event) -> None:
+        """Keep one event."""
+        self.events.append(event)
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+    def of_kind(self, kind: str, step: int | None = None) -> list[Event]:
+        """The events of one kind so far; of one step only, where it is given."""
+        return [event for event in self.events if event["event"] == kind and step in (None, event["step"])]
+
+
+@dataclass
+class Restored:
+    """A run before a recorded step, restored from a checkpoint or at its start."""
+
+    parts: Parts
+    progress: Progress
+    steps: list[Event]
+    """The recorded steps from there on, up to the one that is replayed."""
+    collector: Collector
+    """What the steps record."""
+
+    def attempt(self, recorded: Event | None) -> tuple[Event, Judgement]:
+        """Make the next step, on the batch of `recorded` where it is given; its `step` event. A collective."""
+        if recorded is not None:
+            self.progress = replace(self.progress, position=recorded["position"])
+            self.parts.batches.restore(self.progress.position)
+        self.progress, judgement, _ = train_step(self.parts, self.progress)
+        return self.collector.of_kind("step")[-1], judgement
+
+
+@contextmanager
+def restored(
+    run_dir: RunDir, resolved: Resolved, recorded: Recorded, log: Log, *, new_scale: bool = False
+) -> Iterator[Restored]:
+    """The run from the nearest checkpoint before the step on. A collective over the run's processes.
+
+    resolved: the run's config, or it with another precision; masters and optimizer state are carried over. new_scale:
+    the loss scale starts at `precision.loss_scale.initial`, and not at the checkpoint's. Raises UserError where a step
+    to be repeated is not recorded.
+    """
+    target, collector = recorded.step, Collector()
+    with session(resolved, shares=("sequence", "tensor", "expert")) as opened:
+        found = opened.world.from_main(newest_before(run_dir.checkpoints, target) if opened.world.is_main else None)
+        checkpoints = opened.saved_checkpoints(run_dir.checkpoints)
+        state = checkpoints.load(found, opened.engine) if found else None
+        if new_scale and state is not None:
+            state = {**state, "scaler": None}
+        parts, progress = assemble(
+            resolved,
+            opened.engine,
+            opened.batches,
+            record=Record([collector]),
+            checkpoints=checkpoints,
+            state=state,
+        )
+        log(f"from {found or 'the seed'}, {target - progress.step} steps to go")
+        steps = [event for event in recorded.steps if event["step"] > progress.step]
+        if steps[0]["step"] != progress.step + 1:
+            missing = f"the record has no step {progress.step + 1}"
+            raise UserError(f"--step {target}: {missing}, and every step from {found or 'the seed'} has to be repeated")
+        yield Restored(parts, progress, steps, collector)
+
+
+def repeat(run_dir: RunDir, resolved: Resolved, recorded: Recorded, log: Log) -> int:
+    """Repeat the steps up to the recorded one, and report. A collective over the run's processes."""
+    with restored(run_dir, resolved, recorded, log) as run:
+        same = True
+        for expected in run.steps:
+            now, _ = run.attempt(expected)
+            same &= _compare(now, expected, log)
+        for cause in run.collector.of_kind("nonfinite", recorded.step):
+            log(f"cause: {describe(cause)}")
+    log("reproduced" if same else "not reproduced: see the steps marked above")
+    return REPRODUCED if same else DIFFERENT
+
+
+def describe(cause: Event) -> str:
+    """A `nonfinite` event in words."""
+    largest = f", largest finite value {cause['largest_finite']:.4g}" if cause["largest_finite"] is not None else ""
+    return line(
+        f"rank {cause['rank']}, {cause['module']}: {cause['count']} {cause['kind']} in its {cause['tensor']}"
+        f"{largest} (micro-batch {cause['micro_batch']}; {cause['seen']})"
+    )
+
+
+def _compare(now: Event, then: Event, log: Log) -> bool:
+    """Compare a step with the record, and print both; NaN equals NaN."""
+    different = [key for key in _COMPARED if repr(now[key]) != repr(then[key])]
+    verdict = "as recorded" if not different else "recorded: " + ", ".join(f"{k} {then[k]!r}" for k in different)
+    log(
+        f"step {now['step']}: loss {now['loss']!r}, grad norm {now['grad_norm']!r}, applied {now['applied']}; {verdict}"
+    )
+    return not different

@@ -1,4 +1,0 @@
-"""Measure every region and propose a precision manifest: `python -m training.analyze --config FILE --out MANIFEST`.
-
-Read command.py, survey.py (a job that measures), regions.py and gradients.py (what it measures), then plot.py.
-"""

@@ -1,5 +1,0 @@
-"""A checkpoint as a Hugging Face folder: `python -m training.export_hf CHECKPOINT OUT`.
-
-Read command.py, export.py, tensors.py (every tensor, compared with the masters), facts.py (what the folder says of the
-run), card.py (the model card), then hub.py (the upload).
-"""

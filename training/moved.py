@@ -1,0 +1,34 @@
+"""Names of the tools that were `python -m training.NAME` before version 0.2.0."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+MOVED = {
+    "analyze": "tools",
+    "export_hf": "tools",
+    "generate": "tools",
+    "parity": "tools",
+    "replay": "tools",
+    "benchmark": "lab",
+    "envelope": "lab",
+    "gpu_check": "lab",
+    "matrix": "lab",
+}
+"""Old module inside `training` to the package it is in now."""
+
+
+def new_name(module: str) -> str | None:
+    """The present name of a module that left `training`; None for every other one."""
+    package, _, rest = module.partition(".")
+    folder = MOVED.get(rest.partition(".")[0]) if package == "training" else None
+    return folder and f"{folder}.{rest}"
+
+
+def refuse_old_name(command: Sequence[str]) -> None:
+    """End the process, with exit code 2, where its command line starts a tool by its old name."""
+    old = command[command.index("-m") + 1] if "-m" in command[:-1] else ""
+    if new := new_name(old):
+        print(f"error: python -m {old} has moved: use python -m {new}", file=sys.stderr)
+        sys.exit(2)

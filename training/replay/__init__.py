@@ -1,4 +1,0 @@
-"""Repeat a step of a recorded run, or try it under another precision: `python -m training.replay RUN --step N`.
-
-Read command.py, recorded.py (what the run's record says of the step), repeat.py, what_if.py, then bisect.py.
-"""
