@@ -150,7 +150,7 @@ parity-defects: setup  ## See that the parity gate finds every planted defect: r
 	$(BIN)/python -m tools.parity.defects batch.micro_size=2 $(ARGS)
 
 detection: setup  ## Plant defects that the judge does not know, and write what it finds: docs/detection.md
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.detection --out docs/detection.md $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m lab.detection --out docs/detection.md $(ARGS)
 
 analyze: setup  ## Measure the demo's modules and propose a precision manifest: runs/manifest.json
 	$(BIN)/python -m tools.analyze --config config/recipes/demo.yaml --out runs/manifest.json $(ARGS)

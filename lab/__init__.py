@@ -1,1 +1,1 @@
-"""How the maintainers know: the precision matrix, benchmarks, the GPU check and the learning-rate envelope."""
+"""How the maintainers know: the precision matrix, benchmarks, the GPU check, the learning-rate envelope, detection."""

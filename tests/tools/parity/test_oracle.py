@@ -239,7 +239,7 @@ DROPS = (
     *("model.architecture=gpt2", "model.config={n_embd: 32, n_layer: 2, n_head: 2, resid_pdrop: 0.1, attn_pdrop: 0.1}"),
     *("model.activation_checkpointing=full", "evaluate.every_steps=2", "evaluate.batches=1"),
 )
-FP32_ATTENTION = ("precision.compute=fp32", f"precision.manifest={REPOSITORY}/tests/detection/fp32_attention.json")
+FP32_ATTENTION = ("precision.compute=fp32", f"precision.manifest={REPOSITORY}/lab/detection/fp32_attention.json")
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,7 @@ GPT2 = (
     "model.config={n_embd: 32, n_layer: 2, n_head: 2, resid_pdrop: 0.2, attn_pdrop: 0.2, embd_pdrop: 0.2, "
     "initializer_range: 0.1}",
 )
-FP32_ATTENTION = ["precision.path=manifest", f"precision.manifest={REPOSITORY}/tests/detection/fp32_attention.json"]
+FP32_ATTENTION = ["precision.path=manifest", f"precision.manifest={REPOSITORY}/lab/detection/fp32_attention.json"]
 
 
 SLOW = pytest.mark.slow

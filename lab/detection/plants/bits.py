@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.detection.plants.site import MLP, Site, around
+from lab.detection.plants.site import MLP, Site, around
 from training.engine import Engine
 from training.engine.flips import flip_bit, flipped
 from training.engine.tensors import local_gradient, shard_of

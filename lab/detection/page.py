@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from config.markdown import table
-from tests.detection.cells import STEPS, Cell
-from tests.detection.defects import DEFECTS, PATHS, Defect
-from tests.detection.plants.site import BAD_RANK
+from lab.detection.cells import STEPS, Cell
+from lab.detection.defects import DEFECTS, PATHS, Defect
+from lab.detection.plants.site import BAD_RANK
 
 Results = dict[str, dict[str, Any]]
 _TITLES = {
@@ -80,7 +80,7 @@ def _opening(planted: Sequence[Cell], healthy: Sequence[Cell], results: Results,
         """`make detection` plants defects into small runs and writes down what Mantissa's own checks say: the parity
 gate ([parity.md](parity.md)), the oracle outside of the engine, and the checks for silent corruption
 ([corruption.md](corruption.md)). Nothing in the product knows the names of the defects, which are in
-`tests/detection/`; the nine at the end are planted by the config's `defects:`. Do not edit this page. What came after
+`lab/detection/`; the nine at the end are planted by the config's `defects:`. Do not edit this page. What came after
 it, 50 defects that nobody had listed and what they changed: [detection_later.md](detection_later.md).""",
         f"""**{len(tried)} of {len(DEFECTS)} defects were planted, in {len(run)} runs;
 {len(tried) - len(missed)} were found, in {len(found)} runs. Where there was a module or a rank to name, it was named in
@@ -205,7 +205,7 @@ def _how(conditions: dict[str, Any]) -> str:
   serves all of a seed and model. ZeRO-3 partitions all but the norms.
 - A check that a healthy run of the same model and precision failed as well has found nothing in the others.
 - *Named*: a check that failed names the module, and of a flipped bit the rank. *Refused*: the run ended itself.
-- `python -m tests.detection --only TEXT` runs part of it, `--jobs N` N cells side by side; results are kept in
+- `python -m lab.detection --only TEXT` runs part of it, `--jobs N` N cells side by side; results are kept in
   `runs/detection/results.jsonl`, and what the same code has made there is not made again, nor are FP32 twins.
 
 Measured at commit {conditions["commit"]} with torch {conditions["torch"]}, DeepSpeed {conditions["deepspeed"]} and

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from data import loader
+from lab.detection.plants.site import Site
 from modeling import parameter_groups
-from tests.detection.plants.site import Site
 from tools.parity import steps
 from training import step
 from training.engine import optimizer

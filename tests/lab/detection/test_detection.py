@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from tests.detection import run
-from tests.detection.cells import FURTHER_VARIANTS, VARIANTS, Cell, all_cells, defect_of, later_cells
-from tests.detection.command import Cells, main, prepare_data, results
-from tests.detection.defects import DEFECTS, PATHS
-from tests.detection.later import LATER
-from tests.detection.made_of import made_of
-from tests.detection.page import is_found, is_named, page
-from tests.detection.plants.bits import HIT
-from tests.detection.plants.site import ATTENTION, BAD_RANK
+from lab.detection import run
+from lab.detection.cells import FURTHER_VARIANTS, VARIANTS, Cell, all_cells, defect_of, later_cells
+from lab.detection.command import Cells, main, prepare_data, results
+from lab.detection.defects import DEFECTS, PATHS
+from lab.detection.later import LATER
+from lab.detection.made_of import made_of
+from lab.detection.page import is_found, is_named, page
+from lab.detection.plants.bits import HIT
+from lab.detection.plants.site import ATTENTION, BAD_RANK
 from tests.support.process_group import ProcessGroup
 from tracking.jsonl import read_events
 
@@ -79,15 +79,15 @@ def test_results_of_other_code_and_lines_cut_short_are_not_used(tmp_path: Path) 
 
 
 def test_what_a_result_is_made_of(tmp_path: Path) -> None:
-    for name in ("config/a.py", "tests/detection/cells.py", "tests/detection/page.py", "docs/b.md"):
+    for name in ("config/a.py", "lab/detection/cells.py", "lab/detection/page.py", "docs/b.md"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("1")
     before = made_of(tmp_path)
-    for name, counts in (("docs/b.md", False), ("tests/detection/page.py", False), ("config/a.py", True)):
+    for name, counts in (("docs/b.md", False), ("lab/detection/page.py", False), ("config/a.py", True)):
         (tmp_path / name).write_text("2")
         assert (made_of(tmp_path) != before) is counts
     (tmp_path / "config/a.py").write_text("1")
-    (tmp_path / "tests/detection/cells.py").write_text("2")
+    (tmp_path / "lab/detection/cells.py").write_text("2")
     assert made_of(tmp_path) != before
 
 

@@ -20,10 +20,10 @@ from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 from data import loader
 from data.loader import IGNORED_LABEL, Batch
 from data.sampler import permute
+from lab.detection.plants.site import ATTENTION, EMBEDDING, LINEAR, ROTARY, Site, around, replace_forward
+from lab.detection.plants.state import after_load
 from modeling.activation_checkpointing import blocks_of
 from modeling.objectives.objective import Scored
-from tests.detection.plants.site import ATTENTION, EMBEDDING, LINEAR, ROTARY, Site, around, replace_forward
-from tests.detection.plants.state import after_load
 from training import session
 from training.engine import Engine
 from training.engine.optimizers import muon

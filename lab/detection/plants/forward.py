@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from lab.detection.plants.site import ATTENTION, EMBEDDING, HEAD, LAYER, MLP, NORM, ROTARY, replace_forward
 from modeling.objectives.objective import Scored
-from tests.detection.plants.site import ATTENTION, EMBEDDING, HEAD, LAYER, MLP, NORM, ROTARY, replace_forward
 from training.engine import Engine
 
 Softmax = Callable[[torch.Tensor], torch.Tensor]

@@ -15,10 +15,10 @@ from pathlib import Path
 from config.cli import REPOSITORY
 
 PACKAGES = ("torch", "deepspeed", "transformers")
-_FOLDERS = ("config", "data", "ds_configs", "modeling", "precision", "tracking", "training", "tests/detection")
+_FOLDERS = ("config", "data", "ds_configs", "modeling", "precision", "tools", "tracking", "training", "lab/detection")
 _KINDS = (".py", ".yaml", ".json")
-_ONLY_SHOWN = ("page.py", "command.py", "made_of.py", "test_detection.py")
-"""Of tests/detection: what says how the cells are run and shown, and not what they are."""
+_ONLY_SHOWN = ("page.py", "command.py", "made_of.py")
+"""Of lab/detection: what says how the cells are run and shown, and not what they are."""
 
 
 def made_of(repository: Path = REPOSITORY) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from data import loader
-from tests.detection.plants.site import LINEAR, Site, around
+from lab.detection.plants.site import LINEAR, Site, around
 from training import loss_scaler, progress, session
 from training.checkpoint import checkpoints
 from training.engine import Engine

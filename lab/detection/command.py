@@ -1,6 +1,6 @@
 """Plant defects that the product does not know into small runs, and tabulate what its judge says of each.
 
-    python -m tests.detection [--later] [--out docs/detection.md] [--only TEXT] [--folder DIR] [--minutes N] [--jobs N]
+    python -m lab.detection [--later] [--out docs/detection.md] [--only TEXT] [--folder DIR] [--minutes N] [--jobs N]
 
 Each job runs one cell after another in two processes that stay up, and every result is appended to FOLDER/results.jsonl
 as soon as it is there, so that an interrupted table resumes where it stopped. Results and FP32 twins know the code that
@@ -22,11 +22,11 @@ from typing import Any
 
 from config.cli import Arguments, entry_point, positive_int
 from config.command_line import read_command_line
-from tests.detection import run
-from tests.detection.cells import FURTHER_VARIANTS, Cell, all_cells, base, later_cells, write_documents, write_rows
-from tests.detection.defects import DEFECTS, Defect
-from tests.detection.made_of import PACKAGES, made_of
-from tests.detection.page import page
+from lab.detection import run
+from lab.detection.cells import FURTHER_VARIANTS, Cell, all_cells, base, later_cells, write_documents, write_rows
+from lab.detection.defects import DEFECTS, Defect
+from lab.detection.made_of import PACKAGES, made_of
+from lab.detection.page import page
 from tests.support.process_group import ProcessGroup
 from tracking.environment import environment
 from training.tasks.task import prepare
@@ -163,8 +163,8 @@ def measure(options: argparse.Namespace, code: str) -> None:
     sizes = [defect for defect in DEFECTS if defect.halving and "bf16" in defect.paths and not options.later]
     scalable = [defect for defect in sizes if options.only in defect.name and f"smallest {defect.name}" not in known]
     tasks: list[tuple[str, Callable[[Cells], dict[str, Any]]]] = [
-        *((cell.name, lambda cells, cell=cell: cells.result(cell)) for cell in cells),  # type: ignore[misc]
-        *((f"smallest {one.name}", lambda cells, one=one: cells.smallest(one)) for one in scalable),  # type: ignore[misc]
+        *((cell.name, lambda cells, cell=cell: cells.result(cell)) for cell in cells),
+        *((f"smallest {one.name}", lambda cells, one=one: cells.smallest(one)) for one in scalable),
     ]
     if tasks:
         _Table(path, code, tasks, ends=time.monotonic() + 60 * options.minutes).make(options.folder, options.jobs)
@@ -225,9 +225,9 @@ class _Table:
 @entry_point()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is missing and write the page."""
-    parser = Arguments("python -m tests.detection", __doc__)
+    parser = Arguments("python -m lab.detection", __doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/detection/detection.md"), help="the page")
-    parser.add_argument("--later", action="store_true", help="the defects of tests/detection/later.py; writes no page")
+    parser.add_argument("--later", action="store_true", help="the defects of lab/detection/later.py; writes no page")
     parser.add_argument("--only", default="", help="only cells whose name has this text; writes no page")
     parser.add_argument("--minutes", type=float, default=600.0, help="begin no cell after so many minutes")
     parser.add_argument("--jobs", type=positive_int, default=1, help="cells side by side, two processes each")

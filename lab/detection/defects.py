@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from lab.detection.plants import bits, forward, gradients, shared, state, updates
+from lab.detection.plants.site import ATTENTION, EMBEDDING, HEAD, LAYER, LINEAR, MLP, NORM, ROTARY, Plant, on_engine
+from lab.detection.plants.updates import Rule, rule
 from precision.findings import LOSS
-from tests.detection.plants import bits, forward, gradients, shared, state, updates
-from tests.detection.plants.site import ATTENTION, EMBEDDING, HEAD, LAYER, LINEAR, MLP, NORM, ROTARY, Plant, on_engine
-from tests.detection.plants.updates import Rule, rule
 from tools.parity.defects import PLANTED
 
 BF16, FP16, MANIFEST = PATHS = ("bf16", "fp16", "manifest")
@@ -55,7 +55,7 @@ def _update(name: str, make: Callable[[float], Rule], **options: Any) -> Defect:
 
 
 def _bit(name: str, plant: Plant, **options: Any) -> Defect:
-    given = {"modules": (bits.HIT,), "rank": True, "size": 12.0, "halving": True, "unit": "bit"}
+    given: dict[str, Any] = {"modules": (bits.HIT,), "rank": True, "size": 12.0, "halving": True, "unit": "bit"}
     each_step = (*WATCHED, "guard.replica_checks=1")
     return Defect(name, "flipped bit", plant, overrides=each_step, **given | options)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.detection.plants.site import Site, around
+from lab.detection.plants.site import Site, around
 from training.engine import Engine
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from config.cli import REPOSITORY
 from config.deepspeed.document import read_document
 from config.files import write_atomically
-from tests.detection.defects import BF16, DEFECTS, FP16, MANIFEST, PATHS, WATCHED, Defect
-from tests.detection.later import LATER
+from lab.detection.defects import BF16, DEFECTS, FP16, MANIFEST, PATHS, WATCHED, Defect
+from lab.detection.later import LATER
 from tests.support.chats import write_base, write_chats, write_pairs
 
 STEPS = 24
@@ -67,7 +67,7 @@ FURTHER_VARIANTS: dict[str, tuple[str, ...]] = {
     "muon": (*VARIANTS["plain"], "optimizer.name=muon", "optimizer.learning_rate=8.0e-3"),
 }
 """Of later defects: other tasks, models, optimizers and data, which detection.md has none of."""
-_FP32_ATTENTION = (f"precision.manifest={REPOSITORY}/tests/detection/fp32_attention.json",)
+_FP32_ATTENTION = (f"precision.manifest={REPOSITORY}/lab/detection/fp32_attention.json",)
 """Of GPT-2 with dropout: on a CPU torch's attention computes it in FP32, which a manifest of BF16 alone refuses."""
 _DTYPES = {"bf16": "bf16", "fp16": "fp16", "manifest": "fp32"}
 _SMALL = {"reduce_bucket_size": 65536, "allgather_bucket_size": 65536}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from data.loader import IGNORED_LABEL, Batch
-from tests.detection.plants.site import LINEAR, Site, around
+from lab.detection.plants.site import LINEAR, Site, around
 from training.engine import Engine
 from training.engine import engine as engine_module
 

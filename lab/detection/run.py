@@ -9,10 +9,10 @@ from typing import Any
 from config.command_line import read_command_line
 from config.files import write_atomically
 from config.resolved import Resolved
-from tests.detection.cells import Cell, base, precision
-from tests.detection.judge import judged, judged_steps
-from tests.detection.made_of import made_with
-from tests.detection.plants.site import Plant, planted
+from lab.detection.cells import Cell, base, precision
+from lab.detection.judge import judged, judged_steps
+from lab.detection.made_of import made_with
+from lab.detection.plants.site import Plant, planted
 from tools.parity.steps import measure
 from tracking.run_dir import RunDir
 from training.build import build

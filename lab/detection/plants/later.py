@@ -13,9 +13,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from data import loader
 from data.loader import IGNORED_LABEL, Batch
-from tests.detection.plants.site import ATTENTION, BAD_RANK, EMBEDDING, HEAD, LAYER, MLP, Site, around, replace_forward
-from tests.detection.plants.state import after_load, each_state
-from tests.detection.plants.updates import Rule, rule
+from lab.detection.plants.site import ATTENTION, BAD_RANK, EMBEDDING, HEAD, LAYER, MLP, Site, around, replace_forward
+from lab.detection.plants.state import after_load, each_state
+from lab.detection.plants.updates import Rule, rule
 from training import loss_scaler, parts
 from training.engine import Engine
 from training.engine.gradients import reduced_gradient
@@ -29,7 +29,8 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torc
 
 def rotary_base_of_one_layer(engine: Engine, size: float) -> None:
     """That layer's queries and keys are turned by other angles than the table's."""
-    pairs = engine.model.get_submodule("model.rotary_emb").inv_freq
+    rotary: Any = engine.model.get_submodule("model.rotary_emb")
+    pairs = rotary.inv_freq
 
     def make(module: Any) -> Callable[..., Any]:
         right, exponents = module.forward, torch.arange(len(pairs), dtype=torch.float32) / len(pairs)
@@ -129,7 +130,8 @@ def dropout_not_scaled(engine: Engine, size: float) -> None:
 
 def other_dropout(engine: Engine, size: float) -> None:
     """A rate that is not the config's, in one place."""
-    engine.model.get_submodule("transformer.h.1.mlp.dropout").p += size
+    module: Any = engine.model.get_submodule("transformer.h.1.mlp.dropout")
+    module.p += size
 
 
 def dropout_while_evaluated(site: Site) -> None:
@@ -338,9 +340,10 @@ def exchanged_moments_at_load(engine: Engine, size: float) -> None:
     def change() -> None:
         both = [next(engine.model.get_submodule(f"{MLP}.{name}").parameters()) for name in ("gate_proj", "up_proj")]
         shards = [shard_of(engine, parameter) for parameter in both]
-        if shards[0] is None or shards[1] is None:
+        held = [shard.tensors(engine)["exp_avg"] for shard in shards if shard is not None]
+        if len(held) < 2:
             return
-        first, second = (shard.tensors(engine)["exp_avg"] for shard in shards)
+        first, second = held
         size = min(first.numel(), second.numel())
         kept = first.flatten()[:size].clone()
         first.flatten()[:size].copy_(second.flatten()[:size])

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from lab.detection.defects import BF16, FP16, HIGH_SCALE, MANIFEST, WATCHED, Defect
+from lab.detection.plants import elsewhere, later
+from lab.detection.plants.elsewhere import ADAPTED, DROPOUT
+from lab.detection.plants.site import ATTENTION, EMBEDDING, HEAD, LAYER, LINEAR, MLP, Plant, on_engine
 from precision.findings import LOSS
-from tests.detection.defects import BF16, FP16, HIGH_SCALE, MANIFEST, WATCHED, Defect
-from tests.detection.plants import elsewhere, later
-from tests.detection.plants.elsewhere import ADAPTED, DROPOUT
-from tests.detection.plants.site import ATTENTION, EMBEDDING, HEAD, LAYER, LINEAR, MLP, Plant, on_engine
 from training.engine import Engine
 
 GELU = "transformer.h.1.mlp.act"
