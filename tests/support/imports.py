@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "precision": {"config"},
     "tracking": {"config"},
     "training": {"config", "data", "modeling", "precision", "tracking"},
-    "launch": {"config"},
+    "launch": {"config", "data", "modeling", "precision", "tracking", "training"},
     "tools": {"config", "data", "modeling", "precision", "tracking", "training", "launch"},
     "lab": {"config", "data", "modeling", "precision", "tracking", "training", "launch", "tools"},
 }
