@@ -7,12 +7,12 @@ Accelerate passes its config to the processes in ACCELERATE_* variables (utils/l
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from config.child_jobs import deepspeed_program
 from config.cli import REPOSITORY
 from config.errors import UserError
 from config.machine.processes import DEEPSPEED_NODE, Launcher
@@ -120,6 +120,11 @@ def launch_command(
         parts = ["python"]
     program = "train.py" if Path.cwd() == REPOSITORY else str(REPOSITORY / "train.py")
     return shlex.join([*parts, program, *arguments])
+
+
+def deepspeed_program() -> list[str]:
+    """The words that start the deepspeed launcher in a shell, whatever the environment's path."""
+    return ["deepspeed"] if " " not in sys.executable else [sys.executable, "-m", "deepspeed.launcher.runner"]
 
 
 def another_port(environment: Mapping[str, str], free: int) -> str:

@@ -26,10 +26,10 @@ from types import FrameType
 from typing import Any
 
 from config import json_text
-from config.child_jobs import describe_exit
 from config.cli import BROKEN, CONFIG_ERROR, DIVERGED, PREEMPTED, UNSAVED, Arguments, entry_point
 from config.errors import UserError
 from config.load import load_config
+from config.machine.processes import describe_exit
 from launch.hosts import Hosts, HostSelection
 from launch.job import Job, log
 

@@ -18,11 +18,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from config.child_jobs import free_port
 from config.errors import UserError
 from config.files import write_atomically
 from config.launcher import another_port
-from config.machine.processes import DEEPSPEED_NODE, launchers
+from config.machine.processes import DEEPSPEED_NODE, free_port, launchers
 
 _JOB = "mantissa/job"
 """Key of the store with the name of the job."""

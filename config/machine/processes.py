@@ -153,6 +153,23 @@ def end_with(above: Sequence[Launcher]) -> None:
         threading.Thread(target=wait, daemon=True).start()
 
 
+def free_port() -> int:
+    """A port of this machine that nothing listened on a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def describe_exit(code: int) -> str:
+    """An exit code in words, as in "was killed by SIGKILL"; negative for a signal, as in subprocess."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
 def peak_resident_bytes(process: str) -> int:
     """Peak resident set of a process by id, or of this one as "self"; 0 when it has ended."""
     try:

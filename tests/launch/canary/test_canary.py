@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from config.child_jobs import job_command
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from launch.canary.command import main
@@ -17,6 +16,7 @@ from launch.canary.gate import shares
 from launch.canary.plan import read_plan
 from launch.canary.record import Journal
 from launch.canary.whole import Breach, Whole
+from launch.job import job_command
 from tests.support.launches import SMALL, events, finish, start, wait_until
 from tracking.jsonl import read_events
 from training.schedule import scheduled_rate
