@@ -127,19 +127,6 @@ def deepspeed_program() -> list[str]:
     return ["deepspeed"] if " " not in sys.executable else [sys.executable, "-m", "deepspeed.launcher.runner"]
 
 
-def another_port(environment: Mapping[str, str], free: int) -> str:
-    """What to do so that the launcher of this process uses the port `free`, in words."""
-    if environment.get("MANTISSA_START") or "SLURM_JOB_ID" in environment:
-        return f"set MASTER_PORT={free} for all of its ranks"
-    if any(name.startswith("ACCELERATE_") for name in environment):
-        return f"give accelerate launch --main_process_port {free}"
-    if "TORCHELASTIC_RUN_ID" in environment:
-        return f"give torchrun --master-port {free}, or --rdzv-endpoint HOST:{free} with --rdzv-backend c10d"
-    if "LOCAL_SIZE" in environment:
-        return f"give deepspeed --master_port {free}"
-    return f"set MASTER_PORT={free} for all of its ranks"
-
-
 def _number(name: str, text: str) -> int:
     if text.isdecimal() and (name != "WORLD_SIZE" or int(text) > 0):
         return int(text)

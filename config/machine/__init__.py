@@ -1,4 +1,4 @@
-"""CPU cores and builds of DeepSpeed's ops. Standard library only: op_builds.py is sent to other machines.
+"""Facts of this machine: its processes, the CPUs of this one, where DeepSpeed's ops are built.
 
-Read cores.py (the cores by NUMA node), binding.py (each rank on cores of its own), then op_builds.py (build locks).
+Standard library only: op_builds.py is sent to other machines.
 """

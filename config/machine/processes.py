@@ -6,13 +6,9 @@ A file that cannot be read, as on another system, makes the answer empty and is 
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
-import sys
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,33 +120,6 @@ def as_written(command: Sequence[str]) -> list[str]:
         if words and words[0] == "-m":
             return [command[0] if "/" in command[0] else "python", *words]
     return [Path(words[0]).name, *words[1:]] if words else []
-
-
-def end_with(above: Sequence[Launcher]) -> None:
-    """Send this process SIGTERM when one of the launchers has ended: nobody else would end what it started.
-
-    Ranks save then, and end together: all of them stand under the same launchers.
-    """
-    poller, watched = select.poll(), {}
-    for launcher in above:
-        with suppress(OSError):  # a kernel before 5.3, or it has ended already
-            handle = os.pidfd_open(launcher.pid)
-            watched[handle] = launcher
-            poller.register(handle, select.POLLIN)
-
-    def wait() -> None:
-        for handle, _ in poller.poll():
-            gone = watched[handle]
-            with suppress(OSError):
-                if os.environ.get("LOCAL_RANK", "0") == "0":
-                    text = f"mantissa: {gone.name} (pid {gone.pid}), which started this job, has ended: the run stops"
-                    sys.stderr.write(f"{text}\n")
-                    sys.stderr.flush()
-            os.kill(os.getpid(), signal.SIGTERM)
-            return
-
-    if watched:
-        threading.Thread(target=wait, daemon=True).start()
 
 
 def free_port() -> int:

@@ -10,6 +10,7 @@ from deepspeed.accelerator import get_accelerator
 
 from config.errors import UserError, one_line
 from config.machine import op_builds
+from training.build_locks import exclusive_build
 
 
 def load_op(builder: str, needed_by: str) -> None:
@@ -21,7 +22,7 @@ def load_op(builder: str, needed_by: str) -> None:
     op_builds.use_own_folder()
     op = get_accelerator().create_op_builder(builder)
     try:
-        with op_builds.exclusive_build(op.name, lambda line: print(line, flush=True)):
+        with exclusive_build(op.name, lambda line: print(line, flush=True)):
             op.load(verbose=False)
     except Exception as error:  # of the compiler, of torch, of the loader
         raise UserError(
