@@ -163,7 +163,7 @@ BAD: list[tuple[str, str, str]] = [
     (GOOD, "mlm.probability=0.3", "mlm.probability = 0.3 is only read by task = mlm; remove it, or set task=mlm"),
     (GOOD, "task=mlm classify.kind=token", "classify.kind = token is only read by task = classify"),
     (GOOD, "task=mlm mlm.probability=0", "mlm.probability = 0"),
-    (GOOD, "model.compile=true", "model.compile = True is not verified with task = classify"),
+    (GOOD, "model.compile=true", "model.compile = true is not verified with task = classify"),
     (GOOD, "data.tokenizer=bpe:20", "the vocabulary must be a number from 257"),
 ]
 

@@ -137,7 +137,7 @@ def test_a_fallback_that_the_config_refuses_gives_way_to_the_next(tmp_path):
         ("refused", "promote"),
         ("fallback", "fp32"),
     ]
-    assert "no fallback to promote: model.compile = true cannot be combined with" in journal.events[1]["text"]
+    assert "no fallback to promote: model.compile = true is not verified with" in journal.events[1]["text"]
     for name, given in (("alone", []), ("shared", ["parallel.tensor=2"])):
         other = plan_of(tmp_path / name, *given, processes=2)
         assert other.refusal(promoted(other.resolved, [MODULE], tmp_path)) is None
