@@ -18,10 +18,9 @@ import hypothesis
 import pytest
 from filelock import FileLock
 
-from config.machine import op_builds
 from tests.support.launches import command, finish
 from tests.support.process_group import ProcessGroup
-from training.build_locks import clear_abandoned
+from training import op_builds
 
 STARTS = (
     (subprocess.Popen, "_execute_child"),
@@ -48,7 +47,7 @@ def pytest_sessionstart() -> None:
     They use the ops that Mantissa has built.
     """
     op_builds.use_own_folder()
-    clear_abandoned("*", functools.partial(print, flush=True))
+    op_builds.clear_abandoned("*", functools.partial(print, flush=True))
 
 
 @pytest.hookimpl(tryfirst=True)

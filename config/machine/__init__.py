@@ -1,4 +1,4 @@
-"""Facts of this machine: its processes, the CPUs of this one, where DeepSpeed's ops are built.
+"""Facts of this machine: its processes and mounts, and the CPUs of this process.
 
-Standard library only: op_builds.py is sent to other machines.
+Standard library only: the doctor sends processes.py to other machines.
 """

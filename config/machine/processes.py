@@ -24,6 +24,8 @@ _LAUNCHERS = {
     "launch.supervise": ("launch.supervise",),
     "mpirun": ("mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun", "orted", "prted", "hydra_pmi_proxy"),
 }
+_LOCAL = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "overlay", "tmpfs")
+"""File systems of one machine only."""
 _NAME_OF = {program: name for name, programs in _LAUNCHERS.items() for program in programs}
 DEEPSPEED_NODE = "deepspeed.launcher.launch"
 """The part of DeepSpeed's launcher that starts the ranks of one machine."""
@@ -146,3 +148,19 @@ def peak_resident_bytes(process: str) -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
+
+
+def is_local(path: Path) -> bool:
+    """Whether the path is on a file system that no other machine writes to."""
+    return mount_of(path)["filesystem"] in _LOCAL
+
+
+def mount_of(path: Path) -> dict[str, str]:
+    """The file system that holds `path`, as /proc/self/mounts names it."""
+    best = ("", "?")
+    for line in os.fsdecode(Path("/proc/self/mounts").read_bytes()).splitlines():
+        _, point, kind, *_ = line.split()
+        point = point.replace("\\040", " ")
+        if (path.resolve() == Path(point) or Path(point) in path.resolve().parents) and len(point) >= len(best[0]):
+            best = (point, kind)
+    return {"mount": best[0], "filesystem": best[1]}

@@ -9,8 +9,7 @@ from pathlib import Path
 from deepspeed.accelerator import get_accelerator
 
 from config.errors import UserError, one_line
-from config.machine import op_builds
-from training.build_locks import exclusive_build
+from training import op_builds
 
 
 def load_op(builder: str, needed_by: str) -> None:
@@ -22,7 +21,7 @@ def load_op(builder: str, needed_by: str) -> None:
     op_builds.use_own_folder()
     op = get_accelerator().create_op_builder(builder)
     try:
-        with exclusive_build(op.name, lambda line: print(line, flush=True)):
+        with op_builds.exclusive_build(op.name, lambda line: print(line, flush=True)):
             op.load(verbose=False)
     except Exception as error:  # of the compiler, of torch, of the loader
         raise UserError(

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from config.machine import op_builds
-from training.build_locks import clear_abandoned, exclusive_build
+from training import op_builds
 
 OP = "deepspeed_shm_comm"
 
@@ -21,7 +20,7 @@ OP = "deepspeed_shm_comm"
 def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The lock of a build a while ago."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(op_builds, "compilers", list)  # whatever else this machine does
+    monkeypatch.setattr(op_builds, "_compilers", list)  # whatever else this machine does
     path = tmp_path / "py311_cpu" / OP / "lock"
     path.parent.mkdir(parents=True)
     path.touch()
@@ -38,7 +37,7 @@ def age(file: Path, seconds: float) -> None:
 
 def clear(op: str = OP, **given: float) -> list[str]:
     said: list[str] = []
-    clear_abandoned(op, said.append, **given)
+    op_builds.clear_abandoned(op, said.append, **given)
     return said
 
 
@@ -79,7 +78,7 @@ def test_a_build_of_a_moment_ago_is_given_time(lock):
 
 
 def test_a_lock_on_a_shared_file_system_may_be_another_machines(lock, monkeypatch):
-    monkeypatch.setattr(op_builds, "mount_of", lambda path: {"mount": "/", "filesystem": "nfs4"})
+    monkeypatch.setattr(op_builds.processes, "mount_of", lambda path: {"mount": "/", "filesystem": "nfs4"})
     assert clear() == [
         f"waiting for {lock}: another process builds {OP}; if none does, on any machine, remove that file"
     ]
@@ -87,7 +86,7 @@ def test_a_lock_on_a_shared_file_system_may_be_another_machines(lock, monkeypatc
 
 
 def test_a_lock_may_be_that_of_another_user_who_compiles(lock, monkeypatch):
-    monkeypatch.setattr(op_builds, "compilers", lambda: [None])
+    monkeypatch.setattr(op_builds, "_compilers", lambda: [None])
     assert clear()[0].startswith(f"waiting for {lock}: another process builds")
     assert lock.exists()
 
@@ -131,11 +130,10 @@ def take(lock: Path, seconds: float) -> subprocess.Popen[str]:
     program = (
         "import os, sys, time\n"
         "from pathlib import Path\n"
-        "from config.machine import op_builds\n"
-        "from training.build_locks import exclusive_build\n"
-        "op_builds.compilers = list\n"
+        "from training import op_builds\n"
+        "op_builds._compilers = list\n"
         "lock = Path(sys.argv[1])\n"
-        "with exclusive_build(lock.parent.name, lambda line: print(line, flush=True)):\n"
+        "with op_builds.exclusive_build(lock.parent.name, lambda line: print(line, flush=True)):\n"
         "    descriptor = os.open(lock, os.O_CREAT | os.O_EXCL)\n"
         "    print('begun', flush=True)\n"
         f"    time.sleep({seconds})\n"
@@ -188,5 +186,5 @@ def test_each_environment_builds_in_a_folder_of_its_own(tmp_path, monkeypatch):
 def test_a_folder_that_may_not_be_written_is_used_as_it_is(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
-    with exclusive_build(OP, print):
+    with op_builds.exclusive_build(OP, print):
         assert op_builds.extensions_folder() == tmp_path / "file"
