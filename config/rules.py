@@ -227,8 +227,6 @@ def _task(config: Config) -> Iterator[Problem]:
         )
     if data.document_masking and data.packing == "none" and config.task != "seq2seq":
         yield "data.document_masking", "= true: rows are not packed by data.packing = none; remove one of them"
-    if data.source in _OF_DOCUMENTS:
-        yield "data.source", f"= {data.source} has no rows; give rows as jsonl or parquet, or set task=pretrain"
     if data.chat_template is not None and not Path(data.chat_template).expanduser().is_file():
         yield "data.chat_template", f"= '{data.chat_template}' is not a file; give one with a Jinja template"
 
@@ -394,8 +392,6 @@ def _encoder(config: Config) -> Iterator[Problem]:
     if data.text_pair_field is not None and kind == "token":
         yield "data.text_pair_field", f"= '{data.text_pair_field}' is not read by classify.kind = token; remove it"
     kinds = {item.source for item in (*(data.sources or (data,)), *data.validation)}
-    for name in sorted(kinds & set(_OF_DOCUMENTS)):
-        yield "data.source", f"= {name} has no labels; give task = classify rows as jsonl or parquet"
     if "stdlib" in kinds and kind != "sequence":
         yield "classify.kind", f"= {kind}: data.source = stdlib has labels for kind = sequence; set data.path to rows"
 
@@ -477,14 +473,14 @@ def _validation(config: Config) -> Iterator[Problem]:
         yield from _item(config, f"data.validation[{index}]", item)
 
 
-def _item(config: Config, key: str, item: SourceSection | ValidationSection) -> Iterator[Problem]:
-    """What is wrong with the path and the source of one of several."""
+def _item(config: Config, key: str, item: _Place) -> Iterator[Problem]:
+    """Problems of one path and source: of the data, of one of several sources, or of a validation set."""
     if item.source != "stdlib" and item.path is None:
-        yield f"{key}.path", f"is missing; source = {item.source} needs it"
+        yield f"{key}.path", f"is missing; {key}.source = {item.source} needs it"
     if item.path is not None and not _matches(item):
-        yield f"{key}.path", f"= '{item.path}' matches no file; give one that exists"
-    if item.source in _OF_DOCUMENTS and config.learns_rows:
-        yield f"{key}.source", f"= {item.source} has no rows; give rows as jsonl or parquet"
+        yield f"{key}.path", f"= '{item.path}' matches no file; give a file, a folder or a glob that exists"
+    if item.source in _OF_DOCUMENTS and (config.learns_rows or config.task == "classify"):
+        yield f"{key}.source", f"= {item.source} has no rows; give rows as jsonl or parquet, or set task=pretrain"
     yield from _url(f"{key}.path", item)
 
 
@@ -537,11 +533,7 @@ def _data(config: Config) -> Iterator[Problem]:
     if data.source == "stdlib" and data.path is not None:
         fix = "set data.source to text, jsonl, parquet, megatron or hub"
         yield "data.path", f"= '{data.path}' is not read by data.source = stdlib; {fix}"
-    if data.source != "stdlib" and data.path is None:
-        yield "data.path", f"is missing; data.source = {data.source} needs it"
-    if data.path is not None and not _matches(data):
-        yield "data.path", f"= '{data.path}' matches no file; give a file, a folder or a glob that exists"
-    yield from _url("data.path", data)
+    yield from _item(config, "data", data)
     if data.name is not None and data.source != "hub":
         yield "data.name", f"= '{data.name}' is only read by data.source = hub; remove it"
     if data.tokenizer.startswith("bpe:") and not data.tokenizer.removeprefix("bpe:").isdecimal():

@@ -5,7 +5,6 @@ Every trial's run config is resolved here, as train.py would, before anything st
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import re
@@ -17,17 +16,19 @@ from typing import Any
 
 from config import yaml_text
 from config.cli import REPOSITORY
+from config.command_line import parse
 from config.deepspeed.choice import first_file
 from config.errors import UserError
 from config.launcher import as_launched
 from config.load import build_section, read_file, show, to_dict
 from config.resolved import resolve_run
 from config.schema import limit
+from launch.hosts import option_value
 from launch.sweep.rule import Hopeless
 
 _SWEEP_KEYS = ("run.name", "run.dir")
 """Keys that the sweep sets for each trial."""
-_PROCESS_OPTIONS = ("num_gpus", "nproc_per_node", "num_processes")
+_PROCESS_OPTIONS = ("--num-gpus", "--nproc-per-node", "--num-processes")
 """Options of deepspeed, torchrun and accelerate launch for the number of processes."""
 
 
@@ -175,10 +176,8 @@ def _resolved(
     for overrides in combinations:
         # Fixed keys come first: a trial may change one key of a mapping among them.
         settings = tuple(f"{key}={as_setting(value)}" for key, value in {**fixed, **overrides}.items())
-        options = argparse.Namespace(
-            config=str(config), overrides=list(settings), deepspeed_config=None, local_rank=None
-        )
         try:
+            options = parse(["--config", str(config), *settings])
             resolved = to_dict(resolve_run(options, as_launched(processes)).config)
         except UserError as error:
             text = str(error)
@@ -210,11 +209,8 @@ def _launcher(path: Path, file: _File) -> tuple[tuple[str, ...], int]:
     launcher = tuple(str(word) for word in words)
     if "launch.supervise" in launcher:
         raise UserError(f"{path}: launcher: launch.supervise would restart what the sweep stops; name the launcher")
-    count = None
-    for word, following in itertools.zip_longest(launcher, launcher[1:], fillvalue=""):
-        option, equals, value = word.lstrip("-").replace("-", "_").partition("=")
-        if word.startswith("--") and option in _PROCESS_OPTIONS and (value if equals else following).isdecimal():
-            count = int(value if equals else following)
+    given = option_value(launcher, *_PROCESS_OPTIONS) or ""
+    count = int(given) if given.isdecimal() else None
     if count is None and launcher and Path(launcher[0]).name.startswith("python"):
         count = 1
     if file.processes is None:

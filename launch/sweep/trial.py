@@ -22,6 +22,7 @@ from config.errors import UserError
 from config.machine.processes import describe_exit, free_port
 from config.redact import redact_arguments
 from launch import job
+from launch.hosts import without_options
 from launch.job import KILL_AFTER_SECONDS, TRAIN, Job, error_line, job_command, job_environment
 from launch.sweep.events import History, refreshed
 from launch.sweep.file import as_setting
@@ -62,7 +63,7 @@ def command_of(plan: Plan, entry: Entry, *, on_gpus: bool) -> list[str]:
     if program == "deepspeed":
         if on_gpus and "--num-gpus" in given:
             # With --num_gpus it ignores CUDA_VISIBLE_DEVICES, and every slot would take the first GPUs.
-            words = _without(words, "--num-gpus")
+            words = without_options(words, "--num-gpus")
         if "--master-port" not in given:
             words[1:1] = ["--master_port", str(free_port())]
     elif program == "torchrun" and not given & {"--standalone", "--master-port", "--rdzv-endpoint"}:
@@ -216,9 +217,3 @@ def _end_with_sweep() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1, 0, 0, 0)
     if os.getppid() != int(parent):
         raise UserError("the sweep that started this trial is gone; start the sweep again")
-
-
-def _without(words: list[str], option: str) -> list[str]:
-    """A command line without an option that takes a value, however it is spelled."""
-    at = next(index for index, word in enumerate(words) if word.partition("=")[0].replace("_", "-") == option)
-    return words[:at] + words[at + (1 if "=" in words[at] else 2) :]

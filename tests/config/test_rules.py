@@ -35,8 +35,11 @@ REFUSED = [
     (["data.source=hub"], "data.path is missing; data.source = hub needs it"),
     (["data.source=text", "data.path=nowhere/*.txt"], "data.path = 'nowhere/*.txt' matches no file"),
     (["data.path=a.txt"], "data.path = 'a.txt' is not read by data.source = stdlib"),
-    (["data.validation=[{path: no.jsonl}]"], "data.validation[0].path = 'no.jsonl' matches no file; give one that"),
-    (["data.validation=[{source: jsonl}]"], "data.validation[0].path is missing; source = jsonl needs it"),
+    (["data.validation=[{path: no.jsonl}]"], "data.validation[0].path = 'no.jsonl' matches no file; give a file"),
+    (
+        ["data.validation=[{source: jsonl}]"],
+        "data.validation[0].path is missing; data.validation[0].source = jsonl needs",
+    ),
     (["data.validation=[{name: held out}]"], "data.validation names a set 'held out', as what is held out of the data"),
     (["data.validation=[{name: a}, {name: a}]"], "data.validation has a name that another set or source has; give"),
     (
