@@ -1,4 +1,4 @@
-"""What train.py arranges in its own process before anything heavy is imported: its end, its output and its caches.
+"""Set-up of train.py's own process before anything heavy is imported: its end, its output and its caches.
 
 The run ends with the launchers that started it. Its output may get lost, since a log is often a file on a disk that
 may fill, or a pipe whose reader may leave, and neither is worth a run. Where the home folder is missing or may not be
@@ -84,7 +84,7 @@ def use_writable_caches(environment: MutableMapping[str, str] = os.environ) -> s
 
 
 def outlive_full_disk() -> None:
-    """From now on what this process prints may get lost, and no print raises OSError."""
+    """Let output of this process get lost from now on where it cannot be written, so that no print raises OSError."""
     sys.stdout, sys.stderr = _lossy(sys.stdout), _lossy(sys.stderr)
 
 

@@ -158,7 +158,7 @@ class _Running:
                 return
 
     def _outcome(self, code: int, seconds: float, error: str) -> Outcome:
-        """From the run's own run_end event; without one from the launcher's exit code."""
+        """The outcome by the run's own run_end event; without one, by the launcher's exit code."""
         self._history.refresh()
         end = self._history.ended or {}
         code = code if end.get("exit_code") is None else int(end["exit_code"])
