@@ -13,18 +13,9 @@ from dataclasses import MISSING, dataclass, field, replace
 from typing import Any, Literal
 
 
-def limit(
-    default: Any = MISSING,
-    *,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    below: float | None = None,
-) -> Any:
-    """A dataclass field with a default and a range that `config.load` checks (bounds as in the names)."""
-    bounds = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
-    metadata = {name: bound for name, bound in bounds.items() if bound is not None}
-    return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
+def limit(default: Any = MISSING, **bounds: float) -> Any:
+    """A dataclass field with a default and a range for `config.load`: at_least, above, at_most and below."""
+    return field(default=default, metadata=bounds)
 
 
 @dataclass(frozen=True)
@@ -202,23 +193,7 @@ RowFormat = Literal[
 ]
 
 
-@dataclass(frozen=True)
-class SourceSection:
-    """One source of a mixture."""
-
-    path: str | None = None
-    """[path, glob or hub id] As data.path."""
-    source: Literal["auto", "stdlib", "text", "jsonl", "parquet", "megatron", "hub"] = "auto"
-    """[choice] As data.source."""
-    name: str | None = None
-    """[text] What the record calls it. null: source 1, source 2 and so on."""
-    format: RowFormat = "auto"
-    """[choice] As data.format."""
-    weight: float | None = limit(None, above=0.0)
-    """[ratio] Its share of the samples, in proportion to the other weights. null: by data.sources.epochs."""
-    epochs: float | None = limit(None, above=0.0)
-    """[passes] Alternative to a weight: how often its samples come in the time in which those of a source with 1 come
-    once. null: 1, unless there is a weight."""
+SourceKind = Literal["auto", "stdlib", "text", "jsonl", "parquet", "megatron", "hub"]
 
 
 @dataclass(frozen=True)
@@ -227,19 +202,30 @@ class ValidationSection:
 
     path: str | None = None
     """[path, glob or hub id] As data.path."""
-    source: Literal["auto", "stdlib", "text", "jsonl", "parquet", "megatron", "hub"] = "auto"
+    source: SourceKind = "auto"
     """[choice] As data.source."""
     name: str | None = None
-    """[text] What the record calls it. null: validation 1, validation 2 and so on."""
+    """[text] What the record calls it. null: validation 1 and so on, or source 1 and so on."""
     format: RowFormat = "auto"
     """[choice] As data.format."""
+
+
+@dataclass(frozen=True)
+class SourceSection(ValidationSection):
+    """One source of a mixture."""
+
+    weight: float | None = limit(None, above=0.0)
+    """[ratio] Its share of the samples, in proportion to the other weights. null: by data.sources.epochs."""
+    epochs: float | None = limit(None, above=0.0)
+    """[passes] Alternative to a weight: how often its samples come in the time in which those of a source with 1 come
+    once. null: 1, unless there is a weight."""
 
 
 @dataclass(frozen=True)
 class DataSection:
     """Where the text comes from and how it becomes token sequences."""
 
-    source: Literal["auto", "stdlib", "text", "jsonl", "parquet", "megatron", "hub"] = "stdlib"
+    source: SourceKind = "stdlib"
     """[choice] stdlib: the .py files of the running Python, on every machine; for tasks sft and seq2seq its functions,
     each with the first sentence of its docstring, for dpo beside more of it, for classify its package. text, jsonl,
     parquet: files at data.path (text: one document a file, or several by data.document_separator). hub: the dataset

@@ -91,7 +91,7 @@ def outlive_full_disk() -> None:
 def _lossy(stream: Any) -> Any:
     try:
         stream.flush()
-        file = _LossyFile(stream.fileno())
+        file = _LossyFile(stream.fileno(), "w", closefd=False)
     except (AttributeError, OSError, ValueError):  # not a file of the operating system
         return stream
     return io.TextIOWrapper(
@@ -99,22 +99,9 @@ def _lossy(stream: Any) -> Any:
     )
 
 
-class _LossyFile(io.RawIOBase):
-    def __init__(self, descriptor: int) -> None:
-        super().__init__()
-        self._descriptor = descriptor
-
-    def write(self, data: Any) -> int:
+class _LossyFile(io.FileIO):
+    def write(self, data: Any, /) -> int:
         try:
-            return os.write(self._descriptor, data)
+            return super().write(data)
         except OSError:
             return memoryview(data).nbytes
-
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self._descriptor
-
-    def isatty(self) -> bool:
-        return os.isatty(self._descriptor)
