@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+RUNS := $(VENV)/.running
 STAMP := $(VENV)/.requirements
 # One process a GPU; two processes on a machine without.
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
@@ -24,9 +25,9 @@ LAST_INDEX := $(shell cat $(CHOSEN) 2>/dev/null)
 TORCH_INDEX ?= $(LAST_INDEX)
 OTHER_INDEX := $(if $(filter-out $(LAST_INDEX),$(TORCH_INDEX)),yes)
 
-setup: $(STAMP)  ## Make .venv and install what running and testing need (TORCH_INDEX=URL: torch from there)
+setup: $(STAMP)  ## Make .venv and install all that running and testing need (TORCH_INDEX=URL: torch from there)
 
-$(STAMP): requirements.txt requirements-dev.txt $(if $(OTHER_INDEX),another-torch)
+$(RUNS): requirements.txt $(if $(OTHER_INDEX),another-torch)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 ifneq ($(TORCH_INDEX),)
@@ -34,13 +35,17 @@ ifneq ($(TORCH_INDEX),)
 	$(BIN)/python -m pip install --quiet $(if $(OTHER_INDEX),--force-reinstall) --index-url "$(TORCH_INDEX)" -r $(VENV)/torch.txt
 	@echo "$(TORCH_INDEX)" > $(CHOSEN)
 endif
+	$(BIN)/python -m pip install --quiet -r requirements.txt
+	@touch $@
+
+$(STAMP): $(RUNS) requirements-extras.txt requirements-dev.txt
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
 	@touch $@
 
 # The deepspeed program itself cannot start where the path to .venv has a space in it. Where no device could be a GPU,
 # DeepSpeed need not warn that it found none.
 ON_CPU := $(if $(wildcard /dev/nvidia* /dev/kfd /dev/dri /dev/dxg /dev/accel*),,DS_ACCELERATOR=cpu)
-demo: setup  ## Train a small Llama on real text and leave runs/demo
+demo: $(RUNS)  ## Train a small Llama on real text and leave runs/demo
 	$(ON_CPU) $(BIN)/python -m deepspeed.launcher.runner --quiet --num_gpus $(PROCESSES) train.py --config config/recipes/demo.yaml $(ARGS)
 
 test: setup  ## Run all tests, three files at a time (ARGS="-n 0" for one)

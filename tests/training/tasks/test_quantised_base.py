@@ -29,7 +29,7 @@ from tests.training.tasks import quantised_cases as cases
 from tests.training.tasks.test_dpo import STARTED
 from tests.training.tasks.test_resume import SFT
 from tests.training.tasks.test_sft import require_equal
-from training import generate
+from tools import generate
 from training.checkpoint.partitions import open_saved_model
 
 GIVEN = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
