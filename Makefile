@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 ENTERED := $(shell IFS=:; set -f; for folder in $$PATH; do [ -x "$$folder" ] && printf ':%s' "$$folder"; done)
 export PATH := $(CURDIR)/$(BIN)$(ENTERED)
 
-.PHONY: help setup another-torch architecture demo test test-fast test-cluster test-long test-machines test-kernels check benchmark benchmark-gpu gpu-check benchmark-titan titan test-titan trl test-trl benchmark-trl parity parity-defects detection analyze matrix envelope chaos clean
+.PHONY: help setup another-torch architecture demo test test-all compatibility test-fast test-cluster test-long test-machines test-kernels check benchmark benchmark-gpu gpu-check benchmark-titan titan test-titan trl test-trl benchmark-trl parity parity-defects detection analyze matrix envelope chaos clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 16
@@ -165,6 +165,12 @@ matrix: setup  ## Verify every combination of ZeRO stage and precision: docs/pre
 
 envelope: setup  ## Largest stable learning rate by depth, batch and precision: runs/envelope
 	$(BIN)/python -m lab.envelope $(ARGS)
+
+test-all: setup  ## Every suite above, one after another, and docs/tested.md of what passed (hours; a second call goes on)
+	$(BIN)/python -m lab.suites $(ARGS)
+
+compatibility: setup  ## The demo, the fast tests and four matrix cells on what is installed: docs/compatibility.md
+	$(BIN)/python -m lab.suites --compatibility $(ARGS)
 
 chaos: setup  ## Kill saves at every phase, many times
 	$(BIN)/python -m pytest -m chaos -s $(ARGS)
