@@ -60,9 +60,9 @@ class Manifest:
     default: Compute
     """The ambient dtype: that of matmul regions without a rule, and of the outputs of regions."""
     rules: tuple[Rule, ...]
-    """In the order of the file; the last match wins."""
+    """Rules in the order of the file; the last match wins."""
     path: Path
-    """Where it was read, for messages."""
+    """File that the manifest was read from, for messages."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def is_slice(module: torch.nn.Module) -> bool:
 
 
 def _class_names(module: torch.nn.Module) -> list[str]:
-    """Of a slice of a linear layer those of the whole one, too, so that a rule does not depend on who shares it."""
+    """Names of a module's classes; a slice of a linear layer has nn.Linear's too, so that rules match either."""
     names = [kind.__name__ for kind in type(module).__mro__ if kind not in (torch.nn.Module, object)]
     return [*names, torch.nn.Linear.__name__] if is_slice(module) else names
 
