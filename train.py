@@ -15,10 +15,9 @@ from config.cli import CONFIG_ERROR, LOST, print_any_text
 from config.command_line import read_command_line
 from config.errors import UserError, report_error
 from config.extras import require_extras
-from config.lossy_output import outlive_full_disk
-from config.machine.caches import use_writable_caches
-from config.machine.processes import end_with, launchers
+from config.machine.processes import launchers
 from config.resolved import Resolved
+from training.startup import end_with, outlive_full_disk, use_writable_caches
 
 
 def main(arguments: Sequence[str]) -> int:

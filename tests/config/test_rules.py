@@ -35,8 +35,11 @@ REFUSED = [
     (["data.source=hub"], "data.path is missing; data.source = hub needs it"),
     (["data.source=text", "data.path=nowhere/*.txt"], "data.path = 'nowhere/*.txt' matches no file"),
     (["data.path=a.txt"], "data.path = 'a.txt' is not read by data.source = stdlib"),
-    (["data.validation=[{path: no.jsonl}]"], "data.validation[0].path = 'no.jsonl' matches no file; give one that"),
-    (["data.validation=[{source: jsonl}]"], "data.validation[0].path is missing; source = jsonl needs it"),
+    (["data.validation=[{path: no.jsonl}]"], "data.validation[0].path = 'no.jsonl' matches no file; give a file"),
+    (
+        ["data.validation=[{source: jsonl}]"],
+        "data.validation[0].path is missing; data.validation[0].source = jsonl needs",
+    ),
     (["data.validation=[{name: held out}]"], "data.validation names a set 'held out', as what is held out of the data"),
     (["data.validation=[{name: a}, {name: a}]"], "data.validation has a name that another set or source has; give"),
     (
@@ -88,7 +91,10 @@ REFUSED = [
         ["model.config={load_in_4bit: true}"],
         "model.config.load_in_4bit asks for a quantised base; remove it and give the model in BF16, FP16 or FP32",
     ),
-    (["adapter.base=nf4"], "adapter.base = nf4 is not read by adapter.kind = none; set adapter.kind=lora"),
+    (
+        ["adapter.base=nf4"],
+        "adapter.base = nf4 is only read by adapter.kind = lora; remove it, or set",
+    ),
     (["adapter={kind: lora, base: fp4}"], "adapter.base = 'fp4' is not one of compute, nf4, int8"),
     (
         [*OF_A_MODEL, "adapter={kind: lora, base: int8, double_quant: true}"],
@@ -159,17 +165,20 @@ REFUSED = [
     ),
     (["evaluate.every_steps=5", "data.validation_fraction=0"], "evaluate.every_steps = 5 needs held-out text"),
     (["faults=[{kind: inf_gradient, step: 101}]"], "faults[0].step = 101 is after the last step"),
-    (["faults=[{kind: nan_loss, step: 1, module: a}]"], "faults[0].module = 'a' is not read by kind: nan_loss"),
-    (["faults=[{kind: loss_spike, step: 1, module: a}]"], "faults[0].module = 'a' is not read by kind: loss_spike"),
-    (["faults=[{kind: lost_update, step: 1, rank: 1}]"], "faults[0].rank is not read by kind: lost_update"),
-    (["faults=[{kind: nan_loss, step: 1, factor: 3}]"], "faults[0].factor = 3 is only read by kind: loss_spike"),
+    (["faults=[{kind: nan_loss, step: 1, module: a}]"], "faults[0].module = a is not read by kind: nan_loss"),
+    (["faults=[{kind: loss_spike, step: 1, module: a}]"], "faults[0].module = a is not read by kind: loss_spike"),
+    (["faults=[{kind: lost_update, step: 1, rank: 1}]"], "faults[0].rank = 1 is not read by kind: lost_update"),
+    (["faults=[{kind: nan_loss, step: 1, factor: 3}]"], "faults[0].factor = 3.0 is not read by kind: nan_loss"),
     (["guard.reactions=[skip, cut_lr, skip]"], "guard.reactions names skip twice; name it once and set guard.skip_bud"),
     (["guard.reactions=[abort, skip]"], "guard.reactions never gets to skip after abort; move abort to the end"),
     (["guard={min_update_ratio: 0.1, max_update_ratio: 0.1}"], "guard.min_update_ratio = 0.1 is not below guard.max"),
-    (["parallel.sequence=2", "task=mlm"], "parallel.sequence = 2 is verified with task = pretrain and sft, not mlm"),
+    (
+        ["parallel.sequence=2", "task=mlm"],
+        "parallel.sequence = 2 is not verified with task = mlm; set task to pretrain or sft, or remove",
+    ),
     (
         ["parallel.sequence=2", "task=sft", "sft.loss=row"],
-        "parallel.sequence = 2 cuts rows, whose labels sft.loss = row has to count; set sft.loss=token",
+        "parallel.sequence = 2 cuts rows, whose labels are counted by sft.loss = row; set sft.loss to token, or",
     ),
     (
         ["parallel.sequence=2", "task=sft", "sft.neftune_alpha=5"],
@@ -177,47 +186,59 @@ REFUSED = [
     ),
     (
         ["parallel.sequence=2", "model.attention=eager"],
-        "parallel.sequence = 2 is verified with model.attention = sdpa, not eager; set that",
+        "parallel.sequence = 2 is not verified with model.attention = eager; set model.attention to auto or sdpa",
     ),
     (["parallel.sequence=2", "model.compile=true"], "parallel.sequence = 2 is not verified with model.compile = true"),
     (
         ["parallel.sequence=2", "model={activation_checkpointing: budget, activation_memory_gib: 1}"],
-        "parallel.sequence = 2: model.activation_checkpointing = budget counts whole sequences; set that to full",
+        "parallel.sequence = 2 cuts sequences, which are counted whole by model.activation_checkpointing = budget; set",
     ),
     (["parallel.sequence=4", "data.sequence_length=3"], "parallel.sequence = 4 is more than data.sequence_length = 3"),
     (
         ["parallel.sequence=2", "data.sequence_length=33", "model.balance_loss=0.01"],
         "parallel.sequence = 2: routers would count the padding of data.sequence_length = 33; make it a multiple of 2",
     ),
-    (["parallel={sequence: 2, tensor: 2}"], "parallel.tensor = 2 is not verified with parallel.sequence = 2; set one"),
-    (["parallel.tensor=2", "task=sft"], "parallel.tensor = 2 is verified with task = pretrain, not sft"),
+    (
+        ["parallel={sequence: 2, tensor: 2}"],
+        "parallel.tensor = 2 is not verified with parallel.sequence = 2; set parallel.sequence to 1",
+    ),
+    (["parallel.tensor=2", "task=sft"], "parallel.tensor = 2 is not verified with task = sft; set task to pretrain"),
     (
         ["parallel.tensor=2", "optimizer.name=muon"],
-        "parallel.tensor = 2: optimizer.name = muon looks at whole matrices",
+        "parallel.tensor = 2 gives ranks slices of matrices, which have to be whole for optimizer.name = muon; set",
     ),
     (
         ["parallel.tensor=2", "model.attention=flash_attention_2"],
-        "parallel.tensor = 2 is verified with model.attention",
+        "parallel.tensor = 2 is not verified with model.attention = flash_attention_2",
     ),
     (["parallel.tensor=2", "model.compile=true"], "parallel.tensor = 2 is not verified with model.compile = true"),
     (
         ["parallel.tensor=2", "model.activation_checkpointing=ops"],
-        "parallel.tensor = 2: model.activation_checkpointing = ops keeps matmul results, which are summed in place",
+        "parallel.tensor = 2 is not verified with model.activation_checkpointing = ops; set model.activation_checkp",
     ),
-    (["parallel.tensor=2", "guard.replica_checks=9"], "parallel.tensor = 2: guard.replica_checks would compare slices"),
-    (["parallel={expert: 2, tensor: 2}"], "parallel.expert = 2 is not verified with parallel.tensor = 2; set one"),
-    (["parallel={expert: 2, sequence: 2}"], "parallel.expert = 2 is not verified with parallel.sequence = 2; set one"),
+    (
+        ["parallel.tensor=2", "guard.replica_checks=9"],
+        "parallel.tensor = 2 gives ranks slices of matrices, which have to be whole for guard.replica_checks = 9",
+    ),
+    (
+        ["parallel={expert: 2, tensor: 2}"],
+        "parallel.expert = 2 is not verified with parallel.tensor = 2; set parallel.tensor to 1",
+    ),
+    (
+        ["parallel={expert: 2, sequence: 2}"],
+        "parallel.expert = 2 is not verified with parallel.sequence = 2; set parallel.sequence to 1",
+    ),
     (
         ["parallel.expert=2", "task=mlm"],
-        "parallel.expert = 2 is verified with task = pretrain, sft, dpo, distill, not mlm; set it to 1",
+        "parallel.expert = 2 is not verified with task = mlm; set task to pretrain, sft",
     ),
     (
         ["parallel.expert=2", "model.activation_checkpointing=ops"],
-        "parallel.expert = 2 is not verified with model.activation_checkpointing = ops; set that to full",
+        "parallel.expert = 2 is not verified with model.activation_checkpointing = ops; set model.activation_che",
     ),
     (
         ["parallel.expert=2", "guard.replica_checks=9"],
-        "parallel.expert = 2: guard.replica_checks makes a suspicious step again on another rank, which has",
+        "parallel.expert = 2 puts other experts on the rank that repeats a suspicious step for guard.replica_checks",
     ),
     (["guard={spike_sigmas: 6, spike_window: 200}"], "guard.spike_window = 200 leaves nothing to judge in run.steps"),
     (

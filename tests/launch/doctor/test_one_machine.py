@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from config.child_jobs import free_port
 from config.cli import REPOSITORY
+from config.machine.processes import free_port
 from tests.support.launches import BIN, wait_until
 
 pytestmark = pytest.mark.cluster

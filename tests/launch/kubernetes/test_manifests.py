@@ -26,8 +26,8 @@ import kubernetes_validate
 import pytest
 
 from config import cli
-from config.child_jobs import free_port
 from config.cli import REPOSITORY
+from config.machine.processes import free_port
 from launch.kubernetes import alive, retryable
 from tests.support import kubernetes_image as image
 from tests.support import launches
