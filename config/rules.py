@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
-from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -664,10 +663,6 @@ def _evaluate(config: Config) -> Iterator[Problem]:
 
 
 def _tracking(config: Config) -> Iterator[Problem]:
-    for name in config.tracking.sinks:
-        if name not in ("wandb", "csv") and find_spec(name) is None:
-            install = "mlflow-skinny sqlalchemy alembic" if name == "mlflow" else name
-            yield "tracking.sinks", f"names {name}, which is not installed here; pip install {install}, or leave it out"
     endpoint = config.tracking.otlp_endpoint
     if endpoint is not None and WITH_PASSWORD.search(endpoint):
         yield "tracking.otlp_endpoint", "holds a password; take it out and set OTEL_EXPORTER_OTLP_HEADERS"

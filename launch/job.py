@@ -53,7 +53,7 @@ _MODULES = {
     ("accelerate", "launch"): "accelerate.commands.launch",
 }
 _MODULE_OPTION = {"deepspeed": "--module", "accelerate": "--module"}
-_LAUNCHER_VARIABLES = (
+LAUNCHER_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"),
     *("MASTER_ADDR", "MASTER_PORT"),
 )
@@ -94,7 +94,7 @@ def with_project(environment: Mapping[str, str]) -> dict[str, str]:
 
 def job_environment(**further: str) -> dict[str, str]:
     """This process's environment for another job: without its launcher's variables, with Mantissa's own programs."""
-    kept = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
+    kept = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     path = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", "")])
     return with_project({**kept, "PATH": path, **further})
 

@@ -61,7 +61,7 @@ class Manifest:
     rules: tuple[Rule, ...]
     """Rules in the order of the file; the last match wins."""
     path: Path
-    """Where it was read, for messages."""
+    """File that the manifest was read from, for messages."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ def is_slice(module: torch.nn.Module) -> bool:
 
 
 def _class_names(module: torch.nn.Module) -> list[str]:
-    """Names of a module's classes; a slice of a linear layer has the whole one's too, so that rules match both."""
+    """Names of a module's classes; a slice of a linear layer has nn.Linear's too, so that rules match either."""
     names = [kind.__name__ for kind in type(module).__mro__ if kind not in (torch.nn.Module, object)]
     return [*names, torch.nn.Linear.__name__] if is_slice(module) else names
 

@@ -83,11 +83,7 @@ def test_tasks_of_slurm_without_ranks_do_not_train_alone_side_by_side() -> None:
         (RankEnv(0, 1, 0), {}, "python"),
         (RankEnv(0, 2, 0), {"LOCAL_SIZE": 2}, "deepspeed --num_gpus 2"),
         (RankEnv(0, 1, 0), {"LOCAL_SIZE": 1}, "deepspeed --num_gpus 1"),
-        (
-            RankEnv(9, 64, 1),
-            {"LOCAL_SIZE": 8},
-            f"deepspeed --hostfile {HOSTFILE} --num_nodes 8 --num_gpus 8",
-        ),
+        (RankEnv(9, 64, 1), {"LOCAL_SIZE": 8}, f"deepspeed --hostfile {HOSTFILE} --num_nodes 8 --num_gpus 8"),
         (RankEnv(0, 2, 0), {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": 2}, "torchrun --nproc_per_node 2"),
         (
             RankEnv(0, 16, 0),

@@ -168,11 +168,7 @@ BAD: list[tuple[Any, str, str]] = [
     (turns(ASKED), "", "rows.jsonl:1: messages[0].role: is 'user'; the target is the last turn, which is the assist"),
     (turns(("assistant", "a")), "", "rows.jsonl:1: messages: has no turn before the answer, which would be the source"),
     (turns(ASKED, ("assistant", "a"), ASKED, ("assistant", "b")), "", "has no chat template to join turns; set data.c"),
-    (
-        turns(ASKED, ("assistant", [{"type": "text", "text": "a"}])),
-        "",
-        "messages[1]: is not plain text, which a",
-    ),
+    (turns(ASKED, ("assistant", [{"type": "text", "text": "a"}])), "", "messages[1]: is not plain text, which a"),
     (turns(("user", "</s>"), ("assistant", "a")), "", "messages[0].content: spells the control token </s>"),
     ({"prompt": "a"}, "", "rows.jsonl:1: is of no known format"),
     ({"prompt": "a", "completion": ""}, "", "rows.jsonl:1: completion: is empty"),

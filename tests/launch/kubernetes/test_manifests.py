@@ -308,7 +308,7 @@ def test_the_image_is_made_of_what_is_needed_to_train_and_nothing_to_test(machin
     assert image.sent(REPOSITORY / "requirements.txt")
     assert not image.sent(REPOSITORY / "requirements-dev.txt")
     installs = [rest for _, word, rest in image.instructions() if word == "RUN" and "pip install" in rest]
-    assert len(installs) == 1 and "requirements.txt" in installs[0] and "-dev" not in installs[0]
+    assert len(installs) == 1 and "requirements-extras.txt" in installs[0] and "-dev" not in installs[0]
 
 
 def test_the_command_lines_start_the_supervisor_itself():
