@@ -180,7 +180,7 @@ class Library:
         for run in sorted(runs, key=lambda run: run.entry is not None):
             try:
                 changed = run.update(time.monotonic())
-            except OSError:
+            except (OSError, UserError):
                 self.unread.add(run.key)
                 continue
             self.unread.discard(run.key)

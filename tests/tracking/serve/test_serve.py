@@ -20,6 +20,7 @@ from tests.support.compare_runs import CONFIG, ENVIRONMENT, RunWriter, merged, w
 from tests.support.heat_runs import growing, write_heat_run
 from tests.support.hostile import HOSTILE, OBEYED
 from tests.support.serving import served
+from tracking import jsonl
 from tracking.serve import library, live, skim
 from tracking.serve.command import main
 from tracking.serve.overview import scale_text
@@ -266,7 +267,7 @@ def test_damaged_runs_do_not_stop_the_others(tmp_path):
 
 def test_a_long_run_is_skimmed_at_a_few_places(tmp_path, monkeypatch):
     folder = write_heat_run(tmp_path, "a", layers=8, steps=600, every=3)
-    monkeypatch.setattr(skim, "_CHUNK", 1 << 16)  # a telemetry event is half as large
+    monkeypatch.setattr(jsonl, "_CHUNK", 1 << 16)  # a telemetry event is half as large
     skimmer = Skimmer(folder / "events.jsonl")
     skimmer.update()
     found = skimmer.skim
