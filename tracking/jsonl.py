@@ -28,8 +28,7 @@ from tracking.events import TEXT_FIELDS, Event, fault_in
 
 _FSYNC_AFTER = frozenset({"run_start", "checkpoint", "run_end"})
 _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
-_TAIL_CHUNK = 1 << 16
-_CHUNK = 1 << 18
+_CHUNK = 1 << 16  # bytes that are read at once
 _BEGINNING = b'{"event":"'
 
 
@@ -118,7 +117,7 @@ def lines_backwards(file: BinaryIO) -> Iterator[bytes]:
     """The lines of a file from its end. The first is what follows the last newline: empty, or an incomplete line."""
     tail, start = b"", file.seek(0, os.SEEK_END)
     while start > 0:
-        size = min(_TAIL_CHUNK, start)
+        size = min(_CHUNK, start)
         start -= size
         file.seek(start)
         tail, *lines = (file.read(size) + tail).split(b"\n")  # the first may begin before this chunk
@@ -213,6 +212,7 @@ class Follower:
                         offset += len(line) + 1
                     self.offset, self.number = offset, number
                     self.at_end = not lines or bool(rest)
+                    lines.clear()  # before the next ones are read
         except OSError as error:
             self.at_end = isinstance(error, FileNotFoundError)
             if whole or not self.at_end:

@@ -220,7 +220,7 @@ def test_events_that_may_not_be_read_are_the_users_to_mend(path: Path) -> None:
 @given(st.binary(max_size=300), st.integers(1, 40))
 def test_lines_backwards_are_the_lines(content: bytes, chunk: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jsonl, "_TAIL_CHUNK", chunk)
+        patch.setattr(jsonl, "_CHUNK", chunk)
         assert list(jsonl.lines_backwards(io.BytesIO(content))) == content.split(b"\n")[::-1]
 
 
