@@ -150,7 +150,7 @@ def event_on(line: bytes) -> Event | None:
 
 
 def beginnings(*kinds: str) -> tuple[bytes, ...]:
-    """What the lines of events of these kinds begin with, so that they are told apart without being parsed."""
+    """First bytes of the lines of these kinds of events, which tell them apart without parsing."""
     return tuple(b'%s%s"' % (_BEGINNING, kind.encode()) for kind in kinds)
 
 

@@ -130,10 +130,28 @@ class RunFacts:
         return int(self.start.get("world_size") or self.environment.get("world_size") or 1)
 
     @property
+    def evaluations(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """step, tokens, seconds (running time) and loss of the surviving evaluations, each (evaluations,)."""
+        events, columns = self.rare_events.get("eval", []), self.columns
+        steps = np.array([event["step"] for event in events], float)
+        tokens = np.array([event["tokens"] for event in events], float)
+        losses = np.array([math.nan if event["loss"] is None else float(event["loss"]) for event in events], float)
+        if not len(columns):
+            return steps, tokens, np.full(len(events), math.nan), losses
+        at = np.searchsorted(columns.step, steps, side="right") - 1
+        return steps, tokens, np.where(at >= 0, columns.seconds[np.maximum(at, 0)], 0.0), losses
+
+    @property
     def peak_memory_bytes(self) -> float:
-        """Of the largest rank; nan where it was not recorded."""
+        """Peak memory of the rank that used most; nan where it was not recorded."""
         known = self.columns.memory_bytes[self.columns.memory_bytes > 0]
         return float(known.max()) if known.size else math.nan
+
+
+def median(values: np.ndarray) -> float:
+    """Median of the finite values; nan when there is none."""
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if finite.size else math.nan
 
 
 class Collector:

@@ -32,11 +32,11 @@ _TELEMETRY = beginnings("telemetry")
 
 @dataclass(frozen=True)
 class Status:
-    """Where a run stands."""
+    """State of a run."""
 
     state: State
     cause: str
-    """In words, printable, one line: why it ended early; of a running one, for how long it has been silent, if it is.
+    """Printable, one line: why it ended early; of a running one, for how long it has been silent, if it is.
     Empty where there is nothing to say."""
     exit_code: int | None
     """None while it runs, and where nobody recorded it."""
@@ -112,7 +112,7 @@ def newest_session(events: Path) -> tuple[Event | None, Event | None]:
 
 
 def _silence(newest: Event | None, since: float | None, now: float) -> str:
-    """That a run which is there has recorded nothing for long; empty while that is usual."""
+    """Text about a running run that has recorded nothing for long; empty while its silence is usual."""
     if newest is None or (since is not None and newest["time"] < since):
         return ""  # preparing its data, building the model
     usual = max(SILENT_SECONDS, SILENT_STEPS * (newest.get("step_seconds") or 0.0))

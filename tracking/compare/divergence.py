@@ -114,7 +114,7 @@ def _deduplicated(items: Iterable[Any]) -> list[Any]:
 
 
 def _differ(name: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Where values differ. Two nans are equal, and so is a data order that one of the runs did not record."""
+    """Mask of the values that differ. Two nans are equal, and so is a data order that one run did not record."""
     if name == "order":
         return (a != b) & (a >= 0) & (b >= 0)
     if a.dtype != np.float64:

@@ -245,7 +245,7 @@ class HeatCollector:
         return _Column(columns[-1].step, values, sum(column.measured for column in columns))
 
     def heat(self) -> Heat:
-        """What was collected so far; more may be added afterwards."""
+        """The heat maps collected so far; more events may be added afterwards."""
         names = self._ordered()
         order = np.array([self._rows[name] for name in names if name in self._rows], int)
         edges = self._edges()

@@ -11,7 +11,6 @@ import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 
 from tracking.events import Event
@@ -28,7 +27,7 @@ _MOST_EVENTS = 2000  # of one kind that are kept
 
 @dataclass
 class Skim:
-    """What was found in one `events.jsonl` so far."""
+    """The findings in one `events.jsonl` so far."""
 
     start: Event = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
@@ -108,8 +107,3 @@ def _step_at(handle: int, place: int, size: int) -> Event | None:
 
 def _step_on(line: bytes) -> Event | None:
     return event_on(line) if line.startswith(_STEP) else None
-
-
-def gaps(losses: list[tuple[int, float]]) -> int:
-    """Steps between two of the places, at most: what the overview does not see."""
-    return max((after[0] - before[0] for before, after in pairwise(losses)), default=0)

@@ -68,7 +68,7 @@ class Watch:
         return not self._file.at_end
 
     def view(self, width: int, height: int, *, keys: bool) -> View:
-        """What the next frame is drawn with."""
+        """Settings of the next frame."""
         file = self._file
         size = 0 if file.at_end or not file.path.exists() else file.path.stat().st_size
         return View(
@@ -89,7 +89,7 @@ class Watch:
         )
 
     def _alert(self) -> str:
-        """What is said of a run that hardly moves; worked out anew after each telemetry event."""
+        """Warning about a run that hardly moves; recomputed after each telemetry event."""
         measured = self.state.counts["telemetry", ""]
         if measured != self._still[0]:
             self._still = measured, still_sentence(self.heat.heat(), after=self._warmup)

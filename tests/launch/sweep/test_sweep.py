@@ -65,7 +65,7 @@ def results(folder: Path) -> dict:
 
 
 def record(folder: Path, index: int) -> dict:
-    """What is put down of a trial."""
+    """The recorded outcome of a trial."""
     return json.loads((folder / f"runs/it/trials/{index:03d}.json").read_text())
 
 

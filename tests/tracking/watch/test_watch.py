@@ -335,7 +335,7 @@ def watching(run: Path, **variables: str) -> Iterator[tuple[subprocess.Popen[byt
 
 
 def until(master: int, pattern: str, seconds: float = 30.0) -> str:
-    """What the terminal gets, without colours, until this is among it."""
+    """The terminal's output without colours, up to the first match of a pattern."""
     text, deadline = "", time.monotonic() + seconds
     while not re.search(pattern, text):
         ready, _, _ = select.select([master], [], [], max(0.0, deadline - time.monotonic()))
