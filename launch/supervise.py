@@ -13,7 +13,6 @@ SIGTERM, SIGUSR1 or Ctrl-C: the run saves and ends with exit code 75. A second o
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import tempfile
@@ -24,7 +23,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from config import json_text
 from config.cli import BROKEN, CONFIG_ERROR, DIVERGED, PREEMPTED, UNSAVED, Arguments, entry_point
 from config.command_line import parse
 from config.errors import UserError
@@ -106,13 +104,11 @@ class Run:
         return (file.st_ino, file.st_size)
 
     def session_since(self, position: tuple[int, int]) -> Session:
-        """Summary of the events written since `events_end`. A partial last line is skipped; run.resume=never starts a
-        new file."""
-        if not self.events.is_file():
-            return Session()
-        with self.events.open("rb") as file:
-            file.seek(position[1] if os.fstat(file.fileno()).st_ino == position[0] else 0)
-            events = [event for line in file.read().splitlines() if (event := _event(line)) is not None]
+        """What was written since `events_end`. Damaged lines are left out; run.resume=never starts a new file."""
+        from tracking.jsonl import Follower  # brings orjson, which is not needed to start
+
+        file = Follower(self.events, position[1] if self.events_end()[0] == position[0] else 0)
+        events = list(file.events())
         last_start = max((index for index, event in enumerate(events) if event["event"] == "run_start"), default=0)
         end: dict[str, Any] = next((event for event in events[last_start:] if event["event"] == "run_end"), {})
         return Session(
@@ -122,16 +118,6 @@ class Run:
             reason=end.get("reason", ""),
             seconds=events[-1]["time"] - events[0]["time"] if events else 0.0,
         )
-
-
-def _event(line: bytes) -> dict[str, Any] | None:
-    """The event on a line of events.jsonl; None where it is partial or damaged."""
-    try:
-        event = json_text.parse(line)
-        known = isinstance(event["event"], str) and event["step"] >= 0 and event["time"] >= 0
-    except (ValueError, KeyError, TypeError):
-        return None
-    return event if known else None
 
 
 def final_exit_code(
