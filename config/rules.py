@@ -383,7 +383,6 @@ def _expert(config: Config) -> Iterator[Problem]:
         ("guard.replica_checks", guard.replica_checks, _ON_ANOTHER_RANK),
         ("guard.reexecute", guard.reexecute != "never", _ON_ANOTHER_RANK),
         ("telemetry.probe", config.telemetry.probe, "would compare a rank's experts with all of them"),
-        ("defects", config.defects, "would compare a rank's experts with all of them"),
     ):
         if unread:
             yield key, f"{given}: {name} {reason}; remove one of them"
@@ -656,12 +655,6 @@ def _split_masters(config: Config) -> Iterator[Problem]:
         if fault.kind == "flipped_bit" and fault.place == "master":
             problem = "= master strikes an FP32 master, and with precision.masters = split there is none in memory"
             yield f"faults[{index}].place", f"{problem}; use weight, which is its upper half, {keep}"
-    for index, defect in enumerate(config.defects):
-        if defect.kind == "stale_weight":
-            problem = (
-                "= stale_weight leaves a weight behind its master, and with precision.masters = split it is a part"
-            )
-            yield f"defects[{index}].kind", f"{problem} of it; use silent_skip, {keep}"
 
 
 def needs_bf16(compute: str) -> str:

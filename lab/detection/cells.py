@@ -12,7 +12,7 @@ from pathlib import Path
 from config.cli import REPOSITORY
 from config.deepspeed.document import read_document
 from config.files import write_atomically
-from lab.detection.defects import BF16, DEFECTS, FP16, MANIFEST, PATHS, WATCHED, Defect
+from lab.detection.defects import BF16, DEFECTS, FP16, MANIFEST, PATHS, TEAM, WATCHED, Defect
 from lab.detection.later import LATER
 from tests.support.chats import write_base, write_chats, write_pairs
 
@@ -228,7 +228,7 @@ def all_cells() -> list[Cell]:
 
 
 def _is_team(cell: Cell) -> bool:
-    return cell.defect is not None and cell.defect.plant is None
+    return cell.defect is not None and cell.defect.group == TEAM
 
 
 def _is_of_judge(cell: Cell) -> bool:

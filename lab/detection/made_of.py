@@ -17,7 +17,7 @@ from config.cli import REPOSITORY
 PACKAGES = ("torch", "deepspeed", "transformers")
 _FOLDERS = ("config", "data", "ds_configs", "modeling", "precision", "tools", "tracking", "training", "lab/detection")
 _KINDS = (".py", ".yaml", ".json")
-_ONLY_SHOWN = ("page.py", "command.py", "made_of.py")
+_ONLY_SHOWN = ("page.py", "command.py", "made_of.py", "gate.py", "planted.py")
 """Of lab/detection: what says how the cells are run and shown, and not what they are."""
 
 

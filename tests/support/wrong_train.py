@@ -14,12 +14,12 @@ import train
 from data import loader, masking
 from data.loader import Batch
 from data.mixture import Mixture
+from lab.detection.plants.gradients import mean_of_means as mean_of_micro_batches
 from modeling import parameter_groups
 from modeling.objectives.divergence import Distillation
 from modeling.objectives.preference import Preference
 from training import session, step
 from training.engine import build
-from training.engine.defects import Defects
 from training.engine.engine import Engine
 from training.engine.pieces import Pieces, ShardedPieces
 
@@ -32,16 +32,14 @@ def late_rate() -> None:
 
 def mean_of_means() -> None:
     """The loss is the mean over micro-batches of their means, not the mean over all labels."""
-    forward_backward, weighted = Engine.forward_backward, Defects.weighted
+    right = session.build_engine
 
-    def remember(self: Any, batch: Batch, **options: Any) -> Any:
-        self._defects.counts = (batch.labels != loader.IGNORED_LABEL).sum(dim=(1, 2))
-        return forward_backward(self, batch, **options)
+    def build_engine(*args: Any) -> Engine:
+        engine = right(*args)
+        mean_of_micro_batches(engine, 0.0)
+        return engine
 
-    def wrong(self: Any, weight: torch.Tensor, micro_batch: int) -> torch.Tensor:
-        return weighted(self, weight, micro_batch) * self.counts.double().mean() / self.counts[micro_batch]
-
-    Engine.forward_backward, Defects.weighted = remember, wrong  # type: ignore[method-assign]
+    session.build_engine = build_engine
 
 
 def swapped_batches() -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from transformers import PreTrainedModel
 
-from config.cli import REPOSITORY
-from config.deepspeed.combinations import Combination, refuse_combination
 from config.deepspeed.document import initializable
-from config.errors import UserError
 from config.optimizers import OPTIMIZERS
 from config.resolved import Resolved
 from data.loader import Batch
@@ -35,19 +33,16 @@ from modeling.objectives.objective import Forward, Scored
 from modeling.parameter_groups import group_of_each
 from modeling.router_balance import METRICS, router_balance, untrained_balance
 from modeling.sequence_parallel import SequenceAttention
-from precision.manifest import load_manifest
-from precision.regions import Regions
 from precision.step_health import Health
 from training.distributed import World, allow_fp16_on_cpu
-from training.engine.defects import Defects
 from training.engine.expert_slices import shared_experts
-from training.engine.faults import Faults
 from training.engine.gradients import ReducedGradients
-from training.engine.health import Evaluation, Outcome, RanksDisagree, Update, difference, require_equal
+from training.engine.health import Evaluation, Outcome, RanksDisagree, StepSums, Update, difference, require_equal
 from training.engine.loss import LossPath, label_tokens_of_all
 from training.engine.masters import UpdateMeter, local_masters, local_states, sum_of_squares
 from training.engine.optimizer import build_optimizer, import_muon_uncompiled
 from training.engine.process_groups import forget_groups
+from training.engine.regions import regions_of
 from training.engine.rng import generators, restore_generators
 from training.engine.split_masters import SplitMasters
 from training.engine.teacher import Teacher
@@ -97,8 +92,6 @@ class Engine:
         self.buffer_dtypes = {name: buffer.dtype for name, buffer in held if buffer.is_floating_point()}
         """By name, as the model's own code has them."""
         allow_fp16_on_cpu()
-        if world.tensor is None:
-            self._plant(resolved, model)
         import_muon_uncompiled()
         with shared_experts(model, world, stage=self.stage):
             self.deepspeed, *_ = deepspeed.initialize(
@@ -112,8 +105,6 @@ class Engine:
                 ),
                 config=initializable(resolved.deepspeed),
             )
-        if world.tensor is not None:  # modules that a fault may name were replaced
-            self._plant(resolved, model)
         tell_slices(self.model, world.tensor)
         self.split_masters: SplitMasters | None = None
         """How the masters are held that are no FP32 tensors; None where they are."""
@@ -138,7 +129,7 @@ class Engine:
         self.notes = [f"the loss makes all logits at once: {problem}"] if problem is not None else []
         """Decisions made while it was built, for the record."""
         self.notes += untrained_balance(model, resolved.config.model)
-        self.regions = _regions(model, resolved, stage=self.stage)
+        self.regions = regions_of(model, resolved, stage=self.stage)
         """Precision regions of the manifest path; None on the cast path."""
         guard = resolved.config.guard
         self._measures_updates = guard.min_update_ratio is not None or guard.max_update_ratio is not None
@@ -147,11 +138,6 @@ class Engine:
         self._scaler: LossScaler | None = None
         self.install_scaler(None)
         self.deepspeed.train()  # transformers loads a model for inference
-
-    def _plant(self, resolved: Resolved, model: PreTrainedModel) -> None:
-        """Prepare the faults and defects that the config asks for."""
-        self.faults = Faults(resolved.config.faults, rank=self.world.rank, model=model)
-        self._defects = Defects(resolved.config.defects, rank=self.world.rank, model=model)
 
     @property
     def model(self) -> PreTrainedModel:
@@ -205,63 +191,66 @@ class Engine:
     def forward_backward(
         self, batch: Batch, *, step: int, on_loss: Callable[[torch.Tensor], Any] | None = None
     ) -> Outcome:
-        """Gradients of the mean loss over the global batch. step: attempted, from 1, for injected faults and defects.
+        """Gradients of the mean loss over the global batch.
 
-        batch.input_ids and batch.labels: (accumulation, micro-batch, sequence) int64. on_loss: called with
-        each micro-batch's summed loss before its backward pass.
+        batch.input_ids and batch.labels: (accumulation, micro-batch, sequence) int64. step: attempted, from 1; read by
+        what is wrapped around this method, such as faults. on_loss: called with each micro-batch's summed loss before
+        its backward pass.
         """
-        device = self.world.device
-        self._defects.begin(step)
-        before = generators(device)
-        self.faults.strike(step, reduced=False)
+        before = generators(self.world.device)
         label_tokens = label_tokens_of_all(batch, self.world)
-        weight = self.world.zero_ranks / label_tokens
-        loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        sums = torch.zeros(len(self.objective.sums), dtype=torch.float64, device=device)
-        routed = torch.zeros(len(METRICS) if self._router else 0, dtype=torch.float64, device=device)
-        sources, by_source = self._sources(batch)
-        experts = self._tokens_by_expert(batch) if self._router and len(batch.input_ids) > 1 else None
-        for index, (inputs, labels) in enumerate(batch.micro_batches(device)):
-            last = index == len(batch.input_ids) - 1
-            with self.faults.injected(step) if last else nullcontext():
-                share = self._defects.weighted(weight, index).float()
-                factor, inspected = share * self.loss_scale, on_loss is not None
-                with self._work.measured():
-                    scored = self.loss_path.score(inputs, labels, factor, inspected=inspected)
-                    micro_loss = scored.loss
-                if last:
-                    micro_loss = self.faults.corrupt_loss(step, micro_loss)
-                if on_loss is not None:
-                    on_loss(micro_loss)
-                loss = micro_loss * share
-                if self._router is not None:
-                    experts = self.world.sum(self._router.counts()) if experts is None else experts
-                    balance, parts = self._router.loss(experts)
-                    loss = loss + balance * self.world.world_size
-                    routed += torch.cat([parts, self._router.load(experts) / self._equal_parts(batch)])
-                self.backward(loss, last=last)
-            loss_sum += micro_loss.detach().double()
-            if scored.sums is not None:
-                sums += scored.sums
-            if sources is not None:
-                assert scored.parts is not None, "a task with several sources knows its loss by sample"
-                by_source[0] += _by_source(scored.parts, sources[index], len(by_source[0]))
-        self.faults.strike(step, reduced=True)
-        names = batch.source_names
-        return Outcome(loss_sum, label_tokens, before, torch.cat([sums, routed]), names, by_source.flatten())
+        share, sums = self.world.zero_ranks / label_tokens, self._sums_of(batch)
+        for index, (inputs, labels) in enumerate(batch.micro_batches(self.world.device)):
+            self.add_micro_batch(index, inputs, labels, share, sums, on_loss)
+        further = torch.cat([sums.metrics, sums.routed])
+        return Outcome(sums.loss, label_tokens, before, further, batch.source_names, sums.by_source.flatten())
 
-    def _sources(self, batch: Batch) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """The source of each sample, (accumulation, micro) int64, None where there is one; and (2, sources) float64:
-        zeros for the sums of their losses, and how many labels of theirs count on this rank."""
-        device, counts = self.world.device, batch.counts_by_source
-        if batch.sources is None:
-            return None, torch.zeros(2, 0, dtype=torch.float64, device=device)
-        sums = self.world.numbers([0.0] * len(counts) + [*counts]).view(2, len(counts))
-        return batch.sources.to(device, non_blocking=True), sums
+    def add_micro_batch(
+        self,
+        index: int,
+        inputs: dict[str, Any],
+        labels: torch.Tensor,
+        share: torch.Tensor,
+        sums: StepSums,
+        on_loss: Callable[[torch.Tensor], Any] | None = None,
+    ) -> None:
+        """Forward and backward pass of the micro-batch of that index, which adds its part to the sums of the step.
 
-    def _equal_parts(self, batch: Batch) -> int:
-        """How many micro-batches of all ranks have the same number of the whole step in their sums."""
-        return self.world.world_size * len(batch.input_ids)
+        share: () float64, the factor of its summed loss in the loss of the step.
+        """
+        share = share.float()
+        with self._work.measured():
+            scored = self.loss_path.score(inputs, labels, share * self.loss_scale, inspected=on_loss is not None)
+        if on_loss is not None:
+            on_loss(scored.loss)
+        loss = scored.loss * share
+        if self._router is not None:
+            experts = self.world.sum(self._router.counts()) if sums.experts is None else sums.experts
+            balance, parts = self._router.loss(experts)
+            loss = loss + balance * self.world.world_size
+            # all micro-batches of all ranks have the same number of the whole step in their sums
+            equal_parts = self.world.world_size * sums.micro_batches
+            sums.routed += torch.cat([parts, self._router.load(experts) / equal_parts])
+        self.backward(loss, last=index == sums.micro_batches - 1)
+        sums.loss += scored.loss.detach().double()
+        if scored.sums is not None:
+            sums.metrics += scored.sums
+        if sums.sources is not None:
+            assert scored.parts is not None, "a task with several sources knows its loss by sample"
+            sums.by_source[0] += _by_source(scored.parts, sums.sources[index], len(sums.by_source[0]))
+
+    def _sums_of(self, batch: Batch) -> StepSums:
+        """The sums of a step before its first micro-batch."""
+        device, counts, sources = self.world.device, batch.counts_by_source, batch.sources
+        zeros = partial(torch.zeros, dtype=torch.float64, device=device)
+        micro_batches, by_source, experts = len(batch.input_ids), zeros(2, 0), None
+        if sources is not None:
+            sources = sources.to(device, non_blocking=True)
+            by_source = self.world.numbers([0.0] * len(counts) + [*counts]).view(2, len(counts))
+        if self._router is not None and micro_batches > 1:
+            experts = self._tokens_by_expert(batch)
+        routed = zeros(len(METRICS) if self._router else 0)
+        return StepSums(micro_batches, experts, sources, zeros(()), zeros(len(self.objective.sums)), routed, by_source)
 
     @torch.no_grad()
     def _tokens_by_expert(self, batch: Batch) -> torch.Tensor:
@@ -396,16 +385,9 @@ class Engine:
         )
 
     def _apply(self) -> None:
-        if self._defects.drops_step():
-            self.discard_gradients()
-            return
-        if self._defects.unclipped:
-            self.gradients.stop_clipping()
-        self._defects.before_step()
         self.gradients.apply()
         if self.split_masters is not None:
             self.split_masters.hide()
-        self._defects.after_step()
         if self.stage > 0 and not self.deepspeed.was_step_applied():
             raise RuntimeError("DeepSpeed refused a step whose gradient norm is finite")
 
@@ -529,23 +511,3 @@ def _by_source(parts: torch.Tensor, sources: torch.Tensor, count: int) -> torch.
     of_samples = parts.double().view(len(sources), -1).sum(1)
     belongs = sources[:, None] == torch.arange(count, device=sources.device)
     return torch.where(belongs, of_samples[:, None], 0.0).sum(0)
-
-
-def _regions(model: PreTrainedModel, resolved: Resolved, *, stage: int) -> Regions | None:
-    """The precision regions of the manifest path. Raises UserError where their dtypes are not supported."""
-    precision = resolved.config.precision
-    if precision.path != "manifest" or precision.manifest is None:
-        return None
-    manifest, parallel = load_manifest(REPOSITORY / precision.manifest), resolved.config.parallel
-    for key, ranks in (("tensor", parallel.tensor), ("expert", parallel.expert)):
-        if ranks > 1 and any(rule.compute == "fp8" for rule in manifest.rules):
-            what = f"FP8 is not verified with parallel.{key} = {ranks}"
-            raise UserError(f"precision.manifest = {precision.manifest}: {what}; remove one of them")
-    regions = Regions(model, manifest, precision.fp8)
-    sixteen_bit = [compute for compute in ("bf16", "fp16") if regions.uses(compute)]
-    kind = "mixed" if len(sixteen_bit) == 2 else (sixteen_bit or ["fp32"])[0]
-    if regions.uses("fp8"):
-        kind = {"fp32": "fp8", "bf16": "fp8_bf16"}.get(kind, kind)
-    path = "cast" if kind == "fp32" else "manifest"
-    refuse_combination(f"precision.manifest = {precision.manifest}", Combination(path, kind, stage, resolved.offload))
-    return regions

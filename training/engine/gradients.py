@@ -79,12 +79,6 @@ class ReducedGradients:
         self._given_norm = torch.where(torch.isfinite(norm) & (norm >= 0), norm, torch.full_like(norm, math.inf))
         return self._given_norm
 
-    def stop_clipping(self) -> None:
-        """Clip no more from now on; for the injected defect `unclipped_update`."""
-        self._engine._config.gradient_clipping = 0.0
-        if self._stage:
-            self._engine.optimizer.clip_grad = 0.0
-
     def apply(self) -> None:
         """Run the optimizer step on the gradients that `norm` measured last, which has to have been finite."""
         self._engine.step()

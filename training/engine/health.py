@@ -29,6 +29,25 @@ class Outcome:
     the task counts) count."""
 
 
+@dataclass
+class StepSums:
+    """Sums over the micro-batches of one step on this rank, and what each of them adds its part by."""
+
+    micro_batches: int
+    experts: torch.Tensor | None
+    """(layers, experts) tokens of the whole step; None without routers, and where the only micro-batch has them."""
+    sources: torch.Tensor | None
+    """(micro-batches, micro) int64: the source of each sample; None where there is one."""
+    loss: torch.Tensor
+    """() float64"""
+    metrics: torch.Tensor
+    """(len(objective.sums),) float64"""
+    routed: torch.Tensor
+    """(len(METRICS),) float64, where routers are balanced; else empty."""
+    by_source: torch.Tensor
+    """(2, sources) float64: summed losses, then how many labels count on this rank."""
+
+
 class Evaluation(NamedTuple):
     """The validation set, or a part of it."""
 

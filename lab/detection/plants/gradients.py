@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from data.loader import IGNORED_LABEL, Batch
+from lab.detection.plants.permanent import reweight
 from lab.detection.plants.site import LINEAR, Site, around
 from training.engine import Engine
 from training.engine import engine as engine_module
@@ -88,11 +89,7 @@ def mean_of_means(engine: Engine, size: float) -> None:
         return forward_backward
 
     around(engine, "forward_backward", remembering)
-    around(
-        engine._defects,
-        "weighted",
-        lambda right: lambda weight, index: right(weight, index) * counts[0].mean() / counts[0][index],
-    )
+    reweight(engine, lambda index: counts[0].mean() / counts[0][index])
 
 
 def mean_of_ranks(site: Site) -> None:

@@ -185,7 +185,7 @@ def last_label_lost(site: Site) -> None:
         labels = batch.labels.clone()
         labels[..., -1] = IGNORED_LABEL
         counted = int((labels != IGNORED_LABEL).sum())
-        known = None if batch.label_tokens_of_all is None else counted * site.world.world_size
+        known = None if batch.label_tokens_of_all is None else counted * site.ranks
         return replace(batch, labels=labels, label_tokens=counted, label_tokens_of_all=known)
 
     _change_batches(site, change)

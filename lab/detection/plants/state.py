@@ -143,4 +143,4 @@ def random_numbers_not_restored(site: Site) -> None:
 
 def same_random_numbers_on_all_ranks(site: Site) -> None:
     right = session.seed_everything
-    site.patch(session, "seed_everything", lambda seed: right(seed - site.world.rank))
+    site.patch(session, "seed_everything", lambda seed: right(seed - site.rank))
