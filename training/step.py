@@ -136,7 +136,7 @@ def _verify_precision(parts: Parts, progress: Progress, watch: Observation) -> N
 
 
 def _find_causes(parts: Parts, health: Health, batch: Batch, outcome: Outcome) -> Causes:
-    """Which rank, module and tensor made the step not finite; nothing, at no cost, when it is finite.
+    """The rank, module and tensor that made the step not finite; nothing, at no cost, when it is finite.
 
     Nor where the machine is known to be at fault.
     """

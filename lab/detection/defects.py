@@ -18,7 +18,7 @@ from precision.findings import LOSS
 
 BF16, FP16, MANIFEST = PATHS = ("bf16", "fp16", "manifest")
 HIGH_SCALE = ("precision.loss_scale.initial=262144",)
-"""From which a run first skips."""
+"""A loss scale from which a run first skips."""
 WATCHED = ("guard.replica_checks=4", "guard.update_checks=65536", "guard.reexecute=every 4")
 """The checks for silent corruption; a slice as long as a rank's part, so that chance has no share in the table."""
 

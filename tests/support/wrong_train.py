@@ -21,7 +21,8 @@ from modeling.objectives.preference import Preference
 from training import session, step
 from training.engine import build
 from training.engine.engine import Engine
-from training.engine.pieces import Pieces, ShardedPieces
+from training.engine.flat_optimizer import Pieces
+from training.engine.sharded_pieces import ShardedPieces
 
 
 def late_rate() -> None:

@@ -37,7 +37,16 @@ from precision.step_health import Health
 from training.distributed import World, allow_fp16_on_cpu
 from training.engine.expert_slices import shared_experts
 from training.engine.gradients import ReducedGradients
-from training.engine.health import Evaluation, Outcome, RanksDisagree, StepSums, Update, difference, require_equal
+from training.engine.health import (
+    Columns,
+    Evaluation,
+    Outcome,
+    RanksDisagree,
+    StepSums,
+    Update,
+    difference,
+    require_equal,
+)
 from training.engine.loss import LossPath, label_tokens_of_all
 from training.engine.masters import UpdateMeter, local_masters, local_states, sum_of_squares
 from training.engine.optimizer import build_optimizer, import_muon_uncompiled
@@ -46,7 +55,7 @@ from training.engine.regions import regions_of
 from training.engine.rng import generators, restore_generators
 from training.engine.split_masters import SplitMasters
 from training.engine.teacher import Teacher
-from training.engine.tensor_slices import Replicas, tell_slices
+from training.engine.tensor_slices import Replicas, attach_slices
 from training.engine.work_time import WorkTime, by_rank, peak_memory_bytes
 from training.loss_scaler import LossScaler
 from training.progress import START, Progress
@@ -90,7 +99,7 @@ class Engine:
         self.clipping = optimizer_section.gradient_clipping
         held = model.named_buffers()
         self.buffer_dtypes = {name: buffer.dtype for name, buffer in held if buffer.is_floating_point()}
-        """By name, as the model's own code has them."""
+        """Name to dtype, as the model's own code has them."""
         allow_fp16_on_cpu()
         import_muon_uncompiled()
         with shared_experts(model, world, stage=self.stage):
@@ -105,7 +114,7 @@ class Engine:
                 ),
                 config=initializable(resolved.deepspeed),
             )
-        tell_slices(self.model, world.tensor)
+        attach_slices(self.model, world.tensor)
         self.split_masters: SplitMasters | None = None
         """How the masters are held that are no FP32 tensors; None where they are."""
         if resolved.config.precision.masters == "split":
@@ -118,9 +127,9 @@ class Engine:
         self._replicas = Replicas(self.model, world) if world.tensor is not None else None
         self._work = WorkTime(world.device)
         self.objective = objective_of(resolved.config, self.model, teacher)
-        """What the task minimises."""
+        """The loss that the task minimises."""
         self.teacher = teacher
-        """What a student learns from while it trains; None without one."""
+        """The teacher of a student that trains; None without one."""
         self._attention = attention
         self._router = router_balance(model, resolved.config.model)
         self.loss_path = LossPath(self.deepspeed, self.objective, resolved, world.device, self._router, world.tensor)
@@ -171,7 +180,7 @@ class Engine:
 
     @property
     def router_logits(self) -> Sequence[torch.Tensor]:
-        """By layer what the routers made in the last forward pass, where they are looked at (`has_router`)."""
+        """The routers' logits of the last forward pass, layer by layer, where they are looked at (`has_router`)."""
         return () if self._router is None else self._router.logits
 
     def masters(self) -> list[torch.Tensor]:
@@ -202,8 +211,7 @@ class Engine:
         share, sums = self.world.zero_ranks / label_tokens, self._sums_of(batch)
         for index, (inputs, labels) in enumerate(batch.micro_batches(self.world.device)):
             self.add_micro_batch(index, inputs, labels, share, sums, on_loss)
-        further = torch.cat([sums.metrics, sums.routed])
-        return Outcome(sums.loss, label_tokens, before, further, batch.source_names, sums.by_source.flatten())
+        return Outcome(sums.loss, label_tokens, before, sums.metrics, sums.routed, batch.source_names, sums.by_source)
 
     def add_micro_batch(
         self,
@@ -300,51 +308,60 @@ class Engine:
         run again. Raises RanksDisagree, naming the ranks, when scale or counters differ, or the norm of a step that
         cannot.
         """
-        norm = self.gradients.norm()
-        memory, counters = float(peak_memory_bytes(self.world.device)), (progress.applied, progress.skipped)
-        here = [memory, float(preempted_here), self.loss_scale, *map(float, counters), float(save_ended_here)]
-        here.append(data_seconds + self._work.take())
-        mine = torch.stack([outcome.loss_sum, outcome.label_tokens, norm.double()])
-        copies = self._replicas.sums(progress.step) if self._replicas is not None else mine[:0]
-        parts = [mine, self.world.numbers(here), copies, outcome.sums, outcome.by_source]
-        rows = self.world.gather(torch.cat(parts if checks is None else [*parts, checks])).tolist()
-        end = len(rows[0]) - (0 if checks is None else len(checks))
-        checked, rows = [row[end:] for row in rows], [row[:end] for row in rows]
-        own, sources = len(self.objective.sums), len(outcome.sources)
-        tensor = self.world.tensor.size if self.world.tensor else 1
-        once = rows[::tensor]  # of ranks that share matrices, which have the same sums
-        first = 10 + len(copies)
-        sums = [sum(column) for column in zip(*(row[first:] for row in once), strict=True)]
-        after = len(sums) - 2 * sources
-        routed, lost, counted = sums[own:after], sums[after : after + sources], sums[after + sources :]
+        empty = outcome.loss_sum.new_empty(0)
+        scalars = {
+            "memory": float(peak_memory_bytes(self.world.device)),
+            "loss scale": self.loss_scale,
+            "applied": float(progress.applied),
+            "skipped": float(progress.skipped),
+            "preempted": float(preempted_here),
+            "save ended": float(save_ended_here),
+            "work seconds": data_seconds + self._work.take(),
+        }
+        ranks = Columns(
+            self.world,
+            {
+                "loss": outcome.loss_sum[None],
+                "label tokens": outcome.label_tokens[None],
+                "norm": self.gradients.norm().double()[None],
+                **dict(zip(scalars, self.world.numbers([*scalars.values()]).split(1), strict=True)),
+                "copies": self._replicas.sums(progress.step) if self._replicas is not None else empty,
+                "metrics": outcome.metrics,
+                "routed": outcome.routed,
+                "loss by source": outcome.by_source[0],
+                "count by source": outcome.by_source[1],
+                "checks": empty if checks is None else checks,
+            },
+        )
         if self._replicas is not None:
-            self._replicas.require_equal([(row[0], *row[10:first]) for row in rows])
-        disagreement = difference("the gradient norm", [row[2] for row in rows])
+            losses = ranks.numbers("loss")
+            self._replicas.require_equal([(loss, *row) for loss, row in zip(losses, ranks.rows("copies"), strict=True)])
+        disagreement = difference("the gradient norm", ranks.numbers("norm"))
         if disagreement and not repeats:
             raise RanksDisagree(disagreement)
-        for column, what in (
-            (5, "the loss scale"),
-            (6, "the count of applied steps"),
-            (7, "the count of skipped steps"),
-        ):
-            require_equal(what, [row[column] for row in rows])
+        require_equal("the loss scale", ranks.numbers("loss scale"))
+        require_equal("the count of applied steps", ranks.numbers("applied"))
+        require_equal("the count of skipped steps", ranks.numbers("skipped"))
+        # of ranks that share matrices one counts, since they have the same sums
+        every, label_tokens = self.world.tensor.size if self.world.tensor else 1, ranks.numbers("label tokens")[0]
+        metrics = self.objective.metrics(ranks.sums("metrics", every), label_tokens)
+        by_source = dict(zip(outcome.sources, map(int, ranks.sums("count by source", every)), strict=True))
+        losses_by_source = dict(zip(outcome.sources, ranks.sums("loss by source", every), strict=True))
         return Health(
-            loss=sum(row[0] for row in once) / rows[0][1],
-            grad_norm=rows[0][2] / self.loss_scale,
+            loss=ranks.sums("loss", every)[0] / label_tokens,
+            grad_norm=ranks.numbers("norm")[0] / self.loss_scale,
             step=progress.step + 1,
             consecutive_skips=progress.consecutive_skips,
             scales_dynamically=self.scales_dynamically,
             scale_at_minimum=self.scale_at_minimum,
-            memory_bytes=int(max(row[3] for row in rows)),
-            metrics=self.objective.metrics(sums[:own], rows[0][1]) | dict(zip(METRICS, routed, strict=False)),
-            counts_by_source=dict(zip(outcome.sources, map(int, counted), strict=True)),
-            loss_by_source={
-                name: loss / count for name, loss, count in zip(outcome.sources, lost, counted, strict=True) if count
-            },
-            by_rank=by_rank(memory_bytes=[row[3] for row in rows], work_seconds=[row[9] for row in rows]),
-            preempted=any(row[4] for row in rows),
-            save_ended=all(row[8] for row in rows),
-            checks=checked,
+            memory_bytes=int(max(ranks.numbers("memory"))),
+            metrics=metrics | dict(zip(METRICS, ranks.sums("routed", every), strict=False)),
+            counts_by_source=by_source,
+            loss_by_source={name: losses_by_source[name] / count for name, count in by_source.items() if count},
+            by_rank=by_rank(memory_bytes=ranks.numbers("memory"), work_seconds=ranks.numbers("work seconds")),
+            preempted=any(ranks.numbers("preempted")),
+            save_ended=all(ranks.numbers("save ended")),
+            checks=ranks.rows("checks"),
             disagreement=disagreement,
         )
 
@@ -418,7 +435,7 @@ class Engine:
     def infer(
         self, compute: Callable[[Forward, dict[str, Any]], torch.Tensor], batches: Iterable[Batch]
     ) -> Iterator[torch.Tensor]:
-        """What `compute` makes of each micro-batch's inputs with the weights as they are now, without dropout."""
+        """The results of `compute` on each micro-batch's inputs, with the present weights and without dropout."""
         self.deepspeed.eval()
         try:
             for batch in batches:

@@ -106,7 +106,7 @@ class ReducedGradients:
         return found
 
     def _bf16_tensors(self, for_clipping: bool = False) -> Any:
-        """What BF16_Optimizer asks for: all gradients to clip, or a tensor that has the given norm.
+        """The tensors that BF16_Optimizer asks for: all gradients to clip, or one that has the given norm.
 
         It adds up the squares of the ranks that share matrices: one of them has the norm.
         """

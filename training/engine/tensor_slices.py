@@ -1,4 +1,4 @@
-"""What DeepSpeed's AutoTP did to a model whose matrices are shared among ranks (`parallel.tensor`).
+"""The changes that DeepSpeed's AutoTP made to a model whose matrices are shared among ranks (`parallel.tensor`).
 
 A parameter is a slice of a whole one, or a replica: whole on every rank of the group, with equal gradients, so that the
 replicas stay equal bit for bit. Whatever breaks that, such as dropout drawn by rank, lets them part while the gradient
@@ -26,7 +26,7 @@ _STEPS = 16
 _HALF = 1 << 32
 
 
-def tell_slices(model: nn.Module, group: TensorGroup | None) -> None:
+def attach_slices(model: nn.Module, group: TensorGroup | None) -> None:
     """Note on every parameter how it is cut, for `cut`. Raises ValueError for one that is cut in an unknown way."""
     if group is None:
         return
@@ -49,7 +49,7 @@ class SharedVocabulary:
     """The rows of a head that is cut, as `modeling.linear_cross_entropy` asks for them."""
 
     first: int
-    """[token] Of this rank's rows."""
+    """[token] First of this rank's rows."""
     size: int
     """[tokens] Of all ranks."""
     group: TensorGroup
@@ -103,7 +103,7 @@ def joined_in(group: SliceGroup | None, values: torch.Tensor, parameter: Any) ->
 
 
 class Replicas:
-    """What is whole on each of the ranks that share the other parameters."""
+    """The parameters that each rank has whole, where ranks share the others."""
 
     def __init__(self, model: nn.Module, world: World) -> None:
         self._model, self._world = model, world

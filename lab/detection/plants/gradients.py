@@ -37,7 +37,7 @@ def dropped_on_one_rank(site: Site) -> None:
 
 
 def rounded(engine: Engine, size: float) -> None:
-    """To BF16 before the reduction."""
+    """Gradients are rounded to BF16 before the reduction."""
     for parameter in engine.model.parameters():
         parameter.register_hook(lambda gradient: gradient.bfloat16().to(gradient.dtype))
 
@@ -69,7 +69,7 @@ def summed_in_bf16(engine: Engine, size: float) -> None:
 
 
 def divided_twice(engine: Engine, size: float) -> None:
-    """By the number of micro-batches."""
+    """The loss is divided by the number of micro-batches twice."""
     around(engine, "backward", lambda right: lambda loss, *, last: right(loss / 2, last=last))
 
 

@@ -28,7 +28,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torc
 
 
 def rotary_base_of_one_layer(engine: Engine, size: float) -> None:
-    """That layer's queries and keys are turned by other angles than the table's."""
+    """The queries and keys of that layer are turned by other angles than the table's."""
     rotary: Any = engine.model.get_submodule("model.rotary_emb")
     pairs = rotary.inv_freq
 
@@ -103,7 +103,7 @@ def silu_is_gelu(engine: Engine, size: float) -> None:
 
 
 def scaled_residual(engine: Engine, size: float) -> None:
-    """What the second half of a block adds itself to, times 1 - size."""
+    """The second half of a block adds itself to its input times 1 - size."""
     kept: list[torch.Tensor] = []
     norm, block = engine.model.get_submodule(f"{LAYER}.post_attention_layernorm"), engine.model.get_submodule(LAYER)
     norm.register_forward_pre_hook(lambda module, args: kept.append(args[0]))
@@ -122,7 +122,7 @@ def head_deaf_to_gradients(engine: Engine, size: float) -> None:
 
 
 def dropout_not_scaled(engine: Engine, size: float) -> None:
-    """What is kept is not divided by the share that is."""
+    """Dropout does not divide the values that it keeps by their share."""
     module: Any = engine.model.get_submodule("transformer.h.1.mlp.dropout")
     right = module.forward
     module.forward = lambda given: right(given) * ((1 - module.p) if module.training else 1.0)
@@ -150,7 +150,7 @@ def _change_batches(site: Site, change: Callable[[Batch], Batch]) -> None:
 
 
 def shifted_labels_of_some(site: Site) -> None:
-    """Of one row in `size` each label is the token after the next one."""
+    """In one row of `size`, each label is the token after the next one."""
 
     def change(batch: Batch) -> Batch:
         rows, labels = batch.labels.shape[0] * batch.labels.shape[1], batch.labels.clone()

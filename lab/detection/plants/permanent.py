@@ -288,4 +288,4 @@ PLANTED = (
     ("{{kind: unclipped_update}}", "update_error"),
     ("{{kind: silent_skip}}", "update_error"),
 )
-"""Those that the gate has to find, with {norm} and {linear} for modules of the model, and the check that finds each."""
+"""Defects that the gate has to find, with {norm} and {linear} for modules, and the check that finds each."""

@@ -1,4 +1,4 @@
-"""Where a defect is planted: in the engine as soon as it is built, or in a module's names while the run takes place."""
+"""Plants defects: in the engine as soon as it is built, or in a module's names while the run takes place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ATTENTION, NORM, MLP = f"{LAYER}.self_attn", f"{LAYER}.input_layernorm", f"{LAYE
 LINEAR = "model.layers.0.mlp.down_proj"
 EMBEDDING, HEAD, ROTARY = "model.embed_tokens", "lm_head", "model.rotary_emb"
 BAD_RANK = 1
-"""Where a defect of one rank is."""
+"""The rank that has a defect of one rank."""
 
 
 class Site:

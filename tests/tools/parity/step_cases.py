@@ -17,12 +17,12 @@ from modeling import parameter_groups
 from modeling.build import model_config
 from precision.inner_dtypes import promises
 from precision.observe import Observation
-from precision.signature import pooled
 from tests.support import small_run
 from tests.support.small_run import SEQUENCE, VOCABULARY, batch_of, engine_of, resolve
 from tests.training.engine.tensor_cases import MODEL, of_kind
 from tools.parity.judge_steps import Check, judge_signatures
 from tools.parity.reference import Reference
+from tools.parity.rounding import pooled
 from tools.parity.steps import StepParity
 from training.distributed import World
 from training.engine import optimizer
