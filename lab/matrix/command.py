@@ -33,7 +33,11 @@ _HANG_MINUTES = 5.0
 _CODE = [
     *("training/engine/engine", "training/engine/gradients", "training/engine/optimizer", "training/engine/build"),
     *("training/engine/split_masters", "modeling/router_balance", "training/engine/process_groups"),
-    *("training/engine/pieces", *(f"training/engine/optimizers/{name}" for name in ("rule", *RULES))),
+    *(
+        "training/engine/sharded_pieces",
+        "training/engine/flat_optimizer",
+        *(f"training/engine/optimizers/{name}" for name in ("rule", *RULES)),
+    ),
     *("lab/matrix/cells", "lab/matrix/rules", "lab/matrix/run"),
     *("training/loss_scaler", "modeling/build", "config/optimizers"),
     *("modeling/linear_cross_entropy", "modeling/parameter_groups", "modeling/activation_checkpointing"),

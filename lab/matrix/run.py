@@ -40,7 +40,7 @@ from precision.fp8_reference import in_fp8
 from training.distributed import World, allow_fp16_on_cpu
 from training.engine import Engine, build_engine
 from training.engine.process_groups import forget_groups
-from training.engine.tensor_slices import joined, tell_slices
+from training.engine.tensor_slices import attach_slices, joined
 from training.engine.tensors import whole_master
 
 
@@ -242,7 +242,7 @@ def bare(world: World, config: Config, document: dict[str, Any], *, steps: int) 
     else:
         optimizer = PlainOptimizer(model, section)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=initializable(document))
-    tell_slices(engine.module, world.tensor)
+    attach_slices(engine.module, world.tensor)
     accumulation = document["gradient_accumulation_steps"]
     try:
         found = Trajectory(_deepspeed_masters(engine, stage, world))

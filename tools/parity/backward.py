@@ -30,10 +30,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from modeling.objectives.label_prediction import LabelPrediction
 from modeling.objectives.objective import Forward, Objective, Scored
 from precision.manifest import is_router
-from precision.signature import FIELDS, GRADIENT, Kind, sums_of
-from tools.parity.again import Call, Leaves, Plan, again, as_fp64, fewer_rows, rounded, terms_of
 from tools.parity.own_code import own_code
 from tools.parity.partial_sums import Walk, walks
+from tools.parity.recompute import Call, Leaves, Plan, again, as_fp64, fewer_rows, rounded, terms_of
+from tools.parity.rounding import FIELDS, GRADIENT, Kind, sums_of
 from tools.parity.slices import Slices
 
 LOSS = "(loss)"
@@ -113,7 +113,7 @@ class Backward:
         return watch
 
     def compared(self) -> tuple[list[dict[str, Any]], dict[str, str]]:
-        """Rows for `precision.signature.pooled`, and by module why it was not measured. Forgets what was seen."""
+        """Rows for `tools.parity.rounding.pooled`, and by module why it was not measured. Forgets what was seen."""
         rows: list[dict[str, Any]] = []
         blind: dict[str, str] = {}
         calls, self._calls = self._calls, []

@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from modeling.tensor_parallel import Cut, cut
-from tools.parity.again import Call
+from tools.parity.recompute import Call
 from training.distributed import TensorGroup
 from training.engine.tensor_slices import joined_in
 

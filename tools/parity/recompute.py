@@ -26,9 +26,9 @@ from precision.dtypes import DTYPES
 from precision.findings import tensors_of
 from precision.manifest import RegionKind, find_regions
 from precision.regions import Regions
-from precision.signature import ROUNDOFF_FP8, Kind
 from precision.tolerance import unit_roundoff
 from tools.parity.plain_flex import plain_flex
+from tools.parity.rounding import ROUNDOFF_FP8, Kind
 
 MOST_VALUES = 2**22
 """Of a linear layer's output, at most so many values are compared, those of evenly spread rows."""
