@@ -14,12 +14,12 @@ from pathlib import Path
 
 from config.cli import REPOSITORY, Arguments, entry_point, positive_int
 from config.files import write_atomically
-from config.markdown import table
 from lab.detection.planted import MODULE
 from lab.detection.plants.permanent import PLANTED
 from launch.job import add_processes_option, default_processes, job_command
 from tools.parity.gate import NO_PARITY, PARITY, gate
 from tools.parity.jobs import plan, train_references
+from tracking.pages.markdown import Table
 
 HEAD = ("planted", "found by", "modules named", "validation loss against FP32")
 
@@ -37,9 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", help="key.sub=value")
     options = parser.parse_intermixed_args(arguments)
     rows, as_expected = run_all(options)
-    page = table(HEAD, rows)
-    write_atomically(options.report / "defects.md", page.encode())
-    print(page, end="")
+    table = Table(HEAD, rows)
+    write_atomically(options.report / "defects.md", f"{table}\n".encode())
+    print(table)
     return PARITY if as_expected else NO_PARITY
 
 

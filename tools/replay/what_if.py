@@ -49,7 +49,7 @@ class Tried:
     @property
     def finite(self) -> bool:
         """Whether loss and gradient norm are."""
-        return _finite(self.event)
+        return math.isfinite(self.event["loss"]) and math.isfinite(self.event["grad_norm"])
 
     @property
     def problem(self) -> str:
@@ -156,7 +156,3 @@ def numbers(event: Event) -> str:
 
 def _applied(event: Event) -> str:
     return "applied" if event["applied"] else "skipped"
-
-
-def _finite(event: Event) -> bool:
-    return math.isfinite(event["loss"]) and math.isfinite(event["grad_norm"])

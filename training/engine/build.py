@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
@@ -18,7 +18,7 @@ from config.task import model_class_of
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.activation_checkpointing_budget import recompute_within_budget
 from modeling.adapter import add_adapter
-from modeling.build import Gather, build_model, drawn_notes
+from modeling.build import Gather, build_model, drawn_notes, no_gather
 from modeling.compiling import compile_blocks, require_compilable
 from modeling.document_masking import require_documents_apart
 from modeling.expert_parallel import require_shareable_experts, share_experts
@@ -64,7 +64,7 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
     slices = world.tensor is not None or world.experts is not None
     partitioned = resolved.zero_stage == 3 and not slices and config.adapter.base == "compute"
     zero3 = HfDeepSpeedConfig(resolved.deepspeed) if partitioned else None
-    gather = _gather_partitioned(world) if zero3 else _no_gather
+    gather = _gather_partitioned(world) if zero3 else no_gather
     model_class, seed = model_class_of(config), config.run.seed
     model = build_model(
         config.model, model_config, seed=seed, gather=gather, model_class=model_class, adapter=config.adapter
@@ -166,7 +166,3 @@ def _gather_partitioned(world: World) -> Gather:
             yield world.is_main
 
     return gather
-
-
-def _no_gather(parameters: Sequence[torch.nn.Parameter]) -> AbstractContextManager[bool]:
-    return nullcontext(True)
