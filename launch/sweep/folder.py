@@ -26,8 +26,8 @@ from launch.sweep.rule import Hopeless
 
 Status = Literal["waiting", "running", "done", "hopeless", "diverged", "stopped", "refused", "crashed"]
 ENDED = ("done", "hopeless", "diverged")
-"""Statuses that are not started again. stopped: resumes from its checkpoint; refused: by train.py, exit code 2;
-crashed: also 74."""
+"""Statuses of trials that are not started again. stopped: resumes from its checkpoint; refused: by train.py, exit code
+2; crashed: also 74."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Outcome:
     """Exit code of the run, even where its launcher turned it into 1."""
     starts: int = 0
     seconds: float = 0.0
-    """[seconds] Of all its starts, from the start of the launcher to the end of the last process."""
+    """[seconds] Duration of all its starts, from the start of the launcher to the end of the last process."""
 
 
 @dataclass(frozen=True)
