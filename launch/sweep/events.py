@@ -28,7 +28,7 @@ class History:
     evaluations: dict[int, float] = field(default_factory=dict)
     """Step to validation loss."""
     speeds: list[float] = field(default_factory=list)
-    """[tokens/s] Speed of each step."""
+    """[tokens/s] Throughput of each step."""
     world_size: int | None = None
     ended: dict[str, Any] | None = None
     """The last run_end, unless a new session started after it."""
@@ -61,7 +61,7 @@ class History:
                 self.ended = event
 
     def reports(self, rule: Hopeless) -> list[Report]:
-        """The reports that the stopping rule judges, in order of steps."""
+        """The losses that the stopping rule compares, in order of steps."""
         if rule.loss == "validation":
             return [Report(step, self.evaluations[step]) for step in sorted(self.evaluations)]
         every = rule.every_steps

@@ -28,7 +28,8 @@ from launch.sweep.rule import Hopeless
 
 Status = Literal["waiting", "running", "done", "hopeless", "diverged", "stopped", "refused", "crashed"]
 ENDED = ("done", "hopeless", "diverged")
-"""Not started again. stopped: resumes from its checkpoint; refused: by train.py, exit code 2; crashed: also 74."""
+"""Statuses of trials that are not started again. stopped: resumes from its checkpoint; refused: by train.py, exit code
+2; crashed: also 74."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,10 @@ class Outcome:
     status: Status = "waiting"
     reason: str = ""
     exit_code: int | None = None
-    """Of the run, even where its launcher turned it into 1."""
+    """Exit code of the run, even where its launcher turned it into 1."""
     starts: int = 0
     seconds: float = 0.0
-    """[seconds] Of all its starts, from the start of the launcher to the end of the last process."""
+    """[seconds] Duration of all its starts, from the start of the launcher to the end of the last process."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Entry:
 
     index: int
     name: str
-    """Of its run and run folder."""
+    """Name of its run and run folder."""
     label: str
     overrides: dict[str, Any]
     settings: tuple[str, ...]
