@@ -191,7 +191,7 @@ class Whole:
         return None
 
     def _diverged(self) -> Breach:
-        """The reason that the run's own guard gave for ending it."""
+        """The breach that the run's own guard named when it ended the run."""
         from tracking.jsonl import Follower  # brings orjson, which is not needed to start
 
         incidents = list(Follower(self._plan.run_folder / "events.jsonl").events("incident"))

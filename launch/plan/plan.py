@@ -66,8 +66,6 @@ def make_plan(options: argparse.Namespace, arguments: Sequence[str]) -> Plan:
     device = _device(options)
     layout = layout_of(resolved, world=options.gpus, on_cpu=device.is_cpu)
     shape = read_shape(resolved.config, layout)
-    if layout.attention == "auto":
-        layout = replace(layout, attention=shape.attention)
     mfu, source = options.mfu, "assumed"
     if options.measured is not None:
         mfu, source = _measured_mfu(Path(options.measured), device)
