@@ -24,7 +24,7 @@ from training.distributed import World
 
 @dataclass
 class _Layer:
-    """What is known of one layer's first call that has gradients."""
+    """The recorded tensors of one layer's first call that has gradients."""
 
     inputs: torch.Tensor
     """(tokens, in), in the dtype around the layer."""
@@ -56,7 +56,7 @@ class Fp8Products:
 
     @contextmanager
     def of_candidate(self) -> Iterator[None]:
-        """Around the candidate's pass."""
+        """Context around the candidate's pass."""
         with ExitStack() as stack:
             for name, module in self._modules.items():
                 before = functools.partial(self._entering, name)

@@ -198,7 +198,7 @@ def walk_steps(chosen: Plan, run: Run, *, keep: bool = False) -> list[Walk]:
 
 
 def walks_of(measured: Sequence[dict[str, Any]], run: Run) -> list[Walk]:
-    """What `tools.parity.steps` measured at each point, with what the run itself recorded there."""
+    """The measurements of `tools.parity.steps` at each point, with what the run itself recorded there."""
     recorded = {event["step"]: event for event in read_events(run.folder.events) if event["event"] == "step"}
     found = []
     for point in measured:
@@ -233,7 +233,7 @@ def trajectory(run: Run) -> Trajectory:
 
 
 def inner_dtypes(run: Run) -> list[dict[str, Any]]:
-    """What the run's `precision` events say of the sums inside its modules (`precision.inner_dtypes`)."""
+    """Reports in the run's `precision` events on the sums inside its modules (`precision.inner_dtypes`)."""
     events = read_events(run.folder.events)
     return [event["inner"] for event in events if event["event"] == "precision" and "inner" in event]
 

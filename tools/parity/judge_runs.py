@@ -51,7 +51,7 @@ class Trajectory:
     validation: float | None
     """Last validation loss, in nats."""
     settling: Settling | None = None
-    """None where the first step was applied, or the loss scale did not settle."""
+    """The settling; None where the first step was applied, or the loss scale did not settle."""
 
 
 def control_factor(index: int) -> float:

@@ -36,6 +36,9 @@ def read_recorded(events: list[Event], step: int) -> Recorded:
     """The attempt of `step` that is replayed; raises UserError when there is none, or its layout is not known."""
     steps = attempt_to_replay(events, step)
     at = next(index for index, event in enumerate(events) if event is steps[-1])
+    starts = [event for event in events[:at] if event["event"] == "run_start"]
+    if not starts:
+        raise UserError(f"--step {step}: no run_start is recorded before it, so its layout is not known")
     further = [event for event in events[at + 1 :] if event["event"] == "step"]
     follows = takewhile(
         lambda pair: pair[1]["position"] == steps[-1]["position"] + pair[0] and pair[1]["step"] == step + pair[0],
@@ -48,7 +51,7 @@ def read_recorded(events: list[Event], step: int) -> Recorded:
         after=[event for _, event in follows],
         incident=incidents[0] if incidents else None,
         causes=[event for event in of_it if event["event"] == "nonfinite" and event["step"] == step],
-        session=session_of(events, steps[-1]),
+        session=starts[-1],
     )
 
 
@@ -69,15 +72,6 @@ def attempt_to_replay(events: list[Event], step: int) -> list[Event]:
         if event["event"] == "step" and event["step"] == wanted:
             chain.append(event)
     return chain[::-1]
-
-
-def session_of(events: list[Event], step: Event) -> Event:
-    """The `run_start` of the session that made `step`, one of `events`: a run may resume in another layout."""
-    at = next(index for index, event in enumerate(events) if event is step)
-    starts = [event for event in events[:at] if event["event"] == "run_start"]
-    if not starts:
-        raise UserError(f"--step {step['step']}: no run_start is recorded before it, so its layout is not known")
-    return starts[-1]
 
 
 def require_layout(session: Event, resolved: Resolved) -> None:
