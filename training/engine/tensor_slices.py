@@ -18,12 +18,11 @@ from torch import nn
 
 from modeling.tensor_parallel import CUT, cut, cut_of
 from training.distributed import SliceGroup, TensorGroup, World
-from training.engine.flips import bit_sum
+from training.engine.flips import bit_sum, halves
 from training.engine.health import RanksDisagree
 
 _STEPS = 16
 """[steps] In which every value of a replica is looked at once."""
-_HALF = 1 << 32
 
 
 def attach_slices(model: nn.Module, group: TensorGroup | None) -> None:
@@ -115,7 +114,7 @@ class Replicas:
         for _, values in self._held():
             size = -(-len(values) // _STEPS)
             total += bit_sum(values[step % _STEPS * size :][:size])
-        return torch.stack([total & (_HALF - 1), (total >> 32) & (_HALF - 1)]).double()
+        return halves(total).double()
 
     def require_equal(self, rows: Sequence[tuple[float, ...]]) -> None:
         """rows: by rank its loss and `sums`. A collective where something differs; then raises RanksDisagree."""

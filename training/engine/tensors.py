@@ -23,6 +23,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_local_grad
 from config.optimizers import COUNT
 from modeling.tensor_parallel import Place, cut
 from training.engine.engine import Engine
+from training.engine.flips import halves
 from training.engine.gradients import reduced_gradient
 from training.engine.masters import local_masters
 from training.engine.split_masters import SplitMaster
@@ -247,13 +248,12 @@ def checksums_of(engine: Engine) -> Checksums:
             exists[column] = 1.0
             place = None if group is None or how is None else how.place(shape_of(parameter), group.rank)
             row[column] = checksum(values, shard.start, place)
-    # 64-bit sums of ranks could overflow while they are added up; their halves cannot
-    halves = torch.stack([sums & (_HALF - 1), (sums >> 32) & (_HALF - 1)]).to(engine.world.device)
+    parts = halves(sums).to(engine.world.device)
     if engine.stage > 0:
-        engine.world.sum(halves)
+        engine.world.sum(parts)
     elif engine.world.tensor is not None:
-        engine.world.tensor.sum(halves)
-    low, high = halves.tolist()
+        engine.world.tensor.sum(parts)
+    low, high = parts.tolist()
     anywhere = engine.world.sum(exists).tolist()
     return {
         kind: {

@@ -13,6 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from data import loader
 from data.loader import IGNORED_LABEL, Batch
+from lab.detection.plants.shared import change_batches
 from lab.detection.plants.site import ATTENTION, BAD_RANK, EMBEDDING, HEAD, LAYER, MLP, Site, around, replace_forward
 from lab.detection.plants.state import after_load, each_state
 from lab.detection.plants.updates import Rule, rule
@@ -144,11 +145,6 @@ def dropout_while_evaluated(site: Site) -> None:
 # ---- data and labels
 
 
-def _change_batches(site: Site, change: Callable[[Batch], Batch]) -> None:
-    right = loader.Batches.next_step
-    site.patch(loader.Batches, "next_step", lambda self: change(right(self)))
-
-
 def shifted_labels_of_some(site: Site) -> None:
     """In one row of `size`, each label is the token after the next one."""
 
@@ -161,7 +157,7 @@ def shifted_labels_of_some(site: Site) -> None:
                 flat[row] = flat[row].roll(-1)
         return replace(batch, labels=labels)
 
-    _change_batches(site, change)
+    change_batches(site, change)
 
 
 def repeated_row(site: Site) -> None:
@@ -188,13 +184,13 @@ def last_label_lost(site: Site) -> None:
         known = None if batch.label_tokens_of_all is None else counted * site.ranks
         return replace(batch, labels=labels, label_tokens=counted, label_tokens_of_all=known)
 
-    _change_batches(site, change)
+    change_batches(site, change)
 
 
 def counts_ignored_labels_on_one_rank(site: Site) -> None:
     """It divides by all positions, the others by those that have a label."""
     if site.is_bad_rank:
-        _change_batches(site, lambda batch: replace(batch, label_tokens=batch.labels.numel()))
+        change_batches(site, lambda batch: replace(batch, label_tokens=batch.labels.numel()))
 
 
 # ---- gradients
