@@ -12,12 +12,13 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
-from typing import Any, NoReturn, ParamSpec
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from config.errors import UserError
 from config.printable import shown
 
 P = ParamSpec("P")
+T = TypeVar("T")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 """Mantissa's own folder."""
@@ -131,3 +132,8 @@ def positive_number(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
     return value
+
+
+def comma_separated(one: Callable[[str], T]) -> Callable[[str], list[T]]:
+    """For `type=` of an option: values separated by commas, each as `one` reads it."""
+    return lambda text: [one(item) for item in text.split(",")]
