@@ -40,6 +40,11 @@ class Arguments(argparse.ArgumentParser):
         raise UserError(f"command line: {message}; see {self.prog} --help")
 
 
+def comma_separated(one: Callable[[str], T]) -> Callable[[str], list[T]]:
+    """An option's `type=` for values separated by commas, each as `one` reads it."""
+    return lambda text: [one(item) for item in text.split(",")]
+
+
 def is_rank_0(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether this process is the one of a launched job that prints; so is one whose RANK is missing or no number."""
     rank = environment.get("RANK", "0")
@@ -132,8 +137,3 @@ def positive_number(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
     return value
-
-
-def comma_separated(one: Callable[[str], T]) -> Callable[[str], list[T]]:
-    """For `type=` of an option: values separated by commas, each as `one` reads it."""
-    return lambda text: [one(item) for item in text.split(",")]
