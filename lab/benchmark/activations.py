@@ -42,7 +42,7 @@ from lab.benchmark.harness import (
     job_options,
 )
 from lab.benchmark.report import loss_difference
-from tools.jobs import default_processes
+from launch.job import default_processes
 
 MODES = "none,ops,attention,selective:4,selective:2,full,full:reentrant"
 WARM_UP = 3

@@ -55,7 +55,7 @@ from lab.benchmark.harness import (
 )
 from lab.benchmark.report import TOLERANCE, bound, compare, page
 from lab.benchmark.spec import prepare_work
-from tools.jobs import default_processes, shorten
+from launch.job import default_processes, shorten
 
 DEFAULT_CONTESTANTS = "mantissa,bare,accelerate,trainer,trl,torchtitan"
 """Contestants unless others are named; those that are not installed are skipped, with the reason."""

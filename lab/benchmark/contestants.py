@@ -15,7 +15,7 @@ from config.launcher import as_launched
 from lab.benchmark.harness import Jobs, Run
 from lab.benchmark.peers import titan_terms
 from lab.benchmark.spec import Result, Spec
-from tools.jobs import TRAIN
+from launch.job import TRAIN
 
 MANTISSA: dict[str, tuple[str, ...]] = {
     "mantissa": (),

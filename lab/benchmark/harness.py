@@ -28,7 +28,7 @@ from config.files import write_atomically
 from config.redact import redact_arguments
 from config.resolved import Resolved
 from lab.benchmark.spec import Result
-from tools.jobs import TRAIN, add_processes_option, error_line_of, in_turn, launch, training_program
+from launch.job import TRAIN, add_processes_option, error_line_of, in_turn, launch, training_program
 from tracking.environment import environment
 from tracking.jsonl import plain, read_events
 

@@ -32,7 +32,7 @@ from config.launcher import as_launched
 from config.markdown import table
 from lab.benchmark.contestants import COMMON_OVERRIDES
 from lab.benchmark.harness import ALL_HOLD, FAILED, Report, conditions, in_words, job_options, polling
-from tools.jobs import default_processes, error_line_of, train
+from launch.job import default_processes, error_line_of, train
 
 GIB = 2**30
 SHARE = 0.9

@@ -16,12 +16,12 @@ from importlib import invalidate_caches
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
-from config.child_jobs import error_line
 from config.errors import UserError
+from launch.job import error_line
 
 NEEDED = (
     *("torch", "transformers", "deepspeed", "accelerate", "datasets", "tokenizers", "safetensors", "numpy", "PyYAML"),
-    *("filelock", "rich", "matplotlib", "orjson", "Jinja2", "markdown-it-py", "cryptography", "psutil", "ninja"),
+    *("filelock", "rich", "matplotlib", "orjson", "Jinja2", "markdown-it-py", "psutil", "ninja"),
 )
 """Packages of requirements.txt that the check cannot do without."""
 AT_LEAST = {"torch": (2, 11), "transformers": (5, 17)}

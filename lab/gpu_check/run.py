@@ -29,7 +29,7 @@ from config.printable import shown
 from lab.benchmark.harness import write_json
 from lab.gpu_check.bench import Bench, ItemFailed, newest_log
 from lab.gpu_check.items import Item, Part
-from tools.jobs import error_line_of
+from launch.job import error_line_of
 
 DONE, FAILED, TIMED_OUT, SKIPPED = "done", "failed", "took too long", "skipped"
 MOST_BYTES = 2**20

@@ -92,19 +92,10 @@ def test_json_and_an_empty_section_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        (
-            "optimizer.name=paged_adamw_8bit",
-            "optimizer.name = 'paged_adamw_8bit' is not offered: 8-bit states are wrong",
-        ),
-        (
-            "optimizer.name=Adafactor",
-            "optimizer.name = 'Adafactor' is not offered: its factored moments are of whole matrices",
-        ),
+        ("optimizer.name=paged_adamw_8bit", "optimizer.name = 'paged_adamw_8bit' is not offered: 8-bit states"),
+        ("optimizer.name=Adafactor", "optimizer.name = 'Adafactor' is not offered: its factored moments"),
         ("optimizer.name=onebitadam", "optimizer.name = 'onebitadam' is not offered: it sends compressed updates"),
-        (
-            "optimizer.name=AdamWScheduleFree",
-            "optimizer.name = 'AdamWScheduleFree' is not offered: it trains at one point and is evaluated",
-        ),
+        ("optimizer.name=AdamWScheduleFree", "optimizer.name = 'AdamWScheduleFree' is not offered: it trains at one"),
         ("optimizer.name=adam", "optimizer.name = 'adam' is not one of adamw, muon"),
         ("precision.fp8.scaling=delayed", "precision.fp8.scaling = 'delayed' is not offered: a scale of earlier steps"),
         ("precision.fp8.scaling=rows", "precision.fp8.scaling = 'rows' is not one of row, block32, tensor; did you"),

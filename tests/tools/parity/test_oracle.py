@@ -276,10 +276,7 @@ TASKS: dict[str, tuple[str, ...]] = {
         *("data.validation_fraction=0.5", "evaluate={every_steps: 4, batches: null}"),
     ),
     "words": ("task=classify", "classify.kind=token", BERT, "data.path=FOLDER/token.jsonl", SHORT),
-    "regression": (
-        *("task=classify", "classify.kind=regression"),
-        *(BERT, "data.path=FOLDER/regression.jsonl", SHORT),
-    ),
+    "regression": (*("task=classify", "classify.kind=regression"), *(BERT, "data.path=FOLDER/regression.jsonl", SHORT)),
     "mlm": (*("task=mlm", BERT, "data.source=text", "data.path=FOLDER/text", SHORT, "data.validation_fraction=0.2"),),
     "mlm, by token": (
         *("task=mlm", "mlm.whole_word=false", BERT, "data.source=text", "data.path=FOLDER/text", SHORT),

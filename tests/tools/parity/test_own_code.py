@@ -107,8 +107,7 @@ def test_what_is_inside_in_another_layout_is_compared_as_a_whole(
 
 
 @pytest.mark.parametrize(
-    ("plant", "module"),
-    [(turned, ATTENTION), (approximated, f"{MLP}.act_fn"), (scaled_residual, LAYER)],
+    ("plant", "module"), [(turned, ATTENTION), (approximated, f"{MLP}.act_fn"), (scaled_residual, LAYER)]
 )
 def test_an_error_below_the_roundings_of_16_bits_is_named_alone(plant: Plant, module: str) -> None:
     steps = measured(plant=plant)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.forked_launcher import forked_launcher
+from tests.support.marks import slow
 from tests.support.small_run import VOCABULARY
 from tests.tools.parity import step_cases
 from tests.tools.parity.test_gate import DEMO, SMALL
@@ -45,7 +46,7 @@ def test_every_module_is_measured_and_none_is_blamed(pair, stage, compute, overr
         assert {("model.layers.0.mlp.up_proj", "output"), (LINEAR, "gradient of its input")} <= parts
 
 
-@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [2, slow(3), slow(0)])
 def test_slices_of_the_head_may_differ_by_a_row(pair, stage):
     compute = "bf16" if stage else "fp32"
     given = {"stage": stage, "compute": compute, "steps": 2, "overrides": [CLIPPED], "vocabulary": VOCABULARY - 1}

@@ -9,6 +9,7 @@ from config.optimizers import OPTIMIZERS
 from config.schema import ParitySection
 from precision.inner_dtypes import LOSS_SUM, RESIDUAL, ROTARY, SOFTMAX, over_ranks
 from precision.inner_dtypes import NORM as NORMS
+from tests.support.marks import slow
 from tests.tools.parity import step_cases as parity_cases
 from tools.parity.defects import PLANTED
 from tools.parity.judge_steps import Check, Walk, first_divergence, judge_dtypes, judge_steps
@@ -223,10 +224,7 @@ def test_the_first_module_to_part_is_the_one_that_was_sabotaged(pair):
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("stage", "compute", "overrides"),
-    [
-        *((stage, compute, []) for compute in ("bf16", "fp16") for stage in (2, 3, 1)),
-        (2, "fp32", manifest("bf16")),
-    ],
+    [*((stage, compute, []) for compute in ("bf16", "fp16") for stage in (2, 3, 1)), (2, "fp32", manifest("bf16"))],
 )
 def test_known_gradients_are_added_up_in_fp32_or_every_module_is_named(pair, stage, compute, overrides):
     overrides = ["precision.loss_scale.initial=1024", *overrides]
@@ -267,10 +265,7 @@ ROUTED = (
 )
 
 
-@pytest.mark.parametrize(
-    ("stage", "compute"),
-    [(2, "bf16"), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((3, "fp16"), (1, "bf16")))],
-)
+@pytest.mark.parametrize(("stage", "compute"), [(2, "bf16"), *(slow(*case) for case in ((3, "fp16"), (1, "bf16")))])
 def test_losses_of_routers_count_as_the_config_says_or_are_named(pair, stage, compute):
     """In which a z-loss that is twice what it should be is a hundredth of the routers' gradient."""
     of_case = {"stage": stage, "compute": compute, "overrides": ["precision.loss_scale.initial=1024", *ROUTED]}

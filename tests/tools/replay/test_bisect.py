@@ -8,6 +8,7 @@ import pytest
 
 from config.schema import ParitySection
 from tests.support.launches import command, events, finish
+from tests.support.marks import slow
 from tests.tools.parity.test_judge_steps import part
 from tests.tools.replay import bisect_cases
 from tools.parity.steps import verdict
@@ -55,7 +56,7 @@ def test_a_run_with_dropout_is_made_again_with_the_values_it_dropped(tmp_path):
     assert all(", with dropout " in text and "not as the run made it" not in text for text in made)
 
 
-@pytest.mark.parametrize(("stage", "compute"), [(2, "fp16"), pytest.param(3, "bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("stage", "compute"), [(2, "fp16"), slow(3, "bf16")])
 def test_a_step_with_dropout_is_the_runs_though_it_is_measured(pair, stage, compute):
     """To the bit, whatever the passes without dropout draw; where only they overflow, no gradient is judged."""
     of_case = {"stage": stage, "compute": compute, "overrides": [*GPT2, "precision.loss_scale.initial=1024"]}

@@ -62,12 +62,7 @@ def layout(stage, compute, **options):
         ("1 -> 2", (2, "fp32"), (1, "fp32"), {"overrides": TINY, "frozen": ALL_BUT_A_NORM}),
         ("2 -> 1", (2, "fp32"), (3, "fp32"), {"overrides": (*ODD, "optimizer.name=lamb")}),
         ("1 -> 2", (3, "bf16"), (1, "bf16"), {"overrides": ("optimizer.name=sgd",)}),
-        (
-            "2 -> 1",
-            (3, "fp32"),
-            (0, "fp32"),
-            {"overrides": (*UNTIED, "optimizer.name=stable_adamw")},
-        ),
+        ("2 -> 1", (3, "fp32"), (0, "fp32"), {"overrides": (*UNTIED, "optimizer.name=stable_adamw")}),
         ("1 -> 2", (0, "fp32"), (2, "fp16"), {"overrides": ("optimizer.name=lion",)}),
         ("1 -> 2", (0, "fp32"), (3, "bf16"), {"overrides": (*UNTIED, "optimizer.name=muon")}),
         ("2 -> 1", (2, "bf16"), (1, "fp32"), {"overrides": (*ODD, "optimizer.name=muon")}),
