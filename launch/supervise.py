@@ -52,7 +52,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Session:
-    """What one start of the job wrote to events.jsonl."""
+    """Summary of what one start of the job wrote to events.jsonl."""
 
     furthest: int = -1
     """Highest step attempted; -1: none."""
@@ -62,7 +62,7 @@ class Session:
     """The one in the run_end event; None without such an event, and when it says that the run crashed."""
     reason: str = ""
     seconds: float = 0.0
-    """From its first event to its last."""
+    """Time from its first event to its last."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,9 @@ class Run:
     global_size: int
     micro_size: int
     sequence: int = 1
-    """[processes] That share a sequence, or matrices."""
+    """[processes] Size of a group that shares a sequence, or matrices."""
     expert: int = 1
-    """[processes] That share experts."""
+    """[processes] Size of a group that shares experts."""
 
     @classmethod
     def of_command(cls, command: Sequence[str]) -> Run:
@@ -94,7 +94,7 @@ class Run:
         return cls(events, run.max_minutes, batch.global_size, batch.micro_size, sharing, config.parallel.expert)
 
     def fits(self, processes: int) -> bool:
-        """Whether the global batch divides among so many processes."""
+        """Whether the global batch divides among this many processes."""
         groups, left_over = divmod(processes, self.sequence)
         return not left_over and processes % self.expert == 0 and self.global_size % (self.micro_size * groups) == 0
 
@@ -106,7 +106,8 @@ class Run:
         return (file.st_ino, file.st_size)
 
     def session_since(self, position: tuple[int, int]) -> Session:
-        """What was written since `events_end`. A partial last line is skipped; run.resume=never starts a new file."""
+        """Summary of the events written since `events_end`. A partial last line is skipped; run.resume=never starts a
+        new file."""
         if not self.events.is_file():
             return Session()
         with self.events.open("rb") as file:

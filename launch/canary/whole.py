@@ -193,7 +193,7 @@ class Whole:
         return None
 
     def _diverged(self) -> Breach:
-        """What the run's own guard said when it ended it."""
+        """The reason that the run's own guard gave for ending it."""
         incidents: list[dict[str, Any]] = []
         for line in (self._plan.run_folder / "events.jsonl").read_bytes().splitlines():
             with suppress(ValueError, KeyError, TypeError):

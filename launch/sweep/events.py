@@ -27,7 +27,7 @@ class History:
     evaluations: dict[int, float] = field(default_factory=dict)
     """Step to validation loss."""
     speeds: list[float] = field(default_factory=list)
-    """[tokens/s] Of each step."""
+    """[tokens/s] Throughput of each step."""
     world_size: int | None = None
     ended: dict[str, Any] | None = None
     """The last run_end, unless a new session started after it."""
@@ -65,7 +65,7 @@ class History:
                 self.ended = event
 
     def reports(self, rule: Hopeless) -> list[Report]:
-        """What the stopping rule looks at, in order of steps."""
+        """The losses that the stopping rule compares, in order of steps."""
         if rule.loss == "validation":
             return [Report(step, self.evaluations[step]) for step in sorted(self.evaluations)]
         every = rule.every_steps
@@ -90,7 +90,7 @@ class History:
 
     @property
     def validation_loss(self) -> float | None:
-        """[nats] Of the last evaluation; None when there was none."""
+        """[nats] Loss of the last evaluation; None when there was none."""
         return self.evaluations[max(self.evaluations)] if self.evaluations else None
 
     @property
