@@ -15,11 +15,11 @@ NOT_MEASURED = "not measured"
 
 @dataclass(frozen=True)
 class Goal:
-    """A figure and its bounds."""
+    """What a figure has to be."""
 
     part: int
     items: tuple[str, ...]
-    """Names of the items that measure it; each of them has to show it."""
+    """That measure it, by name; each of them has to show it."""
     what: str
     read: Callable[[Figures], Any]
     """Its value among an item's figures: a number, whether it is so, or words. Raises KeyError or TypeError: none is
@@ -95,7 +95,7 @@ GOALS = (
     Goal(6, ("telemetry",), "telemetry, share of a step, amortised", lambda f: f["amortised"], most=0.005),
     Goal(6, ("observation",), "observation, share of a step, amortised", lambda f: f["amortised"], most=0.005),
 )
-"""The goals of docs/performance.md and docs/gpu-check.md, and what the parts should show beside them."""
+"""Of docs/performance.md and docs/gpu-check.md, and what the parts should show beside them."""
 
 
 def rows(part: int, results: Mapping[str, Mapping[str, Any] | None], *, tiny: bool) -> Iterator[list[str]]:
