@@ -53,7 +53,7 @@ _COLLECTIVES = (
     "all_to_all_single",
     "barrier",
 )
-_FOLDERS = ("config", "data", "modeling", "precision", "tracking", "training")
+_FOLDERS = ("config", "data", "modeling", "precision", "tracking", "training", "lab")
 _OURS = tuple(f"{REPOSITORY}/{folder}/" for folder in _FOLDERS)
 _ARITHMETIC = half_on_cpu.__file__
 """Takes the place of torch's kernels on a CPU without instructions for half precision: the model's own work."""
@@ -302,7 +302,7 @@ def _lines(path: Path) -> int:
     return len(path.read_bytes().splitlines()) if path.exists() else 0
 
 
-def overhead_rows(world: World) -> list[overhead.Row]:
+def overhead_rows(world: World) -> list[dict[str, Any]]:
     """Two rows of the benchmark of overhead by stage on the smallest model."""
     rows = []
     for _ in range(2):
