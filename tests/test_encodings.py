@@ -1,7 +1,5 @@
 """No text is read or written in the locale's encoding, which is ASCII on many a cluster: every file is UTF-8."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

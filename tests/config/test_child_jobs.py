@@ -1,7 +1,5 @@
 """A launcher is started by this interpreter's module, since its program cannot start from a path with a space."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from pathlib import Path

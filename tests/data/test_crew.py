@@ -1,7 +1,5 @@
 """Processes of several machines prepare one corpus together: its bytes are those of one process, whoever dies."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Rows with labels as they are prepared; every malformed file or config is one line and exit code 2."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Slices of sequences: laid end to end they are the whole batch, and padding counts for nothing."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -3,8 +3,6 @@
 The machines are Linux namespaces with an sshd each: see tests/support/machines.py.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

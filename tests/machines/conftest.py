@@ -1,7 +1,5 @@
 """Ground that any user may walk on, and the run of an ordinary machine to compare with."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Iterator

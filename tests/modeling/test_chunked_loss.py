@@ -1,7 +1,5 @@
 """The chunked loss against FP64 and against the models' own logits, and the memory it takes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

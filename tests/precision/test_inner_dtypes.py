@@ -1,7 +1,5 @@
 """Where the sums inside a step were rounded: sound models show no lower dtype, planted ones show it by name."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How steps with FP8 in the plan are judged: beyond what its rounding makes, and by their layers' products."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -4,8 +4,6 @@ A shape says how a turn of each role looks: what stands before its content, what
 what follows (which it does not). The Jinja beside it is written in the style of that family's own.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 Segments = list[tuple[str, bool]]

@@ -1,7 +1,5 @@
 """Small chats, a tokenizer and a base model for them, as a user would have them in files."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What 16 bits lose of whole gradients, value by value in FP64: the reference of telemetry's fast statistics."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

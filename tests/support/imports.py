@@ -1,7 +1,5 @@
 """What imports what in this repository, read from the sources, and the order that it has to have."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator, Mapping
 from functools import cache

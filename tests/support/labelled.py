@@ -1,7 +1,5 @@
 """Small rows with labels, a WordPiece tokenizer and encoders of random weights for them, as a user's files."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Metrics of predictions from their definitions, example by example."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

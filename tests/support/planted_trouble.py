@@ -7,8 +7,6 @@ measured in every step, so that what is counted is the figure's own lead. "The l
 on at which the mean of the last 5 losses is 10% above that of the same run without the trouble.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Callable, Iterator
@@ -160,7 +158,7 @@ class Outcome:
     losses: list[float]
     figures: list[dict[str, Any]]
 
-    def rose(self, twin: Outcome, begin: int) -> int | None:
+    def rose(self, twin: "Outcome", begin: int) -> int | None:
         """Step at which the loss had risen; None if it did not. twin: the same run without the trouble."""
         for step in range(begin, min(len(self.losses), len(twin.losses)) + 1):
             mine, other = (sum(run.losses[step - _MEAN_OF : step]) for run in (self, twin))

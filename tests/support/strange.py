@@ -3,8 +3,6 @@
 A `Place` says what is strange: the paths, the variables, the user, the mounts, the interpreter's options.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

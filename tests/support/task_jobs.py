@@ -1,7 +1,5 @@
 """A small job of each kind of fine-tuning, on models of random weights and rows of random words."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

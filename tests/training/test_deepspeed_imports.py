@@ -1,7 +1,5 @@
 """What a start does not import, seen in one fresh interpreter."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

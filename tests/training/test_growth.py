@@ -3,8 +3,6 @@
 Counted in lines of Python, tensor operators and bytes; the times are in docs/performance.md.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import tracemalloc

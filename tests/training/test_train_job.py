@@ -1,7 +1,5 @@
 """The whole job through the command line a user types: launchers, resume after a kill, preemption, abort, mistakes."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

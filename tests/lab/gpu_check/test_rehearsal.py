@@ -3,8 +3,6 @@
 The machine lacks what a GPU image lacks, and has a folder of wheels.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What runs inside the processes of test_matrix.py. Every function is called on every rank."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory

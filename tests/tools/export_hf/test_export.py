@@ -1,7 +1,5 @@
 """Export: every tensor is the live engine's master, the folder computes the same, and a run starts from it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

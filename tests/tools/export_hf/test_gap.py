@@ -1,7 +1,5 @@
 """The train-inference gap equals an independent computation, and a wrong export is found and named."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

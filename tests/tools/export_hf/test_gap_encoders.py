@@ -1,7 +1,5 @@
 """The train-inference gap of encoders equals plain transformers and FP64 at each label, or of each number."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

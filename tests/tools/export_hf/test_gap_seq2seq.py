@@ -1,7 +1,5 @@
 """The train-inference gap of encoder-decoders equals plain transformers and FP64 on the tokens of each target."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

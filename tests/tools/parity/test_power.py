@@ -1,7 +1,5 @@
 """How sure a verdict on whole runs is: Student's t and its tables, power and chance, alarms over sound pairs."""
 
-from __future__ import annotations
-
 import math
 import random
 from statistics import fmean, stdev

@@ -4,8 +4,6 @@ The run is a model of transformers cast as DeepSpeed casts, or under the regions
 alone. What is planted stays below what the bounds on a module's output, gradients and loss would show.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Single steps against FP32: what is healthy passes, and every planted defect is found in the module that has it."""
 
-from __future__ import annotations
-
 import pytest
 
 from config.cli import REPOSITORY

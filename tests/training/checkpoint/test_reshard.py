@@ -1,7 +1,5 @@
 """A checkpoint of one layout resumes in another: the same masters and moments by name, and the same losses."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

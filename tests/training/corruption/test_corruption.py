@@ -1,7 +1,5 @@
 """Bits flipped into real runs: what is found, named and repaired, and what a healthy step pays."""
 
-from __future__ import annotations
-
 import math
 import random
 import socket

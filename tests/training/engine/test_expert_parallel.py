@@ -1,7 +1,5 @@
 """Experts that ranks share: the steps of one rank that has all of them, at ZeRO-1, 2 and 3."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """FP8 on the engine: a step that does not depend on stage, ranks and micro-batches, observed, promoted and resumed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

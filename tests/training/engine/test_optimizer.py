@@ -1,7 +1,5 @@
 """The table of optimizers, its files, and what a start brings along for optimizers that Mantissa does not have."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import fields, replace

@@ -1,7 +1,5 @@
 """What runs inside the processes of test_dpo.py, and the oracle in plain torch."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

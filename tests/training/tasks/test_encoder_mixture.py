@@ -1,7 +1,5 @@
 """Encoders on several sources: one numbering of their labels, and each source's own labels and loss."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

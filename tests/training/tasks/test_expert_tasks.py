@@ -1,7 +1,5 @@
 """Fine-tuning a mixture whose experts ranks share equals plain torch with all experts on the same rows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Encoder-decoders through the engine equal plain torch on the same rows, one at a time; and all that follows."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

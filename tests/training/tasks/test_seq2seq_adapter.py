@@ -1,7 +1,5 @@
 """Adapters on encoder-decoders equal plain torch with plain `peft`, and what comes out loads there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ TRL makes the tokens, masks, packing and padding itself, and runs in one plain p
 every ZeRO stage. `make trl` installs it.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess
