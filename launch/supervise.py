@@ -13,7 +13,6 @@ SIGTERM, SIGUSR1 or Ctrl-C: the run saves and ends with exit code 75. A second o
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
@@ -26,10 +25,11 @@ from types import FrameType
 from typing import Any
 
 from config import json_text
-from config.child_jobs import describe_exit
 from config.cli import BROKEN, CONFIG_ERROR, DIVERGED, PREEMPTED, UNSAVED, Arguments, entry_point
+from config.command_line import parse
 from config.errors import UserError
 from config.load import load_config
+from config.machine.processes import describe_exit
 from launch.hosts import Hosts, HostSelection
 from launch.job import Job, log
 
@@ -86,14 +86,8 @@ class Run:
             raise UserError(
                 "command line: no train.py after --; example: python -m launch.supervise -- torchrun train.py"
             )
-        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        parser.add_argument("--config")
-        parser.add_argument("--deepspeed_config", "--deepspeed-config")
-        options, rest = parser.parse_known_args(list(command[script + 1 :]))
-        if options.config is None:
-            raise UserError(f"command line: --config FILE is missing after {command[script]}")
-        overrides = [word for word in rest if "=" in word and not word.startswith("-")]
-        config = load_config(Path(options.config), overrides, options.deepspeed_config)
+        options = parse(command[script + 1 :])
+        config = load_config(Path(options.config), options.overrides, options.deepspeed_config)
         run, batch = config.run, config.batch
         sharing = config.parallel.sequence * config.parallel.tensor
         events = Path(run.dir).expanduser() / run.name / "events.jsonl"

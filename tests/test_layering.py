@@ -128,8 +128,6 @@ def test_an_arrow_that_follows_from_others_is_not_drawn() -> None:
 # What starts on a machine that has nothing installed, or in no time, to what it may load beside the standard library.
 STARTS_WITH = {
     "config.machine.binding": set(),
-    "config.machine.cores": set(),
-    "config.machine.op_builds": set(),
     "launch.canary.command": {"yaml"},
     "launch.doctor.agent": set(),
     "launch.doctor.command": {"yaml"},
@@ -140,6 +138,9 @@ STARTS_WITH = {
     "tracking.report.command": {"yaml", "numpy", "orjson", "rich"},
     "tracking.watch.command": {"yaml", "numpy", "orjson", "rich"},
     "training.checkpoint.tool": set(),
+    "training.cores": set(),
+    "training.op_builds": set(),
+    "training.startup": set(),
     "training.watchdog.witness": set(),
 }
 

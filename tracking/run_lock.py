@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from config.errors import UserError
-from config.machine import op_builds
+from config.machine import processes
 from config.machine.processes import machine, pid_namespace, runs, start_ticks
 from tracking.run_dir import RunDir
 
@@ -94,7 +94,7 @@ class RunLock:
             except OSError:
                 return None
             owner = _owner(handle)
-            elsewhere = bool(owner) and owner.get("machine") != machine() and not op_builds.is_local(path)
+            elsewhere = bool(owner) and owner.get("machine") != machine() and not processes.is_local(path)
             if not elsewhere and _locked(handle) and _is_at(path, handle):
                 _write(handle)
                 return cls(path, handle)

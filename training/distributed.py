@@ -21,9 +21,10 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 
-from config.machine.binding import RankCpus, apply_binding, choose_binding
+from config.machine.binding import apply_binding
 from config.resolved import Resolved
 from precision.half_on_cpu import multiply_through_fp32
+from training.cores import RankCpus, choose_binding
 from training.rendezvous import forget_port, open_store
 
 

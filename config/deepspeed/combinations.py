@@ -159,7 +159,7 @@ class Setting:
         return self.other is None or value == self.other
 
     def __str__(self) -> str:
-        return f"{self.key} not {_json(self.base)}" if self.other is None else f"{self.key} = {_json(self.other)}"
+        return f"{self.key} not {scalar(self.base)}" if self.other is None else f"{self.key} = {scalar(self.other)}"
 
 
 _ZERO = "zero_optimization."
@@ -266,10 +266,10 @@ def refuse_settings(where: str, values: dict[str, Any], stage: int) -> None:
     """
     for row in SETTINGS:
         if row.in_json and row.key in values and row.refuses(values[row.key], stage):
-            setting = f"{row.key} = {_json(values[row.key])}"
+            setting = f"{row.key} = {scalar(values[row.key])}"
             raise UserError(f"{where}: {setting} is refused at ZeRO-{stage}: {row.refused}")
 
 
-def _json(value: Any) -> str:
+def scalar(value: Any) -> str:
     """A scalar as YAML and JSON write it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

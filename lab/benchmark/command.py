@@ -59,7 +59,7 @@ from lab.benchmark.contestants import (
 )
 from lab.benchmark.report import bound, compare, page
 from lab.benchmark.spec import Work, prepare_work
-from tools.jobs import add_processes_option, default_processes, in_turn, shorten
+from launch.job import add_processes_option, default_processes, in_turn, shorten
 from tracking.environment import environment
 from tracking.jsonl import plain
 

@@ -25,7 +25,7 @@ from config.errors import UserError
 from lab.matrix.cells import Cell, all_cells
 from lab.matrix.page import page, unexpected, updated
 from lab.matrix.rules import RULES
-from tools.jobs import add_processes_option, default_processes, error_line_of, launch
+from launch.job import add_processes_option, default_processes, error_line_of, launch
 from tracking.environment import environment
 
 AS_EXPECTED, UNEXPECTED = 0, 3

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from config.batch import refuse_sharing
-from config.child_jobs import job_command
 from config.cli import REPOSITORY
 from config.command_line import read_command_line, refusal
 from config.errors import UserError
 from config.launcher import as_launched
 from config.resolved import Resolved
 from config.schema import CanarySection
+from launch.job import job_command
 
 STEPS = 50
 """Of a canary whose config says neither how many nor which share of the run's data."""

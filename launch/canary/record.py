@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from config import json_text
 from config.files import write_atomically
-from config.printable import shown
+from launch import job
 
 Event = dict[str, Any]
 Kind = Literal["gate", "started", "check", "breach", "rolled_back", "fallback", "refused", "budget", "end"]
@@ -76,4 +76,4 @@ class Journal:
 
 def log(text: str) -> None:
     """One line of the canary's own, on stderr."""
-    os.write(2, f"canary: {shown(text)}\n".encode())
+    job.log(text, "canary")

@@ -23,7 +23,9 @@ HERE = "localhost"
 _SENT_MODULES = (
     "config",
     "config.machine",
-    "config.machine.op_builds",
+    "config.machine.processes",
+    "training",
+    "training.op_builds",
     "launch",
     "launch.doctor",
     "launch.doctor.facts",

@@ -12,8 +12,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from config.child_jobs import describe_exit
 from config.cli import BROKEN, CONFIG_ERROR, DIVERGED, PREEMPTED, UNSAVED, Arguments, entry_point
+from config.machine.processes import describe_exit
 from launch.supervise import Run, Session
 
 _FINAL = {

@@ -22,9 +22,10 @@ from pathlib import Path
 
 from config.cli import PREEMPTED, REPOSITORY, Arguments, entry_point
 from config.errors import UserError
+from launch.job import visible_gpus
 from launch.sweep.file import read_sweep
 from launch.sweep.folder import ENDED, Plan, lock_file, prepare, read_plan, write_json_atomically
-from launch.sweep.slots import Slots, slot_environments, visible_gpus
+from launch.sweep.slots import Slots, slot_environments
 from launch.sweep.table import as_markdown, results_of
 from launch.sweep.trial import log, run_trial
 

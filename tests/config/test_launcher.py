@@ -2,9 +2,11 @@
 
 import shlex
 import sys
+from pathlib import Path
 
 import pytest
 
+from config.cli import REPOSITORY
 from config.errors import UserError
 from config.launcher import RankEnv, launch_command, read_rank_env
 from config.machine.processes import Launcher
@@ -16,7 +18,6 @@ ACCELERATE = "accelerate launch --use_deepspeed --num_processes"
 
 @pytest.fixture(autouse=True)
 def _path_without_a_space(monkeypatch: pytest.MonkeyPatch) -> None:
-    """tests/config/test_child_jobs.py has the command where the path of this interpreter has one."""
     monkeypatch.setattr(sys, "executable", "/work/.venv/bin/python")
 
 
@@ -150,3 +151,16 @@ def test_whoever_starts_train_py_by_other_means_says_how() -> None:
     given = environment(LOCAL_SIZE=2, MANTISSA_START="sbatch --nodes=2 launch/slurm/train.sbatch")
     command = launch_command(RankEnv(0, 2, 0), given, ["--config", "a b.yaml"])
     assert command == "sbatch --nodes=2 launch/slurm/train.sbatch --config 'a b.yaml'"
+
+
+def test_the_command_that_resumes_names_train_py_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    expected = ["deepspeed", "--num_gpus", "2", f"{REPOSITORY}/train.py", "a=1"]
+    assert shlex.split(launch_command(RankEnv(0, 2, 0), {}, ["a=1"])) == expected
+
+
+def test_the_command_that_resumes_can_be_pasted_where_the_path_has_a_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launch_command(RankEnv(0, 2, 0), {}, ["a=1"]) == "deepspeed --num_gpus 2 train.py a=1"
+    monkeypatch.setattr(sys, "executable", "/my work/.venv/bin/python")
+    command = launch_command(RankEnv(0, 2, 0), {}, ["a=1"])
+    assert command == "'/my work/.venv/bin/python' -m deepspeed.launcher.runner --num_gpus 2 train.py a=1"

@@ -145,14 +145,14 @@ BAD: list[tuple[str, str, str]] = [
     (GOOD, "classify.labels=[x,x]", "classify.labels names a label twice"),
     (GOOD, "classify.kind=pairs", "classify.kind = 'pairs' is not one of sequence, token, regression"),
     (GOOD, "data.format=tagged", "data.format = tagged contradicts classify.kind = sequence; remove it, for labelled"),
-    (GOOD, "data.source=text", "data.source = text has no labels; give task = classify rows as jsonl or parquet"),
+    (GOOD, "data.source=text", "data.source = text has no rows; give rows as jsonl or parquet"),
     (GOOD, "data.source=stdlib data.path=null classify.kind=token", "data.source = stdlib has labels for kind ="),
     (GOOD, "data.train_on=all", "data.train_on = 'all' is only read by task = sft"),
     (GOOD, "data.document_masking=true", "data.document_masking = true is not read by task = classify"),
     (GOOD, "mlm.probability=0.3", "mlm.probability = 0.3 is only read by task = mlm; remove it, or set task=mlm"),
     (GOOD, "task=mlm classify.kind=token", "classify.kind = token is only read by task = classify"),
     (GOOD, "task=mlm mlm.probability=0", "mlm.probability = 0"),
-    (GOOD, "model.compile=true", "model.compile = True is not verified with task = classify"),
+    (GOOD, "model.compile=true", "model.compile = true is not verified with task = classify"),
     (GOOD, "data.tokenizer=bpe:20", "the vocabulary must be a number from 257"),
 ]
 

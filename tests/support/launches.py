@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from config.child_jobs import deepspeed_program, free_port
 from config.cli import REPOSITORY
+from config.launcher import deepspeed_program
+from config.machine.processes import free_port
 from tests.support.forked import Job
 from tracking.jsonl import read_events
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from config.cli import REPOSITORY, Arguments, entry_point, positive_int
 from config.files import write_atomically
 from config.markdown import table
-from tools.jobs import add_processes_option
+from launch.job import add_processes_option
 from tools.parity.gate import NO_PARITY, PARITY, gate
 from tools.parity.jobs import plan, train_references
 

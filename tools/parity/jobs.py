@@ -16,7 +16,7 @@ from config.deepspeed.document import write_in_fp32
 from config.errors import UserError
 from config.launcher import as_launched
 from config.resolved import Resolved
-from tools.jobs import TRAIN, default_processes, error_line_of, launch, shorten
+from launch.job import TRAIN, default_processes, error_line_of, launch, shorten
 from tools.parity.energy import joules, used
 from tools.parity.judge_runs import Settling, Trajectory, control_factor, settling_of
 from tools.parity.judge_steps import Walk

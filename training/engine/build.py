@@ -23,7 +23,6 @@ from modeling.compiling import compile_blocks, require_compilable
 from modeling.document_masking import require_documents_apart
 from modeling.expert_parallel import require_shareable_experts, share_experts
 from modeling.kernels import require_liger
-from modeling.quantised_base import require_library
 from modeling.sequence_parallel import (
     LARGEST_IN_16_BITS,
     LARGEST_IN_FP32,
@@ -115,7 +114,6 @@ def _require_quantisable(resolved: Resolved) -> None:
     ):
         if wrong:
             raise UserError(f"adapter.base = {base} is not verified with {key} = {value}; set one to its default")
-    require_library(resolved.config.adapter)
 
 
 def _require_documents_apart(engine: Engine) -> None:

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from config.child_jobs import job_command
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from launch.canary.command import main
@@ -15,6 +14,7 @@ from launch.canary.gate import shares
 from launch.canary.plan import read_plan
 from launch.canary.record import Journal
 from launch.canary.whole import Breach, Whole
+from launch.job import job_command
 from tests.support.launches import SMALL, events, finish, start, wait_until
 from tracking.jsonl import read_events
 from training.schedule import scheduled_rate
@@ -135,7 +135,7 @@ def test_a_fallback_that_the_config_refuses_gives_way_to_the_next(tmp_path):
         ("refused", "promote"),
         ("fallback", "fp32"),
     ]
-    assert "no fallback to promote: model.compile = true cannot be combined with" in journal.events[1]["text"]
+    assert "no fallback to promote: model.compile = true is not verified with" in journal.events[1]["text"]
     for name, given in (("alone", []), ("shared", ["parallel.tensor=2"])):
         other = plan_of(tmp_path / name, *given, processes=2)
         assert other.refusal(promoted(other.resolved, [MODULE], tmp_path)) is None

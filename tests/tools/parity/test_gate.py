@@ -8,10 +8,10 @@ import pytest
 
 from config.cli import REPOSITORY
 from config.errors import UserError
+from launch.job import error_line_of, launch
 from tests.support import launches
 from tests.support.forked_launcher import forked_launcher
 from tests.support.synthetic_events import SCALE, TOKENS_PER_STEP, step_fields
-from tools.jobs import error_line_of, launch
 from tools.parity import gate as parity
 from tools.parity import jobs as parity_jobs
 from tools.parity.judge_runs import Settling
