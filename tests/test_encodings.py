@@ -8,9 +8,9 @@ from config.cli import REPOSITORY
 from tests.support.imports import source_files
 
 MODE_AT = {"open": 1, "Path.open": 0, "fdopen": 1}
-"""Where each takes its mode."""
+"""Position of the mode among the arguments of each."""
 NOT_FILES = ("os", "self", "archive")
-"""Whose `open` opens no text file: a descriptor, a stream of documents, a member of a zip file in bytes."""
+"""Modules whose `open` opens no text file: a descriptor, a stream of documents, a member of a zip file in bytes."""
 
 
 def by_locale(tree: ast.AST) -> Iterator[ast.Call]:

@@ -33,5 +33,5 @@ def ordinary(ground: Path) -> Place:
 
 @pytest.fixture(scope="session")
 def losses(ordinary: Place) -> list[float]:
-    """Of the run there."""
+    """Losses of that run."""
     return losses_of(ordinary.run)

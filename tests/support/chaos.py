@@ -68,7 +68,7 @@ class JobReport:
     step: int
     """The step it resumed from."""
     checksums: dict[int, str]
-    """Of its masters, at that step and after each later one."""
+    """Checksums of its masters, at that step and after each later one."""
     exit_codes: tuple[int | None, ...]
     seconds: float
 

@@ -17,11 +17,11 @@ class Shape:
     jinja: str
     before: dict[str, str]
     end: str
-    """Of an answer: trained."""
+    """What ends an answer: trained."""
     after: str = ""
-    """Of an answer: not trained."""
+    """What follows an answer: not trained."""
     other_end: dict[str, str] = field(default_factory=dict)
-    """Of the other roles, where it is not `end` + `after`."""
+    """What ends turns of other roles where it is not `end` + `after`."""
     opening: str = ""
     strip: bool = False
     special: tuple[str, ...] = ()

@@ -152,7 +152,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one run."""
+    """Warnings, losses and figures of one run."""
 
     warnings: list[tuple[int, EarlyWarning]]
     losses: list[float]
@@ -210,7 +210,7 @@ def run(world: distributed.World, case: Case, *, planted: bool, seed: int = 0) -
 
 
 def found(world: distributed.World, *, name: str) -> tuple[int | None, int | None]:
-    """Of a case: the steps at which its signal warned and at which the loss had risen; None where one did not."""
+    """Steps at which the signal of a case warned and at which the loss had risen; None where one did not."""
     case = CASES[name]
     twin, outcome = (run(world, case, planted=planted) for planted in (False, True))
     return outcome.warned(case.expected, case.begin), outcome.rose(twin, case.begin)

@@ -43,7 +43,7 @@ def mean_of_means() -> None:
 
 
 def swapped_batches() -> None:
-    """Of each two batches the second comes first."""
+    """The two batches of each pair are swapped."""
     right = loader.sample_ids
     loader.sample_ids = lambda position, **options: right(position ^ 1, **options)
 
@@ -99,7 +99,7 @@ def labels_of_neighbours() -> None:
 
 
 def answers_swapped() -> None:
-    """Of the first pair of each micro-batch the rejected answer is taken for the chosen one, its reference too."""
+    """In the first pair of each micro-batch, the rejected answer is taken for the chosen one, its reference too."""
 
     def wrong(batch: Batch) -> Batch:
         both = {"input_ids": batch.input_ids, **batch.further}

@@ -81,7 +81,7 @@ def test_every_tensor_read_is_the_engines_master(pair, tmp_path, stage, compute,
 
 
 def test_checkpoints_of_one_rank_and_of_two_read_alike(solo, pair, tmp_path):
-    """Of the same training, to FP32's rounding; a partition that was moved would be wrong by whole weights."""
+    """Exports of the same training differ by rounding; a partition that was moved would be wrong by whole weights."""
     for ranks, group in enumerate((solo, pair), start=1):
         group.run(export_cases.save, folder=str(tmp_path / str(ranks)), stage=3, compute="fp32")
     one, two = (open_saved_model(tmp_path / name / "deepspeed") for name in "12")

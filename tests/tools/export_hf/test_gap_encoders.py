@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def checkpoints(solo: ProcessGroup, folder: Path) -> Any:
-    """Of a kind: the last one of two steps in BF16."""
+    """Returns the checkpoint of a kind after two steps in BF16."""
 
     def checkpoint(kind: str) -> Path:
         made = folder / "runs" / kind / "checkpoints" / "step-2"

@@ -45,7 +45,7 @@ Times = Callable[[torch.Tensor, float], torch.Tensor]
 BOUNDS = ParitySection()
 VOCABULARY = 250
 SCALE = 4096.0
-"""Of the loss, as FP16 needs it."""
+"""Scale of the loss, as FP16 needs it."""
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 256, "vocab_size": 256}
 FP8 = Manifest("bf16", (Rule("*_proj", "Linear", "fp8", "x"), Rule("*head*", "Linear", "bf16", "x")), Path("m.json"))
 BF16 = Manifest("bf16", (), Path("m.json"))
@@ -393,7 +393,7 @@ def test_a_loss_that_rounding_does_not_explain_is_named(objective: LabelPredicti
 
 
 class Chunked(LabelPrediction):
-    """Of 16 tokens at a time, as the engine computes it."""
+    """The loss of 16 tokens at a time, as the engine computes it."""
 
     head: ChunkedHead
 

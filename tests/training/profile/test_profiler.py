@@ -14,7 +14,7 @@ TOKENS, HIDDEN, INNER, VOCABULARY, BLOCKS = 32, 64, 128, 64, 2  # tokens of a mi
 
 
 def _flops(vocabulary: int = VOCABULARY) -> int:
-    """Of the linear layers' forward pass on one micro-batch."""
+    """FLOPs of the linear layers' forward pass on one micro-batch."""
     weights = BLOCKS * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER) + HIDDEN * vocabulary
     return 2 * TOKENS * weights
 

@@ -80,7 +80,7 @@ def test_each_source_and_each_set_has_the_loss_of_plain_torch(
 
 
 def mean(sums: dict[str, torch.Tensor]) -> float:
-    """Of what `plain_losses` gives, over all labels."""
+    """Mean over all labels of what `plain_losses` returns."""
     total, count, _ = sum(sums.values(), torch.zeros(3, dtype=torch.float64))
     return float(total / count)
 

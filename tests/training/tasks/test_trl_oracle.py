@@ -33,7 +33,7 @@ LORA = "adapter={kind: lora, r: 4, alpha: 8}"
 GIVEN = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 PLAIN = "optimizer.weight_decay=0"  # which norms and biases would have in TRL otherwise than embeddings
 ROWS_PACKED = 3
-"""Of equal length, which fill a sequence."""
+"""Number of rows of equal length that fill a sequence."""
 ENDS_WITH_THE_TURN = SHAPES["chatml"].jinja.replace(" + '\n' }}{% endfor %}", " }}{% endfor %}")
 
 
