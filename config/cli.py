@@ -1,5 +1,5 @@
-"""What every command line shares: exit codes, Mantissa's own folder, a parser whose mistakes are UserErrors, and how a
-UserError ends a tool."""
+"""The common parts of every command line: exit codes, Mantissa's own folder, a parser whose mistakes are UserErrors,
+and how a UserError ends a tool."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def print_any_text() -> None:
 
 
 def entry_point(*, launched: bool = False, closed_pipe: int = 1) -> Callable[[Callable[P, int]], Callable[P, int]]:
-    """For the `main` of a `python -m` tool: a UserError becomes one line on stderr and exit code 2.
+    """Decorate the `main` of a `python -m` tool: a UserError becomes one line on stderr and exit code 2.
 
     When the reader of stdout has left (`| head`), the rest of the output is dropped without a traceback. The exit code
     stays if main was through by then.
@@ -94,40 +94,27 @@ def _reader_left() -> bool:
 
 
 def positive_int(text: str) -> int:
-    """For `type=` of an option: a whole number of 1 or more."""
+    """A whole number of 1 or more, for `type=` of an option."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
     return int(text)
 
 
-def share(text: str) -> float:
-    """For `type=` of an option: a number from 0 to 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a share between 0 and 1")
-    return value
+def _number(expected: str, holds: Callable[[float], bool]) -> Callable[[str], float]:
+    """A converter for `type=` of an option: the number in a text, where it `holds`."""
+
+    def convert(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not holds(value):
+            raise argparse.ArgumentTypeError(f"{text} is not {expected}")
+        return value
+
+    return convert
 
 
-def not_negative(text: str) -> float:
-    """For `type=` of an option: a finite number of 0 or more."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of 0 or more")
-    return value
-
-
-def positive_number(text: str) -> float:
-    """For `type=` of an option: a finite number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
-    return value
+share = _number("a share between 0 and 1", lambda value: 0 <= value <= 1)
+not_negative = _number("a number of 0 or more", lambda value: 0 <= value < math.inf)
+positive_number = _number("a number above 0", lambda value: 0 < value < math.inf)

@@ -47,15 +47,15 @@ QUANTISED_BASES = (
     "give the model in BF16, FP16 or FP32, and set adapter.base = nf4 or int8 (with adapter.kind = lora) to hold it in "
     "4 or 8 bits"
 )
-"""What is said of a base that is quantised already, or shall be by other keys."""
+"""Error text for already quantised bases, and for keys that ask for one."""
 QUANTISED_TEACHERS = (
     "4-bit and 8-bit teachers are not supported; give the teacher in BF16, FP16 or FP32 (distill.sharded = true "
     "divides it over the ranks, distill.top_k asks it before training and lets it go)"
 )
-"""What is said of a teacher that is quantised."""
+"""Error text for already quantised teachers."""
 
 _Place = DataSection | SourceSection | ValidationSection
-"""What has a path and a source."""
+"""A section with a path and a source."""
 
 _LONGEST_NAME = 200  # bytes: file systems take 255, and a renamed or partial folder's name is longer
 
@@ -594,7 +594,7 @@ def _precision(config: Config) -> Iterator[Problem]:
 
 
 def _split_masters(config: Config) -> Iterator[Problem]:
-    """What the DeepSpeed JSON decides is checked in config/deepspeed/resolve.py."""
+    """Check split masters within the run config; config/deepspeed/resolve.py checks them against the JSON."""
     key, keep = "precision.masters", "or remove precision.masters"
     if config.precision.path == "manifest":
         problem = "= split needs 16-bit parameters; on the manifest path the parameters are the FP32 masters"

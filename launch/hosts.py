@@ -52,7 +52,7 @@ class Hosts:
     launcher: tuple[str, ...]
     """The command line up to train.py."""
     rest: tuple[str, ...]
-    """From train.py on."""
+    """The command line from train.py on."""
     ssh: tuple[str, ...]
     job_id: str = field(default_factory=lambda: secrets.token_hex(8))
 
@@ -131,7 +131,7 @@ class Hosts:
 
 @dataclass(frozen=True)
 class HostSelection:
-    """Which machines each start runs on: as many of the reachable ones as make a number of processes that fits."""
+    """The machines that each start runs on: as many of the reachable ones as make a number of processes that fits."""
 
     hosts: Hosts
     fits: Callable[[int], bool]

@@ -57,7 +57,7 @@ LAUNCHER_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"),
     *("MASTER_ADDR", "MASTER_PORT"),
 )
-"""What a launcher tells its processes; a job started from inside another one must not inherit it."""
+"""Variables that a launcher sets for its processes; a job started from inside another one must not inherit it."""
 
 
 def add_processes_option(parser: argparse.ArgumentParser) -> None:
@@ -295,7 +295,7 @@ class Job:
                 os.kill(pid, number)
 
     def failure_cause(self) -> str | None:
-        """What the output says about the rank that was lost: train.py's own line, else torchrun's report."""
+        """The output's account of the rank that was lost: train.py's own line, else torchrun's report."""
         text = "".join(self._lines)
         ours = _LOST_LINE.findall(text)
         if ours:

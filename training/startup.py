@@ -1,4 +1,4 @@
-"""What train.py arranges in its own process before anything heavy is imported: its end, its output and its caches.
+"""Set-up of train.py's own process before anything heavy is imported: its end, its output and its caches.
 
 The run ends with the launchers that started it. Its output may get lost, since a log is often a file on a disk that
 may fill, or a pipe whose reader may leave, and neither is worth a run. Where the home folder is missing or may not be
@@ -84,14 +84,14 @@ def use_writable_caches(environment: MutableMapping[str, str] = os.environ) -> s
 
 
 def outlive_full_disk() -> None:
-    """From now on what this process prints may get lost, and no print raises OSError."""
+    """Let output of this process get lost from now on where it cannot be written, so that no print raises OSError."""
     sys.stdout, sys.stderr = _lossy(sys.stdout), _lossy(sys.stderr)
 
 
 def _lossy(stream: Any) -> Any:
     try:
         stream.flush()
-        file = _LossyFile(stream.fileno())
+        file = _LossyFile(stream.fileno(), "w", closefd=False)
     except (AttributeError, OSError, ValueError):  # not a file of the operating system
         return stream
     return io.TextIOWrapper(
@@ -99,22 +99,9 @@ def _lossy(stream: Any) -> Any:
     )
 
 
-class _LossyFile(io.RawIOBase):
-    def __init__(self, descriptor: int) -> None:
-        super().__init__()
-        self._descriptor = descriptor
-
-    def write(self, data: Any) -> int:
+class _LossyFile(io.FileIO):
+    def write(self, data: Any, /) -> int:
         try:
-            return os.write(self._descriptor, data)
+            return super().write(data)
         except OSError:
             return memoryview(data).nbytes
-
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self._descriptor
-
-    def isatty(self) -> bool:
-        return os.isatty(self._descriptor)

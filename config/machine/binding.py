@@ -16,9 +16,9 @@ class Binding:
     """The decision for one rank."""
 
     threads: int
-    """To compute with on the CPU: one per core of its share."""
+    """Threads to compute with on the CPU: one per core of the rank's share."""
     cpus: frozenset[int] | None
-    """To bind it to; None: it is not bound."""
+    """CPUs to bind the rank to; None: it is not bound."""
     reason: str
     """Why it is not bound, or what it is bound to."""
     logged: bool
@@ -58,7 +58,7 @@ def apply_binding(binding: Binding) -> str | None:
 
 
 def binding_outcome() -> str | None:
-    """What `apply_binding` did, and why; None before it was called."""
+    """The result of `apply_binding` and the reason for it; None before it was called."""
     return _outcome
 
 

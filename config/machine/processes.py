@@ -66,12 +66,12 @@ def runs(pid: int, started: int) -> bool:
 
 
 def machine() -> str:
-    """The same for two processes of one machine since it was started."""
+    """An id of this machine since it was started."""
     return read("/proc/sys/kernel/random/boot_id").strip() or socket.gethostname()
 
 
 def pid_namespace() -> str:
-    """The same for two processes that see each other under the same numbers."""
+    """An id of the namespace in which process numbers are unique."""
     try:
         return str(Path("/proc/self/ns/pid").readlink())
     except OSError:

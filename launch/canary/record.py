@@ -1,4 +1,4 @@
-"""What the canary decided: one event a line in `canary.jsonl`, and the same as a page, `canary.md`.
+"""The canary's decisions: one event per line of `canary.jsonl`, and the same as a page, `canary.md`.
 
 A canary that is started again reads from it where it stood.
 """
@@ -26,7 +26,7 @@ class Journal:
 
     folder: Path
     name: str
-    """Of the run."""
+    """Name of the run."""
     events: list[Event] = field(default_factory=list)
 
     @classmethod
@@ -70,7 +70,7 @@ class Journal:
         return next((event for event in reversed(self.events) if event["event"] in kinds), None)
 
     def spent(self) -> float:
-        """[device hours] Of canary, twin and checks so far."""
+        """[device hours] Spent on canary, twin and checks so far."""
         return float(sum(event.get("device_hours", 0.0) for event in self.events))
 
 

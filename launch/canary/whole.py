@@ -20,9 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
-from config import json_text
 from config.cli import CONFIG_ERROR, DIVERGED, DONE
 from launch.canary.fallback import in_fp32, promoted
 from launch.canary.gate import read_json
@@ -193,12 +191,10 @@ class Whole:
         return None
 
     def _diverged(self) -> Breach:
-        """What the run's own guard said when it ended it."""
-        incidents: list[dict[str, Any]] = []
-        for line in (self._plan.run_folder / "events.jsonl").read_bytes().splitlines():
-            with suppress(ValueError, KeyError, TypeError):
-                event = json_text.parse(line)
-                incidents += [event] if event["event"] == "incident" else []
+        """The breach that the run's own guard named when it ended the run."""
+        from tracking.jsonl import Follower  # brings orjson, which is not needed to start
+
+        incidents = list(Follower(self._plan.run_folder / "events.jsonl").events("incident"))
         if not incidents:
             return Breach(self._good_step, "the run ended with exit code 3")
         last = incidents[-1]

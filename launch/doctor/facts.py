@@ -142,7 +142,7 @@ def _compilers() -> list[dict[str, str | None]]:
 
 
 def _ninjas() -> list[dict[str, Any]]:
-    """Those on the PATH, in order; `own` marks the one of this Python's environment, which training puts first."""
+    """Programs on the PATH, in order; `own` marks the one of this Python's environment, which training puts first."""
     own = shutil.which("ninja", path=str(Path(sys.executable).parent))
     paths = dict.fromkeys([*_on_path("ninja"), *([own] if own else [])])
     return [{**_version(path, r"([\d.]+\d)"), "own": path == own} for path in paths]

@@ -36,6 +36,16 @@ _ITEM_NOTES = {
 }
 
 
+_STATES = {
+    "adamw": "AdamW's two averages in FP32",
+    "sgd": "SGD's velocity in FP32",
+    "muon": "Muon's average of hidden matrices, AdamW's two of the rest, in FP32",
+    "lion": "Lion's average in FP32",
+    "lamb": "LAMB's two averages in FP32",
+    "stable_adamw": "StableAdamW's two averages in FP32",
+}
+
+
 def print_plan(plan: Plan, console: Console | None = None) -> None:
     """Print the plan."""
     console = console or Console(markup=False, emoji=False)
@@ -61,7 +71,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
 
 def _memory_table(plan: Plan) -> Table:
     memory = plan.configured.memory
-    means = _ITEM_NOTES | {"moments": plan.configured.layout.optimizer.summary}
+    means = _ITEM_NOTES | {"moments": _STATES[plan.configured.layout.optimizer]}
     table = _table(f"Memory of one rank at its peak, {memory.moment}", "item", "GiB", "share", "what it is")
     for name, size in sorted(memory.device.items(), key=lambda item: -item[1]):
         table.add_row(name, f"{size / GIB:.2f}", f"{size / memory.total:.0%}", means[name])
@@ -202,14 +212,6 @@ def _conclusions(plan: Plan) -> list[Text]:
                 f"As configured it does not fit. ZeRO-{layout.stage} with batch.micro_size={layout.micro} does: "
                 f"deepspeed.stage={layout.stage}",
                 style="bold yellow",
-            )
-        )
-    if not plan.shape.exact:
-        lines.append(
-            Text(
-                f"! {plan.shape.architecture}: its parameters are counted; its activations are estimated as those of "
-                "a plain block, which was not verified for it",
-                style="yellow",
             )
         )
     return lines

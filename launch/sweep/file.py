@@ -41,7 +41,7 @@ class Trial:
     settings: tuple[str, ...]
     """All of its `key=value` arguments but those for its folder."""
     resolved: dict[str, Any]
-    """Its whole run config without run.name."""
+    """The whole run config without run.name."""
 
     @property
     def label(self) -> str:
@@ -51,7 +51,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a sweep's file decides for all trials; its plan keeps it."""
+    """Settings of a sweep's file that hold for all trials; its plan keeps them."""
 
     folder: Path
     """run.dir/name, absolute; holds each trial's run folder."""
@@ -61,13 +61,13 @@ class Settings:
     launcher: tuple[str, ...]
     """The words before train.py; empty: plain python, or torchrun for several processes."""
     processes: int
-    """[processes] Of each trial."""
+    """[processes] Processes of each trial."""
     slots: int
-    """[trials] At most so many at a time."""
+    """[trials] How many run at a time, at most."""
     minutes: float | None
-    """[minutes] Of one start of the sweep."""
+    """[minutes] Time limit of one start of the sweep."""
     price: float | None
-    """[money] Of one device for one hour."""
+    """[money] Price of one device for one hour."""
     hopeless: Hopeless | None
 
 

@@ -26,8 +26,9 @@ from launch.hosts import without_options
 from launch.job import KILL_AFTER_SECONDS, TRAIN, Job, error_line, job_command, job_environment
 from launch.sweep.events import History, refreshed
 from launch.sweep.file import as_setting
-from launch.sweep.folder import ENDED, Entry, Outcome, Plan, Status, lock_file
+from launch.sweep.folder import ENDED, Entry, Outcome, Plan, Status
 from launch.sweep.rule import hopeless_reason
+from tracking.file_lock import exclusive_lock
 
 RUN_FOLDER_VARIABLE = "MANTISSA_SWEEP_TRIAL"
 """Environment variable of every process of a trial: its run folder."""
@@ -35,7 +36,7 @@ SWEEP_PID_VARIABLE = "MANTISSA_SWEEP_PARENT"
 """Environment variable: pid of the sweep, which a trial must not outlive."""
 POLL_SECONDS = 0.3
 RECORD_SECONDS = 20.0
-"""How often the time that a trial took is recorded while it runs."""
+"""Seconds between two records of the time that a running trial took."""
 _PR_SET_PDEATHSIG = 1
 _EXIT_CODES: dict[Status, int] = {"done": 0, "hopeless": 0, "diverged": DIVERGED, "refused": CONFIG_ERROR}
 
@@ -46,7 +47,7 @@ def run_trial(plan: Plan, entry: Entry) -> int:
     The exit code: 0 done or hopeless, 2 refused, 3 numerics, 75 stopped on request and saved, 1 anything else.
     """
     _end_with_sweep()
-    with lock_file(plan.folder / "trials" / f"{entry.index:03d}.lock", wait=True):
+    with exclusive_lock(plan.folder / "trials" / f"{entry.index:03d}.lock", -1):
         outcome = plan.outcome(entry)
         end_leftover_processes(plan.run_folder(entry))
         if outcome.status not in ENDED:
@@ -158,7 +159,7 @@ class _Running:
                 return
 
     def _outcome(self, code: int, seconds: float, error: str) -> Outcome:
-        """From the run's own run_end event; without one from the launcher's exit code."""
+        """The outcome by the run's own run_end event; without one, by the launcher's exit code."""
         self._history.refresh()
         end = self._history.ended or {}
         code = code if end.get("exit_code") is None else int(end["exit_code"])
@@ -210,7 +211,7 @@ def _trial_processes(run_folder: Path) -> list[int]:
 
 
 def _end_with_sweep() -> None:
-    """When the sweep is killed, its trials get SIGUSR1 from the kernel, save and end."""
+    """Have the kernel send SIGUSR1 when the sweep is killed, so that the trial saves and ends."""
     parent = os.environ.pop(SWEEP_PID_VARIABLE, None)
     if parent is None:
         return

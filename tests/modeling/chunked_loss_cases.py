@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from config import batch as loss_chunks
 from config.errors import UserError
+from modeling import chunked_head
 from precision.statistics import ActivationMeter
 from tests.support.small_run import batch_of, engine_of, masters_of, resolve
 from training.attribution import attribute
@@ -89,7 +89,7 @@ def cannot(world: World) -> dict[str, Any]:
             pass
     except UserError as error:
         found["refused"] = str(error)
-    before, loss_chunks.AUTO_FROM_LOGITS = loss_chunks.AUTO_FROM_LOGITS, 1
+    before, chunked_head.AUTO_FROM_LOGITS = chunked_head.AUTO_FROM_LOGITS, 1
     try:
         for loss, key in (("auto", "loss"), ("full", "loss_of_full")):
             with recurrent(loss) as engine:
@@ -100,7 +100,7 @@ def cannot(world: World) -> dict[str, Any]:
                         "unchunked_reason": engine.loss_path.unchunked_reason,
                     }
     finally:
-        loss_chunks.AUTO_FROM_LOGITS = before
+        chunked_head.AUTO_FROM_LOGITS = before
     return found
 
 

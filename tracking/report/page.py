@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -25,10 +24,9 @@ from tracking.heatmap.scale import drawn_panels
 from tracking.heatmap.words import sentences
 from tracking.observed_dtypes import computed, lower_than_promised, unobserved
 from tracking.plots import plot_run
-from tracking.report.context import LIMITS, Finding, MeasureContext
+from tracking.report.context import Finding, MeasureContext
 from tracking.report.measures import all_measures, caveats, count_verdicts, read_run
 from tracking.report.objective import adapter_in_words, samples_in_words, task_in_words
-from tracking.report.text import markdown as measures
 from tracking.run_dir import RunDir
 from tracking.summary import Summary, read_inputs, setting, summarise
 from tracking.terminal import words
@@ -52,10 +50,10 @@ def write_report(
     summary: None reads it.
     Raises UserError when nothing has been recorded in the run folder, OSError when the page itself cannot be written.
     """
-    summary = summary or summarise(run_dir)
     if findings is None:
-        alone = MeasureContext(read_run(run_dir.path), None, LIMITS, price=None, peak=None, now=time.time())
-        findings, remarks = all_measures(alone), caveats(alone)
+        alone = MeasureContext(read_run(run_dir.path))
+        findings, remarks, summary = all_measures(alone), caveats(alone), Summary(alone.run.facts)
+    summary = summary or summarise(run_dir)
     config, deepspeed, environment = read_inputs(run_dir)
     text = sample
     if sample is not None:
@@ -74,7 +72,7 @@ def write_report(
     if summary.steps and _attempt(plot, lambda: plot_run(run_dir.events, plot)):
         parts.append("![loss, gradient norm, learning rate, loss scale or speed](plots/run.png)\n")
     parts += _layers(run_dir)
-    parts.append(f"## Measures\n\n{count_verdicts(findings)}.\n\n{measures(findings, remarks)}")
+    parts.append(f"## Measures\n\n{count_verdicts(findings)}.\n\n{_measures(findings, remarks)}")
     parts += _corruption(summary)
     if environment.get("ledger"):
         parts.append("## Dtypes\n\n" + _ledger(environment["ledger"]))
@@ -89,6 +87,21 @@ def write_report(
     parts.append(f"## Resume\n\n{checkpoint}\n\n" + markdown.fenced(resume_command, "bash"))
     write_atomically(run_dir.report, "\n".join(parts).encode())
     return run_dir.report
+
+
+def _measures(findings: Sequence[Finding], remarks: Sequence[str]) -> str:
+    """A table of the measures and how each was computed below it."""
+    lines = "".join(f"> {markdown.text(remark)}\n\n" for remark in remarks)
+    cells = ((item.title, item.shown or "-", item.limit) for item in findings)
+    rows = [(*map(markdown.text, row), _verdict(item)) for row, item in zip(cells, findings, strict=True)]
+    lines += markdown.table(("measure", "value", "limit", "verdict"), rows)
+    how = "".join(f"- **{markdown.text(item.title)}**: {markdown.text(item.how)}.\n" for item in findings)
+    return f"{lines}\n<details><summary>How they were computed</summary>\n\n{how}\n</details>\n"
+
+
+def _verdict(item: Finding) -> str:
+    word = f"**{item.verdict}**" if item.verdict == "fail" else item.verdict
+    return f"{word}: {markdown.text(item.reason)}" if item.reason else word
 
 
 def _layers(run_dir: RunDir) -> list[str]:
@@ -114,7 +127,7 @@ def _warnings(events: Sequence[Event]) -> list[str]:
 
 
 def _canary(run_dir: RunDir) -> list[str]:
-    """What `launch.canary` decided about the run, from the folder beside it; nothing without one."""
+    """Decisions of `launch.canary` about the run, from the folder beside it; nothing without one."""
     path = run_dir.path.with_name(f"{run_dir.name}-canary") / "canary.jsonl"
     if not path.is_file():
         return []
@@ -262,13 +275,13 @@ def _what_ran(
 
 
 def _trained(start: Event) -> str:
-    """How many are trained, where others are frozen."""
+    """Number of trained parameters, where others are frozen."""
     trained = start.get("trained_parameters")
     return "" if trained in (None, start["parameters"]) else f", {trained:,} of them trained"
 
 
 def _data(config: dict[str, Any]) -> str:
-    """Source and path, or those of a mixture."""
+    """Source and path of the data, or of each part of a mixture."""
     sources = setting(config, "data.sources")
     if sources:
         return "; ".join(_join(item.get("name"), item.get("source"), item.get("path")) for item in sources)

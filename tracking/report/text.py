@@ -1,4 +1,4 @@
-"""The twelve measures as Markdown for `report.md` and as a table for a terminal; service levels as a table."""
+"""The twelve measures, and service levels, as tables for a terminal."""
 
 from __future__ import annotations
 
@@ -8,27 +8,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from config.markdown import table, text
 from config.printable import shown
 from tracking.report.context import Finding, Verdict, percent
 from tracking.report.service_levels import Level, ServiceLevels, format_budget, format_level
 from tracking.terminal import words
 
 STYLES: dict[Verdict, str] = {"pass": "green", "fail": "bold red", "not measured": "dim"}
-
-
-def markdown(findings: Sequence[Finding], remarks: Sequence[str]) -> str:
-    """A table of the measures and how each was computed below it."""
-    lines = "".join(f"> {text(remark)}\n\n" for remark in remarks)
-    rows = [(text(item.title), text(item.shown or "-"), text(item.limit), _verdict(item)) for item in findings]
-    lines += table(("measure", "value", "limit", "verdict"), rows)
-    how = "".join(f"- **{text(item.title)}**: {text(item.how)}.\n" for item in findings)
-    return f"{lines}\n<details><summary>How they were computed</summary>\n\n{how}\n</details>\n"
-
-
-def _verdict(item: Finding) -> str:
-    word = f"**{item.verdict}**" if item.verdict == "fail" else item.verdict
-    return f"{word}: {text(item.reason)}" if item.reason else word
 
 
 def show_findings(findings: Sequence[Finding], remarks: Sequence[str], console: Console) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from config.cli import REPOSITORY
-from config.optimizers import SPLIT_BYTES, SPLIT_PIECE
+from precision.split_masters import SPLIT_BYTES, SPLIT_PIECE
 from tests.support.marks import slow
 from tests.training.engine import engine_cases, split_cases
 from training.engine.split_masters import SplitAdamW, SplitMaster
