@@ -1,8 +1,6 @@
 """What the documentation names exists: links, headings, `python -m` modules and their options, config keys, events and
 their fields, repository paths, make targets."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re

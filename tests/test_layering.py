@@ -4,8 +4,6 @@ The folders' order is config <- {data, modeling, precision, tracking} <- trainin
 The floors inside training/ are in tests/support/imports.py, and docs/architecture.md has the picture.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """`--help` covers every key of the schema, with the words that stand in it."""
 
-from __future__ import annotations
-
 import re
 
 from config.cli import BROKEN, CONFIG_ERROR, DIVERGED, DONE, LOST, PREEMPTED, UNSAVED

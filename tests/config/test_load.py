@@ -1,7 +1,5 @@
 """Files and overrides become a checked Config, or one line that says what to change."""
 
-from __future__ import annotations
-
 import dataclasses
 import types
 import typing

@@ -1,7 +1,5 @@
 """Keys that do not fit together are refused, and those that do are not."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What runs inside the processes of test_chunked_loss_training.py. Every function is called on every rank."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Which models may share their matrices among ranks, and where a slice lies in the whole."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The imports of this repository, read from the sources, and the order that they have to have."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator, Mapping
 from functools import cache

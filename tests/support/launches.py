@@ -1,7 +1,5 @@
 """Start real training jobs through real launchers, on a small corpus, and read what they left behind."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Plain torch on one process, with which steps of ranks that share something are compared."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,6 @@
 """A small Llama and random batches, for tests of the engine: built through the real config and DeepSpeed JSON."""
 
-from __future__ import annotations
-
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -148,6 +147,14 @@ def restored(checkpoints: Checkpoints, path: Path | None, engine: Engine) -> Pro
 def masters_of(engine: Engine) -> dict[str, torch.Tensor]:
     """Every FP32 master, whole, by name. A collective."""
     return {name: whole_master(engine, parameter) for name, parameter in trainable_parameters(engine).items()}
+
+
+def checksum(tensors: dict[str, torch.Tensor]) -> str:
+    """SHA-256 of names and FP32 values."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode() + tensors[name].float().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def plain_model(resolved: Resolved, weights: dict[str, torch.Tensor], *, attention: str = "sdpa") -> torch.nn.Module:

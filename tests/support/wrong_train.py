@@ -1,7 +1,5 @@
 """train.py with a mistake that a run and its FP32 twin share; one argument names it, the others are train.py's."""
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What runs inside the processes of test_growing.py."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What one step does beside the work itself, counted: run on real ranks by test_step_costs.py."""
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

@@ -3,8 +3,6 @@
 Counted in lines of Python, tensor operators and bytes; the times are in docs/performance.md.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import tracemalloc
@@ -72,7 +70,7 @@ def counted() -> Iterator[dict[str, int]]:
 
 
 def cost(what: str, model: PreTrainedModel) -> dict[str, int]:
-    """Of one piece of bookkeeping; it is warm."""
+    """Cost of one piece of bookkeeping, once it is warm."""
     AT_START[what](model)
     with counted() as found:
         AT_START[what](model)

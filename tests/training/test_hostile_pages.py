@@ -1,7 +1,5 @@
 """The Markdown pages and figures of the tools show names, reasons and commands as text."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tools that left training/ answer to their old names with one line that has the new one."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

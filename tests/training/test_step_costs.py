@@ -3,8 +3,6 @@
 Times would depend on the machine; counts do not. `python -m lab.benchmark` has the times.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

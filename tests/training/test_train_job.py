@@ -1,7 +1,5 @@
 """The whole job through the command line a user types: launchers, resume after a kill, preemption, abort, mistakes."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -175,7 +173,7 @@ def test_a_rollback_leaves_the_offending_batch_out_and_the_run_ends_well(folder)
 
 @pytest.mark.parametrize("launched", [True, slow(False)])
 def test_a_replay_goes_on_from_the_nearest_checkpoint_on_as_many_processes(finished, launched):
-    """Which it starts itself where nobody has."""
+    """The tool starts the processes itself unless a launcher has."""
     output = replay(finished, "it", 6, ranks=2 if launched else 1)
     assert "checkpoints/step-4, 2 steps to go" in output
     assert output.count("as recorded") == 2

@@ -1,7 +1,5 @@
 """The stability envelope: settings that bear less are found, nothing runs twice, and mistakes are one line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

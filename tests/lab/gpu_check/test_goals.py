@@ -1,7 +1,5 @@
 """The goals of the GPU check: what is read of an item's figures, and when a goal counts as reached."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

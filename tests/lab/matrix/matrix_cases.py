@@ -1,7 +1,5 @@
 """Functions that test_matrix.py runs inside its processes, each on every rank."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory

@@ -1,7 +1,5 @@
 """The precision matrix: a pairwise-covering part of it comes out as the table says, and broken engines do not pass."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A run tried on its first steps beside FP32, started from there, watched, and put back where it turns bad."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import signal

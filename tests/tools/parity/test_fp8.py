@@ -1,7 +1,5 @@
 """FP8 in the parity gate: a sound run is parity by bounds that are FP8's, and what is wrong inside a layer is found."""
 
-from __future__ import annotations
-
 import pytest
 
 from lab.detection.plants.permanent import PLANTED

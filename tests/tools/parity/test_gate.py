@@ -1,7 +1,5 @@
 """The parity gate as a user runs it: real jobs, a report, an exit code."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

@@ -3,8 +3,6 @@
 `tools.parity.rounding` says how far plain torch may be off in the plan's dtype; here is how far it is.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The judgement of parity: which measurements pass, and which module, step or seed a failure names."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace

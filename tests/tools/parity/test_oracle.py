@@ -1,7 +1,5 @@
 """The oracle computes what runs record, by rules of its own, and names what a run does otherwise."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """What 16 bits hide: an error of a module's code that is smaller than its roundings, or has no direction."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Single steps of ranks that share matrices against FP32 on whole ones: sound ones pass, planted defects are named."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ The run is a model of transformers cast as DeepSpeed casts, or under the regions
 alone. What is planted stays below what the bounds on a module's output, gradients and loss would show.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable
@@ -47,7 +45,7 @@ Times = Callable[[torch.Tensor, float], torch.Tensor]
 BOUNDS = ParitySection()
 VOCABULARY = 250
 SCALE = 4096.0
-"""Of the loss, as FP16 needs it."""
+"""Scale of the loss, as FP16 needs it."""
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 256, "vocab_size": 256}
 FP8 = Manifest("bf16", (Rule("*_proj", "Linear", "fp8", "x"), Rule("*head*", "Linear", "bf16", "x")), Path("m.json"))
 BF16 = Manifest("bf16", (), Path("m.json"))
@@ -395,7 +393,7 @@ def test_a_loss_that_rounding_does_not_explain_is_named(objective: LabelPredicti
 
 
 class Chunked(LabelPrediction):
-    """Of 16 tokens at a time, as the engine computes it."""
+    """The loss of 16 tokens at a time, as the engine computes it."""
 
     head: ChunkedHead
 

@@ -1,7 +1,5 @@
 """Single steps against FP32: what is healthy passes, and every planted defect is found in the module that has it."""
 
-from __future__ import annotations
-
 import pytest
 
 from config.cli import REPOSITORY
@@ -268,7 +266,7 @@ ROUTED = (
 
 @pytest.mark.parametrize(("stage", "compute"), [(2, "bf16"), *(slow(*case) for case in ((3, "fp16"), (1, "bf16")))])
 def test_losses_of_routers_count_as_the_config_says_or_are_named(pair, stage, compute):
-    """In which a z-loss that is twice what it should be is a hundredth of the routers' gradient."""
+    """A doubled z-loss changes the routers' gradient by a hundredth."""
     of_case = {"stage": stage, "compute": compute, "overrides": ["precision.loss_scale.initial=1024", *ROUTED]}
     for found in pair.run(parity_cases.weighted, **of_case):
         assert found["weighting_error"] and max(found["weighting_error"].values()) < BOUNDS.weighting_error / 10
@@ -290,7 +288,7 @@ def test_weight_decay_on_what_should_have_none_is_named(pair):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("key", ["exp_avg_sq", "exp_avg"])
 def test_a_moment_that_is_kept_in_bf16_is_found_by_its_rounding(pair, stage, key):
-    """Of the second moment that moves an update by less than the bound on its error."""
+    """Rounding the second moment moves an update by less than the bound on its error."""
     for steps in pair.run(parity_cases.with_rounded_moment, stage=stage, compute="bf16", key=key, steps=2):
         checks = judged(steps)
         assert checks["update_rounding"].measured > 0.5

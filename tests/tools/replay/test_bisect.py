@@ -1,7 +1,5 @@
 """The step at which a run leaves its FP32 twin, and the module: real runs with a defect that begins at a step."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

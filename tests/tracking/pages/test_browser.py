@@ -1,7 +1,5 @@
 """Pages that are files, in a real browser: nothing in a run's texts is obeyed, and a phone can read a tool's page."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A tool's Markdown page in a browser: verdict framed, pictures inside, nothing loaded, no markup of a run obeyed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Whatever a run says is text in Markdown: a parser reads back the same words, and no markup."""
 
-from __future__ import annotations
-
 import re
 from io import StringIO
 

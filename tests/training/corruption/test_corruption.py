@@ -1,7 +1,5 @@
 """Bits flipped into real runs: what is found, named and repaired, and what a healthy step pays."""
 
-from __future__ import annotations
-
 import math
 import random
 import socket
@@ -166,7 +164,7 @@ def test_a_flip_in_shared_experts_is_named_in_the_whole_parameter(pair: ProcessG
 
 
 def test_a_split_master_is_no_witness_of_the_weight_that_it_is_made_of(pair: ProcessGroup) -> None:
-    """Of two ranks the owner would always be right, also when its own weight has flipped: nothing is overwritten."""
+    """With two ranks the owner would always be right, even when its own weight has flipped: nothing is overwritten."""
     planted = (*ON, "precision.masters=split", f"faults=[{fault('weight', 14, step=3, rank=0)}]")
     found = pair.run(cases.trained, stage=2, compute="bf16", overrides=planted)[0]
     (event,) = (event for event in found["corruption"] if event["found_by"] == "copies")

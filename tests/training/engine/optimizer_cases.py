@@ -1,7 +1,5 @@
 """Steps of every optimizer on shared-out masters, beside its rule on whole parameters: run on real ranks."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The table of optimizers, its files, and what a start brings along for optimizers that Mantissa does not have."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import fields, replace
@@ -230,7 +228,7 @@ def test_two_iterations_in_bf16_are_as_far_apart_as_muon_says(rank: int) -> None
 
 
 def test_muon_moves_as_torchs_own() -> None:
-    """Which always orthogonalizes in BF16, and knows only matrices on one device."""
+    """torch's Muon always orthogonalizes in BF16, and supports only matrices on one device."""
     generator = torch.Generator().manual_seed(2)
     start = torch.randn(24, 40, generator=generator)
     ours, theirs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())

@@ -1,7 +1,5 @@
 """The profiler on real processes: the time adds up, and what was planted is named."""
 
-from __future__ import annotations
-
 import gzip
 import json
 

@@ -1,7 +1,5 @@
 """What runs inside the processes of test_tracing.py."""
 
-from __future__ import annotations
-
 import os
 import random
 import time
