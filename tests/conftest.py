@@ -1,7 +1,5 @@
 """Shared by all tests: real gloo process groups, each started once a session; with --no-processes, none of them."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import multiprocessing.util

@@ -3,8 +3,6 @@
 A row is a file and what happens to it, on a copy of one finished run. What needs real jobs is in tests/machines/.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """No text is read or written in the locale's encoding, which is ASCII on many a cluster: every file is UTF-8."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +8,9 @@ from config.cli import REPOSITORY
 from tests.support.imports import source_files
 
 MODE_AT = {"open": 1, "Path.open": 0, "fdopen": 1}
-"""Where each takes its mode."""
+"""Position of the mode among the arguments of each."""
 NOT_FILES = ("os", "self", "archive")
-"""Whose `open` opens no text file: a descriptor, a stream of documents, a member of a zip file in bytes."""
+"""Modules whose `open` opens no text file: a descriptor, a stream of documents, a member of a zip file in bytes."""
 
 
 def by_locale(tree: ast.AST) -> Iterator[ast.Call]:

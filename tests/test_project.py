@@ -1,7 +1,5 @@
 """What the project says of itself in more than one file agrees: version, license, pinned packages, commands of make."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

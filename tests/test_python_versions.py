@@ -1,7 +1,5 @@
 """Every supported Python that this machine has compiles all sources, and runs what needs pure Python only."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

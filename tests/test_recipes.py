@@ -1,7 +1,5 @@
 """Every recipe says how it is started and what to expect, and loads through the real command line."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The tests themselves: where they live, and what pytest is told."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

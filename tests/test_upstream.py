@@ -3,8 +3,6 @@
 A failure after an upgrade is good news: the repair can go.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The cut of a global batch, and what the error proposes when it does not come out even."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every `python -m` tool ends the same way: a mistake is one line and exit code 2, a closed pipe no traceback."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import os

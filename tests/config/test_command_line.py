@@ -1,7 +1,5 @@
 """The command line as a user meets it: in a process of its own where that is what counts."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import resource

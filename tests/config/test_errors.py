@@ -1,7 +1,5 @@
 """A mistake is told once, and by somebody."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from config.cli import REPOSITORY

@@ -1,7 +1,5 @@
 """Packages that single settings need: each is asked for in one line, and a run without these settings imports none."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

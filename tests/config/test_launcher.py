@@ -1,7 +1,5 @@
 """Rank and world size from the launcher's environment, or a clear refusal."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What Accelerate was told is taken or refused, never passed over."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What is a secret is hidden wherever it stands; what a program or a reader needs never is."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 

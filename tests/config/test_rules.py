@@ -1,7 +1,5 @@
 """Keys that do not fit together are refused, and those that do are not."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -195,10 +193,6 @@ REFUSED = [
     (
         ["precision.masters=split", "faults=[{kind: flipped_bit, step: 1, module: a, place: master}]"],
         "faults[0].place = master strikes an FP32 master, and with precision.masters = split there is none in memory",
-    ),
-    (
-        ["precision.masters=split", "defects=[{kind: stale_weight, module: a}]"],
-        "defects[0].kind = stale_weight leaves a weight behind its master, and with precision.masters = split it is a",
     ),
 ]
 

@@ -1,7 +1,5 @@
 """Credentials and keys are refused before anything of the config is shown or written."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """YAML 1.2 scalars, repeated keys, and errors of one line."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A preparation that is killed goes on where it was: its bytes are those of an undisturbed one."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from dataclasses import fields, replace

@@ -1,7 +1,5 @@
 """Prepared data goes beside the temporary files where HOME cannot be written, and only then."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

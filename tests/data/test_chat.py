@@ -1,7 +1,5 @@
 """Which tokens of a row are trained: for 21 shapes of chat templates, equal to what was written down by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Files split into documents, whatever the blocks that they are read in."""
 
-from __future__ import annotations
-
 import io
 import random
 import tracemalloc

@@ -1,7 +1,5 @@
 """What a corpus costs does not grow with the corpus: counted in bytes of memory and in mappings, not timed."""
 
-from __future__ import annotations
-
 import gc
 import json
 import random

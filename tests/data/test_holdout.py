@@ -1,7 +1,5 @@
 """A text without a document to spare is cut at its end: no token in both splits, the same cut every time."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path

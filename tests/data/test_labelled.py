@@ -1,7 +1,5 @@
 """Rows with labels as they are prepared; every malformed file or config is one line and exit code 2."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -53,7 +51,7 @@ def test_it_prints_each_word_whole_before_its_label(show: Show, tmp_path: Path) 
 
 
 def test_it_prints_rows_of_several_sources(show: Show, tmp_path: Path) -> None:
-    """Which may have one label each."""
+    """Each source may have a single label."""
     for name in ("x", "y"):
         (tmp_path / f"{name}.jsonl").write_text(row(text=f"a row of {name}", label=name) + "\n")
     sources = f"data.sources=[{{path: {tmp_path}/x.jsonl}}, {{path: {tmp_path}/y.jsonl}}]"

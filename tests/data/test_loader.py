@@ -1,7 +1,5 @@
 """Batches: the right windows on the right rank, exact restore, errors that surface, validation that pads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

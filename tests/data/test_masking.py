@@ -1,7 +1,5 @@
 """What is hidden from a masked language model: how much, which words, and that it depends on nothing but its key."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

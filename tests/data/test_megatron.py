@@ -1,7 +1,5 @@
 """Megatron-LM's indexed datasets: read as they were written, and refused where they are damaged."""
 
-from __future__ import annotations
-
 import random
 import struct
 from pathlib import Path

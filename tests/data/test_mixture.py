@@ -1,7 +1,5 @@
 """Mixtures: exact shares, every sample once an epoch, the same order whatever the batch size."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Rows are packed whole, once each, and nearly as tightly as can be."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Pairs of answers: how rows become them, which of their tokens count, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

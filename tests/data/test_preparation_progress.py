@@ -1,7 +1,5 @@
 """What a preparation prints where no terminal draws a bar."""
 
-from __future__ import annotations
-
 import itertools
 
 from data.preparation_progress import Display, Progress

@@ -1,7 +1,5 @@
 """Preparation: exact content, done once, independent of workers, and never half finished."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

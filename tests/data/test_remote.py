@@ -1,7 +1,5 @@
 """Sources behind URLs: the shards of the same files on a disk, a name for what changes, and one line for what fails."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """Rows of every format become examples; what does not fit is named by its field."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

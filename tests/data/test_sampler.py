@@ -1,7 +1,5 @@
 """The sampler: a bijection every epoch, fresh order, and one global batch whatever the number of ranks."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

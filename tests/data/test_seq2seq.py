@@ -1,7 +1,5 @@
 """Rows as sources and targets: the tokens of transformers, what is cut, batches as it shifts them, bad rows."""
 
-from __future__ import annotations
-
 import json
 from contextlib import closing
 from pathlib import Path

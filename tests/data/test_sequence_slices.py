@@ -1,7 +1,5 @@
 """Slices of sequences: laid end to end they are the whole batch, and padding counts for nothing."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np
@@ -52,7 +50,7 @@ def test_slices_end_to_end_are_the_batch(length: int, ranks: int, seed: int, apa
 
 
 def test_the_last_label_of_a_slice_is_the_first_token_of_the_next(tmp_path) -> None:
-    """Of real windows; a padding row has no label in any slice."""
+    """Slices of real windows; a padding row has no label in any of them."""
     shards, ids = make(tmp_path, 41), np.array([2, NO_SAMPLE])
     first, second = (
         sliced(next_tokens(8, None), rank=rank, ranks=2)(shards, 0, ids, ids.reshape(1, 2)) for rank in (0, 1)

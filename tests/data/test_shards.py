@@ -1,7 +1,5 @@
 """Shards: exact round trips, windows in which every token is a label once, and damage that is always noticed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

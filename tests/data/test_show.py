@@ -1,7 +1,5 @@
 """`python -m data.show` prints rows and totals; every malformed file or config is one line and exit code 2."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Whole runs on the same documents from every source of them: the same loss at every step."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from threading import Thread

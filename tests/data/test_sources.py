@@ -1,7 +1,5 @@
 """Every source, with small local files; and every mistake a user can make with one."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Documents that are token ids already make the shards of the text that they are the ids of."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

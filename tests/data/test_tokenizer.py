@@ -1,7 +1,5 @@
 """Tokenizers: exact round trips, document ends that text cannot forge, determinism, and refusals."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

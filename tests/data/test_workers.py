@@ -1,7 +1,5 @@
 """Worker processes: their results, and that the death of one is noticed in whatever it was doing."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

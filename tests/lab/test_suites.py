@@ -1,7 +1,5 @@
 """What a suite's output is read as, and the pages of what was tested."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The files of launch/accelerate and launch/deepspeed, read by the programs that they are for."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex

@@ -1,7 +1,5 @@
 """A job is started again when, and only when, that helps; and resumes as if nothing had happened."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

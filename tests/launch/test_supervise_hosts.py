@@ -3,8 +3,6 @@
 Programs stand in for ssh and deepspeed; the real ones are in test_two_machines.py, which needs root.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -3,8 +3,6 @@
 The machines are Linux namespaces with an sshd each: see tests/support/machines.py.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -38,7 +36,7 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Mac
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of all jobs: the corpus is prepared once."""
+    """Folder of all jobs: the corpus is prepared once."""
     return tmp_path_factory.mktemp("jobs")
 
 

@@ -1,7 +1,5 @@
 """Ground that any user may walk on, and the run of an ordinary machine to compare with."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -35,5 +33,5 @@ def ordinary(ground: Path) -> Place:
 
 @pytest.fixture(scope="session")
 def losses(ordinary: Place) -> list[float]:
-    """Of the run there."""
+    """Losses of that run."""
     return losses_of(ordinary.run)

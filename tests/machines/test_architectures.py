@@ -1,7 +1,5 @@
 """Architectures of transformers, small, through everything a run does: docs/models.md has the table of the outcomes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Whole jobs on damaged folders, full disks and folders that may not be read or written."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Any process of a supervised job, killed at any time: a short `python -m tests.support.kills --kills 200`."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Room: a small /dev/shm, temporary files that cannot be written, a disk that fills, few open files."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Other jobs: a port that is taken, two jobs at once, one run folder for two."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """A thousand steps under observers that hang, lie, stop and die are those of a run that nobody observes."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

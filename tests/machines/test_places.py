@@ -1,7 +1,5 @@
 """Where Mantissa and its runs lie: paths, links, the working folder, who may write, who runs it."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Each process of a preparation, killed at every phase: the others end, and the next start prepares."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Machines on which many things are strange at once; every run of the tests has been on the first."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from pathlib import Path

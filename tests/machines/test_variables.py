@@ -1,7 +1,5 @@
 """What stands in the environment: locale, terminal, threads, other modules, wandb, hubs, proxies, secrets."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

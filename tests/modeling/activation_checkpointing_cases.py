@@ -1,7 +1,5 @@
 """What runs inside the processes of the tests of activation checkpointing, on every rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from config.cli import REPOSITORY

@@ -1,7 +1,5 @@
 """What runs inside the processes of test_kernels.py. Every function is called on every rank."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

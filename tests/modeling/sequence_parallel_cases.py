@@ -3,8 +3,6 @@
 The oracle is the same model without the wrapper on whole sequences, with transformers' own masks.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

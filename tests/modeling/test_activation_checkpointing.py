@@ -1,7 +1,5 @@
 """Recomputed activations: the same gradients, bit for bit, from less memory."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A budget of activation memory is kept, with no more blocks recomputed than it takes."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Building models: reproducible weights, saved weights, and mistakes that would otherwise pass without a word."""
 
-from __future__ import annotations
-
 import json
 import logging
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """The chunked loss against FP64 and against the models' own logits, and the memory it takes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -120,7 +118,7 @@ def test_a_gradient_of_another_size_than_told_is_right_too() -> None:
 
 
 def test_fp16_gradients_that_the_scale_lifts_are_not_flushed_before() -> None:
-    """Of a token predicted to 1.5e-8, half of what FP16 rounds to zero: two logits, 9 and -9, both exact."""
+    """A token is predicted to 1.5e-8, half of what FP16 rounds to zero: two logits, 9 and -9, both exact."""
     weight, label, found = torch.tensor([[1.0], [-1.0]]).half(), torch.tensor([0]), {}
     for told in (2.0**12, 1.0):
         hidden = torch.tensor([[9.0]]).half().requires_grad_()

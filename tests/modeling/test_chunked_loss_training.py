@@ -1,7 +1,5 @@
 """The chunked loss on two real ranks, against the full one: training, manifests, who watches, and who is blamed."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

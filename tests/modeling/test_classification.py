@@ -1,7 +1,5 @@
 """Metrics of encoders equal their definitions, however the examples are cut into micro-batches."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

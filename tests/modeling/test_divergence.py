@@ -1,7 +1,5 @@
 """Divergences equal plain FP64, have right gradients, are 0 of equal distributions, and never nan."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

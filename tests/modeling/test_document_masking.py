@@ -1,7 +1,5 @@
 """Packed documents: a model computes for each what it computes for that document alone, or is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which models' experts may be shared, and how tokens find them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM

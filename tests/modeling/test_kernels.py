@@ -3,8 +3,6 @@
 What needs the kernels runs on a GPU, or with TRITON_INTERPRET=1 in Triton's interpreter (`make test-kernels`).
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections import Counter

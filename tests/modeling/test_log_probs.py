@@ -1,7 +1,5 @@
 """Log-probabilities of tokens equal a log-softmax in FP64, values and gradients, however they are chunked."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

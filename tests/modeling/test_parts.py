@@ -1,7 +1,5 @@
 """Activation checkpointing, parameter groups, the loss, and text samples."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

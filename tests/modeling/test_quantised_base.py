@@ -1,7 +1,5 @@
 """Weights in codes stand for what the definitions of NF4 and of rows of 8 bits say, and compute in any dtype."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

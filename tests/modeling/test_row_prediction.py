@@ -1,7 +1,5 @@
 """The mean of each row's mean: which labels share a row, in packed and padded sequences, and laid end to end."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

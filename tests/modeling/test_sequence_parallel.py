@@ -1,7 +1,5 @@
 """Ranks that share sequences compute a model's logits and gradients, for every architecture that is not refused."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

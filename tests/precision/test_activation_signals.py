@@ -1,7 +1,5 @@
 """Figures of attention against the probabilities that transformers' own eager attention returns in FP64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM

@@ -1,7 +1,5 @@
 """Who is blamed for a flipped bit, and what a step that was run again says."""
 
-from __future__ import annotations
-
 import pytest
 
 from precision.corruption import Flip, different_bits, judge_reexecution, majority, odd_ranks

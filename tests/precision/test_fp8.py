@@ -1,7 +1,5 @@
 """FP8: rounding bit by bit against the formats in fractions, matmuls against torch's, and whole models in regions."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 from pathlib import Path

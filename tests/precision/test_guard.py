@@ -1,7 +1,5 @@
 """The guard's judgement, without a process group: which trouble meets which reaction, and that it always ends."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass, replace

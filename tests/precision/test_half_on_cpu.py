@@ -1,7 +1,5 @@
 """Half-precision products without the CPU's help: FP32 sums, rounded once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

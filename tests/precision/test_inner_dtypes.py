@@ -1,7 +1,5 @@
 """Where the sums inside a step were rounded: sound models show no lower dtype, planted ones show it by name."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -85,7 +83,7 @@ def test_a_sound_model_computes_nothing_in_a_lower_dtype(family: str, attention:
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.architecture)
 def test_no_architecture_computes_anything_in_a_lower_dtype(case: Case) -> None:
-    """Those of docs/models.md. Blocks show what they add up, but for Bloom's, which leave it to what is inside."""
+    """Architectures of docs/models.md. Blocks show what they add up; Bloom's leave it to what is inside."""
     config = {"pad_token_id": None, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0} | case.config
     dropped = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "dropout": 0.0}
     for path in ("cast", "manifest"):

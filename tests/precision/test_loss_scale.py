@@ -1,7 +1,5 @@
 """The loss-scale policies against an oracle that recomputes every step from the whole history, and their properties."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable

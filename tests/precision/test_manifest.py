@@ -1,7 +1,5 @@
 """The manifest: what the file may say, which rule wins, and what a mistake is told."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """The module that is blamed is the one that was broken, in every way a number stops being finite."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

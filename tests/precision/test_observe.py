@@ -1,7 +1,5 @@
 """What an observation sees, against torch's own FLOP counter and counts by hand; and what verification catches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

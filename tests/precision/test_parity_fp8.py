@@ -1,7 +1,5 @@
 """How steps with FP8 in the plan are judged: beyond what its rounding makes, and by their layers' products."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -11,7 +9,7 @@ from tests.tools.parity.test_judge_steps import BOUNDS, step
 from tools.parity.judge_steps import FP8_MARGIN, Check, Walk, blamed, first_divergence, judge_steps
 
 AGREEMENT = {"relative_error": 0.2, "cosine": 0.98, "sign_agreement": 0.94}
-"""Of FP32's gradients with those in FP8 alone: beyond three of the bounds already."""
+"""How FP32's gradients agree with those in FP8 alone: already beyond three of the bounds."""
 
 
 def product(off: float = 0.3, module: str = "a", part: str = "output") -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Regions against plain torch: FP32 bit for bit, plain autocast, and an FP64 oracle for every mixture."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager

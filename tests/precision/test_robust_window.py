@@ -1,7 +1,5 @@
 """The robust score against numpy, on random data and under contamination."""
 
-from __future__ import annotations
-
 import json
 import math
 

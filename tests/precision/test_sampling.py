@@ -1,7 +1,5 @@
 """Statistics of many tensors at once, against those of one tensor in FP64."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

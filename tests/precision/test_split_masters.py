@@ -1,7 +1,5 @@
 """A master as its BF16 weight and a remainder: every bit comes back, and the weight is the master, rounded."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Statistics against pure-Python oracles, tolerances against the arithmetic they bound."""
 
-from __future__ import annotations
-
 import math
 import struct
 

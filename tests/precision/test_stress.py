@@ -5,8 +5,6 @@ to one rounding counting as one. Sums inside run in FP32, so that a 16-bit resul
 where a 16-bit intermediate is rounded first.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

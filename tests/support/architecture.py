@@ -3,8 +3,6 @@
 An edge is an import. One that follows from others is left out, so that only neighbours are joined.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 python -m tests.support.architectures     # runs all and writes the table
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Observers of a run that do what they can to disturb it: clients of its metrics, and a collector of its spans."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import socket

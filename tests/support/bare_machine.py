@@ -1,7 +1,5 @@
 """A machine whose Python has most packages and lacks some, as an image made by others, and wheels of those it lacks."""
 
-from __future__ import annotations
-
 import os
 import venv
 import zipfile

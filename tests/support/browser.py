@@ -1,7 +1,5 @@
 """A real browser, headless: a page as it is drawn, what it asked for, and what its scripts found. Skips without one."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -5,9 +5,6 @@ its step and the checksum of its masters, takes one step and saves. Each resumed
 an undisturbed one.
 """
 
-from __future__ import annotations
-
-import hashlib
 import os
 import random
 import signal
@@ -23,7 +20,7 @@ import torch
 
 from config.machine.processes import free_port
 from tests.support import forked
-from tests.support.small_run import batch_of, engine_of, masters_of, resolve, restored, state_of
+from tests.support.small_run import batch_of, checksum, engine_of, masters_of, resolve, restored, state_of
 from training import distributed
 from training.checkpoint.checkpoints import Checkpoints
 from training.checkpoint.retention import Retention
@@ -71,7 +68,7 @@ class JobReport:
     step: int
     """The step it resumed from."""
     checksums: dict[int, str]
-    """Of its masters, at that step and after each later one."""
+    """Checksums of its masters, at that step and after each later one."""
     exit_codes: tuple[int | None, ...]
     seconds: float
 
@@ -171,7 +168,7 @@ def _work(
             if found is not None:
                 progress = restored(checkpoints, found, engine)
             for left in reversed(range(steps)):
-                pipe.send((True, (progress.step, _checksum(masters_of(engine)))))
+                pipe.send((True, (progress.step, checksum(masters_of(engine)))))
                 if kill is None or kill.phase != "replacing":  # which needs a save of the step that is there already
                     health = engine.health(engine.forward_backward(batch_of(world, 4, seed=progress.step), step=1))
                     progress = progress.after(tokens=128, applied=engine.step(health, 0.001).applied)
@@ -181,10 +178,3 @@ def _work(
     except BaseException:
         pipe.send((False, traceback.format_exc()))
         os._exit(1)
-
-
-def _checksum(masters: dict[str, torch.Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(masters):
-        digest.update(masters[name].numpy().tobytes())
-    return digest.hexdigest()

@@ -3,8 +3,6 @@
 It dies when that rank reaches that phase for the COUNT-th time in the save of that step or of a later one.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -4,8 +4,6 @@ A shape says how a turn of each role looks: what stands before its content, what
 what follows (which it does not). The Jinja beside it is written in the style of that family's own.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 Segments = list[tuple[str, bool]]
@@ -19,11 +17,11 @@ class Shape:
     jinja: str
     before: dict[str, str]
     end: str
-    """Of an answer: trained."""
+    """What ends an answer: trained."""
     after: str = ""
-    """Of an answer: not trained."""
+    """What follows an answer: not trained."""
     other_end: dict[str, str] = field(default_factory=dict)
-    """Of the other roles, where it is not `end` + `after`."""
+    """What ends turns of other roles where it is not `end` + `after`."""
     opening: str = ""
     strip: bool = False
     special: tuple[str, ...] = ()

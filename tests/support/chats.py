@@ -1,7 +1,5 @@
 """Small chats, a tokenizer and a base model for them, as a user would have them in files."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path
@@ -25,7 +23,7 @@ LENGTH = 96
 
 
 def write_chats(path: Path, rows: int, *, seed: int = 0) -> Path:
-    """A JSONL file of so many conversations of one to three turns."""
+    """Write a JSONL file with this many conversations of one or two exchanges."""
     draw = random.Random(seed)
 
     def turn(role: str, longest: int) -> dict[str, str]:
@@ -40,7 +38,7 @@ def write_chats(path: Path, rows: int, *, seed: int = 0) -> Path:
 
 
 def write_pairs(path: Path, pairs: int, *, seed: int = 0) -> Path:
-    """A JSONL file of so many pairs of answers to a question, in lists of messages."""
+    """Write a JSONL file with this many pairs of answers to a question, in lists of messages."""
     draw = random.Random(seed)
 
     def said(longest: int) -> str:
@@ -61,7 +59,7 @@ ASKED = (("user", 5), ("assistant", 8))
 def write_base(folder: Path, family: str = "llama", *, seed: int = 0, **config: Any) -> Path:
     """A model of a few thousand random weights with a tokenizer that has a chat template, as `save_pretrained` does.
 
-    config: of the model, further settings.
+    config: further settings of the model.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,7 +1,5 @@
 """Run folders for the tests of tracking.compare, written through the real sink, with a planted divergence."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

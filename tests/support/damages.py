@@ -1,7 +1,5 @@
 """Ways to damage the files of a run: each takes the path of one file, which is whole before."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -5,8 +5,6 @@ It dies by SIGKILL, a worker as its rank reaches the phase; and leaves the file 
 GRACE is how many seconds the others have to stop by themselves.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import signal

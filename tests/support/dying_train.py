@@ -4,8 +4,6 @@ HOW is the name of a signal, or `error` for an exception. That rank dies when it
 recorded it, and leaves the file MARK; where the file is, it lives. Without a MARK it dies each time.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

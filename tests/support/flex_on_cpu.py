@@ -4,8 +4,6 @@ torch has its formulas for every device, but a fused kernel for the backward pas
 tensors that require gradients. Here the check is left out and the graph is run operator by operator.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -3,8 +3,6 @@
 A new interpreter takes about ten seconds of a core for these imports, a fork takes milliseconds.
 """
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import os

@@ -3,8 +3,6 @@
 A tool starts this file as it starts torchrun; it starts real ranks that join each other, in a tenth of the time.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

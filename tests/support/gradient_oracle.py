@@ -1,7 +1,5 @@
 """What 16 bits lose of whole gradients, value by value in FP64: the reference of telemetry's fast statistics."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -13,13 +11,13 @@ class Underflow(NamedTuple):
     """Shares of a tensor's values, each a () float32 tensor in [0, 1]; 0 for a tensor without values that are not 0."""
 
     below_normal: torch.Tensor
-    """Of the finite non-zero values, those smaller than the smallest normal number: kept with fewer bits, or lost."""
+    """Share of the finite non-zero values below the smallest normal number: kept with fewer bits, or lost."""
     flushed: torch.Tensor
-    """Of the finite non-zero values, those that round to zero."""
+    """Share of the finite non-zero values that round to zero."""
 
 
 class GradientStatistics(NamedTuple):
-    """Of one module's gradients together; each a () float32 tensor."""
+    """Statistics of one module's gradients together; each a () float32 tensor."""
 
     norm: torch.Tensor
     """L2 norm, in gradient units."""

@@ -1,7 +1,5 @@
 """Telemetry of made-up models for the tests of the heat maps, written through the real sink."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Texts that a name, a note or an error may hold and that no artefact may obey; and secrets that none may show."""
 
-from __future__ import annotations
-
 import re
 
 ESCAPE, RIGHT_TO_LEFT = "\x1b[31mred\x1b[0m\x07", "\u202egnp.exe\u2066"

@@ -1,7 +1,5 @@
 """A Hugging Face hub of one machine: the endpoints that creating a repository and committing a folder need."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Writes Megatron-LM's indexed datasets, from the format's description alone and a value at a time."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Sequence
 from pathlib import Path

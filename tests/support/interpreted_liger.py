@@ -5,8 +5,6 @@ block by block. The interpreter knows no BF16 (it adds the bits), no float argum
 libdevice. They are put in its place here; the kernels themselves are Liger's.
 """
 
-from __future__ import annotations
-
 import os
 from importlib.util import find_spec
 from typing import Any

@@ -9,8 +9,6 @@ kills are spent; then each run's losses are compared with those of a run that no
 was not as it should be; the figures say what.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

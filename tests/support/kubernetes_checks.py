@@ -1,7 +1,5 @@
 """What the manifests have to keep that no schema knows: ports, grace periods, exit codes, secrets, command lines."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """launch/docker/Dockerfile, taken at its word without a docker daemon: what it copies, its user, its environment."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Jobs, pods and the other built-in kinds are held against the JSON schemas that k
 of JobSet and Kubeflow against their typed clients, with the Jobs and pods inside them against the former again.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from functools import cache

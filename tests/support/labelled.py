@@ -1,7 +1,5 @@
 """Small rows with labels, a WordPiece tokenizer and encoders of random weights for them, as a user's files."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence
@@ -73,7 +71,7 @@ def write_encoder(folder: Path, family: str = "bert", auto: str = "AutoModelForM
 
 
 def words(draw: random.Random, most: int) -> list[str]:
-    """Up to so many words, some of several pieces."""
+    """At most this many words, some of several pieces."""
     return [draw.choice(WORDS) + draw.choice(["", "", "s", "ing"]) for _ in range(draw.randint(1, most))]
 
 

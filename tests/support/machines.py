@@ -3,8 +3,6 @@
 They are Linux namespaces, so this needs root and an sshd; `SKIP` says why there can be none.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,13 +1,11 @@
 """Metrics of predictions from their definitions, example by example."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
 
 def expected_metrics(kind: str, predicted: list[Any], there: list[Any]) -> dict[str, float]:
-    """Those that a classify.kind has, of more than two labels."""
+    """The metrics of a classify.kind, for more than two labels."""
     pairs, count = list(zip(predicted, there, strict=True)), len(there)
     if kind == "regression":
         x, y = (sum(values) / count for values in (predicted, there))

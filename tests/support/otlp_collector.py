@@ -1,7 +1,5 @@
 """An OTLP/HTTP collector for tests: takes what a real one takes, parsed with OpenTelemetry's own protocol buffers."""
 
-from __future__ import annotations
-
 import gzip
 import threading
 import time

@@ -7,8 +7,6 @@ measured in every step, so that what is counted is the figure's own lead. "The l
 on at which the mean of the last 5 losses is 10% above that of the same run without the trouble.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Callable, Iterator
@@ -154,13 +152,13 @@ CASES = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one run."""
+    """Warnings, losses and figures of one run."""
 
     warnings: list[tuple[int, EarlyWarning]]
     losses: list[float]
     figures: list[dict[str, Any]]
 
-    def rose(self, twin: Outcome, begin: int) -> int | None:
+    def rose(self, twin: "Outcome", begin: int) -> int | None:
         """Step at which the loss had risen; None if it did not. twin: the same run without the trouble."""
         for step in range(begin, min(len(self.losses), len(twin.losses)) + 1):
             mine, other = (sum(run.losses[step - _MEAN_OF : step]) for run in (self, twin))
@@ -212,7 +210,7 @@ def run(world: distributed.World, case: Case, *, planted: bool, seed: int = 0) -
 
 
 def found(world: distributed.World, *, name: str) -> tuple[int | None, int | None]:
-    """Of a case: the steps at which its signal warned and at which the loss had risen; None where one did not."""
+    """Steps at which the signal of a case warned and at which the loss had risen; None where one did not."""
     case = CASES[name]
     twin, outcome = (run(world, case, planted=planted) for planted in (False, True))
     return outcome.warned(case.expected, case.begin), outcome.rose(twin, case.begin)

@@ -1,7 +1,5 @@
 """What the fork server imports, once for all processes that it starts."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 

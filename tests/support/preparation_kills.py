@@ -1,7 +1,5 @@
 """Kill a process while a job of two ranks prepares its data, see how the job ends, and start it again."""
 
-from __future__ import annotations
-
 import re
 import time
 from pathlib import Path

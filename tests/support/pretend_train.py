@@ -7,8 +7,6 @@ launcher, `wait`: until SIGUSR1 comes, `terminate`: end a rank as DeepSpeed's la
 and write to the file `terminated` how many seconds that took.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

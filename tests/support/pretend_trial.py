@@ -6,8 +6,6 @@ keys of the run config: optimizer.eps is the seconds of a step, of the first sta
 left behind).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

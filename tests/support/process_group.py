@@ -4,8 +4,6 @@ Joining a group takes a moment, so the processes are started once. A function th
 fails returns its traceback; one that hangs past the time-out costs the group, which is then restarted.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import sys
@@ -13,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from config.machine.processes import free_port
 from tests.support import forked
@@ -30,7 +28,7 @@ class ProcessGroup:
         self._workers: list[tuple[Any, Connection]] = []
         self._known: dict[str, list[Any]] = {}
 
-    def __enter__(self) -> ProcessGroup:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type | None, value: BaseException | None, trace: TracebackType | None) -> None:

@@ -1,7 +1,5 @@
 """A real Prometheus server for a test, on a free port of the loopback interface."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Small models of several architectures, and what their forward passes keep in memory."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

@@ -1,7 +1,5 @@
 """train.py several times in one process, as in a notebook. The first argument is the runs: NAME:STAGE,NAME:STAGE."""
 
-from __future__ import annotations
-
 import sys
 
 import train

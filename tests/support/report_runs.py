@@ -1,7 +1,5 @@
 """Run folders for the tests of the report: a few lines describe what happened, the real record writes it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Small rows of sources and targets, and encoder-decoders of random weights with a tokenizer, as a user's files."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

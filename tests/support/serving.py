@@ -1,7 +1,5 @@
 """The page server on a free port, in a thread of the test."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import threading

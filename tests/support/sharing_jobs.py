@@ -1,11 +1,10 @@
 """Jobs whose ranks share sequences, matrices or experts, beside the job of one rank."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
 import pytest
 import torch
@@ -42,7 +41,7 @@ class Jobs:
         given = ("schedule.name=constant", *GIVEN[self.kind], *overrides)
         return finish(command("python", self.folder, name, *given), ranks=ranks)
 
-    def run_one_and_two(self, *overrides: str) -> Jobs:
+    def run_one_and_two(self, *overrides: str) -> Self:
         """Run `one` on one rank, `two` on two ranks that share, and `first`, its beginning."""
         self.run("one", *overrides, ranks=1)
         self.run("two", *overrides, self.shared, ranks=2)

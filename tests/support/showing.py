@@ -1,7 +1,5 @@
 """`python -m data.show` on a config that a test has written."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 The machines are those of machines.py; what runs on them ends with them.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Small models of several architectures in FP32, the same weights each time, and how far their gradients are apart."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A real S3 server on loopback (moto's), and in front of it a proxy that fails as networks and stores do."""
 
-from __future__ import annotations
-
 import http.client
 import os
 import re

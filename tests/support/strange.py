@@ -3,8 +3,6 @@
 A `Place` says what is strange: the paths, the variables, the user, the mounts, the interpreter's options.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import shutil
@@ -73,7 +71,7 @@ class Place:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of the launcher."""
+        """Environment of the launcher."""
         left_out = (*LAUNCHER_VARIABLES, "PYTHONPATH", *self.variables)
         base = {"PATH": os.environ["PATH"]} if self.bare else {**os.environ, "OMP_NUM_THREADS": "1"}
         given = {name: value for name, value in self.variables.items() if value is not None}

@@ -1,7 +1,5 @@
 """Plausible events for the tests of tracking/."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable

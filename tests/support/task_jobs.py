@@ -1,7 +1,5 @@
 """A small job of each kind of fine-tuning, on models of random weights and rows of random words."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,7 +103,7 @@ def write_all(folder: Path) -> Path:
 
 
 def overrides_of(folder: Path, name: str, *, dropout: bool = False) -> list[str]:
-    """Of the demo's config, that make it the job of that name. folder: as of `write_all`."""
+    """Overrides that turn the demo's config into the job of that name. folder: one that `write_all` has filled."""
     job = JOBS[name]
     found = [*_COMMON, f"task={job.task}", f"model.name_or_path={folder}/{job.model}"]
     found += [f"data.path={folder}/{job.data}.jsonl", f"data.cache_dir={folder}/cache"]

@@ -4,8 +4,6 @@ python -m tests.support.trl_oracle FOLDER: reads FOLDER/spec.json, writes FOLDER
 FOLDER/weights.safetensors. Optimizer, templates' masks, packing and padding are TRL's and transformers' own.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

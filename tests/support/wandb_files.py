@@ -1,7 +1,5 @@
 """Read wandb's own files of an offline run: LevelDB logs of protobufs, one for each session."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -4,8 +4,6 @@ It answers the requests that the client of the pinned version makes, keeps each 
 artifacts, and tells a resuming client what it has. It is not wandb's server: it accepts what that might refuse.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

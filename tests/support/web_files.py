@@ -1,7 +1,5 @@
 """A web server of a folder's files: one that sends them whole, or in the parts that are asked for."""
 
-from __future__ import annotations
-
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`python -m tools.generate`: from a folder, an adapter and a checkpoint; mistakes are one line."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A run folder filled through the real record, with the kinds of trouble a real run has."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The console shows progress plainly without a terminal and as one live line on one."""
 
-from __future__ import annotations
-
 import io
 import math
 import os

@@ -1,7 +1,5 @@
 """environment.json says what ran where, and holds no secret."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

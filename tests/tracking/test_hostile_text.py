@@ -1,7 +1,5 @@
 """Names, notes and settings of a run are text in everything that shows them: terminal, pages, Markdown, Prometheus."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """events.jsonl keeps every number, survives a crash at any byte and yields the one history of a resumed run."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,7 +1,5 @@
 """The picture of a run is a real PNG of the promised size, and shows what happened."""
 
-from __future__ import annotations
-
 import json
 import math
 import struct

@@ -1,7 +1,5 @@
 """The record checks, stamps and fans out; no sink can stop training (user-pains row 25)."""
 
-from __future__ import annotations
-
 import math
 import resource
 from typing import Any

@@ -1,7 +1,5 @@
 """A run folder is made, renamed and filled without ever losing or half-writing anything."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

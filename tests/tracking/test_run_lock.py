@@ -1,7 +1,5 @@
 """One job at a time writes a run folder; what a killed one has locked is free."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """The status of a run is checked: one that was killed is never shown as running, one that runs never as crashed."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

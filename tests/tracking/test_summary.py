@@ -1,7 +1,5 @@
 """The report and its table say what the events say, also for a crashed or resumed run."""
 
-from __future__ import annotations
-
 import io
 import json
 import subprocess

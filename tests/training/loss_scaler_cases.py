@@ -1,7 +1,5 @@
 """What runs inside the process of test_loss_scaler.py (DeepSpeed's scaler asks for a rank)."""
 
-from __future__ import annotations
-
 import random
 import tempfile
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What runs inside the processes of the tests of attribution, reactions and the manifest path."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What runs inside the processes of test_early_warnings.py: figures of the engine, and an oracle in FP64."""
 
-from __future__ import annotations
-
 import tempfile
 from collections import defaultdict
 from dataclasses import replace

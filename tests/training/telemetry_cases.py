@@ -1,7 +1,5 @@
 """What runs inside the processes of test_telemetry.py."""
 
-from __future__ import annotations
-
 import json
 from itertools import groupby
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which rank is bound to which cores, by what the ranks of a machine say of themselves."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """How the cores of recorded machines are divided, and of random ones."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

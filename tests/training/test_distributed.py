@@ -1,7 +1,5 @@
 """What a process builds and leaves at its start, and which cores it takes."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Early warnings: figures against an oracle in FP64, and when a bound speaks."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A whole job in FP8: guarded, attributed, promoted step by step, resumed, replayed and exported."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A planted activation that grows until FP16 overflows: the heat map's sentence names it and the step, long before."""
 
-from __future__ import annotations
-
 import pytest
 
 from config.schema import WarningsSection

@@ -1,7 +1,5 @@
 """Our loss scaler makes its policy's decisions, which take effect at the end of the step, and upstream accepts it."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.training import loss_scaler_cases

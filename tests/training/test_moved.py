@@ -1,7 +1,5 @@
 """Tools that left training/ answer to their old names with one line that has the new one."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -21,7 +19,11 @@ def test_the_new_name_can_be_run(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [("training.parity.steps", "tools.parity.steps"), ("training.benchmark.overhead", "lab.benchmark.overhead")],
+    [
+        ("training.parity.steps", "tools.parity.steps"),
+        ("training.benchmark.overhead", "lab.benchmark.overhead"),
+        ("training.parity.defects", "lab.detection.gate"),
+    ],
 )
 def test_an_old_name_is_answered_in_one_line(old: str, new: str) -> None:
     command = [sys.executable, "-u", "-m", old, "--config", "x.yaml"]

@@ -1,7 +1,5 @@
 """A lock that a killed build left is removed, one that somebody holds stays, and nobody waits for ever."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

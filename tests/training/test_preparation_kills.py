@@ -1,7 +1,5 @@
 """A process that dies while the data are prepared leaves no rank waiting; `make test-machines` has every phase."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.support import preparation_kills

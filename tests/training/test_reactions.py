@@ -1,7 +1,5 @@
 """Attribution and the manifest path on two real processes, at every ZeRO stage."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The ranks of one job find each other, and never those of another one, whatever listens at MASTER_PORT."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The learning rate against a definition written out by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

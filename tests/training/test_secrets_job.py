@@ -1,7 +1,5 @@
 """A real job of two processes keeps every path and word, and shows no secret in any file that it leaves."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whole jobs whose ranks share sequences, matrices or experts: the record of one rank, resume, export, attribution."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

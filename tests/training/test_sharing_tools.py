@@ -1,7 +1,5 @@
 """docs/parallel.md says which tool takes which kind of sharing: those it says refuse do, in one line and at once."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A job's start and end among others: its port, its run folder, its launcher; and several runs in one process."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """A home that is missing, or may not be written: caches go elsewhere, and one line says where."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """Telemetry on two real processes: the right numbers, and no trace in the training."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.training import telemetry_cases

@@ -1,7 +1,5 @@
 """One key is enough: the DeepSpeed JSON follows dtype, manifest, stage and offload, and contradictions are refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The table of verified and refused combinations: complete, without contradictions, and the config refuses from it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

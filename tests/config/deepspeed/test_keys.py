@@ -1,7 +1,5 @@
 """The static key table is what the installed DeepSpeed takes, and its own models accept every resolved JSON."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import types

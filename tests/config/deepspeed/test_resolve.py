@@ -1,7 +1,5 @@
 """The run config and a DeepSpeed JSON become one document without "auto", or one line that says where they disagree."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

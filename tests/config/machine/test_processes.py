@@ -1,7 +1,5 @@
 """Which launchers a process stands under, by their command lines; and that it does not outlive them."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The table of planted defects: two cells of it, cut short, through its own code, and how the page is written."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What runs in real processes for test_command.py."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The heat map and the page of a stability envelope, from rows that nobody had to train for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

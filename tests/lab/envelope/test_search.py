@@ -1,7 +1,5 @@
 """The rules of the stability envelope, on oracles whose answer is known."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """The work of every item at its full size is work that the tools accept: configs, options, contestants, modes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NoReturn
 

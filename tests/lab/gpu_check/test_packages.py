@@ -1,7 +1,5 @@
 """Packages from a folder of wheels, where no registry can be reached."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

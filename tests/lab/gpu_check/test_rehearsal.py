@@ -3,8 +3,6 @@
 The machine lacks what a GPU image lacks, and has a folder of wheels.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path
@@ -21,7 +19,7 @@ LACKING = (
     *("cryptography", "cffi", "pycparser"),
     *("pydantic", "pydantic-core", "annotated-types", "typing-inspection"),
 )
-"""Whose wheels are there."""
+"""Packages whose wheels are there."""
 WITHOUT_WHEELS = (
     *("wandb", "s3fs", "bitsandbytes", "prometheus-client"),
     *("opentelemetry-api", "opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"),
@@ -35,7 +33,7 @@ LACKS = {
 }
 """Items that are skipped on a CPU where Liger is not installed, and why."""
 MINUTES = 180
-"""Of a part: part 6's six items took 27 minutes on two cores that thirty processes share; part 1 has 19."""
+"""Limit for a part: part 6's six items took 27 minutes on two cores that thirty processes share; part 1 has 19."""
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """Budget, resumption, failures and table of the GPU check, on items that are plain functions or short programs."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """What the doctor makes of facts that this machine cannot be given: GPUs, InfiniBand, many hosts, wrong sums."""
 
-from __future__ import annotations
-
 import copy
 import random
 import re

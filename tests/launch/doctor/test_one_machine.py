@@ -1,7 +1,5 @@
 """The doctor on this machine: each fault is planted for real, and found and named by a real run."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -3,8 +3,6 @@
 They are Linux namespaces, so this needs root and an sshd, and is skipped elsewhere.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

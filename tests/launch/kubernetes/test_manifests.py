@@ -1,7 +1,5 @@
 """The manifests are what Kubernetes takes and what the run needs; the image holds what train.py imports, not more."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Two pods of the JobSet on one machine: two supervisors, two torchruns, one run. A minute on a busy machine."""
 
-from __future__ import annotations
-
 import pytest
 
 from config import cli

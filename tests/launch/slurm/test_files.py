@@ -1,7 +1,5 @@
 """The Slurm scripts without a Slurm: their shell, what they refuse, and what is decided when a job has ended."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Real jobs under a real Slurm: two machines, slurmctld, two slurmd, munge."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sweeps of real two-process trials: killed and gone on with, they end where one that nothing disturbed ends."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

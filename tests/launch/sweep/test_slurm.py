@@ -1,7 +1,5 @@
 """A sweep as a job array under a real Slurm: every trial once, one that is told to stop is requeued and goes on."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

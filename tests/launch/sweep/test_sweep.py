@@ -1,7 +1,5 @@
 """Sweeps: what the file says is checked first, every trial ends once, and whatever is killed is gone on with."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """What runs inside the processes of test_analyze.py."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

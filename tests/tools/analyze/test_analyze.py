@@ -1,7 +1,5 @@
 """The manifest analysis: errors against plain torch at every ZeRO stage, no trace in the training, and the command."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

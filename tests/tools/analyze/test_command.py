@@ -1,7 +1,5 @@
 """The analysis as a command, on a small model: minutes, so `make test-long` has it."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

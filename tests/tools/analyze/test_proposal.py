@@ -1,7 +1,5 @@
 """Measurements in, manifest out: every rule of the decision, and that the manifest means what was decided."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

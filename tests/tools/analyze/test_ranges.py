@@ -1,7 +1,5 @@
 """Exponent histograms of every region: complete, exact, booked where they belong. Under 10 seconds."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """The analysis of tasks and families: kernels that cast by themselves, and activations that FP16 cannot hold."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

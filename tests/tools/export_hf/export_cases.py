@@ -1,7 +1,5 @@
 """What runs inside the processes of test_export.py. Every function is called on every rank."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path

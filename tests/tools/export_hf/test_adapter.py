@@ -1,7 +1,5 @@
 """An adapter's folder has the masters and loads with plain peft; merged, too, and what rounding lost is said."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

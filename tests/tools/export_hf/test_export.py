@@ -1,7 +1,5 @@
 """Export: every tensor is the live engine's master, the folder computes the same, and a run starts from it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -83,7 +81,7 @@ def test_every_tensor_read_is_the_engines_master(pair, tmp_path, stage, compute,
 
 
 def test_checkpoints_of_one_rank_and_of_two_read_alike(solo, pair, tmp_path):
-    """Of the same training, to FP32's rounding; a partition that was moved would be wrong by whole weights."""
+    """Exports of the same training differ by rounding; a partition that was moved would be wrong by whole weights."""
     for ranks, group in enumerate((solo, pair), start=1):
         group.run(export_cases.save, folder=str(tmp_path / str(ranks)), stage=3, compute="fp32")
     one, two = (open_saved_model(tmp_path / name / "deepspeed") for name in "12")

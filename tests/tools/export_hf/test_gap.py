@@ -1,7 +1,5 @@
 """The train-inference gap equals an independent computation, and a wrong export is found and named."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -83,7 +81,7 @@ def exact() -> Any:
 
 @pytest.fixture(scope="module")
 def rows() -> list[Row]:
-    """Of different lengths, one longer than a chunk."""
+    """Rows of different lengths, one longer than a chunk."""
     generator = torch.Generator().manual_seed(1)
     return [Row.of_text(torch.randint(300, (length,), generator=generator)) for length in (100, 3, 20)]
 

@@ -1,7 +1,5 @@
 """The train-inference gap of encoders equals plain transformers and FP64 at each label, or of each number."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -46,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def checkpoints(solo: ProcessGroup, folder: Path) -> Any:
-    """Of a kind: the last one of two steps in BF16."""
+    """Returns the checkpoint of a kind after two steps in BF16."""
 
     def checkpoint(kind: str) -> Path:
         made = folder / "runs" / kind / "checkpoints" / "step-2"

@@ -1,7 +1,5 @@
 """What rounding does to a merged encoder or encoder-decoder equals plain `peft`, plain transformers and FP64."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The train-inference gap of encoder-decoders equals plain transformers and FP64 on the tokens of each target."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -38,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def checkpoint(solo: ProcessGroup, folder: Path) -> Path:
-    """Of two steps in BF16 of T5 1.1."""
+    """The checkpoint after two steps of T5 1.1 in BF16."""
     overrides = ["task=seq2seq", "model.architecture=null", f"model.name_or_path={folder}/t5-v1.1", "model.config={}"]
     overrides += ["data.source=auto", f"data.path={folder}/rows.jsonl", "data.tokenizer=model", "run.steps=2"]
     overrides += [f"data.sequence_length={SOURCE}", f"data.target_length={TARGET}", "data.validation_fraction=0.2"]

@@ -1,7 +1,5 @@
 """Uploads through the real huggingface_hub to a hub on this machine; what is wrong is told before an export starts."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What runs inside the processes of test_fp8.py. Every function is called on every rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

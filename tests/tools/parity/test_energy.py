@@ -1,7 +1,5 @@
 """Energy counters: read where the machine has them, absent where it has not."""
 
-from __future__ import annotations
-
 from tools.parity.energy import joules, of_processors, used
 
 

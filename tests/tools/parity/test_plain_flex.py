@@ -1,7 +1,5 @@
 """FlexAttention is measured: plain torch computes what its kernel does, in FP32, FP64 and the plan's dtype."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

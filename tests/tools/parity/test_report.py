@@ -1,7 +1,5 @@
 """The page about a parity run, from the content of parity.json alone."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ The run is a model of transformers cast as DeepSpeed casts, or under the regions
 alone. What is planted stays below what the bounds on a module's output, gradients and loss would show.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable
@@ -30,7 +28,6 @@ from modeling.objectives.objective import Scored
 from precision.dtypes import DTYPES
 from precision.manifest import Manifest, Rule
 from precision.regions import Regions
-from precision.signature import figures, findings, pooled, resolution
 from precision.tolerance import unit_roundoff
 from tests.precision.test_inner_dtypes import by_hand, eager_with, widened_between
 from tests.support import labelled, seq2seq
@@ -39,6 +36,7 @@ from tests.tools.parity import step_cases
 from tools.parity.backward import OwnLoss
 from tools.parity.judge_steps import judge_signatures
 from tools.parity.outputs import OutputErrors
+from tools.parity.rounding import figures, findings, pooled, resolution
 from tools.parity.signature import Signatures
 
 Plant = Callable[[Any], None]
@@ -47,7 +45,7 @@ Times = Callable[[torch.Tensor, float], torch.Tensor]
 BOUNDS = ParitySection()
 VOCABULARY = 250
 SCALE = 4096.0
-"""Of the loss, as FP16 needs it."""
+"""Scale of the loss, as FP16 needs it."""
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 256, "vocab_size": 256}
 FP8 = Manifest("bf16", (Rule("*_proj", "Linear", "fp8", "x"), Rule("*head*", "Linear", "bf16", "x")), Path("m.json"))
 BF16 = Manifest("bf16", (), Path("m.json"))
@@ -395,7 +393,7 @@ def test_a_loss_that_rounding_does_not_explain_is_named(objective: LabelPredicti
 
 
 class Chunked(LabelPrediction):
-    """Of 16 tokens at a time, as the engine computes it."""
+    """The loss of 16 tokens at a time, as the engine computes it."""
 
     head: ChunkedHead
 

@@ -1,7 +1,5 @@
 """The parity gate judges every kind of fine-tuning: 16 bits against FP32, whole jobs of two ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

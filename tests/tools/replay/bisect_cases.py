@@ -1,7 +1,5 @@
 """What runs inside the processes of test_bisect.py. Every function is called on every rank."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

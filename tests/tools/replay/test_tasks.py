@@ -1,7 +1,5 @@
 """Every kind of fine-tuning: a NaN that is planted is an incident, its module is named, and the step is made again."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A failed step tried under another precision: a real FP16 run in which one projection outgrows FP16's range."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """compare names the step at which two runs diverge and why, which run is better, and why runs are not comparable."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """The page stands alone, holds every table, loses no peak and runs without an error in a real browser."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

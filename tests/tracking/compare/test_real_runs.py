@@ -1,7 +1,5 @@
 """Real training runs, one with a divergence planted in the middle: compare names the step and the cause."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Reading a run in one pass: the same history as the reference, exact, and in little memory."""
 
-from __future__ import annotations
-
 import math
 import tracemalloc
 from pathlib import Path

@@ -3,8 +3,6 @@
 The server is a stand-in that answers what the client asks for; it is not wandb's server.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

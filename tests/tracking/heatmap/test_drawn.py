@@ -1,7 +1,5 @@
 """Heat maps as a picture, in the report and in compare's page, which are drawn by their script in a real browser."""
 
-from __future__ import annotations
-
 import math
 import struct
 

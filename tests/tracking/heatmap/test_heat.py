@@ -1,7 +1,5 @@
 """The heat maps: events into arrays, names into blocks and kinds, and the sentences under the panels."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """Alert rules, dashboards and a live run against the real Prometheus server, promtool and amtool."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

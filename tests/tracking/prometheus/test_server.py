@@ -1,7 +1,5 @@
 """Whoever reaches the port of the metrics can neither use up what the run needs nor keep others from scraping."""
 
-from __future__ import annotations
-
 import os
 import resource
 import socket

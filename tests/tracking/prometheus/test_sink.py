@@ -1,7 +1,5 @@
 """Prometheus gets the run's numbers under proper names, and its absence, slowness or a lost port harms nothing."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

@@ -1,7 +1,5 @@
 """The command as a person or a pipeline starts it: exit codes, JSON, the pages, and that it needs no torch."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

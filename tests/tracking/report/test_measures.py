@@ -1,7 +1,5 @@
 """Each of the twelve measures: its value against one computed by hand here, its verdict, and why it is not measured."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What a run minimises is said as its task has it, from the config that is recorded, and losses have their own unit."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

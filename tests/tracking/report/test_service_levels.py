@@ -1,7 +1,5 @@
 """Service levels over many runs, against counts made by hand and at random."""
 
-from __future__ import annotations
-
 import random
 import tracemalloc
 from collections import Counter, defaultdict

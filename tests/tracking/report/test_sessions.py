@@ -1,7 +1,5 @@
 """A run's sessions, non-finite steps and drift, compared with a plain reading of every event."""
 
-from __future__ import annotations
-
 import math
 import random
 from pathlib import Path

@@ -3,8 +3,6 @@
 With MANTISSA_SCREENSHOTS=FOLDER the pictures are kept there, to be looked at.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The page server: what the overview and a run's page have, that they follow a run, and what cannot be reached."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

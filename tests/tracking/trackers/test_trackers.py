@@ -1,7 +1,5 @@
 """What each tracker's own reader finds is what events.jsonl holds, over sessions, crashes and broken clients."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

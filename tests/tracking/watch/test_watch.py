@@ -1,7 +1,5 @@
 """The dashboard shows what was recorded, in any terminal, of runs of any length: running, ended or crashed."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,13 +1,11 @@
 """What runs inside the processes of test_background.py."""
 
-from __future__ import annotations
-
 import hashlib
 import threading
 from pathlib import Path
 from typing import Any
 
-from tests.support.small_run import batch_of, engine_of, masters_of, resolve, restored, state_of
+from tests.support.small_run import batch_of, checksum, engine_of, masters_of, resolve, restored, state_of
 from training.checkpoint.checkpoints import Checkpoints
 from training.checkpoint.manifest import read_state
 from training.checkpoint.outcome import Saved
@@ -46,29 +44,29 @@ def train_while_it_is_written(
         progress = Progress()
         for _ in range(2):
             progress, _ = step(world, engine, progress)
-        then = masters_of(engine), engine.momentum_norm()
+        then = checksum(masters_of(engine)), engine.momentum_norm()
         checkpoints.start_save(engine, state_of(engine, progress, guard=1))
         for _ in range(2):
             progress, ended = step(world, engine, progress, save_ended=checkpoints.save_ended)
             assert not ended
-        later = masters_of(engine), engine.momentum_norm()
+        later = checksum(masters_of(engine)), engine.momentum_norm()
         published = (Path(folder) / "step-2").exists()
         checkpoints.go.set()
         saved = checkpoints.outcomes()
         path = checkpoints.find("auto")
         progress = restored(checkpoints, path, engine)
-        back = masters_of(engine), engine.momentum_norm()
+        back = checksum(masters_of(engine)), engine.momentum_norm()
         for _ in range(2):
             progress, _ = step(world, engine, progress)
-        forth = masters_of(engine), engine.momentum_norm()
+        forth = checksum(masters_of(engine)), engine.momentum_norm()
         return {
             "published before a byte was written": published,
             "steps": [outcome.step for outcome in saved if isinstance(outcome, Saved)],
             "state": read_state(path)["reactions"],
-            "then": _digest(*then),
-            "back": _digest(*back),
-            "later": _digest(*later),
-            "forth": _digest(*forth),
+            "then": then,
+            "back": back,
+            "later": later,
+            "forth": forth,
         }
 
 
@@ -109,10 +107,3 @@ def losses_and_what_stays(world: World, *, folder: str, losses: dict[int, float 
             checkpoints.start_save(engine, state_of(engine, Progress(step=number)), loss)
         checkpoints.outcomes()
     return sorted(path.name for path in Path(folder).glob("step-*"))
-
-
-def _digest(masters: dict[str, Any], momentum: float) -> tuple[str, float]:
-    digest = hashlib.sha256()
-    for name in sorted(masters):
-        digest.update(masters[name].numpy().tobytes())
-    return digest.hexdigest(), momentum

@@ -1,7 +1,5 @@
 """What runs inside the processes of test_checkpoints.py."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

@@ -1,8 +1,5 @@
 """What runs inside the processes of test_resume.py: a whole job that is interrupted."""
 
-from __future__ import annotations
-
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +9,7 @@ from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from config.resolved import Resolved
 from tests.support.process_group import ProcessGroup
-from tests.support.small_run import masters_of
+from tests.support.small_run import checksum, masters_of
 from tracking.jsonl import read_events
 from training.build import build
 from training.distributed import World
@@ -52,8 +49,8 @@ def _train(opened: Session, passes: int | None) -> dict[str, Any]:
             "scaler": parts.engine.scaler_state(),
             "guard": parts.guard.state_dict(),
             "promotions": parts.promotions.state_dict(parts.engine.regions),
-            "masters": _checksum(masters_of(parts.engine)),
-            "moments": _checksum(_moments(parts.engine.deepspeed.basic_optimizer)),
+            "masters": checksum(masters_of(parts.engine)),
+            "moments": checksum(_moments(parts.engine.deepspeed.basic_optimizer)),
             "random": torch.get_rng_state().numpy().tobytes(),
         }
     except Interrupted:
@@ -104,13 +101,6 @@ def _moments(optimizer: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def _checksum(tensors: dict[str, torch.Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        digest.update(name.encode() + tensors[name].float().numpy().tobytes())
-    return digest.hexdigest()
-
-
 FP16 = ("precision.compute=fp16", "precision.loss_scale={initial: 256, window: 3, hysteresis: 1}")
 OVERFLOW = ("faults=[{kind: inf_gradient, step: 3, rank: 1}]",)
 """Overrides of a job whose third step overflows."""
@@ -135,11 +125,13 @@ def ends_as_whole(
     overrides: list[str],
     *,
     breaks: tuple[int, ...],
+    skipped: list[int] | None = None,
     seconds: float = 180.0,
-) -> list[dict[str, Any]]:
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Train the job whole, and once more as `{name}-broken`, which breaks off at these forward passes of a start.
 
-    All that both end with is equal. Its third step is skipped if `what` it does has an overflow. The record by step.
+    All that both end with is equal. skipped: its steps that are not applied; None: the third if `what` has an overflow.
+    Its end on each rank, and its record by step.
     """
     how: dict[str, Any] = {"folder": str(folder), "overrides": overrides, "seconds": seconds}
     name = name_of(what)
@@ -152,8 +144,9 @@ def ends_as_whole(
     assert broken == whole
     record = last_by_step(str(folder), name)
     assert last_by_step(str(folder), f"{name}-broken") == record
-    assert [row["step"] for row in record if not row["applied"]] == ([3] if "overflow" in what else [])
-    return record
+    expected = ([3] if "overflow" in what else []) if skipped is None else skipped
+    assert [row["step"] for row in record if not row["applied"]] == expected
+    return whole, record
 
 
 def sessions_resumed(folder: str, name: str) -> int:

@@ -1,7 +1,5 @@
 """Saves that are written while training continues: they hold the state at the call, and retention deletes the rest."""
 
-from __future__ import annotations
-
 import io
 import math
 

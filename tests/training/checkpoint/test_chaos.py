@@ -4,8 +4,6 @@
 random part, and each round draws other kills.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from pathlib import Path

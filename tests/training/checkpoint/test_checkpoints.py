@@ -1,7 +1,5 @@
 """Checkpoints: exact resume."""
 
-from __future__ import annotations
-
 import pickle
 import pickletools
 

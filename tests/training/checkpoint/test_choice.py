@@ -1,7 +1,5 @@
 """Which checkpoint is chosen, which is passed over, and the messages about it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """Encrypted files: what goes in comes out, every kind of tampering is found, and the key is never shown."""
 
-from __future__ import annotations
-
 import base64
 import copy
 import hashlib

@@ -1,7 +1,5 @@
 """Disks that are full or take nothing: the last good checkpoint stays, every rank fails alike, and later saves work."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest

@@ -1,7 +1,5 @@
 """A checkpoint of one layout resumes in another: the same masters and moments by name, and the same losses."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
@@ -13,7 +11,7 @@ from data.prepare import prepare
 from tests.support import launches
 from tests.training.checkpoint import reshard_cases as cases
 from tests.training.checkpoint import resume_cases as jobs
-from training.checkpoint.pieces import Pieces
+from training.checkpoint.saved_parameters import Pieces
 from training.engine.tensors import as_text, checksum
 
 ODD = ("model.config.hidden_size=28", "model.config.intermediate_size=47", "model.config.mlp_bias=true")
@@ -164,7 +162,7 @@ def require_same(saved, found):
 
 
 def require_same_losses(saved, found, tolerance):
-    """Of the steps that follow, and their gradient norms, a few times as far apart."""
+    """The losses of the steps that follow agree to `tolerance`, their gradient norms to a few times that."""
     for (loss, norm), (reference, reference_norm) in zip(found["losses"], saved["losses"], strict=True):
         assert loss == pytest.approx(reference, abs=tolerance)
         assert norm == pytest.approx(reference_norm, rel=5 * tolerance)

@@ -1,7 +1,5 @@
 """A job that breaks off again and again at random ends exactly where one ends that nothing disturbed."""
 
-from __future__ import annotations
-
 import json
 import random
 
@@ -55,7 +53,7 @@ JOBS = {
         "guard.promote_to=bf16",
     ],
     "BF16, ZeRO-2, offloaded": ["deepspeed.config=ds_configs/zero2_bf16_offload.json", "precision.compute=bf16"],
-}  # fmt: skip
+}
 
 UNHEALTHY = {
     "FP16, ZeRO-2, overflows": [3, 6],
@@ -82,24 +80,14 @@ def folder(tmp_path_factory):
 def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair, folder, what):
     """Two breaks in the middle of an accumulation or between two; losses, scale, masters, moments, guard, dice."""
     overrides = [item.replace("{folder}", str(folder)) for item in JOBS[what]]
-    name, draw = what.replace(" ", "-"), random.Random(what)
-    whole = pair.run(cases.job, folder=str(folder), name=name, overrides=overrides, passes=None)
-    broken, breaks = [{"exit_code": None}], 0
-    while broken[0]["exit_code"] is None:
-        passes = draw.randrange(4, 9) if breaks < 2 else None  # four passes to a checkpoint
-        broken = pair.run(cases.job, folder=str(folder), name=f"{name}-broken", overrides=overrides, passes=passes)
-        breaks += broken[0]["exit_code"] is None
-    assert breaks == 2
-    assert cases.sessions_resumed(str(folder), f"{name}-broken") == breaks
-    assert [result["exit_code"] for result in whole] == [0, 0]
-    assert broken == whole
-    record = cases.last_by_step(str(folder), name)
+    draw = random.Random(what)
+    breaks = (draw.randrange(4, 9), draw.randrange(4, 9))  # four passes to a checkpoint
+    skipped = UNHEALTHY.get(what, [])
+    whole, record = cases.ends_as_whole(pair, folder, what, overrides, breaks=breaks, skipped=skipped)
     assert len(record) == cases.STEPS
-    assert [row["step"] for row in record if not row["applied"]] == UNHEALTHY.get(what, [])
     assert (record[4]["lr"] < 0.6 * record[2]["lr"]) == ("cut" in what)
     promoted = [name for _, modules in whole[0]["promotions"]["by_step"] for name in modules]
     assert promoted == ([HIT] if "promotion" in what else [])
-    assert cases.last_by_step(str(folder), f"{name}-broken") == record
 
 
 def test_a_run_that_is_only_timed_leaves_out_the_last_save(pair, folder):

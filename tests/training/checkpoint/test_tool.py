@@ -1,7 +1,5 @@
 """`python -m training.checkpoint`, and what the files say without being unpickled."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """What runs inside the processes of test_corruption.py: a few steps of a small run into which a bit is flipped."""
 
-from __future__ import annotations
-
 import statistics
 import tempfile
 import time

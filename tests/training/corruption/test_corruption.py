@@ -1,7 +1,5 @@
 """Bits flipped into real runs: what is found, named and repaired, and what a healthy step pays."""
 
-from __future__ import annotations
-
 import math
 import random
 import socket
@@ -166,7 +164,7 @@ def test_a_flip_in_shared_experts_is_named_in_the_whole_parameter(pair: ProcessG
 
 
 def test_a_split_master_is_no_witness_of_the_weight_that_it_is_made_of(pair: ProcessGroup) -> None:
-    """Of two ranks the owner would always be right, also when its own weight has flipped: nothing is overwritten."""
+    """With two ranks the owner would always be right, even when its own weight has flipped: nothing is overwritten."""
     planted = (*ON, "precision.masters=split", f"faults=[{fault('weight', 14, step=3, rank=0)}]")
     found = pair.run(cases.trained, stage=2, compute="bf16", overrides=planted)[0]
     (event,) = (event for event in found["corruption"] if event["found_by"] == "copies")
@@ -219,7 +217,7 @@ def test_a_job_on_a_broken_machine_ends_with_its_own_code_rank_and_host(
 def test_a_healthy_step_waits_for_no_device_and_no_rank_more_often(pair: ProcessGroup) -> None:
     options = {"stage": 2, "compute": "bf16", "further": (*ON, "guard.reexecute=every 1000")}
     for counted in pair.run(step_cost_cases.waits_and_collectives, **options):
-        assert counted["ours"] == ["engine.py:health"]
+        assert counted["ours"] == ["health.py:__init__"]
         more = Counter(counted["guarded"])
         more.subtract(counted["bare"])
         assert {name: count for name, count in more.items() if count} == {"all_gather_into_tensor": 1}

@@ -1,7 +1,5 @@
 """What the tests of compiled blocks run in real processes: the same work compiled and not."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

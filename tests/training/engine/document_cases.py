@@ -1,7 +1,5 @@
 """Packed documents through the engine; run on real ranks by test_document_masking.py."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any

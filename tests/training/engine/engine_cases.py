@@ -1,7 +1,5 @@
 """What runs inside the processes of test_engine.py. Every function is called on every rank."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

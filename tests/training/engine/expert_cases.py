@@ -3,8 +3,6 @@
 The oracle is plain torch on one rank: all experts, the whole global batch, torch's own AdamW and clipping.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from itertools import pairwise

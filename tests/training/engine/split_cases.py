@@ -1,7 +1,5 @@
 """What runs inside the processes of test_split_masters.py. Every function is called on every rank."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 The oracle is plain torch on one rank: whole matrices, the whole global batch, torch's own AdamW and clipping.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext

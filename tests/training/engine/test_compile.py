@@ -1,7 +1,5 @@
 """Compiled blocks train as the blocks themselves do, and are replaced by them under observation."""
 
-from __future__ import annotations
-
 import shlex
 from typing import Any
 

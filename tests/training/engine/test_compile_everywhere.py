@@ -1,7 +1,5 @@
 """Compiled blocks at every stage and dtype, resumed and replayed. Takes minutes: `make test-long` runs it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Packed documents through the engine: the loss and gradient of every document alone, at every ZeRO stage."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.marks import slow

@@ -1,7 +1,5 @@
 """The engine against plain torch, at every ZeRO stage and precision, on one and on two real processes."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Experts that ranks share: the steps of one rank that has all of them, at ZeRO-1, 2 and 3."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -161,7 +159,7 @@ def test_experts_that_two_ranks_have_parts_of_are_orthogonalized(
 @pytest.mark.parametrize("name", ["muon", "lamb"])
 @pytest.mark.parametrize(("compute", "stage"), [("bf16", 1), ("fp16", 2), ("bf16", 3)])
 def test_such_an_optimizer_in_16_bits(pair: ProcessGroup, name: str, compute: str, stage: int) -> None:
-    """Of tokens that take all experts: a 16-bit router may else choose others than FP32's."""
+    """Tokens take all experts: a 16-bit router may otherwise choose others than FP32's."""
     given = [f"optimizer.name={name}", "model.config.num_experts_per_tok=4"]
     for found in pair.run(
         expert_cases.against_one_rank, stage=stage, compute=compute, kind="qwen3_moe", overrides=given

@@ -1,7 +1,5 @@
 """FP8 on the engine: a step that does not depend on stage, ranks and micro-batches, observed, promoted and resumed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -51,7 +49,7 @@ def test_four_ranks_make_the_same_step(four, manifest, expected):
 
 
 def require_the_step(group, manifest, expected, *, stage, micro, variant="", overrides=()):
-    """That every rank of the group makes the `expected` step."""
+    """Assert that every rank of the group makes the `expected` step."""
     given = ["precision.path=manifest", f"precision.manifest={manifest}", *overrides]
     options = {"compute": "fp32", "micro": micro, "mask": "uneven", "variant": variant, "overrides": given}
     for result in group.run(engine_cases.one_step, stage=stage, **options):

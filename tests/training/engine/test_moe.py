@@ -1,7 +1,5 @@
 """The balancing loss of experts is that of plain torch on the whole batch, however that is cut."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM

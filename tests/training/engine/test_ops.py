@@ -1,7 +1,5 @@
 """An op that cannot be built ends the run in one line that says what to install."""
 
-from __future__ import annotations
-
 import pytest
 
 from config.errors import UserError

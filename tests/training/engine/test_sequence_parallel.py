@@ -1,7 +1,5 @@
 """Sequences that ranks share: the steps of one rank on whole sequences, at every ZeRO stage."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Split masters train bit for bit as FP32 masters do, and are FP32 masters to whoever saves, loads or reads them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """A rank's own work is added up over its forward passes, and listed rank by rank only where there are few."""
 
-from __future__ import annotations
-
 import statistics
 import subprocess
 import sys

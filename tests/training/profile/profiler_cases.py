@@ -1,7 +1,5 @@
 """What runs inside the processes of test_profiler.py."""
 
-from __future__ import annotations
-
 import gc
 import json
 import time

@@ -1,7 +1,5 @@
 """What runs inside the processes of test_classify.py, and the oracle in plain torch."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What runs inside the processes of test_distill.py, and the oracle in plain torch."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

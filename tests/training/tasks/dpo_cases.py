@@ -1,7 +1,5 @@
 """What runs inside the processes of test_dpo.py, and the oracle in plain torch."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -29,7 +27,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "lora and a whole module": ("adapter={kind: lora, r: 4, alpha: 8, modules_to_save: [lm_head]}",),
     "precomputed with an adapter": (LORA, "preference.reference=precomputed"),
 }
-"""Where the reference is from."""
+"""Overrides for each source of the reference."""
 
 
 def resolve(folder: Path, *, overrides: tuple[str, ...] = (), **options: Any) -> Resolved:

@@ -1,7 +1,5 @@
 """What runs inside the processes of test_mlm.py, and the oracle in plain torch."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

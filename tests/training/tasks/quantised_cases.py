@@ -1,7 +1,5 @@
 """Jobs on a base in 4 or 8 bits, and plain `peft` on plain `bitsandbytes`, which they are compared with."""
 
-from __future__ import annotations
-
 import zlib
 from pathlib import Path
 from typing import Any

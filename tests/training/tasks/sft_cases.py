@@ -1,7 +1,5 @@
 """What runs inside the processes of test_sft.py, and the oracle in plain torch."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path

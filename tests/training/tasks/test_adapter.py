@@ -1,7 +1,5 @@
 """Adapters through the engine equal plain torch with plain peft; the base stays as it is and has no state."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Classification equals plain torch on the same rows, one at a time: loss, norm, weights and metrics."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Distillation through the engine equals plain torch on the same rows: loss, norm, metrics and weights."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Preference optimisation equals plain torch on the same pairs, and starts from margins of exactly 0."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

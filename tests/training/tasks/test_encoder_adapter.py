@@ -1,7 +1,5 @@
 """Adapters on encoders equal plain torch with plain peft; a head that is new is trained whole and saved with them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Encoders on several sources: one numbering of their labels, and each source's own labels and loss."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -88,7 +86,7 @@ def test_a_masked_language_model_counts_what_is_hidden_of_each_source(
 
 
 def test_a_source_may_have_one_label(solo: ProcessGroup, encoders: Path) -> None:
-    """Which alone is nothing to learn."""
+    """Such a source alone has nothing to learn."""
     first, second = (write_rows(encoders / f"{name}.jsonl", "sequence", 12, labels=(name,)) for name in ("yes", "no"))
     given = ("data.path=null", f"data.sources=[{{path: {first}}}, {{path: {second}}}]")
     [found] = solo.run(cases.mixture, folder=encoders, overrides=given)

@@ -1,7 +1,5 @@
 """What makes Mantissa worth having works for encoders: resume, export, attribution, parity, telemetry, manifests."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Fine-tuning a mixture whose experts ranks share equals plain torch with all experts on the same rows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +81,7 @@ def test_chats(pair: ProcessGroup, folder: Path, stage: int, packing: str, more:
     ],
 )
 def test_chats_in_16_bits(pair: ProcessGroup, folder: Path, compute: str, stage: int, close: float) -> None:
-    """Of a mixture whose tokens take all experts: rounding chooses no others. The bounds are the precision matrix's."""
+    """Tokens take all experts, so that rounding chooses no others. The bounds are the precision matrix's."""
     given = (SHARED, "data.packing=none", "optimizer.eps=0.01", "precision.loss_scale.initial=256")
     found, _ = pair.run(sft_cases.steps, folder=folder / "all", stage=stage, compute=compute, overrides=given)
     exact = sft_cases.oracle(folder / "all", [step["rows"] for step in found["steps"]], eps=0.01)

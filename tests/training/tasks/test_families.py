@@ -1,7 +1,5 @@
 """Fine-tuning of each family of causal models equals plain torch (with plain peft) on the same rows, one at a time."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

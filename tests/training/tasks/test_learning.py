@@ -1,7 +1,5 @@
 """What fine-tuning is for: questions that the model answered wrongly it answers to the letter afterwards, and stops."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The meter of lost updates agrees with whole masters before and after the step, at every stage."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

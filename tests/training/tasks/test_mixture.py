@@ -1,7 +1,5 @@
 """A mixture's order is the same at every layout and after a resume; each source has its labels and its own loss."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

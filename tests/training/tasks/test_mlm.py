@@ -1,7 +1,5 @@
 """Masked language modelling equals plain torch on the same masked sequences: loss, norm and weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

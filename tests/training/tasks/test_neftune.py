@@ -1,7 +1,5 @@
 """NEFTune's noise: of the scale of its paper, the same at every layout, none in evaluation."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Adapters on a base in 4 or 8 bits equal plain peft on plain bitsandbytes; the base stays as it is."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

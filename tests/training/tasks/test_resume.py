@@ -1,7 +1,5 @@
 """A fine-tuning that breaks off in the middle ends as one that does not, bit for bit, with and without an adapter."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Encoder-decoders through the engine equal plain torch on the same rows, one at a time; and all that follows."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -82,7 +80,7 @@ def test_each_source_and_each_set_has_the_loss_of_plain_torch(
 
 
 def mean(sums: dict[str, torch.Tensor]) -> float:
-    """Of what `plain_losses` gives, over all labels."""
+    """Mean over all labels of what `plain_losses` returns."""
     total, count, _ = sum(sums.values(), torch.zeros(3, dtype=torch.float64))
     return float(total / count)
 

@@ -1,7 +1,5 @@
 """Adapters on encoder-decoders equal plain torch with plain `peft`, and what comes out loads there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +54,7 @@ def test_one_rank_equals_plain_peft(solo: ProcessGroup, sides: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("adapter", [LORA[:-1] + ", dropout: 0.5}", ""])
 def test_single_steps_telemetry_and_attribution(pair: ProcessGroup, sides: Path, adapter: str) -> None:
-    """Of an adapter, and of all weights."""
+    """An adapter is trained, or all weights are."""
     given, drops = (adapter,) if adapter else (), "model.config={dropout_rate: 0.1}"
     found = pair.run(cases.measured, folder=sides, stage=1, overrides=(*given, drops))[0]
     step, telemetry = found["step"], found["telemetry"]

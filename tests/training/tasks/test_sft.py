@@ -1,7 +1,5 @@
 """Fine-tuning through the engine equals plain torch on the same rows, one at a time: loss, norm and weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -13,23 +11,16 @@ from tests.training.tasks import sft_cases as cases
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("packing", ["best_fit", "none"])
-def test_one_rank_equals_plain_torch(solo: ProcessGroup, folder: Path, packing: str) -> None:
+@pytest.mark.parametrize("ranks", ["solo", "pair"])
+def test_one_and_two_ranks_equal_plain_torch(
+    request: pytest.FixtureRequest, folder: Path, ranks: str, packing: str
+) -> None:
+    group, exact = request.getfixturevalue(ranks), None
     for stage in (0, 1, 2, 3):
-        [found] = solo.run(cases.steps, folder=folder, stage=stage, overrides=(f"data.packing={packing}",))
-        if stage == 0:
-            exact = cases.oracle(folder, [step["rows"] for step in found["steps"]])
+        found, *others = group.run(cases.steps, folder=folder, stage=stage, overrides=(f"data.packing={packing}",))
+        exact = exact or cases.oracle(folder, [step["rows"] for step in found["steps"]])
         require_equal(found, exact)
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("packing", ["best_fit", "none"])
-def test_two_ranks_equal_plain_torch(pair: ProcessGroup, folder: Path, packing: str) -> None:
-    for stage in (0, 1, 2, 3):
-        found, other = pair.run(cases.steps, folder=folder, stage=stage, overrides=(f"data.packing={packing}",))
-        if stage == 0:
-            exact = cases.oracle(folder, [step["rows"] for step in found["steps"]])
-        require_equal(found, exact)
-        assert found["steps"] == other["steps"]
+        assert all(other["steps"] == found["steps"] for other in others)
 
 
 @pytest.mark.one_in(2)

@@ -4,8 +4,6 @@ TRL makes the tokens, masks, packing and padding itself, and runs in one plain p
 every ZeRO stage. `make trl` installs it.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess
@@ -35,7 +33,7 @@ LORA = "adapter={kind: lora, r: 4, alpha: 8}"
 GIVEN = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 PLAIN = "optimizer.weight_decay=0"  # which norms and biases would have in TRL otherwise than embeddings
 ROWS_PACKED = 3
-"""Of equal length, which fill a sequence."""
+"""Number of rows of equal length that fill a sequence."""
 ENDS_WITH_THE_TURN = SHAPES["chatml"].jinja.replace(" + '\n' }}{% endfor %}", " }}{% endfor %}")
 
 

@@ -1,7 +1,5 @@
 """Validation sets in files of their own: each has its loss by name, and nothing of them is trained."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Spans of real steps on real processes, taken by a collector that parses OTLP, and by some that take none."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """However a job ends, its run folder says so, and names who and why; whichever ranks are left write it."""
 
-from __future__ import annotations
-
 import re
 import time
 from pathlib import Path

@@ -4,8 +4,6 @@ The machines are Linux namespaces, so this needs root and an sshd, and is skippe
 docs/restarts.md with room for a busy machine.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """A lost rank is named by the others within a bounded time; a bug of our own keeps its traceback."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

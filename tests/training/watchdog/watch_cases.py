@@ -1,7 +1,5 @@
 """What the ranks of test_watch.py do: each scenario in processes of its own, since some do not live."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Whole jobs whose checkpoints are encrypted and live in an object store: a machine is lost, another one resumes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import stat

@@ -1,7 +1,5 @@
 """Checkpoints in a store: a real S3 server on loopback, behind a proxy that loses, corrupts and refuses requests."""
 
-from __future__ import annotations
-
 import hashlib
 import multiprocessing
 import os
