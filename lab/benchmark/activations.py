@@ -28,7 +28,6 @@ from typing import Any
 from config.cli import entry_point
 from config.command_line import read_command_line
 from config.launcher import as_launched
-from config.markdown import table
 from lab.benchmark.contestants import COMMON_OVERRIDES
 from lab.benchmark.harness import (
     ALL_HOLD,
@@ -43,6 +42,7 @@ from lab.benchmark.harness import (
 )
 from lab.benchmark.report import loss_difference
 from launch.job import default_processes
+from tracking.pages.markdown import Table
 
 MODES = "none,ops,attention,selective:4,selective:2,full,full:reentrant"
 WARM_UP = 3
@@ -123,7 +123,7 @@ def page(result: Mapping[str, Any]) -> str:
         for mode, row in modes.items()
     ]
     lines = ["# Activation checkpointing: time against memory", "", f"`{about['command']}`", "", in_words(about), ""]
-    lines.append(table(["mode", "step", f"against {first}", "peak memory", f"less than {first}"], rows))
+    lines.append(f"{Table(['mode', 'step', f'against {first}', 'peak memory', f'less than {first}'], rows)}\n")
     lines += [f"{reason}." for reason in result["failed"].values()]
     if result["part"]:
         lines.append(f"Losses differ from those of {first}: {', '.join(result['part'])}")

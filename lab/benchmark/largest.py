@@ -29,10 +29,10 @@ from config.cli import comma_separated, entry_point, positive_int, positive_numb
 from config.command_line import read_command_line
 from config.errors import UserError
 from config.launcher import as_launched
-from config.markdown import table
 from lab.benchmark.contestants import COMMON_OVERRIDES
 from lab.benchmark.harness import ALL_HOLD, FAILED, Report, conditions, in_words, job_options, polling
 from launch.job import default_processes, error_line_of, train
+from tracking.pages.markdown import Table
 
 GIB = 2**30
 SHARE = 0.9
@@ -144,7 +144,7 @@ def page(result: Mapping[str, Any]) -> str:
     """largest.md."""
     about, head = result["conditions"], ["layers", "parameters", "a step", "device memory, GiB", "host memory, GiB"]
     lines = ["# The largest model", "", f"`{about['command']}`", "", in_words(about), ""]
-    return "\n".join([*lines, table(head, [cells(*each) for each in result["depths"].items()])])
+    return "\n".join([*lines, f"{Table(head, [cells(*each) for each in result['depths'].items()])}\n"])
 
 
 @entry_point()

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from config.markdown import table
 from lab.benchmark.contestants import OWN
 from lab.benchmark.harness import Run
+from tracking.pages.markdown import Table
 
 STAGES = ("data", "forward", "backward", "collectives", "step", "health", "tracking", "other")
 """The stages of the split, in the order of a step; what belongs to none of the others is other."""
@@ -121,7 +121,7 @@ def page(found: Mapping[str, Any]) -> str:
         "others; medians of the rounds [least to most].",
         "",
         *_mfu(found),
-        table(head, rows),
+        f"{Table(head, rows)}\n",
         *(f"{name}: not measured, {reason}." for name, reason in found["passed_over"].items()),
         *(f"{reason}." for reason in found["failed"].values()),
         *_splits(contestants),
@@ -160,7 +160,7 @@ def _splits(contestants: Mapping[str, Any]) -> list[str]:
         "One more run each, rank 0, with every stage timed: milliseconds a step, and megabytes a step that a rank "
         "sends if every collective is a ring. Collectives include the wait for the other ranks.",
         "",
-        table(["", *STAGES, "sum", "collectives", "MB sent"], rows),
+        f"{Table(['', *STAGES, 'sum', 'collectives', 'MB sent'], rows)}\n",
     ]
 
 
