@@ -87,7 +87,7 @@ def _memory_table(plan: Plan) -> Table:
 
 
 def _advice(item: str, layout: Layout) -> str:
-    """What would lower an item of the memory and is not set yet; empty: nothing that is known."""
+    """Settings that would lower an item of the memory and are not set yet; empty: none is known."""
     smaller = ["a smaller batch.micro_size"] if layout.micro > 1 else []
     if item == "activations":
         recompute = [] if layout.checkpointing == "full" else ["model.activation_checkpointing=full"]
@@ -107,7 +107,7 @@ def _advice(item: str, layout: Layout) -> str:
 
 
 def _summary(plan: Plan) -> list[Text]:
-    """What dominates memory and the step, and what would change it."""
+    """Lines on what dominates memory and the step, and what would change it."""
     configured, layout = plan.configured, plan.configured.layout
     name, size = max(configured.memory.device.items(), key=lambda item: item[1])
     advice = _advice(name, layout)
@@ -137,7 +137,7 @@ def _summary(plan: Plan) -> list[Text]:
 
 
 def _of_tokens(moved: Traffic) -> list[Text]:
-    """What of the network are tokens on the way to experts of other ranks, and the most that routers can make of it."""
+    """The share of the network that is tokens on the way to experts of other ranks, and the most it can become."""
     if not moved.tokens:
         return []
     return [
@@ -188,7 +188,7 @@ def _scaling_table(plan: Plan) -> Table:
 
 
 def _conclusions(plan: Plan) -> list[Text]:
-    """Where communication dominates, and what to change when the run does not fit."""
+    """Lines on where communication dominates, and what to change when the run does not fit."""
     devices = communication_bound_from(plan.scaling)
     lines = [
         Text(
