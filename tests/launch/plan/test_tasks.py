@@ -129,6 +129,21 @@ def test_activations_under_an_adapter_are_what_autograd_keeps(adapter, family, c
     assert (2 * found.block + found.outside) * ids.numel() == pytest.approx(real, rel=0.003)
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_activations_with_dropout_are_what_autograd_keeps(attention: str) -> None:
+    """On a CPU attention with dropout is not fused."""
+    config = hugging_face("gpt2", 2)
+    config.resid_pdrop = config.attn_pdrop = config.embd_pdrop = 0.1
+    ids = torch.randint(100, (2, 64))
+    real = kept_by(
+        AutoModelForCausalLM.from_config(config, attn_implementation=attention), torch.float32, input_ids=ids
+    )
+    _, demo = planned(["data.sequence_length=64", "batch.micro_size=2"])
+    empty = empty_model(ModelSection(attention=attention), config)
+    found = count_activations(empty, replace(demo, compute="fp32"))
+    assert (2 * found.block + found.outside) * ids.numel() == pytest.approx(real, rel=0.003)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("adapter", ["all", "dora", "whole"])
 def test_parameters_of_an_adapter_are_those_of_the_real_model(family: str, adapter: str) -> None:
