@@ -13,28 +13,28 @@ class BatchPlan:
     """One optimizer step in numbers; `global_size == micro_size * accumulation * data_ranks` always holds."""
 
     global_size: int
-    """[sequences] In one optimizer step, over all ranks."""
+    """[sequences] Size of one optimizer step, over all ranks."""
     micro_size: int
-    """[sequences] In one forward pass on one rank."""
+    """[sequences] Size of one forward pass on one rank."""
     accumulation: int
     """[micro-batches] Forward and backward passes of one rank in one optimizer step."""
     world_size: int
     """[processes]"""
     sequence: int = 1
-    """[processes] That share each sequence."""
+    """[processes] Number that share each sequence."""
     tensor: int = 1
-    """[processes] That share each matrix, and have the same sequences."""
+    """[processes] Number that share each matrix and have the same sequences."""
     expert: int = 1
-    """[processes] That share the experts of each layer, and have sequences of their own."""
+    """[processes] Number that share the experts of each layer; each has its own sequences."""
 
     @property
     def sharing(self) -> int:
-        """[processes] That work on the same sequences together."""
+        """[processes] Number that work on the same sequences together."""
         return self.sequence * self.tensor
 
     @property
     def data_ranks(self) -> int:
-        """[groups of processes] With sequences of their own."""
+        """[groups of processes] Number of groups with their own sequences."""
         return self.world_size // self.sharing
 
 
@@ -108,7 +108,7 @@ WHOLE_POSITIONS = "whole_position_ids"
 
 
 def slice_length(sequence_length: int, ranks: int) -> int:
-    """[tokens] Of each rank's slice of a sequence that so many share; the last one's end may be padding."""
+    """[tokens] Length of each rank's slice of a shared sequence; the end of the last slice may be padding."""
     return -(-sequence_length // ranks)
 
 

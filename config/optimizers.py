@@ -20,8 +20,7 @@ from typing import Any
 from config.schema import OptimizerSection
 
 EXCHANGED_VALUES = 1 << 26
-"""[values] Of the whole matrices that ranks send each other at once, for each rank: 256 MiB. Who sends how many of them
-is up to ZeRO."""
+"""[values] Whole matrices that ranks exchange at once, for each rank: 256 MiB. ZeRO decides who sends how many."""
 COUNT = "step"
 """torch's key for the number of updates in a parameter's state, in every optimizer that counts them."""
 AVERAGES = ("exp_avg", "exp_avg_sq")
@@ -41,9 +40,9 @@ class OptimizerSpec:
     settings: tuple[str, ...]
     """Keys of OptimizerSection that it alone decides about, called alike in torch's parameter groups."""
     defaults: Mapping[str, float] = field(default_factory=dict)
-    """What a setting is where the config says null."""
+    """Values of settings that are null in the config."""
     matrix_states: tuple[str, ...] | None = None
-    """Those of hidden matrices (`modeling.parameter_groups`), where these have a rule of their own. None: all."""
+    """State of hidden matrices (`modeling.parameter_groups`), where they have their own rule. None: as all others."""
     offload_op: str | None = None
     """Op that DeepSpeed compiles to update masters in the host memory of a GPU run; None where torch's own does it."""
 
@@ -57,7 +56,7 @@ class OptimizerSpec:
         return self.matrix_states if matrix and self.matrix_states is not None else self.states
 
     def state_bytes(self, *, matrix: bool) -> int:
-        """[bytes] Of its state tensors for one value of a parameter."""
+        """[bytes] Size of its state tensors for one value of a parameter."""
         return 4 * len(self.states_of(matrix=matrix))
 
 

@@ -45,7 +45,7 @@ def no_gather(parameters: Sequence[torch.nn.Parameter]) -> AbstractContextManage
 
 """Makes the full values of parameters writable inside the context; yields whether this rank has to write them."""
 _IN_A_BLOCK = re.compile(r"\.\d+\.")
-"""In the name of a parameter of one of the blocks, as of model.layers.1.mlp.up_proj.weight."""
+"""Part of the name of a block's parameter, such as model.layers.1.mlp.up_proj.weight."""
 
 
 def model_config(
@@ -97,7 +97,7 @@ def dropout_keys(config: PretrainedConfig) -> list[str]:
 
 
 def dropouts(model: PreTrainedModel) -> list[str]:
-    """What makes a model drop values in training: keys of its config, and an adapter's own, that are above 0."""
+    """Settings that make a model drop values in training: keys of its config, and an adapter's own, above 0."""
     layers = (module for name, module in model.named_modules() if ".lora_dropout." in name)
     adapted = any(getattr(layer, "p", 0.0) > 0 for layer in layers)
     return [*dropout_keys(model.config), *(["adapter.dropout"] if adapted else [])]
@@ -275,7 +275,7 @@ def _tying_by_value(gather: Gather) -> Iterator[None]:
 
 
 def drawn_notes(model: PreTrainedModel) -> list[str]:
-    """What a loaded model's files lack, and what they have that it does not read, in words; nothing for equal ones."""
+    """Human-readable notes on what a loaded model's files lack and what it does not read; none where they agree."""
     notes = []
     if lacking := getattr(model, "drawn", []):
         notes.append(f"model.name_or_path has no {', '.join(lacking)}: drawn by run.seed")

@@ -1,4 +1,4 @@
-"""Which parameters the optimizer treats alike: with their weight decay, learning rate and rule."""
+"""Groups of parameters that the optimizer treats alike: with their weight decay, learning rate and rule."""
 
 from __future__ import annotations
 

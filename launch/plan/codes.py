@@ -1,4 +1,4 @@
-"""What a frozen base in 4 or 8 bits takes (`adapter.base`): codes, and the scales that bitsandbytes keeps in FP32.
+"""The memory of a frozen base in 4 or 8 bits (`adapter.base`): codes, and the scales that bitsandbytes keeps in FP32.
 
 NF4 has a scale for each 64 weights (Dettmers et al. 2023, QLoRA); `double_quant` holds these in 8 bits, with a scale of
 their own for each 256. int8 has one for each row.
@@ -13,7 +13,7 @@ from typing import Any
 from config.schema import AdapterSection
 
 _BLOCK, _SCALES = 64, 256
-"""[weights] That share a scale, and [scales] that share one of theirs."""
+"""[weights] Number that share a scale, and [scales] number that share a scale of scales."""
 
 
 @dataclass(frozen=True)
@@ -21,19 +21,19 @@ class Codes:
     """The layers that hold codes."""
 
     parameters: int
-    """[parameters] For which they stand."""
+    """[parameters] Number of weights that they encode."""
     codes: float
-    """[bytes] Divided by the ranks at stage 3."""
+    """[bytes] Size of the codes, divided by the ranks at stage 3."""
     scales: float
-    """[bytes] Whole on every rank."""
+    """[bytes] Size of the scales, whole on every rank."""
     largest: int
-    """[parameters] Of the largest layer, whose weights are rebuilt while it computes."""
+    """[parameters] Size of the largest layer, whose weights are rebuilt while it computes."""
 
 
 def coded_layers(model: Any, section: AdapterSection) -> list[Any]:
     """The layers of a model without its adapter that hold codes: linear, but for the output and what is trained whole.
 
-    None of a base in floats.
+    A base in floats has none.
     """
     head = model.get_output_embeddings()
     return [
@@ -47,7 +47,7 @@ def coded_layers(model: Any, section: AdapterSection) -> list[Any]:
 
 
 def codes_of(model: Any, section: AdapterSection) -> Codes | None:
-    """Of `coded_layers`; None where the base is in floats."""
+    """Sizes of `coded_layers`; None where the base is in floats."""
     if section.base == "compute":
         return None
     shapes = [

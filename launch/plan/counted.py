@@ -1,4 +1,4 @@
-"""What autograd keeps of one micro-batch, counted in a forward pass of the real model on tensors without values.
+"""The activations of one micro-batch, counted in a forward pass of the real model on tensors without values.
 
 The model runs as in training, in its precision regions, with its adapter and with attention that is shared among ranks.
 What its code saves is added up, storage by storage. Nothing is computed, so a model of any size takes a second.
@@ -155,7 +155,7 @@ class _Counter:
             yield
 
     def sizes(self) -> dict[str, float]:
-        """[bytes] By scope, what is kept now."""
+        """[bytes] Size of what is kept now, by scope."""
         found = dict.fromkeys(("block", "attention", "outside", "weights"), 0.0)
         for kept in self._kept.values():
             found[kept.scope] += kept.size

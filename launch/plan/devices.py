@@ -29,11 +29,11 @@ class Device:
     peak_fp32: float
     """[FLOP/s] FP32 matmul without TF32, which torch leaves off."""
     link: float
-    """[bytes/s] In one direction between an accelerator and the others of its node."""
+    """[bytes/s] Bandwidth in one direction between an accelerator and the others of its node."""
     network: float
-    """[bytes/s] In one direction out of one node, all its adapters together."""
+    """[bytes/s] Bandwidth in one direction out of one node, all adapters together."""
     per_node: int
-    """[accelerators] In one node."""
+    """[accelerators] Number in one node."""
     source: str
 
     @property
@@ -79,7 +79,7 @@ DEVICES = {
         Device("a10g", 24e9, 70e12, 35e12, 32e9, 100 * _NIC, 4, "AWS g5.24xlarge and A10G data sheet; PCIe 4.0 x16"),
     )
 }
-"""By name. The network is that of the maker's own node; a cloud's may be slower: --network."""
+"""Accelerators by name. The network is that of the maker's own node; a cloud's may be slower: --network."""
 
 
 def find_device(name: str) -> Device:

@@ -1,4 +1,4 @@
-"""What ZeRO-3 has whole on each rank, as DeepSpeed 0.19.8 gathers and releases it (partitioned_param_coordinator.py).
+"""Parameters that ZeRO-3 holds whole on each rank, by DeepSpeed 0.19.8 (partitioned_param_coordinator.py).
 
 Parameters of at most `stage3_param_persistence_threshold` elements stay whole. The others are gathered when a module is
 about to compute: those of the next modules with them, a bucket at a time in one piece, from which each is copied when
@@ -24,22 +24,22 @@ from launch.plan.model import Shape
 
 @dataclass(frozen=True)
 class Gathered:
-    """[bytes] Of whole parameters on one rank, by the part of the step."""
+    """[bytes] Whole parameters on one rank, by the part of the step."""
 
     first: float = 0.0
-    """When the first modules compute, before anything is kept for the backward pass."""
+    """While the first modules compute, before anything is kept for the backward pass."""
     forward: float = 0.0
-    """When the last modules compute."""
+    """While the last modules compute."""
     loss: float = 0.0
     backward: float = 0.0
     staying: float = 0.0
-    """Of these what is there also when the last gradients are reduced."""
+    """The part that is still there when the last gradients are reduced."""
     step: float = 0.0
     """During the optimizer's update."""
 
 
 def gathered(shape: Shape, layout: Layout) -> Gathered:
-    """Of the ranks of `layout`: nothing below stage 3."""
+    """Sizes for a rank of `layout`; all zero below stage 3."""
     if layout.stage < 3:
         return Gathered()
     threshold, most, bucket = (float(layout.zero.get(key, ZERO_DEFAULTS[key])) for key in _KEYS)
@@ -68,7 +68,7 @@ def gathered(shape: Shape, layout: Layout) -> Gathered:
 
 
 def bytes_gathered(shape: Shape, layout: Layout, *, experts: bool = False, second_copy: bool = False) -> float:
-    """[bytes] Of whole parameters that all gathers of one optimizer step make on a rank at stage 3.
+    """[bytes] Whole parameters that all gathers of one optimizer step make on a rank at stage 3.
 
     experts: of those that ranks share, which a group of its own gathers; of all others if not. second_copy: gathered
     from hpZ's copy, which a parameter has from its first release to the update. Small ones are gathered once, after the

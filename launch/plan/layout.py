@@ -29,26 +29,26 @@ class Layout:
     stage: int
     world: int
     micro: int
-    """[samples] In one forward pass."""
+    """[samples] Size of one forward pass."""
     accumulation: int
     sequence: int
-    """[tokens] Of a row; of an encoder-decoder's source."""
+    """[tokens] Length of a row, or of an encoder-decoder's source."""
     targets: int
-    """[tokens] Of an encoder-decoder's target; 0 of other models."""
+    """[tokens] Length of an encoder-decoder's target; 0 for other models."""
     sharing: int
-    """[ranks] That share each sequence."""
+    """[ranks] Number that share each sequence."""
     tensor: int
-    """[ranks] That share each matrix, and compute the same sequences."""
+    """[ranks] Number that share each matrix and compute the same sequences."""
     expert: int
-    """[ranks] That share the experts of each layer, and have sequences of their own."""
+    """[ranks] Number that share the experts of each layer; each has its own sequences."""
     rows: int
-    """[sequences] Of one sample: two of a pair of answers."""
+    """[sequences] Number in one sample: two for a pair of answers."""
     compute: str
     """fp32, bf16 or fp16: dtype of parameters and activations on the cast path."""
     precision: PrecisionSection
     """Names the manifest."""
     reduced: int
-    """[bytes] Of one gradient value on the network."""
+    """[bytes] Size of one gradient value on the network."""
     checkpointing: str
     """none, full, selective, attention, ops or budget."""
     masked: bool
@@ -59,7 +59,7 @@ class Layout:
     passes_before: bool
     """Something runs through the model before the first step, without a backward pass."""
     distill: DistillSection
-    """What a student is held to."""
+    """Says what a student learns from."""
     model: ModelSection
     """Says whether the loss is computed in chunks."""
     optimizer: str
@@ -82,24 +82,23 @@ class Layout:
 
     @property
     def tokens(self) -> int:
-        """[tokens] Of one rank in one micro-batch: of its slices, where sequences are shared. Of an encoder-decoder
-        both sides."""
+        """[tokens] One rank's micro-batch: its slices, where sequences are shared; both sides of an encoder-decoder."""
         return self.micro * self.rows * slice_length(self.sequence + self.targets, self.sharing)
 
     @property
     def block_tokens(self) -> int:
-        """[tokens] Of these, those that one block sees at most."""
+        """[tokens] The part of these that one block sees at most."""
         longest = max(self.sequence, self.targets)
         return self.micro * self.rows * slice_length(longest, self.sharing)
 
     @property
     def label_tokens(self) -> int:
-        """[tokens] Of these, those that have logits."""
+        """[tokens] The part of these that has logits."""
         return self.micro * self.rows * slice_length(self.targets or self.sequence, self.sharing)
 
     @property
     def global_size(self) -> int:
-        """[samples] In one optimizer step."""
+        """[samples] Size of one optimizer step."""
         return self.micro * self.accumulation * self.zero_ranks // self.sharing
 
     @property
@@ -114,7 +113,7 @@ class Layout:
 
     @property
     def width(self) -> int:
-        """[bytes] Of one parameter."""
+        """[bytes] Size of one parameter."""
         return 4 if self.compute == "fp32" else 2
 
     def size(self, key: str, most: float) -> float:
@@ -129,7 +128,7 @@ class Layout:
 
     @property
     def secondary(self) -> int:
-        """[ranks] That a second copy of the parameters is divided by; 1 where there is none (hpZ)."""
+        """[ranks] Number by which a second copy of the parameters is divided; 1 where there is none (hpZ)."""
         return min(int(self.zero.get("zero_hpz_partition_size", 1)), self.world) if self.stage == 3 else 1
 
     @property

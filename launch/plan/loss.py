@@ -9,14 +9,14 @@ from modeling.chunked_head import loss_chunk
 from modeling.objectives import divergence
 
 _DIVERGENCE_TENSORS = {"forward_kl": 7, "reverse_kl": 8, "jsd": 11}
-"""[FP32 tensors] Of a chunk of logits, at most, while its divergence from a live teacher is recomputed and
+"""[FP32 tensors] Peak number for a chunk of logits while its divergence from a live teacher is recomputed and
 differentiated; counted by the profiler, as tests/launch/plan/test_tasks.py does."""
 _CACHED_TENSORS = 7
 """[FP32 tensors] The same under cached answers, whatever the divergence."""
 
 
 def loss_bytes(shape: Shape, layout: Layout) -> float:
-    """[bytes] Of logits and what is made of them, at their most."""
+    """[bytes] Peak size of logits and what is made of them."""
     logits, width = float(shape.vocabulary * layout.label_tokens), layout.width
     if layout.task == "classify":
         return 0.0  # a number or two for a token, at most
@@ -58,7 +58,7 @@ def _distillation(shape: Shape, layout: Layout) -> float:
 
 
 def teacher_bytes(shape: Shape, layout: Layout) -> float:
-    """[bytes] Of the teacher's weights on one rank: all of them, or a part and those that are gathered."""
+    """[bytes] Size of the teacher's weights on one rank: all of them, or a part and those that are gathered."""
     if shape.teacher is None:
         return 0.0
     whole = float(shape.teacher.width * shape.teacher.shape.parameters)

@@ -31,7 +31,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """[bytes] On the accelerator."""
+        """[bytes] Sum on the accelerator."""
         return sum(self.device.values())
 
 
@@ -151,7 +151,7 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
 
 
 def saved_bytes(shape: Shape, layout: Layout) -> float:
-    """[bytes] Of one rank's part of a checkpoint: masters, the optimizer's state, and weights in the compute dtype.
+    """[bytes] One rank's part of a checkpoint: masters, the optimizer's state, and weights in the compute dtype.
 
     Frozen weights are not in it. Below stage 3 only rank 0 writes the weights, and every rank copies them.
     """
@@ -163,7 +163,7 @@ def saved_bytes(shape: Shape, layout: Layout) -> float:
 
 
 def checkpoint_bytes(shape: Shape, layout: Layout) -> float:
-    """[bytes] Of a checkpoint on disk, of all ranks; what each of the ranks that share matrices has whole, of each."""
+    """[bytes] Size of a checkpoint on disk; what ranks that share matrices each have whole counts for each."""
     if layout.tensor > 1:
         return layout.tensor * checkpoint_bytes(shape.own, replace(layout, tensor=1))
     masters = 4 * shape.trained_parameters if layout.stage else 0
@@ -180,7 +180,7 @@ def _starts_whole(shape: Shape, layout: Layout) -> bool:
 
 
 def _second_copy(shape: Shape, layout: Layout) -> float:
-    """[bytes] Of hpZ's copy of the parameters (Wang et al. 2023, ZeRO++, section 3.2), divided by the ranks of a node.
+    """[bytes] hpZ's copy of the parameters (Wang et al. 2023, ZeRO++, section 3.2), divided by the ranks of a node.
 
     A parameter's is made when it is no longer gathered, and all are given back once the update is done.
     """
@@ -201,7 +201,7 @@ def _start(shape: Shape, layout: Layout, device: dict[str, float], process: floa
 
 
 def _copied(shape: Shape, layout: Layout, *, experts: bool) -> float:
-    """[bytes] Of the largest bucket of FP32 gradients that BF16_Optimizer copies into one piece.
+    """[bytes] Size of the largest bucket of FP32 gradients that BF16_Optimizer copies into one piece.
 
     A group's gradients are one tensor; a bucket of one of these is reduced where it is, or cast.
     """

@@ -35,9 +35,9 @@ class Group:
     """Hidden matrices with a rule of their own."""
     parameters: int
     largest: int
-    """[elements] Of its largest tensor."""
+    """[elements] Size of its largest tensor."""
     shared: int = 1
-    """[ranks] That share these experts, a part of them each."""
+    """[ranks] Number that share these experts, each a part of them."""
     sides: tuple[int, int] = (1, 1)
     """[elements] (shorter, longer) of its largest matrix, of which fused experts have one each; (1, 1) where the
     optimizer has no rule for matrices."""
@@ -50,9 +50,9 @@ class Stored:
     elements: int
     """[elements] Fewer than its weights where two are in a byte."""
     width: int | None = None
-    """[bytes] Of an element; None: of one that is a float."""
+    """[bytes] Size of an element; None: that of a float."""
     shared: bool = False
-    """Of experts that ranks share, a part of which this is."""
+    """Whether it is a part of experts that ranks share."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Teacher:
 
     shape: Shape
     width: int
-    """[bytes] Of one of its parameters."""
+    """[bytes] Size of one of its parameters."""
 
 
 @dataclass(frozen=True)
@@ -72,21 +72,19 @@ class Shape:
     parameters: int
     """[parameters] Shared ones once, those of an adapter included."""
     trained_parameters: int
-    """[parameters] That have masters, moments and gradients: all, or those of an adapter."""
+    """[parameters] Number that have masters, moments and gradients: all, or those of an adapter."""
     largest_parameter: int
-    """[elements] Of the largest single tensor."""
+    """[elements] Size of the largest single tensor."""
     largest_trained: int
-    """[elements] Of the largest single tensor that is trained."""
-    block_parameters: int
-    """[parameters] Of one transformer block."""
+    """[elements] Size of the largest single tensor that is trained."""
     trained_block: int
-    """[parameters] Of these trained."""
+    """[parameters] Number that are trained in the largest transformer block."""
     matmul_parameters: int
-    """[parameters] In a token's matmuls: not embeddings that are only looked up, but the head."""
+    """[parameters] Number in a token's matmuls: not embeddings that are only looked up, but the head."""
     trained_matmul: int
-    """[parameters] Of these trained, so that the backward pass has a matmul more for them."""
+    """[parameters] The trained ones of these, for which the backward pass has one more matmul."""
     groups: tuple[Group, ...]
-    """That the optimizer keeps apart."""
+    """Parameters that the optimizer keeps apart."""
     modules: tuple[tuple[Stored, ...], ...]
     """The parameters of each module that has some of its own, shared ones once."""
     layers: int
@@ -105,36 +103,36 @@ class Shape:
     counted: Counted | None = None
     """Its activations; None of a teacher, which keeps none."""
     teacher: Teacher | None = None
-    """That answers in every micro-batch."""
+    """The model that answers in every micro-batch."""
     codes: Codes | None = None
     """Frozen layers in 4 or 8 bits; None where all weights are floats."""
     counted_attention: float | None = None
-    """[FLOP] Of a token's products inside attention where no formula knows them: an encoder-decoder's."""
+    """[FLOP] A token's products inside an encoder-decoder's attention, for which there is no formula."""
     slice: Shape | None = None
-    """What one of the ranks that share matrices or experts has; None where none do."""
+    """The part of one of the ranks that share matrices or experts; None where none do."""
     trained_by_all: int = 0
     """[parameters] Trained on all ranks that share experts, over all of which ZeRO divides them; 0 where none do."""
     expert_parameters: int = 0
-    """[parameters] Of the experts that this rank has, where ranks share them."""
+    """[parameters] Size of this rank's experts, where ranks share them."""
     expert_layers: int = 0
-    """[layers] With such experts."""
+    """[layers] Number with such experts."""
     experts: int = 0
-    """[experts] Of such a layer, on all ranks that share them."""
+    """[experts] Number in such a layer, on all ranks that share them."""
     experts_per_token: int = 0
     columns: int = 0
-    """[layers] Of one block whose matrices are cut by rows, so that gradients of their inputs are summed over ranks."""
+    """[layers] Number in one block that are cut by rows; gradients of their inputs are summed over ranks."""
     rows: int = 0
-    """[layers] Of one block whose matrices are cut by columns, so that their outputs are summed."""
+    """[layers] Number in one block that are cut by columns; their outputs are summed over ranks."""
     head_share: int = 1
-    """[ranks] That share the head's rows: logits are gathered, or the softmax's sums made over them."""
+    """[ranks] Number that share the head's rows: logits are gathered, or the softmax's sums made over them."""
 
     @property
     def own(self) -> Shape:
-        """What one rank computes with."""
+        """The sizes of the model that one rank computes with."""
         return self.slice or self
 
     def weight_bytes(self, width: int, *, ranks: int = 1) -> float:
-        """[bytes] Of all weights on one of the ranks that divide them. width: [bytes] of one that is a float."""
+        """[bytes] Size of the weights on one of the ranks that divide them. width: [bytes] of a float."""
         if self.codes is None:
             return width * self.parameters / ranks
         floats = width * (self.parameters - self.codes.parameters)
@@ -142,7 +140,7 @@ class Shape:
 
     @property
     def divided(self) -> int:
-        """[parameters] With masters and an optimizer's state, of which each of ZeRO's ranks has an equal part."""
+        """[parameters] Number with masters and an optimizer's state, which ZeRO divides equally by its ranks."""
         return self.trained_by_all or self.trained_parameters
 
     @property
@@ -156,13 +154,13 @@ class Shape:
         return self.trained_parameters < self.parameters
 
     def attention_flops(self, sequence: int) -> float:
-        """[FLOP] Of one token inside the attention of all blocks, over the whole square, in the forward pass."""
+        """[FLOP] Cost of one token inside the attention of all blocks, over the whole square, in the forward pass."""
         if self.counted_attention is not None:
             return self.counted_attention
         return 4.0 * self.layers * self.heads * self.head_dim * sequence
 
     def forward_flops(self, sequence: int) -> float:
-        """[FLOP] Of the forward pass of one token: 2 for each parameter in a matmul, and attention's."""
+        """[FLOP] Cost of the forward pass of one token: 2 for each parameter in a matmul, and attention."""
         return 2.0 * self.matmul_parameters + self.attention_flops(sequence)
 
     def flops_per_token(self, sequence: int) -> float:
@@ -206,7 +204,7 @@ def _of_both_sides(shape: Shape) -> Shape:
 
 
 def _slice(model: Any, whole: Shape, optimizer: OptimizerSection, *, ranks: int) -> Shape:
-    """What each of so many ranks has that share the matrices of a model (on the meta device, changed in place).
+    """The slice of each rank that shares the matrices of a model (on the meta device, changed in place).
 
     They are cut by transformers' tp_plan, as DeepSpeed cuts them. Raises UserError for a model without one, which
     DeepSpeed cuts by the names of its layers.
@@ -241,7 +239,7 @@ def _slice(model: Any, whole: Shape, optimizer: OptimizerSection, *, ranks: int)
 
 
 def _with_experts_shared(model: Any, whole: Shape, optimizer: OptimizerSection, *, ranks: int) -> Shape:
-    """What each of so many ranks has that share the experts of a model, which is changed in place.
+    """The part of each rank that shares the experts of a model, which is changed in place.
 
     Raises UserError for a model whose experts cannot be shared.
     """
@@ -298,7 +296,6 @@ def sizes_of(
         trained_parameters=sum(trained),
         largest_parameter=max(size for _, size in parameters.values()),
         largest_trained=max(trained),
-        block_parameters=sum(item.numel() for item in inside),
         trained_block=sum(item.numel() for item in inside if item.requires_grad),
         matmul_parameters=sum(size for _, size in matmuls),
         trained_matmul=sum(size for item, size in matmuls if item.requires_grad),

@@ -39,11 +39,11 @@ class Plan:
     scaling: list[Option]
     token_budget: float
     price: float | None
-    """[money] Of one device for one hour; None: not given."""
+    """[money] Price of one device for one hour; None: not given."""
 
     @property
     def model_mfu(self) -> float:
-        """[fraction] Of the peak that the model's FLOPs reach over the whole step."""
+        """[fraction] Share of the peak that the model's FLOPs reach over the whole step."""
         layout = self.configured.layout
         flops = self.shape.flops_per_token(layout.sequence) * self.configured.speed.tokens_per_second
         return flops / layout.world / matmul_peak(layout, self.device)

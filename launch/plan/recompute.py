@@ -1,4 +1,4 @@
-"""What activation checkpointing leaves of a block's activations, and how much of a forward pass it repeats."""
+"""Activations that checkpointing leaves of a block, and the share of a forward pass that it repeats."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def kept_bytes(shape: Shape, layout: Layout) -> tuple[float, float]:
 
 
 def block_bytes(shape: Shape, layout: Layout) -> float:
-    """[bytes] That autograd keeps in one block when nothing is recomputed."""
+    """[bytes] Size of one block's activations when nothing is recomputed."""
     assert shape.counted is not None
     return shape.counted.block * layout.tokens + shape.counted.weights
 
 
 def _edge(shape: Shape, layout: Layout) -> float:
-    """[bytes] Of a block's input."""
+    """[bytes] Size of a block's input."""
     return float(layout.width * shape.hidden * layout.block_tokens)
 
 
 def recomputed_blocks(shape: Shape, layout: Layout) -> int:
-    """[blocks] That are recomputed as a whole. For budget the fewest that fit, as the trainer finds them by counting.
+    """[blocks] Number that are recomputed as a whole; for budget the fewest that fit, as the trainer counts them.
 
-    Of the loss the trainer counts what stays until the backward pass: FP32 log-softmax, or gradients of chunks.
+    The trainer counts what stays of the loss until the backward pass: FP32 log-softmax, or gradients of chunks.
     """
     model, layers, tokens = layout.model, shape.layers, layout.tokens
     if layout.checkpointing == "budget":
@@ -47,7 +47,7 @@ def recomputed_blocks(shape: Shape, layout: Layout) -> int:
 
 
 def recomputed_share(shape: Shape, layout: Layout) -> float:
-    """[fraction] Of a forward pass's matmul FLOPs that the backward pass repeats."""
+    """[fraction] Share of a forward pass's matmul FLOPs that the backward pass repeats."""
     if layout.checkpointing not in ("attention", "ops"):
         return recomputed_blocks(shape, layout) / shape.layers
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim

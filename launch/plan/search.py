@@ -1,4 +1,4 @@
-"""What fits: every ZeRO stage and micro-batch on the devices asked for, and the run on 1 to 1,024 of them."""
+"""Search for what fits: ZeRO stages and micro-batches on the devices asked for, and the run on 1 to 1,024."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Planner:
     shape: Shape
     device: Device
     usable: float
-    """[bytes] Of a device, without --reserve."""
+    """[bytes] Memory of a device, without --reserve."""
     process: float
-    """[bytes] Of the process itself, for ranks on a CPU."""
+    """[bytes] Memory of the process itself, for ranks on a CPU."""
     speed: Callable[[Layout], Speed]
 
     def option(self, layout: Layout) -> Option:

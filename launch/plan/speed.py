@@ -22,38 +22,38 @@ from modeling.chunked_head import loss_chunk
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank sends in one optimizer step: bytes that leave it, a ring's factor (n - 1) / n included."""
+    """Bytes that leave one rank in one optimizer step, a ring's factor (n - 1) / n included."""
 
     gradients: float
-    """[bytes] Through the ring of all ranks with the same slices of matrices."""
+    """[bytes] Gradients through the ring of all ranks with the same slices of matrices."""
     parameters: float
-    """[bytes] The same, of parameters gathered, and of pieces that an optimizer of whole matrices sends and gets."""
+    """[bytes] Parameters gathered in the same ring, and pieces that an optimizer of whole matrices sends and gets."""
     collectives: float
-    """[collectives] In one step."""
+    """[collectives] Number in one step."""
     second_copy: float = 0.0
-    """[bytes] Of parameters gathered from the copy that zero_hpz_partition_size ranks share."""
+    """[bytes] Parameters gathered from the copy that zero_hpz_partition_size ranks share."""
     sequences: float = 0.0
-    """[bytes] Traded among the ranks that share sequences."""
+    """[bytes] Size of the trades among ranks that share sequences."""
     trades: float = 0.0
-    """[collectives] Of these ranks in one step."""
+    """[collectives] Number among these ranks in one step."""
     sums: float = 0.0
-    """[bytes] Through the ring of the ranks that share matrices."""
+    """[bytes] Sums through the ring of the ranks that share matrices."""
     reductions: float = 0.0
-    """[collectives] Of these ranks in one step."""
+    """[collectives] Number among these ranks in one step."""
     tokens: float = 0.0
-    """[bytes] Of tokens that a rank sends to those that it shares experts with, and gives back to them, where all
+    """[bytes] Tokens that a rank sends to those that it shares experts with, and gives back to them, where all
     experts are used alike: the mean of the ranks, also where some are sent more than others, but for the share of
     tokens whose experts are on their own rank."""
     tokens_at_most: float = 0.0
-    """[bytes] Of the busiest rank, where routers send it all of the others' tokens and all of its own away."""
+    """[bytes] The busiest rank's, where routers send it all of the others' tokens and all of its own away."""
     dispatches: float = 0.0
-    """[collectives] Of these ranks in one step."""
+    """[collectives] Number among these ranks in one step."""
     of_experts: float = 0.0
     """[bytes] Gradients and parameters of shared experts through the ring of the ranks that have the same ones."""
 
     @property
     def sent(self) -> float:
-        """[bytes] Of all kinds."""
+        """[bytes] Sum of all kinds."""
         states = self.gradients + self.parameters + self.second_copy + self.of_experts
         return states + self.sequences + self.sums + self.tokens
 
@@ -91,7 +91,7 @@ def _leaving(ranks: int) -> float:
 
 
 def _with_sums(found: Traffic, shape: Shape, layout: Layout) -> Traffic:
-    """With what the ranks that share matrices sum up, twice around the ring, and gather, once."""
+    """Add what ranks that share matrices sum up, twice around the ring, and gather, once."""
     # Recomputation stops at the last tensor that is needed, before the block's last sum; a reentrant one does not.
     each = shape.rows if layout.model.checkpointing_reentrant else shape.rows - 1
     again = recomputed_blocks(shape, layout) * float(each)
@@ -111,7 +111,7 @@ def _with_sums(found: Traffic, shape: Shape, layout: Layout) -> Traffic:
 
 
 def _with_tokens(found: Traffic, shape: Shape, layout: Layout) -> Traffic:
-    """With the tokens that ranks send each other's experts and get back, in both passes, once more where a block is
+    """Add the tokens that ranks send each other's experts and get back, in both passes, once more where a block is
     recomputed; a reentrant one is refused. A layer's counts of each expert's tokens go ahead of its forward passes."""
     ranks, chosen = layout.expert, shape.experts_per_token
     forward = shape.expert_layers * (1 + layout.counting_pass) + min(
@@ -168,7 +168,7 @@ def _of_states(shape: Shape, layout: Layout) -> Traffic:
 
 
 def _exchanged(shape: Shape, layout: Layout) -> float:
-    """[bytes] Of whole matrices that an optimizer has shared out, in FP32, to the rank that computes them and back.
+    """[bytes] Whole matrices of an optimizer on their way to the rank that computes them and back, in FP32.
 
     Experts that ranks share are updated where they are, but for one that two ranks have parts of.
     """
@@ -179,7 +179,7 @@ def _exchanged(shape: Shape, layout: Layout) -> float:
 
 
 def _teacher_traffic(shape: Shape, layout: Layout) -> float:
-    """[bytes] Of a sharded teacher's parameters, gathered in every micro-batch."""
+    """[bytes] A sharded teacher's parameters, gathered in every micro-batch."""
     if shape.teacher is None or not layout.distill.sharded:
         return 0.0
     gathered = float(layout.accumulation * shape.teacher.width * shape.teacher.shape.parameters)
@@ -187,7 +187,7 @@ def _teacher_traffic(shape: Shape, layout: Layout) -> float:
 
 
 def ring_bandwidth(device: Device, world: int) -> float:
-    """[bytes/s] At which a ring over `world` ranks runs."""
+    """[bytes/s] Speed of a ring over `world` ranks."""
     return device.link if world <= device.per_node else min(device.link, device.network)
 
 
@@ -203,12 +203,12 @@ class Speed:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all devices together."""
+        """Throughput of all devices together."""
         return self.tokens_per_step / self.step_seconds
 
     @property
     def share(self) -> float:
-        """[fraction] Of the step, spent waiting for the network."""
+        """[fraction] Share of the step that is spent waiting for the network."""
         return 1 - self.compute_seconds / self.step_seconds
 
 
@@ -234,7 +234,7 @@ def speed(
     compute, moved = flops / (peak * mfu), traffic(shape, layout)
 
     def seconds(sent: float, collectives: float, *, ranks: int, across: int) -> float:
-        """Of so many ranks, that are `across` so many consecutive ones."""
+        """Duration among `ranks` ranks that lie within `across` consecutive ones."""
         return sent / (ring_bandwidth(device, across) * efficiency) + collectives * latency * math.log2(ranks)
 
     # a rank's neighbours in the ring of ZeRO are as many ranks apart as share matrices
@@ -261,7 +261,7 @@ def mfu_of(tokens_per_second: float, shape: Shape, layout: Layout, device: Devic
 
 
 def computed_flops(shape: Shape, layout: Layout) -> float:
-    """[FLOP] Of one token on one rank: forward, backward, what is recomputed, passes of a reference and a teacher.
+    """[FLOP] Cost of one token on one rank: forward, backward, what is recomputed, passes of a reference and a teacher.
 
     Ranks that share experts compute for each other's tokens: as much as with all experts.
     """

@@ -18,11 +18,11 @@ TEMPORARIES = {
 the largest parameter in it; a pair for each moment that may be the peak."""
 
 _OF_A_PIECE = 13
-"""[bytes] Of one value of a split master while it is joined: its bits twice, and those of a tie as a byte and apart."""
+"""[bytes] One value of a split master while it is joined: its bits twice, and those of a tie as a byte and apart."""
 
 
 def step_bytes(shape: Shape, layout: Layout) -> float:
-    """[bytes] That one rank needs at once, at most, beside model states.
+    """[bytes] Peak need of one rank beside model states.
 
     DeepSpeed updates one flat tensor after the other: at stages 1 and 2 a rank's part of each parameter group, at stage
     3 of each sub-group, and without ZeRO each parameter. Where it flattens FP32 gradients into a second copy, the first
@@ -46,7 +46,7 @@ def _copied_gradients(shape: Shape, layout: Layout) -> float:
 
 
 def _rule_bytes(group: Group, layout: Layout) -> float:
-    """[bytes] Of the temporaries of `training.engine.optimizers` for one flat tensor of a group."""
+    """[bytes] Size of an optimizer's temporaries for one flat tensor of a group."""
     flat, piece = _sizes(group, layout)
     if group.matrix:
         return 4 * flat + _exchange_bytes(group, layout)
@@ -55,7 +55,7 @@ def _rule_bytes(group: Group, layout: Layout) -> float:
 
 
 def _sizes(group: Group, layout: Layout) -> tuple[float, float]:
-    """[values] (of its largest flat tensor, of the largest parameter's piece in it)."""
+    """[values] Sizes of its largest flat tensor and of the largest parameter's piece in it."""
     if layout.stage == 0:
         return group.largest, group.largest
     flat = group.parameters / layout.zero_ranks
@@ -65,12 +65,12 @@ def _sizes(group: Group, layout: Layout) -> tuple[float, float]:
 
 
 def _sub_group(layout: Layout) -> float:
-    """[values] Of a rank's part of the parameters that ZeRO-3 updates at once, at most."""
+    """[values] Largest part of a rank's parameters that ZeRO-3 updates at once."""
     return float(layout.zero.get("sub_group_size", ZERO_DEFAULTS["sub_group_size"]))
 
 
 def _exchange_bytes(group: Group, layout: Layout) -> float:
-    """[bytes] Of whole matrices on their way to the rank that computes them and back, and of the iteration.
+    """[bytes] Whole matrices on their way to the rank that computes them and back, and the iteration.
 
     Two of the matrix and two of its product with itself in the iteration, in FP32; in BF16 the FP32 result counts.
     """

@@ -35,7 +35,7 @@ CHUNK_VALUES = 1 << 22
 
 
 def divergence(p: torch.Tensor, q: torch.Tensor, *, kind: Kind, beta: float = 0.5) -> torch.Tensor:
-    """Of q from p in nats. p, q: (..., outcomes) log-probabilities, FP32 or FP64 -> (...)."""
+    """Divergence of q from p in nats. p, q: (..., outcomes) log-probabilities, FP32 or FP64 -> (...)."""
     if kind == "forward_kl":
         return functional.kl_div(q, p, reduction="none", log_target=True).sum(dim=-1)
     if kind == "reverse_kl":
@@ -57,7 +57,7 @@ def on_likeliest(log_probs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def likeliest(logits: torch.Tensor, *, k: int, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """What IDS and LOG_PROBS hold. logits: (tokens, vocabulary) -> (tokens, k) int32 and (tokens, k + 1) FP32."""
+    """Contents of IDS and LOG_PROBS. logits: (tokens, vocabulary) -> (tokens, k) int32 and (tokens, k + 1) FP32."""
     ids, log_probs = [], []
     for chunk in logits.split(max(1, CHUNK_VALUES // logits.shape[-1])):
         whole = torch.log_softmax(chunk.float() / temperature, dim=-1)

@@ -64,21 +64,12 @@ class Delivery(ABC):
         self.end: Event | None = None
         """The `run_end` of the newest session."""
 
-<<<<<<< HEAD
     def add(self, number: int, text: bytes) -> None:
         """Take one line of the events, counted from 1."""
         earlier, self.line = number <= self._skip, number
         if earlier and self.rows.pass_step(text):
             return
         event = event_on(text)
-=======
-    def add(self, number: int, line: bytes) -> None:
-        """Take one line of the events; numbers begin at 1."""
-        earlier, self.line = number <= self._skip, number
-        if earlier and self.rows.pass_step(line):
-            return
-        event = self._redactor.value("", event_on(line))
->>>>>>> w/a
         if event is None:
             return  # readers of the file report a damaged line; the rest is logged
         event = self._redactor.value("", event)
@@ -109,17 +100,12 @@ class Delivery(ABC):
 
     def follow(self, job: dict[str, Any]) -> None:
         """Deliver events as they come; returns when training said "end" or is gone and every event is delivered."""
-        file, last_round = Follower(Path(job["events"])), False
+        follower, last_round = Follower(Path(job["events"])), False
         while not last_round:
             ready, _, _ = select.select([sys.stdin], [], [], POLL_S)
             last_round = bool(ready) or os.getppid() != job["training_pid"]
-<<<<<<< HEAD
             for text in follower.lines():
                 self.add(follower.number, text)
-=======
-            for line in file.lines():
-                self.add(file.number, line)
->>>>>>> w/a
             self.flush()
         self.close(1 if self.end is None else int(self.end["exit_code"]))
 

@@ -23,7 +23,7 @@ from training.distributed import World
 from training.engine.masters import local_masters
 
 _AVERAGES = OPTIMIZERS["adamw"].states
-"""Of the gradient, and of its square."""
+"""Averages of the gradient and of its square."""
 
 
 class SplitMaster:
@@ -42,7 +42,7 @@ class SplitMaster:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What is held beside the weight."""
+        """Tensors that are held beside the weight."""
         return [held for held in (self._remainder, self._uppers) if held is not None]
 
     def values(self, start: int, length: int) -> torch.Tensor:
@@ -104,7 +104,7 @@ class SplitMaster:
 
 
 def _odd(weight: torch.Tensor, master: torch.Tensor) -> int:
-    """How many weights are not their masters, rounded."""
+    """Number of weights that are not their masters, rounded."""
     return int(((weight != master.to(weight.dtype)) & ~(weight.isnan() & master.isnan())).sum())
 
 

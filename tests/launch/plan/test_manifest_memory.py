@@ -57,7 +57,7 @@ def test_a_block_keeps_what_is_counted(family: str, manifest: str) -> None:
 @pytest.mark.parametrize("manifest", ["bf16", "fp8"])
 @pytest.mark.parametrize(("checkpointing", "micro"), [("none", 4), ("full", 2)])
 def test_the_peak_is_what_tensors_take(pair, tmp_path: Path, checkpointing: str, micro: int, manifest: str) -> None:
-    """Of two ranks at ZeRO-2, a model of 3 M parameters, and buckets that hold a third of it."""
+    """Two ranks at ZeRO-2, a model of 3 M parameters, and buckets that hold a third of it."""
     document = json.loads((REPOSITORY / "ds_configs/zero2_fp32.json").read_text())
     document["zero_optimization"]["reduce_bucket_size"] = 1_000_000
     (tmp_path / "ds.json").write_text(json.dumps(document))

@@ -142,7 +142,7 @@ PEAKS = [(*peak, ("data.sequence_length=128",)) for peak in PEAKS] + [
 
 @pytest.mark.parametrize(("stage", "checkpointing", "micro", "more"), PEAKS)
 def test_the_peak_is_what_tensors_take(pair, tmp_path, stage: int, checkpointing: str, micro: int, more) -> None:
-    """Of two ranks, a model of 3 M parameters, and buckets that hold a third of it."""
+    """Two ranks, a model of 3 M parameters, and buckets that hold a third of it."""
     document = json.loads((REPOSITORY / f"ds_configs/zero{stage}_bf16.json").read_text())
     document["zero_optimization"]["reduce_bucket_size"] = 1_000_000
     (tmp_path / "ds.json").write_text(json.dumps(document))
@@ -177,7 +177,7 @@ def test_the_peak_of_shared_experts_is_what_tensors_take(pair, tmp_path, stage: 
 
 
 def test_bf16_optimizer_copies_gradients_of_several_groups_only() -> None:
-    """Those of a group are one tensor, which is reduced where it is; experts that ranks share are a group apart."""
+    """A group's gradients are one tensor, reduced where it is; experts that ranks share are a group apart."""
     given = [MIXTURE, "deepspeed.config=ds_configs/zero1_bf16.json", "precision.compute=bf16"]
     given += ["data.sequence_length=32", "batch.micro_size=1", "batch.global_size=2"]
     shape, found = layout(*given)
@@ -208,7 +208,7 @@ def test_a_second_copy_of_the_weights_is_a_nodes() -> None:
 
 
 def test_the_second_copy_takes_what_the_planner_says(pair, tmp_path) -> None:
-    """Of two ranks, weights that are partitioned as soon as they are used."""
+    """Two ranks, and weights that are partitioned as soon as they are used."""
     measured, planned = [], []
     for size in (1, 2):
         document = json.loads((REPOSITORY / "ds_configs/zero3_bf16.json").read_text())
@@ -224,7 +224,7 @@ def test_the_second_copy_takes_what_the_planner_says(pair, tmp_path) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_split_masters_free_what_the_planner_says(pair, tmp_path, stage: int) -> None:
-    """Of two ranks, with hardly any activations, so that the peak has masters in it and little else that varies."""
+    """Two ranks with hardly any activations, so that the peak has masters in it and little else that varies."""
     document = json.loads((REPOSITORY / f"ds_configs/zero{stage}_bf16.json").read_text())
     document["zero_optimization"]["reduce_bucket_size"] = 1_000_000
     (tmp_path / "ds.json").write_text(json.dumps(document))
@@ -242,7 +242,7 @@ def test_split_masters_free_what_the_planner_says(pair, tmp_path, stage: int) ->
 
 @pytest.mark.parametrize(("nodes", "gpus"), [(1, 8), (4, 8)])
 def test_states_agree_with_deepspeeds_estimators(nodes: int, gpus: int) -> None:
-    """Theirs count 16-bit gradients of a rank's part as well, two bytes that Mantissa sums in FP32 from the start."""
+    """DeepSpeed's also count 16-bit gradients of a rank's part, which Mantissa sums in FP32 from the start."""
     shape, demo = layout("deepspeed.config=ds_configs/zero2_bf16.json", world=1)
     world = nodes * gpus
     part = shape.parameters / world

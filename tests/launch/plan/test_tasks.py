@@ -129,6 +129,21 @@ def test_activations_under_an_adapter_are_what_autograd_keeps(adapter, family, c
     assert (2 * found.block + found.outside) * ids.numel() == pytest.approx(real, rel=0.003)
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_activations_with_dropout_are_what_autograd_keeps(attention: str) -> None:
+    """On a CPU attention with dropout is not fused."""
+    config = hugging_face("gpt2", 2)
+    config.resid_pdrop = config.attn_pdrop = config.embd_pdrop = 0.1
+    ids = torch.randint(100, (2, 64))
+    real = kept_by(
+        AutoModelForCausalLM.from_config(config, attn_implementation=attention), torch.float32, input_ids=ids
+    )
+    _, demo = planned(["data.sequence_length=64", "batch.micro_size=2"])
+    empty = empty_model(ModelSection(attention=attention), config)
+    found = count_activations(empty, replace(demo, compute="fp32"))
+    assert (2 * found.block + found.outside) * ids.numel() == pytest.approx(real, rel=0.003)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("adapter", ["all", "dora", "whole"])
 def test_parameters_of_an_adapter_are_those_of_the_real_model(family: str, adapter: str) -> None:
@@ -207,7 +222,7 @@ def test_a_frozen_base_saves_a_third_of_the_flops(base: Path) -> None:
 
 
 def test_what_zero3_has_whole_depends_on_the_passes_of_a_step(base: Path) -> None:
-    """By hand: matrices of the MLP, the embedding and the output are gathered, all else stays; a base in codes too."""
+    """Computed by hand: the MLP, the embedding and the output are gathered, all else stays; a base in codes too."""
     small = 4 * 2 * (256 * 256 + 256 * 128) + 9 * 256
     swapped, largest = 4 * 3 * 704 * 256 + 2 * 512 * 256, 704 * 256
     adapter = 4 * 8 * (2 * 512 + 2 * (256 + 128) + 3 * (256 + 704))
@@ -265,7 +280,7 @@ CAUSAL = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "overrides", "within"), CAUSAL)
 def test_the_peak_of_a_task_is_what_tensors_take(pair, base, tmp_path, stage, overrides, within) -> None:
-    """Of two ranks. A sharded teacher is planned as if all that it may gather were gathered at once."""
+    """Two ranks. A sharded teacher is planned as if all that it may gather were gathered at once."""
     more = [*rounded(tmp_path, stage), *(text.replace("BASE", str(base)) for text in overrides)]
     assert_peak(pair, on_base(base, "batch.micro_size=4", "batch.global_size=8", *more), 512, within)
 
@@ -327,7 +342,7 @@ def test_the_peak_of_an_adapted_encoder_decoder_is_what_tensors_take(pair, tmp_p
 
 
 def test_the_matmuls_of_an_encoder_decoder_are_those_of_both_sides() -> None:
-    """By hand: each side's weights meet its own tokens, keys and values of cross-attention those of the source."""
+    """Computed by hand: a side's weights meet its own tokens, cross-attention's keys and values the source's."""
     sizes = "model.config={d_model: 32, d_kv: 8, d_ff: 48, num_heads: 4, num_layers: 3, num_decoder_layers: 2}"
     given = ["task=seq2seq", "model.architecture=t5", sizes, "data.tokenizer=bytes", "data.sequence_length=40"]
     shape, layout = planned([*given, "data.target_length=24", "batch.micro_size=2", "batch.global_size=4"])
@@ -362,7 +377,7 @@ def assert_peak(pair, overrides: list[str], vocabulary: int, within: float) -> N
 @pytest.mark.parametrize("compute", ["bf16", "fp32"])
 @pytest.mark.parametrize(("kind", "top_k"), [("forward_kl", 0), ("reverse_kl", 0), ("jsd", 0), ("jsd", 32)])
 def test_a_divergence_takes_what_the_planner_says(kind: Any, top_k: int, compute: str) -> None:
-    """In one chunk and in three; a teacher in FP32."""
+    """One chunk and three; a teacher in FP32."""
     dtype, vocabulary = DTYPES[compute], 2**14
     for tokens in (256, 768):
         measured = divergence_peak(kind, top_k, dtype, tokens, vocabulary)
@@ -395,7 +410,7 @@ def divergence_peak(kind: Any, top_k: int, dtype: torch.dtype, tokens: int, voca
 
 @pytest.mark.parametrize(("dtype", "width"), [("auto", 4), ("bf16", 2), ("fp16", 2)])
 def test_a_teacher_is_whole_on_every_rank_or_divided(base: Path, dtype: str, width: int) -> None:
-    """In its own dtype, and with the FLOPs of a forward pass."""
+    """It has its own dtype, and costs the FLOPs of a forward pass."""
     given = ["task=distill", f"distill.teacher={base}", f"distill.dtype={dtype}"]
     shape, layout = planned(on_base(base, *given))
     alone, _ = planned(on_base(base))
@@ -408,7 +423,7 @@ def test_a_teacher_is_whole_on_every_rank_or_divided(base: Path, dtype: str, wid
 
 
 def test_a_pair_is_two_sequences(base: Path) -> None:
-    """And the adapter's base is asked in every micro-batch, unless the reference is computed before."""
+    """The adapter's base is asked in every micro-batch, unless the reference is computed before."""
     shape, one = planned(on_base(base, LORA))
     _, pairs = planned(on_base(base, LORA, "task=dpo"))
     _, before = planned(on_base(base, LORA, "task=dpo", "preference.reference=precomputed"))
@@ -418,7 +433,7 @@ def test_a_pair_is_two_sequences(base: Path) -> None:
 
 
 def test_an_encoder_is_the_model_of_its_task() -> None:
-    """From scratch, its vocabulary with the four tokens that it needs besides."""
+    """A new one's vocabulary has the four special tokens that it needs."""
     sizes = "model.config={hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 2}"
     found = {}
     for task, labels in (("mlm", []), ("classify", ["classify.labels=[a, b, c]"])):
@@ -465,7 +480,7 @@ TEMPORARIES = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "optimizer"), TEMPORARIES)
 def test_the_peak_of_an_optimizers_step_is_what_tensors_take(pair, base, tmp_path, stage: int, optimizer: str) -> None:
-    """With hardly any activations. Of two ranks."""
+    """Two ranks with hardly any activations."""
     within = 0.1 if stage == 3 else 0.02
     more = rounded(tmp_path, stage) if stage else ["deepspeed.stage=0", "precision.compute=fp32"]
     more += [f"optimizer.name={optimizer}", "data.sequence_length=16", "batch.micro_size=1", "batch.global_size=2"]
@@ -474,7 +489,7 @@ def test_the_peak_of_an_optimizers_step_is_what_tensors_take(pair, base, tmp_pat
 
 @pytest.mark.slow
 def test_the_peak_of_muon_in_fp32_is_what_tensors_take(pair, tmp_path) -> None:
-    """Of a new model: of a folder, the file would count as well that a parameter alone in its group still lies in."""
+    """The model is new: a folder's file would count, in which a parameter alone in its group still lies."""
     document = json.loads((REPOSITORY / "ds_configs/zero2_fp32.json").read_text())
     document["zero_optimization"]["reduce_bucket_size"] = 1_000_000
     (tmp_path / "ds.json").write_text(json.dumps(document))
@@ -484,7 +499,7 @@ def test_the_peak_of_muon_in_fp32_is_what_tensors_take(pair, tmp_path) -> None:
 
 
 def test_the_planner_counts_what_an_optimizer_makes(base: Path) -> None:
-    """By hand, of one rank's part of the model of 3 M parameters at ZeRO-2 in BF16."""
+    """Computed by hand for one rank's part of the model of 3 M parameters at ZeRO-2 in BF16."""
     shape, layout = planned(on_base(base, "precision.compute=bf16"))
     matrices = 4 * (256 * 256 * 2 + 256 * 128 * 2 + 3 * 256 * 704)
     flat, largest = (matrices + 512 * 256) / 2, 704 * 256
