@@ -33,7 +33,7 @@ class SliceGroup:
     """Consecutive ranks, which are on one node where they fit on it, that have a slice each of the same things."""
 
     rank: int
-    """Which slice is this rank's, from 0."""
+    """Number of this rank's slice, from 0."""
     size: int
     group: dist.ProcessGroup
 
@@ -107,7 +107,7 @@ class World:
 
     @property
     def zero_rank(self) -> int:
-        """Which of ZeRO's partitions is this rank's: ranks that share matrices have the same one, of other slices."""
+        """Number of this rank's partition in ZeRO: ranks that share matrices have the same one, of other slices."""
         return self.rank // self.tensor.size if self.tensor else self.rank
 
     @property

@@ -1,5 +1,5 @@
-"""What distillation needs before the student is built: that both speak of the same tokens, the teacher's identity, and
-where the config asks for it what the teacher says of every sequence, computed once.
+"""The teacher of a distillation before the student is built: its tokens are compared with the data's, it is identified,
+and where the config asks for it its answers to every sequence are computed once.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def prepare_teacher(resolved: Resolved, corpus: Corpus, world: World, *, vocabul
 
 
 def weights_identity(name: str, commit: str | None = None) -> str:
-    """What identifies a model: sha256 over its weight files, or the revision of a hub's. Raises OSError."""
+    """The identity of a model: sha256 over its weight files, or the revision of a hub's. Raises OSError."""
     folder = Path(name).expanduser()
     if not folder.is_dir():
         commit = commit or getattr(AutoConfig.from_pretrained(name), "_commit_hash", None)

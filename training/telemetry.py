@@ -290,7 +290,7 @@ class Telemetry:
         return {"attentions": attention, "channels": channels}
 
     def _averages(self, total: torch.Tensor) -> dict[str, dict[str, float]]:
-        """By module with a matrix: RMS_t, and the signal's share of its gradients (training/engine/adam_signals.py)."""
+        """RMS_t and the signal's share of gradients (training/engine/adam_signals.py), of each module with a matrix."""
         found = {}
         for module, rows in self._by_module().items():
             *sums, _ = total[rows, _ADAM].sum(0).tolist()
@@ -314,7 +314,7 @@ class Telemetry:
         return found
 
     def _gradients(self, total: torch.Tensor, counts: torch.Tensor) -> dict[str, dict[str, float]]:
-        """By module: norm, RMS, largest value, and the shares that its dtype keeps with fewer bits or loses."""
+        """Norm, RMS and largest value of each module, and the shares that its dtype keeps with fewer bits or loses."""
         shapes = [whole_shape_of(parameter).numel() for parameter in self._parameters.values()]
         found = {}
         for module, rows in self._by_module().items():
@@ -351,7 +351,7 @@ class Telemetry:
         }
 
     def _lost(self, total: torch.Tensor) -> dict[str, float]:
-        """By module: share of the weights that the step changed in the master and not in the number computed with.
+        """Each module's share of the weights that the step changed in the master and not in the number computed with.
 
         The update was smaller than half a unit in the last place there, and shows only once more of them have added up.
         Modules in FP32, whose weights are the masters, are left out.

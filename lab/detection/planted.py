@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from config.cli import entry_point
 from config.errors import UserError
+from config.resolved import Resolved
 from lab.detection.plants.permanent import permanent
 from lab.detection.plants.site import planted
 from tools.parity.jobs import TWIN
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise UserError(f"python -m {MODULE} takes a defect, and a program of Mantissa with its arguments")
     text, *program = given
     place = {"rank": int(os.environ.get("RANK", "0")), "ranks": int(os.environ.get("WORLD_SIZE", "1"))}
-    with planted(permanent(text), **place, wanted=lambda resolved: not resolved.config.run.name.startswith(TWIN)):
+    with planted(permanent(text), **place, wanted=is_no_twin):
         if program[0] == "-m":
             sys.argv = program[1:]
             runpy.run_module(program[1], run_name="__main__", alter_sys=True)
@@ -38,6 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.argv = program
             runpy.run_path(program[0], run_name="__main__")
     return 0
+
+
+def is_no_twin(resolved: Resolved) -> bool:
+    """Whether this is not the gate's run in FP32, by its name."""
+    return not resolved.config.run.name.startswith(TWIN)
 
 
 if __name__ == "__main__":

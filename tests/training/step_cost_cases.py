@@ -36,9 +36,9 @@ from training.progress import Progress
 from training.step import train_step
 
 _WAITS = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__", "nonzero", "allclose")
-"""What makes the host wait for the device when the tensor lives on one."""
+"""Methods that make the host wait for the device when the tensor lives on one."""
 _COPIES = ("tensor", "as_tensor", "new_tensor", "to", "copy_", "cuda")
-"""What does so when it brings something from the host's pageable memory to a device."""
+"""Methods that do so when they bring something from the host's pageable memory to a device."""
 _COLLECTIVES = (
     "all_reduce",
     "all_gather",

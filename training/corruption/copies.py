@@ -40,7 +40,7 @@ class Chunk:
     """A part of a value that every rank holds."""
 
     name: str
-    """Of the parameter or buffer."""
+    """Name of the parameter or buffer."""
     kind: str
     """weight, buffer, or one of the optimizer's state tensors."""
     start: int
@@ -72,7 +72,7 @@ class Copies:
 
     @torch.no_grad()
     def examine(self) -> list[Flip]:
-        """What differs, with this rank's wrong copies overwritten where the right value is known."""
+        """The copies that differ; this rank's wrong ones are overwritten where the right value is known."""
         self._cut()
         world = self._engine.world
         mine = torch.stack([self._sum([chunk]) for chunk in self._chunks] or [self._zero()])

@@ -32,11 +32,14 @@ def attach_faults(engine: Engine, faults: Sequence[Fault]) -> None:
     """Let the faults strike this engine. Raises UserError when one names no module, or a module without parameters."""
     if not faults:
         return
-    attached, methods = _Faults(engine, faults), engine.__dict__
-    methods["forward_backward"] = partial(attached.forward_backward, engine.forward_backward)
-    methods["add_micro_batch"] = partial(attached.add_micro_batch, engine.add_micro_batch)
-    methods["step"] = partial(attached.update, engine.step)
-    engine.loss_path.__dict__["score"] = partial(attached.score, engine.loss_path.score)
+    attached = _Faults(engine, faults)
+    for owner, name in (
+        (engine, "forward_backward"),
+        (engine, "add_micro_batch"),
+        (engine.loss_path, "score"),
+        (engine, "step"),
+    ):
+        setattr(owner, name, partial(getattr(attached, name), getattr(owner, name)))
 
 
 class _Faults:
@@ -87,7 +90,7 @@ class _Faults:
                 scored = scored._replace(loss=scored.loss * fault.factor)
         return scored
 
-    def update(self, right: Callable[..., Update], health: Health, lr: float, *, apply: bool = True) -> Update:
+    def step(self, right: Callable[..., Update], health: Health, lr: float, *, apply: bool = True) -> Update:
         """Lose the update on all ranks, whichever of them the fault names."""
         lost = any(fault.kind == "lost_update" and fault.step == self._step for fault, _, _ in self._targets)
         return right(health, lr, apply=apply and not lost)

@@ -22,7 +22,7 @@ from training.engine.flips import bit_sum, halves
 from training.engine.health import RanksDisagree
 
 _STEPS = 16
-"""[steps] In which every value of a replica is looked at once."""
+"""[steps] Period in which every value of a replica is looked at once."""
 
 
 def attach_slices(model: nn.Module, group: TensorGroup | None) -> None:
@@ -50,7 +50,7 @@ class SharedVocabulary:
     first: int
     """[token] First of this rank's rows."""
     size: int
-    """[tokens] Of all ranks."""
+    """[tokens] Rows of all ranks."""
     group: TensorGroup
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:

@@ -175,7 +175,7 @@ def repeated_row(site: Site) -> None:
 
 
 def last_label_lost(site: Site) -> None:
-    """Of each row, as if it had been cut one token too early."""
+    """The last label of each row is lost, as if it had been cut one token too early."""
 
     def change(batch: Batch) -> Batch:
         labels = batch.labels.clone()
@@ -205,7 +205,7 @@ def dropped_last_micro_batch_on_one_rank(site: Site) -> None:
 
 
 def embedding_left_out_of_the_norm(engine: Engine, size: float) -> None:
-    """Of what is clipped by, and recorded."""
+    """The norm that gradients are clipped by, and that is recorded, leaves out the embedding."""
     weight: Any = next(engine.model.get_submodule(EMBEDDING).parameters())
 
     def less(right: Callable[..., Any]) -> Callable[..., Any]:
@@ -221,7 +221,7 @@ def embedding_left_out_of_the_norm(engine: Engine, size: float) -> None:
 
 
 def clipped_value_by_value(engine: Engine, size: float) -> None:
-    """At `size`, before anything else sees them."""
+    """Gradients are clamped at `size` before anything else sees them."""
     for parameter in engine.model.parameters():
         parameter.register_hook(lambda gradient: gradient.clamp(-size * engine.loss_scale, size * engine.loss_scale))
 
@@ -230,7 +230,7 @@ def clipped_value_by_value(engine: Engine, size: float) -> None:
 
 
 def swapped_betas_of_one_group(site: Site) -> None:
-    """Of what does not decay."""
+    """The group that does not decay has its betas exchanged."""
 
     def change(optimizer: Any, engine: Engine) -> None:
         for group in optimizer.param_groups:
@@ -259,7 +259,7 @@ def stale_momentum_on_one_rank(site: Site) -> None:
 
 
 def last_value_not_updated(engine: Engine, size: float) -> None:
-    """Of each rank's part, as by a loop that ends one value too early."""
+    """The last value of each rank's part stays, as by a loop that ends one value too early."""
 
     def stepping(right: Callable[..., Any]) -> Callable[..., Any]:
         def apply() -> None:
@@ -331,7 +331,7 @@ def count_ahead_at_load(engine: Engine, size: float) -> None:
 
 
 def exchanged_moments_at_load(engine: Engine, size: float) -> None:
-    """Of two matrices of one shape, in the parts that one rank has of both."""
+    """Two matrices of one shape have each other's moments, in the parts that one rank has of both."""
 
     def change() -> None:
         both = [next(engine.model.get_submodule(f"{MLP}.{name}").parameters()) for name in ("gate_proj", "up_proj")]

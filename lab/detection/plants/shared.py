@@ -50,7 +50,7 @@ def documents_not_kept_apart(site: Site) -> None:
 
 
 def swapped_batches(site: Site) -> None:
-    """Of each two batches the second comes first."""
+    """Every two batches come in the other order."""
     right = loader.sample_ids
     site.patch(loader, "sample_ids", lambda position, **options: right(position ^ 1, **options))
 

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,14 @@ from lab.detection.defects import DEFECTS, PATHS
 from lab.detection.later import LATER
 from lab.detection.made_of import made_of
 from lab.detection.page import is_found, is_named, page
+from lab.detection.planted import is_no_twin
+from lab.detection.planted import main as run_planted
 from lab.detection.plants.bits import HIT
-from lab.detection.plants.site import ATTENTION, BAD_RANK
+from lab.detection.plants.site import ATTENTION, BAD_RANK, on_engine, planted
 from tests.support.process_group import ProcessGroup
+from tools.parity.jobs import TWIN
 from tracking.jsonl import read_events
+from training import session
 
 SCALED = "attention of one layer times 1.01"
 CONDITIONS = {
@@ -66,6 +71,24 @@ def test_a_twin_that_other_code_or_other_arguments_made_is_made_again(pair: Proc
     assert other != first
     assert made(replace(cell, steps=4), "other") != other
     assert max(event["step"] for event in read_events(events) if event["event"] == "step") == 4
+
+
+def test_the_gates_twins_stay_sound(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(session, "build_engine", lambda resolved: resolved.config.run.name)
+    plant = on_engine(lambda engine, size: found.append(str(engine)))
+    with planted(plant, rank=0, ranks=1, wanted=is_no_twin):
+        for name in (f"{TWIN}seed-0", "candidate-seed-0", "mine"):
+            run: Any = SimpleNamespace(config=SimpleNamespace(run=SimpleNamespace(name=name)))
+            session.build_engine(run)  # type: ignore[call-arg]
+    assert found == ["candidate-seed-0", "mine"]
+
+
+@pytest.mark.parametrize("line", [["{kind: nope}", "train.py"], ["[1]", "train.py"], ["{kind: silent_skip}"], []])
+def test_what_cannot_be_planted_is_refused_in_one_line(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_planted(line) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1
 
 
 def test_results_of_other_code_and_lines_cut_short_are_not_used(tmp_path: Path) -> None:

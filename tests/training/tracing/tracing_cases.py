@@ -20,7 +20,7 @@ TOKENS = 128
 
 
 class Spoiled(RuntimeError):
-    """What a broken step raises in these tests."""
+    """The exception of a broken step in these tests."""
 
 
 def traced(world: World, *, environment: dict[str, str] | None = None, **arguments: Any) -> dict[str, Any]:
