@@ -152,7 +152,7 @@ parity: setup  ## Hold the demo in BF16 against FP32: runs/parity-demo
 	$(BIN)/python -m tools.parity --config config/recipes/demo.yaml $(ARGS)
 
 parity-defects: setup  ## See that the parity gate finds every planted defect: runs/parity-defects
-	$(BIN)/python -m tools.parity.defects batch.micro_size=2 $(ARGS)
+	$(BIN)/python -m lab.detection.gate batch.micro_size=2 $(ARGS)
 
 detection: setup  ## Plant defects that the judge does not know, and write what it finds: docs/detection.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m lab.detection --out docs/detection.md $(ARGS)

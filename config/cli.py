@@ -12,12 +12,13 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
-from typing import Any, NoReturn, ParamSpec
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from config.errors import UserError
 from config.printable import shown
 
 P = ParamSpec("P")
+T = TypeVar("T")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 """Mantissa's own folder."""
@@ -37,6 +38,11 @@ class Arguments(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"command line: {message}; see {self.prog} --help")
+
+
+def comma_separated(one: Callable[[str], T]) -> Callable[[str], list[T]]:
+    """An option's `type=` for values separated by commas, each as `one` reads it."""
+    return lambda text: [one(item) for item in text.split(",")]
 
 
 def is_rank_0(environment: Mapping[str, str] = os.environ) -> bool:

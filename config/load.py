@@ -44,6 +44,8 @@ def load_config(path: Path, overrides: Sequence[str], deepspeed_config: str | No
         UserError: the file is missing or unreadable, or a key, a type, a value or a combination is wrong.
     """
     tree = read_file(path)
+    if tree.get("defects") == []:  # runs before version 0.2.0 recorded this section, which is gone
+        del tree["defects"]
     origins: dict[str, str] = {"": str(path)}
     for text in overrides:
         key, value = _parse_override(text)

@@ -361,7 +361,6 @@ def _expert(config: Config) -> Iterator[Problem]:
     yield from _beside(config, key, repeated, "puts other experts on the rank that repeats a suspicious step for")
     compared = {
         "telemetry.probe": (False,),
-        "defects": ((),),
     }
     yield from _beside(config, key, compared, "gives a rank some experts, which are compared with all of them by")
 
@@ -609,12 +608,6 @@ def _split_masters(config: Config) -> Iterator[Problem]:
         if fault.kind == "flipped_bit" and fault.place == "master":
             problem = "= master strikes an FP32 master, and with precision.masters = split there is none in memory"
             yield f"faults[{index}].place", f"{problem}; use weight, which is its upper half, {keep}"
-    for index, defect in enumerate(config.defects):
-        if defect.kind == "stale_weight":
-            problem = (
-                "= stale_weight leaves a weight behind its master, and with precision.masters = split it is a part"
-            )
-            yield f"defects[{index}].kind", f"{problem} of it; use silent_skip, {keep}"
 
 
 def needs_bf16(compute: str) -> str:

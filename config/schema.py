@@ -884,39 +884,6 @@ class CanarySection:
     left the run stops with exit code 3."""
 
 
-@dataclass(frozen=True)
-class Defect:
-    """One persistent defect, injected to test that the parity gate finds it."""
-
-    kind: Literal[
-        "fp16_norm",
-        "coarse_output",
-        "coarse_half",
-        "flushed_gradient",
-        "wrong_unscaling",
-        "skipped_accumulation",
-        "lost_reduction",
-        "stale_weight",
-        "unclipped_update",
-        "silent_skip",
-        "growing_activation",
-    ]
-    """[choice] fp16_norm: a norm works in FP16 on `factor` times its input. coarse_output: a module's output is rounded
-    to 3 bits of mantissa. coarse_half: the same where it computes in 16 bits, as a kernel for these may be wrong.
-    flushed_gradient: the smaller half of a module's gradients is zero, as FP16 leaves it without
-    enough of a loss scale. wrong_unscaling: gradients are divided by `factor` too much.
-    skipped_accumulation: the first micro-batch's gradients are lost. lost_reduction: another rank's gradients of a
-    module are lost. stale_weight: a module computes with weights that no longer follow their masters.
-    unclipped_update: clipping is reported, not done. silent_skip: every other step is lost and reported as applied.
-    growing_activation: one channel of a module's output has 1 added, and `factor` times as much each further step."""
-    module: str | None = None
-    """[module name] Module that has the defect; not read by kinds that hit the whole step."""
-    factor: float = limit(2.0, above=0.0)
-    """[factor] What wrong_unscaling, fp16_norm and growing_activation multiply by."""
-    from_step: int = limit(1, at_least=1)
-    """[step] First step that has it, from 1 in the order of the data; every later one has it, too."""
-
-
 UNPACKED_TASKS = ("seq2seq", "dpo")
 """Tasks that learn from rows and put each into a sequence of its own."""
 
@@ -970,8 +937,6 @@ class Config:
     canary: CanarySection = field(default_factory=CanarySection)
     faults: tuple[Fault, ...] = ()
     """[list] Faults to inject, each {kind, step, rank, module}. For tests and drills; empty in real runs."""
-    defects: tuple[Defect, ...] = ()
-    """[list] Defects to inject, each {kind, module, factor, from_step}. For tests of the gate; empty in real runs."""
 
     @property
     def scheduled_steps(self) -> int:

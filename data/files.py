@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, cast
 
+from config.errors import UserError
 from config.task import is_url
 
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 """By the end of a file's name."""
 BLOCK_BYTES = 1 << 20
-"""[bytes] A file that is cut is read in blocks of so many."""
+"""[bytes] Size of the blocks in which a file that is cut is read."""
 
 
 def opened(path: str, *, seekable: bool = False) -> BinaryIO:
@@ -26,8 +27,22 @@ def opened(path: str, *, seekable: bool = False) -> BinaryIO:
     return remote.opened(path, seekable=seekable)
 
 
+def is_hidden(parts: Iterable[str]) -> bool:
+    """Whether a file below a folder is passed over, by the parts of its path from there.
+
+    Python writes __pycache__ at any time, which would change the identity of a corpus.
+    """
+    return any(part.startswith(".") or part == "__pycache__" for part in parts)
+
+
+def no_file(path: str, patterns: Iterable[str]) -> UserError:
+    """The error for a data.path that names no file."""
+    wanted = " or ".join(patterns)
+    return UserError(f"data.path={path}: no file there. Set data.path to a file, a folder with {wanted}, or a glob.")
+
+
 def compression_of(path: str) -> str | None:
-    """What a file or URL is compressed by, by its name; None for nothing."""
+    """The compression of a file or URL, by its name; None for none."""
     return _COMPRESSIONS.get(PurePosixPath(path.partition("?")[0] if is_url(path) else path).suffix)
 
 
@@ -42,7 +57,7 @@ def decompressed(path: str) -> BinaryIO:
 
 
 def pieces(file: BinaryIO, separator: bytes) -> Iterator[bytes]:
-    """What `bytes.split` makes of a file, with a block and copies of the longest piece in memory.
+    """The parts that `bytes.split` makes of a file, with a block and copies of the longest piece in memory.
 
     A separator that is UTF-8 cuts no character of a text that is: no character's bytes are inside another's.
     """

@@ -29,7 +29,7 @@ def hold_out_tail(corpus: Corpus, *, fraction: float, sequence_length: int) -> C
         return corpus
     # Training keeps whole sequences of the shard that it is cut in: each takes one token more than its length.
     cut = end - sequences * sequence_length - 1
-    base = _base(corpus.train, cut)
+    base = max(first for first in _starts(corpus.train).tolist() if first <= cut)
     cut = max(start, base + (cut - base - 1) // sequence_length * sequence_length + 1)
     return replace(
         corpus,
@@ -42,33 +42,26 @@ def hold_out_tail(corpus: Corpus, *, fraction: float, sequence_length: int) -> C
 
 def _longest_document(shards: TokenShards, end_of_document: int) -> tuple[int, int]:
     """First token and end of the longest document, the first of several, counted through all shards."""
-    longest, start, base = (0, 0), 0, 0
-    for shard in shards.shards:
+    longest, start = (0, 0), 0
+    for shard, base in zip(shards.shards, _starts(shards).tolist(), strict=True):
         for position in np.flatnonzero(shard.array == end_of_document):
             end = base + int(position) + 1
             longest = max(longest, (start, end), key=lambda found: found[1] - found[0])
             start = end
-        base += shard.tokens
     return longest
 
 
-def _base(shards: TokenShards, token: int) -> int:
-    """Number of the first token of the shard that holds `token`."""
-    base = 0
-    for shard in shards.shards:
-        if token < base + shard.tokens:
-            break
-        base += shard.tokens
-    return base
+def _starts(shards: TokenShards) -> np.ndarray:
+    """The number of each shard's first token."""
+    return np.cumsum([0, *(shard.tokens for shard in shards.shards)])[:-1]
 
 
 def _between(shards: TokenShards, start: int, end: int) -> list[Shard]:
     """The tokens from `start` up to `end` as parts of the shards' files."""
-    parts, base = [], 0
-    for shard in shards.shards:
+    parts = []
+    for shard, base in zip(shards.shards, _starts(shards).tolist(), strict=True):
         first, last = max(start - base, 0), min(end - base, shard.tokens)
         if first < last:
             offset = shard.offset + first * np.dtype(shard.dtype).itemsize
             parts.append(replace(shard, tokens=last - first, offset=offset))
-        base += shard.tokens
     return parts

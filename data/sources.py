@@ -30,7 +30,7 @@ from typing import Any
 from config.errors import UserError
 from config.schema import DataSection
 from config.task import is_url
-from data.files import compression_of
+from data.files import compression_of, is_hidden, no_file
 from data.row_formats import BadRow, json_kind, recognise
 
 HASHED_BYTES = 1 << 30
@@ -52,7 +52,7 @@ class Source:
     label: str
     """The config's key and value that name the source, for messages."""
     identity: str
-    """What the fingerprint of a corpus is made of; see the module's docstring."""
+    """The source's part of a corpus's fingerprint; see the module's docstring."""
     total_bytes: int | None
     """[bytes] Size of the files, for the progress bar; None when it is not known beforehand."""
     text_field: str
@@ -67,9 +67,9 @@ class Source:
     files: tuple[str, ...] = ()
     """Paths or URLs of the files, in order."""
     other_way: str = ""
-    """What to try where it cannot be read as it is, for the message."""
+    """Advice where it cannot be read as it is, for the message."""
     damage: Callable[[], str | None] = field(default=lambda: None)
-    """What is wrong with the files, in words, once something is; None where that is not known."""
+    """Human-readable damage of the files, once something is wrong; None where it is not known."""
     no_text: Callable[[], str | None] = field(default=lambda: None)
     """The first row whose `text_field` holds no text: where, and what; None where rows have no lines."""
     ids_field: str | None = None
@@ -162,7 +162,7 @@ def _row_source(data: DataSection, path: str, label: str) -> Source:
 
 @dataclass(frozen=True)
 class _Files:
-    """What data.path names."""
+    """The files that data.path names."""
 
     names: tuple[str, ...]
     """Paths or URLs, in the order in which they are read."""
@@ -193,7 +193,7 @@ def _local(root: Path, files: list[Path], source: str) -> _Files:
 
 
 def _order(name: PurePath, source: str) -> Any:
-    """By the text of the name, or for rows folder by folder: the tokens of prepared corpora have these orders."""
+    """Sort key: the text of the name, or for rows folder by folder, as the tokens of prepared corpora are ordered."""
     return name.as_posix() if source == "text" else name.parts
 
 
@@ -247,7 +247,7 @@ def _local_files(path: str, source: str) -> tuple[Path, list[Path]]:
         return place.parent, [place]
     if place.is_dir():
         found = {file for pattern in _PATTERNS[source] for file in place.rglob(pattern)}
-        files = [file for file in found if file.is_file() and not _hidden(file, place)]
+        files = [file for file in found if file.is_file() and not is_hidden(file.relative_to(place).parts)]
         root = place
     else:
         parts = place.parts
@@ -255,14 +255,8 @@ def _local_files(path: str, source: str) -> tuple[Path, list[Path]]:
         root = Path(*parts[:split])
         files = [file for file in root.glob(str(Path(*parts[split:]))) if file.is_file()]
     if not files:
-        wanted = " or ".join(_PATTERNS[source])
-        raise UserError(f"data.path={path}: no file there. Set data.path to a file, a folder with {wanted}, or a glob.")
+        raise no_file(path, _PATTERNS[source])
     return root, files
-
-
-def _hidden(file: Path, root: Path) -> bool:
-    # Python writes __pycache__ at any time, which would change the identity of the corpus.
-    return any(part.startswith(".") or part == "__pycache__" for part in file.relative_to(root).parts)
 
 
 def _files_identity(root: Path, files: list[Path]) -> str:
@@ -296,7 +290,8 @@ def _hub_source(data: DataSection, label: str) -> Source:
             "data.source to what the file is: text, jsonl, parquet or megatron"
         )
     if folder.is_dir():
-        files = [path for path in folder.rglob("*") if path.is_file() and not _hidden(path, folder)]
+        there = (path for path in folder.rglob("*") if path.is_file())
+        files = [path for path in there if not is_hidden(path.relative_to(folder).parts)]
         saved = (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
         return Source(
             label=label,

@@ -15,7 +15,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -36,6 +36,13 @@ from modeling.quantised_base import freeze_quantised, loading_options, quantised
 from modeling.tensor_parallel import cut
 
 Gather = Callable[[Sequence[torch.nn.Parameter]], AbstractContextManager[bool]]
+
+
+def no_gather(parameters: Sequence[torch.nn.Parameter]) -> AbstractContextManager[bool]:
+    """The Gather for parameters that are whole on every rank."""
+    return nullcontext(True)
+
+
 """Makes the full values of parameters writable inside the context; yields whether this rank has to write them."""
 _IN_A_BLOCK = re.compile(r"\.\d+\.")
 """In the name of a parameter of one of the blocks, as of model.layers.1.mlp.up_proj.weight."""
@@ -109,7 +116,7 @@ def build_model(
     config: PretrainedConfig,
     *,
     seed: int,
-    gather: Gather,
+    gather: Gather = no_gather,
     model_class: str = CAUSAL_LM,
     adapter: AdapterSection | None = None,
 ) -> PreTrainedModel:

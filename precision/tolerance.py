@@ -22,6 +22,13 @@ CONFIDENCE = 4.0
 """lambda of Higham and Mary: a bound fails with probability at most 2 exp(-lambda^2 (1 - u)^2 / 2), here 7e-4."""
 
 
+def relative(off: float, size: float) -> float:
+    """off / size; 0 where both are 0, inf where size alone is 0 or off is not finite."""
+    if not math.isfinite(off):
+        return math.inf
+    return off / size if size else (math.inf if off else 0.0)
+
+
 def unit_roundoff(dtype: torch.dtype) -> float:
     """u: the largest relative error of rounding a real number to nearest, half of torch.finfo(dtype).eps.
 

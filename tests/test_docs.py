@@ -95,7 +95,8 @@ def missing_modules(page: Path) -> Iterator[str]:
 def sources_of(module: str) -> str:
     """The source that reads the options of `python -m MODULE`, with what all tools share."""
     place = ROOT / module.replace(".", "/")
-    files = [*place.parent.glob(f"{place.name}.py"), *place.glob("*.py"), *ROOT.glob("config/*.py")]
+    shared = [*place.parent.glob("harness.py"), *ROOT.glob("config/*.py")]
+    files = [*place.parent.glob(f"{place.name}.py"), *place.glob("*.py"), *shared]
     return "".join(path.read_text(encoding="utf-8") for path in files)
 
 

@@ -15,7 +15,17 @@ import pytest
 
 from config.cli import REPOSITORY
 from tests.support import architecture
-from tests.support.imports import FLOOR_OF, FLOORS, MAY_IMPORT, imported_names, imports_of, reachable, source_files
+from tests.support.imports import (
+    FLOOR_OF,
+    FLOORS,
+    MAY_IMPORT,
+    imported_by,
+    imported_names,
+    imports_of,
+    lines_imported,
+    reachable,
+    source_files,
+)
 
 NEEDS_THE_ENGINE = ("deepspeed", "torch.distributed")
 HOLD_THE_ENGINE = ("training", "tools", "lab")
@@ -108,6 +118,35 @@ def test_every_part_of_training_has_a_floor_and_every_floor_its_parts() -> None:
         if path.suffix == ".py" or (path / "__init__.py").is_file()
     }
     assert parts - {"__init__"} == set(FLOOR_OF)
+
+
+# What is in training/ beside a run, to the reason.
+NOT_OF_A_RUN = {
+    "training.checkpoint.__main__": "python -m training.checkpoint",
+    "training.checkpoint.tool": "what it does",
+    "training.profile.__main__": "python -m training.profile, of what a run imports",
+}
+MOST_LINES_OF_A_RUN = 39_450
+
+
+def test_a_run_imports_all_of_training() -> None:
+    inside = {name for name in imports_of(REPOSITORY) if starts_with(name, "training")}
+    assert inside - imported_by("train", REPOSITORY) == NOT_OF_A_RUN.keys()
+
+
+def test_a_run_imports_no_more_lines_than_this() -> None:
+    assert 30_000 < lines_imported("train", REPOSITORY) <= MOST_LINES_OF_A_RUN
+
+
+def test_what_a_package_imports_is_imported_with_its_modules(tmp_path: Path) -> None:
+    (tmp_path / "data" / "a").mkdir(parents=True)
+    (tmp_path / "data" / "a" / "__init__.py").write_text("from data import b\n")
+    (tmp_path / "data" / "a" / "c.py").write_text("x = 1\ny = 2\n")
+    (tmp_path / "data" / "b.py").write_text("")
+    (tmp_path / "data" / "d.py").write_text("")
+    (tmp_path / "train.py").write_text("def f():\n    from data.a.c import x\n")
+    assert imported_by("train", tmp_path) == {"train", "data.a", "data.a.c", "data.b"}
+    assert lines_imported("train", tmp_path) == 5
 
 
 def test_the_picture_of_the_architecture_is_current(tmp_path: Path) -> None:

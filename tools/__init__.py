@@ -1,1 +1,1 @@
-"""What a user runs around a run: parity, analyze, replay, export_hf and generate."""
+"""Tools that a user runs around a run: parity, analyze, replay, export_hf and generate."""

@@ -119,7 +119,7 @@ def _settings(folder: Path, file: str = "config.json") -> dict[str, Any]:
 
 
 def _base_of(folder: Path) -> AdapterSection:
-    """How the base of an exported adapter was held in training; in floats where nothing is said."""
+    """The storage of an exported adapter's base in training; in floats where nothing is said."""
     facts = _settings(folder, "mantissa.json").get("adapter")
     known = facts if isinstance(facts, dict) else {}
     base, double = known.get("base"), known.get("double_quant") is True
@@ -150,7 +150,7 @@ _ENCODERS = ("ForSequenceClassification", "ForTokenClassification", "ForMaskedLM
 
 
 def answers(model: Any, tokenizer: Any, options: argparse.Namespace) -> Iterator[str]:
-    """What the model adds to the prompt, or to each of the user's turns."""
+    """The model's continuation of the prompt, or its answer to each of the user's turns."""
     if not options.chat:
         reads = model.config.is_encoder_decoder
         ids = tokenizer(options.prompt, add_special_tokens=reads).input_ids

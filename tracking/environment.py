@@ -56,7 +56,7 @@ def environment(extra: dict[str, Any]) -> dict[str, Any]:
         "versions": {
             "mantissa": VERSION,
             "python": platform.python_version(),
-            **{name: _version(name) for name in PACKAGES},
+            **{name: package_version(name) for name in PACKAGES},
         },
         "variables": safe_variables(dict(os.environ)),
         **extra,
@@ -69,7 +69,8 @@ def safe_variables(variables: dict[str, str]) -> dict[str, str]:
     return {name: redact(chosen[name], name) for name in sorted(chosen)}
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
+    """The installed version of a package; None without one."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -6,6 +6,8 @@ import io
 import logging
 import math
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +37,7 @@ _METRICS = {
 }
 """Metrics of tasks that are drawn, by what is in their names."""
 _MANY_SKIPS = 200  # more marks would hide the curves
-STYLE: dict[Any, Any] = {
+_STYLE: dict[Any, Any] = {
     "font.size": 12,
     "axes.titlesize": 13,
     "axes.titleweight": "bold",
@@ -60,17 +62,14 @@ def plot_run(events: Path, png: Path) -> Path:
     starts = [event for event in timeline if event["event"] == "run_start"]
     if not steps or not starts:
         raise UserError(f"{events}: no step has been recorded, so there is nothing to draw")
-    import matplotlib
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     evals = [event for event in timeline if event["event"] == "eval"]
     metrics = [(title, names) for title, of in _METRICS.items() if (names := _metric_names([*steps, *evals], of))]
     rows = 2 + (len(metrics) + 1) // 2
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(12, 0.5 + 3.5 * rows), dpi=130, layout="constrained")
-        axes = figure.subplots(rows, 2, sharex=True)
-        figure.suptitle(plain(_title(events.resolve().parent.name, starts[-1], steps)), fontsize=14)
+    with figure(png, 12, 0.5 + 3.5 * rows) as drawn:
+        axes = drawn.subplots(rows, 2, sharex=True)
+        drawn.suptitle(plain(_title(events.resolve().parent.name, starts[-1], steps)), fontsize=14)
         _draw_loss(axes[0][0], steps, evals, starts[-1].get("loss_unit"))
         _draw_grad_norm(axes[0][1], steps)
         _draw_lr(axes[1][0], steps)
@@ -87,18 +86,26 @@ def plot_run(events: Path, png: Path) -> Path:
         for axis in axes[-1]:
             axis.set_xlabel("optimizer step")
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        save_png(figure, png)
     return png
 
 
-def save_png(figure: Figure, path: Path) -> None:
-    """Write a figure whole or not at all, and the folders above it where they are missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    drawn = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # a run's name may be Chinese
-        figure.savefig(drawn, format="png")
-    write_atomically(path, drawn.getvalue())
+@contextmanager
+def figure(png: Path, width: float, height: float, *, dpi: int = 130, **style: Any) -> Iterator[Figure]:
+    """A figure [inches] to draw on, written at the end: whole or not at all, with the folders above it.
+
+    style: matplotlib's settings that differ from those of all figures, with `_` for `.`.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(_STYLE | {name.replace("_", "."): value for name, value in style.items()}):
+        drawn, content = Figure(figsize=(width, height), dpi=dpi, layout="constrained"), io.BytesIO()
+        yield drawn
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # a run's name may be Chinese
+            drawn.savefig(content, format="png")
+    png.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(png, content.getvalue())
 
 
 def plain(value: object) -> str:
@@ -179,17 +186,17 @@ def _metric_names(events: list[Event], kinds: tuple[str, ...]) -> list[str]:
 def _draw_metrics(axis: Axes, steps: list[Event], evals: list[Event], title: str, names: list[str]) -> None:
     for number, name in enumerate(names):
         for events, style in ((steps, "-"), (evals, "o--")):
-            own = [{"step": event["step"], name: event["metrics"][name]} for event in events if _has(event, name)]
+            own = [
+                {"step": event["step"], name: event["metrics"][name]}
+                for event in events
+                if name in (event.get("metrics") or {})
+            ]
             if own:
                 label = f"{name}, validation" if events is evals else name
                 width, colour = 1.0 if events is steps else 1.6, f"C{number}"
                 axis.plot(_numbers(own), _column(own, name), style, color=colour, linewidth=width, label=plain(label))
     axis.set_title(title)
     axis.legend(loc="best", fontsize=9)
-
-
-def _has(event: Event, name: str) -> bool:
-    return name in (event.get("metrics") or {})
 
 
 def _draw_grad_norm(axis: Axes, steps: list[Event]) -> None:

@@ -10,9 +10,12 @@ from rich.text import Text
 from config.printable import shown
 
 
-def console(**options: Any) -> Console:
-    """A console that prints text as it is. options: as for rich's Console."""
-    return Console(**{"highlight": False, "markup": False, "emoji": False, **options})
+def console(*, columns: int = 0, **options: Any) -> Console:
+    """A console that prints text as it is. columns: at least, for a file or a pipe. options: as for rich's Console."""
+    found = Console(**{"highlight": False, "markup": False, "emoji": False, **options})
+    if not found.is_terminal:
+        found.width = max(found.width, columns)
+    return found
 
 
 def words(value: object, style: str = "") -> Text:

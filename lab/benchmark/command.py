@@ -30,71 +30,51 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import shlex
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from config.batch import refuse_sharing
-from config.cli import Arguments, entry_point, positive_int, positive_number
+from config.cli import entry_point, positive_int, positive_number
 from config.command_line import read_command_line
 from config.errors import UserError
-from config.files import write_atomically
 from config.launcher import as_launched
 from config.resolved import Resolved
 from config.schema import Config
-from lab.benchmark.contestants import (
-    COMMON_OVERRIDES,
-    OWN,
-    PRECISIONS,
-    WITHOUT_SPLIT,
+from lab.benchmark.contestants import COMMON_OVERRIDES, OWN, PRECISIONS, TITAN, Runner, choose, skip_unsupported
+from lab.benchmark.harness import (
+    ALL_HOLD,
+    FAILED,
+    Jobs,
+    Report,
     Run,
-    Runner,
-    choose,
-    skip_unsupported,
+    conditions,
+    in_own_process,
+    in_rounds,
+    job_options,
 )
-from lab.benchmark.report import bound, compare, page
-from lab.benchmark.spec import Work, prepare_work
-from launch.job import add_processes_option, default_processes, in_turn, shorten
-from tracking.environment import environment
-from tracking.jsonl import plain
+from lab.benchmark.report import TOLERANCE, bound, compare, page
+from lab.benchmark.spec import prepare_work
+from launch.job import default_processes, shorten
 
-ALL_HOLD, FAILED = 0, 3
-TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "fp16": 5e-3}
-"""Largest relative difference of a step's loss, by dtype of forward and backward."""
 DEFAULT_CONTESTANTS = "mantissa,bare,accelerate,trainer,trl,torchtitan"
 """Contestants unless others are named; those that are not installed are skipped, with the reason."""
-EARLIER_RESULTS = (
-    *("logs", "results", "runs", "weights", "rows", "tokens.npy", "spec.json", "spec-split.json"),
-    *("benchmark.json", "benchmark.md"),
-)
-"""Left in the folder by an earlier benchmark, and replaced by the next one."""
 
 
 def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line. Raises UserError."""
-    parser = Arguments("python -m lab.benchmark", __doc__)
-    parser.add_argument("--config", required=True, help="run config to train")
+    parser = job_options("lab.benchmark", __doc__, rounds=5, steps=30)
     parser.add_argument("--contestants", default=DEFAULT_CONTESTANTS, help="names, separated by commas")
-    parser.add_argument("--rounds", dest="repeats", type=positive_int, default=5, help="how often each of them runs")
-    parser.add_argument("--steps", type=positive_int, default=30, help="timed steps of a run")
     parser.add_argument("--warm-up", type=positive_int, default=5, help="steps before them that are not timed")
-    add_processes_option(parser)
     parser.add_argument(
         "--launch", default="", help="launcher, such as 'deepspeed --hostfile hosts'; default: torchrun"
     )
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmark"), help="folder of the report")
     parser.add_argument(
         "--at-least", action="append", default=[], metavar="A/B=RATIO", help="bound on tokens/s; exit 3"
     )
     parser.add_argument("--loss-tolerance", type=positive_number, help=f"relative; default {TOLERANCE}")
     parser.add_argument("--peak-tflops", type=positive_number, help="of one device, for MFU; default: measured here")
     parser.add_argument("--no-split", action="store_true", help="leave out the runs that time a step by stage")
-    parser.add_argument("overrides", nargs="*", help="key.sub=value")
     return parser.parse_intermixed_args(arguments)
 
 
@@ -127,83 +107,48 @@ def resolve(options: argparse.Namespace, processes: int) -> tuple[Resolved, tupl
     arguments += shorten(read_command_line([*arguments, *COMMON_OVERRIDES], launched).config, steps)
     resolved = read_command_line([*arguments, *COMMON_OVERRIDES], launched)
     refuse_sharing(resolved.batch, but=("tensor",), why="the contestants have {what} on each rank")
-    if resolved.config.precision.path != "cast":
-        raise UserError(f"{options.config}: precision.path = manifest is only Mantissa's; the others have only cast")
-    if resolved.config.model.activation_checkpointing not in ("none", "full") or resolved.config.data.document_masking:
-        problem = "model.activation_checkpointing other than none and full, and data.document_masking, are"
-        raise UserError(f"{options.config}: {problem} only Mantissa's; set what the others have, too")
     _require_shared(options.config, resolved.config)
-    if resolved.config.faults or resolved.config.defects:
-        raise UserError(f"{options.config}: faults and defects have no place in a benchmark; remove them")
+    if resolved.config.faults:
+        raise UserError(f"{options.config}: faults have no place in a benchmark; remove them")
     return resolved, tuple(arguments)
 
 
 def _require_shared(file: str, config: Config) -> None:
     """Raise UserError for a task, or a setting of one, that only Mantissa has."""
-    if config.task not in ("pretrain", "sft", "dpo"):
-        raise UserError(f"{file}: task = {config.task} is not what the contestants train; choose pretrain, sft or dpo")
-    if config.data.sources or (config.task == "pretrain" and config.adapter.kind != "none"):
-        raise UserError(f"{file}: data.sources, and an adapter of task pretrain, are only Mantissa's; remove them")
-    if config.task == "sft" and config.data.packing != "none":
-        raise UserError(f"{file}: data.packing = {config.data.packing} packs as only Mantissa does; set none")
-    own = {
-        "sft.loss": ("sft", config.sft.loss, "token"),
-        "sft.neftune_alpha": ("sft", config.sft.neftune_alpha, 0.0),
-        "preference.loss": ("dpo", config.preference.loss, "sigmoid"),
-        "preference.label_smoothing": ("dpo", config.preference.label_smoothing, 0.0),
-        "preference.sft_weight": ("dpo", config.preference.sft_weight, 0.0),
-        "adapter.dropout": (config.task, config.adapter.dropout, 0.0),
-        "adapter.base": (config.task, config.adapter.base, "compute"),
-    }
-    for key, (task, value, needed) in own.items():
-        if task == config.task and value != needed:
-            raise UserError(f"{file}: {key} = {value} would not be the same for all contestants; set {needed}")
-
-
-def run_repeats(
-    runner: Runner, contestants: Sequence[str], repeats: int, failed: dict[str, str]
-) -> Iterator[dict[str, list[Run]]]:
-    """Every contestant `repeats` times, in turn; after each run all so far, by contestant that has one.
-
-    failed: is given those whose job failed, with the reason; their later rounds are left out. Raises UserError: the
-    first reason, where no run at all succeeded.
-    """
-    runs: dict[str, list[Run]] = {name: [] for name in contestants}
-    for number, name in in_turn(contestants, repeats):
-        if name in failed:
-            continue
-        try:
-            run = runner.run(name, f"{name}-{number}")
-        except UserError as error:
-            failed[name] = str(error)
-            print(f"round {number}  {name:<13} {error}", flush=True)
-        else:
-            runs[name].append(run)
-            print(
-                f"round {number}  {name:<13} {run.step_seconds * 1e3:9.1f} ms a step, first step after "
-                f"{run.first_step_seconds:.1f} s, loss {run.result.losses[-1]:.4f}",
-                flush=True,
-            )
-        if any(runs.values()):
-            yield {name: mine for name, mine in runs.items() if mine}
-    if not any(runs.values()):
-        raise UserError(next(iter(failed.values())))
+    task, sft, preference = config.task, config.sft, config.preference
+    for key, value, shared, concerned in (
+        ("task", task, ("pretrain", "sft", "dpo"), True),
+        ("precision.path", config.precision.path, ("cast",), True),
+        ("model.activation_checkpointing", config.model.activation_checkpointing, ("none", "full"), True),
+        ("data.document_masking", config.data.document_masking, (False,), True),
+        ("data.sources", len(config.data.sources), (0,), True),
+        ("data.packing", config.data.packing, ("none",), task == "sft"),
+        ("sft.loss", sft.loss, ("token",), task == "sft"),
+        ("sft.neftune_alpha", sft.neftune_alpha, (0.0,), task == "sft"),
+        ("preference.loss", preference.loss, ("sigmoid",), task == "dpo"),
+        ("preference.label_smoothing", preference.label_smoothing, (0.0,), task == "dpo"),
+        ("preference.sft_weight", preference.sft_weight, (0.0,), task == "dpo"),
+        ("adapter.kind", config.adapter.kind, ("none",), task == "pretrain"),
+        ("adapter.dropout", config.adapter.dropout, (0.0,), True),
+        ("adapter.base", config.adapter.base, ("compute",), True),
+    ):
+        if concerned and value not in shared:
+            wanted = " or ".join(map(str, shared))
+            raise UserError(f"{file}: {key} = {value} would not be the same for all contestants; set {wanted}")
 
 
 def benchmark(options: argparse.Namespace) -> dict[str, Any]:
     """Run all contestants, compare them, and write the report; the content of benchmark.json. Raises UserError."""
     contestants, skipped = choose(options.contestants)
-    bounds = read_bounds(options.at_least, contestants, skipped)
+    read_bounds(options.at_least, contestants, skipped)
     processes = options.processes or default_processes()
     resolved, arguments = resolve(options, processes)
-    folder = options.out.expanduser().resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in EARLIER_RESULTS:
-        shutil.rmtree(folder / name, ignore_errors=True) if (folder / name).is_dir() else (folder / name).unlink(True)
+    report = Report(options.out, "benchmark", page)
+    report.remove("results", "weights", "rows", "tokens.npy", "spec.json", "spec-split.json")
     # in a process of its own: it takes the model's memory, and on a GPU machine a share of a GPU's
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        work = process.submit(prepare_work, resolved, folder, warm_up=options.warm_up).result()
-    runner = Runner(folder, arguments, processes, tuple(shlex.split(options.launch)), work.spec)
+    work = in_own_process(prepare_work, resolved, report.folder, warm_up=options.warm_up)
+    jobs = Jobs(report.folder, processes, options.warm_up, tuple(shlex.split(options.launch)))
+    runner = Runner(jobs, arguments, work.spec)
     refused = {name: reason for name in contestants if name in OWN and (reason := runner.refusal(name)) is not None}
     contestants, unsupported = skip_unsupported(contestants, work.spec, refused=refused)
     skipped |= unsupported
@@ -211,63 +156,57 @@ def benchmark(options: argparse.Namespace) -> dict[str, Any]:
         print(f"{name} takes no part: {reason}", flush=True)
     bounds = read_bounds(options.at_least, contestants, skipped)
     peak: dict[str, Any] | None = None
-    if work.flops_per_token is not None and options.peak_tflops is None:
-        peak = runner.peak()
-    elif work.flops_per_token is not None:
-        peak = {"flops": options.peak_tflops * 1e12 * processes, "how": "--peak-tflops x processes"}
+    if work.flops_per_token is not None:
+        given = options.peak_tflops and {"flops": options.peak_tflops * 1e12 * processes}
+        peak = given | {"how": "--peak-tflops x processes"} if given else runner.peak()
     lower = not PRECISIONS.keys().isdisjoint(contestants)
-    tolerance = options.loss_tolerance or TOLERANCE["bf16" if lower else resolved.compute]
-    tokens, flops = work.tokens_per_step, None if peak is None else peak["flops"]
-    conditions = _conditions(options, resolved, work, processes)
+    measures: dict[str, Any] = {
+        "tokens": work.tokens_per_step,
+        "flops_per_token": work.flops_per_token,
+        "peak": peak and peak["flops"],
+        "tolerance": options.loss_tolerance or TOLERANCE["bf16" if lower else resolved.compute],
+    }
+    config = resolved.config
+    about = conditions(
+        "lab.benchmark",
+        resolved,
+        processes,
+        model=config.model.name_or_path or config.model.architecture,
+        task=config.task,
+        adapter="" if config.adapter.kind == "none" else f" by {config.adapter.kind} of rank {config.adapter.r}",
+        parameters=work.parameters,
+        tokens=work.tokens_per_step,
+        batch=dataclasses.asdict(resolved.batch),
+        rounds=options.rounds,
+        timed_steps=options.steps,
+        warm_up=options.warm_up,
+    )
     failed: dict[str, str] = {}
     splits: dict[str, Any] = {}
 
     def written(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
-        """The report of these runs. Written anew after each of them: what ends this process may come without notice."""
-        found = compare(runs, tokens=tokens, flops_per_token=work.flops_per_token, peak=flops, tolerance=tolerance)
+        found = compare(runs, **measures)
         for name, split in splits.items():
             found["contestants"][name]["split"] = split
         found |= {"peak": peak, "flops_per_token": work.flops_per_token, "passed_over": skipped, "failed": failed}
-        found |= {"bounds": [bound(found, *each) for each in bounds], "conditions": conditions}
-        found = plain(found)
-        write_atomically(folder / "benchmark.json", (json.dumps(found, indent=1) + "\n").encode())
-        write_atomically(folder / "benchmark.md", page(found).encode())
-        return found
+        return report.write(found | {"bounds": [bound(found, *each) for each in bounds], "conditions": about})
 
     runs: dict[str, list[Run]] = {}
-    for runs in run_repeats(runner, contestants, options.repeats, failed):
+    for runs in in_rounds(contestants, options.rounds, runner.run, failed, tell):
         found = written(runs)
     if not options.no_split and work.spec.task == "pretrain":
-        for name in (name for name in contestants if name not in {*WITHOUT_SPLIT, *failed}):
-            splits[name] = runner.split(name)
+        for name in (name for name in contestants if name not in {*TITAN, *failed}):
+            splits[name] = runner.run(name, f"{name}-split", split=True).result.split
         found = written(runs)
     return found
 
 
-def _conditions(options: argparse.Namespace, resolved: Resolved, work: Work, processes: int) -> dict[str, Any]:
-    config = resolved.config
-    return {
-        "model": config.model.name_or_path or config.model.architecture,
-        "task": config.task,
-        "adapter": "" if config.adapter.kind == "none" else f" by {config.adapter.kind} of rank {config.adapter.r}",
-        "parameters": work.parameters,
-        "zero_stage": resolved.zero_stage,
-        "offload": resolved.offload,
-        "compute": resolved.compute,
-        "processes": processes,
-        "tokens": work.tokens_per_step,
-        "batch": dataclasses.asdict(resolved.batch),
-        "rounds": options.repeats,
-        "timed_steps": options.steps,
-        "warm_up": options.warm_up,
-        "environment": environment({"device": _device()}),
-    }
-
-
-def _device() -> str:
-    import torch
-
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+def tell(run: Run) -> str:
+    """A run on one line."""
+    return (
+        f"{run.step_seconds * 1e3:9.1f} ms a step, first step after {run.first_step_seconds:.1f} s, "
+        f"loss {run.result.losses[-1]:.4f}"
+    )
 
 
 @entry_point()

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import shutil
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from config.command_line import refusal
 from config.errors import UserError
 from config.launcher import as_launched
+from lab.benchmark.harness import Jobs, Run
 from lab.benchmark.peers import titan_terms
 from lab.benchmark.spec import Result, Spec
-from launch.job import TRAIN, error_line_of, launch
-from tracking.jsonl import read_events
+from launch.job import TRAIN
 
 MANTISSA: dict[str, tuple[str, ...]] = {
     "mantissa": (),
@@ -60,22 +57,27 @@ KERNELS: dict[str, tuple[str, ...]] = {
 }
 """Mantissa with Liger's kernels, without them where they are installed, and with compiled blocks: overrides by name."""
 OWN = MANTISSA | PRECISIONS | KERNELS
+
+
+class Peer(NamedTuple):
+    """A loop of another library."""
+
+    module: str
+    """In `lab.benchmark.peers`."""
+    tasks: tuple[str, ...] = ("pretrain",)
+    """The tasks that it trains."""
+    arguments: tuple[str, ...] = ()
+
+
 PEERS = {
-    "bare": "lab.benchmark.peers.bare_loop",
-    "accelerate": "lab.benchmark.peers.accelerate_loop",
-    "trainer": "lab.benchmark.peers.trainer_loop",
-    "trl": "lab.benchmark.peers.trl_loop",
-    "torchtitan": "lab.benchmark.peers.titan_loop",
-    "torchtitan-compile": "lab.benchmark.peers.titan_loop",
+    "bare": Peer("bare_loop"),
+    "accelerate": Peer("accelerate_loop"),
+    "trainer": Peer("trainer_loop", ("pretrain", "sft")),
+    "trl": Peer("trl_loop", ("sft", "dpo")),
+    "torchtitan": Peer("titan_loop"),
+    "torchtitan-compile": Peer("titan_loop", arguments=("--compile",)),
 }
-"""Loops of other libraries: module by name."""
-TITAN: dict[str, tuple[str, ...]] = {"torchtitan": (), "torchtitan-compile": ("--compile",)}
-"""torchtitan's contestants, and the arguments of its loop."""
-TASKS = {"bare": ("pretrain",), "accelerate": ("pretrain",), "trainer": ("pretrain", "sft"), "trl": ("sft", "dpo")}
-"""What the loops train, where they do not train every task."""
-SHARING = ("bare",)
-"""Of the loops, those that share matrices (`parallel.tensor`): DeepSpeed's AutoTP by its own config."""
-WITHOUT_SPLIT = tuple(TITAN)
+TITAN = ("torchtitan", "torchtitan-compile")
 """Contestants that run forward and backward in one call, in chunks or as one CUDA graph: their stages cannot be timed
 separately."""
 # Turns off what no other contestant does while it is timed.
@@ -86,113 +88,50 @@ COMMON_OVERRIDES = (
 
 
 @dataclass(frozen=True)
-class Run:
-    """One job of one contestant."""
-
-    contestant: str
-    launched: float
-    """[seconds since the epoch]"""
-    job_seconds: float
-    """From the launcher's start to its end."""
-    warm_up: int
-    result: Result
-
-    @property
-    def first_step_seconds(self) -> float:
-        """From the launcher's start to the end of the first step."""
-        return self.result.stamps[0] - self.launched
-
-    @property
-    def steps(self) -> list[float]:
-        """Seconds of each timed step."""
-        stamps = self.result.stamps[self.warm_up - 1 :]
-        return [after - before for before, after in zip(stamps, stamps[1:], strict=False)]
-
-    @property
-    def step_seconds(self) -> float:
-        """Mean of the timed steps."""
-        return sum(self.steps) / len(self.steps)
-
-
-@dataclass(frozen=True)
 class Runner:
-    """Starts jobs of any contestant on one work."""
+    """Runs jobs of any contestant on one work."""
 
-    folder: Path
+    jobs: Jobs
     arguments: tuple[str, ...]
     """`--config FILE` and overrides, for train.py."""
-    processes: int
-    launcher: tuple[str, ...]
     spec: Spec
 
-    def run(self, contestant: str, label: str) -> Run:
-        """Run one job to its end. Raises UserError, which names the log, when it fails."""
-        target = self.folder / "results" / f"{label}.json"
-        launched = time.time()
-        if contestant in OWN:
-            self._start([*TRAIN, *self._train_arguments(contestant, label)], label)
-        else:
-            self._start(self._peer_arguments(contestant, target, split=False), label)
-        ended = time.time()
-        result = self._read_result(label) if contestant in OWN else Result.read(target)
-        if contestant in OWN:
-            result.write(target)
-            shutil.rmtree(self.folder / "runs" / label / "checkpoints", ignore_errors=True)
-        return Run(contestant, launched, ended - launched, self.spec.warm_up, result)
-
-    def split(self, contestant: str) -> dict[str, Any]:
-        """Run one more job that times a step by stage; see `lab.benchmark.split`."""
-        label = f"{contestant}-split"
-        target = self.folder / "results" / f"{label}.json"
-        if contestant not in OWN:
-            self._start(self._peer_arguments(contestant, target, split=True), label)
-            found = Result.read(target).split
-            assert found is not None
-            return found
-        counts = [str(self.spec.warm_up), str(self.spec.steps)]
-        program = ["-m", "lab.benchmark.split", str(target), *counts]
-        self._start([*program, *self._train_arguments(contestant, label)], label)
-        shutil.rmtree(self.folder / "runs" / label / "checkpoints", ignore_errors=True)
-        return json.loads(target.read_text(encoding="utf-8"))
+    def run(self, contestant: str, label: str, *, split: bool = False) -> Run:
+        """Run one job to its end. split: time a step by stage, which `Result.split` has. Raises UserError."""
+        target = self.jobs.folder / "results" / f"{label}.json"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if contestant in PEERS:
+            work, peer = self.jobs.folder / ("spec-split.json" if split else "spec.json"), PEERS[contestant]
+            replace(self.spec, split=split).write(work)
+            program = ["-m", f"lab.benchmark.peers.{peer.module}", str(work), str(target), *peer.arguments]
+            timed = self.jobs.start(program, label)
+            return Run(*timed, self.jobs.warm_up, Result.read(target))
+        timer = ("-m", "lab.benchmark.split", str(target), str(self.jobs.warm_up), str(self.spec.steps))
+        run = self.jobs.train(self._own_arguments(contestant), label, timer if split else TRAIN)
+        if split:
+            run = replace(run, result=replace(run.result, split=_json(target)))
+        run.result.write(target)
+        return run
 
     def peak(self) -> dict[str, Any]:
         """The rate of matmuls in the work's dtype, in all processes at once; see `lab.benchmark.peak`."""
-        target = self.folder / "results" / "peak.json"
-        self._start(["-m", "lab.benchmark.peak", self.spec.compute, str(target)], "peak")
-        return json.loads(target.read_text(encoding="utf-8"))
+        target = self.jobs.folder / "results" / "peak.json"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self.jobs.start(["-m", "lab.benchmark.peak", self.spec.compute, str(target)], "peak")
+        return _json(target)
 
     def refusal(self, contestant: str) -> str | None:
         """Why one of Mantissa's own cannot train this work; None where its config can be resolved."""
-        return refusal(self._train_arguments(contestant, contestant), as_launched(self.processes))
+        return refusal(self._own_arguments(contestant), as_launched(self.jobs.processes))
 
-    def _start(self, program: Sequence[str], label: str) -> None:
-        log = self.folder / "logs" / f"{label}.log"
-        (self.folder / "results").mkdir(parents=True, exist_ok=True)
-        code = launch(program, processes=self.processes, log=log, launcher=self.launcher)
-        if code:
-            raise UserError(f"{label} failed: {error_line_of(log)}; see {log}")
-
-    def _train_arguments(self, contestant: str, label: str) -> list[str]:
-        where = [f"run.dir={self.folder / 'runs'}", f"run.name={label}"]
+    def _own_arguments(self, contestant: str) -> list[str]:
         offload = "none" if self.spec.offload == "none" else "cpu"
         overrides = [text.format(stage=self.spec.stage, offload=offload) for text in OWN[contestant]]
-        return [*self.arguments, *COMMON_OVERRIDES, *where, *overrides]
+        return [*self.arguments, *COMMON_OVERRIDES, *overrides]
 
-    def _peer_arguments(self, contestant: str, target: Path, *, split: bool) -> list[str]:
-        path = self.folder / ("spec-split.json" if split else "spec.json")
-        dataclasses.replace(self.spec, split=split).write(path)
-        return ["-m", PEERS[contestant], str(path), str(target), *TITAN.get(contestant, ())]
 
-    def _read_result(self, label: str) -> Result:
-        """Mantissa's result, from its event file."""
-        events = read_events(self.folder / "runs" / label / "events.jsonl")
-        steps = [event for event in events if event["event"] == "step"]
-        return Result(
-            losses=[event["loss"] for event in steps],
-            stamps=[event["time"] for event in steps],
-            memory_bytes=steps[-1]["memory_bytes"],
-            engine="Mantissa",
-        )
+def _json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def choose(names: str) -> tuple[list[str], dict[str, str]]:
@@ -200,19 +139,14 @@ def choose(names: str) -> tuple[list[str], dict[str, str]]:
 
     Raises UserError: no such contestant, one twice, or none left.
     """
-    chosen: list[str] = []
-    skipped: dict[str, str] = {}
-    for name in filter(None, names.split(",")):
+    given = list(filter(None, names.split(",")))
+    for name in given:
         if name not in {*OWN, *PEERS}:
             known = ", ".join([*OWN, *PEERS])
             raise UserError(f"--contestants = {names}: there is no {name}; choose among {known}")
-        if name in chosen:
+        if given.count(name) > 1:
             raise UserError(f"--contestants = {names}: {name} is listed twice; list each once")
-        reason = _unavailable_reason(name)
-        if reason is not None:
-            skipped[name] = reason
-        else:
-            chosen.append(name)
+    chosen, skipped = _parted(given, _unavailable_reason)
     if not chosen:
         raise UserError(f"--contestants = {names}: none of them can run here; name one of {', '.join(OWN)}")
     return chosen, skipped
@@ -221,28 +155,32 @@ def choose(names: str) -> tuple[list[str], dict[str, str]]:
 def skip_unsupported(
     contestants: Sequence[str], spec: Spec, *, refused: Mapping[str, str] | None = None
 ) -> tuple[list[str], dict[str, str]]:
-    """Those that can train this work, and those that cannot, with the reason. Raises UserError: none is left.
+    """The contestants that can train this work, and the reason of each that cannot. Raises UserError: none is left.
 
     refused: those whose own config refuses it, with the reason.
     """
-    skipped = dict(refused or {}) | {
-        name: f"it trains {' and '.join(TASKS[name])}, not {spec.task}"
-        for name in contestants
-        if spec.task not in TASKS.get(name, (spec.task,))
-    }
-    if spec.tensor > 1:
-        why = f"its loop shares no matrices (parallel.tensor = {spec.tensor})"
-        skipped |= {name: why for name in contestants if name in PEERS and name not in SHARING}
-    titans = [name for name in contestants if name in TITAN]
-    reason = None
-    if titans:
-        reason = titan_terms.unsupported_reason(spec) if spec.task == "pretrain" else "it trains pretrain only here"
-    skipped |= dict.fromkeys(titans, reason) if reason is not None else {}
-    chosen = [name for name in contestants if name not in skipped]
+    chosen, skipped = _parted(contestants, lambda name: (refused or {}).get(name) or _unsupported_reason(name, spec))
     if not chosen:
         reasons = "; ".join(skipped.values())
         raise UserError(f"--contestants = {','.join(contestants)}: none of them can train this: {reasons}")
     return chosen, skipped
+
+
+def _parted(names: Iterable[str], reason_of: Callable[[str], str | None]) -> tuple[list[str], dict[str, str]]:
+    reasons = {name: reason_of(name) for name in names}
+    skipped = {name: reason for name, reason in reasons.items() if reason is not None}
+    return [name for name in reasons if name not in skipped], skipped
+
+
+def _unsupported_reason(name: str, spec: Spec) -> str | None:
+    """Why a contestant cannot train this work; None where it can."""
+    if name in OWN:
+        return None
+    if spec.task not in PEERS[name].tasks:
+        return f"it trains {' and '.join(PEERS[name].tasks)}, not {spec.task}"
+    if spec.tensor > 1 and name != "bare":  # whose DeepSpeed has AutoTP by its own config
+        return f"its loop shares no matrices (parallel.tensor = {spec.tensor})"
+    return titan_terms.unsupported_reason(spec) if name in TITAN else None
 
 
 def _unavailable_reason(name: str) -> str | None:
@@ -252,13 +190,9 @@ def _unavailable_reason(name: str) -> str | None:
     if name == "trl" and find_spec("trl") is None:
         return "trl is not installed; make trl installs it into a folder of its own"
     if name == "mantissa-liger":
-        return _liger_unavailable_reason()
+        import torch  # takes seconds
+
+        from modeling.kernels import unavailable_reason
+
+        return unavailable_reason(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     return titan_terms.unavailable_reason() if name in TITAN else None
-
-
-def _liger_unavailable_reason() -> str | None:
-    import torch  # takes seconds
-
-    from modeling.kernels import unavailable_reason
-
-    return unavailable_reason(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

@@ -15,24 +15,21 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import multiprocessing
 import resource
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from config.cli import Arguments, entry_point
+from config.cli import Arguments, comma_separated, entry_point, positive_int, positive_number
 from config.errors import UserError
 from config.machine.processes import peak_resident_bytes
 from config.schema import DataSection
+from lab.benchmark.harness import in_own_process, polling, write_json
 
 _POLL_SECONDS = 0.02
 
@@ -51,7 +48,7 @@ class Row:
     seconds: float
     """The rest, the start of the processes included."""
     reader_cpu_seconds: float
-    """Of the rest, CPU time of the process that reads and writes."""
+    """CPU time of the process that reads and writes, in the rest."""
     worker_cpu_seconds: float
     """The same of all workers."""
     reader_bytes: int
@@ -101,41 +98,24 @@ def measure(path: str, tokenizer: str, megabytes: float, processes: int, scratch
         started = time.perf_counter()
         make_tokenizer(tokenizer, open_source(section), section.validation_fraction).save_pretrained(f"{scratch}/bpe")
         trained, section = time.perf_counter() - started, replace(section, tokenizer=f"{scratch}/bpe")
-    with _WorkerMemory() as workers:
+    peaks = [0]
+
+    def look_at_workers() -> None:
+        peaks.extend(peak_resident_bytes(str(child.pid)) for child in multiprocessing.active_children())
+
+    with polling(look_at_workers, seconds=_POLL_SECONDS):
         started, computed = time.perf_counter(), _cpu_seconds()
         prepare(section, progress=False)
         seconds = time.perf_counter() - started
         reader, worker = (after - before for after, before in zip(_cpu_seconds(), computed, strict=True))
-    most = peak_resident_bytes("self"), workers.most_bytes
+    most = peak_resident_bytes("self"), max(peaks)
     return Row(tokenizer, megabytes, processes, trained, seconds, reader, worker, *most)
 
 
 def _cpu_seconds() -> list[float]:
-    """Of this process, and of its children that have ended."""
+    """CPU time of this process, and of its children that have ended."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return [usage.ru_utime + usage.ru_stime for usage in used]
-
-
-class _WorkerMemory:
-    """Polls the peak memory of this process's children while they run."""
-
-    def __init__(self) -> None:
-        self.most_bytes = 0
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> _WorkerMemory:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._ended.wait(_POLL_SECONDS):
-            for child in multiprocessing.active_children():
-                self.most_bytes = max(self.most_bytes, peak_resident_bytes(str(child.pid)))
 
 
 def benchmark(options: argparse.Namespace, report: Callable[[Row], None]) -> list[Row]:
@@ -148,14 +128,9 @@ def benchmark(options: argparse.Namespace, report: Callable[[Row], None]) -> lis
             for tokenizer in options.tokenizers:
                 for processes in options.processes:
                     with tempfile.TemporaryDirectory() as scratch:
-                        rows.append(_measure_in_process(texts, tokenizer, megabytes, processes, scratch))
+                        rows.append(in_own_process(measure, texts, tokenizer, megabytes, processes, scratch))
                     report(rows[-1])
     return rows
-
-
-def _measure_in_process(*arguments: Any) -> Row:
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(measure, *arguments).result()
 
 
 def format_row(row: Row) -> str:
@@ -175,32 +150,23 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line. Raises UserError."""
     parser = Arguments("python -m lab.benchmark.data", __doc__)
     parser.add_argument("--path", help="text file, folder or glob (default: the standard library)")
-    parser.add_argument("--tokenizers", default="bytes,bpe:4096", help="as in data.tokenizer, separated by commas")
-    parser.add_argument("--megabytes", default="4,8,16,32", help="amounts of text, 10^6 bytes")
-    parser.add_argument("--processes", default="1,2", help="processes that tokenize")
+    parser.add_argument(
+        "--tokenizers", type=comma_separated(str), default="bytes,bpe:4096", help="as in data.tokenizer (%(default)s)"
+    )
+    for name, one, default, what in (
+        ("--megabytes", positive_number, "4,8,16,32", "amounts of text, 10^6 bytes"),
+        ("--processes", positive_int, "1,2", "processes that tokenize"),
+    ):
+        parser.add_argument(name, type=comma_separated(one), default=default, help=f"{what} (%(default)s)")
     parser.add_argument("--json", type=Path, help="file for the rows as JSON")
     options = parser.parse_args(arguments)
-    options.tokenizers = options.tokenizers.split(",")
-    options.megabytes = _numbers("megabytes", options.megabytes, float)
-    options.processes = _numbers("processes", options.processes, int)
     if options.json is not None:
         try:
             options.json.touch()
         except OSError as error:
-            raise UserError(
-                f"--json {options.json}: cannot be written ({error.strerror}); name another file"
-            ) from error
+            problem = f"cannot be written ({error.strerror}); name another file"
+            raise UserError(f"--json {options.json}: {problem}") from error
     return options
-
-
-def _numbers(name: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
-    try:
-        numbers = [kind(item) for item in text.split(",")]
-    except ValueError:
-        numbers = [0]
-    if min(numbers) <= 0:
-        raise UserError(f"--{name} {text}: has to be numbers above 0, separated by commas")
-    return numbers
 
 
 @entry_point()
@@ -210,8 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(HEADER, flush=True)
     rows = benchmark(options, lambda row: print(format_row(row), flush=True))
     if options.json:
-        found = [{**asdict(row), "megabytes_per_second": row.rate} for row in rows]
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_json(options.json, [{**asdict(row), "megabytes_per_second": row.rate} for row in rows])
     return 0
 
 

@@ -16,12 +16,8 @@ depth, logs and runs. Exit code 0; 3: not even the first depth trains; 2: it can
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
-import shutil
 import sys
-import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
@@ -29,102 +25,70 @@ from typing import Any
 
 import psutil
 
-from config.cli import Arguments, entry_point, positive_int, positive_number
+from config.cli import comma_separated, entry_point, positive_int, positive_number
 from config.command_line import read_command_line
 from config.errors import UserError
-from config.files import write_atomically
 from config.launcher import as_launched
 from lab.benchmark.contestants import COMMON_OVERRIDES
-from launch.job import add_processes_option, default_processes, error_line_of, train
-from tracking.environment import environment
-from tracking.jsonl import plain
+from lab.benchmark.harness import ALL_HOLD, FAILED, Report, conditions, in_words, job_options, polling
+from launch.job import default_processes, error_line_of, train
+from tracking.pages.markdown import Table
 
 GIB = 2**30
 SHARE = 0.9
-"""Of the machine's free memory, what a job may take by default."""
+"""What a job may take of the machine's free memory by default."""
 
 
-class HostMemory(threading.Thread):
+class HostMemory:
     """Measures the memory of the job that this process starts next, and kills the job where it exceeds a limit."""
 
     def __init__(self, limit: float) -> None:
         """limit: [bytes]"""
-        super().__init__(daemon=True)
         self.peak = 0
         """[bytes]"""
-        self.exceeded = False
         self._limit = limit
-        self._of_others = {child.pid for child in psutil.Process().children()}
-        self._over = threading.Event()
+        self._others = {child.pid for child in psutil.Process().children()}
 
-    def run(self) -> None:
-        """Sample until `close`."""
-        while not self._over.wait(0.5):
-            job = self._job()
-            self.peak = max(self.peak, sum(map(_proportional_set, job)))
-            if self.peak > self._limit:
-                self.exceeded = True
-                for process in job:
-                    _kill(process)
+    @property
+    def exceeded(self) -> bool:
+        """Whether the job was killed."""
+        return self.peak > self._limit
 
-    def _job(self) -> list[psutil.Process]:
-        started = [child for child in psutil.Process().children() if child.pid not in self._of_others]
-        return [process for child in started for process in (child, *_descendants(child))]
-
-    def close(self) -> None:
-        """Stop sampling."""
-        self._over.set()
-        self.join()
-
-
-def _descendants(process: psutil.Process) -> list[psutil.Process]:
-    try:
-        return process.children(recursive=True)
-    except psutil.Error:  # it has ended
-        return []
-
-
-def _proportional_set(process: psutil.Process) -> int:
-    try:
-        return int(process.memory_full_info().pss)
-    except psutil.Error:  # it has ended
-        return 0
-
-
-def _kill(process: psutil.Process) -> None:
-    with suppress(psutil.NoSuchProcess):
-        process.kill()
+    def look(self) -> None:
+        """Sample the job's processes; those that end meanwhile have none."""
+        job: list[psutil.Process] = []
+        now = 0
+        for child in psutil.Process().children():
+            with suppress(psutil.Error):
+                job += [child, *child.children(recursive=True)] if child.pid not in self._others else []
+        for process in job:
+            with suppress(psutil.Error):
+                now += process.memory_full_info().pss
+        self.peak = max(self.peak, now)
+        for process in job if self.exceeded else ():
+            with suppress(psutil.Error):
+                process.kill()
 
 
 def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line. Raises UserError."""
-    parser = Arguments("python -m lab.benchmark.largest", __doc__)
-    parser.add_argument("--config", required=True, help="run config to train")
-    parser.add_argument("--layers", required=True, help="depths to try, ascending, separated by commas")
+    parser = job_options("lab.benchmark.largest", __doc__, steps=3)
+    parser.add_argument("--layers", type=comma_separated(positive_int), required=True, help="depths to try, ascending")
     parser.add_argument("--depth", default="model.config.num_hidden_layers", help="config key of the depth")
-    parser.add_argument("--steps", type=positive_int, default=3, help="timed steps of a job; one comes before them")
     parser.add_argument(
         "--host-gib", type=positive_number, help=f"memory a job may take (default: {SHARE} of what is free)"
     )
-    add_processes_option(parser)
-    parser.add_argument("--out", type=Path, default=Path("runs/largest"), help="folder of the report")
-    parser.add_argument("overrides", nargs="*", help="key.sub=value")
     options = parser.parse_intermixed_args(arguments)
-    try:
-        options.layers = [int(depth) for depth in options.layers.split(",")]
-    except ValueError:
-        raise UserError(f"--layers = {options.layers}: is not of the form 16,32,64") from None
-    if options.layers != sorted(set(options.layers)) or options.layers[0] < 1:
-        raise UserError(f"--layers = {options.layers}: give each depth once, ascending, 1 or more")
+    if options.layers != sorted(set(options.layers)):
+        raise UserError(f"--layers = {options.layers}: give each depth once, ascending")
     return options
 
 
 def run_depth(arguments: Sequence[str], folder: Path, label: str, *, processes: int, limit: float) -> dict[str, Any]:
     """Run one job: its parameters, step time, tokens/s and memory, or why it failed."""
     host = HostMemory(limit)
-    host.start()
-    code, log, events = train(arguments, folder, label, processes=processes)
-    host.close()
+    with polling(host.look, seconds=0.5):
+        code, log, events = train(arguments, folder, label, processes=processes)
     steps = [event for event in events if event["event"] == "step"]
     found: dict[str, Any] = {
         "parameters": next((event["parameters"] for event in events if event["event"] == "run_start"), None),
@@ -150,55 +114,37 @@ def benchmark(options: argparse.Namespace) -> dict[str, Any]:
     jobs = {depth: [*common, f"{options.depth}={depth}"] for depth in options.layers}
     resolved = [read_command_line(job, as_launched(processes)) for job in jobs.values()][0]
     limit = options.host_gib * GIB if options.host_gib else SHARE * psutil.virtual_memory().available
-    folder = options.out.expanduser().resolve()
-    for name in ("logs", "runs"):
-        shutil.rmtree(folder / name, ignore_errors=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    conditions = {
-        "command": shlex.join(["python", "-m", "lab.benchmark.largest", *sys.argv[1:]]),
-        "compute": resolved.compute,
-        "zero_stage": resolved.zero_stage,
-        "offload": resolved.offload,
+    report = Report(options.out, "largest", page)
+    more = {
         "activation_checkpointing": resolved.config.model.activation_checkpointing,
-        "sequence_length": resolved.config.data.sequence_length,
-        "micro_size": resolved.batch.micro_size,
-        "global_size": resolved.batch.global_size,
-        "processes": processes,
         "host_gib": round(limit / GIB, 1),
-        "environment": environment({}),
     }
-    rows: dict[int, dict[str, Any]] = {}
+    about = conditions("lab.benchmark.largest", resolved, processes, **more)
+    rows: dict[str, dict[str, Any]] = {}
     result: dict[str, Any] = {}
     for depth, job in jobs.items():
-        rows[depth] = run_depth(job, folder, f"layers-{depth}", processes=processes, limit=limit)
-        print(row_of(depth, rows[depth]), flush=True)
-        depths = {str(each): row for each, row in rows.items()}
-        trained = max((each for each, row in rows.items() if not row["failed"]), default=None)
-        result = plain({"depths": depths, "largest": trained, "conditions": conditions})
-        write_atomically(folder / "largest.json", (json.dumps(result, indent=1) + "\n").encode())
-        write_atomically(folder / "largest.md", page(result).encode())
-        if rows[depth]["failed"]:
+        row = rows[str(depth)] = run_depth(job, report.folder, f"layers-{depth}", processes=processes, limit=limit)
+        print("  ".join(cells(depth, row)), flush=True)
+        trained = max((int(each) for each in rows if not rows[each]["failed"]), default=None)
+        result = report.write({"depths": rows, "largest": trained, "conditions": about})
+        if row["failed"]:
             break
     return result
 
 
-def row_of(depth: int, row: dict[str, Any]) -> str:
-    """One line of the table."""
+def cells(depth: int | str, row: Mapping[str, Any]) -> list[str]:
+    """A row of the table."""
     size = "-" if row["parameters"] is None else f"{row['parameters']:,}"
-    device, host = ("-" if row[name] is None else f"{row[name] / GIB:.2f}" for name in ("memory_bytes", "host_bytes"))
+    memory = ["-" if row[name] is None else f"{row[name] / GIB:.2f}" for name in ("memory_bytes", "host_bytes")]
     speed = row["failed"] or f"{row['step_seconds']:.3f} s, {row['tokens_per_second']:,.0f} tokens/s"
-    return f"| {depth} | {size} | {speed} | {device} | {host} |"
+    return [str(depth), size, speed, *memory]
 
 
-def page(result: dict[str, Any]) -> str:
+def page(result: Mapping[str, Any]) -> str:
     """largest.md."""
-    conditions = result["conditions"]
-    what = [name for name in conditions if name not in ("command", "environment")]
-    lines = ["# The largest model", "", f"`{conditions['command']}`", ""]
-    lines += [", ".join(f"{name.replace('_', ' ')} {conditions[name]}" for name in what), ""]
-    lines += ["| layers | parameters | a step | device memory, GiB | host memory, GiB |", "|---|---|---|---|---|"]
-    lines += [row_of(int(depth), row) for depth, row in result["depths"].items()]
-    return "\n".join(lines) + "\n"
+    about, head = result["conditions"], ["layers", "parameters", "a step", "device memory, GiB", "host memory, GiB"]
+    lines = ["# The largest model", "", f"`{about['command']}`", "", in_words(about), ""]
+    return "\n".join([*lines, f"{Table(head, [cells(*each) for each in result['depths'].items()])}\n"])
 
 
 @entry_point()
@@ -206,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     result = benchmark(read_options(arguments))
     print(f"\n{page(result)}")
-    return 0 if result["largest"] is not None else 3
+    return ALL_HOLD if result["largest"] is not None else FAILED
 
 
 if __name__ == "__main__":

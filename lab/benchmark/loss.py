@@ -1,4 +1,4 @@
-"""What the loss of one micro-batch costs, from hidden states to gradients: all logits at once, or chunks of them.
+"""The cost of one micro-batch's loss, from hidden states to gradients: all logits at once, or chunks of them.
 
     python -m lab.benchmark.loss [--vocabulary 4096 32768 131072] [--hidden 1024] [--tokens 4096] [--dtype bf16]
 
@@ -15,53 +15,49 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import multiprocessing
 import sys
-import time
 from collections.abc import Callable, Sequence
+from itertools import product
 from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from config.cli import Arguments, entry_point
 from config.errors import one_line
 from config.schema import ModelSection
+from lab.benchmark.harness import ALL_HOLD, FAILED, in_own_process, seconds_of
 from modeling.chunked_head import loss_chunk
 from modeling.linear_cross_entropy import Head, label_loss_sum, linear_cross_entropy_sum
 from precision.dtypes import DTYPES
 from training.engine.work_time import forget_peak_memory, peak_memory_bytes
 
 _MOST_LOGITS_IN_FP64 = 2**28
-Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, float], torch.Tensor]
+Way = Callable[[Tensor, Tensor, Tensor, int, float], Tensor]
 
 
-def _full(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int, scale: float) -> torch.Tensor:
+def _full(hidden: Tensor, weight: Tensor, labels: Tensor, *_: Any) -> Tensor:
     return label_loss_sum(functional.linear(hidden, weight).unsqueeze(0), labels.unsqueeze(0))
 
 
-def _chunked(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int, scale: float
-) -> torch.Tensor:
+def _chunked(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, scale: float) -> Tensor:
     return linear_cross_entropy_sum(hidden, Head(weight, None), labels, chunk_tokens=chunk, gradient_scale=scale)
 
 
-def _autograd(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int, scale: float
-) -> torch.Tensor:
+def _autograd(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, _: float) -> Tensor:
     pairs = zip(hidden.split(chunk), labels.split(chunk), strict=True)
-    losses = [checkpoint(_full, states, weight, targets, 0, 1.0, use_reentrant=False) for states, targets in pairs]
-    return torch.stack(losses).sum()
+    return torch.stack([checkpoint(_full, part, weight, its, use_reentrant=False) for part, its in pairs]).sum()
 
 
-def _torch(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int, scale: float) -> torch.Tensor:
+def _torch(hidden: Tensor, weight: Tensor, labels: Tensor, *_: Any) -> Tensor:
     options: Any = torch.nn.LinearCrossEntropyOptions()
     return functional.linear_cross_entropy(hidden, weight, labels, reduction="sum", options=options)
 
 
-def _liger(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int, scale: float) -> torch.Tensor:
+def _liger(hidden: Tensor, weight: Tensor, labels: Tensor, *_: Any) -> Tensor:
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
     return LigerFusedLinearCrossEntropyLoss(reduction="sum")(weight, hidden, labels)
@@ -88,42 +84,35 @@ def measure(way: str, *, vocabulary: int, hidden: int, tokens: int, dtype: str, 
     chunk = loss_chunk(ModelSection(loss="chunked"), tokens=tokens, vocabulary=vocabulary)
     scale = (65536.0 if dtype == "fp16" else 1.0) / tokens
 
-    def once() -> torch.Tensor:
+    def once() -> Tensor:
         states.grad = weight.grad = None
         loss = ways(device)[way](states, weight, labels, chunk, scale)
         (loss * scale).backward()
-        if device == "cuda":
-            torch.cuda.synchronize()
         return loss.detach()
 
     counted = torch.device(device)
     forget_peak_memory(counted)
     before = peak_memory_bytes(counted)
-    loss = once()
+    loss = float(once())
     peak = peak_memory_bytes(counted) - before
-    seconds = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        once()
-        seconds.append(time.perf_counter() - started)
+    seconds = [seconds_of(once, counted) for _ in range(repeats)]
     row = {"way": way, "vocabulary": vocabulary, "hidden": hidden, "tokens": tokens, "dtype": dtype, "chunk": chunk}
-    row |= {"peak_bytes": peak, "seconds": median(seconds) if seconds else None, "loss": float(loss) / tokens}
+    row |= {"peak_bytes": peak, "seconds": median(seconds) if seconds else None, "loss": loss / tokens}
     if seconds and tokens * vocabulary <= _MOST_LOGITS_IN_FP64:
         row |= _errors(states, weight, labels, chunk, scale)
     return row
 
 
 def row_of(way: str, **shape: Any) -> dict[str, Any]:
-    """`measure`, or why it failed."""
+    """`measure` in a process of its own, so that memory held by an earlier row's allocator is not counted; or why it
+    failed."""
     try:
-        return measure(way, **shape)
+        return in_own_process(measure, way, **shape)
     except Exception as error:  # whatever it is, the other implementations are worth measuring
         return {"way": way, **shape, "failed": one_line(error)}
 
 
-def _errors(
-    states: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int, scale: float
-) -> dict[str, float]:
+def _errors(states: Tensor, weight: Tensor, labels: Tensor, chunk: int, scale: float) -> dict[str, float]:
     exact_states, exact_weight = (tensor.detach().double().requires_grad_() for tensor in (states, weight))
     _chunked(exact_states, exact_weight, labels, max(chunk // 4, 1), scale).mul(scale).backward()
     found = {}
@@ -152,15 +141,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     shape = {"hidden": options.hidden, "tokens": options.tokens, "repeats": options.repeats}
     failed = False
-    # One process a row, so that memory held by an earlier row's allocator is not counted.
-    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        for vocabulary in options.vocabulary:
-            for dtype in options.dtype:
-                for way in options.ways or ways(device):
-                    row = pool.apply(row_of, (way,), {**shape, "vocabulary": vocabulary, "dtype": dtype})
-                    failed |= "failed" in row
-                    print(json.dumps(row) if options.json else _line(row), flush=True)
-    return 3 if failed else 0
+    for vocabulary, dtype, way in product(options.vocabulary, options.dtype, options.ways or ways(device)):
+        row = row_of(way, **shape, vocabulary=vocabulary, dtype=dtype)
+        failed |= "failed" in row
+        print(json.dumps(row) if options.json else _line(row), flush=True)
+    return FAILED if failed else ALL_HOLD
 
 
 def _line(row: dict[str, Any]) -> str:

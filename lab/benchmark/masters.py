@@ -1,4 +1,4 @@
-"""What less than FP32 masters costs: one small model, trained with four kinds of masters on the same batches.
+"""The cost of masters below FP32: one small model, trained with four kinds of masters on the same batches.
 
 A Llama of 2 layers computes in BF16; AdamW's averages are FP32 throughout. Only what is kept of a weight between two
 steps differs:

@@ -1,12 +1,12 @@
-"""What Mantissa adds to a training step, timed beside steps without it in the same processes.
+"""The time that Mantissa adds to a training step, measured beside steps without it in the same processes.
 
     deepspeed --num_gpus 2 --module lab.benchmark.overhead --config config/recipes/benchmark.yaml [--pairs 300]
         [--steps 1] [--at-least 0.99] [--json FILE] [key.sub=value ...]
     deepspeed --num_gpus 2 --module lab.benchmark.overhead --config config/recipes/demo.yaml --by-stage
         [--parameters 1e6,1e7,1e8] [--layers 2] [--pairs 4] [--steps 2] [--json FILE] [key.sub=value ...]
 
-Blocks of `--steps` steps alternate, and which kind comes first changes from pair to pair, so that a machine whose speed
-drifts by a tenth within a minute disturbs both alike; jobs that run one after another (`lab.benchmark`) cannot
+Blocks of `--steps` steps alternate, so that a machine whose speed drifts by a tenth within a minute disturbs both alike
+(`lab.benchmark.harness`); jobs that run one after another (`lab.benchmark`) cannot
 resolve a hundredth on it. What a job costs before and after its steps is not measured.
 
 **Against a plain loop.** Two engines start from the same weights and train on the same batches with the same learning
@@ -37,36 +37,34 @@ import argparse
 import gc
 import json
 import os
-import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from statistics import median
+from typing import Any
 
 import deepspeed
 import numpy as np
 import torch
 
 from config.batch import refuse_sharing
-from config.cli import Arguments, entry_point, positive_int
+from config.cli import comma_separated, entry_point, positive_int, positive_number
 from config.command_line import read_command_line
 from config.deepspeed.document import initializable
 from config.errors import UserError
-from config.files import write_atomically
 from config.resolved import Resolved
 from data.corpus import Corpus
 from data.loader import Batches
 from data.shards import TokenShards, open_shard, token_dtype, write_shard
-from lab.benchmark.command import FAILED, TOLERANCE
+from lab.benchmark.harness import SHARES, WARM_UP_STEPS, alternate, conclude, estimate, paired_options, seconds_of
+from lab.benchmark.report import TOLERANCE
 from lab.benchmark.split import Stages, time_calls
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.build import build_model, count_parameters, model_config
 from precision.guard import Verdict
-from tracking.jsonl import plain
 from tracking.run_dir import RunDir
 from training import distributed
 from training.build import assemble
@@ -79,14 +77,10 @@ from training.session import Session, batch_shape, session
 from training.sinks import open_record
 from training.step import train_step
 
-WARM_UP_STEPS = 5
-SHARES = ("sequence", "tensor", "expert")
-"""What ranks may share where Mantissa's own steps, observations or saves are timed."""
 SEQUENCE = 16
 """[tokens] Of the one sequence that a rank trains on in a step of a model of `--parameters`."""
 MIN_PARAMETERS = 100_000
 """A model of two blocks and the narrowest width, 32, has 80,000."""
-T = TypeVar("T")
 
 
 class PlainLoop:
@@ -148,19 +142,6 @@ def bare_step(parts: Parts) -> None:
     parts.engine.gradients.apply()
 
 
-def alternate(first: Callable[[], T], second: Callable[[], T], *, pairs: int) -> list[tuple[T, T]]:
-    """What both return, pair by pair. Which is called first changes every time: the later one finds warmer caches."""
-    results = []
-    for pair in range(pairs):
-        if pair % 2 == 0:
-            one = first()
-            results.append((one, second()))
-        else:
-            other = second()
-            results.append((first(), other))
-    return results
-
-
 @contextmanager
 def open_parts(opened: Session) -> Iterator[Parts]:
     """The parts of a run of the session's config: a temporary run folder, nothing restored, nothing to be saved."""
@@ -177,59 +158,29 @@ def open_parts(opened: Session) -> Iterator[Parts]:
 # --- against a plain loop
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What all pairs gave."""
+def time_pairs(parts: Parts, plain: PlainLoop, *, pairs: int, steps: int) -> tuple[np.ndarray, float]:
+    """Time blocks of both loops in turn. A collective.
 
-    bare: np.ndarray
-    """(pairs,) float64 [s a step]"""
-    guarded: np.ndarray
-    """(pairs,) float64 [s a step]"""
-    loss_distance: float
-    """[fraction] Largest relative difference of two losses of the same step."""
-
-
-def time_pairs(parts: Parts, plain: PlainLoop, *, pairs: int, steps: int) -> Measured:
-    """Time blocks of both loops in turn. A collective."""
-    guarded, device = GuardedLoop(parts), parts.engine.world.device
-
-    def seconds_per_step(step: Callable[[], None]) -> float:
-        started = time.perf_counter()
-        for _ in range(steps):
-            step()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return (time.perf_counter() - started) / steps
-
-    for _ in range(WARM_UP_STEPS):
-        plain.step()
-        guarded.step()
-    timed = alternate(lambda: seconds_per_step(plain.step), lambda: seconds_per_step(guarded.step), pairs=pairs)
-    # every rank's equal share of label tokens: the mean of the ranks' means is that of the global batch
-    losses = parts.engine.world.gather(torch.stack(plain.losses).double()).mean(dim=0).cpu().numpy()
-    seconds = np.array(timed)
-    return Measured(seconds[:, 0], seconds[:, 1], float(np.max(np.abs(losses / np.array(guarded.losses) - 1.0))))
-
-
-def write_json(path: Path | None, found: Any) -> None:
-    """Measured numbers, for programs; nothing where no file is named."""
-    if path is not None:
-        write_atomically(path, (json.dumps(plain(found), indent=1) + "\n").encode())
-
-
-def interval(bare: np.ndarray, guarded: np.ndarray, *, median: bool) -> tuple[float, float, float]:
-    """Tokens per second of guarded over bare: the ratio, and the ends of its bootstrap interval.
-
-    bare, guarded: (pairs,) seconds. median: of the pairs' ratios; otherwise of the sums.
+    Returns (pairs, 2) float64 seconds a step, of the plain loop and of Mantissa's, and the largest relative difference
+    of two losses of the same step.
     """
-    drawn = np.random.default_rng(0).integers(0, len(bare), size=(2000, len(bare)))
-    ratios = bare / guarded
-    if median:
-        found, resampled = float(np.median(ratios)), np.median(ratios[drawn], axis=1)
-    else:
-        found, resampled = float(bare.sum() / guarded.sum()), bare[drawn].sum(axis=1) / guarded[drawn].sum(axis=1)
-    low, high = np.quantile(resampled, [0.025, 0.975])
-    return found, float(low), float(high)
+    guarded, world = GuardedLoop(parts), parts.engine.world
+    alternate(plain.step, guarded.step, pairs=WARM_UP_STEPS)
+    blocks = (partial(seconds_of, step, world.device, times=steps) for step in (plain.step, guarded.step))
+    seconds = np.array(alternate(*blocks, pairs=pairs)) / steps
+    # every rank's equal share of label tokens: the mean of the ranks' means is that of the global batch
+    losses = world.gather(torch.stack(plain.losses).double()).mean(dim=0).cpu().numpy()
+    return seconds, float(np.max(np.abs(losses / np.array(guarded.losses) - 1.0)))
+
+
+def median_ratio(seconds: np.ndarray) -> np.ndarray:
+    """Tokens per second of the second kind over the first's: the median of the pairs. seconds: (..., pairs, 2)."""
+    return np.median(seconds[..., 0] / seconds[..., 1], axis=-1)
+
+
+def ratio_of_sums(seconds: np.ndarray) -> np.ndarray:
+    """The same of all their seconds together."""
+    return seconds[..., 0].sum(-1) / seconds[..., 1].sum(-1)
 
 
 def require_comparable(resolved: Resolved) -> None:
@@ -248,90 +199,68 @@ def require_comparable(resolved: Resolved) -> None:
             raise UserError(f"{key} = {value}: the plain loop has {wanted} only; use --by-stage or lab.benchmark")
 
 
-def report(measured: Measured, *, steps: int, compute: str, at_least: float | None, file: Path | None = None) -> int:
-    """Print what was measured, and write it into a file; the exit code."""
-    bare, guarded = measured.bare, measured.guarded
-    print(f"\n{len(bare)} pairs of {steps} steps; ratios of tokens/s, Mantissa's over bare [95% of resamples]")
-    print(f"bare      {np.median(bare) * 1e3:9.2f} ms a step (median)")
-    print(
-        f"mantissa  {np.median(guarded) * 1e3:9.2f} ms a step, {np.median(guarded - bare) * 1e3:+.2f} (median of pairs)"
-    )
-    middle, total = (interval(bare, guarded, median=median) for median in (True, False))
-    print("median    {:9.4f} [{:.4f} to {:.4f}]".format(*middle))
-    print("all       {:9.4f} [{:.4f} to {:.4f}]".format(*total))
-    print(f"losses    {measured.loss_distance:9.1e} apart at most")
-    seconds = {"bare_seconds": float(np.median(bare)), "mantissa_seconds": float(np.median(guarded))}
-    found = {"pairs": len(bare), "steps": steps, "median": middle, "all": total}
-    write_json(file, found | seconds | {"loss_difference": measured.loss_distance})
-    if not measured.loss_distance <= TOLERANCE[compute]:
-        print(
-            f"error: losses differ by {measured.loss_distance:.1e}, more than {TOLERANCE[compute]:g}", file=sys.stderr
-        )
-        return FAILED
-    if at_least is not None and middle[2] < at_least:
-        print(f"error: the median is below {at_least:g} for certain: at most {middle[2]:.4f}", file=sys.stderr)
-        return FAILED
-    return 0
+def report(
+    seconds: np.ndarray, distance: float, *, steps: int, compute: str, at_least: float | None, file: Path | None = None
+) -> int:
+    """Print what was measured, and write it into a file; the exit code. As `time_pairs` returns it."""
+    (bare, guarded), more = np.median(seconds, axis=0), np.median(seconds[:, 1] - seconds[:, 0])
+    middle, total = (estimate(statistic, seconds) for statistic in (median_ratio, ratio_of_sums))
+    lines = [
+        f"{len(seconds)} pairs of {steps} steps; ratios of tokens/s, Mantissa's over bare [95% of resamples]",
+        f"bare      {bare * 1e3:9.2f} ms a step (median)",
+        f"mantissa  {guarded * 1e3:9.2f} ms a step, {more * 1e3:+.2f} (median of pairs)",
+        "median    {:9.4f} [{:.4f} to {:.4f}]".format(*middle),
+        "all       {:9.4f} [{:.4f} to {:.4f}]".format(*total),
+        f"losses    {distance:9.1e} apart at most",
+    ]
+    found = {"pairs": len(seconds), "steps": steps, "median": middle, "all": total}
+    found |= {"bare_seconds": bare, "mantissa_seconds": guarded, "loss_difference": distance}
+    wrong = None
+    if not distance <= TOLERANCE[compute]:
+        wrong = f"losses differ by {distance:.1e}, more than {TOLERANCE[compute]:g}"
+    elif at_least is not None and middle[2] < at_least:
+        wrong = f"the median is below {at_least:g} for certain: at most {middle[2]:.4f}"
+    return conclude(lines, found, file, wrong=wrong)
 
 
 # --- by stage
 
-
-@dataclass(frozen=True)
-class Row:
-    """One model. Milliseconds of a step, each the median of all steps of its kind."""
-
-    parameters: int
-    tensors: int
-    """That hold them."""
-    bare: float
-    """A whole bare step."""
-    health: float
-    guard: float
-    record: float
-    other: float
-
-    @property
-    def added(self) -> float:
-        """What a guarded step has beyond a bare one."""
-        return self.health + self.guard + self.record + self.other
-
-    def __str__(self) -> str:
-        stages = "".join(f"{v:>9.3f}" for v in (self.health, self.guard, self.record, self.other, self.added))
-        return f"{self.parameters:>13,} {self.tensors:>8} {self.bare:>11.1f} {stages} {self.added / self.bare:>8.2%}"
-
-
+ADDED = ("health", "guard", "record", "other")
 HEADER = "   parameters  tensors  bare, ms    health    guard   record    other    added    share"
 
 
-def time_stages(parts: Parts, *, pairs: int, steps: int) -> Row:
-    """Time bare and guarded steps in turn, stage by stage, on one engine. A collective."""
+def time_stages(parts: Parts, *, pairs: int, steps: int) -> dict[str, Any]:
+    """Time bare and guarded steps in turn, stage by stage, on one engine. A collective.
+
+    Returns the size of the model, and milliseconds of a step, each the median of all steps of its kind: `bare` is a
+    whole bare step, `ADDED` what a guarded one has beyond it.
+    """
     # Full windows from the start, of values far above every loss and norm, so that no step is a spike.
     window = {"values": [1e3 + number % 7 for number in range(parts.resolved.config.guard.spike_window)]}
     parts.guard.load_state_dict(parts.guard.state_dict() | {"loss": window, "log_norm": window})
-    guarded = GuardedLoop(parts)
-    for _ in range(WARM_UP_STEPS):
-        guarded.step()
-        bare_step(parts)
+    loop = GuardedLoop(parts)
+    alternate(loop.step, lambda: bare_step(parts), pairs=WARM_UP_STEPS)
     blocks = alternate(
         lambda: [stage_milliseconds(parts, lambda: bare_step(parts)) for _ in range(steps)],
-        lambda: [stage_milliseconds(parts, guarded.step) for _ in range(steps)],
+        lambda: [stage_milliseconds(parts, loop.step) for _ in range(steps)],
         pairs=pairs,
     )
-    bare_steps, guarded_steps = ([step for pair in blocks for step in pair[kind]] for kind in (0, 1))
-    bare, own = (
-        {stage: statistics.median(step[stage] for step in kind) for stage in kind[0]}
-        for kind in (bare_steps, guarded_steps)
-    )
-    return Row(
-        parameters=count_parameters(parts.engine.model),
-        tensors=sum(1 for _ in parts.engine.model.parameters()),
-        bare=statistics.median(sum(step.values()) for step in bare_steps),
-        health=own["health"],
-        guard=own["guard"],
-        record=own["record"],
-        other=own["other"] - bare["other"],
-    )
+    bare, guarded = ([step for pair in blocks for step in pair[kind]] for kind in (0, 1))
+    own = {stage: median(step[stage] for step in guarded) for stage in ADDED}
+    return {
+        "parameters": count_parameters(parts.engine.model),
+        "tensors": sum(1 for _ in parts.engine.model.parameters()),
+        "bare": median(sum(step.values()) for step in bare),
+        **own,
+        "other": own["other"] - median(step["other"] for step in bare),
+    }
+
+
+def format_row(row: dict[str, Any]) -> str:
+    """A row of the table, under `HEADER`."""
+    added = sum(row[stage] for stage in ADDED)
+    stages = "".join(f"{value:>9.3f}" for value in (*(row[stage] for stage in ADDED), added))
+    return f"{row['parameters']:>13,} {row['tensors']:>8} {row['bare']:>11.1f} {stages} {added / row['bare']:>8.2%}"
 
 
 def stage_milliseconds(parts: Parts, step: Callable[[], None]) -> dict[str, float]:
@@ -431,24 +360,23 @@ def llama_parts(resolved: Resolved, world: World) -> Iterator[Parts]:
 
 def read_options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """The command line, and what of it is the run config's. Raises UserError."""
-    parser = Arguments("lab.benchmark.overhead", __doc__)
-    parser.add_argument("--pairs", type=positive_int, default=100, help="pairs of blocks")
+    parser = paired_options("overhead", __doc__, pairs=100)
     parser.add_argument("--steps", type=positive_int, default=1, help="steps in a block")
     parser.add_argument("--at-least", type=float, help="exit code 3 where tokens/s over bare is surely below")
     parser.add_argument("--by-stage", action="store_true", help="time what is added, stage by stage, on one engine")
-    parser.add_argument("--parameters", help="by stage, for Llamas of these sizes, separated by commas")
+    parser.add_argument(
+        "--parameters", type=comma_separated(size), help="by stage, for Llamas of these sizes, separated by commas"
+    )
     parser.add_argument("--layers", type=positive_int, default=2, help="blocks of each of them")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there, too")
-    options, rest = parser.parse_known_args(arguments)
-    if options.parameters is not None:
-        text = options.parameters
-        try:
-            options.parameters = [float(item) for item in text.split(",")]
-        except ValueError:
-            options.parameters = [0.0]
-        if min(options.parameters) < MIN_PARAMETERS:
-            raise UserError(f"--parameters {text}: has to be numbers from {MIN_PARAMETERS:,}, separated by commas")
-    return options, rest
+    return parser.parse_known_args(arguments)
+
+
+def size(text: str) -> float:
+    """For `type=` of an option: a number of parameters."""
+    value = positive_number(text)
+    if value < MIN_PARAMETERS:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from {MIN_PARAMETERS:,}")
+    return value
 
 
 def against_plain_loop(arguments: Sequence[str], options: argparse.Namespace) -> int:
@@ -458,15 +386,16 @@ def against_plain_loop(arguments: Sequence[str], options: argparse.Namespace) ->
     require_comparable(resolved)
     with session(resolved, shares=SHARES) as opened, open_parts(opened) as parts:
         plain = PlainLoop(resolved, opened.corpus, opened.world)
-        measured = time_pairs(parts, plain, pairs=options.pairs, steps=options.steps)
+        seconds, distance = time_pairs(parts, plain, pairs=options.pairs, steps=options.steps)
         plain.batches.close()
     if resolved.rank != 0:
         return 0
-    return report(measured, steps=options.steps, compute=resolved.compute, at_least=options.at_least, file=options.json)
+    said = {"steps": options.steps, "compute": resolved.compute}
+    return report(seconds, distance, **said, at_least=options.at_least, file=options.json)
 
 
-def by_stage(arguments: Sequence[str], options: argparse.Namespace) -> None:
-    """Time the config's model, or the Llamas of `--parameters`, and print a table, on rank 0."""
+def by_stage(arguments: Sequence[str], options: argparse.Namespace) -> int:
+    """Time the config's model, or the Llamas of `--parameters`, and print a table, on rank 0; the exit code."""
     counts = {"pairs": options.pairs, "steps": options.steps}
     if options.parameters is None:
         resolved = read_command_line([*arguments, "guard.spike_sigmas=6"])
@@ -480,19 +409,14 @@ def by_stage(arguments: Sequence[str], options: argparse.Namespace) -> None:
             with llama_parts(llama, world) as parts:
                 rows.append(time_stages(parts, **counts))
         distributed.stop()
-    if resolved.rank == 0:
-        print("\n".join(["", HEADER, *map(str, rows)]))
-        write_json(options.json, [asdict(row) for row in rows])
+    return conclude([HEADER, *map(format_row, rows)], rows, options.json) if resolved.rank == 0 else 0
 
 
 @entry_point(launched=True)
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     options, rest = read_options(arguments)
-    if options.by_stage or options.parameters:
-        by_stage(rest, options)
-        return 0
-    return against_plain_loop(rest, options)
+    return (by_stage if options.by_stage or options.parameters else against_plain_loop)(rest, options)
 
 
 if __name__ == "__main__":

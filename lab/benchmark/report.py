@@ -7,10 +7,14 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from lab.benchmark.contestants import OWN, Run
+from lab.benchmark.contestants import OWN
+from lab.benchmark.harness import Run
+from tracking.pages.markdown import Table
 
 STAGES = ("data", "forward", "backward", "collectives", "step", "health", "tracking", "other")
-"""Of the split, in the order of a step; what belongs to none of the others is other."""
+"""The stages of the split, in the order of a step; what belongs to none of the others is other."""
+TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "fp16": 5e-3}
+"""Largest relative difference of a step's loss, by dtype of forward and backward."""
 
 
 def statistics_of(values: Sequence[float]) -> dict[str, Any]:
@@ -78,7 +82,7 @@ def ratios(mine: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 
 def bound(found: Mapping[str, Any], first: str, second: str, least: float) -> dict[str, Any]:
     """Whether the median ratio of the tokens per second of two contestants reaches a bound; without one it fails."""
-    check = {"of": f"{first}/{second}", "least": least, "value": None, "holds": False}
+    check: dict[str, Any] = {"of": f"{first}/{second}", "least": least, "value": None, "holds": False}
     lacking = [name for name in (first, second) if name not in found["contestants"]]
     if lacking:
         return check | {"why": f"{' and '.join(lacking)} did not finish a run"}
@@ -92,37 +96,37 @@ def bound(found: Mapping[str, Any], first: str, second: str, least: float) -> di
 def page(found: Mapping[str, Any]) -> str:
     """The tables, in Markdown."""
     contestants, conditions = found["contestants"], found["conditions"]
-    rounds = conditions["rounds"]
-    lines = [
-        f"{conditions['task']}{conditions['adapter']}, {conditions['model']}, {conditions['parameters']:,} parameters; "
-        f"ZeRO-{conditions['zero_stage']}, {conditions['compute']}, {conditions['processes']} processes"
-        f"{_shared(found)}, {conditions['tokens']:,.0f} tokens a step; "
-        f"{rounds} rounds of {conditions['timed_steps']} timed steps after {conditions['warm_up']} others; "
-        "medians of the rounds [least to most].",
-        "",
-        *_mfu(found),
-        f"| | tokens/s | over {found['baseline']} | median step, ms | launch to first step, s | peak memory, MB | MFU "
-        f"| loss difference from {found['loss_reference']} |",
-        "|---|---|---|---|---|---|---|---|",
+    head = [
+        *("", "tokens/s", f"over {found['baseline']}", "median step, ms", "launch to first step, s", "peak memory, MB"),
+        *("MFU", f"loss difference from {found['loss_reference']}"),
     ]
-    for name, mine in contestants.items():
-        ratio = mine["ratio"]
-        over_baseline = _with_range(ratio["tokens_per_second"], "{:.3f}") if ratio else "losses differ"
-        cells = [
+    rows = [
+        (
             name,
             _with_range(mine["tokens_per_second"], "{:,.0f}"),
-            over_baseline,
+            _with_range(mine["ratio"]["tokens_per_second"], "{:.3f}") if mine["ratio"] else "losses differ",
             _with_range(mine["median_step_seconds"], "{:,.1f}", 1e3),
             _with_range(mine["first_step_seconds"], "{:.1f}"),
             f"{mine['memory_bytes'] / 1e6:,.0f}",
             "-" if mine["mfu"] is None else f"{mine['mfu']:.1%}",
             f"{mine['loss_difference']:.1e}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", *(f"{name}: not measured, {reason}." for name, reason in found["passed_over"].items())]
-    lines += [f"{reason}." for reason in found["failed"].values()]
-    lines += _splits(contestants)
-    lines += [f"{check['of']} >= {check['least']}: {_verdict(check)}" for check in found["bounds"]]
+        )
+        for name, mine in contestants.items()
+    ]
+    lines = [
+        f"{conditions['task']}{conditions['adapter']}, {conditions['model']}, {conditions['parameters']:,} parameters; "
+        f"ZeRO-{conditions['zero_stage']}, {conditions['compute']}, {conditions['processes']} processes"
+        f"{_shared(found)}, {conditions['tokens']:,.0f} tokens a step; "
+        f"{conditions['rounds']} rounds of {conditions['timed_steps']} timed steps after {conditions['warm_up']} "
+        "others; medians of the rounds [least to most].",
+        "",
+        *_mfu(found),
+        f"{Table(head, rows)}\n",
+        *(f"{name}: not measured, {reason}." for name, reason in found["passed_over"].items()),
+        *(f"{reason}." for reason in found["failed"].values()),
+        *_splits(contestants),
+        *(f"{check['of']} >= {check['least']}: {_verdict(check)}" for check in found["bounds"]),
+    ]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -146,19 +150,18 @@ def _splits(contestants: Mapping[str, Any]) -> list[str]:
     split = {name: mine["split"] for name, mine in contestants.items() if mine.get("split")}
     if not split:
         return []
-    lines = [
-        "Of one more run each, rank 0, with every stage timed: milliseconds a step, and megabytes a step that a rank "
+    rows = []
+    for name, mine in split.items():
+        seconds, calls, sent = (mine[key] for key in ("seconds", "calls", "bytes_sent"))
+        times = [f"{seconds.get(stage, 0.0) * 1e3:,.2f}" for stage in STAGES]
+        total = f"{sum(seconds.values()) * 1e3:,.1f}"
+        rows.append([name, *times, total, f"{sum(calls.values()):g}", f"{sum(sent.values()) / 1e6:,.2f}"])
+    return [
+        "One more run each, rank 0, with every stage timed: milliseconds a step, and megabytes a step that a rank "
         "sends if every collective is a ring. Collectives include the wait for the other ranks.",
         "",
-        f"| | {' | '.join(STAGES)} | sum | collectives | MB sent |",
-        "|---|" + "---|" * (len(STAGES) + 3),
+        f"{Table(['', *STAGES, 'sum', 'collectives', 'MB sent'], rows)}\n",
     ]
-    for name, mine in split.items():
-        seconds, total = mine["seconds"], sum(mine["seconds"].values())
-        cells = [f"{seconds.get(stage, 0.0) * 1e3:,.2f}" for stage in STAGES]
-        calls, sent = sum(mine["calls"].values()), sum(mine["bytes_sent"].values())
-        lines.append(f"| {name} | {' | '.join(cells)} | {total * 1e3:,.1f} | {calls:g} | {sent / 1e6:,.2f} |")
-    return [*lines, ""]
 
 
 def _with_range(values: Mapping[str, Any], form: str, factor: float = 1.0) -> str:

@@ -13,42 +13,37 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Literal
 
 from config.cli import Arguments, entry_point
 from config.command_line import read_command_line
-from config.resolved import Resolved
-from lab.benchmark.overhead import SHARES
+from lab.benchmark.harness import SHARES, alternate
 from training.build import open_checkpoints
 from training.checkpoint.outcome import Saved
-from training.distributed import World
-from training.engine import Engine
 from training.progress import Progress
-from training.session import session
-
-Mode = Literal["always", "never"]
+from training.session import Session, session
 
 
-def measure(resolved: Resolved, engine: Engine, folder: Path, world: World, *, saves: int) -> dict[Mode, list[Saved]]:
-    """The outcome of each save, by mode; the modes alternate. A collective."""
-    found: dict[Mode, list[Saved]] = {"always": [], "never": []}
-    step = 0
-    for _ in range(saves):
-        for mode, outcomes in found.items():
-            section = replace(resolved.config.checkpoint, background=mode, keep=1)
-            chosen = replace(resolved, config=replace(resolved.config, checkpoint=section))
-            checkpoints = open_checkpoints(chosen, folder, world, identity={})
-            step += 1
-            checkpoints.start_save(engine, {"progress": Progress(step=step).state_dict()})
-            while not checkpoints.save_ended:  # training would continue meanwhile; to join the save would be a stall
-                time.sleep(0.002)
-            outcome = checkpoints.outcomes()[-1]
-            if not isinstance(outcome, Saved):
-                raise outcome
-            outcomes.append(outcome)
-    return found
+def measure(opened: Session, folder: Path, *, saves: int) -> list[tuple[Saved, Saved]]:
+    """The outcomes of saves in the background and in the foreground, in pairs. A collective."""
+    resolved, steps = opened.resolved, count(1)
+
+    def save(background: Literal["always", "never"]) -> Saved:
+        section = replace(resolved.config.checkpoint, background=background, keep=1)
+        chosen = replace(resolved, config=replace(resolved.config, checkpoint=section))
+        checkpoints = open_checkpoints(chosen, folder, opened.world, identity={})
+        checkpoints.start_save(opened.engine, {"progress": Progress(step=next(steps)).state_dict()})
+        while not checkpoints.save_ended:  # training would continue meanwhile; to join the save would be a stall
+            time.sleep(0.002)
+        outcome = checkpoints.outcomes()[-1]
+        if not isinstance(outcome, Saved):
+            raise outcome
+        return outcome
+
+    return alternate(lambda: save("always"), lambda: save("never"), pairs=saves)
 
 
 @entry_point(launched=True)
@@ -64,15 +59,13 @@ def main(arguments: list[str] | None = None) -> int:
         root.mkdir(parents=True, exist_ok=True)
         folder = Path(world.from_main(tempfile.mkdtemp(prefix="benchmark-", dir=root) if world.is_main else None))
         try:
-            batch = opened.batches.next_step()
-            engine.step(engine.health(engine.forward_backward(batch, step=1)), 0.0)
-            found = measure(resolved, engine, folder, world, saves=options.saves)
+            engine.step(engine.health(engine.forward_backward(opened.batches.next_step(), step=1)), 0.0)
+            found = measure(opened, folder, saves=options.saves)
         finally:
             if world.is_main:
                 shutil.rmtree(folder, ignore_errors=True)
-    for mode, saves in found.items() if resolved.rank == 0 else ():
-        seconds = median(save.seconds for save in saves)
-        stall = median(save.stall_seconds for save in saves)
+    for mode, saves in zip(("always", "never"), zip(*found, strict=True), strict=True) if resolved.rank == 0 else ():
+        seconds, stall = (median(getattr(save, name) for save in saves) for name in ("seconds", "stall_seconds"))
         size = saves[0].bytes
         print(
             f"checkpoint.background={mode:<7} {size / 1e6:,.1f} MB in {seconds:.2f} s "

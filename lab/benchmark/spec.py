@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -20,14 +20,28 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Spec:
+class _File:
+    """A dataclass of plain values that is kept as JSON."""
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """From the file that `write` made."""
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
+
+    def write(self, path: Path) -> None:
+        """Write it as JSON."""
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Spec(_File):
     """The work of a contestant."""
 
     model: str
     """[path or hub id] Hugging Face model: config and initial weights."""
     attention: str
     activation_checkpointing: str
-    """As in the run config; reentrant selects torch's reentrant implementation."""
+    """The run config's value; reentrant selects torch's reentrant implementation."""
     reentrant: bool
     tokens: str
     """[path] .npy, (steps, global size, sequence length + 1), in sample order; labels are the tokens shifted by one. Of
@@ -79,18 +93,9 @@ class Spec:
         """fp32, bf16 or fp16."""
         return next((name for name in ("bf16", "fp16") if self.deepspeed.get(name, {}).get("enabled")), "fp32")
 
-    @classmethod
-    def read(cls, path: Path) -> Spec:
-        """From the file that `write` made."""
-        return cls(**json.loads(path.read_text(encoding="utf-8")))
-
-    def write(self, path: Path) -> None:
-        """As JSON."""
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-
 
 @dataclass(frozen=True)
-class Result:
+class Result(_File):
     """The result of a contestant."""
 
     losses: list[float]
@@ -104,15 +109,6 @@ class Result:
     """Classes and device that trained, as found in the process."""
     split: dict[str, Any] | None = None
     """Rank 0's result of `lab.benchmark.split`."""
-
-    @classmethod
-    def read(cls, path: Path) -> Result:
-        """From the file that `write` made."""
-        return cls(**json.loads(path.read_text(encoding="utf-8")))
-
-    def write(self, path: Path) -> None:
-        """As JSON."""
-        path.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True)

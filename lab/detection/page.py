@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from config.markdown import table
 from lab.detection.cells import STEPS, Cell
-from lab.detection.defects import DEFECTS, PATHS, Defect
+from lab.detection.defects import DEFECTS, PATHS, TEAM, Defect
 from lab.detection.plants.site import BAD_RANK
+from tracking.pages import markdown
+from tracking.pages.markdown import Table, section
 
 Results = dict[str, dict[str, Any]]
 _TITLES = {
@@ -21,7 +22,7 @@ _TITLES = {
     "state": "State and resuming",
     "shared": "Mistakes that the FP32 twin shares",
     "flipped bit": "Flipped bits",
-    "the team's own": "The nine of `make parity-defects`",
+    TEAM: "The nine of `make parity-defects`",
 }
 
 
@@ -37,10 +38,13 @@ def page(cells: Sequence[Cell], results: Results, conditions: dict[str, Any]) ->
             known = alarms[cell.variant, cell.path]
             found_by = [name for name in results[cell.name]["found_by"] if name not in known]
             results = {**results, cell.name: {**results[cell.name], "found_by": found_by}}
-    parts = [_opening(planted, healthy, results, conditions), _false_alarms(healthy, results)]
-    parts += [_group(group, planted, results) for group in _TITLES]
-    parts += [_smallest(results), _how(conditions)]
-    return "\n\n".join(part.strip() for part in parts if part) + "\n"
+    return markdown.page(
+        _opening(planted, healthy, results, conditions),
+        _false_alarms(healthy, results),
+        *(_group(group, planted, results) for group in _TITLES),
+        _smallest(results),
+        _how(conditions),
+    )
 
 
 def is_found(result: dict[str, Any]) -> bool:
@@ -80,7 +84,7 @@ def _opening(planted: Sequence[Cell], healthy: Sequence[Cell], results: Results,
         """`make detection` plants defects into small runs and writes down what Mantissa's own checks say: the parity
 gate ([parity.md](parity.md)), the oracle outside of the engine, and the checks for silent corruption
 ([corruption.md](corruption.md)). Nothing in the product knows the names of the defects, which are in
-`lab/detection/`; the nine at the end are planted by the config's `defects:`. Do not edit this page. What came after
+`lab/detection/`; the nine at the end are planted by `lab.detection.gate`, too. Do not edit this page. What came after
 it, 50 defects that nobody had listed and what they changed: [detection_later.md](detection_later.md).""",
         f"""**{len(tried)} of {len(DEFECTS)} defects were planted, in {len(run)} runs;
 {len(tried) - len(missed)} were found, in {len(found)} runs. Where there was a module or a rank to name, it was named in
@@ -90,7 +94,7 @@ it, 50 defects that nobody had listed and what they changed: [detection_later.md
     ]
     if left:
         lines.append(f"{left} of the {len(planted)} runs with a defect have not been made yet (`-` in the tables).")
-    return "\n\n".join(lines)
+    return markdown.page(*lines)
 
 
 def _false_alarms(healthy: Sequence[Cell], results: Results) -> str:
@@ -105,19 +109,16 @@ def _false_alarms(healthy: Sequence[Cell], results: Results) -> str:
     bound = (
         f" No alarm in {len(done)} means at most {1 - 0.05 ** (1 / len(done)):.0%} at 95% confidence." if done else ""
     )
-    said = [f"- {cell.name}: {'; '.join(results[cell.name]['said'])}" for cell in alarms]
-    return "\n\n".join(
-        [
-            "## False alarms",
-            f"{len(alarms)} in {len(done)} healthy runs, judged by all that judges the others; the plain ones of "
-            "the last seed with the checks for silent corruption on." + (bound if not alarms else ""),
-            """The oracle's bound on the loss in 16 bits was widened after two of the first 31 of these
+    return section(
+        "False alarms",
+        f"{len(alarms)} in {len(done)} healthy runs, judged by all that judges the others; the plain ones of "
+        "the last seed with the checks for silent corruption on." + (bound if not alarms else ""),
+        """The oracle's bound on the loss in 16 bits was widened after two of the first 31 of these
 runs, in BF16, had been beyond it, the worse of them by 1.6 times; FP32's bound on gradients of attention after one, in
 FP16, had been 1.1 times beyond it. For these checks they are no independent evidence.""",
-            table(("runs", *(path.upper() for path in PATHS)), rows).strip(),
-            "\n".join(said),
-        ]
-    ).strip()
+        Table(("runs", *(path.upper() for path in PATHS)), rows),
+        [f"{cell.name}: {'; '.join(results[cell.name]['said'])}" for cell in alarms],
+    )
 
 
 def _group(group: str, planted: Sequence[Cell], results: Results) -> str:
@@ -135,7 +136,7 @@ def _group(group: str, planted: Sequence[Cell], results: Results) -> str:
             )
         )
     head = ("planted", *(path.upper() for path in PATHS), "found by", "named")
-    return f"## {_TITLES[group]}\n\n{table(head, rows).strip()}"
+    return section(_TITLES[group], Table(head, rows))
 
 
 def _place(cell: Cell | None, results: Results) -> str:
@@ -174,12 +175,13 @@ def _smallest(results: Results) -> str:
                 ", ".join(f"`{name}`" for name in found["found_by"]) if found else "",
             )
         )
-    return f"""## The smallest that is found
-
-By halving, in BF16 at ZeRO-2, from the first two steps compared with FP32 alone (128 tokens a rank and micro-batch); of
-a flipped bit the lowest position, in a whole run. A size that rounds to nothing in BF16 cannot be found.
-
-{table(("planted", "smallest found", "not found", "found by"), rows).strip()}"""
+    return section(
+        "The smallest that is found",
+        """By halving, in BF16 at ZeRO-2, from the first two steps compared with FP32 alone (128 tokens a rank and
+micro-batch); of a flipped bit the lowest position, in a whole run. A size that rounds to nothing in BF16 cannot be
+found.""",
+        Table(("planted", "smallest found", "not found", "found by"), rows),
+    )
 
 
 def _how(conditions: dict[str, Any]) -> str:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -24,7 +23,7 @@ from typing import Any, get_args, get_type_hints
 from filelock import FileLock, Timeout
 
 from config.batch import refuse_sharing
-from config.cli import REPOSITORY, Arguments, entry_point, positive_int
+from config.cli import REPOSITORY, Arguments, comma_separated, entry_point, positive_int
 from config.deepspeed.choice import find_deepspeed_json
 from config.deepspeed.document import in_fp32, read_document, zero_stage
 from config.errors import UserError
@@ -32,9 +31,10 @@ from config.launcher import as_launched
 from config.load import load_config
 from config.schema import Config, LossScaleSection
 from config.task import ENCODER_TASKS
+from lab.benchmark.harness import SHARES, polling
 from lab.envelope.report import Missing, explore_finished, write_results
 from lab.envelope.search import CONTROL, Bounds, Setting
-from lab.envelope.worker import SHARES, TRIAL_PREFIX, Study
+from lab.envelope.worker import TRIAL_PREFIX, Study
 from launch.job import add_processes_option, default_processes, error_line_of, launch
 from training.tasks.task import prepare
 
@@ -65,8 +65,9 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Arguments("python -m lab.envelope", __doc__, allow_abbrev=False)
     parser.add_argument("--config", help="run config; the demo recipe made small when left out")
     parser.add_argument("--out", type=Path, default=Path("runs/envelope"), help="folder of trials and results")
-    parser.add_argument("--depths", default="2,4", help="[layers] list")
-    parser.add_argument("--batches", default="8,16", help="[sequences] list of global batches")
+    counts = comma_separated(positive_int)
+    parser.add_argument("--depths", type=counts, default="2,4", help="[layers] list")
+    parser.add_argument("--batches", type=counts, default="8,16", help="[sequences] list of global batches")
     parser.add_argument("--precisions", default=",".join(PRECISIONS), help=f"list of {', '.join(PRECISIONS)}")
     parser.add_argument("--policies", default="deepspeed,adaptive", help="list of loss-scale policies, for fp16")
     parser.add_argument("--rates", default=RATES, help="LOW:HIGH:COUNT, evenly spaced by factors, or a list")
@@ -74,8 +75,7 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_processes_option(parser)
     parser.add_argument("overrides", nargs="*", help="key.sub=value")
     options = parser.parse_intermixed_args(arguments)
-    options.depths = whole_numbers("--depths", options.depths)
-    options.batches = whole_numbers("--batches", options.batches)
+    options.depths, options.batches = sorted(set(options.depths)), sorted(set(options.batches))
     options.processes = options.processes or default_processes()
     options.rates = read_rates(options.rates)
     options.precisions = choices("--precisions", options.precisions, PRECISIONS)
@@ -86,14 +86,6 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         if key in _OPTION_OF:
             raise UserError(f"command line: {text} is varied or set by the envelope; use {_OPTION_OF[key]}")
     return options
-
-
-def whole_numbers(option: str, text: str) -> list[int]:
-    """Ascending positive numbers from "2,4"."""
-    parts = text.split(",")
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise UserError(f"command line: {option} {text}: write whole numbers, such as 2,4, of 1 or more")
-    return sorted({int(part) for part in parts})
 
 
 def choices(option: str, text: str, known: Sequence[str]) -> list[str]:
@@ -209,38 +201,27 @@ def run_study(study: Study, folder: Path, processes: int) -> None:
     """Launch the trials and print the result of each. Raises UserError or RuntimeError with the job's error line."""
     plan, log = folder / "study.json", folder / "log.txt"
     study.write(plan)
-    done = threading.Event()
     log.unlink(missing_ok=True)
-    follower = threading.Thread(target=_follow, args=(log, done), daemon=True)
-    follower.start()
+    told = 0
+
+    def tell() -> None:
+        nonlocal told
+        lines = log.read_text(errors="replace", encoding="utf-8").split("\n")[:-1] if log.exists() else []
+        for line in lines[told:]:
+            if line.startswith(TRIAL_PREFIX):
+                print(line.removeprefix(TRIAL_PREFIX).strip(), flush=True)
+        told = len(lines)
+
     try:
-        code = launch(["-m", "lab.envelope.worker", str(plan)], processes=processes, log=log)
+        with polling(tell, seconds=0.5):
+            code = launch(["-m", "lab.envelope.worker", str(plan)], processes=processes, log=log)
     finally:
-        done.set()
-        follower.join()
         plan.unlink()  # the worker's, with every override as it was given
     if code:
         line = error_line_of(log)
         if line.startswith("error: "):
             raise UserError(line.removeprefix("error: "))
         raise RuntimeError(f"the trials ended with exit code {code}: {line} (see {log}); start again to resume")
-
-
-def _follow(log: Path, done: threading.Event) -> None:
-    """Print the lines of the job's log that are about trials."""
-    position, ended = 0, False
-    while not ended:
-        ended = done.wait(0.5)
-        if not log.exists():
-            continue
-        with log.open("rb") as file:
-            file.seek(position)
-            text = file.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        position += len(whole)
-        for line in whole.decode(errors="replace").splitlines():
-            if line.startswith(TRIAL_PREFIX):
-                print(line.removeprefix(TRIAL_PREFIX).strip(), flush=True)
 
 
 @entry_point()

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from config.markdown import table, text
-from tracking.plots import plain, save_png
+from tracking.pages.markdown import Table, page, section, text
+from tracking.plots import figure, plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +23,6 @@ Row = Mapping[str, Any]
 
 _NO_RATE = "#d9d9d9"
 _HEAD = ("precision", "depth", "batch", "largest rate", "of FP32's", "of the control's", "skipped there", "next rate")
-_STYLE: dict[Any, Any] = {"font.size": 12, "axes.titlesize": 13, "axes.titleweight": "bold"}
 
 
 def draw_envelope(rows: Sequence[Row], rates: Sequence[float], png: Path, *, title: str) -> Path:
@@ -34,25 +33,22 @@ def draw_envelope(rows: Sequence[Row], rates: Sequence[float], png: Path, *, tit
     import matplotlib
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LogNorm
-    from matplotlib.figure import Figure
 
     labels = list(dict.fromkeys(row["label"] for row in rows))
     depths, batches = (sorted({row[key] for row in rows}) for key in ("depth", "batch"))
     norm = LogNorm(min(rates), max(max(rates), 2 * min(rates)))
     colours = matplotlib.colormaps["viridis"].copy()
-    with matplotlib.rc_context(_STYLE):
-        width = max(9.0, 2.0 + len(labels) * (0.3 + 1.3 * len(batches)))
-        figure = Figure(figsize=(width, 2.4 + 1.05 * len(depths)), dpi=130, layout="constrained")
-        panels = figure.subplots(1, len(labels), squeeze=False, sharey=True)[0]
+    width = max(9.0, 2.0 + len(labels) * (0.3 + 1.3 * len(batches)))
+    with figure(png, width, 2.4 + 1.05 * len(depths), axes_grid=False) as drawn:
+        panels = drawn.subplots(1, len(labels), squeeze=False, sharey=True)[0]
         for axis, label in zip(panels, labels, strict=True):
             mine = [row for row in rows if row["label"] == label]
             _draw_panel(axis, mine, depths, batches, lambda rate: colours(norm(rate)))
             axis.set_title(plain(label))
             axis.set_xlabel("global batch (sequences)")
         panels[0].set_ylabel("depth (layers)")
-        figure.suptitle(plain(title), fontsize=14)
-        figure.colorbar(ScalarMappable(norm, colours), ax=list(panels), label="largest learning rate", shrink=0.9)
-        save_png(figure, png)
+        drawn.suptitle(plain(title), fontsize=14)
+        drawn.colorbar(ScalarMappable(norm, colours), ax=list(panels), label="largest learning rate", shrink=0.9)
     return png
 
 
@@ -102,38 +98,41 @@ def envelope_page(
         if item["why"]
     ]
     lucky = [
-        f"- {row['label']}, {row['depth']} layers, batch {row['batch']}: {_listed(row['lucky'])}"
+        f"{row['label']}, {row['depth']} layers, batch {row['batch']}: {_listed(row['lucky'])}"
         for row in rows
         if row["lucky"]
     ]
-    parts = [
+    head = ("precision", "depth", "batch", "rate", "divergence step", "why", "skipped")
+    return page(
         "# Stability envelope",
-        _verdict(rows),
+        _verdict(rows) or "No precision but FP32 was tried.",
         f"![largest learning rate by depth and batch]({picture})",
-        "## Largest learning rate",
-        table(_HEAD, largest).rstrip(),
-        "## Rates that fail",
-        table(("precision", "depth", "batch", "rate", "divergence step", "why", "skipped"), failures).rstrip()
-        if failures
-        else "None of the rates that were tried.",
-        *(["Passed above a rate that failed, which is luck and not counted:\n\n" + "\n".join(lucky)] if lucky else []),
-        "## Conditions",
-        table(("what", "value"), [(text(what), text(value)) for what, value in conditions.items()]).rstrip(),
-        "## What the numbers mean",
-        meaning,
-        f"Learning rates tried, from the smallest up until two in a row fail: {_listed(rates)}.",
-    ]
-    return "\n\n".join(parts)
+        section("Largest learning rate", Table(_HEAD, largest)),
+        section(
+            "Rates that fail",
+            Table(head, failures) or "None of the rates that were tried.",
+            "Passed above a rate that failed, which is luck and not counted:" if lucky else "",
+            lucky,
+        ),
+        section(
+            "Conditions", Table(("what", "value"), [(text(what), text(said)) for what, said in conditions.items()])
+        ),
+        section(
+            "What the numbers mean",
+            meaning,
+            f"Learning rates tried, from the smallest up until two in a row fail: {_listed(rates)}.",
+        ),
+    )
 
 
-def _verdict(rows: Sequence[Row]) -> str:
+def _verdict(rows: Sequence[Row]) -> list[str]:
     """One line for each precision: how much of FP32's learning rates it can take at its worst, and of the control's."""
     lines = []
     for label in dict.fromkeys(row["label"] for row in rows if row["label"] not in ("fp32", "control")):
         known = [row for row in rows if row["label"] == label and row["fp32"]]
         stable = [row for row in known if row["largest"] is not None]
         if not stable:
-            lines.append(f"- **{text(label)}** is stable at no rate that was tried")
+            lines.append(f"**{text(label)}** is stable at no rate that was tried")
             continue
         worst = min(stable, key=lambda row: row["largest"] / row[_reference(row)[0]])
         reference, whose = _reference(worst)
@@ -142,14 +141,14 @@ def _verdict(rows: Sequence[Row]) -> str:
         layers = f"{worst['depth']} layer{'' if worst['depth'] == 1 else 's'}"
         none = f"; at none in {len(known) - len(stable)} of {len(known)} places" if len(stable) < len(known) else ""
         lines.append(
-            f"- **{text(label)}** takes {share} of {whose} largest learning rate at its worst"
+            f"**{text(label)}** takes {share} of {whose} largest learning rate at its worst"
             f"{exact}, {worst['largest']:g} with {layers} and batch {worst['batch']}{none}"
         )
-    return "\n".join(lines) or "No precision but FP32 was tried."
+    return lines
 
 
 def _reference(row: Row) -> tuple[str, str]:
-    """What a rate is compared with, by key and in words: the control where there is one, which FP32 itself may not."""
+    """The key and name of a rate's reference: the control where there is one, which FP32 itself may not pass."""
     own = row["control"] and row["label"] != "control"
     return ("control", "the control's") if own else ("fp32", "FP32's")
 

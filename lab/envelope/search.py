@@ -79,7 +79,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What counts as parity; the keys of the same name in the config's `parity:` section."""
+    """The bounds of parity; the keys of the same name in the config's `parity:` section."""
 
     loss_gap: float
     """[fraction] Of the running median of the training loss, at every step."""

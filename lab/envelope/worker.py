@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from config.cli import Arguments, entry_point
 from config.load import to_dict
 from config.resolved import Resolved, resolve_run
+from lab.benchmark.harness import SHARES
 from lab.envelope.search import CONTROL, Bounds, DivergenceWatch, Setting, Trial, explore, window_of
 from tools.parity.judge_runs import NUDGE
 from tracking.environment import environment
@@ -34,9 +35,7 @@ if TYPE_CHECKING:
 
 TRIALS = "trials.jsonl"
 TRIAL_PREFIX = "trial:"
-"""Of a line of output about a trial."""
-SHARES = ("sequence", "tensor", "expert")
-"""What ranks may share: a trial has the losses of one rank, to rounding."""
+"""Opens a line of output about a trial."""
 # Sections and keys of a config that do not change a trial's numbers.
 _IRRELEVANT = ("tracking", "profile", "checkpoint", "telemetry", "generate", "parity", "deepspeed")
 _IRRELEVANT_OF_RUN = ("name", "dir", "resume", "hypothesis")
@@ -62,7 +61,7 @@ class Study:
     bounds: Bounds
 
     def write(self, path: Path) -> None:
-        """As JSON."""
+        """Write it as JSON."""
         path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
 
     @classmethod

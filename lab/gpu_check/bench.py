@@ -41,14 +41,14 @@ class ItemFailed(Exception):
 
 @dataclass
 class Bench:
-    """What an item runs on."""
+    """The folder, size and time limit of an item's jobs."""
 
     folder: Path
-    """Of this item alone, empty at its start."""
+    """Folder of this item alone, empty at its start."""
     cache: Path
-    """Of prepared data, shared by all items."""
+    """Folder of prepared data, shared by all items."""
     processes: int
-    """Of each job."""
+    """Processes of each job."""
     tiny: bool
     """Rehearse: the same jobs, on a model of a few thousand parameters."""
     limit: float
@@ -58,7 +58,7 @@ class Bench:
     device_bytes: int | None = None
     """Its memory; None without one."""
     commands: list[str] = field(default_factory=list)
-    """Of the jobs so far."""
+    """Command lines of the jobs so far."""
     found: dict[str, Any] = field(default_factory=dict)
     """Figures so far, of an item that did not come to its end."""
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from config.markdown import table, text
 from lab.gpu_check.measure import Figures
+from tracking.pages.markdown import Table, text
 
 HOLDS, MISSED, UNSURE, STATED = "holds", "**missed**", "**not sure**: it held in one measurement", "stated"
 NOT_MEASURED = "not measured"
@@ -15,11 +15,11 @@ NOT_MEASURED = "not measured"
 
 @dataclass(frozen=True)
 class Goal:
-    """What a figure has to be."""
+    """A bound that a figure has to meet."""
 
     part: int
     items: tuple[str, ...]
-    """That measure it, by name; each of them has to show it."""
+    """Names of the items that measure it; each of them has to meet it."""
     what: str
     read: Callable[[Figures], Any]
     """Its value among an item's figures: a number, whether it is so, or words. Raises KeyError or TypeError: none is
@@ -30,7 +30,7 @@ class Goal:
 
     @property
     def bound(self) -> str:
-        """In words."""
+        """The human-readable bound."""
         if self.least is not None:
             return f">= {self.least:g}"
         return f"<= {self.most:g}" if self.most is not None else "yes" if self.what.endswith("?") else "to be stated"
@@ -95,7 +95,7 @@ GOALS = (
     Goal(6, ("telemetry",), "telemetry, share of a step, amortised", lambda f: f["amortised"], most=0.005),
     Goal(6, ("observation",), "observation, share of a step, amortised", lambda f: f["amortised"], most=0.005),
 )
-"""Of docs/performance.md and docs/gpu-check.md, and what the parts should show beside them."""
+"""The goals of docs/performance.md and docs/gpu-check.md, and further ones that the parts should meet."""
 
 
 def rows(part: int, results: Mapping[str, Mapping[str, Any] | None], *, tiny: bool) -> Iterator[list[str]]:
@@ -118,10 +118,9 @@ def verdict(goal: Goal, found: list[Any], tiny: bool) -> str:
     return HOLDS if all(held) else UNSURE if any(held) else MISSED
 
 
-def goals_table(part: int, results: Mapping[str, Mapping[str, Any] | None], *, tiny: bool) -> str:
-    """Markdown; empty for a part without a goal."""
-    found = list(rows(part, results, tiny=tiny))
-    return table(["goal", "bound", "measured", "outcome"], found) if found else ""
+def goals_table(part: int, results: Mapping[str, Mapping[str, Any] | None], *, tiny: bool) -> Table:
+    """Empty for a part without a goal."""
+    return Table(["goal", "bound", "measured", "outcome"], rows(part, results, tiny=tiny))
 
 
 def _value(goal: Goal, result: Mapping[str, Any] | None) -> Any:

@@ -1,4 +1,4 @@
-"""What the GPU check runs on, found in a process of its own: a process that asks CUDA keeps memory of the device.
+"""The machine of the GPU check, examined in a process of its own: a process that asks CUDA keeps memory of the device.
 
 `python -m lab.gpu_check.machine FILE` also imports what a training job imports, so that a missing package ends the
 check before it begins.
@@ -7,9 +7,7 @@ check before it begins.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,9 @@ from typing import Any
 import torch
 
 import training.finish  # noqa: F401 - the loop, and with it everything
+from launch.doctor.facts import gpus
 from modeling.kernels import unavailable_reason
-from tracking.environment import environment
+from tracking.environment import environment, package_version
 
 PACKAGES = ("triton", "liger-kernel", "flash-attn", "torchtitan", "peft")
 """Beside those of every run's environment.json."""
@@ -34,20 +33,20 @@ def machine() -> dict[str, Any]:
         "devices": torch.cuda.device_count() if cuda else 0,
         "device_bytes": properties.total_memory if properties else None,
         "capability": ".".join(map(str, torch.cuda.get_device_capability(0))) if cuda else None,
-        "driver": _driver(),
+        "driver": next((gpu["driver_version"] for gpu in gpus()["list"]), None),
         "cuda": torch.version.cuda,
         "tf32": torch.backends.cuda.matmul.allow_tf32,
         "cpu": found["cpu"]["model"],
         "cores": found["cpu"]["usable_cores"],
         "memory_bytes": found["memory_bytes"],
         "git": found["git"],
-        "versions": found["versions"] | {name: _version(name) for name in PACKAGES},
+        "versions": found["versions"] | {name: package_version(name) for name in PACKAGES},
         "lacks": lacks(torch.device("cuda" if cuda else "cpu")),
     }
 
 
 def lacks(device: torch.device) -> dict[str, str]:
-    """What this machine does not have and some items need: the reason by need."""
+    """The needs of items that this machine does not meet, with the reason of each."""
     on_cpu = device.type == "cpu"
     flash = "flash-attn is not installed" if find_spec("flash_attn") is None else None
     reasons = {
@@ -56,22 +55,6 @@ def lacks(device: torch.device) -> dict[str, str]:
         "flex": "FlexAttention has no backward pass on a CPU" if on_cpu else None,
     }
     return {need: reason for need, reason in reasons.items() if reason is not None}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _driver() -> str | None:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, encoding="utf-8", errors="replace", timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.split("\n")[0].strip() if done.returncode == 0 else None
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import re
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -165,7 +165,7 @@ def _by_step(events: Sequence[Event]) -> dict[int, tuple[float, float, str]]:
 
 
 def _largest_difference(mine: Mapping[int, Any], whole: Mapping[int, Any], chosen: Sequence[int]) -> float:
-    """Of losses, relative."""
+    """Largest relative difference of the losses."""
     return max((abs(mine[step][0] / whole[step][0] - 1) for step in chosen), default=0.0)
 
 
@@ -185,12 +185,8 @@ def exported(bench: Bench) -> Figures:
 def matrix(bench: Bench, text: str) -> Figures:
     """The cells of the precision matrix whose name has this text."""
     folder = bench.folder / "matrix"
-    said = bench.tool(
-        "lab.matrix",
-        *("--only", text, "--folder", str(folder), "--processes", str(bench.processes)),
-        codes=(0, 3),
-        leads=True,
-    )
+    options = ["--only", text, "--folder", str(folder), "--processes", str(bench.processes)]
+    said = bench.tool("lab.matrix", *options, codes=(0, 3), leads=True)
     found = [json.loads(line) for line in (folder / "results.jsonl").read_text(encoding="utf-8").splitlines()]
     measured = [cell for cell in found if cell["errors"]]
     return {
@@ -213,7 +209,7 @@ def analyzed(bench: Bench, *overrides: str) -> Figures:
     path = out.with_suffix(".analysis.json")
     if not path.exists():
         raise ItemFailed("there is no analysis", bench.folder / "logs")
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = _json(path)
     errors = {f"gradient error, {name}": check["error"] for name, check in found["validation"].items()}
     share = found["proposal"]["low_precision_share"]
     return {**errors, "FLOPs in 16 bits": share, "objection": found["objection"] or "none"}
@@ -225,7 +221,7 @@ def parity(bench: Bench, *overrides: str) -> Figures:
     arguments = bench.arguments("benchmark_1b", *overrides, "tracking.wandb=disabled", "evaluate.batches=2")
     options = ["--report", str(report), "--steps", str(bench.either(40, 4)), "--processes", str(bench.processes)]
     bench.tool("tools.parity", *options, *arguments, codes=(0, 3), leads=True)
-    found = json.loads((report / "parity.json").read_text(encoding="utf-8"))
+    found = _json(report / "parity.json")
     checks = {check["name"]: check["measured"] for check in found["checks"]}
     bought = {f"{name} over FP32": each["ratio"] for name, each in found["bought"].items() if each["ratio"]}
     return {"verdict": found["verdict"], "failed": found["failed"], **checks, **bought}
@@ -236,17 +232,27 @@ def parity(bench: Bench, *overrides: str) -> Figures:
 
 def compared(bench: Bench, contestants: str, *overrides: str, count: int = 10) -> Figures:
     """Contestants of `lab.benchmark`, each once."""
-    out = bench.folder / "benchmark"
-    sizes = ["--rounds", "1", "--steps", str(bench.either(count, 3)), "--warm-up", "3"]
-    options = ["--contestants", contestants, *sizes, "--no-split", "--processes", str(bench.processes)]
-    options += bench.either((), ("--peak-tflops", "1"))
+    options = ["--contestants", contestants, "--rounds", "1", "--steps", str(bench.either(count, 3)), "--warm-up", "3"]
+    options += ["--no-split", *bench.either((), ("--peak-tflops", "1"))]
     arguments = bench.arguments("benchmark_1b", *overrides)
-    with bench.keeping(lambda: _contestants(_json(out / "benchmark.json"), bench)):
-        bench.tool("lab.benchmark", *options, "--out", str(out), *arguments, codes=(0, 3), leads=True)
-        found = _json(out / "benchmark.json")
-        if found["failed"]:
+    return _reported(bench, "lab.benchmark", *options, *arguments, rows=lambda found: _contestants(found, bench))
+
+
+def _reported(bench: Bench, module: str, *arguments: str, rows: Callable[[Any], Figures]) -> Figures:
+    """The rows of a report that a benchmark of jobs writes; where a job fails or is killed, those that are there."""
+    name = module.rpartition(".")[2]
+    out = bench.folder / name
+    with bench.keeping(lambda: rows(_json(out / f"{name}.json"))):
+        bench.tool(
+            module,
+            *("--processes", str(bench.processes), "--out", str(out), *arguments),
+            codes=(0, 3),
+            leads=True,
+        )
+        found = _json(out / f"{name}.json")
+        if found.get("failed"):
             raise ItemFailed("; ".join(found["failed"].values()), newest_log(out))
-    return _contestants(found, bench)
+    return rows(found)
 
 
 def _contestants(found: Mapping[str, Any], bench: Bench) -> Figures:
@@ -303,7 +309,7 @@ def guarded(bench: Bench, *overrides: str, pairs: int = 40) -> Figures:
 
 
 def by_stage(bench: Bench, *overrides: str) -> Figures:
-    """What guarding adds to a step, stage by stage."""
+    """The time that guarding adds to a step, stage by stage."""
     options = ["--by-stage", "--pairs", str(bench.either(10, 2)), "--steps", "2"]
     [found] = _paired(bench, "lab.benchmark.overhead", *options, overrides=(*overrides, "guard.spike_sigmas=6"))
     added = {name: found[name] for name in ("health", "guard", "record", "other")}
@@ -331,22 +337,14 @@ def _paired(bench: Bench, module: str, *options: str, overrides: Sequence[str], 
     path = bench.folder / "paired.json"
     arguments = bench.arguments("benchmark_1b", "schedule.warmup_steps=1", *overrides)
     bench.tool(module, *options, "--json", str(path), *arguments, codes=codes)
-    return json.loads(path.read_text(encoding="utf-8"))
+    return _json(path)
 
 
 def activations(bench: Bench, modes: str, *overrides: str) -> Figures:
     """Step time and memory of the modes of activation checkpointing."""
-    out = bench.folder / "activations"
     options = ["--modes", modes, "--rounds", "1", "--steps", str(bench.either(5, 2))]
-    options += ["--processes", str(bench.processes), "--out", str(out)]
     arguments = bench.arguments("benchmark_1b", *overrides)
-    path = out / "activations.json"
-    with bench.keeping(lambda: _modes(_json(path))):
-        bench.tool("lab.benchmark.activations", *options, *arguments, codes=(0, 3), leads=True)
-        found = _json(path)
-        if found["failed"]:
-            raise ItemFailed("; ".join(found["failed"].values()), newest_log(out))
-    return _modes(found)
+    return _reported(bench, "lab.benchmark.activations", *options, *arguments, rows=_modes)
 
 
 def _modes(found: Mapping[str, Any]) -> Figures:
@@ -395,16 +393,13 @@ def _ways(bench: Bench) -> Figures:
 
 def largest(bench: Bench, depths: str, *overrides: str) -> Figures:
     """The depths of the 1B shape that train, each with what the planner predicts for it."""
-    out = bench.folder / "largest"
-    depths = bench.either(depths, "1,2")
-    options = ["--layers", depths, "--steps", str(bench.either(3, 2)), "--processes", str(bench.processes)]
+    options = ["--layers", bench.either(depths, "1,2"), "--steps", str(bench.either(3, 2))]
     arguments = bench.arguments("benchmark_1b", *overrides)
-    path = out / "largest.json"
-    with bench.keeping(lambda: _depths(_json(path))):
-        bench.tool("lab.benchmark.largest", *options, "--out", str(out), *arguments, codes=(0, 3), leads=True)
-        rows = bench.found = _depths(_json(path))
-        for depth in _json(path)["depths"]:
-            rows[f"{depth} layers"] |= predicted(bench, *arguments, f"model.config.num_hidden_layers={depth}")
+    rows = bench.found = _reported(bench, "lab.benchmark.largest", *options, *arguments, rows=_depths)
+    for name, row in rows.items():
+        if name != "largest":
+            depth = name.removesuffix(" layers")
+            row |= predicted(bench, *arguments, f"model.config.num_hidden_layers={depth}")
     return rows
 
 
@@ -435,21 +430,12 @@ def _depths(found: Mapping[str, Any]) -> Figures:
 
 
 def predicted(bench: Bench, *arguments: str) -> Figures:
-    """What `launch.plan` expects of the same config, where it knows the device."""
+    """The memory that `launch.plan` expects for the same config, where it knows the device."""
     device = planner_device(bench.device)
     if device is None:
         return {}
-    said = bench.tool(
-        "launch.plan",
-        "--json",
-        "--gpus",
-        str(bench.processes),
-        "--device",
-        device,
-        *arguments,
-        codes=(0, 3),
-        leads=True,
-    )
+    options = ["--json", "--gpus", str(bench.processes), "--device", device]
+    said = bench.tool("launch.plan", *options, *arguments, codes=(0, 3), leads=True)
     memory = json.loads(said[said.index("{") :])["memory"]
     return {"planned GiB": memory["peak"] / GIB, "planned host GiB": sum(memory["host"].values()) / GIB}
 

@@ -21,9 +21,9 @@ from launch.job import error_line
 
 NEEDED = (
     *("torch", "transformers", "deepspeed", "accelerate", "datasets", "tokenizers", "safetensors", "numpy", "PyYAML"),
-    *("filelock", "rich", "matplotlib", "orjson", "Jinja2", "markdown-it-py", "cryptography", "psutil", "ninja"),
+    *("filelock", "rich", "matplotlib", "orjson", "Jinja2", "markdown-it-py", "psutil", "ninja"),
 )
-"""Of requirements.txt, what the check cannot do without."""
+"""Packages of requirements.txt that the check cannot do without."""
 AT_LEAST = {"torch": (2, 11), "transformers": (5, 17)}
 """Oldest versions that Mantissa was run on."""
 _TAKEN_AS_FOUND = re.compile(r"torch|transformers|triton|nvidia-.*|cuda-.*")

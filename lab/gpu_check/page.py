@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from config.markdown import code, table, text
 from lab.gpu_check.goals import goals_table
 from lab.gpu_check.items import PARTS, Part
 from lab.gpu_check.run import DONE, SKIPPED, Check
+from tracking.pages import markdown
+from tracking.pages.markdown import Table, code, section, text
 
 
 def page(check: Check, number: int, part: Part, not_run: Mapping[str, str]) -> str:
@@ -32,30 +33,23 @@ def page(check: Check, number: int, part: Part, not_run: Mapping[str, str]) -> s
     statuses = [result["status"] for result in found.values() if result is not None]
     done, skipped = statuses.count(DONE), statuses.count(SKIPPED)
     counts = f"{done} of {len(part.items)} items done" + (f", {skipped} skipped" if skipped else "")
-    goals = goals_table(number, found, tiny=check.tiny)
-    opening = [
+    return markdown.page(
         f"# GPU check, part {number}: {part.title}",
-        "",
         f"{counts}. {text(conditions(check.machine))}.",
-        *(
-            ["", "**A rehearsal**: a model of a few thousand parameters. No figure says anything."]
-            if check.tiny
-            else []
-        ),
-        *(["", f"Left out: {text(part.left_out)}."] if part.left_out else []),
-        *(["", goals.rstrip()] if goals else []),
-        "",
-    ]
-    return "\n".join(opening) + "\n" + table(["item", "what", "outcome", "seconds", "measured"], rows)
+        "**A rehearsal**: a model of a few thousand parameters. No figure says anything." if check.tiny else "",
+        f"Left out: {text(part.left_out)}." if part.left_out else "",
+        goals_table(number, found, tiny=check.tiny),
+        Table(["item", "what", "outcome", "seconds", "measured"], rows),
+    )
 
 
 def all_goals(check: Check) -> str:
     """goals.md: the goals of all parts, by what earlier calls measured, too."""
-    lines = ["# GPU check: the goals", "", f"{text(conditions(check.machine))}.", ""]
+    sections = []
     for number, part in PARTS.items():
         results = {item.name: check.result(number, item) for item in part.items}
-        lines += [f"## Part {number}: {text(part.title)}", "", goals_table(number, results, tiny=check.tiny)]
-    return "\n".join(lines)
+        sections.append(section(f"Part {number}: {text(part.title)}", goals_table(number, results, tiny=check.tiny)))
+    return markdown.page("# GPU check: the goals", f"{text(conditions(check.machine))}.", *sections)
 
 
 def conditions(machine: Mapping[str, Any]) -> str:

@@ -25,12 +25,11 @@ from typing import Any
 import psutil
 
 from config.errors import one_line
-from config.files import write_atomically
 from config.printable import shown
+from lab.benchmark.harness import write_json
 from lab.gpu_check.bench import Bench, ItemFailed, newest_log
 from lab.gpu_check.items import Item, Part
 from launch.job import error_line_of
-from tracking.jsonl import plain
 
 DONE, FAILED, TIMED_OUT, SKIPPED = "done", "failed", "took too long", "skipped"
 MOST_BYTES = 2**20
@@ -45,7 +44,7 @@ PATIENCE, GRACE = 3.0, 60.0
 
 @dataclass(frozen=True)
 class Check:
-    """What is the same for all items of a call."""
+    """The conditions that all items of a call share."""
 
     out: Path
     processes: int
@@ -58,15 +57,15 @@ class Check:
 
     @property
     def conditions(self) -> dict[str, Any]:
-        """What a result must share to count as this check's."""
+        """The conditions that a result must share to count as this check's."""
         return {"device": self.machine["device"], "processes": self.processes, "tiny": self.tiny}
 
     def path(self, part: int, item: Item) -> Path:
-        """Of an item's result."""
+        """The file of an item's result."""
         return self.out / f"{part}-{item.name}.json"
 
     def result(self, part: int, item: Item) -> dict[str, Any] | None:
-        """Of an earlier call, under the same conditions."""
+        """The result of an earlier call, under the same conditions."""
         try:
             found = json.loads(self.path(part, item).read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -75,7 +74,7 @@ class Check:
         return found if same else None
 
     def lacks(self, item: Item) -> str | None:
-        """What this machine does not have that the item needs, in words."""
+        """Human-readable reason why this machine cannot run the item; None where it can."""
         return self.machine.get("lacks", {}).get(item.needs)
 
 
@@ -90,7 +89,7 @@ def run_part(check: Check, number: int, part: Part, not_run: dict[str, str], *, 
             for item in _order(check, number, part):
                 reason = check.lacks(item)
                 if reason is not None:
-                    _write(check, number, item, SKIPPED, error=reason)
+                    _write(check, number, item, SKIPPED, reason)
                     yield f"skipped: {item.name}, {reason}"
                     continue
                 alone = item.timed or any(other.timed for other in running.values())
@@ -181,9 +180,8 @@ def measure(check: Check, number: int, item: Item, *, limit: float) -> dict[str,
         raise InterruptedError(item.name)
     figures = figures or bench.found
     result = _write(
-        *(check, number, item, status),
-        error=error,
-        log=log,
+        *(check, number, item, status, error),
+        log=str(log) if log else None,
         seconds=time.monotonic() - started,
         figures=figures if item.timed else {name: each for name, each in figures.items() if name != "tokens/s"},
         commands=bench.commands,
@@ -192,18 +190,7 @@ def measure(check: Check, number: int, item: Item, *, limit: float) -> dict[str,
     return result
 
 
-def _write(
-    check: Check,
-    number: int,
-    item: Item,
-    status: str,
-    *,
-    error: str,
-    log: Path | None = None,
-    seconds: float = 0.0,
-    figures: Mapping[str, Any] | None = None,
-    commands: Sequence[str] = (),
-) -> dict[str, Any]:
+def _write(check: Check, number: int, item: Item, status: str, error: str, **measured: Any) -> dict[str, Any]:
     """Write an item's result; what was written."""
     result = {
         "part": number,
@@ -211,21 +198,18 @@ def _write(
         "what": item.what,
         "status": status,
         "error": shown(error),
-        "log": str(log) if log else None,
-        "seconds": seconds,
+        **({"log": None, "seconds": 0.0, "figures": {}, "commands": []} | measured),
         "expected_seconds": item.seconds,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "figures": figures or {},
-        "commands": commands,
         **check.conditions,
         "machine": check.machine,
     }
-    write_atomically(check.path(number, item), (json.dumps(plain(result), indent=1) + "\n").encode())
+    write_json(check.path(number, item), result)
     return result
 
 
 def delete_large_files(folder: Path) -> None:
-    """Of all kinds but logs, so that parts of a large model leave room on the disk, and what is left can be carried."""
+    """Delete large files, but no logs, so that large models leave room on the disk and the rest can be copied."""
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink() and path.suffix != ".log" and path.stat().st_size > MOST_BYTES:
             path.unlink()

@@ -22,9 +22,9 @@ from typing import Any
 
 from config.cli import REPOSITORY, Arguments, entry_point, positive_int
 from config.errors import UserError
+from config.optimizers import OPTIMIZERS
 from lab.matrix.cells import Cell, all_cells
 from lab.matrix.page import page, unexpected, updated
-from lab.matrix.rules import RULES
 from launch.job import add_processes_option, default_processes, error_line_of, launch
 from tracking.environment import environment
 
@@ -33,8 +33,9 @@ _HANG_MINUTES = 5.0
 _CODE = [
     *("training/engine/engine", "training/engine/gradients", "training/engine/optimizer", "training/engine/build"),
     *("training/engine/split_masters", "modeling/router_balance", "training/engine/process_groups"),
-    *("training/engine/pieces", *(f"training/engine/optimizers/{name}" for name in ("rule", *RULES))),
-    *("lab/matrix/cells", "lab/matrix/rules", "lab/matrix/run"),
+    *("training/engine/sharded_pieces", "training/engine/flat_optimizer", "training/engine/optimizers/rule"),
+    *(f"training/engine/optimizers/{name}" for name in OPTIMIZERS),
+    *("lab/matrix/cells", "lab/matrix/run", "tools/parity/oracle/optimizers"),
     *("training/loss_scaler", "modeling/build", "config/optimizers"),
     *("modeling/linear_cross_entropy", "modeling/parameter_groups", "modeling/activation_checkpointing"),
     *("modeling/sequence_parallel", "data/sequence_slices", "modeling/tensor_parallel", "modeling/expert_parallel"),

@@ -9,9 +9,10 @@ from typing import Any
 from config.cli import REPOSITORY
 from config.deepspeed.combinations import COMPUTES, FP8, SETTINGS, STAGES, UPSTREAM, Combination, combinations, refusal
 from config.errors import UserError
-from config.markdown import table
 from lab.matrix.cells import ACCUMULATIONS, COARSEST, ROUNDINGS, WHOLE, Cell, all_cells
 from precision.tolerance import tolerance
+from tracking.pages import markdown
+from tracking.pages.markdown import Table, section
 
 Results = dict[str, dict[str, Any]]
 """Results of `lab.matrix.run.measure` by the cell's name."""
@@ -46,11 +47,15 @@ def unexpected(cells: Sequence[Cell], results: Results) -> list[str]:
 
 def page(cells: Sequence[Cell], results: Results, conditions: dict[str, Any]) -> str:
     """The whole page as Markdown. Needs a result for every cell."""
-    parts = [_opening(cells, results, conditions), _summary(cells, results)]
-    parts += [f"{_upstream_section(cells, results)}\n\n{by_scripts()}"]
-    parts += [_path_section(path, cells, results) for path in COMPUTES]
-    parts += [fp8_section(cells, results, conditions), settings_section(cells, results, conditions)]
-    return "\n\n".join([*parts, optimizers_section(cells, results, conditions), _limits()]) + "\n"
+    return markdown.page(
+        _opening(cells, results, conditions),
+        _summary(cells, results),
+        _upstream_section(cells, results),
+        by_scripts(),
+        *(_path_section(path, cells, results) for path in COMPUTES),
+        *(write(cells, results, conditions) for _, write in _BY_THEMSELVES.values()),
+        _limits(),
+    )
 
 
 def updated(text: str, cells: Sequence[Cell], results: Results, conditions: dict[str, Any]) -> str:
@@ -68,7 +73,7 @@ def updated(text: str, cells: Sequence[Cell], results: Results, conditions: dict
         if left.issuperset(wanted):
             minutes = sum(results[cell.name]["seconds"] for cell in wanted) / 60
             when = f"Measured by themselves on {conditions['machine']}, in {minutes:.0f} minutes."
-            by_title[title] = f"{write(wanted, results, conditions)}\n\n{when}\n\n"
+            by_title[title] = markdown.page(write(wanted, results, conditions), when) + "\n"
             left.difference_update(wanted)
     if left:
         some = next(cell.name for cell in cells if cell in left)
@@ -77,14 +82,14 @@ def updated(text: str, cells: Sequence[Cell], results: Results, conditions: dict
     counted = _counted([expected_verdict(cell) for cell in every], bare)
     opening = re.sub(r"(?m)^\d+ cells: .*$", lambda _: counted, opening, count=1)
     measured, _, _ = by_title["Wrong upstream"].partition(_BY_SCRIPTS)
-    by_title["Wrong upstream"] = f"{measured.rstrip()}\n\n{by_scripts()}\n\n"
+    by_title["Wrong upstream"] = markdown.page(measured.rstrip(), by_scripts()) + "\n"
     last = ("FP8", "Other settings", "Other optimizers", "Limits")
     titles = sorted(by_title, key=lambda title: last.index(title) if title in last else -1)
     return opening + "".join(by_title[title] for title in titles)
 
 
 def _counted(verdicts: Sequence[str], bare: Sequence[str]) -> str:
-    """How many cells have which verdict, and in how many bare DeepSpeed's is wrong."""
+    """The number of cells by verdict, and the number in which bare DeepSpeed is wrong."""
     found = ", ".join(f"{verdicts.count(sign)} {sign}" for sign in _SIGNS if sign in verdicts)
     compared = f"Bare DeepSpeed, compared in {len(bare)} of them, is wrong in {bare.count('wrong')}."
     return f"{len(verdicts)} cells: {found}. {compared}"
@@ -139,11 +144,11 @@ def _summary(cells: Sequence[Cell], results: Results) -> str:
                 here = [c for c in _plain(cells) if c.combination[:3] == (path, compute, stage)]
                 row.append(_summary_entry(here, results))
             rows.append(row)
-    return (
-        "## Summary\n\n"
+    return section(
+        "Summary",
         "Largest error of the masters over accumulation 1 and 4, clipping off and on, activation checkpointing none and"
-        " full, and every offload of that stage. In brackets: bare DeepSpeed, where it is wrong.\n\n"
-        + table(["", *(f"ZeRO-{stage}" for stage in STAGES)], rows).rstrip()
+        " full, and every offload of that stage. In brackets: bare DeepSpeed, where it is wrong.",
+        Table(["", *(f"ZeRO-{stage}" for stage in STAGES)], rows),
     )
 
 
@@ -160,7 +165,7 @@ def _summary_entry(cells: Sequence[Cell], results: Results) -> str:
 
 
 def _wrong_upstream(wrong: Sequence[dict[str, Any]]) -> str:
-    """What is wrong in these results of bare DeepSpeed, in a few words."""
+    """A short description of what is wrong in these results of bare DeepSpeed."""
     if any(judged["verdict"] == "raised" for judged in wrong):
         return "raises"
     if all("norm" not in judged["errors"] for judged in wrong):
@@ -180,11 +185,11 @@ def _upstream_section(cells: Sequence[Cell], results: Results) -> str:
         masters = _largest((results[cell.name]["errors"] for cell in here), "masters")
         mine = f"refused: {row.instead}" if row.refused else f"repaired: masters {masters}"
         rows.append([where, row.problem, _wrong_upstream(bare) if bare else "not run", mine])
-    return "## Wrong upstream\n\n" + table(["where", "what", "bare DeepSpeed", "Mantissa"], rows).rstrip()
+    return section("Wrong upstream", Table(["where", "what", "bare DeepSpeed", "Mantissa"], rows))
 
 
 _BY_SCRIPTS = "What else "
-"""How the part begins that `by_scripts` writes."""
+"""The opening words of the part that `by_scripts` writes."""
 _SCRIPTS = {
     "`optimizer.name = muon`": ("muon_zero2_drops_gradients", "muon_clipping_shrinks_update"),
     "`parallel.sequence`": ("ulysses_zero3_divides_by_sp", "ulysses_drops_mask", "ulysses_bf16_zero1_stops"),
@@ -193,7 +198,7 @@ _SCRIPTS = {
     "`precision.masters = split`": ("bf16_masters_stand_still",),
     "FP8": ("fp8_cast_hides_inf", "fp8_tensorwise_depends_on_cut"),
 }
-"""What Mantissa does by another way than upstream's, to the scripts of docs/upstream/ that measure upstream's."""
+"""Features that Mantissa implements differently from upstream, to the docs/upstream/ scripts that measure these."""
 
 
 def by_scripts() -> str:
@@ -206,18 +211,18 @@ def by_scripts() -> str:
         for where, names in _SCRIPTS.items()
         for name in names
     ]
-    return (
+    return markdown.page(
         f"{_BY_SCRIPTS}Mantissa verifies in cells below has a way of its own upstream, of DeepSpeed, or of torch and"
-        " torchao in FP8. That is measured by a script for each error, as [upstream/](upstream/README.md) says:\n\n"
-        + table(["instead of", "upstream", "expected", "got", "script"], rows).rstrip()
+        " torchao in FP8. That is measured by a script for each error, as [upstream/](upstream/README.md) says:",
+        Table(["instead of", "upstream", "expected", "got", "script"], rows),
     )
 
 
 def _path_section(path: str, cells: Sequence[Cell], results: Results) -> str:
     """The table of one compute path: every combination with each clipping and accumulation."""
     title = {
-        "cast": "## Cast path: the module is in that dtype, ZeRO holds FP32 masters",
-        "manifest": "## Manifest path: parameters are the FP32 masters, a manifest names what computes in which dtype",
+        "cast": "Cast path: the module is in that dtype, ZeRO holds FP32 masters",
+        "manifest": "Manifest path: parameters are the FP32 masters, a manifest names what computes in which dtype",
     }[path]
     columns = ["", "clipping", "accumulation", "loss", "norm", "masters"]
     columns += ["upstream loss", "upstream norm", "upstream masters"] if path == "cast" else []
@@ -228,7 +233,7 @@ def _path_section(path: str, cells: Sequence[Cell], results: Results) -> str:
     for combination in combinations():
         if combination.path == path and combination.compute not in FP8:
             rows += _combination_rows(combination, _plain(cells), results)
-    return f"{title}\n\n{note}\n\n{table(columns, rows).rstrip()}"
+    return section(title, note, Table(columns, rows))
 
 
 def _combination_rows(combination: Combination, cells: Sequence[Cell], results: Results) -> list[list[str]]:
@@ -256,15 +261,15 @@ def fp8_section(cells: Sequence[Cell], results: Results, conditions: dict[str, A
                 found = _numbers([results[cell.name] for cell in corner])
                 place = [str(combination), str(ranks or conditions["processes"]), str(accumulation)]
                 rows.append([*place, *found, f"{corner[0].bound:.1e}"])
-    return (
-        "## FP8\n\n"
+    return section(
+        "FP8",
         "All linear layers of the blocks compute in [FP8](fp8.md), emulated. The plain torch of one process that they"
         " are compared with multiplies FP8 operands in these layers, made by FP8's definition in FP64"
         " (`precision/fp8_reference.py`), and rounds nothing else below FP32: so these are not FP8's errors, but those"
         " of everything else. With FP32 around it nothing may depend on ranks, stage and micro-batches, but for single"
         " values that sums in another order move across the middle between two FP8 numbers. Errors are the largest"
-        " without and with clipping, and on several ranks without and with activation checkpointing.\n\n"
-        + table(["", "ranks", "accumulation", "loss", "norm", "masters", "bound"], rows).rstrip()
+        " without and with clipping, and on several ranks without and with activation checkpointing.",
+        Table(["", "ranks", "accumulation", "loss", "norm", "masters", "bound"], rows),
     )
 
 
@@ -283,14 +288,14 @@ def settings_section(cells: Sequence[Cell], results: Results, _conditions: dict[
                 row = [f"`{setting}`, {compute.upper()}", stages, verdict, *_numbers(judged)]
                 rows.append([*row, _bare_entry(here, results)])
     refused = [(f"`{each}`", ", ".join(map(str, each.stages)), each.refused) for each in SETTINGS if each.refused]
-    return (
-        "## Other settings\n\n"
+    return section(
+        "Other settings",
         "Each differs in this one setting from the cells above, with accumulation 4 and clipping off. Bare DeepSpeed is"
         " run with the same JSON where it knows the setting: ok and its error of the masters, or what is wrong, for the"
-        " reasons of [these tables](#wrong-upstream).\n\n"
-        + table(["setting", "ZeRO", "verdict", "loss", "norm", "masters", "bare DeepSpeed"], rows)
-        + "\nRefused:\n\n"
-        + table(["setting", "ZeRO", "reason"], refused).rstrip()
+        " reasons of [these tables](#wrong-upstream).",
+        Table(["setting", "ZeRO", "verdict", "loss", "norm", "masters", "bare DeepSpeed"], rows),
+        "Refused:",
+        Table(["setting", "ZeRO", "reason"], refused),
     )
 
 
@@ -316,16 +321,18 @@ def optimizers_section(cells: Sequence[Cell], results: Results, _conditions: dic
             found, (_, compute, stage, _) = results[cell.name], cell.combination
             row = [cell.optimizer, compute.upper(), str(stage), "on" if cell.clipping else "off"]
             rows.append([*row, *_numbers([found]), f"{cell.bound:.1e}", _bare_entry([cell], results)])
-    return (
-        "## Other optimizers\n\n"
+    return section(
+        "Other optimizers",
         "With accumulation 4, each compared with its rule in plain torch and FP64 on whole parameters"
-        " (`lab/matrix/rules.py`; Muon's by singular values); the model is in FP64, too, but for its norms and the"
+        " (`tools/parity/oracle/optimizers.py`; Muon's by singular values); the model is in FP64, too, but for its"
+        " norms and the"
         " softmax of the loss."
-        " A rule rounds more than a gradient does, so its bound is its own.\n\n"
+        " A rule rounds more than a gradient does, so its bound is its own.",
         "Bare DeepSpeed steps the same rule, in FP32, on what it hands to an optimizer, from ZeRO-1 on flat shards of"
         " many parameters: right where a rule looks at one value at a time, wrong for LAMB's trust ratio and"
         " StableAdamW's mean. Muon's cannot be stepped so, since a shard is no matrix; DeepSpeed's own was measured by"
-        f" [scripts](#wrong-upstream).\n\n{table(columns, rows).rstrip()}"
+        " [scripts](#wrong-upstream).",
+        Table(columns, rows),
     )
 
 

@@ -4,14 +4,13 @@ The reference is plain torch in FP32 in one process, the whole batch at once, wi
 neither DeepSpeed nor Mantissa's engine. Of an FP8 cell it multiplies FP8 operands as well, made by
 `precision.fp8_reference`, so that what is left is everything but FP8's own error. It starts from the same weights, on
 the cast path rounded to the cell's dtype, as the masters are there. With another optimizer it is in FP64, with the
-rule of `rules.py`.
+rule of `tools.parity.oracle.optimizers`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,16 +30,15 @@ from config.schema import Config, ModelSection
 from data.loader import Batch
 from data.sequence_slices import slice_of
 from lab.matrix.cells import CLIPPING, DTYPES, SEQUENCE, VOCABULARY, Cell, global_size
-from lab.matrix.rules import PlainOptimizer
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.build import build_model, model_config
 from modeling.linear_cross_entropy import IGNORED, label_loss_sum
-from modeling.parameter_groups import parameter_groups
 from precision.fp8_reference import in_fp8
+from tools.parity.oracle.optimizers import optimizer_of
 from training.distributed import World, allow_fp16_on_cpu
 from training.engine import Engine, build_engine
 from training.engine.process_groups import forget_groups
-from training.engine.tensor_slices import joined, tell_slices
+from training.engine.tensor_slices import attach_slices, joined
 from training.engine.tensors import whole_master
 
 
@@ -149,7 +147,7 @@ def batch_of(world: World, step: int, *, accumulation: int) -> Batch:
 def fp32_model(section: ModelSection, *, seed: int) -> PreTrainedModel:
     """The FP32 model with the weights that every run starts from."""
     shape = model_config(section, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
-    return build_model(section, shape, seed=seed, gather=lambda _: nullcontext(True))
+    return build_model(section, shape, seed=seed)
 
 
 def reference(config: Config, dtype: str, *, clipping: bool, steps: int, world: World, fp8: bool = False) -> Trajectory:
@@ -164,11 +162,8 @@ def reference(config: Config, dtype: str, *, clipping: bool, steps: int, world: 
     model: torch.nn.Module = built
     model = model.to(DTYPES[dtype]).float().to(device).train()
     section = config.optimizer
-    optimizer: torch.optim.Optimizer
-    if section.name == "adamw":
-        optimizer = torch.optim.AdamW(parameter_groups(model, section), betas=section.betas, eps=section.eps)
-    else:
-        optimizer = PlainOptimizer(model.double(), section)
+    model = model if section.name == "adamw" else model.double()
+    optimizer = optimizer_of(model, section)
     found = Trajectory(_weights(model))
     linear = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
     eight_bit = [name for name in linear if fp8 and ".layers." in name]
@@ -236,13 +231,9 @@ def bare(world: World, config: Config, document: dict[str, Any], *, steps: int) 
     section, stage = config.optimizer, document["zero_optimization"]["stage"]
     model = fp32_model(config.model, seed=config.run.seed)
     apply_activation_checkpointing(model, config.model.activation_checkpointing, reentrant=False)
-    optimizer: torch.optim.Optimizer
-    if section.name == "adamw":
-        optimizer = torch.optim.AdamW(parameter_groups(model, section), betas=section.betas, eps=section.eps)
-    else:
-        optimizer = PlainOptimizer(model, section)
+    optimizer = optimizer_of(model, section)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=initializable(document))
-    tell_slices(engine.module, world.tensor)
+    attach_slices(engine.module, world.tensor)
     accumulation = document["gradient_accumulation_steps"]
     try:
         found = Trajectory(_deepspeed_masters(engine, stage, world))

@@ -65,7 +65,7 @@ def collect(request: dict[str, Any]) -> dict[str, Any]:
         "shared": [name for name in request["marks"] if (run / name).exists()],
         "locks": op_builds.locks(extensions),
         "built": sorted({path.stem for path in extensions.glob("**/*.so")}),
-        "gpus": _gpus(),
+        "gpus": gpus(),
         "names": {name: _addresses(name) for name in {*request["hosts"], socket.gethostname()}},
         "port": _port(request["port"]),
         "wandb_login": _wandb_login(),
@@ -190,7 +190,8 @@ def _space(folder: str) -> dict[str, int] | None:
     return {"bytes": of.f_frsize * of.f_blocks, "free": of.f_frsize * of.f_bavail, "files": of.f_favail or -1}
 
 
-def _gpus() -> dict[str, Any]:
+def gpus() -> dict[str, Any]:
+    """The GPUs of this machine as the driver lists them, how many devices there are, and why it lists none."""
     program = shutil.which("nvidia-smi")
     devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
     if program is None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from launch.plan.devices import GIB
@@ -13,7 +11,9 @@ from launch.plan.layout import Layout
 from launch.plan.memory import checkpoint_bytes
 from launch.plan.model import Shape
 from launch.plan.search import Option, communication_bound_from
-from launch.plan.speed import Traffic, traffic
+from launch.plan.speed import traffic
+from tracking import terminal
+from tracking.pages.markdown import Table
 
 if TYPE_CHECKING:
     from launch.plan.plan import Plan
@@ -46,48 +46,43 @@ _STATES = {
 }
 
 
-def print_plan(plan: Plan, console: Console | None = None) -> None:
+def print_plan(plan: Plan) -> None:
     """Print the plan."""
-    console = console or Console(markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = max(console.width, 120)
+    console = terminal.console(columns=120)
     shape, layout, device = plan.shape, plan.configured.layout, plan.device
-    console.print(
-        Text(
-            f"{shape.architecture}, {_sizes(shape)}, on {layout.world} x {device.name} "
-            f"({device.memory / GIB:.0f} GiB, {device.peak / 1e12:,.0f} TFLOP/s; {device.source})",
-            style="bold",
-        ),
-        soft_wrap=True,
+    title = (
+        f"{shape.architecture}, {_sizes(shape)}, on {layout.world} x {device.name} "
+        f"({device.memory / GIB:.0f} GiB, {device.peak / 1e12:,.0f} TFLOP/s; {device.source})"
     )
-    console.print(_memory_table(plan))
-    for line in _summary(plan):
-        console.print(line, soft_wrap=True)
-    console.print(_stage_table(plan))
-    console.print(_scaling_table(plan))
-    for line in _conclusions(plan):
-        console.print(line, soft_wrap=True)
+    for part in (
+        Text(title, style="bold"),
+        _memory_table(plan),
+        *_summary(plan),
+        _stage_table(plan),
+        _scaling_table(plan),
+        *_conclusions(plan),
+    ):
+        console.print(part.grid() if isinstance(part, Table) else part, soft_wrap=not isinstance(part, Table))
 
 
 def _memory_table(plan: Plan) -> Table:
     memory = plan.configured.memory
     means = _ITEM_NOTES | {"moments": _STATES[plan.configured.layout.optimizer]}
-    table = _table(f"Memory of one rank at its peak, {memory.moment}", "item", "GiB", "share", "what it is")
+    title = f"Memory of one rank at its peak, {memory.moment}"
+    table = Table(("item", "GiB", "share", "what it is"), title=title)
     for name, size in sorted(memory.device.items(), key=lambda item: -item[1]):
-        table.add_row(name, f"{size / GIB:.2f}", f"{size / memory.total:.0%}", means[name])
+        table.add(name, f"{size / GIB:.2f}", f"{size / memory.total:.0%}", means[name])
     verdict = "fits" if plan.configured.fits else "DOES NOT FIT"
     style = "bold green" if plan.configured.fits else "bold red"
     usable = f"{verdict} into {plan.usable / GIB:.1f} GiB, what --reserve leaves"
-    table.add_row("total", f"{memory.total / GIB:.2f}", "", Text(usable, style=style), style="bold")
-    if memory.host:
-        table.add_section()
-        for name, size in memory.host.items():
-            table.add_row(Text(f"{name} (host)", style="dim"), f"{size / GIB:.2f}", "", means[name])
+    table.add("total", f"{memory.total / GIB:.2f}", "", Text(usable, style=style), style="bold")
+    for name, size in memory.host.items():
+        table.add(Text(f"{name} (host)", style="dim"), f"{size / GIB:.2f}", "", means[name])
     return table
 
 
 def _advice(item: str, layout: Layout) -> str:
-    """What would lower an item of the memory and is not set yet; empty: nothing that is known."""
+    """Advice that would lower an item of the memory and is not followed yet; empty if none is known."""
     smaller = ["a smaller batch.micro_size"] if layout.micro > 1 else []
     if item == "activations":
         recompute = [] if layout.checkpointing == "full" else ["model.activation_checkpointing=full"]
@@ -106,70 +101,54 @@ def _advice(item: str, layout: Layout) -> str:
     }.get(item, "")
 
 
-def _summary(plan: Plan) -> list[Text]:
-    """What dominates memory and the step, and what would change it."""
+def _summary(plan: Plan) -> list[str | Text]:
+    """Lines on what dominates memory and the step, and what would change it."""
     configured, layout = plan.configured, plan.configured.layout
     name, size = max(configured.memory.device.items(), key=lambda item: item[1])
     advice = _advice(name, layout)
     moved, step = traffic(plan.shape, layout), configured.speed
-    lines = [
-        Text(f"Memory: mostly {name}, {size / GIB:.2f} GiB" + (f"; {advice}" if advice else "") + "."),
-        Text(
-            f"Network: {moved.sent / 1e9:.2f} GB a rank and step, "
-            f"{step.communication_seconds:.3f} s of a {step.step_seconds:.3f} s step ({step.share:.0%} waiting)."
-            if layout.world > 1
-            else "Network: none, there is one rank."
-        ),
-        *_of_tokens(moved),
-        Text(
-            f"Speed: {step.tokens_per_second:,.0f} tokens/s at {plan.mfu:.1%} of the peak ({plan.mfu_source}); "
-            f"MFU of the whole step {plan.model_mfu:.1%}."
-        ),
+    lines: list[str | Text] = [
+        f"Memory: mostly {name}, {size / GIB:.2f} GiB" + (f"; {advice}" if advice else "") + ".",
+        f"Network: {moved.sent / 1e9:.2f} GB a rank and step, "
+        f"{step.communication_seconds:.3f} s of a {step.step_seconds:.3f} s step ({step.share:.0%} waiting)."
+        if layout.world > 1
+        else "Network: none, there is one rank.",
     ]
+    if moved.tokens:
+        lines.append(
+            f"Experts: {moved.tokens / 1e9:.3g} GB of it are tokens on their way to other ranks' experts and back, "
+            f"where all are used alike; the busiest rank sends up to {moved.tokens_at_most / 1e9:.3g} GB where not."
+        )
+    lines.append(
+        f"Speed: {step.tokens_per_second:,.0f} tokens/s at {plan.mfu:.1%} of the peak ({plan.mfu_source}); "
+        f"MFU of the whole step {plan.model_mfu:.1%}."
+    )
     cost = plan.cost(configured)
     price = "" if cost is None else f", {cost:,.2f} at {plan.price:g} a device and hour"
     size = checkpoint_bytes(plan.shape, layout)
     saved = f"{size / GIB:.2f} GiB on disk" if size >= GIB else f"{size / 2**20:.1f} MiB on disk"
     frozen = ", without the frozen weights" if plan.shape.has_adapter else ""
-    lines.append(Text(f"Checkpoint: {saved}{frozen}."))
+    lines.append(f"Checkpoint: {saved}{frozen}.")
     budget = f"Budget: {_count(plan.token_budget)} tokens take {_hours(plan.hours(configured))}{price}."
     return [*lines, Text(budget, style="bold")]
 
 
-def _of_tokens(moved: Traffic) -> list[Text]:
-    """What of the network are tokens on the way to experts of other ranks, and the most that routers can make of it."""
-    if not moved.tokens:
-        return []
-    return [
-        Text(
-            f"Experts: {moved.tokens / 1e9:.3g} GB of it are tokens on their way to other ranks' experts and back, "
-            f"where all are used alike; the busiest rank sends up to {moved.tokens_at_most / 1e9:.3g} GB where not."
-        )
-    ]
-
-
 def _stage_table(plan: Plan) -> Table:
-    table = _table(
-        f"ZeRO stages on {plan.configured.layout.world}, each with the largest micro-batch that fits",
-        *("stage", "micro", "accum.", "GiB", "tokens/s", "waiting", ""),
-    )
+    title = f"ZeRO stages on {plan.configured.layout.world}, each with the largest micro-batch that fits"
+    table = Table(("stage", "micro", "accum.", "GiB", "tokens/s", "waiting", ""), title=title)
     for stage, option in plan.stages.items():
         if option is None:
-            table.add_row(f"ZeRO-{stage}", "-", "-", "-", "-", "-", Text("does not fit", style="red"))
+            table.add(f"ZeRO-{stage}", *"-----", Text("does not fit", style="red"))
             continue
         mark = Text("the smallest that fits", style="green") if option is plan.smallest else ""
-        table.add_row(
-            f"ZeRO-{stage}", str(option.layout.micro), str(option.layout.accumulation), *_figures(option), mark
-        )
+        table.add(f"ZeRO-{stage}", option.layout.micro, option.layout.accumulation, *_figures(option), mark)
     return table
 
 
 def _scaling_table(plan: Plan) -> Table:
     money = [] if plan.price is None else ["cost"]
-    table = _table(
-        f"ZeRO-{plan.configured.layout.stage} on more or fewer",
-        *("devices", "batch", "micro", "GiB", "tokens/s", "waiting", "time", *money, ""),
-    )
+    head = ("devices", "batch", "micro", "GiB", "tokens/s", "waiting", "time", *money, "")
+    table = Table(head, title=f"ZeRO-{plan.configured.layout.stage} on more or fewer")
     planned = plan.resolved.batch.global_size
     for option in plan.scaling:
         layout = option.layout
@@ -180,53 +159,33 @@ def _scaling_table(plan: Plan) -> Table:
         if batch != planned:
             remarks.append(f"batch.global_size={batch}")
         cost = plan.cost(option)
-        row = [str(layout.world), str(batch), str(layout.micro), *_figures(option), _hours(plan.hours(option))]
+        row = [layout.world, batch, layout.micro, *_figures(option), _hours(plan.hours(option))]
         row += [] if cost is None else [f"{cost:,.0f}"]
         style = "red" if not option.fits else "yellow" if remarks else ""
-        table.add_row(*row, Text("; ".join(remarks)), style=style)
+        table.add(*row, "; ".join(remarks), style=style)
     return table
 
 
-def _conclusions(plan: Plan) -> list[Text]:
-    """Where communication dominates, and what to change when the run does not fit."""
+def _conclusions(plan: Plan) -> list[str | Text]:
+    """Lines on where communication dominates, and what to change when the run does not fit."""
     devices = communication_bound_from(plan.scaling)
-    lines = [
-        Text(
-            f"Communication takes longer than the matmuls from {devices} devices on."
-            if devices
-            else "Communication takes less time than the matmuls at every size in the table."
-        )
+    lines: list[str | Text] = [
+        f"Communication takes longer than the matmuls from {devices} devices on."
+        if devices
+        else "Communication takes less time than the matmuls at every size in the table."
     ]
     if plan.smallest is None:
-        lines.append(
-            Text(
-                "Nothing fits: take more devices, model.activation_checkpointing=full, a shorter "
-                "data.sequence_length, or deepspeed.offload=cpu.",
-                style="bold red",
-            )
-        )
+        advice = "take more devices, model.activation_checkpointing=full, a shorter data.sequence_length, or"
+        lines.append(Text(f"Nothing fits: {advice} deepspeed.offload=cpu.", style="bold red"))
     elif not plan.configured.fits:
-        layout = plan.smallest.layout
-        lines.append(
-            Text(
-                f"As configured it does not fit. ZeRO-{layout.stage} with batch.micro_size={layout.micro} does: "
-                f"deepspeed.stage={layout.stage}",
-                style="bold yellow",
-            )
-        )
+        stage, micro = plan.smallest.layout.stage, plan.smallest.layout.micro
+        does = f"ZeRO-{stage} with batch.micro_size={micro} does: deepspeed.stage={stage}"
+        lines.append(Text(f"As configured it does not fit. {does}", style="bold yellow"))
     return lines
 
 
 def _figures(option: Option) -> list[str]:
     return [f"{option.memory.total / GIB:.1f}", f"{option.speed.tokens_per_second:,.0f}", f"{option.speed.share:.0%}"]
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
-    numbers = {"GiB", "share", "accum.", "tokens/s", "waiting", "devices", "batch", "micro", "cost"}
-    for name in columns:
-        table.add_column(name, justify="right" if name in numbers or name == "time" else "left")
-    return table
 
 
 def _sizes(shape: Shape) -> str:

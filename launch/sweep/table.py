@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from config.markdown import text
 from config.redact import redact
 from launch.sweep.events import LAST_STEPS, History, read_history
 from launch.sweep.file import as_setting
 from launch.sweep.folder import ENDED, Entry, Outcome, Plan
+from tracking.pages.markdown import Table, page, text
 
 _STATUS_ORDER = ("done", "running", "stopped", "hopeless", "crashed", "refused", "diverged", "waiting")
 """Finished trials rank before unfinished ones, whose losses are of other steps."""
@@ -115,71 +114,51 @@ def _rank(row: Row) -> tuple[int, float, int]:
 def as_markdown(results: Results) -> str:
     """The ranked table and the cost, for sweep.md and the terminal."""
     plan, whole = results.plan, results.as_dict()
-    lines = [
-        f"# {text(plan.name)}: {len(results.rows)} trials, ranked by {results.ranked_by}",
-        "",
-        *_table(results),
-        "",
-    ]
-    seeds = _over_seeds(results)
-    lines += [*seeds, ""] if seeds else []
     line = f"{results.ended} of {len(results.rows)} trials ended in {results.device_hours:.3g} device hours"
     if whole["trials_per_device_hour"]:
         line += f": {whole['trials_per_device_hour']:.3g} trials per device hour"
     if whole["cost"]:
         line += f", cost {whole['cost']:.3g}, {whole['trials_per_money']:.3g} trials per dollar"
-    lines += [line + ".", ""]
-    reasons = [
-        f"- {text(row.entry.name)} {row.outcome.status}: {text(row.outcome.reason)}"
-        for row in results.rows
-        if row.outcome.reason
-    ]
-    return "\n".join([*lines, *reasons, *([""] if reasons else [])])
+    return page(
+        f"# {text(plan.name)}: {len(results.rows)} trials, ranked by {results.ranked_by}",
+        _table(results).padded(),
+        _over_seeds(results).padded(),
+        f"{line}.",
+        [
+            f"{text(row.entry.name)} {row.outcome.status}: {text(row.outcome.reason)}"
+            for row in results.rows
+            if row.outcome.reason
+        ],
+    )
 
 
-def _table(results: Results) -> list[str]:
+def _table(results: Results) -> Table:
     keys = list(dict.fromkeys(key for row in results.rows for key in row.entry.overrides))
-    head = ["", "trial", *keys, "validation", "training", "steps", "tokens/s", "hours"]
-    head += [] if results.plan.price is None else ["cost"]
-    cells = [[*head, "status"]]
+    money = [] if results.plan.price is None else ["cost"]
+    head = ["", "trial", *keys, "validation", "training", "steps", "tokens/s", "hours", *money, "status"]
+    table = Table([text(name) for name in head])
     for number, row in enumerate(results.rows, start=1):
-        line = [str(number), row.entry.name, *(_value(row.entry.overrides, key) for key in keys)]
+        line = [number, row.entry.name, *(_value(row.entry.overrides, key) for key in keys)]
         line += [_number(row.history.validation_loss, ".4f"), _number(row.history.training_loss, ".4f")]
-        line += [str(row.history.steps), _number(row.history.tokens_per_second, ",.0f"), f"{row.hours:.3g}"]
-        line += [] if results.plan.price is None else [_number(row.cost, ".3g")]
-        cells.append([*line, row.outcome.status])
-    return markdown_table(cells)
+        line += [row.history.steps, _number(row.history.tokens_per_second, ",.0f"), f"{row.hours:.3g}"]
+        line += [_number(row.cost, ".3g")] if money else []
+        table.add(*map(text, [*line, row.outcome.status]))
+    return table
 
 
-def _over_seeds(results: Results) -> list[str]:
-    """Mean and spread of what differs in nothing but run.seed; empty when nothing does."""
+def _over_seeds(results: Results) -> Table:
+    """Mean and spread over trials that differ only in run.seed; empty when there are none."""
     groups: dict[str, list[float]] = {}
     for row in results.rows:
         rest = " ".join(f"{key}={_value(row.entry.overrides, key)}" for key in row.entry.overrides if key != "run.seed")
         if row.outcome.status == "done" and row.loss is not None and "run.seed" in row.entry.overrides:
             groups.setdefault(rest or "as the config says", []).append(row.loss)
-    if not any(len(losses) > 1 for losses in groups.values()):
-        return []
-    order = sorted(groups.items(), key=lambda item: fmean(item[1]))
-    spread = [f"{stdev(losses):.4f}" if len(losses) > 1 else "-" for _, losses in order]
-    cells = [["over seeds", "runs done", "mean loss", "standard deviation"]]
-    cells += [
-        [name, str(len(losses)), f"{fmean(losses):.4f}", each]
-        for (name, losses), each in zip(order, spread, strict=True)
-    ]
-    return markdown_table(cells)
-
-
-def markdown_table(cells: Sequence[Sequence[str]]) -> list[str]:
-    """A Markdown table, first row the head, whose columns also line up as plain text."""
-    escaped = [[text(cell) for cell in line] for line in cells]
-    widths = [max(map(len, column)) for column in zip(*escaped, strict=True)]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
-        for line in escaped
-    ]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return lines
+    table = Table(("over seeds", "runs done", "mean loss", "standard deviation"))
+    if any(len(losses) > 1 for losses in groups.values()):
+        for name, losses in sorted(groups.items(), key=lambda item: fmean(item[1])):
+            spread = f"{stdev(losses):.4f}" if len(losses) > 1 else "-"
+            table.add(text(name), len(losses), f"{fmean(losses):.4f}", text(spread))
+    return table
 
 
 def _value(overrides: dict[str, Any], key: str) -> str:

@@ -70,7 +70,7 @@ def likeliest(logits: torch.Tensor, *, k: int, temperature: float) -> tuple[torc
 class Distillation:
     """The loss of a student under a live teacher, or under cached log-probabilities of one."""
 
-    sums = ("kl", "label_cross_entropy", "teacher_agreement")
+    sums: tuple[str, ...] = ("kl", "label_cross_entropy", "teacher_agreement")
     has_perplexity = False
 
     def __init__(self, *, kind: Kind, beta: float, temperature: float, ce_weight: float) -> None:

@@ -134,6 +134,7 @@ def test_a_mistake_on_the_command_line_is_one_line(minimal: Path, override: str,
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
+        ("defects: [{kind: silent_skip}]", "defects: no such key"),
         ("batch: {micro: 3}", "batch.micro: no such key; did you mean batch.micro_size?"),
         ("batch:\n  micro_size: 1\n  micro_size: 2\n", "not valid YAML: line 3: the key micro_size is here a second"),
         ("batch:\n  micro_size: [1\nrun: {}\n", "not valid YAML: line 3: "),
@@ -146,6 +147,12 @@ def test_a_mistake_in_the_file_names_the_file(tmp_path: Path, text: str, expecte
     path = tmp_path / "demo.yaml"
     path.write_text(text)
     assert error_of(path).startswith(f"{path}: {expected}")
+
+
+def test_a_section_that_is_gone_may_stand_empty_in_a_recorded_config(minimal: Path, tmp_path: Path) -> None:
+    recorded = tmp_path / "config.yaml"
+    recorded.write_text(minimal.read_text(encoding="utf-8") + "\ndefects: []\n", encoding="utf-8")
+    assert load_config(recorded, [], None) == load_config(minimal, [], None)
 
 
 def test_a_missing_file_names_its_nearest_neighbour(minimal: Path) -> None:

@@ -194,10 +194,6 @@ REFUSED = [
         ["precision.masters=split", "faults=[{kind: flipped_bit, step: 1, module: a, place: master}]"],
         "faults[0].place = master strikes an FP32 master, and with precision.masters = split there is none in memory",
     ),
-    (
-        ["precision.masters=split", "defects=[{kind: stale_weight, module: a}]"],
-        "defects[0].kind = stale_weight leaves a weight behind its master, and with precision.masters = split it is a",
-    ),
 ]
 
 """Overrides, and how what is said of them begins: keys, values and remedy, with … for any words between."""

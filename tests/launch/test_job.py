@@ -1,12 +1,24 @@
 """How jobs start: a launcher by this interpreter's module, since its program cannot start from a path with a space."""
 
+from __future__ import annotations
+
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
-from launch.job import by_interpreter
-from tests.support.launches import finish
+from launch.job import (
+    LAUNCHER_VARIABLES,
+    by_interpreter,
+    default_processes,
+    job_environment,
+    kill,
+    launch,
+    start,
+    visible_gpus,
+)
+from tests.support.launches import finish, wait_until
 
 OWN = str(Path(sys.executable).parent)
 
@@ -37,3 +49,39 @@ def test_the_modules_are_there_to_be_started() -> None:
         interpreter, *module = by_interpreter(launcher, OWN)
         assert interpreter == sys.executable
         assert "usage:" in finish(["python", *module, "--help"]).lower()
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus", "processes"),
+    [("4, 6,7", ["4", "6", "7"], 3), ("", [], 2), ("-1", [], 2), ("GPU-1a", ["GPU-1a"], 1)],
+)
+def test_each_visible_gpu_gets_a_process(
+    monkeypatch: pytest.MonkeyPatch, visible: str, gpus: list[str], processes: int
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert (visible_gpus(), default_processes()) == (gpus, processes)
+
+
+def test_a_job_does_not_inherit_what_a_launcher_told_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.setenv(name, "7")
+    monkeypatch.setenv("KEPT", "kept")
+    environment = job_environment(MASTER_PORT="8")
+    assert set(LAUNCHER_VARIABLES) & environment.keys() == {"MASTER_PORT"}
+    assert (environment["MASTER_PORT"], environment["KEPT"]) == ("8", "kept")
+    program = ["-c", "import os, launch; print(sorted(os.environ.keys() & set('RANK KEPT'.split())))"]
+    assert launch(program, processes=1, log=tmp_path / "log") == 0
+    assert (tmp_path / "log").read_text().splitlines()[1:] == ["['KEPT']"]
+
+
+def test_a_killed_job_leaves_nothing_behind_in_whatever_session(tmp_path: Path) -> None:
+    child = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], start_new_session=True)"
+    job = start(["-c", parent], processes=1, log=tmp_path / "log")
+    wait_until(lambda: (tmp_path / "log").read_text().splitlines()[1:])
+    left = int((tmp_path / "log").read_text().splitlines()[1])
+    kill(job)
+    assert job.returncode == -signal.SIGKILL
+    wait_until(lambda: not Path(f"/proc/{left}").exists() or "zombie" in Path(f"/proc/{left}/status").read_text())

@@ -63,8 +63,8 @@ def spoiled(world: World, *, loss: str, module: str, kind: str) -> dict[str, Any
 
 def unwanted(world: World) -> dict[str, Any]:
     """The gradients of a step whose first micro-batch counts for nothing: its loss gets the factor 0."""
-    defect = ("defects=[{kind: skipped_accumulation}]",)
-    with engine_of(world, _resolved(world, 1, "fp32", "chunked", defect, "")) as engine:
+    resolved = _resolved(world, 1, "fp32", "chunked", (), "")
+    with engine_of(world, resolved, defect="{kind: skipped_accumulation}") as engine:
         engine.health(engine.forward_backward(batch_of(world, 2, seed=1), step=1))
         return _gradients(engine)
 

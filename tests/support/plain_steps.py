@@ -8,11 +8,10 @@ import torch
 
 from config.schema import OptimizerSection
 from data.loader import Batch
-from lab.matrix.rules import PlainOptimizer
 from modeling.linear_cross_entropy import label_loss_sum
-from modeling.parameter_groups import parameter_groups
 from tests.support.small_models import distance
 from tests.support.small_run import GLOBAL, batch_of, take
+from tools.parity.oracle.optimizers import optimizer_of
 from training.distributed import World
 from training.engine import Engine
 
@@ -38,11 +37,7 @@ def plain_steps(
     Another optimizer than AdamW follows its rule on whole parameters, of a model in FP64. The loss and the gradient
     norm of each step, then the evaluated loss.
     """
-    optimizer: torch.optim.Optimizer
-    if section.name == "adamw":
-        optimizer = torch.optim.AdamW(parameter_groups(model, section), betas=section.betas, eps=section.eps)
-    else:
-        optimizer = PlainOptimizer(model, section)
+    optimizer = optimizer_of(model, section)
     found = []
     for step in range(1, steps + 1):
         loss = loss_of(model, step)

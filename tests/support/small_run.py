@@ -17,11 +17,14 @@ from config.deepspeed.document import read_document
 from config.errors import UserError
 from config.resolved import Resolved
 from data.loader import Batch
+from lab.detection.plants.permanent import permanent
+from lab.detection.plants.site import planted
 from modeling.build import model_config
 from precision.step_health import Health
+from training import session
 from training.checkpoint.checkpoints import Checkpoints
 from training.distributed import World
-from training.engine import Engine, build_engine
+from training.engine import Engine
 from training.engine.health import Update
 from training.engine.tensors import trainable_parameters, whole_master
 from training.progress import Progress
@@ -65,10 +68,12 @@ def gathered(folder: Path, compute: str) -> str:
 
 
 @contextmanager
-def engine_of(world: World, resolved: Resolved) -> Iterator[Engine]:
-    """An engine on the resolved config, destroyed afterwards."""
+def engine_of(world: World, resolved: Resolved, *, defect: str = "") -> Iterator[Engine]:
+    """An engine on the resolved config, destroyed afterwards. defect: planted into it, as `permanent` takes it."""
     shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
-    engine = build_engine(resolved, shape, world)
+    plant = permanent(defect) if defect else None
+    with planted(plant, rank=world.rank, ranks=world.world_size):
+        engine = session.build_engine(resolved, shape, world)
     try:
         yield engine
     finally:

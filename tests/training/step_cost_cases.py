@@ -51,7 +51,7 @@ _COLLECTIVES = (
     "all_to_all_single",
     "barrier",
 )
-_FOLDERS = ("config", "data", "modeling", "precision", "tracking", "training")
+_FOLDERS = ("config", "data", "modeling", "precision", "tracking", "training", "lab")
 _OURS = tuple(f"{REPOSITORY}/{folder}/" for folder in _FOLDERS)
 _ARITHMETIC = half_on_cpu.__file__
 """Takes the place of torch's kernels on a CPU without instructions for half precision: the model's own work."""
@@ -133,7 +133,8 @@ def waits_and_collectives(world: World, *, stage: int, compute: str, further: tu
         def of_two_sources() -> Batch:
             batch = own()
             sources = torch.arange(batch.labels.shape[:2].numel()).remainder_(2).view(batch.labels.shape[:2])
-            return replace(batch, sources=sources, labels_by_source={"a": 1, "b": 1}, counts_by_source=(1.0, 1.0))
+            known = {"source_names": ("a", "b"), "labels_by_source": {"a": 1, "b": 1}, "counts_by_source": (1.0, 1.0)}
+            return replace(batch, sources=sources, **known)
 
         parts.batches.next_step = of_two_sources  # type: ignore[method-assign]
         progress = Progress()
@@ -299,7 +300,7 @@ def _lines(path: Path) -> int:
     return len(path.read_bytes().splitlines()) if path.exists() else 0
 
 
-def overhead_rows(world: World) -> list[overhead.Row]:
+def overhead_rows(world: World) -> list[dict[str, Any]]:
     """Two rows of the benchmark of overhead by stage on the smallest model."""
     rows = []
     for _ in range(2):

@@ -8,13 +8,13 @@ from markdown_it import MarkdownIt
 
 from config.printable import line
 from lab.envelope.plot import draw_envelope, envelope_page
-from launch.sweep.table import markdown_table
 from tests.lab.envelope.test_report import RATES, ROWS
 from tests.support.hostile import HOSTILE, OBEYED, SECRETS
 from tests.tools.parity.test_report import check, found
 from tools.analyze.plot import plain
 from tools.export_hf.card import model_card
 from tools.parity.report import write_report
+from tracking.pages.markdown import Table, text
 from training.profile.page import merge_blocks
 
 SAID = pytest.mark.parametrize("said", HOSTILE.values(), ids=HOSTILE)
@@ -88,7 +88,7 @@ def test_a_model_card_is_text(said: str) -> None:
 @SAID
 def test_the_names_of_modules_and_trials_are_text(said: str) -> None:
     (merged,) = merge_blocks([{"module": said, "seconds": 1.0}])
-    table = "\n".join(markdown_table([["what", "module"], [said, said]]))
+    table = Table(("what", "module"), [(text(said), text(said))]).padded()
     assert _text_of(f"{merged['modules']}\n\n{table}\n").count(_words(said)) == 3
 
 

@@ -41,6 +41,7 @@ from tools.analyze.proposal import Limits, pattern_of
 from tools.parity.gate import gate
 from tools.parity.jobs import plan
 from tracking.jsonl import plain
+from tracking.pages.markdown import Table
 
 WRITTEN, CRASHED, REJECTED = 0, 1, 3
 _NO_MANIFEST = {"default": "fp32", "rules": []}
@@ -135,8 +136,8 @@ def rejection_reason(result: dict[str, Any]) -> str | None:
     return None
 
 
-def table(result: dict[str, Any]) -> list[tuple[str, ...]]:
-    """The head and a row for the regions of one pattern and dtype, the most sensitive first.
+def regions_table(result: dict[str, Any]) -> Table:
+    """A row for the regions of one pattern and dtype, the most sensitive first.
 
     Sensitive to BF16; to FP8 where that was asked for, of which regions that cannot have it have no share.
     """
@@ -157,27 +158,19 @@ def table(result: dict[str, Any]) -> list[tuple[str, ...]]:
         error, flops = sum(member[1] for member in members), sum(member[2] for member in members)
         found.append((error, what, len(members), compute, flops))
     head = ("region", "count", "dtype", f"of {'FP8' if in_fp8 else 'BF16'}'s squared error", "of the FLOPs")
-    return [
+    return Table(
         head,
-        *(
-            (what, str(count), compute, f"{error:.1%}" if error or not in_fp8 else "-", f"{flops:.1%}")
+        [
+            (what, count, compute, f"{error:.1%}" if error or not in_fp8 else "-", f"{flops:.1%}")
             for error, what, count, compute, flops in sorted(found, reverse=True)
-        ),
-    ]
+        ],
+    )
 
 
 def _squared_in_fp8(unit: dict[str, Any]) -> float:
     """The squared gradient error of a unit alone in FP8; 0 where it was not measured or is not finite."""
     error = float(unit["errors"].get("fp8") or 0.0)
     return error**2 if math.isfinite(error) else 0.0
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    width = max(len(row[0]) for row in rows)
-    return [
-        f"{region:<{width}}  {count:>5}  {dtype:<5}  {error:>23}  {flops:>12}"
-        for region, count, dtype, error, flops in rows
-    ]
 
 
 def verdict(result: dict[str, Any]) -> list[str]:
@@ -219,10 +212,10 @@ def _publish(out: Path, result: dict[str, Any]) -> int:
     manifest = result["proposal"]["manifest"]
     target.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     load_manifest(target)
-    rows = table(result)
-    write_page(out, result, reason=reason, verdict=verdict(result), regions=rows)
+    regions = regions_table(result)
+    write_page(out, result, reason=reason, verdict=verdict(result), regions=regions)
     rules = [f"{rule['match']}: {rule['reason']}" for rule in manifest["rules"]]
-    print("\n".join(map(line, [*_aligned(rows), "", *rules, "", *verdict(result)])))
+    print("\n".join(map(line, [*regions.lines(), "", *rules, "", *verdict(result)])))
     if "parity" in result:
         parity = result["parity"]
         print(f"tools.parity over {parity['steps']} steps: {parity['verdict']}; see {parity['report']}")

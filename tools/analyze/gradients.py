@@ -25,6 +25,7 @@ import torch
 from data.loader import Batch
 from precision.manifest import load_manifest
 from precision.regions import Regions
+from precision.tolerance import relative
 from tools.parity.judge_steps import NEGLIGIBLE
 from training.engine import Engine
 from training.engine.rng import generators, restore_generators
@@ -79,16 +80,16 @@ class Fp32Gradients:
         return GradientError(*world.from_main((*self._errors(squares), loss_error)))
 
     def _errors(self, off: dict[str, float]) -> tuple[float, float, str, float]:
-        """From squared differences by parameter; those with a negligible gradient are rounding noise and left out."""
+        """Errors from squared differences by parameter, without those whose gradient is negligible: rounding noise."""
         size = {name: float(self._gradients[name].double().square().sum()) for name in off}
         floor = NEGLIGIBLE**2 * max(size.values(), default=0.0)
         errors = {
-            name: _ratio(off[name], size[name]) for name in off if size[name] > floor or not math.isfinite(off[name])
+            name: relative(off[name], size[name]) for name in off if size[name] > floor or not math.isfinite(off[name])
         }
         counts = {name: self._gradients[name].numel() for name in errors}
         mean = sum(counts[name] * errors[name] for name in errors) / max(sum(counts.values()), 1)
         worst = max(errors, key=lambda name: errors[name], default="")
-        whole = _ratio(sum(off.values()), sum(size.values()))
+        whole = relative(sum(off.values()), sum(size.values()))
         return math.sqrt(mean), math.sqrt(whole), worst, math.sqrt(errors.get(worst, 0.0))
 
     def _backward(self, scale: float) -> float:
@@ -114,7 +115,7 @@ class Fp32Gradients:
 
 @contextmanager
 def under_manifest(engine: Engine, manifest: Mapping[str, Any]) -> Iterator[None]:
-    """In the body, the engine's model computes under this manifest, default dtype included."""
+    """Context in which the engine's model computes under this manifest, default dtype included."""
     before = engine.regions
     assert before is not None
     with tempfile.TemporaryDirectory() as folder:
@@ -157,10 +158,3 @@ def _over_batches(errors: Sequence[GradientError]) -> dict[str, Any]:
         "parameter_error": worst.parameter_error,
         "loss_error": max(error.loss for error in errors),
     }
-
-
-def _ratio(off: float, size: float) -> float:
-    """off / size; inf where off is not finite, or where only size is 0."""
-    if not math.isfinite(off):
-        return math.inf
-    return off / size if size else (math.inf if off else 0.0)

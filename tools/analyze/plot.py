@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tracking.plots import plain, save_png
+from tracking.plots import figure, plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,28 +34,25 @@ def plot_ranges(result: dict[str, Any], png: Path) -> Path:
     the largest, in powers of two. Gradients are multiplied by the loss scale, as in FP16. The colour is the
     dtype proposed. result: `spreads`, `proposal` and `kinds` of tools/analyze/survey.py.
     """
-    import matplotlib
-    from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
     scale = result["proposal"]["loss_scale"] or 1.0
     rows = _rows(result)
-    with matplotlib.rc_context({"font.size": 9, "axes.titlesize": 11, "axes.titleweight": "bold"}):
-        figure = Figure(figsize=(17, 2.2 + 0.19 * len(rows)), dpi=110, layout="constrained")
-        axes = figure.subplots(1, len(_PANELS), sharey=True)
+    style = {"font_size": 9, "axes_titlesize": 11, "axes_grid": False, "axes_spines_left": False}
+    with figure(png, 17, 2.2 + 0.19 * len(rows), dpi=110, **style) as drawn:
+        axes = drawn.subplots(1, len(_PANELS), sharey=True)
         for axis, (kind, title, scaled) in zip(axes, _PANELS, strict=True):
             _draw(axis, rows, kind, shift=math.log2(scale) if scaled else 0.0)
             axis.set_title(title)
         axes[0].set_yticks(range(len(rows)), [plain(name) for name, _, _ in rows])
         axes[0].set_ylim(len(rows) - 0.4, -0.6)
         handles = [Line2D([], [], color=colour, linewidth=5, label=name) for name, colour in _COLOURS.items()]
-        figure.legend(handles=handles, loc="outside upper right", ncols=3, frameon=False, title="proposed dtype")
-        figure.suptitle(
+        drawn.legend(handles=handles, loc="outside upper right", ncols=3, frameon=False, title="proposed dtype")
+        drawn.suptitle(
             f"Exponent ranges against FP16 (blue: normal numbers, pale: subnormal, loss scale {scale:g}) and BF16 "
             f"(2^{BF16_NORMAL} to 2^{BF16_END}: dashed where in sight)",
             fontsize=12,
         )
-        save_png(figure, png)
     return png
 
 
@@ -109,6 +106,4 @@ def _draw(axis: Axes, rows: list[tuple[str, str, Any]], kind: str, *, shift: flo
     axis.set_xlim(max(min(ends), BF16_NORMAL - 26), max(ends))
     axis.set_xlabel("exponent (power of two)")
     axis.grid(axis="x", alpha=0.3)
-    for side in ("top", "right", "left"):
-        axis.spines[side].set_visible(False)
     axis.tick_params(axis="y", length=0)

@@ -45,7 +45,7 @@ _SCALES = range(41)
 
 @dataclass(frozen=True)
 class Limits:
-    """What a region has to satisfy for a dtype."""
+    """Conditions that a region has to satisfy for a dtype."""
 
     headroom: float = 16.0
     """[factor] Distance of the largest value from FP16's largest; training continues after the survey."""
@@ -69,7 +69,7 @@ class Unit:
 
     names: tuple[str, ...]
     flops: int
-    """Of one forward pass, all its regions together."""
+    """FLOPs of one forward pass, all its regions together."""
     errors: Mapping[str, float]
     """bf16 and fp16, and fp8 where it was measured, to the relative error of the whole gradient when only this unit
     computes in it; inf: not finite."""
@@ -185,7 +185,8 @@ def propose(
     choices: dict[str, Choice] = {}
     for unit in units:
         for name in unit.names:
-            compute, reason = _possible(unit, spreads[name], scale, limits, (casts or {}).get(name, {}))
+            wanted = _sixteen_bits(unit, spreads[name], scale, limits)
+            compute, reason = _held(*wanted, (casts or {}).get(name, {}))
             choices[name] = Choice(compute, reason, shares[name], unit.errors.get(compute, 0.0))
     total = sum(unit.flops for unit in units) + other_flops
     if promote:
@@ -279,6 +280,7 @@ def rules_for(choices: Mapping[str, Choice]) -> list[dict[str, str]]:
 
 
 def _sixteen_bits(unit: Unit, spreads: Mapping[str, Spread], scale: float, limits: Limits) -> tuple[Compute, str]:
+    """The 16-bit dtype that the measurements suggest, and the reason."""
     bf16, fp16 = unit.errors["bf16"], unit.errors["fp16"]
     errors = f"gradient error {fp16:.2g} alone in FP16, {bf16:.2g} in BF16"
     obstacle = fp16_obstacle(spreads, scale, limits)
@@ -289,13 +291,6 @@ def _sixteen_bits(unit: Unit, spreads: Mapping[str, Spread], scale: float, limit
     reach = max((found.maximum for kind, found in spreads.items() if kind not in SCALED), default=0.0)
     scaled = max((found.maximum for kind, found in spreads.items() if kind in SCALED), default=0.0) * scale
     return "fp16", f"fits FP16: values to {reach:.3g}, gradients to {scaled:.3g} at loss scale {scale:g}; {errors}"
-
-
-def _possible(
-    unit: Unit, spreads: Mapping[str, Spread], scale: float, limits: Limits, casts: Mapping[str, str]
-) -> tuple[Compute, str]:
-    """The 16-bit dtype that the measurements suggest where the region computes in it, else one that it computes in."""
-    return _held(*_sixteen_bits(unit, spreads, scale, limits), casts)
 
 
 def _held(compute: Compute, reason: str, casts: Mapping[str, str]) -> tuple[Compute, str]:
@@ -339,7 +334,7 @@ def _ambient(
 
 
 def _error(unit: Unit, choices: Mapping[str, Choice]) -> float:
-    """Of a unit whose regions may have different dtypes: the largest, because the unit was measured as a whole."""
+    """The largest error over a unit's regions, which may differ in dtype: the unit was measured as a whole."""
     return max(choices[name].error for name in unit.names)
 
 

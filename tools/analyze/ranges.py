@@ -14,8 +14,9 @@ inside an attention module counts for it too, because the gradients of its kerne
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class Spread:
         return sum(self.counts)
 
     def share_below(self, exponent: int) -> float:
-        """Of the finite non-zero values, those below 2^exponent."""
+        """The share of the finite non-zero values that is below 2^exponent."""
         return sum(self.counts[: max(exponent - self.lowest, 0)]) / max(self.values, 1)
 
 
@@ -139,26 +140,20 @@ class OperandMeter(Observation):
         super().__enter__()
         for name, module in self._regions.items():
             # Before the forward pass, when ZeRO-3 has gathered the weights and not yet released them.
-            self._exit.callback(module.register_forward_pre_hook(self._count_weights(name)).remove)
+            self._exit.callback(module.register_forward_pre_hook(partial(self._count_weights, name)).remove)
             if self._kinds[name] == "norm":
-                self._exit.callback(module.register_forward_hook(self._norm(name)).remove)
+                self._exit.callback(module.register_forward_hook(partial(self._norm, name)).remove)
         return self
 
-    def _count_weights(self, name: str) -> Callable[..., None]:
-        def weigh(module: torch.nn.Module, args: Any) -> None:
-            if name not in self._weights_counted:
-                self._weights_counted.add(name)
-                for weight in module.parameters(recurse=False):
-                    self._ranges.add(name, "weights", weight)
+    def _count_weights(self, name: str, module: torch.nn.Module, args: Any) -> None:
+        if name not in self._weights_counted:
+            self._weights_counted.add(name)
+            for weight in module.parameters(recurse=False):
+                self._ranges.add(name, "weights", weight)
 
-        return weigh
-
-    def _norm(self, name: str) -> Callable[..., None]:
-        def measure(module: torch.nn.Module, args: Any, output: Any) -> None:
-            for tensor in tensors_of((args, output)):
-                self._ranges.add(name, "activations", tensor)
-
-        return measure
+    def _norm(self, name: str, module: torch.nn.Module, args: Any, output: Any) -> None:
+        for tensor in tensors_of((args, output)):
+            self._ranges.add(name, "activations", tensor)
 
     def _see(self, func: Any, name: str, args: tuple, output: Any) -> None:
         before = sum(self.flops.values())
@@ -192,12 +187,13 @@ class GradientMeter:
     def __enter__(self) -> GradientMeter:
         readers: dict[torch.nn.Parameter, list[str]] = defaultdict(list)
         for name, module in self._regions.items():
-            self._handles.append(module.register_forward_hook(self._watch(name), with_kwargs=True))
+            names = [name, *self._attention_around(name)]
+            self._handles.append(module.register_forward_hook(partial(self._watch, names), with_kwargs=True))
             for weight in module.parameters(recurse=False):
                 readers[weight].append(name)
         for weight, names in readers.items():
             if weight.requires_grad:
-                self._handles.append(weight.register_hook(self._counter(names, "weight_gradients")))
+                self._handles.append(weight.register_hook(partial(self._count, names, "weight_gradients")))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -205,15 +201,10 @@ class GradientMeter:
             handle.remove()
         self._handles = []
 
-    def _watch(self, name: str) -> Callable[..., None]:
-        names = [name, *self._attention_around(name)]
-
-        def watch(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-            for tensor in tensors_of((args, kwargs, output)):
-                if tensor.requires_grad and tensor.is_floating_point():
-                    tensor.register_hook(self._counter(names, "gradients"))
-
-        return watch
+    def _watch(self, names: list[str], module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        for tensor in tensors_of((args, kwargs, output)):
+            if tensor.requires_grad and tensor.is_floating_point():
+                tensor.register_hook(partial(self._count, names, "gradients"))
 
     def _attention_around(self, name: str) -> list[str]:
         parents = [name.rpartition(".")[0]]
@@ -221,9 +212,6 @@ class GradientMeter:
             parents.append(parents[-1].rpartition(".")[0])
         return [parent for parent in parents if self._kinds.get(parent) == "attention"]
 
-    def _counter(self, names: list[str], kind: str) -> Callable[[torch.Tensor], None]:
-        def count(gradient: torch.Tensor) -> None:
-            for name in names:
-                self._ranges.add(name, kind, gradient)
-
-        return count
+    def _count(self, names: list[str], kind: str, gradient: torch.Tensor) -> None:
+        for name in names:
+            self._ranges.add(name, kind, gradient)

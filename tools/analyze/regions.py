@@ -28,7 +28,7 @@ class Point:
     scale: float
     """Loss scale of the FP16 measurements."""
     errors: list[dict[str, float]]
-    """Of each unit, by dtype; fp8 only of linear layers, and where it is asked for."""
+    """Errors of each unit, by dtype; fp8 only for linear layers, and where it is asked for."""
     repeated: float
     """Error of a second FP32 pass against the first: the device's own nondeterminism."""
     casts: dict[str, dict[str, str]]
@@ -73,7 +73,7 @@ def measure(engine: Engine, batch: Batch, units: Sequence[Unit], *, step: int, l
 
 
 def _casts(engine: Engine, reference: Fp32Gradients, units: Sequence[Unit]) -> dict[str, dict[str, str]]:
-    """What `Point.casts` has, seen in the passes of a training step: kernels are others without gradients or dropout.
+    """The content of `Point.casts`, observed in a training step: kernels differ without gradients or dropout.
 
     A collective.
     """
@@ -91,7 +91,7 @@ def _casts(engine: Engine, reference: Fp32Gradients, units: Sequence[Unit]) -> d
 
 @contextmanager
 def _in_dtype(engine: Engine, unit: Unit, dtype: str) -> Iterator[None]:
-    """Inside, only this unit's regions compute in `dtype`; everything else stays FP32."""
+    """Context in which only this unit's regions compute in `dtype`; everything else stays FP32."""
     regions = engine.regions
     assert regions is not None
     for name in unit.names:
@@ -104,7 +104,7 @@ def _in_dtype(engine: Engine, unit: Unit, dtype: str) -> Iterator[None]:
 
 
 def all_spreads(points: Sequence[Point]) -> dict[str, dict[str, Spread]]:
-    """By region and kind, the spread over all points."""
+    """The spread over all points, by region and kind."""
     found: dict[str, dict[str, Spread]] = {}
     for name in points[0].spreads:
         kinds = dict.fromkeys(kind for point in points for kind in point.spreads[name])
@@ -115,7 +115,7 @@ def all_spreads(points: Sequence[Point]) -> dict[str, dict[str, Spread]]:
 
 
 def all_casts(points: Sequence[Point]) -> dict[str, dict[str, str]]:
-    """By region and dtype, what it computed in instead at any of the points."""
+    """The dtype that a region computed in instead at any of the points, by region and dtype."""
     found: dict[str, dict[str, str]] = {}
     for point in points:
         for name, by_dtype in point.casts.items():

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,10 @@ FP8_ATTEMPTS = (1.5, 1.2, 1.0, 0.8, 0.6, 0.4)
 just those of each alone, so the first proposal that holds when it is measured is taken."""
 FP8_HELD_OUT = 0.9
 """Share of the allowed gradient error that a proposal may have where it is made; all of it on held-out batches."""
+
+
+_Runnable = tuple[dict[str, Any], float]
+"""A manifest, and the loss scale to run it at."""
 
 
 class NotFinite(Exception):
@@ -133,12 +137,8 @@ def _decide(
         "promoted": propose(units, spreads, **given),
         "promoted, FP32 ambient": propose(units, spreads, ambient="fp32", **given),
     }
-    uniform = _uniform(largest_scale(spreads, given["limits"]))
-    fp32_ambient = {
-        f"{name}, FP32 ambient": (_everywhere(tree["default"]), scale) for name, (tree, scale) in uniform.items()
-    }
-    found = validate(engine, {name: _runnable(one) for name, one in named.items()} | uniform | fp32_ambient, [batch])
-    errors = {name: float(result["error"]) for name, result in found.items()}
+    candidates = {name: _runnable(one) for name, one in named.items()}
+    errors = _errors(engine, candidates | _with_fp32_ambient(spreads, given["limits"]), batch)
     best = "promoted" if errors["promoted"] < WORTHWHILE * errors["16 bits"] else "16 bits"
     if errors[best] >= WORTHWHILE * errors["uniform bf16"]:
         best = min(best, "promoted, FP32 ambient", key=lambda name: errors[name])
@@ -155,31 +155,37 @@ def _decide_fp8(
     """The proposal with the most FP8 whose measured error is allowed, on a batch that was measured before; the last one
     where none is. All errors that were measured. given: as `_decide` has it."""
     limits, also = given["limits"], {key: given[key] for key in ("other_flops", "casts")}
-    uniform = _uniform(largest_scale(spreads, limits))
-    candidates = uniform | {
-        **{f"{name}, FP32 ambient": (_everywhere(tree["default"]), scale) for name, (tree, scale) in uniform.items()},
-        "all in fp8": _runnable(propose_fp8(units, largest_error=math.inf, **also)),
-    }
-    errors = {name: float(one["error"]) for name, one in validate(engine, candidates, [batch]).items()}
+    every = {"all in fp8": _runnable(propose_fp8(units, largest_error=math.inf, **also))}
+    errors = _errors(engine, _with_fp32_ambient(spreads, limits) | every, batch)
     for share in FP8_ATTEMPTS:
         limit = share * limits.fp8
         proposal = propose_fp8(units, largest_error=limit, **also)
         name = f"fp8 for an error of {limit:.3g}"
-        errors[name] = float(validate(engine, {name: _runnable(proposal)}, [batch])[name]["error"])
+        errors |= _errors(engine, {name: _runnable(proposal)}, batch)
         if errors[name] <= FP8_HELD_OUT * limits.fp8:
             break
     return proposal, errors
 
 
-def _everywhere(dtype: str) -> dict[str, Any]:
-    return {"default": "fp32", "rules": [{"match": "*", "compute": dtype, "reason": "every region, nothing else"}]}
+def _errors(engine: Engine, candidates: Mapping[str, _Runnable], batch: Batch) -> dict[str, float]:
+    return {name: float(found["error"]) for name, found in validate(engine, candidates, [batch]).items()}
 
 
-def _runnable(proposal: Proposal) -> tuple[dict[str, Any], float]:
+def _runnable(proposal: Proposal) -> _Runnable:
     return proposal.manifest, proposal.loss_scale or 1.0
 
 
-def _uniform(scale: float) -> dict[str, tuple[dict[str, Any], float]]:
+def _with_fp32_ambient(spreads: Mapping[str, Mapping[str, Spread]], limits: Limits) -> dict[str, _Runnable]:
+    """The uniform dtypes, as they are and in every region with FP32 between them."""
+    uniform = _uniform(largest_scale(spreads, limits))
+    everywhere = {"match": "*", "reason": "every region, nothing else"}
+    return uniform | {
+        f"{name}, FP32 ambient": ({"default": "fp32", "rules": [{**everywhere, "compute": tree["default"]}]}, scale)
+        for name, (tree, scale) in uniform.items()
+    }
+
+
+def _uniform(scale: float) -> dict[str, _Runnable]:
     return {
         "uniform bf16": ({"default": "bf16", "rules": []}, 1.0),
         "uniform fp16": ({"default": "fp16", "rules": []}, scale),

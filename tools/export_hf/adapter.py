@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +61,7 @@ def write_adapter(
 
 
 def _names_in_file(name: str, skeleton: PreTrainedModel, whole: list[str]) -> list[str]:
-    """Those of a trained parameter. `peft` asks for every name that one has in a module that is trained whole."""
+    """A trained parameter's names in the file: all of those that it has inside a module that is trained whole."""
     first = [peft_name(name)]
     module = next((one for one in whole if name.startswith(f"{one}.")), None)
     if module is None:
@@ -109,7 +108,8 @@ def merge(saved: SavedModel, config: Config, shape: PretrainedConfig, *, dtype: 
         if key not in parameters or parameters[key].shape != saved.tensors[key].shape:
             raise UserError(f"{name}: has no {key} of the checkpoint's shape; it is another base than was trained on")
         parameters[key].copy_(saved.tensors[key].read())
-    before = {layer: module.base_layer.weight.clone() for layer, module in _adapted_layers(adapted)}
+    layers = [(layer, module) for layer, module in adapted.named_modules() if hasattr(module, "lora_A")]
+    before = {layer: module.base_layer.weight.clone() for layer, module in layers}
     model: Any = wrapped.merge_and_unload(safe_merge=True)
     modules = dict(model.named_modules())
     lost = {layer: _loss_of_rounding(weight, modules[layer].weight, dtype) for layer, weight in before.items()}
@@ -122,7 +122,7 @@ def merge(saved: SavedModel, config: Config, shape: PretrainedConfig, *, dtype: 
     facts |= _on_rows(model, dtype, rows)
     if config.adapter.base != "compute":
         facts |= {"base": config.adapter.base, "on the base in floats": _on_original(model, quantised, rows)}
-    tensors = {key: SavedTensor(value.shape, _read(value.detach())) for key, value in model.named_parameters()}
+    tensors = {key: SavedTensor(value.shape, value.detach) for key, value in model.named_parameters()}
     for key, value in model.named_parameters(remove_duplicate=False):  # two names of one weight, two tensors in a file
         tensors.setdefault(key, SavedTensor(value.shape, value.detach().clone))
     tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
@@ -150,9 +150,7 @@ def _as_computed(base: Any, config: Config, shape: PretrainedConfig) -> dict[str
     """
     if config.adapter.base == "compute":
         return {}
-    model = build_model(
-        config.model, copy.deepcopy(shape), seed=0, gather=lambda _: nullcontext(True), adapter=config.adapter
-    )
+    model = build_model(config.model, copy.deepcopy(shape), seed=0, adapter=config.adapter)
     taken = {}
     for name in dequantise(model, computed_in=DTYPES[str(config.precision.compute)]):
         weight, stands_for = base.get_submodule(name).weight, model.get_submodule(name).weight
@@ -164,7 +162,7 @@ def _as_computed(base: Any, config: Config, shape: PretrainedConfig) -> dict[str
 
 
 def _on_original(model: PreTrainedModel, taken: dict[str, torch.Tensor], rows: Sequence[Row]) -> dict[str, float]:
-    """What changes in the log-probabilities where the same adapter is put on the weights in the files.
+    """The change in log-probabilities when the same adapter is applied to the weights in the files.
 
     model: merged, FP32. taken: of `_as_computed`.
     """
@@ -181,7 +179,7 @@ def _figures(found: dict[str, Any]) -> dict[str, float]:
 
 
 def words_of(facts: dict[str, Any], dtype: str) -> list[str]:
-    """What a merge lost, as lines for the console."""
+    """Console lines on what a merge lost."""
     worst = next(iter(facts["lost by rounding"].items()), ("", 0.0))
     lines = [
         f"merged {facts['layers']} layers in FP32; rounding to {dtype} lost {worst[1]:.2%} of the update of "
@@ -202,10 +200,6 @@ def words_of(facts: dict[str, Any], dtype: str) -> list[str]:
     return lines
 
 
-def _adapted_layers(model: Any) -> list[tuple[str, Any]]:
-    return [(name, module) for name, module in model.named_modules() if hasattr(module, "lora_A")]
-
-
 def _loss_of_rounding(base: torch.Tensor, merged: torch.Tensor, dtype: torch.dtype) -> tuple[float, float]:
     """||round(W') - W'|| / ||W' - W||, and the share of weights whose rounded value is the base's."""
     written = merged.to(dtype).float()
@@ -215,12 +209,8 @@ def _loss_of_rounding(base: torch.Tensor, merged: torch.Tensor, dtype: torch.dty
     return share, float((written == base.to(dtype).float()).double().mean())
 
 
-def _read(value: torch.Tensor) -> Any:
-    return lambda: value
-
-
 def _on_rows(model: PreTrainedModel, dtype: torch.dtype, rows: Sequence[Row]) -> dict[str, Any]:
-    """What rounding does to what the merged model says of these rows, computed in FP32."""
+    """The effect of rounding on the merged model's outputs for these rows, computed in FP32."""
     if not rows:
         return {}
     rounded = copy.deepcopy(model.eval())

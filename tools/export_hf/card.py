@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from config.markdown import code, fenced, table, text
 from config.task import CAUSAL_LM, MASKED_LM, SEQ2SEQ_LM, SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION
+from tracking.pages.markdown import Table, code, fenced, page, section, text
 
 _PIPELINES = {
     CAUSAL_LM: "text-generation",
@@ -25,34 +25,31 @@ def model_card(facts: Mapping[str, Any]) -> str:
 
     A number that was not recorded is left out.
     """
-    model, sections = facts["model"], []
-    sections.append(_front_matter(facts))
-    sections.append(
-        f"# {text(facts['run'])}\n\n{text(model['class'])} with {model['parameters']:,} parameters, "
-        f"{facts['export']['dtype']}, from step {facts['training']['step']} of the run {code(facts['run'])}."
-    )
-    if model["base"]:
-        sections.append(f"The run started from the weights of {code(model['base'])}.")
-    adapter = facts.get("adapter")
-    alone = adapter is not None and adapter["merged"] is None
+    model, adapter = facts["model"], facts.get("adapter")
     example = _EXAMPLE.format(model["auto_class"])
-    if adapter is not None and alone:
+    if adapter is not None and adapter["merged"] is None:
         causal = model["auto_class"] == CAUSAL_LM
         labels = f", num_labels={len(adapter['labels']) or 1}" if adapter["labels"] is not None else ""
         example = _ADAPTER_EXAMPLE if causal else _BASE_EXAMPLE.format(model["auto_class"], labels)
         if adapter.get("base", "compute") != "compute":
             example = _QUANTISED_EXAMPLES[adapter["base"]].format(adapter["double_quant"])
-    sections.append(f"```python\n{example}```")
-    if adapter is not None:
-        sections.append(_section("Adapter", {key: _listed(value) for key, value in adapter.items() if key != "merged"}))
-    sections.append(_section("Training", facts["training"]))
-    sections.append(_section("Data", facts["data"]))
-    sections.append(_precision(facts["precision"]))
-    sections.append(_parity(facts["parity"]))
-    sections.append(_gap(facts.get("train-inference gap"), facts["export"]["dtype"]))
-    sections.append(_section("Made with", {**facts["versions"], **facts["hardware"]}))
-    sections.append(_export(facts["export"]))
-    return "\n\n".join(section for section in sections if section) + "\n"
+    held = {key: _listed(value) for key, value in (adapter or {}).items() if key != "merged"}
+    return page(
+        _front_matter(facts),
+        f"# {text(facts['run'])}",
+        f"{text(model['class'])} with {model['parameters']:,} parameters, {facts['export']['dtype']}, from step "
+        f"{facts['training']['step']} of the run {code(facts['run'])}.",
+        f"The run started from the weights of {code(model['base'])}." if model["base"] else "",
+        f"```python\n{example}```",
+        section("Adapter", _facts(held)),
+        section("Training", _facts(facts["training"])),
+        section("Data", _facts(facts["data"])),
+        _precision(facts["precision"]),
+        _parity(facts["parity"]),
+        _gap(facts.get("train-inference gap"), facts["export"]["dtype"]),
+        section("Made with", _facts({**facts["versions"], **facts["hardware"]})),
+        _export(facts["export"]),
+    )
 
 
 _EXAMPLE = """from transformers import {0}, AutoTokenizer
@@ -81,7 +78,7 @@ _QUANTISED_EXAMPLES = {
     "nf4": _QUANTISED_EXAMPLE.format('load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant={0}'),
     "int8": _QUANTISED_EXAMPLE.format("load_in_8bit=True"),
 }
-"""By adapter.base."""
+"""The example for each quantised adapter.base."""
 
 
 _BASE_EXAMPLE = """from peft import PeftModel
@@ -110,27 +107,27 @@ def _front_matter(facts: Mapping[str, Any]) -> str:
 
 
 def _precision(precision: Mapping[str, Any]) -> str:
-    manifest = precision.get("manifest")
-    section = _section("Precision", {key: value for key, value in precision.items() if key != "manifest"})
-    if manifest is None:
-        return section
-    written = json.dumps(manifest, indent=1)
-    if len(written.splitlines()) > LONGEST_MANIFEST:
-        return section + "\n\nThe precision manifest is in `mantissa.json`."
-    return f"{section}\n\nThe precision manifest:\n\n{fenced(written, 'json').rstrip()}"
+    manifest, blocks = precision.get("manifest"), []
+    if manifest is not None:
+        written = json.dumps(manifest, indent=1)
+        blocks = ["The precision manifest:", fenced(written, "json")]
+        if len(written.splitlines()) > LONGEST_MANIFEST:
+            blocks = ["The precision manifest is in `mantissa.json`."]
+    return section("Precision", _facts({**precision, "manifest": None}), *blocks)
 
 
 def _parity(parity: Mapping[str, Any] | None) -> str:
+    title = "Agreement with FP32"
     if parity is None:
-        return "## Agreement with FP32\n\nNo parity report was given to this export."
-    lines = [*parity["lines"], "", "Measured by `python -m tools.parity`."]
+        return section(title, "No parity report was given to this export.")
+    lines = ["Measured by `python -m tools.parity`."]
     lines += [f"Not the same conditions as this run: {text(difference)}." for difference in parity["differences"]]
     rows = [
         (check["name"], _text(check["measured"]), _text(check["bound"]), "yes" if check["passed"] else "**no**")
         for check in parity["checks"]
     ]
-    checks = table(("check", "measured", "bound", "passed"), rows)
-    return "## Agreement with FP32\n\n" + "\n".join(lines) + f"\n\n{checks.rstrip()}"
+    checks = Table(("check", "measured", "bound", "passed"), rows)
+    return section(title, "\n".join(parity["lines"]), "\n".join(lines), checks)
 
 
 def _gap(gap: Mapping[str, Any] | None, dtype: str) -> str:
@@ -147,26 +144,24 @@ def _gap(gap: Mapping[str, Any] | None, dtype: str) -> str:
     what = f"KL(masters || export) and differences of log-probabilities in nats a {unit}"
     what = "Differences of the predicted numbers" if unit == "number" else what
     by_position = "By position in the row, and the" if positions else "The"
-    return (
-        _section("Agreement of this export with the FP32 masters", facts)
-        + f"\n\n{what}; this model computes in {dtype}, the masters in FP32. {by_position} modules with the largest "
-        "relative errors:\n\n"
-        + (table(("position", "kl", "largest difference"), positions) + "\n" if positions else "")
-        + table(("module", "own error", "output error"), modules).rstrip()
+    return section(
+        "Agreement of this export with the FP32 masters",
+        _facts(facts),
+        f"{what}; this model computes in {dtype}, the masters in FP32. {by_position} modules with the largest "
+        "relative errors:",
+        Table(("position", "kl", "largest difference"), positions),
+        Table(("module", "own error", "output error"), modules),
     )
 
 
 def _export(export: Mapping[str, Any]) -> str:
     rows = [(code(name), code(digest)) for name, digest in export["files"].items()]
-    return (
-        f"## Files\n\n{export['compared']}\n\n`sha256sum -c SHA256SUMS` checks all files.\n\n"
-        + table(("file", "sha256"), rows).rstrip()
-    )
+    checked = "`sha256sum -c SHA256SUMS` checks all files."
+    return section("Files", export["compared"], checked, Table(("file", "sha256"), rows))
 
 
-def _section(title: str, facts: Mapping[str, Any]) -> str:
-    rows = [(text(name), _text(value)) for name, value in facts.items() if value is not None]
-    return f"## {title}\n\n{table(('', ''), rows).rstrip()}"
+def _facts(facts: Mapping[str, Any]) -> Table:
+    return Table(("", ""), [(text(name), _text(value)) for name, value in facts.items() if value is not None])
 
 
 def _text(value: Any) -> str:

@@ -39,7 +39,7 @@ class GapTooLarge(TensorsDiffer):
 
 @dataclass(frozen=True)
 class Bounds:
-    """What is allowed at any token or label, or of any number; None: anything finite."""
+    """Bounds at any token or label, or for any number; None: anything finite."""
 
     kl: float | None = None
     """[nats] Of KL(masters || export)."""
@@ -49,7 +49,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `--compare-logits` and its further options ask for."""
+    """The request of `--compare-logits` and its further options."""
 
     data: str = ""
     """A run config or a file (`rows_of_data`); empty: the run's own held-out data."""
@@ -100,7 +100,7 @@ def _finite(values: torch.Tensor) -> torch.Tensor:
 
 
 def summary(gaps: Sequence[RowGap]) -> dict[str, Any]:
-    """Of several rows of one unit: mean and largest."""
+    """Mean and largest values over several rows of one unit."""
     unit, difference = gaps[0].row.unit, torch.cat([gap.difference for gap in gaps])
     facts: dict[str, Any] = {"unit": unit, "rows": len(gaps), f"{unit}s": len(difference)}
     if unit == "number":
@@ -115,7 +115,7 @@ def summary(gaps: Sequence[RowGap]) -> dict[str, Any]:
 
 
 def figures(facts: Mapping[str, Any]) -> dict[str, float]:
-    """Of a summary, what is left without its rows: KL and the largest values."""
+    """The figures of a summary without its row counts: KL and the largest values."""
     return {key: facts[key] for key in ("kl", "largest kl", "difference", "largest difference") if key in facts}
 
 
@@ -219,7 +219,7 @@ def _have_positions(gaps: Sequence[RowGap]) -> bool:
 
 
 def _by_position(gaps: Sequence[RowGap]) -> Iterator[tuple[str, dict[str, float]]]:
-    """By ranges of positions that double: 0, 1, 2-3, 4-7 and so on, of those that are compared."""
+    """The gap by ranges of compared positions that double: 0, 1, 2-3, 4-7 and so on."""
     if not _have_positions(gaps):
         return
     kl, difference = torch.cat([gap.kl for gap in gaps]), torch.cat([gap.difference for gap in gaps])

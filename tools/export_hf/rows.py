@@ -22,9 +22,9 @@ from data.shards import TokenShards
 from training.tasks.task import prepare, task_of
 
 ROWS = 8
-"""How many rows are read, unless told."""
+"""Rows that are read by default."""
 _TOKENS = 512
-"""Of each row at most so many, and no more than a sequence of the run has: the model knows no further positions."""
+"""At most this many of each row, and no more than a sequence of the run has: the model knows no further positions."""
 _CONFIGS = (".yaml", ".yml")
 _COMPRESSED = (".gz", ".zst")
 
@@ -33,7 +33,7 @@ Unit = Literal["token", "label", "number"]
 
 @dataclass(frozen=True)
 class Row:
-    """What two models read, and where what they say of it is compared."""
+    """The inputs of two models, and the places where their outputs are compared."""
 
     inputs: dict[str, Any]
     """Arguments of a model; the tensors among them are (1, n) int64."""
@@ -42,7 +42,7 @@ class Row:
     labels: torch.Tensor
     """(m,) int64: what is right at each of these places, IGNORED_LABEL where nothing is."""
     unit: Unit = "token"
-    """What there is one output for: logits of a token, or of the label of a word or text, or a predicted number."""
+    """The unit of an output: logits of a token, or of the label of a word or text, or a predicted number."""
 
     @classmethod
     def of_text(cls, ids: torch.Tensor) -> Self:

@@ -98,10 +98,8 @@ def rounded(name: str, master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
     value = master.to(dtype)
     if not bool(torch.isfinite(value).all()):
         largest = float(master.abs().max())
-        limit = torch.finfo(dtype).max
-        raise UserError(
-            f"--dtype: {name} reaches {largest:.6g}, beyond the {limit:.6g} of {_name(dtype)}; use bf16 or fp32"
-        )
+        limit = f"{torch.finfo(dtype).max:.6g} of {str(dtype).removeprefix('torch.')}"
+        raise UserError(f"--dtype: {name} reaches {largest:.6g}, beyond the {limit}; use bf16 or fp32")
     return value
 
 
@@ -176,7 +174,3 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 def parameter_count(skeleton: PreTrainedModel) -> int:
     """Parameters, tied ones once."""
     return sum(math.prod(value.shape) for value in skeleton.parameters())
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

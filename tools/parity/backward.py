@@ -25,15 +25,28 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
+from config.errors import one_line
 from modeling.objectives.label_prediction import LabelPrediction
 from modeling.objectives.objective import Forward, Objective, Scored
 from precision.manifest import is_router
-from precision.signature import FIELDS, GRADIENT, Kind, sums_of
-from tools.parity.again import Call, Leaves, Plan, again, as_fp64, fewer_rows, rounded, terms_of
 from tools.parity.own_code import own_code
 from tools.parity.partial_sums import Walk, walks
+from tools.parity.recompute import (
+    COMPUTED_IN,
+    Call,
+    Leaves,
+    Plan,
+    again,
+    as_fp64,
+    fewer_rows,
+    leaves_of,
+    map_floats,
+    rounded,
+    row_of,
+    terms_of,
+)
+from tools.parity.rounding import GRADIENT, Kind, sums_of
 from tools.parity.slices import Slices
 
 LOSS = "(loss)"
@@ -41,16 +54,16 @@ _Gradients = dict[str, torch.Tensor]
 
 
 class OwnLoss(Protocol):
-    """How a run computes the loss of a micro-batch."""
+    """The function with which a run computes the loss of a micro-batch."""
 
     def __call__(
         self, inputs: dict[str, Any], labels: torch.Tensor, gradient_scale: torch.Tensor, *, forward: Forward
     ) -> Scored:
-        """By this forward pass of its model. gradient_scale: the gradient that the loss will receive."""
+        """The loss by this forward pass of its model. gradient_scale: the gradient that the loss will receive."""
 
 
 class Backward:
-    """What a run's backward pass did, of the calls that `enter` and `leave` were told of."""
+    """Records a run's backward pass through the calls passed to `enter` and `leave`."""
 
     def __init__(self, plan: Plan, candidate: torch.nn.Module, slices: Slices) -> None:
         self._plan, self._slices = plan, slices
@@ -71,26 +84,26 @@ class Backward:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Around the passes."""
+        """Context around the passes."""
         with ExitStack() as stack:
             for name, parameter in self._trained.items():
                 stack.callback(parameter.register_hook(partial(self._of_parameter, name)).remove)
             yield
 
     def use(self, name: str) -> None:
-        """Before each call of a module, whether it is followed or not: its parameters' gradients are sums over all."""
+        """Count a call of a module, followed or not: its parameters' gradients are sums over all calls."""
         self._uses[name] += torch.is_grad_enabled() and not self._began
 
     def enter(self, call: Call) -> None:
-        """Before a call: what it gets is replaced by views of it, whose gradients are this call's alone."""
+        """Replace a call's inputs by views, whose gradients are this call's alone."""
         if not torch.is_grad_enabled():
             return
         call.followed = True
         call.args, call.kwargs = self._views((call.args, call.kwargs), call.made)
 
     def leave(self, call: Call) -> None:
-        """After it: what it returned is replaced, too, since it may use some of that itself."""
-        if not any(value.requires_grad for value in _leaves(call.output)):
+        """Replace a call's outputs by views, too, since it may use some of them itself."""
+        if not any(value.requires_grad for value in leaves_of(call.output)):
             return
         call.output = self._views(call.output, call.came)
         call.versions = call.now()
@@ -102,7 +115,7 @@ class Backward:
     def watch_loss(
         self, objective: Objective, inputs: dict[str, Any], labels: torch.Tensor, own: OwnLoss | None
     ) -> Callable[[Any], None]:
-        """What to call with the loss before its backward pass."""
+        """The function to call with the loss before its backward pass."""
         self._loss, self._own_loss = (objective, inputs, labels), own
 
         def watch(loss: torch.Tensor) -> None:
@@ -113,7 +126,7 @@ class Backward:
         return watch
 
     def compared(self) -> tuple[list[dict[str, Any]], dict[str, str]]:
-        """Rows for `precision.signature.pooled`, and by module why it was not measured. Forgets what was seen."""
+        """Rows for `tools.parity.rounding.pooled`, and by module why it was not measured. Forgets what was seen."""
         rows: list[dict[str, Any]] = []
         blind: dict[str, str] = {}
         calls, self._calls = self._calls, []
@@ -127,7 +140,7 @@ class Backward:
             try:
                 rows += self._compare(call)
             except Exception as error:  # a module that cannot be differentiated again is left out, by name
-                blind[call.name] = f"backward: {' '.join(str(error).split())[:200]}"
+                blind[call.name] = f"backward: {one_line(error, 200)}"
         if self._loss is not None and self._of_loss is not None:
             head = self._chunked_head()
             if head is not None:
@@ -135,7 +148,7 @@ class Backward:
             try:
                 rows += self._compare_loss(*self._loss)
             except Exception as error:  # as above
-                blind[LOSS] = " ".join(str(error).split())[:200]
+                blind[LOSS] = one_line(error, 200)
         self._whole = None
         self._of_parameters.clear()
         return rows, blind
@@ -144,9 +157,7 @@ class Backward:
         """The same tree; the gradients of its floats, by their number, are kept when they come."""
         numbers = itertools.count()
 
-        def view(value: Any) -> Any:
-            if not (isinstance(value, torch.Tensor) and value.is_floating_point()):
-                return value
+        def view(value: torch.Tensor) -> torch.Tensor:
             number = next(numbers)
             if not value.requires_grad:
                 return value
@@ -154,7 +165,7 @@ class Backward:
             seen.register_hook(partial(self._keep, gradients, number))
             return seen
 
-        return tree_map(view, tree)
+        return map_floats(view, tree)
 
     def _keep(self, found: dict[int, torch.Tensor], number: int, gradient: torch.Tensor) -> None:
         self._began = True
@@ -179,11 +190,9 @@ class Backward:
             call.inside = []
         small, run = fewer_rows(call) if kind == "linear" and not call.inside else call, self._of_run(call)
         if small is not call:  # its parameters' gradients are sums over all rows
-            every = -(-call.output.numel() // small.output.numel())
-            small.came = {0: call.came[0].reshape(-1, call.output.shape[-1])[::every]}
-            run = {_INPUT: call.made[0].reshape(-1, call.args[0].shape[-1])[::every]} if 0 in call.made else {}
-        computed = [self._again(small, dtype) for dtype in (None, torch.float32, torch.float64)]
-        first = _leaves(small.output)[0]
+            run = {_INPUT: small.made[0]} if 0 in small.made else {}
+        computed = [self._again(small, dtype) for dtype in COMPUTED_IN]
+        first = leaves_of(small.output)[0]
         tokens = first.numel() // first.shape[-1]
         sums = {f"{GRADIENT}{key}": walk for key, walk in walks(self._plan.modules[call.name], call).items()}
         came = max(map(_mean_square, call.came.values()))
@@ -202,7 +211,7 @@ class Backward:
         call = replace(whole, inside=[inner for inner in whole.inside if inner.name != head], came={})
         assert self._made_loss is not None and self._of_loss is not None
         run, computed = {_OUTPUT: self._made_loss, **self._of_run(call)}, []
-        for dtype in (None, torch.float32, torch.float64):
+        for dtype in COMPUTED_IN:
             leaves = Leaves()
             with torch.enable_grad():
                 output = again(self._plan, call, dtype, leaves)["output"]
@@ -219,13 +228,13 @@ class Backward:
             if row["part"] == _OUTPUT and head is not None:  # of logits that were rounded
                 row["roundoff"] = self._plan.roundoff(head, logits)
             elif row["part"] == _OUTPUT and self._rounds_logits(whole):  # once more, as by a cap on them
-                row["roundoff"] = self._plan.roundoff("", _leaves(whole.output)[0])
+                row["roundoff"] = self._plan.roundoff("", leaves_of(whole.output)[0])
         return rows
 
     def _own_code_of_loss(self, call: Call, inputs: dict[str, Any], labels: torch.Tensor) -> _Gradients:
-        """What the run's own model and loss make in FP32; nothing where that cannot be had."""
+        """The results of the run's own model and loss in FP32; empty where they cannot be computed."""
         came, leaves = self._of_loss, Leaves()
-        if self._own_loss is None or came is None or self._slices.group is not None or self._plan.computes_in_fp32:
+        if self._own_loss is None or came is None or self._slices.group is not None:
             return {}
 
         def forward(**_: Any) -> Any:
@@ -243,8 +252,8 @@ class Backward:
 
     def _rounds_logits(self, whole: Call) -> bool:
         """Whether the model's own code computes with what its output embedding returned, before the loss does."""
-        heads = [_leaves(inner.output)[0] for inner in whole.inside if inner.name == self._plan.head]
-        made = _leaves(whole.output)[0].data_ptr()
+        heads = [leaves_of(inner.output)[0] for inner in whole.inside if inner.name == self._plan.head]
+        made = leaves_of(whole.output)[0].data_ptr()
         return bool(heads) and all(head.data_ptr() != made for head in heads)
 
     def _chunked_head(self) -> str | None:
@@ -256,19 +265,19 @@ class Backward:
         leaves = Leaves()
         with torch.enable_grad():
             output = again(self._plan, call, dtype, leaves)["output"]
-        made = _leaves(output)
+        made = leaves_of(output)
         return self._gradients(call, leaves, [(made[number], came) for number, came in call.came.items()])
 
     def _moved(self, call: Call, exact: _Gradients) -> dict[str, float]:
-        """By part the sum of squares of what FP64's gradients change by where what they are made of is rounded."""
+        """The sum of squared changes of FP64's gradients, by part, when all that they are computed from is rounded."""
         found = self._again(rounded(call), torch.float64)
         return {part: float((found[part] - values).square().sum()) for part, values in exact.items() if part in found}
 
     def _gradients(self, call: Call, leaves: Leaves, ends: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> _Gradients:
-        """By what it is of. ends: what came out, with the gradient that came to it."""
+        """Gradients by part. ends: the outputs, each with its incoming gradient."""
         pairs = list(ends)
         for place, handed in reversed(leaves.handed.items()):  # as the backward pass comes to them
-            got = _leaves(handed)
+            got = leaves_of(handed)
             pairs += [(got[number], made) for number, made in call.inside[place].made.items()]
         pairs = [(tensor, gradient.to(tensor.dtype)) for tensor, gradient in pairs if tensor.requires_grad]
         wanted = {_numbered(_INPUT, number): leaf for number, leaf in enumerate(leaves.inputs)}
@@ -283,10 +292,10 @@ class Backward:
         return {name: item for name, item in zip(wanted, found, strict=True) if item is not None}
 
     def _of_run(self, call: Call) -> _Gradients:
-        """What the run made, by the same names."""
+        """The run's own gradients, by the same names."""
         found = {_numbered(_INPUT, number): made for number, made in call.made.items()}
         for place, inner in enumerate(call.inside):
-            if not inner.followed and any(value.requires_grad for value in _leaves(inner.output)):
+            if not inner.followed and any(value.requires_grad for value in leaves_of(inner.output)):
                 raise ValueError(f"{inner.name} is called more than once")
             found |= {_numbered(_returned(call, place), number): came for number, came in inner.came.items()}
         for key, _ in self._parameters(call.name):
@@ -297,7 +306,7 @@ class Backward:
         return found
 
     def _parameters(self, name: str) -> list[tuple[str, torch.Tensor]]:
-        """Of a module and what is in it; of none for what is no module, such as the loss."""
+        """Parameters of a module and its children; none for what is no module, such as the loss."""
         module = self._plan.modules.get(name)
         return [] if module is None else list(module.named_parameters(remove_duplicate=False))
 
@@ -335,12 +344,7 @@ class Backward:
             sizes: dict[str, Any] = {"walk": walk.squares * walk.in_plan, "walk_fp32": walk.squares, "floor": floor}
             sizes["moved"] = (moved or {}).get(part, 0.0)
             sums = sums_of(values, plan, fp32, exact, width=width, own=(own or {}).get(part), **sizes)
-            if part != _OUTPUT and not any(sums[FIELDS.index(f"{who}_rr")] for who in ("run", "plan", "own")):
-                continue  # handed on as it was
-            roundoff = self._plan.roundoff_of_gradient(name, plan)
-            rows.append(
-                {"module": name, "part": part, "kind": kind, "roundoff": roundoff, "terms": terms, "sums": sums}
-            )
+            rows += row_of(name, part, kind, self._plan.roundoff_of_gradient(name, plan), terms, sums)
         return rows
 
 
@@ -359,11 +363,6 @@ def _returned(call: Call, place: int) -> str:
 
 def _numbered(part: str, number: int) -> str:
     return f"{part}, {number}" if number else part
-
-
-def _leaves(tree: Any) -> list[torch.Tensor]:
-    """The floating-point tensors of a tree, in the order in which `Leaves` takes them."""
-    return [item for item in tree_leaves(tree) if isinstance(item, torch.Tensor) and item.is_floating_point()]
 
 
 def _mean_square(values: torch.Tensor) -> float:

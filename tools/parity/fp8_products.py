@@ -24,7 +24,7 @@ from training.distributed import World
 
 @dataclass
 class _Layer:
-    """What is known of one layer's first call that has gradients."""
+    """The recorded tensors of one layer's first call that has gradients."""
 
     inputs: torch.Tensor
     """(tokens, in), in the dtype around the layer."""
@@ -56,7 +56,7 @@ class Fp8Products:
 
     @contextmanager
     def of_candidate(self) -> Iterator[None]:
-        """Around the candidate's pass."""
+        """Context around the candidate's pass."""
         with ExitStack() as stack:
             for name, module in self._modules.items():
                 before = functools.partial(self._entering, name)
@@ -64,7 +64,7 @@ class Fp8Products:
                 stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
                 if module.weight.requires_grad:
-                    of_weight = functools.partial(self._weight_gradient, name)
+                    of_weight = functools.partial(self._backward, name, "weight gradient")
                     stack.callback(module.weight.register_hook(of_weight).remove)
             yield
         self._layers.clear()
@@ -89,7 +89,7 @@ class Fp8Products:
         if not (torch.is_grad_enabled() and given.requires_grad) or name in self._layers:
             return None
         own = given.view_as(given)
-        own.register_hook(functools.partial(self._input_gradient, name))
+        own.register_hook(functools.partial(self._backward, name, "input gradient"))
         return ((own, *args[1:]), kwargs) if args else (args, {**kwargs, "input": own})
 
     @torch.no_grad()
@@ -106,17 +106,11 @@ class Fp8Products:
     def _output_gradient(self, name: str, gradient: torch.Tensor) -> None:
         self._layers[name].gradient = gradient.detach().flatten(0, -2)
 
-    def _input_gradient(self, name: str, gradient: torch.Tensor) -> None:
-        self._backward(name, "input gradient", gradient.detach().flatten(0, -2))
-
-    def _weight_gradient(self, name: str, gradient: torch.Tensor) -> None:
-        self._backward(name, "weight gradient", gradient.detach())
-
     @torch.no_grad()
     def _backward(self, name: str, part: Product, found: torch.Tensor) -> None:
         layer = self._layers.get(name)
         if layer is not None and layer.gradient is not None and (name, part) not in self._found:
-            self._compare(name, part, layer.inputs, found, layer.gradient)
+            self._compare(name, part, layer.inputs, found.detach().flatten(0, -2), layer.gradient)
 
     def _compare(
         self, name: str, part: Product, inputs: torch.Tensor, found: torch.Tensor, gradient: torch.Tensor | None

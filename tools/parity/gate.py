@@ -186,7 +186,7 @@ def _conditions(chosen: Plan, run: Run) -> dict[str, Any]:
 
 
 def _planned(report: Path, effect: float, power: float) -> str:
-    """How many pairs of runs find `effect`, by the scatter that a finished report measured."""
+    """A sentence on how many pairs of runs find `effect`, by the scatter that a finished report measured."""
     fix = "run the gate first, with parity.seeds or parity.controls of 2 or more"
     try:
         known = json.loads(report.read_text(encoding="utf-8"))["confidence"]

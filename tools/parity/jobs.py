@@ -24,6 +24,8 @@ from tracking.jsonl import read_events, surviving
 from tracking.run_dir import RunDir
 from tracking.summary import Summary, summarise
 
+TWIN = "fp32-"
+"""How the names of the FP32 runs begin."""
 WALK = 2
 """Applied steps compared at each point: the first shows wrong computation, the second a wrong state after the first."""
 
@@ -127,15 +129,15 @@ def train_twin(
     overrides = [
         *(f"deepspeed.config={twin.resolve()}", "model.kernels=torch"),
         *("precision.path=cast", "precision.manifest=null", "precision.compute=fp32", "precision.masters=fp32"),
-        *("checkpoint.every_steps=0", "faults=[]", "defects=[]"),
+        *("checkpoint.every_steps=0", "faults=[]"),
     ]
-    name = f"fp32-seed-{seed}"
+    name = f"{TWIN}seed-{seed}"
     if control is not None:
         rate = chosen.resolved.config.optimizer.learning_rate * control_factor(control)
-        name, overrides = f"fp32-control-{control + 1}", [*overrides, f"optimizer.learning_rate={rate!r}"]
+        name, overrides = f"{TWIN}control-{control + 1}", [*overrides, f"optimizer.learning_rate={rate!r}"]
     if settling is not None:
         lost = ", ".join(f"{{kind: lost_update, step: {step}}}" for step in settling.steps)
-        name, overrides = f"fp32-settling-seed-{seed}", [*overrides, f"faults=[{lost}]"]
+        name, overrides = f"{TWIN}settling-seed-{seed}", [*overrides, f"faults=[{lost}]"]
     run = _train(chosen, name, seed, overrides, log)
     if not run.finished:
         raise UserError(f"the FP32 twin failed: {run.error_line}; see {_log(chosen, run.folder.name)}")
@@ -196,7 +198,7 @@ def walk_steps(chosen: Plan, run: Run, *, keep: bool = False) -> list[Walk]:
 
 
 def walks_of(measured: Sequence[dict[str, Any]], run: Run) -> list[Walk]:
-    """What `tools.parity.steps` measured at each point, with what the run itself recorded there."""
+    """The measurements of `tools.parity.steps` at each point, with what the run itself recorded there."""
     recorded = {event["step"]: event for event in read_events(run.folder.events) if event["event"] == "step"}
     found = []
     for point in measured:
@@ -231,7 +233,7 @@ def trajectory(run: Run) -> Trajectory:
 
 
 def inner_dtypes(run: Run) -> list[dict[str, Any]]:
-    """What the run's `precision` events say of the sums inside its modules (`precision.inner_dtypes`)."""
+    """Reports in the run's `precision` events on the sums inside its modules (`precision.inner_dtypes`)."""
     events = read_events(run.folder.events)
     return [event["inner"] for event in events if event["event"] == "precision" and "inner" in event]
 

@@ -51,16 +51,16 @@ class Trajectory:
     validation: float | None
     """Last validation loss, in nats."""
     settling: Settling | None = None
-    """None where the first step was applied, or the loss scale did not settle."""
+    """The settling; None where the first step was applied, or the loss scale did not settle."""
 
 
 def control_factor(index: int) -> float:
-    """What the learning rate of the control of that index, from 0, is multiplied by: 1 + 2^-8, 1 - 2^-8, 1 + 2^-7."""
+    """The factor on a control's learning rate, by its index from 0: 1 + 2^-8, 1 - 2^-8, 1 + 2^-7."""
     return 1 + (-1) ** index * NUDGE * (index // 2 + 1)
 
 
 def settling_of(steps: Sequence[Mapping[str, Any]], scales: Sequence[Mapping[str, Any]]) -> Settling | None:
-    """How a loss scale that started high settled, from a run's `step` and `scale` events; None where it did not.
+    """The settling of a loss scale that started high, from a run's `step` and `scale` events; None without one.
 
     The first step was skipped. Settling ends with the first stable stretch, in which as many steps are applied in a row
     as were skipped until then; each step skipped before it has lowered the scale or used up hysteresis. So a scale
@@ -123,7 +123,7 @@ def confidence(
     *,
     whole: Trajectory | None = None,
 ) -> dict[str, Any]:
-    """How sure the mean validation delta is, and what shift so many runs would find.
+    """The confidence in the mean validation delta, and the shift that this many runs would find.
 
     Scatter is that of one delta, pooled over what varies without a shift: the deltas of the seeds around their mean,
     and the controls' distances from their twin around zero. {"pairs", "controls", "delta", "scatter", "degrees",
@@ -132,15 +132,13 @@ def confidence(
     twin, whole: as `judge_trajectories` takes them.
     shown: whether the interval lies within the bound, so that equivalence is shown and not only not contradicted.
     """
-    both = [(mine.validation, other.validation) for mine, other in zip(candidate, twin, strict=True)]
-    deltas = [(mine - other) / other for mine, other in both if mine is not None and other is not None]
+    deltas = [delta for pair in zip(candidate, twin, strict=True) if (delta := _delta(*pair)) is not None]
     found: dict[str, Any] = {"pairs": len(deltas), "controls": 0, "delta": fmean(deltas) if deltas else None}
     found |= dict.fromkeys(("scatter", "interval", "detectable", "shown", "pairs_needed"))
-    start = (whole or twin[0]).validation
-    apart = [(run.validation - start) / start for run in controls if run.validation is not None and start]
+    apart = [delta for run in controls if (delta := _delta(run, whole or twin[0])) is not None]
     degrees = len(deltas) - 1 + len(apart)
     found |= {"controls": len(apart), "degrees": max(0, degrees), "bound": bounds.validation_delta}
-    if len(deltas) < len(both) or degrees < 1 or not all(map(math.isfinite, (*deltas, *apart))):
+    if len(deltas) < len(candidate) or degrees < 1 or not all(map(math.isfinite, (*deltas, *apart))):
         return found
     delta = fmean(deltas)
     squares = sum((item - delta) ** 2 for item in deltas) + sum(item**2 for item in apart)
@@ -210,29 +208,33 @@ def _validation(
     whole: Trajectory,
 ) -> Check:
     """The mean delta, compared with the bound or with the differences among FP32 runs, whichever is larger."""
-    both = [(mine.validation, other.validation) for mine, other in pairs]
-    if any(mine is None or other is None for mine, other in both):
+    found = [_delta(*pair) for pair in pairs]
+    deltas = [delta for delta in found if delta is not None]
+    if len(deltas) < len(found):
         note = "no validation loss was recorded; set evaluate.every_steps"
         return Check("validation_delta", math.nan, bounds.validation_delta, False, note=note)
-    deltas = [(mine - other) / other for mine, other in both if mine is not None and other is not None]
-    reference = [other for _, other in both if other is not None]
+    reference = [other.validation for _, other in pairs if other.validation is not None]
     allowed, note = bounds.validation_delta, ""
     if len(reference) > 1:
         spread = stdev(reference) / fmean(reference)
         allowed = max(allowed, 2 * spread * math.sqrt(2 / len(reference)))
         each = ", ".join(f"{delta:+.3%}" for delta in deltas)
         note = f"FP32 from seed to seed: standard deviation {spread:.3%}; deltas {each}"
-    start = whole.validation
-    nudged = [(run.validation - start) / start for run in controls if run.validation is not None and start]
+    nudged = [delta for run in controls if (delta := _delta(run, whole)) is not None]
     allowed = max(allowed, _twice_rms(nudged))
-    settled = ""
-    if pairs[0][1] is not whole and start:
-        settled = (
-            f"with the updates that the scale's settling lost, FP32 ends {(reference[0] - start) / start:+.2%} apart"
-        )
+    settled, lost = "", _delta(pairs[0][1], whole)
+    if pairs[0][1] is not whole and lost is not None:
+        settled = f"with the updates that the scale's settling lost, FP32 ends {lost:+.2%} apart"
     note = "; ".join(filter(None, [note, _controls_note(nudged), settled]))
     delta = fmean(deltas)
     return Check("validation_delta", delta, allowed, abs(delta) <= allowed, note=note)
+
+
+def _delta(mine: Trajectory, other: Trajectory) -> float | None:
+    """The distance of the validation losses, relative to the other's; None where one of them has none."""
+    if mine.validation is None or not other.validation:
+        return None
+    return (mine.validation - other.validation) / other.validation
 
 
 def _twice_rms(distances: Sequence[float]) -> float:

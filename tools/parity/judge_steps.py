@@ -14,8 +14,9 @@ from statistics import median
 from typing import Any
 
 from config.schema import ParitySection
-from precision.signature import findings, pooled, resolutions
 from precision.statistics import NEGLIGIBLE
+from precision.tolerance import relative
+from tools.parity.rounding import findings, pooled, resolutions
 
 MOST_NAMED = 8
 """Modules that a check names."""
@@ -41,8 +42,10 @@ IN_A_STEP = (
     *("gradient_cosine", "sign_agreement", "grad_norm_error", "update_error", "update_rounding"),
 )
 """The checks of single steps, in the order in which a step computes what they judge."""
+_Values = Callable[[Mapping[str, Any]], Iterable[tuple[str, float]]]
+"""Maps a measured step to its modules, each with its value."""
 WHOLE_GRADIENT = "(gradient norm)"
-"""What is named where the norm over all modules is wrong."""
+"""The name used where the norm over all modules is wrong."""
 WHOLE_LOSS = "(loss)"
 """The same of the loss that is reported."""
 
@@ -120,17 +123,17 @@ def judge_steps(walks: Sequence[Walk], bounds: ParitySection) -> list[Check]:
     taken = [step for step in attempted if step["applied"]]
     checks = [
         _over(attempted, "module_error", bounds.module_error, module_errors, note=_own_note(attempted)),
-        _over(attempted, "accumulation_error", bounds.accumulation_error, _accumulated, floor=0.0),
-        _over(attempted, "weighting_error", bounds.weighting_error, _weighted, floor=0.0),
-        _over(attempted, "loss_error", bounds.loss_error, _misreported, floor=0.0),
-        _over(attempted, "evaluation_error", SAME_LOSS, _evaluated, floor=0.0),
+        _over(attempted, "accumulation_error", bounds.accumulation_error, _figures("accumulation_error"), floor=0.0),
+        _over(attempted, "weighting_error", bounds.weighting_error, _figures("weighting_error"), floor=0.0),
+        _over(attempted, "loss_error", bounds.loss_error, _of_loss("loss_error"), floor=0.0),
+        _over(attempted, "evaluation_error", SAME_LOSS, _of_loss("evaluation_error"), floor=0.0),
         _over(taken, "gradient_error", bounds.gradient_error, gradient_errors, note=_gradient_note(taken)),
         _over(taken, "gradient_cosine", bounds.gradient_cosine, _gradients("cosine"), at_least=True),
         _over(taken, "sign_agreement", bounds.sign_agreement, _gradients("sign_agreement"), at_least=True),
-        _over(taken, "update_error", bounds.update_error, lambda step: _by_module(step["update_error"]).items()),
-        _over(taken, "update_rounding", bounds.update_rounding, _beyond_rounding, floor=0.0),
+        _over(taken, "update_error", bounds.update_error, _figures("update_error")),
+        _over(taken, "update_rounding", bounds.update_rounding, _figures("update_rounding"), floor=0.0),
         _over(taken, "grad_norm_error", min(NORM_ROUNDING, bounds.update_error), _norm_error),
-        _over(attempted, "weight_drift", bounds.weight_drift, _drift, floor=0.0),
+        _over(attempted, "weight_drift", bounds.weight_drift, _figures("drift"), floor=0.0),
         judge_signatures(taken, bounds),
     ]
     if any(step.get("fp8_products") for step in taken):
@@ -143,7 +146,7 @@ def judge_steps(walks: Sequence[Walk], bounds: ParitySection) -> list[Check]:
 
 
 def judge_signatures(steps: Sequence[Mapping[str, Any]], bounds: ParitySection) -> Check:
-    """Modules whose errors rounding does not explain (`precision.signature`), over all applied steps together.
+    """Modules whose errors rounding does not explain (`tools.parity.rounding`), over all applied steps together.
 
     Their own, those of the gradients that they make, and the loss's.
     """
@@ -222,7 +225,7 @@ def _over(
     steps: Sequence[Mapping[str, Any]],
     name: str,
     bound: float,
-    values: Callable[[Mapping[str, Any]], Iterable[tuple[str, float]]],
+    values: _Values,
     *,
     at_least: bool = False,
     note: str = "",
@@ -276,18 +279,16 @@ def _plain_note(steps: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _fp8_note(planned: Sequence[float]) -> str:
-    """What was taken off before values were judged, the largest."""
+    """Note on the largest error that was subtracted before values were judged."""
     return f"beyond {FP8_MARGIN:g} times what FP8's rounding alone makes, up to {max(planned):.2e}" if planned else ""
 
 
 def _fp8_products(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
-    """By layer, how far its three products are from FP8's definition, in units of what rounding explains; the worst."""
+    """Each layer's worst distance of its three products from FP8's definition, in units of what rounding explains."""
     found: dict[str, float] = {}
     for row in step["fp8_products"]:
-        off, allowed = float(row["off"]), float(row["allowed"])
-        value = off / allowed if allowed else (0.0 if off == 0 else math.inf)
-        worst = found.get(row["module"], 0.0)
-        found[row["module"]] = math.nan if math.isnan(value) or math.isnan(worst) else max(worst, value)
+        value = relative(float(row["off"]), float(row["allowed"]))
+        found[row["module"]] = max(found.get(row["module"], 0.0), value)
     return found.items()
 
 
@@ -296,10 +297,8 @@ def gradient_errors(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
     return _gradients("relative_error")(step)
 
 
-def worst_of(
-    steps: Sequence[Mapping[str, Any]], values: Callable[[Mapping[str, Any]], Iterable[tuple[str, float]]]
-) -> dict[str, float]:
-    """By module the worst value over steps, which is what a check compares with its bound; a nan counts as inf."""
+def worst_of(steps: Sequence[Mapping[str, Any]], values: _Values) -> dict[str, float]:
+    """Each module's worst value over steps, which a check compares with its bound; a nan counts as inf."""
     found: dict[str, float] = {}
     for step in steps:
         for name, value in values(step):
@@ -307,7 +306,7 @@ def worst_of(
     return found
 
 
-def _gradients(what: str) -> Callable[[Mapping[str, Any]], Iterable[tuple[str, float]]]:
+def _gradients(what: str) -> _Values:
     """Worst agreement of a module's gradients, for those that are more than noise and than rounding in their dtype."""
 
     def values(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
@@ -384,28 +383,13 @@ def _by_module(values: Mapping[str, float], worst: Callable[..., float] = max) -
     return found
 
 
-def _drift(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
-    return _by_module(step["drift"]).items()
+def _figures(key: str) -> _Values:
+    """The worst value of each module's parameters under this key of a step; empty where it was not measured."""
+    return lambda step: _by_module(step.get(key, {})).items()
 
 
-def _accumulated(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
-    return _by_module(step.get("accumulation_error", {})).items()
-
-
-def _weighted(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
-    return _by_module(step.get("weighting_error", {})).items()
-
-
-def _misreported(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
-    yield WHOLE_LOSS, step.get("loss_error", 0.0)
-
-
-def _evaluated(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
-    yield WHOLE_LOSS, step.get("evaluation_error", 0.0)
-
-
-def _beyond_rounding(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
-    return _by_module(step.get("update_rounding", {})).items()
+def _of_loss(key: str) -> _Values:
+    return lambda step: [(WHOLE_LOSS, step.get(key, 0.0))]
 
 
 def _norm_error(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:

@@ -10,20 +10,21 @@ but FP8's rounding in it (`precision.fp8_reference`), on the same inputs: what a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import Context
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
+from config.errors import one_line
 from modeling.adapter import is_off
 from precision.findings import tensors_of
 from precision.fp8_reference import in_fp8
 from precision.manifest import find_regions
 from precision.regions import Regions
+from precision.tolerance import relative
+from tools.parity.recompute import map_floats
 from tools.parity.slices import Slices
 from training.distributed import World
 
@@ -66,13 +67,13 @@ class OutputErrors:
 
     @contextmanager
     def of_reference(self) -> Iterator[None]:
-        """Around the reference's pass, which comes first."""
+        """Context around the reference's pass, which comes first."""
         with self._hooks(self._reference, self._keep):
             yield
 
     @contextmanager
     def of_candidate(self) -> Iterator[None]:
-        """Around the candidate's pass."""
+        """Context around the candidate's pass."""
         with self._hooks(self._candidate, self._compare):
             yield
 
@@ -89,9 +90,9 @@ class OutputErrors:
         rows = (squares if self._world is None else self._world.sum(squares)).tolist()
         return {
             "order": order,
-            "own_error": {name: _ratio(*row[:2]) for name, row in zip(order, rows, strict=True)},
-            "planned_error": {name: _ratio(*row[4:]) for name, row in zip(order, rows, strict=True) if row[4]},
-            "output_error": {name: _ratio(*row[2:4]) for name, row in zip(order, rows, strict=True)},
+            "own_error": {name: relative(*row[:2]) ** 0.5 for name, row in zip(order, rows, strict=True)},
+            "planned_error": {name: relative(*row[4:]) ** 0.5 for name, row in zip(order, rows, strict=True) if row[4]},
+            "output_error": {name: relative(*row[2:4]) ** 0.5 for name, row in zip(order, rows, strict=True)},
             "not_measured": self._not_measured,
         }
 
@@ -126,7 +127,7 @@ class OutputErrors:
                 exact = _first(module(*_in_fp32(args), **_in_fp32(kwargs)))
                 planned = self._in_fp8(name, module, args, kwargs)
         except Exception as error:  # a module whose inputs cannot be converted is left out, by name
-            self._not_measured[name] = " ".join(str(error).split())[:200]
+            self._not_measured[name] = one_line(error, 200)
             return
         if exact is None or exact.shape != output.shape or name not in self._outputs:
             self._not_measured[name] = "its outputs cannot be compared"
@@ -154,12 +155,6 @@ def _squares(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     return torch.stack([(values - reference).square().sum(), reference.square().sum()])
 
 
-def _ratio(error: float, size: float) -> float:
-    if not math.isfinite(error):
-        return math.inf
-    return (error / size) ** 0.5 if size else (0.0 if error == 0 else math.inf)
-
-
 def _first(output: Any) -> torch.Tensor | None:
     """The first floating tensor of a module's output."""
     return next((tensor for tensor in tensors_of(output) if tensor.is_floating_point()), None)
@@ -171,7 +166,4 @@ def _sampled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _in_fp32(tree: Any) -> Any:
-    def convert(value: Any) -> Any:
-        return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-    return tree_map(convert, tree)
+    return map_floats(torch.Tensor.float, tree)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from modeling.quantised_base import quantised_parameters
-from tools.parity.again import Call, Leaves, Plan, again
+from tools.parity.recompute import Call, Leaves, Plan, again
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_16_BITS = ("flash", "flex")
@@ -30,9 +30,11 @@ _OF_16_BITS = ("flash", "flex")
 def own_code(
     plan: Plan, candidate: dict[str, torch.nn.Module], call: Call, leaves: Leaves | None = None
 ) -> dict[str, Any] | None:
-    """By part what the run's module makes in FP32; None where that cannot be had. leaves: filled, as by `again`."""
+    """Results of the run's module in FP32, by part; None if it cannot compute there. leaves: filled, as by `again`."""
     module = candidate[call.name]
-    if plan.has_regions or plan.kind(call.name) == "functional" or any(map(_is_compiled, module.modules())):
+    if plan.has_regions or plan.computes_in_fp32 or plan.kind(call.name) == "functional":
+        return None
+    if any(map(_is_compiled, module.modules())):
         return None
     attention = getattr(getattr(module, "config", None), "_attn_implementation", None)
     if plan.kind(call.name) == "attention" and str(attention).startswith(_OF_16_BITS):
@@ -43,8 +45,11 @@ def own_code(
     codes = quantised_parameters(module)
     if any(_is_elsewhere(parameter) or id(parameter) in codes for parameter in own):
         return None
-    with _without_hooks(module):
-        return again(plan, call, torch.float32, leaves, code=candidate)
+    try:
+        with _without_hooks(module):
+            return again(plan, call, torch.float32, leaves, code=candidate)
+    except Exception:  # kernels for 16 bits only, whatever they say
+        return None
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:
@@ -59,7 +64,7 @@ def _is_elsewhere(parameter: Any) -> bool:
 
 @contextmanager
 def _without_hooks(module: torch.nn.Module) -> Iterator[None]:
-    """None of the engine's and of who observes."""
+    """Context without the hooks of the engine and of observers."""
     kept = [(item, name, getattr(item, name)) for item in module.modules() for name in _HOOKS]
     try:
         for item, name, _ in kept:

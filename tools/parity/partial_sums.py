@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from tools.parity.again import Call
+from tools.parity.recompute import Call
 
 
 @dataclass(frozen=True)
 class Walk:
-    """Over all values of one gradient, the squares of the partial sums T_k on the way to it, added up in FP64."""
+    """The squares of the partial sums T_k on the way to one gradient, added up over all its values in FP64."""
 
     squares: float
     in_plan: bool
@@ -26,7 +26,7 @@ class Walk:
 
 @torch.no_grad()
 def walks(module: torch.nn.Module, call: Call) -> dict[str, Walk]:
-    """By a parameter's name in the module. call: with the gradient that came to its output.
+    """The walk of each parameter, by its name in the module. call: with the gradient that came to its output.
 
     Empty for modules that are written out: their terms are rounded before they are added, in FP32 as in 16 bits.
     """

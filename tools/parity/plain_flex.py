@@ -20,12 +20,12 @@ from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.nn.attention.flex_attention import AuxOutput, BlockMask
 
 _PLACES = ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None))
-"""Over keys, queries, heads and samples, the innermost first."""
+"""Mapped dimensions for keys, queries, heads and samples, the innermost first."""
 
 
 @contextmanager
 def plain_flex(module: torch.nn.Module) -> Iterator[None]:
-    """Inside, a module whose attention is FlexAttention computes it in plain torch; any other does what it did."""
+    """Context in which a module that has FlexAttention computes it in plain torch; any other module is unchanged."""
     if getattr(getattr(module, "config", None), "_attn_implementation", None) != "flex_attention":
         yield
         return
@@ -49,7 +49,7 @@ def flex_attention(
     return_aux: Any = None,
     **_: Any,
 ) -> Any:
-    """As torch's: (batch, heads, queries, width) of the query's dtype, and with `return_aux` the sums' logarithm.
+    """The counterpart of torch's: (batch, heads, queries, width) in the query's dtype, and with `return_aux` log sums.
 
     query: (batch, heads, queries, width). key, value: (batch, heads or a divisor of them, keys, width).
     """
@@ -68,7 +68,7 @@ def flex_attention(
 
 
 class _Rounded(torch.autograd.Function):
-    """What it gets, whose gradient is rounded to a dtype."""
+    """The identity, whose gradient is rounded to a dtype."""
 
     @staticmethod
     def forward(context: Any, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""How sure a mean of a few paired differences is, what shift it would find, and how many pairs another shift takes.
+"""Confidence in a mean of a few paired differences, the shift it would find, and the pairs that another shift takes.
 
 The mean of n differences whose standard deviation is estimated with f degrees of freedom is off by Student's t with f
 degrees times that over sqrt(n). Equivalence within a bound is shown at the level alpha when the 1 - 2 alpha interval

@@ -9,7 +9,6 @@ activation checkpointing).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -46,7 +45,6 @@ class Reference:
             section,
             shape,
             seed=seed,
-            gather=lambda _: nullcontext(True),
             model_class=model_class,
             adapter=resolved.config.adapter,
         )

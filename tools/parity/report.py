@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from config.markdown import code, table, text
 from tools.parity.judge_runs import confidence_line
 from tools.parity.judge_steps import gradient_errors, module_errors, worst_of
 from tracking.pages.document import write_document
-from tracking.plots import STYLE, plain, save_png
+from tracking.pages.markdown import Table, code, page, section, text
+from tracking.plots import figure, plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_SIZE = (12, 4.6)
 _FP32, _MINE, _BOUND = "#7f7f7f", "#1f4e79", "#c00000"
 _COLOURS = ("#1f4e79", "#d1660f", "#2e7d32", "#7b3fa0", "#00838f", "#a15c00")
 _WORDS = {
@@ -61,22 +62,25 @@ def write_report(folder: Path, found: dict[str, Any]) -> Path:
 
     found: the content of parity.json, in which values that are not finite are strings.
     """
-    _draw(folder / "trajectories.png", lambda axes: _draw_trajectories(axes, found))
-    pictures = "![loss of both runs, and their difference](trajectories.png)\n"
+    with figure(folder / "trajectories.png", *_SIZE, dpi=120) as drawn:
+        _draw_trajectories(drawn.subplots(1, 2), found)
+    steps = ""
     if any(walk["steps"] for walk in found["walks"]):
-        _draw(folder / "steps.png", lambda axes: _draw_steps(axes, found))
-        pictures += "\n![error of each module in its output and its gradients, the worst of all steps](steps.png)\n"
-    parts = [
-        f"# Parity of {text(found['conditions']['compute'])} with FP32: {found['verdict']}\n",
-        "\n".join(verdict_lines(found)) + "\n",
-        "## Checks\n\n" + _checks(found["checks"]),
-        pictures,
-        "## How sure\n\n" + text(confidence_line(found["confidence"])) + "\n",
-        "## Where they diverge\n\n" + _divergence(found),
-        "## Speed, memory and cost\n\n" + _resources(found["bought"]),
-        "## Conditions\n\n" + _conditions(found["conditions"]),
-    ]
-    return write_document(folder / "parity.md", "\n".join(parts), tone="bad" if found["failed"] else "good")
+        with figure(folder / "steps.png", *_SIZE, dpi=120) as drawn:
+            _draw_steps(drawn.subplots(1, 2), found)
+        steps = "![error of each module in its output and its gradients, the worst of all steps](steps.png)"
+    content = page(
+        f"# Parity of {text(found['conditions']['compute'])} with FP32: {found['verdict']}",
+        "\n".join(verdict_lines(found)),
+        section("Checks", _checks(found["checks"])),
+        "![loss of both runs, and their difference](trajectories.png)",
+        steps,
+        section("How sure", text(confidence_line(found["confidence"]))),
+        section("Where they diverge", _divergence(found)),
+        section("Speed, memory and cost", _resources(found["bought"])),
+        section("Conditions", _conditions(found["conditions"])),
+    )
+    return write_document(folder / "parity.md", content, tone="bad" if found["failed"] else "good")
 
 
 def verdict_lines(found: dict[str, Any]) -> list[str]:
@@ -94,7 +98,7 @@ def verdict_lines(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _checks(checks: Sequence[dict[str, Any]]) -> str:
+def _checks(checks: Sequence[dict[str, Any]]) -> Table:
     rows = [
         (
             _WORDS.get(check["name"], check["name"]) + f" (`{check['name']}`)",
@@ -105,7 +109,7 @@ def _checks(checks: Sequence[dict[str, Any]]) -> str:
         )
         for check in checks
     ]
-    return table(("what", "measured", "bound", "holds", "worst at"), rows)
+    return Table(("what", "measured", "bound", "holds", "worst at"), rows)
 
 
 def _divergence(found: dict[str, Any]) -> str:
@@ -122,25 +126,20 @@ def _divergence(found: dict[str, Any]) -> str:
         )
     else:
         lines.append("No module's own output is off by more than the bound in any step compared.")
-    return " ".join(lines) + "\n"
+    return " ".join(lines)
 
 
-def _resources(quantities: dict[str, Any]) -> str:
-    rows = []
+def _resources(quantities: dict[str, Any]) -> Table:
+    table = Table(("what", "this run", "FP32", "ratio"))
     for name, values in quantities.items():
         words, unit = _UNITS[name]
-        ratio = values["ratio"]
-        rows.append(
-            (
-                words,
-                *(_quantity(values[run], unit) for run in ("candidate", "fp32")),
-                "not reported here" if ratio is None else f"{ratio:.2f}x",
-            )
-        )
-    return table(("what", "this run", "FP32", "ratio"), rows)
+        mine, other, ratio = values["candidate"], values["fp32"], values["ratio"]
+        over = "not reported here" if ratio is None else f"{ratio:.2f}x"
+        table.add(words, _quantity(mine, unit), _quantity(other, unit), over)
+    return table
 
 
-def _conditions(conditions: dict[str, Any]) -> str:
+def _conditions(conditions: dict[str, Any]) -> Table:
     environment = conditions["environment"]
     versions = environment.get("versions") or {}
     cpu, accelerator = environment.get("cpu") or {}, environment.get("accelerator") or {}
@@ -148,6 +147,7 @@ def _conditions(conditions: dict[str, Any]) -> str:
     if device == "cpu":
         device = f"{cpu.get('model')}, {cpu.get('usable_cores')} cores"
     batch = f"{conditions['global_batch']} sequences of {conditions['sequence_length']} tokens"
+    named = [name for name in ("python", "torch", "deepspeed", "transformers") if name in versions]
     rows = [
         ("model", f"{text(conditions['model'])}, {conditions['parameters']:,} parameters"),
         ("data fingerprint", code(conditions["data"])),
@@ -156,27 +156,10 @@ def _conditions(conditions: dict[str, Any]) -> str:
         ("ZeRO stage, offload", f"{conditions['zero_stage']}, {conditions['offload']}"),
         ("processes", str(conditions["processes"])),
         ("hardware", text(device)),
-        (
-            "versions",
-            ", ".join(
-                f"{name} {versions[name]}"
-                for name in ("python", "torch", "deepspeed", "transformers")
-                if name in versions
-            ),
-        ),
+        ("versions", ", ".join(f"{name} {versions[name]}" for name in named)),
         ("command", code(conditions["command"])),
     ]
-    return table(("", ""), rows)
-
-
-def _draw(path: Path, draw: Any) -> None:
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(12, 4.6), dpi=120, layout="constrained")
-        draw(figure.subplots(1, 2))
-        save_png(figure, path)
+    return Table(("", ""), rows)
 
 
 def _draw_trajectories(axes: Sequence[Axes], found: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Every module of a run computed four times on the same inputs: what `precision.signature` judges.
+"""Every module of a run computed four times on the same inputs: what `tools.parity.rounding` judges.
 
 In the forward pass of a step's first micro-batch, as soon as a module of the run has returned, the same module of the
 reference (`tools.parity.reference`: freshly built by transformers, never patched by the engine, by regions or by
@@ -18,7 +18,7 @@ three times. So is the loss, with the gradient of its logits, or chunked with th
 
 All three are independent of what was changed in the run's model. They are not independent of transformers' code: a
 constant that is wrong there is wrong in all. A narrowing there is left out of the FP64 computation, so that it shows in
-FP32's error (see `precision.signature`).
+FP32's error (see `tools.parity.rounding`).
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from typing import Any
 
 import torch
 
+from config.errors import one_line
 from modeling.adapter import is_off
 from modeling.objectives.objective import Objective
 from precision.regions import Regions
-from precision.signature import FIELDS, sums_of
-from tools.parity.again import Call, Plan, again, fewer_rows, floats_of, parts_of, terms_of
 from tools.parity.backward import Backward, OwnLoss
 from tools.parity.own_code import own_code
+from tools.parity.recompute import COMPUTED_IN, Call, Plan, again, fewer_rows, floats_of, parts_of, row_of, terms_of
+from tools.parity.rounding import sums_of
 from tools.parity.slices import Slices, cuts_of
 from training.distributed import World
 
@@ -74,7 +75,7 @@ class Signatures:
 
     @contextmanager
     def of_candidate(self) -> Iterator[None]:
-        """Around the candidate's passes, forward and backward; gradients are compared at the end."""
+        """Context around the candidate's passes, forward and backward; gradients are compared at the end."""
         with ExitStack() as stack:
             stack.enter_context(self._backward.watching())
             for name, module in self._candidate.items():
@@ -92,7 +93,7 @@ class Signatures:
     def watch_loss(
         self, objective: Objective, inputs: dict[str, Any], labels: torch.Tensor, own: OwnLoss | None = None
     ) -> Callable[[Any], None]:
-        """What to call with the candidate's loss before its backward pass: so that it is compared, too, as `(loss)`.
+        """The function to call with the candidate's loss before its backward pass, so that it is compared as `(loss)`.
 
         objective: the reference's. inputs, labels: of the first micro-batch. own: how the candidate computes its loss;
         None where its code is not to be called in FP32.
@@ -100,7 +101,7 @@ class Signatures:
         return self._backward.watch_loss(objective, inputs, labels, own)
 
     def measured(self) -> dict[str, Any]:
-        """{"parts": rows for `precision.signature.pooled`, "not_measured": reason by module}. A collective."""
+        """{"parts": rows for `tools.parity.rounding.pooled`, "not_measured": reason by module}. A collective."""
         ranks = [self._rows] if self._world is None else self._world.gather_objects(self._rows)
         group = self._slices.group
         ranks = ranks[:: group.size] if group is not None else ranks  # each of a group has measured the same
@@ -156,14 +157,14 @@ class Signatures:
         if kind == "linear" and not call.inside:
             call = fewer_rows(call)
         try:
-            computed_as = self._computed(call)
+            computed_as = [again(self._plan, call, dtype) for dtype in COMPUTED_IN]
         except Exception as error:
             if call.inside:  # which returned what the reference's code cannot take, as of another shape
                 self._compare(dataclasses.replace(call, inside=[]))
             else:  # a module whose inputs cannot be converted is left out, by name
-                self._not_measured[call.name] = " ".join(str(error).split())[:200]
+                self._not_measured[call.name] = one_line(error, 200)
             return
-        own = self._own_code(call)
+        own = None if self._slices.group is not None else own_code(self._plan, self._candidate, call)
         terms = terms_of(kind, call)
         for part, found in parts_of(call).items():
             computed = [floats_of(tree.get(part)) for tree in computed_as]
@@ -176,20 +177,6 @@ class Signatures:
                 mine = floats_of(own.get(part)) if own else []
                 in_fp32 = mine[index] if index < len(mine) and mine[index].shape == values[0].shape else None
                 sums = sums_of(*values, width=self._plan.width(call.name), own=in_fp32)
-                if part != "output" and not any(sums[FIELDS.index(f"{who}_rr")] for who in ("run", "plan", "own")):
-                    continue  # handed on as it was
-                row: dict[str, Any] = {"module": call.name, "part": f"{part}, {index}" if index else part, "kind": kind}
-                row |= {"roundoff": self._plan.roundoff(call.name, values[1]), "terms": terms}
-                self._rows.append({**row, "sums": sums})
-
-    def _computed(self, call: Call) -> list[dict[str, Any]]:
-        """By part what the reference makes: in the plan's dtype, in FP32 and in FP64."""
-        return [again(self._plan, call, dtype) for dtype in (None, torch.float32, torch.float64)]
-
-    def _own_code(self, call: Call) -> dict[str, Any] | None:
-        if self._slices.group is not None or self._plan.computes_in_fp32:
-            return None
-        try:
-            return own_code(self._plan, self._candidate, call)
-        except Exception:  # kernels for 16 bits only, whatever they say
-            return None
+                of_part = f"{part}, {index}" if index else part
+                roundoff = self._plan.roundoff(call.name, values[1])
+                self._rows += row_of(call.name, of_part, kind, roundoff, terms, sums)

@@ -1,4 +1,4 @@
-"""What the modules of ranks that share matrices get and make, whole, to compare it with a reference on one rank.
+"""Whole inputs and outputs of modules whose matrices ranks share, to compare them with a reference on one rank.
 
 A rank has its heads of an attention and its inner values of an MLP. Which tensors are such slices, and along which
 dimension, shows beside the reference's pass: its tensors of the same place have other shapes.
@@ -12,10 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from modeling.tensor_parallel import Cut, cut
-from tools.parity.again import Call
+from tools.parity.recompute import Call, leaves_of, map_floats
 from training.distributed import TensorGroup
 from training.engine.tensor_slices import joined_in
 
@@ -29,13 +28,13 @@ class Slices:
         """group: None where each rank has whole matrices; then everything is whole as it is."""
         self.group = group
         self.given: dict[str, tuple[int, list[int]]] = {}
-        """Of modules that get a slice: along which dimension, and the sizes of all slices."""
+        """Modules that get a slice, to its dimension and the sizes of all slices."""
         self._inputs: dict[str, _Shapes] = {}
         self._outputs: dict[str, _Shapes] = {}
 
     @contextmanager
     def of_reference(self, reference: torch.nn.Module) -> Iterator[None]:
-        """Around a pass of the reference on the same batch."""
+        """Context around a pass of the reference on the same batch."""
         with ExitStack() as stack:
             for name, module in reference.named_modules() if self.group is not None else ():
 
@@ -47,8 +46,8 @@ class Slices:
             yield
 
     def inputs(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """What a module got, as (args, kwargs)."""
-        shapes, floats = self._inputs.get(name, ()), _floats((args, kwargs))
+        """A module's whole inputs, as (args, kwargs)."""
+        shapes, floats = self._inputs.get(name, ()), leaves_of((args, kwargs))
         if self.group is not None and name not in self.given and shapes and floats:
             dim = _smaller(floats[0].shape, shapes[0])
             if dim is not None:
@@ -57,7 +56,7 @@ class Slices:
         return found
 
     def output(self, name: str, output: Any) -> Any:
-        """What it returned."""
+        """A module's whole output."""
         return self._tree(output, self._outputs.get(name, ()))
 
     def call(self, call: Call) -> Call:
@@ -85,10 +84,10 @@ class Slices:
         return joined_in(self.group, gradient, parameter)
 
     def _tree(self, tree: Any, shapes: _Shapes) -> Any:
-        if self.group is None or len(_floats(tree)) != len(shapes):
+        if self.group is None or len(leaves_of(tree)) != len(shapes):
             return tree
         left = iter(shapes)
-        return tree_map(lambda item: self._whole(item, next(left)) if _is_float(item) else item, tree)
+        return map_floats(lambda item: self._whole(item, next(left)), tree)
 
     def _numbered(self, gradients: Mapping[int, torch.Tensor], shapes: _Shapes) -> dict[int, torch.Tensor]:
         return {
@@ -112,14 +111,14 @@ class Slices:
         return joined.requires_grad_(values.requires_grad)
 
     def _sizes(self, values: torch.Tensor, dim: int) -> list[int]:
-        """Of the slices of all ranks along a dimension."""
+        """Sizes of all ranks' slices along a dimension."""
         assert self.group is not None
         own = torch.tensor([values.shape[dim]], device=values.device)
         return [int(size) for size in self.group.gather(own)]
 
 
 def cuts_of(model: torch.nn.Module) -> dict[str, Cut]:
-    """How the parameters that are cut are, by name."""
+    """The cut of each parameter that is cut, by name."""
     found = ((name, cut(parameter)) for name, parameter in model.named_parameters())
     return {name: how for name, how in found if how is not None}
 
@@ -132,13 +131,5 @@ def _smaller(own: torch.Size, whole: torch.Size) -> int | None:
     return found[0] if len(found) == 1 and own[found[0]] < whole[found[0]] else None
 
 
-def _is_float(item: Any) -> bool:
-    return isinstance(item, torch.Tensor) and item.is_floating_point()
-
-
-def _floats(tree: Any) -> list[torch.Tensor]:
-    return [item for item in tree_leaves(tree) if _is_float(item)]
-
-
 def _shapes(tree: Any) -> list[torch.Size]:
-    return [item.shape for item in _floats(tree)]
+    return [item.shape for item in leaves_of(tree)]

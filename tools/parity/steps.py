@@ -51,6 +51,7 @@ from modeling.router_balance import RouterBalance, router_balance
 from precision.dtypes import DTYPES
 from precision.fp8_reference import in_fp8
 from precision.statistics import compare_gradients, master_drift, to_plain
+from precision.tolerance import relative
 from tools.parity.fp8_products import Fp8Products
 from tools.parity.judge_steps import Walk, beyond_bounds, blamed, first_divergence, judge_steps
 from tools.parity.oracle.optimizers import decay_and_factor
@@ -63,7 +64,7 @@ from tracking.run_dir import RunDir
 from training.build import assemble
 from training.distributed import World
 from training.engine import Engine
-from training.engine.optimizer import implementation, rounding
+from training.engine.optimizer import IMPLEMENTATIONS, rounding
 from training.engine.optimizers.adamw import after
 from training.engine.optimizers.rule import UpdateInputs
 from training.engine.rng import generators, restore_generators
@@ -77,7 +78,7 @@ from training.engine.tensors import (
 )
 from training.progress import Progress
 from training.schedule import scheduled_rate
-from training.session import session
+from training.session import Session, session
 
 MAX_SKIPS = 12
 """Skipped steps after which a point is abandoned: a loss scale that starts at 65536 needs fewer to settle."""
@@ -89,7 +90,7 @@ class Before:
 
     masters: dict[str, torch.Tensor]
     states: dict[str, list[torch.Tensor]]
-    """What the optimizer keeps, in the order of its table's row; zeros before the first applied step."""
+    """The optimizer's states, in the order of its table's row; zeros before the first applied step."""
 
 
 class StepParity:
@@ -179,7 +180,7 @@ class StepParity:
         return measured
 
     def _reduced_gradients(self) -> dict[str, torch.Tensor]:
-        """By parameter name, of those that have any; unscaled, whole."""
+        """Gradients by parameter name, for those that have one; unscaled, whole."""
         engine = self._engine
         own = {name: whole_gradient(engine, parameter) for name, parameter in trainable_parameters(engine).items()}
         return {name: gradient for name, gradient in own.items() if gradient is not None}
@@ -193,17 +194,17 @@ class StepParity:
         return loss
 
     def evaluation_error(self, batch: Batch) -> float:
-        """How far the losses of two evaluations of a batch are apart, relative. Changes no weight.
+        """The relative distance between the losses of two evaluations of a batch. Changes no weight.
 
         They have the same weights and other random numbers, so that whatever is drawn or changed while a model is
         evaluated, such as dropout, shows. On a CPU a sound model's are the same bit for bit.
         """
         engine = self._engine
         first, second = (engine.evaluate([batch]).loss for _ in range(2))
-        return _relative(second, first)
+        return relative(abs(second - first), abs(first))
 
     def _planned_agreement(self, batch: Batch, gradients: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """By parameter how FP32's gradients agree with those of the same model with FP8's rounding and no other."""
+        """Agreement of FP32's gradients with those of the same model under FP8's rounding alone, by parameter."""
         regions, model = self._engine.regions, self._reference.model
         names = regions.names_in("fp8") if regions else ()
         if regions is None or not names:
@@ -219,7 +220,7 @@ class StepParity:
         agreement: Mapping[str, Any],
         norms: Mapping[str, float],
     ) -> dict[str, Any]:
-        """How the gradients of plain torch in the run's dtype agree with FP32's, of parameters whose own do not.
+        """Agreement of plain torch's gradients in the run's dtype with FP32's, for parameters whose own do not agree.
 
         Where a gradient's terms cancel, rounding alone takes it beyond every bound. Empty, at no cost, where all are
         within their bounds; in FP32, and where modules compute in several dtypes.
@@ -234,7 +235,7 @@ class StepParity:
         return to_plain(compare_gradients([(name, found[name]) for name in names], gradients.items()))
 
     def accumulation_errors(self, batch: Batch) -> dict[str, float]:
-        """By parameter, how far the gradients of a micro-batch and of an eighth of its loss do not add up to their sum.
+        """The error of adding up the gradients of a micro-batch and of an eighth of its loss, by parameter.
 
         Each is had alone first, as the sum with nothing. FP32 adds them up but for its own last rounding; what adds up
         in 16 bits rounds their sum once more. Where passes differ from run to run, it may be off by four times as much.
@@ -256,7 +257,7 @@ class StepParity:
         return found
 
     def weighting_errors(self, batch: Batch) -> dict[str, Any]:
-        """How a step weights what its micro-batches and ranks have of the global batch.
+        """Errors of the weights that a step gives to its micro-batches' and ranks' parts of the global batch.
 
         weighting_error: by parameter, the relative distance of the reduced gradient from the one that is put together
         here of the same passes, in which each label (pair, row) counts the same however many are in its micro-batch.
@@ -273,13 +274,13 @@ class StepParity:
         if not all(bool(gradient.isfinite().all()) for gradient in (*own.values(), *expected.values())):
             return {}
         found = {name: _distance(gradient, expected[name]) for name, gradient in own.items()}
-        off = _relative(loss, mean)
+        off = relative(abs(loss - mean), abs(mean))
         bounds = self._resolved.config.parity
         if off > bounds.loss_error or max(found.values(), default=0.0) > bounds.weighting_error:
             again, repeated = self._put_together(batch)
             noise = {name: _distance(repeated[name], gradient) for name, gradient in expected.items()}
             found = {name: max(0.0, value - 4.0 * noise[name]) for name, value in found.items()}
-            off = max(0.0, off - 4.0 * _relative(again, mean))
+            off = max(0.0, off - 4.0 * relative(abs(again - mean), abs(mean)))
         return {"weighting_error": found, "loss_error": off}
 
     def _put_together(self, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
@@ -350,7 +351,7 @@ class StepParity:
     def _judge_update(
         self, before: Before, gradients: dict[str, torch.Tensor], norm: float, *, lr: float, step: int
     ) -> dict[str, dict[str, float]]:
-        """By parameter, how far its update is from what it should have been.
+        """The distance of each parameter's update from what it should have been.
 
         update_error: relative distance, beyond what rounding explains: that of the master in FP32, and what the
         optimizer computes in 16 bits. update_rounding: the share of its values whose master or moments are further from
@@ -359,7 +360,7 @@ class StepParity:
         counted (`adamw.after`). norm: what the engine clipped by; that it is the gradient's is judged for itself.
         """
         engine, section = self._engine, self._resolved.config.optimizer
-        update, clipping = implementation(section.name).update, section.gradient_clipping
+        update, clipping = IMPLEMENTATIONS[section.name].update, section.gradient_clipping
         exact = clip_coefficient(_norm(gradients), clipping)
         reported = 1.0 / max(1.0, (norm + 1e-6) / clipping) if clipping else 1.0
         errors, beyond = {}, {}
@@ -381,8 +382,7 @@ class StepParity:
             expected, master = update(given), whole_master(engine, parameter).double()
             explained = 2.0**-24 * float(given.master.norm()) + rounding(section.name, given)
             off = max(0.0, float((master - given.master - expected).norm()) - explained)
-            size = float(expected.norm())
-            errors[name] = off / size if size else (0.0 if off == 0 else math.inf)
+            errors[name] = relative(off, float(expected.norm()))
             if engine.has_torch_adamw:
                 states = [whole_state(engine, parameter, key).double() for key in states_of(engine, parameter)]
                 values, slack = after(dataclasses.replace(given, gradient=gradient.double() * reported))
@@ -413,30 +413,46 @@ def walk(steps: StepParity, batches: Batches, progress: Progress, *, length: int
     return measured
 
 
+class Recomputed:
+    """A run that is made again from its checkpoints, beside FP32. Every method is a collective."""
+
+    def __init__(self, opened: Session, run_dir: RunDir) -> None:
+        engine, resolved = opened.engine, opened.resolved
+        self.batches, self._engine, self._folder = opened.batches, engine, run_dir.checkpoints
+        self._checkpoints = opened.saved_checkpoints(self._folder)
+        self._parts, self._start = assemble(
+            resolved, engine, opened.batches, record=Record.silent(), checkpoints=self._checkpoints
+        )
+        reference = Reference(resolved, opened.model_config, opened.world, engine.teacher)
+        self.parity = StepParity(engine, reference, resolved)
+
+    def restored(self, point: int) -> Progress:
+        """The progress at a checkpoint, whose state the engine has from here on; at the run's start where it is 0.
+
+        The start is only there as long as no checkpoint has been restored.
+        """
+        if not point:
+            return self._start
+        return self._parts.load_state_dict(self._checkpoints.load(self._folder / f"step-{point}", self._engine))
+
+
 def measure(
     run_dir: RunDir, resolved: Resolved, points: list[int], *, length: int, world: World | None = None
 ) -> list[dict[str, Any]]:
-    """For each point, in order, the measured steps after it; 0 is the start of the run. A collective.
+    """The measured steps after each point, in order; 0 is the start of the run. A collective.
 
     world: the process group, where it was joined already.
     """
     with session(resolved, world=world, shares=("sequence", "tensor", "expert")) as opened:
-        engine, batches = opened.engine, opened.batches
-        checkpoints = opened.saved_checkpoints(run_dir.checkpoints)
-        record = Record.silent()
-        parts, start = assemble(resolved, engine, batches, record=record, checkpoints=checkpoints)
-        reference = Reference(resolved, opened.model_config, opened.world, engine.teacher)
-        steps = StepParity(engine, reference, resolved)
-        found: list[dict[str, Any]] = []
+        run, found = Recomputed(opened, run_dir), []
         for point in points:
-            progress = start
-            if point:
-                try:
-                    progress = parts.load_state_dict(checkpoints.load(run_dir.checkpoints / f"step-{point}", engine))
-                except Exception as error:  # a checkpoint that cannot be restored is a finding, not a crash
-                    found.append({"point": point, "restored": False, "why": one_line(error), "steps": []})
-                    continue
-            found.append({"point": point, "restored": True, "steps": walk(steps, batches, progress, length=length)})
+            try:
+                progress = run.restored(point)
+            except Exception as error:  # a checkpoint that cannot be restored is a finding, not a crash
+                found.append({"point": point, "restored": False, "why": one_line(error), "steps": []})
+                continue
+            steps = walk(run.parity, run.batches, progress, length=length)
+            found.append({"point": point, "restored": True, "steps": steps})
     return found
 
 
@@ -457,14 +473,8 @@ def verdict(found: Sequence[Mapping[str, Any]], bounds: ParitySection) -> dict[s
 
 
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """||found - expected|| / ||expected||; 0 where both are 0."""
-    size, off = float(expected.norm()), float((found - expected).norm())
-    return off / size if size else (0.0 if off == 0 else math.inf)
-
-
-def _relative(found: float, expected: float) -> float:
-    """|found - expected| / |expected|; 0 where both are 0."""
-    return abs(found - expected) / abs(expected) if expected else (0.0 if found == 0 else math.inf)
+    """||found - expected|| / ||expected||."""
+    return relative(float((found - expected).norm()), float(expected.norm()))
 
 
 def _norm(gradients: dict[str, torch.Tensor]) -> float:

@@ -19,14 +19,11 @@ from config.printable import line
 from config.resolved import Resolved
 from config.schema import ParitySection
 from tools.parity.judge_steps import IN_A_STEP, SAME_LOSS, Check, Walk, first_divergence, gradient_errors, judge_steps
-from tools.parity.reference import Reference
-from tools.parity.steps import StepParity
+from tools.parity.steps import Recomputed
 from tools.replay.recorded import Event, Recorded
 from tools.replay.repeat import Log
-from tracking.record import Record
 from tracking.run_dir import RunDir
 from training import distributed
-from training.build import assemble
 from training.checkpoint.choice import by_step, step_of
 from training.checkpoint.manifest import is_whole
 from training.session import Session, session
@@ -50,7 +47,7 @@ class Leaving:
     note: str
 
     def text(self) -> str:
-        """In words."""
+        """The human-readable finding."""
         where = f", in {self.module}" if self.module else ", in the whole step"
         note = f" ({self.note})" if self.note else ""
         numbers = f"{self.check} {self.measured:.4g}, bound {self.bound:.4g}"
@@ -58,7 +55,7 @@ class Leaving:
 
 
 def leaving(measured: Mapping[str, Any], bounds: ParitySection) -> Leaving | None:
-    """What is first beyond its bound in a measured step, in the order in which a step computes; None: nothing is."""
+    """The first bound that a measured step exceeds, in the order in which a step computes; None if it exceeds none."""
     walk, step = Walk(0, True, [measured]), int(measured["step"])
     beyond = [check for check in judge_steps([walk], bounds) if not check.passed and check.where]
     if not beyond:
@@ -108,13 +105,7 @@ class Walker:
 
     def __init__(self, opened: Session, run_dir: RunDir, steps: Mapping[int, Event], log: Log) -> None:
         """steps: the run's `step` events by step."""
-        engine, self._folder, self._steps, self._log = opened.engine, run_dir.checkpoints, steps, log
-        self._checkpoints = opened.saved_checkpoints(self._folder)
-        self._parts, self._start = assemble(
-            opened.resolved, engine, opened.batches, record=Record.silent(), checkpoints=self._checkpoints
-        )
-        reference = Reference(opened.resolved, opened.model_config, opened.world, engine.teacher)
-        self._parity = StepParity(engine, reference, opened.resolved)
+        self._run, self._steps, self._log = Recomputed(opened, run_dir), steps, log
         self._bounds = opened.resolved.config.parity
 
     def walk(self, point: int, last: int) -> Iterator[tuple[dict[str, Any], Leaving | None]]:
@@ -122,17 +113,13 @@ class Walker:
 
         Ends with step `last`. From the seed only in a session that has loaded no checkpoint.
         """
-        progress, batches = self._start, self._parts.batches
-        if point:
-            state = self._checkpoints.load(self._folder / f"step-{point}", self._parts.engine)
-            progress = self._parts.load_state_dict(state)
-        applied = progress.applied
+        batches, applied = self._run.batches, self._run.restored(point).applied
         for number in range(point + 1, last + 1):
             if number not in self._steps:
                 raise UserError(f"--bisect: the record has no step {number}, and it has to be made again")
             recorded = self._steps[number]
             batches.restore(recorded["position"])
-            measured = self._parity.step(
+            measured = self._run.parity.step(
                 batches.next_step(), applied=applied, lr=recorded["lr"], apply=recorded["applied"], dropped=True
             )
             applied += measured["applied"]

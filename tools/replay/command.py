@@ -86,4 +86,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _silent(text: str) -> None:
-    """For ranks other than 0."""
+    """The log of ranks other than 0."""

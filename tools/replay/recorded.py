@@ -1,15 +1,13 @@
-"""What a run's record says of an attempted step: the steps that led to it, its session, and what came of it."""
+"""The record of an attempted step: the steps that led to it, its session, and what came of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
 
 from config.errors import UserError
 from config.resolved import Resolved
-
-Event = dict[str, Any]
+from tracking.events import Event
 
 
 @dataclass(frozen=True)
@@ -19,7 +17,7 @@ class Recorded:
     steps: list[Event]
     """The `step` events up to it, from the run's first step on."""
     after: list[Event]
-    """Those of the steps right after it, as far as they took the batches right after its own."""
+    """The `step` events right after it, as far as they took the batches right after its own."""
     incident: Event | None
     """The guard's, where the step was one."""
     causes: list[Event]
@@ -38,6 +36,9 @@ def read_recorded(events: list[Event], step: int) -> Recorded:
     """The attempt of `step` that is replayed; raises UserError when there is none, or its layout is not known."""
     steps = attempt_to_replay(events, step)
     at = next(index for index, event in enumerate(events) if event is steps[-1])
+    starts = [event for event in events[:at] if event["event"] == "run_start"]
+    if not starts:
+        raise UserError(f"--step {step}: no run_start is recorded before it, so its layout is not known")
     further = [event for event in events[at + 1 :] if event["event"] == "step"]
     follows = takewhile(
         lambda pair: pair[1]["position"] == steps[-1]["position"] + pair[0] and pair[1]["step"] == step + pair[0],
@@ -50,11 +51,11 @@ def read_recorded(events: list[Event], step: int) -> Recorded:
         after=[event for _, event in follows],
         incident=incidents[0] if incidents else None,
         causes=[event for event in of_it if event["event"] == "nonfinite" and event["step"] == step],
-        session=session_of(events, steps[-1]),
+        session=starts[-1],
     )
 
 
-def attempt_to_replay(events: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
+def attempt_to_replay(events: list[Event], step: int) -> list[Event]:
     """The `step` events of the attempt that reached `step`, from the run's first step on.
 
     A run that rolled back or was resumed attempts a step more than once; the attempt with an incident is chosen, or
@@ -65,7 +66,7 @@ def attempt_to_replay(events: list[dict[str, Any]], step: int) -> list[dict[str,
         raise UserError(f"--step {step}: the run has no such step; its events end at step {last_step(events)}")
     bad = [i for i in reached if any(e["event"] == "incident" and e["step"] == step for e in events[i : i + 30])]
     index = (bad or reached)[-1]
-    chain: list[dict[str, Any]] = []
+    chain: list[Event] = []
     for event in reversed(events[: index + 1]):
         wanted = chain[-1]["step"] - 1 if chain else step
         if event["event"] == "step" and event["step"] == wanted:
@@ -73,41 +74,26 @@ def attempt_to_replay(events: list[dict[str, Any]], step: int) -> list[dict[str,
     return chain[::-1]
 
 
-def session_of(events: list[dict[str, Any]], step: dict[str, Any]) -> dict[str, Any]:
-    """The `run_start` of the session that made `step`, one of `events`: a run may resume in another layout."""
-    at = next(index for index, event in enumerate(events) if event is step)
-    starts = [event for event in events[:at] if event["event"] == "run_start"]
-    if not starts:
-        raise UserError(f"--step {step['step']}: no run_start is recorded before it, so its layout is not known")
-    return starts[-1]
-
-
-def require_layout(session: dict[str, Any], resolved: Resolved) -> None:
+def require_layout(session: Event, resolved: Resolved) -> None:
     """Raises UserError where the run folder's config is from a later session with another layout than the step's."""
-    then = {"zero_stage": session["zero_stage"], "compute": session["compute"]}
-    now = {"zero_stage": resolved.zero_stage, "compute": resolved.compute}
-    if then != now:
+    later, parallel = f"{resolved.config_path}: is from a later session", resolved.config.parallel
+    if (session["zero_stage"], session["compute"]) != (resolved.zero_stage, resolved.compute):
         raise UserError(
-            f"{resolved.config_path}: is from a later session, ZeRO-{now['zero_stage']} in {now['compute']}; the step "
-            f"was made at ZeRO-{then['zero_stage']} in {then['compute']}, and with another config it is another step"
+            f"{later}, ZeRO-{resolved.zero_stage} in {resolved.compute}; the step was made at "
+            f"ZeRO-{session['zero_stage']} in {session['compute']}, and with another config it is another step"
         )
-    for key in ("sequence", "tensor", "expert"):
-        ranks = getattr(resolved.config.parallel, key)
-        before = session.get(f"{key}_ranks", ranks)  # runs of earlier versions do not say
-        if before != ranks:
-            raise UserError(
-                f"{resolved.config_path}: is from a later session, with parallel.{key} = {ranks}; the step was made "
-                f"with {before}, which adds up in another order"
-            )
-    attention = resolved.config.model.attention
-    before = session.get("attention", attention)  # runs of earlier versions do not say
-    if before != attention:
-        raise UserError(
-            f"{resolved.config_path}: is from a later session, with model.attention = {attention}; the step was made "
-            f"with {before}, which rounds differently"
-        )
+    for key, field, now, why in (
+        *(
+            (f"parallel.{key}", f"{key}_ranks", getattr(parallel, key), "adds up in another order")
+            for key in ("sequence", "tensor", "expert")
+        ),
+        ("model.attention", "attention", resolved.config.model.attention, "rounds differently"),
+    ):
+        before = session.get(field, now)  # runs of earlier versions do not say
+        if before != now:
+            raise UserError(f"{later}, with {key} = {now}; the step was made with {before}, which {why}")
 
 
-def last_step(events: list[dict[str, Any]]) -> int:
+def last_step(events: list[Event]) -> int:
     """The highest step that the run attempted; 0 when it attempted none."""
     return max((event["step"] for event in events if event["event"] == "step"), default=0)

@@ -53,7 +53,7 @@ class Restored:
     steps: list[Event]
     """The recorded steps from there on, up to the one that is replayed."""
     collector: Collector
-    """What the steps record."""
+    """The events that the steps record."""
 
     def attempt(self, recorded: Event | None) -> tuple[Event, Judgement]:
         """Make the next step, on the batch of `recorded` where it is given; its `step` event. A collective."""

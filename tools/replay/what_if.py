@@ -22,9 +22,9 @@ from tracking.run_dir import RunDir
 
 SURVIVED, NOT_SURVIVED = 0, 3
 _FURTHER = ("model.attention",)
-"""What rounds in another way and changes neither model nor data, beside the keys of `precision:`."""
+"""Keys beside those of `precision:` that change rounding, and neither model nor data."""
 _SETS_SCALE = ("precision.loss_scale", "precision.loss_scale.initial")
-"""With these the loss scale starts at `initial`, and not where the checkpoint had it."""
+"""Overrides after which the loss scale starts at `initial`, and not where the checkpoint had it."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Tried:
     @property
     def finite(self) -> bool:
         """Whether loss and gradient norm are."""
-        return _finite(self.event)
+        return math.isfinite(self.event["loss"]) and math.isfinite(self.event["grad_norm"])
 
     @property
     def problem(self) -> str:
-        """What was wrong with it, in words."""
+        """The human-readable reason why the step failed."""
         still = "still " if self.recorded is not None and not self.recorded["applied"] else ""
         text = f"is {still}not finite" if not self.finite else f"is {still}refused: {self.judgement.reason}"
         text += f" ({numbers(self.event)})"
@@ -131,7 +131,7 @@ def verdict(tried: Sequence[Tried], recorded: Recorded) -> tuple[bool, str]:
 
 
 def _following(tried: Sequence[Tried], number: int) -> str:
-    """How many of the steps after step `number` are applied, in words; empty where none was tried."""
+    """The human-readable number of applied steps after step `number`; empty where none was tried."""
     after = [step.event["applied"] for step in tried if step.event["step"] > number]
     return f"; applied after it: {sum(after)} of {len(after)} steps" if after else ""
 
@@ -156,7 +156,3 @@ def numbers(event: Event) -> str:
 
 def _applied(event: Event) -> str:
     return "applied" if event["applied"] else "skipped"
-
-
-def _finite(event: Event) -> bool:
-    return math.isfinite(event["loss"]) and math.isfinite(event["grad_norm"])

@@ -21,7 +21,7 @@ from tracking.run_dir import write_page
 from tracking.terminal import console
 
 DIVERGED = 3
-_WIDTH = 120  # columns of tables that go to a file or a pipe
+_COLUMNS = 120
 
 
 @entry_point(closed_pipe=0)
@@ -44,9 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json:
         sys.stdout.write(encode(comparison.as_dict()).decode())
     else:
-        screen = console()
-        screen.width = screen.width if screen.is_terminal else max(screen.width, _WIDTH)
-        show(comparison, screen)
+        show(comparison, console(columns=_COLUMNS))
     if options.html is not None:
         print(options.html, file=sys.stderr if options.json else sys.stdout)
     return DIVERGED if gated and not comparison.within_tolerance else 0

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from rich.console import Console
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from config.printable import line, shown
@@ -16,10 +15,11 @@ from tracking.compare.measures import Measure
 from tracking.compare.result import Comparison, Pair
 from tracking.console import format_seconds, human
 from tracking.events import Event, describe_event, format_scale
+from tracking.pages.markdown import Table
 from tracking.terminal import words
 
 SIDE_BY_SIDE = 4
-"""Up to this many runs are columns; more are rows, and each differing value is followed by the runs that have it."""
+"""The most runs that are columns; more are rows, and each differing value is followed by the runs that have it."""
 _MAX_DIFFERENCES = 40
 _MAX_EVENTS = 12
 _MAX_VALUE = 60
@@ -40,7 +40,7 @@ def show(comparison: Comparison, console: Console) -> None:
         console.print(Text("\nWhich is better", style="bold"))
         for verdict in comparison.verdicts:
             console.print(Padding(words(verdict), (0, 0, 0, 2)))
-    console.print(_measures_table(comparison))
+    console.print(_measures_table(comparison).grid(boxed=False))
 
 
 def _show_caveats(comparison: Comparison, console: Console) -> None:
@@ -68,7 +68,7 @@ def _show_pair(pair: Pair, console: Console, *, detailed: bool) -> None:
         console.print(Padding(words(f"beyond tolerance {pair.tolerance_cause}"), (0, 0, 0, 4)))
     if not detailed or pair.divergence.step is None:
         return
-    console.print(Padding(_rows_table(pair), (0, 0, 0, 4)))
+    console.print(Padding(_rows_table(pair).grid(boxed=False), (0, 0, 0, 4)))
     for label, event in pair.divergence.events[:_MAX_EVENTS]:
         console.print(Padding(words(f"{label}, step {event['step']}: {event_line(event)}", "dim"), (0, 0, 0, 4)))
     more = len(pair.divergence.events) - _MAX_EVENTS
@@ -77,20 +77,18 @@ def _show_pair(pair: Pair, console: Console, *, detailed: bool) -> None:
 
 
 def _rows_table(pair: Pair) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("step", "run", "loss", "grad norm", "lr", "scale", "applied", "samples"):
-        table.add_column(name, justify="left" if name in ("run", "applied", "samples") else "right", header_style="dim")
+    table = Table(("step", "run", "loss", "grad norm", "lr", "scale", "applied", "samples"))
     places = {place for place in (pair.divergence.step, pair.divergence.beyond_tolerance) if place is not None}
     for row in sorted(pair.divergence.rows, key=lambda row: row["step"]):
-        table.add_row(
-            str(row["step"]),
-            words(_short(row["run"], 24)),
+        table.add(
+            row["step"],
+            _short(row["run"], 24),
             f"{row['loss']:.9g}",
             f"{row['grad_norm']:.9g}",
             f"{row['lr']:.4g}",
             format_scale(row["loss_scale"]),
             "yes" if row["applied"] else "skipped",
-            words(row["sample_ids_sha256"]),
+            row["sample_ids_sha256"],
             style="yellow" if row["step"] in places else "",
         )
     return table
@@ -102,7 +100,8 @@ def _show_differences(comparison: Comparison, console: Console) -> None:
     if not items:
         console.print("  nothing recorded")
     else:
-        console.print(Padding(_differences_table(comparison, items[:_MAX_DIFFERENCES]), (0, 0, 0, 2)))
+        table = _differences_table(comparison, items[:_MAX_DIFFERENCES])
+        console.print(Padding(table.grid(boxed=False), (0, 0, 0, 2)))
     if len(items) > _MAX_DIFFERENCES:
         console.print(f"  and {len(items) - _MAX_DIFFERENCES} more; --json has them all", style="dim")
     if hidden:
@@ -110,23 +109,12 @@ def _show_differences(comparison: Comparison, console: Console) -> None:
 
 
 def _differences_table(comparison: Comparison, items: Sequence[Difference]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("", style="dim")
-    table.add_column("", overflow="fold")
-    few = len(comparison.runs) <= SIDE_BY_SIDE
-    for run in comparison.runs if few else ():
-        table.add_column(words(_short(run.label, 24)), overflow="fold")
-    if not few:
-        table.add_column("values (runs)", overflow="fold")
-    group = ""
+    few, labels = len(comparison.runs) <= SIDE_BY_SIDE, [run.label for run in comparison.runs]
+    table, group = Table(("", "", *((_short(label, 24) for label in labels) if few else ("values (runs)",)))), ""
     for item in items:
         name, group = ("" if item.group == group else item.group), item.group
-        if few:
-            table.add_row(
-                name, words(item.key), *(words(_short(format_value(value), _MAX_VALUE)) for value in item.values)
-            )
-        else:
-            table.add_row(name, words(item.key), words(runs_by_value(item, [run.label for run in comparison.runs])))
+        values = [_short(format_value(value), _MAX_VALUE) for value in item.values]
+        table.add(words(name, "dim"), item.key, *(values if few else [runs_by_value(item, labels)]))
     return table
 
 
@@ -140,22 +128,13 @@ def runs_by_value(item: Difference, names: Sequence[str]) -> str:
 
 def _measures_table(comparison: Comparison) -> Table:
     """Runs as columns when they are few, as rows when they are many (then only the main measures)."""
-    table = Table(box=None, pad_edge=False)
-    if len(comparison.runs) <= SIDE_BY_SIDE:
-        table.add_column("")
-        for run in comparison.runs:
-            table.add_column(words(_short(run.label, 24)), justify="right", overflow="fold")
-        for row in comparison.measures:
-            cells = [_cell(row, index) for index in range(len(row.values))]
-            table.add_row(Text(row.title, style="dim"), *cells)
-        return table
-    rows = [row for row in comparison.measures if row.key in COLUMN_TITLES]
-    table.add_column("run", overflow="fold")
-    for row in rows:
-        table.add_column(COLUMN_TITLES[row.key], justify="right", header_style="dim", no_wrap=True)
-    for index, run in enumerate(comparison.runs):
-        table.add_row(words(run.label), *(_cell(row, index) for row in rows))
-    return table
+    runs, rows = comparison.runs, comparison.measures
+    if len(runs) <= SIDE_BY_SIDE:
+        cells = [(words(row.title, "dim"), *(_cell(row, index) for index in range(len(runs)))) for row in rows]
+        return Table(("", *(_short(run.label, 24) for run in runs)), cells)
+    rows = [row for row in rows if row.key in COLUMN_TITLES]
+    cells = [(words(run.label), *(_cell(row, index) for row in rows)) for index, run in enumerate(runs)]
+    return Table(("run", *(COLUMN_TITLES[row.key] for row in rows)), cells)
 
 
 COLUMN_TITLES = {

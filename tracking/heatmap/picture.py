@@ -30,21 +30,16 @@ def draw_heat(heat: Heat, png: Path, *, title: str) -> Path:
     keys = drawn_panels(heat)
     if not keys:
         raise UserError(f"{png}: no telemetry has been recorded, so there is no heat map to draw")
-    import matplotlib
-    from matplotlib.figure import Figure
-
     lines = sentences(heat)
     narrow = heat.narrowed(_MOST_COLUMNS)
     down = -(-len(keys) // 2)
-    with matplotlib.rc_context({**plots.STYLE, "axes.grid": False}):
-        figure = Figure(figsize=(15, 4.3 * down + 0.5), dpi=104, layout="constrained")
+    with plots.figure(png, 15, 4.3 * down + 0.5, dpi=104, axes_grid=False) as figure:
         axes = figure.subplots(down, 2, squeeze=False).ravel()
         figure.suptitle(plots.plain(title), fontsize=14)
         for axis, key in zip(axes, keys, strict=False):
             _draw(figure, axis, narrow.by_kind(key), key, lines.get(key, ""))
         for axis in axes[len(keys) :]:
             axis.set_axis_off()
-        plots.save_png(figure, png)
     return png
 
 

@@ -16,13 +16,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from config.cli import Arguments, entry_point, positive_number
 from config.errors import UserError
 from config.printable import shown
 from config.redact import redact
-from tracking import terminal
 from tracking.jsonl import encode
 from tracking.report.context import MeasureContext, limits_from
 from tracking.report.measures import all_measures, caveats, count_verdicts, read_run
@@ -31,10 +28,11 @@ from tracking.report.service_levels import objectives_from, run_folders, service
 from tracking.report.text import show_findings, show_levels
 from tracking.run_dir import RunDir, write_page
 from tracking.summary import Summary
+from tracking.terminal import console
 
 FAILED = 3
 _DAY = 86400.0
-_WIDTH = 140  # columns of tables that go to a file or a pipe
+_COLUMNS = 140
 
 
 @entry_point()
@@ -76,10 +74,10 @@ def _one(options: argparse.Namespace) -> bool:
         content = {"run": str(options.run), "baseline": baseline, "caveats": remarks, "failed": failed}
         _print_json(content | {"measures": [asdict(item) for item in findings]})
         return failed
-    console = _console()
-    console.print(summary_table(run_dir, summary))
-    show_findings(findings, remarks, console)
-    console.print(count_verdicts(findings))
+    screen = console(columns=_COLUMNS)
+    screen.print(summary_table(run_dir, summary))
+    show_findings(findings, remarks, screen)
+    screen.print(count_verdicts(findings))
     for path in filter(None, (report, options.html)):
         print(shown(path))
     return failed
@@ -98,16 +96,10 @@ def _many(options: argparse.Namespace) -> bool:
     if options.json:
         _print_json(found.as_dict())
         return found.failed
-    show_levels(found, _console())
+    show_levels(found, console(columns=_COLUMNS))
     if options.html is not None:
         print(options.html)
     return found.failed
-
-
-def _console() -> Console:
-    console = terminal.console()
-    console.width = console.width if console.is_terminal else max(console.width, _WIDTH)
-    return console
 
 
 def _print_json(content: dict[str, Any]) -> None:

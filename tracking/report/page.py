@@ -8,11 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
-from config import json_text, markdown
+from config import json_text
 from config.files import write_atomically
 from config.redact import redact
 from tracking.console import duration, human
@@ -23,13 +21,19 @@ from tracking.heatmap.picture import draw_heat
 from tracking.heatmap.scale import drawn_panels
 from tracking.heatmap.words import sentences
 from tracking.observed_dtypes import computed, lower_than_promised, unobserved
+from tracking.pages.markdown import Table, code, fenced, page, section
+from tracking.pages.markdown import text as escaped
 from tracking.plots import plot_run
 from tracking.report.context import Finding, MeasureContext
 from tracking.report.measures import all_measures, caveats, count_verdicts, read_run
 from tracking.report.objective import adapter_in_words, samples_in_words, task_in_words
+from tracking.report.text import measures
 from tracking.run_dir import RunDir
 from tracking.summary import Summary, read_inputs, setting, summarise
 from tracking.terminal import words
+
+if TYPE_CHECKING:
+    from rich.table import Table as Grid
 
 _MOST_WARNINGS = 20
 
@@ -55,87 +59,66 @@ def write_report(
         findings, remarks, summary = all_measures(alone), caveats(alone), Summary(alone.run.facts)
     summary = summary or summarise(run_dir)
     config, deepspeed, environment = read_inputs(run_dir)
-    text = sample
+    text = sample or ""
     if sample is not None:
         _attempt(run_dir.sample, lambda: write_atomically(run_dir.sample, redact(sample).encode(errors="replace")))
     elif run_dir.sample.is_file():
         text = run_dir.sample.read_text(encoding="utf-8", errors="replace")
-    parts = [f"# {markdown.text(summary.name)}\n"]
-    hypothesis = setting(config, "run.hypothesis")
-    if hypothesis:
-        parts.append(f"> Hypothesis: {markdown.text(hypothesis)}\n")
-    cause = f": {markdown.text(summary.cause)}" if summary.cause else ""
-    parts.append(f"**{markdown.text(summary.status)}**{_sessions(summary)}{cause}\n")
-    parts.append("## What ran\n\n" + _rows(_what_ran(summary, config, deepspeed, environment)))
-    parts.append("## Results\n\n" + _rows(results(summary)))
+    hypothesis, left_out = setting(config, "run.hypothesis"), len(summary.warnings) - _MOST_WARNINGS
+    cause = f": {escaped(summary.cause)}" if summary.cause else ""
+    sessions = f" in {summary.sessions} sessions" if summary.sessions > 1 else ""
     plot = run_dir.plots / "run.png"
-    if summary.steps and _attempt(plot, lambda: plot_run(run_dir.events, plot)):
-        parts.append("![loss, gradient norm, learning rate, loss scale or speed](plots/run.png)\n")
-    parts += _layers(run_dir)
-    parts.append(f"## Measures\n\n{count_verdicts(findings)}.\n\n{_measures(findings, remarks)}")
-    parts += _corruption(summary)
-    if environment.get("ledger"):
-        parts.append("## Dtypes\n\n" + _ledger(environment["ledger"]))
-    parts += _observed(summary.precision or {})
-    parts += _warnings(summary.warnings)
-    if summary.notes:
-        parts.append("## Notes\n\n" + "".join(f"- {markdown.text(note)}\n" for note in summary.notes))
-    parts += _canary(run_dir)
-    if text:
-        parts.append(f"## A sample from the trained model\n\n{markdown.fenced(text)}\n")
-    checkpoint = f"Newest checkpoint: {markdown.code(summary.checkpoint or 'none')}"
-    parts.append(f"## Resume\n\n{checkpoint}\n\n" + markdown.fenced(resume_command, "bash"))
-    write_atomically(run_dir.report, "\n".join(parts).encode())
+    drawn = summary.steps and _attempt(plot, lambda: plot_run(run_dir.events, plot))
+    content = page(
+        f"# {escaped(summary.name)}",
+        f"> Hypothesis: {escaped(hypothesis)}" if hypothesis else "",
+        f"**{escaped(summary.status)}**{sessions}{cause}",
+        section("What ran", _facts(_what_ran(summary, config, deepspeed, environment))),
+        section("Results", _facts(results(summary))),
+        "![loss, gradient norm, learning rate, loss scale or speed](plots/run.png)" if drawn else "",
+        _layers(run_dir),
+        section("Measures", f"{count_verdicts(findings)}.", measures(findings, remarks)),
+        section("Faults of the machine", _points(summary.corruption, describe_event)),
+        section("Dtypes", _ledger(environment.get("ledger") or ())),
+        _observed(summary.precision or {}),
+        section(
+            "Early warnings",
+            f"{left_out} earlier ones are in events.jsonl." if left_out > 0 else "",
+            _points(summary.warnings[-_MOST_WARNINGS:], lambda event: event["reason"]),
+        ),
+        section("Notes", [escaped(note) for note in summary.notes]),
+        section("Canary", _canary(run_dir)),
+        section("A sample from the trained model", fenced(text) if text else ""),
+        section("Resume", f"Newest checkpoint: {code(summary.checkpoint or 'none')}", fenced(resume_command, "bash")),
+    )
+    write_atomically(run_dir.report, content.encode())
     return run_dir.report
 
 
-def _measures(findings: Sequence[Finding], remarks: Sequence[str]) -> str:
-    """A table of the measures and how each was computed below it."""
-    lines = "".join(f"> {markdown.text(remark)}\n\n" for remark in remarks)
-    cells = ((item.title, item.shown or "-", item.limit) for item in findings)
-    rows = [(*map(markdown.text, row), _verdict(item)) for row, item in zip(cells, findings, strict=True)]
-    lines += markdown.table(("measure", "value", "limit", "verdict"), rows)
-    how = "".join(f"- **{markdown.text(item.title)}**: {markdown.text(item.how)}.\n" for item in findings)
-    return f"{lines}\n<details><summary>How they were computed</summary>\n\n{how}\n</details>\n"
-
-
-def _verdict(item: Finding) -> str:
-    word = f"**{item.verdict}**" if item.verdict == "fail" else item.verdict
-    return f"{word}: {markdown.text(item.reason)}" if item.reason else word
-
-
-def _layers(run_dir: RunDir) -> list[str]:
+def _layers(run_dir: RunDir) -> str:
     """The heat maps, drawn to `plots/heatmap.png`, and what stands out in them; nothing without telemetry."""
-    heat = read_heat(run_dir.events)
+    heat, png = read_heat(run_dir.events), run_dir.plots / "heatmap.png"
     if not drawn_panels(heat):
-        return []
-    parts = ["## Layers over time\n"]
-    png = run_dir.plots / "heatmap.png"
-    if _attempt(png, lambda: draw_heat(heat, png, title=run_dir.name)):
-        parts.append("![heat maps of the modules over the steps](plots/heatmap.png)\n")
-    lines = [f"- **{PANELS[key].title}**: {markdown.text(line)}\n" for key, line in sentences(heat).items()]
-    return [*parts, "".join(lines)]
+        return ""
+    drawn = _attempt(png, lambda: draw_heat(heat, png, title=run_dir.name))
+    return section(
+        "Layers over time",
+        "![heat maps of the modules over the steps](plots/heatmap.png)" if drawn else "",
+        [f"**{PANELS[key].title}**: {escaped(line)}" for key, line in sentences(heat).items()],
+    )
 
 
-def _warnings(events: Sequence[Event]) -> list[str]:
-    """The early warnings, the newest last; nothing where there was none."""
-    if not events:
-        return []
-    left_out = f"{len(events) - _MOST_WARNINGS} earlier ones are in events.jsonl.\n\n" * (len(events) > _MOST_WARNINGS)
-    lines = (f"- step {event['step']}: {markdown.text(event['reason'])}\n" for event in events[-_MOST_WARNINGS:])
-    return [f"## Early warnings\n\n{left_out}{''.join(lines)}"]
+def _points(events: Sequence[Event], words_of: Callable[[Event], str]) -> list[str]:
+    return [f"step {event['step']}: {escaped(words_of(event))}" for event in events]
 
 
 def _canary(run_dir: RunDir) -> list[str]:
-    """Decisions of `launch.canary` about the run, from the folder beside it; nothing without one."""
-    path = run_dir.path.with_name(f"{run_dir.name}-canary") / "canary.jsonl"
-    if not path.is_file():
-        return []
-    lines = []
-    for text in path.read_bytes().splitlines():
+    """Decisions of `launch.canary` about the run, from the folder beside it; none without one."""
+    path, lines = run_dir.path.with_name(f"{run_dir.name}-canary") / "canary.jsonl", []
+    for text in path.read_bytes().splitlines() if path.is_file() else ():
         with suppress(ValueError, KeyError, TypeError):
-            lines.append(f"- {markdown.text(str(json_text.parse(text)['text']))}\n")
-    return ["## Canary\n\n" + "".join(lines)] if lines else []
+            lines.append(escaped(json_text.parse(text)["text"]))
+    return lines
 
 
 def _attempt(path: Path, write: Callable[[], object]) -> bool:
@@ -148,19 +131,15 @@ def _attempt(path: Path, write: Callable[[], object]) -> bool:
     return True
 
 
-def summary_table(run_dir: RunDir, summary: Summary | None = None) -> Table:
+def summary_table(run_dir: RunDir, summary: Summary | None = None) -> Grid:
     """The results as a table for the console; summary: the run's, None reads it.
 
     Raises UserError when nothing has been recorded.
     """
     summary = summary or summarise(run_dir)
     cause = f", {summary.cause}" if summary.cause else ""
-    table = Table(title=words(f"{summary.name}: {summary.status}{cause}"), show_header=False, title_justify="left")
-    table.add_column(style="dim")
-    table.add_column()
-    for what, value in results(summary):
-        table.add_row(what, words(value))
-    return table
+    rows = [(words(what, "dim"), value) for what, value in results(summary)]
+    return Table(("", ""), rows, title=f"{summary.name}: {summary.status}{cause}").grid()
 
 
 def results(summary: Summary) -> list[tuple[str, str]]:
@@ -196,10 +175,6 @@ def results(summary: Summary) -> list[tuple[str, str]]:
     return [row for row in rows if row[1]]
 
 
-def _sessions(summary: Summary) -> str:
-    return f" in {summary.sessions} sessions" if summary.sessions > 1 else ""
-
-
 def _scale_summary(summary: Summary) -> str:
     if summary.start["compute"] != "fp16" or summary.first_scale is None:
         return ""
@@ -229,14 +204,6 @@ def _faults_summary(summary: Summary) -> str:
     found = [f"{wrong} wrong value{'s' * (wrong > 1)}"] if wrong else []
     found += [f"{count} {outcome}" for outcome, count in ended.items() if outcome != "numeric"]
     return ", ".join(found)
-
-
-def _corruption(summary: Summary) -> list[str]:
-    """Each finding of the checks for silent corruption; nothing without one."""
-    if not summary.corruption:
-        return []
-    lines = (f"- step {event['step']}: {markdown.text(describe_event(event))}\n" for event in summary.corruption)
-    return ["## Faults of the machine\n\n" + "".join(lines)]
 
 
 def _speed(summary: Summary) -> str:
@@ -275,7 +242,7 @@ def _what_ran(
 
 
 def _trained(start: Event) -> str:
-    """Number of trained parameters, where others are frozen."""
+    """The number of trained parameters, where others are frozen."""
     trained = start.get("trained_parameters")
     return "" if trained in (None, start["parameters"]) else f", {trained:,} of them trained"
 
@@ -302,27 +269,27 @@ def _join(*parts: Any) -> str:
     return ", ".join(str(part) for part in parts if part)
 
 
-def _rows(rows: list[tuple[str, str]]) -> str:
-    return markdown.table(("", ""), [(what, markdown.text(value)) for what, value in rows])
+def _facts(rows: list[tuple[str, str]]) -> Table:
+    return Table(("", ""), [(what, escaped(value)) for what, value in rows])
 
 
-def _ledger(ledger: list[dict[str, Any]]) -> str:
+def _ledger(ledger: Sequence[dict[str, Any]]) -> Table:
     sizes = (f"{row['bytes'] / 2**20:,.1f}" if row["bytes"] else "" for row in ledger)
-    rows = [(markdown.text(row["what"]), row["dtype"], size) for row, size in zip(ledger, sizes, strict=True)]
-    return markdown.table(("what", "dtype", "MiB"), rows)
+    rows = [(escaped(row["what"]), row["dtype"], size) for row, size in zip(ledger, sizes, strict=True)]
+    return Table(("what", "dtype", "MiB"), rows)
 
 
-def _observed(event: dict[str, Any]) -> list[str]:
-    """In which dtypes sums inside the modules were seen to be made; nothing of a run that did not look."""
+def _observed(event: dict[str, Any]) -> str:
+    """The dtypes in which sums inside the modules were observed; empty for a run that did not observe."""
     counted = {
         what: [f"{dtype} ({count:,})" for dtype, count in dtypes.items()] for what, dtypes in computed(event).items()
     }
     rows = [*((what, "; ".join(dtypes)) for what, dtypes in counted.items()), *unobserved(event)]
     if not rows:
-        return []
-    lower = "".join(f"- **{markdown.text(found)}**\n" for found in lower_than_promised(event))
-    seen = markdown.table(("observed", "computed in (modules)"), [tuple(map(markdown.text, row)) for row in rows])
-    return [f"### Inside the modules\n\nSeen in step {event['step']}:\n\n{seen}" + (f"\n{lower}" if lower else "")]
+        return ""
+    seen = Table(("observed", "computed in (modules)"), [tuple(map(escaped, row)) for row in rows])
+    lower = [f"**{escaped(found)}**" for found in lower_than_promised(event)]
+    return page("### Inside the modules", f"Seen in step {event['step']}:", seen, lower)
 
 
 def _number(value: float | None) -> str:

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 
 from config.cli import Arguments, entry_point
 from config.errors import UserError
+from tracking.pages.markdown import Table
 from training.checkpoint.choice import by_step, candidates, latest_name, newest
 from training.checkpoint.commit import drop, name_latest
 from training.checkpoint.inventory import item_bytes, tensors_in
@@ -74,7 +75,7 @@ def verify(given: argparse.Namespace, say: Say) -> int:
         if found is None:
             manifest = read_manifest(path)
             needed = _encryption(manifest)
-            tensors = f"{_count(manifest)} tensors"
+            tensors = f"{sum(len(file.get('tensors', {})) for file in manifest['files'].values())} tensors"
             if needed and open_file is None:
                 tensors = f"encrypted with the key {needed}: give it with --key to compare tensors as well"
             say(f"{path}: whole; {_size(manifest)} in {len(manifest['files'])} files, {tensors}")
@@ -87,20 +88,22 @@ def verify(given: argparse.Namespace, say: Say) -> int:
 def list_run(given: argparse.Namespace, say: Say) -> int:
     """What is in a run's checkpoints folder; sizes are checked, hashes are not."""
     folder = _folder(given.path)
-    named = latest_name(folder)
+    named, table = latest_name(folder), Table(("", "", "", ""))
     for path in by_step(folder):
         found, mark = find_problem(path), "  LATEST" if path.name == named else ""
         if found is not None:
-            say(f"{path.name:<14} {found}{mark}")
+            table.add(path.name, "", "", f"{found}{mark}")
             continue
         manifest = read_manifest(path)
         where = f"{manifest['world_size']} ranks, ZeRO-{manifest['zero_stage']}, {manifest['precision']['compute']}"
         loss = validation_loss(path)
         evaluated = f", validation loss {loss:.4f}" if loss is not None else ""
-        say(f"{path.name:<14} {manifest['written']}  {_size(manifest):>10}  {where}{evaluated}{mark}")
+        table.add(path.name, manifest["written"], _size(manifest), f"{where}{evaluated}{mark}")
     for path in sorted([*folder.glob(".step-*"), *folder.glob("step-*.damaged*")]):
-        text = "set aside as damaged" if ".damaged" in path.name else "under way, or left over from a kill"
-        say(f"{path.name:<14} {text}")
+        aside = "set aside as damaged" if ".damaged" in path.name else "under way, or left over from a kill"
+        table.add(path.name, "", "", aside)
+    for text in table.lines():
+        say(text)
     return WHOLE
 
 
@@ -122,27 +125,29 @@ def inspect(given: argparse.Namespace, say: Say) -> int:
     say(f"  data position {manifest['data']['position']}, {manifest['data']['tokens']:,} tokens")
     for key, value in state["identity"].items():
         say(f"  {key} = {value}")
-    say("by dtype")
-    tensors, elements = Counter[str](), Counter[str]()
-    for file in manifest["files"].values():
-        for dtype, shape in file.get("tensors", {}).values():
+    tensors, elements, ranks = Counter[str](), Counter[str](), Counter[int]()
+    files = Table(("", "", ""))
+    for name, file in manifest["files"].items():
+        ranks[file["rank"]] += file["bytes"]
+        files.add(file["sha256"][:12], _human(file["bytes"]), name)
+        for tensor, (dtype, shape) in file.get("tensors", {}).items():
             tensors[dtype] += 1
             elements[dtype] += math.prod(shape)
-    for dtype, count in elements.most_common():
-        size = _human(count * item_bytes(dtype))
-        say(f"  {dtype:<10} {tensors[dtype]:>6} tensors {count:>16,} elements {size:>12}")
-    say("by rank")
-    ranks = Counter[int]()
-    for file in manifest["files"].values():
-        ranks[file["rank"]] += file["bytes"]
-    for rank in sorted(ranks):
-        say(f"  rank {rank:<5} {_human(ranks[rank]):>12}")
-    say("by file")
-    for name, file in manifest["files"].items():
-        say(f"  {file['sha256'][:12]} {_human(file['bytes']):>12}  {name}")
-        if given.tensors:
-            for tensor, (dtype, shape) in file.get("tensors", {}).items():
-                say(f"    {dtype:<10} {shape}  {tensor}")
+            if given.tensors:
+                files.add(dtype, shape, tensor)
+    by_dtype = [
+        (dtype, tensors[dtype], f"{count:,}", _human(count * item_bytes(dtype)))
+        for dtype, count in elements.most_common()
+    ]
+    by_rank = [(f"rank {rank}", _human(ranks[rank])) for rank in sorted(ranks)]
+    for what, table in (
+        ("by dtype", Table(("dtype", "tensors", "elements", "size"), by_dtype)),
+        ("by rank", Table(("", ""), by_rank)),
+        ("by file", files),
+    ):
+        say(what)
+        for text in table.lines():
+            say(f"  {text}")
     return WHOLE
 
 
@@ -227,10 +232,6 @@ def _folder(path: Path) -> Path:
 
 def _size(manifest: dict[str, Any]) -> str:
     return _human(sum(file["bytes"] for file in manifest["files"].values()))
-
-
-def _count(manifest: dict[str, Any]) -> int:
-    return sum(len(file.get("tensors", {})) for file in manifest["files"].values())
 
 
 def _compute(precision: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
@@ -18,7 +18,7 @@ from config.task import model_class_of
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.activation_checkpointing_budget import recompute_within_budget
 from modeling.adapter import add_adapter
-from modeling.build import Gather, build_model, drawn_notes
+from modeling.build import Gather, build_model, drawn_notes, no_gather
 from modeling.compiling import compile_blocks, require_compilable
 from modeling.document_masking import require_documents_apart
 from modeling.expert_parallel import require_shareable_experts, share_experts
@@ -34,11 +34,11 @@ from precision.routers import compute_routers_in_fp32
 from training.distributed import SequenceGroup, World
 from training.engine.engine import Engine
 from training.engine.expert_slices import experts_name
+from training.engine.faults import attach_faults
 from training.engine.kernels import choose_fp8_kernel, choose_kernels
-from training.engine.pieces import tell_pieces
-from training.engine.plant import tell_faults
+from training.engine.sharded_pieces import attach_pieces
 from training.engine.teacher import Teacher
-from training.engine.tensors import tell_counted
+from training.engine.tensors import attach_counted
 from training.engine.weights import start_from_weights
 
 
@@ -64,7 +64,7 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
     slices = world.tensor is not None or world.experts is not None
     partitioned = resolved.zero_stage == 3 and not slices and config.adapter.base == "compute"
     zero3 = HfDeepSpeedConfig(resolved.deepspeed) if partitioned else None
-    gather = _gather_partitioned(world) if zero3 else _no_gather
+    gather = _gather_partitioned(world) if zero3 else no_gather
     model_class, seed = model_class_of(config), config.run.seed
     model = build_model(
         config.model, model_config, seed=seed, gather=gather, model_class=model_class, adapter=config.adapter
@@ -87,9 +87,9 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
         every=config.model.checkpointing_every,
     )
     engine = Engine(model, resolved, world, teacher, attention)
-    tell_pieces(engine)
-    tell_faults(engine)
-    tell_counted(engine)
+    attach_pieces(engine)
+    attach_faults(engine, config.faults)
+    attach_counted(engine)
     engine.notes += notes + choose_fp8_kernel(engine.regions, world)
     if config.model.name_or_path is not None:
         start_from_weights(engine, config.model.name_or_path, adapter=config.adapter, seed=config.run.seed)
@@ -166,7 +166,3 @@ def _gather_partitioned(world: World) -> Gather:
             yield world.is_main
 
     return gather
-
-
-def _no_gather(parameters: Sequence[torch.nn.Parameter]) -> AbstractContextManager[bool]:
-    return nullcontext(True)

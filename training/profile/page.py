@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
-from config.markdown import code, table
+from tracking.pages.markdown import Table, code, page, section
 from training.profile.matmul import BEST, GOOD
 
 _ROWS = 15
 _BLOCK = re.compile(r"(?<=\.)\d+(?=\.|$)")  # the number of a block in a module's name
 
 
-def page(summary: dict[str, Any], trace: str) -> str:
+def profile_page(summary: dict[str, Any], trace: str) -> str:
     """The page. summary: from `training.profile.summary.summarise`. trace: name of the trace's file."""
     parts = (_where, _matmuls, _fp32_matmuls, _misaligned_sizes, _casts, _how)
-    return "\n".join(filter(None, [_opening(summary, trace), *(part(summary) for part in parts)]))
+    title = f"# Profile of {which_steps(summary['steps'])}"
+    return page(title, *_verdict(summary), _opening(summary, trace), *(part(summary) for part in parts))
 
 
 def which_steps(steps: list[int]) -> str:
@@ -31,16 +33,16 @@ def largest_parts(summary: dict[str, Any]) -> str:
     return ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in largest)
 
 
-def _verdict(summary: dict[str, Any]) -> str:
-    """What took longest, and what makes matmuls slower than they have to be."""
-    lines = [f"**{largest_parts(summary)}** of the time.\n"]
+def _verdict(summary: dict[str, Any]) -> tuple[str, list[str]]:
+    """A summary of what took longest, and of what makes matmuls slower than they have to be."""
+    points = []
     unintended = merge_blocks([row for row in summary["fp32_matmuls"] if not row["wanted"]])
     if unintended:
-        lines.append(f"- Unintended matmuls in FP32: {_modules(unintended)}.")
+        points.append(f"Unintended matmuls in FP32: {_modules(unintended)}.")
     misaligned = merge_blocks([row for row in summary["misfits"] if row["multiple_of"] < GOOD])
     if misaligned:
-        lines.append(f"- Sizes that are no multiple of {GOOD}: {_modules(misaligned)}.")
-    return "\n".join(lines)
+        points.append(f"Sizes that are no multiple of {GOOD}: {_modules(misaligned)}.")
+    return f"**{largest_parts(summary)}** of the time.", points
 
 
 def _modules(rows: list[dict[str, Any]]) -> str:
@@ -50,64 +52,60 @@ def _modules(rows: list[dict[str, Any]]) -> str:
 
 def _opening(summary: dict[str, Any], trace: str) -> str:
     walls = summary["steps_seconds"]
-    mean = sum(walls) / len(walls)
-    timing = f"A step took {_ms(mean)} under the profiler"
+    timing = f"A step took {_ms(sum(walls) / len(walls))} under the profiler"
     before = summary.get("unprofiled_step_seconds")
     if before:
         timing += f"; the {summary['unprofiled_steps']} before it took {_ms(before)} (median)"
     where = f"rank {summary['rank']} of {summary.get('world_size', '?')}, {summary.get('device', '?')}"
     compute = f"{summary.get('compute', '?')}{', TF32 allowed' if summary.get('tf32') else ''}"
     return (
-        f"# Profile of {which_steps(summary['steps'])}\n\n{_verdict(summary)}\n\n{where}, "
-        f"torch {summary.get('torch', '?')}, compute {compute}. {timing}. "
-        f"Trace: {code(trace)}, for https://ui.perfetto.dev or TensorBoard.\n"
+        f"{where}, torch {summary.get('torch', '?')}, compute {compute}. {timing}. "
+        f"Trace: {code(trace)}, for https://ui.perfetto.dev or TensorBoard."
     )
 
 
 def _where(summary: dict[str, Any]) -> str:
-    wall = sum(summary["steps_seconds"])
-    steps = len(summary["steps_seconds"])
-    text = "## Where the time goes\n\n"
-    device = summary["device_time"]
-    if device:
-        text += "On the GPU, by the kernels' time:\n\n" + _shares(device["categories"], wall, steps)
-        text += f"\nThe GPU was busy {device['busy_seconds'] / wall:.1%} of the time. On the training thread:\n\n"
-    elif summary.get("device", "cpu") != "cpu":
-        text += "The trace holds no kernel, so this is the training thread only, which mostly waits for the GPU; the "
-        text += "driver may not let this user profile (NVreg_RestrictProfilingToAdminUsers).\n\n"
-    text += _shares(summary["host"], wall, steps)
-    text += "\nThe same time by stage of the step:\n\n" + _shares(summary["stages"], wall, steps)
-    running = summary["communication"]["under_way"]
-    if running:
-        text += f"\nCollectives ran for {_ms(running / steps)} a step, overlapped with other work or not.\n"
+    wall, steps = sum(summary["steps_seconds"]), len(summary["steps_seconds"])
+    device, running = summary["device_time"], summary["communication"]["under_way"]
     recompute = summary["phases"].get("recompute")
-    if recompute:
-        text += f"\nRecomputing activations took {_ms(recompute / steps)} a step, {recompute / wall:.1%}.\n"
-    return text
 
+    def shares(parts: dict[str, float]) -> Table:
+        rows = [(name, _ms(seconds / steps), f"{seconds / wall:.1%}") for name, seconds in parts.items()]
+        return Table(("", "a step", "share"), rows)
 
-def _shares(parts: dict[str, float], wall: float, steps: int) -> str:
-    rows = [(name, _ms(seconds / steps), f"{seconds / wall:.1%}") for name, seconds in parts.items()]
-    return table(("", "a step", "share"), rows)
+    blocks: list[object] = []
+    if device:
+        busy = f"The GPU was busy {device['busy_seconds'] / wall:.1%} of the time. On the training thread:"
+        blocks = ["On the GPU, by the kernels' time:", shares(device["categories"]), busy]
+    elif summary.get("device", "cpu") != "cpu":
+        blocks = [
+            "The trace holds no kernel, so this is the training thread only, which mostly waits for the GPU; the "
+            "driver may not let this user profile (NVreg_RestrictProfilingToAdminUsers)."
+        ]
+    return section(
+        "Where the time goes",
+        *blocks,
+        shares(summary["host"]),
+        "The same time by stage of the step:",
+        shares(summary["stages"]),
+        f"Collectives ran for {_ms(running / steps)} a step, overlapped with other work or not." if running else "",
+        f"Recomputing activations took {_ms(recompute / steps)} a step, {recompute / wall:.1%}." if recompute else "",
+    )
 
 
 def _matmuls(summary: dict[str, Any]) -> str:
-    rows = summary["matmuls"]
+    rows, steps = summary["matmuls"], len(summary["steps_seconds"])
     if not rows:
         return ""
-    steps = len(summary["steps_seconds"])
-    text = "## Matmuls\n\n"
     dtypes: dict[str, list[float]] = {}
     for row in rows:
         total = dtypes.setdefault(row["dtype"], [0.0, 0.0, 0.0])
-        total[0] += row["count"]
-        total[1] += row["seconds"]
-        total[2] += row["flops"]
+        for place, key in enumerate(("count", "seconds", "flops")):
+            total[place] += row[key]
     by_dtype = [
         (dtype, f"{count / steps:,.0f}", _ms(seconds / steps), _speed(flops, seconds))
         for dtype, (count, seconds, flops) in sorted(dtypes.items(), key=lambda item: -item[1][1])
     ]
-    text += table(("dtype", "a step", "time", "speed"), by_dtype)
     longest = [
         (
             row["modules"],
@@ -119,16 +117,18 @@ def _matmuls(summary: dict[str, Any]) -> str:
         )
         for row in merge_blocks(rows, "phase", "dtype", "batch", "m", "n", "k")[:_ROWS]
     ]
-    heads = ("module", "phase", "dtype", "M x K x N", "a step", "speed")
-    return f"{text}\nThose that took longest:\n\n{table(heads, longest)}"
+    return section(
+        "Matmuls",
+        Table(("dtype", "a step", "time", "speed"), by_dtype),
+        "Those that took longest:",
+        Table(("module", "phase", "dtype", "M x K x N", "a step", "speed"), longest),
+    )
 
 
 def _fp32_matmuls(summary: dict[str, Any]) -> str:
     rows = sorted(merge_blocks(summary["fp32_matmuls"], "wanted"), key=lambda row: row["wanted"])
-    text = "## Matmuls in FP32\n\n"
-    if not rows:
-        plain = summary.get("compute") == "fp32" and not summary.get("regions")
-        return text + ("The run computes in FP32.\n" if plain else "None: every matmul ran in 16 bits or less.\n")
+    plain = summary.get("compute") == "fp32" and not summary.get("regions")
+    none = "The run computes in FP32." if plain else "None: every matmul ran in 16 bits or less."
     shown = [
         (
             row["modules"],
@@ -136,18 +136,14 @@ def _fp32_matmuls(summary: dict[str, Any]) -> str:
             f"{row['share_of_matmul_time']:.1%}",
             f"{row['share_of_matmul_flops']:.2%}",
         )
-        for row in rows[:_ROWS]
+        for row in rows
     ]
-    return text + table(("module", "why", "of matmul time", "of matmul FLOPs"), shown) + _more(len(rows))
+    return section("Matmuls in FP32", *_first(("module", "why", "of matmul time", "of matmul FLOPs"), shown) or [none])
 
 
 def _misaligned_sizes(summary: dict[str, Any]) -> str:
     rows = merge_blocks(summary["misfits"], "size", "multiple_of", "next_good", "next_best")
     rows.sort(key=lambda row: row["multiple_of"] >= GOOD)
-    text = f"## Sizes that do not suit tensor cores\n\nMultiples of {GOOD} are needed for speed in 16 bits, of {BEST} "
-    text += "are best.\n\n"
-    if not rows:
-        return text + f"Every M, N and K is a multiple of {BEST}.\n"
     shown = [
         (
             row["modules"],
@@ -156,15 +152,17 @@ def _misaligned_sizes(summary: dict[str, Any]) -> str:
             f"{row['next_good']} or {row['next_best']}" if row["multiple_of"] < GOOD else row["next_best"],
             _ms(row["seconds"] / len(summary["steps_seconds"])),
         )
-        for row in rows[:_ROWS]
+        for row in rows
     ]
-    return text + table(("module", "size", "multiple of", "better", "its matmuls, a step"), shown) + _more(len(rows))
+    return section(
+        "Sizes that do not suit tensor cores",
+        f"Multiples of {GOOD} are needed for speed in 16 bits, of {BEST} are best.",
+        *_first(("module", "size", "multiple of", "better", "its matmuls, a step"), shown)
+        or [f"Every M, N and K is a multiple of {BEST}."],
+    )
 
 
 def _casts(summary: dict[str, Any]) -> str:
-    rows = merge_blocks(summary["casts"], "kind")
-    if not rows:
-        return ""
     steps = len(summary["steps_seconds"])
     shown = [
         (
@@ -174,18 +172,18 @@ def _casts(summary: dict[str, Any]) -> str:
             f"{row['elements'] / steps / 1e6:,.2f} M",
             _ms(row["seconds"] / steps),
         )
-        for row in rows[:_ROWS]
+        for row in merge_blocks(summary["casts"], "kind")
     ]
-    text = "## Casts outside the optimizer\n\n"
-    return text + table(("", "module", "a step", "elements", "time"), shown) + _more(len(rows))
+    return section("Casts outside the optimizer", *_first(("", "module", "a step", "elements", "time"), shown))
 
 
 def _how(summary: dict[str, Any]) -> str:
     covered = 1 - summary["host"].get("Python between operators", 0.0) / sum(summary["steps_seconds"])
-    return (
-        "## How it was counted\n\nEvery moment of the steps counts once, so that the rows add up to the whole. "
-        f"{covered:.1%} of the training thread's time is inside an operator, a collective, the optimizer or the wait "
-        "for data. The profiler itself costs most where operators are small: compare the two step times above.\n"
+    return section(
+        "How it was counted",
+        f"Every moment of the steps counts once, so that the rows add up to the whole. {covered:.1%} of the training "
+        "thread's time is inside an operator, a collective, the optimizer or the wait for data. The profiler itself "
+        "costs most where operators are small: compare the two step times above.",
     )
 
 
@@ -208,8 +206,10 @@ def merge_blocks(rows: list[dict[str, Any]], *keys: str) -> list[dict[str, Any]]
     return sorted(found, key=lambda row: -row["seconds"])
 
 
-def _more(rows: int) -> str:
-    return f"\nAnd {rows - _ROWS} more in the .json file.\n" if rows > _ROWS else ""
+def _first(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[object]:
+    """A table of the first rows, and how many more there are; nothing where there is none."""
+    more = f"And {len(rows) - _ROWS} more in the .json file." if len(rows) > _ROWS else ""
+    return [Table(head, rows[:_ROWS]), more] if rows else []
 
 
 def _ms(seconds: float) -> str:

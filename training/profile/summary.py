@@ -18,7 +18,7 @@ from typing import Any
 from config.cli import Arguments, entry_point
 from config.errors import UserError
 from training.profile.matmul import NAMES, Matmul, fp32_matmuls, matmul_of, misaligned_sizes, table
-from training.profile.page import largest_parts, page, which_steps
+from training.profile.page import largest_parts, profile_page, which_steps
 from training.profile.timeline import Event, Timeline, build_timeline, merged, overlap, read_trace
 
 DATA, COMMUNICATION, OPTIMIZER, ATTENTION, CAST = "data wait", "communication", "optimizer", "attention", "casts"
@@ -58,7 +58,7 @@ def write_summary(trace: Path, facts: dict[str, Any]) -> str:
     summary = summarise(build_timeline(read_trace(trace)), facts)
     stem = trace.parent / trace.name.partition(".")[0]
     stem.with_suffix(".json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
-    write_document(stem.with_suffix(".md"), page(summary, trace.name))
+    write_document(stem.with_suffix(".md"), profile_page(summary, trace.name))
     return headline(summary)
 
 

@@ -9,17 +9,15 @@ is started with gloo first; otherwise it silently trains with plain DDP.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from accelerate import Accelerator, DeepSpeedPlugin, PartialState
 
-from lab.benchmark.peers.common import Job
-from training.distributed import build_no_shared_memory_op
+from lab.benchmark.peers.common import Job, run_on_deepspeed
 
 
-def main() -> None:
-    """Train the work of the command line."""
-    job = Job()
-    build_no_shared_memory_op()
+def train(job: Job) -> Any:
+    """Train the work; the engine."""
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     if not job.on_cuda:
         PartialState(backend="gloo")
@@ -42,8 +40,8 @@ def main() -> None:
         if accelerator.sync_gradients:
             scheduler.step()
             job.step_done()
-    job.finish(job.deepspeed_engine(model))
+    return model
 
 
 if __name__ == "__main__":
-    main()
+    run_on_deepspeed(train)

@@ -5,18 +5,17 @@ torchrun --nproc_per_node 2 -m lab.benchmark.peers.bare_loop SPEC RESULT
 
 from __future__ import annotations
 
+from typing import Any
+
 import deepspeed
 from transformers.integrations import HfDeepSpeedConfig
 
 from config.deepspeed.document import initializable
-from lab.benchmark.peers.common import Job
-from training.distributed import build_no_shared_memory_op
+from lab.benchmark.peers.common import Job, run_on_deepspeed
 
 
-def main() -> None:
-    """Train the work of the command line."""
-    job = Job()
-    build_no_shared_memory_op()
+def train(job: Job) -> Any:
+    """Train the work; the engine."""
     deepspeed.init_distributed(auto_mpi_discovery=False)
     # transformers loads the model partitioned for as long as this object lives; AutoTP cuts whole matrices
     partitioned = job.spec.stage == 3 and job.spec.tensor == 1
@@ -34,8 +33,8 @@ def main() -> None:
         job.loss(loss / job.spec.accumulation)
         if index % job.spec.accumulation == 0:
             job.step_done()
-    job.finish(job.deepspeed_engine(engine))
+    return engine
 
 
 if __name__ == "__main__":
-    main()
+    run_on_deepspeed(train)

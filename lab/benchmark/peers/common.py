@@ -1,11 +1,12 @@
-"""What the loops share: the work as tensors, the optimizer, and the measurements."""
+"""The parts that the loops share: the work as tensors, the optimizer, and the measurements."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +63,7 @@ class Job:
 
     @property
     def sequence_length(self) -> int:
-        """[tokens] Of a window, the last label not counted."""
+        """[tokens] Length of a window, the last label not counted."""
         return Windows(self.spec).length
 
     def load_model(self) -> PreTrainedModel:
@@ -125,11 +126,8 @@ class Job:
         """The batches of a loader on this rank's device; the wait for them counts as the stage `data`."""
         batches = iter(loader)
         while True:
-            if self._stages is None:
+            with nullcontext() if self._stages is None else self._stages.of("data"):
                 batch = next(batches, None)
-            else:
-                with self._stages.of("data"):
-                    batch = next(batches, None)
             if batch is None:
                 return
             yield {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
@@ -152,7 +150,7 @@ class Job:
         self._memory = max(self._memory, peak_memory_bytes(self.device))
 
     def deepspeed_engine(self, engine: Any) -> str:
-        """What trained, in words. Raises RuntimeError: it is not DeepSpeed, at the work's stage, on all ranks."""
+        """A description of the engine. Raises RuntimeError: it is not DeepSpeed, at the work's stage, on all ranks."""
         import deepspeed
 
         if not isinstance(engine, deepspeed.DeepSpeedEngine):
@@ -184,6 +182,15 @@ class Job:
             ).write(self._result)
         dist.barrier()
         dist.destroy_process_group()
+
+
+def run_on_deepspeed(train: Callable[[Job], Any]) -> None:
+    """Run a loop as this process's job. train: trains the work and returns the engine that did it."""
+    from training.distributed import build_no_shared_memory_op
+
+    job = Job()
+    build_no_shared_memory_op()
+    job.finish(job.deepspeed_engine(train(job)))
 
 
 def _tuples(section: dict[str, Any]) -> dict[str, Any]:

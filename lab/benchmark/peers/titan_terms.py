@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 VERSION = "0.3.0"
-"""Of torchtitan: its configuration changes from release to release."""
+"""The release of torchtitan that is supported: its configuration changes from one to the next."""
 LEAST_TORCH = {"cuda": (2, 11), "cpu": (2, 13)}
 """By device. 2.11 has all names that torchtitan 0.3.0 imports, except those of `titan_loop.add_missing_names`; its
 backward pass ends with a segmentation fault on a CPU. Tested with 2.13 on a CPU."""
@@ -30,25 +29,6 @@ RESHARD = {0: "never", 1: "never", 2: "never", 3: "always"}
 pass. Its FSDP2 shards gradients and the optimizer's state at every stage but 0, and between steps the weights, too."""
 PARAMETERS = {"fp32": "float32", "bf16": "bfloat16"}
 """Its `mixed_precision_param`, by compute. Gradients are reduced in float32, its only choice."""
-
-
-@dataclass(frozen=True)
-class Llama:
-    """Arguments of its `Llama3Model`."""
-
-    vocabulary: int
-    width: int
-    inner_width: int
-    """Of the feed-forward network."""
-    layers: int
-    heads: int
-    key_value_heads: int
-    head_size: int
-    norm_eps: float
-    tied: bool
-    """Embedding and output head share one weight."""
-    rope: dict[str, Any]
-    """Keywords of its `ComplexRoPE.Config`: theta, and those of Llama 3's scaling where there is one."""
 
 
 def unavailable_reason() -> str | None:
@@ -76,14 +56,17 @@ def unsupported_reason(spec: Spec) -> str | None:
     if spec.activation_checkpointing not in ("none", "full"):
         return f"it has no activation checkpointing like {spec.activation_checkpointing}"
     try:
-        llama_of(AutoConfig.from_pretrained(spec.model))
+        require_llama(AutoConfig.from_pretrained(spec.model))
     except UserError as error:
         return str(error)
     return None
 
 
-def llama_of(config: PretrainedConfig) -> Llama:
-    """The same model. Raises UserError: its Llama cannot be this one."""
+def require_llama(config: PretrainedConfig) -> dict[str, Any]:
+    """Keywords of its `ComplexRoPE.Config` for a Llama: theta, and those of Llama 3's scaling where there is one.
+
+    Raises UserError: its Llama cannot be this model.
+    """
     if config.model_type != "llama":
         raise UserError(f"this loop supports only llama of its models, not {config.model_type}")
     for key, value in (
@@ -94,19 +77,7 @@ def llama_of(config: PretrainedConfig) -> Llama:
     ):
         if getattr(config, key, value) != value:
             raise UserError(f"its Llama has {key} = {value}, this one {getattr(config, key)}")
-    heads = config.num_attention_heads
-    return Llama(
-        vocabulary=config.vocab_size,
-        width=config.hidden_size,
-        inner_width=config.intermediate_size,
-        layers=config.num_hidden_layers,
-        heads=heads,
-        key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        norm_eps=config.rms_norm_eps,
-        tied=bool(config.tie_word_embeddings),
-        rope=_rope(dict(config.rope_parameters)),
-    )
+    return _rope(dict(config.rope_parameters))
 
 
 def largest_norm(spec: Spec) -> float:

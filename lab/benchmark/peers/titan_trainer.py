@@ -29,11 +29,11 @@ from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.llama3 import Llama3Model, Llama3StateDictAdapter, Llama3TransformerBlock, parallelize_llama
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 from transformers.utils import cached_file
 
 from lab.benchmark.peers.common import Job
-from lab.benchmark.peers.titan_terms import PARAMETERS, RESHARD, UNDECAYED, Llama, largest_norm, llama_of
+from lab.benchmark.peers.titan_terms import PARAMETERS, RESHARD, UNDECAYED, largest_norm, require_llama
 from lab.benchmark.spec import Spec
 
 # A weight that is not loaded afterwards makes the first loss nan.
@@ -95,7 +95,7 @@ class GivenRates(LRSchedulersContainer):
         of_peak: Callable[[int], float]
 
         def build(self, *, optimizers: OptimizersContainer, training_steps: int) -> LRSchedulersContainer:
-            """As in its own class, but with a given function instead of a calculated one."""
+            """Its own scheduler, but with a given function instead of a calculated one."""
             return LRSchedulersContainer(optimizers, self.of_peak)
 
 
@@ -137,7 +137,7 @@ def trainer_of(job: Job, folder: Path) -> Measured:
 def trainer_config(job: Job, folder: Path) -> Trainer.Config:
     """The work as its configuration; everything else is its default."""
     spec, world = job.spec, job.world_size
-    shape = llama_of(AutoConfig.from_pretrained(spec.model))
+    shape = AutoConfig.from_pretrained(spec.model)
     weights = cached_file(spec.model, "config.json")
     assert weights is not None
     # its default, spmd_types, needs a later torch: FSDP2 of 2.13 does not accept parameters with such annotations
@@ -162,7 +162,7 @@ def trainer_config(job: Job, folder: Path) -> Trainer.Config:
         # in the chunks of its own recipes, where they divide the sequence
         loss=ChunkedLossWrapper.Config(
             num_chunks=math.gcd(ChunkedLossWrapper.Config().num_chunks, length),
-            loss_fn=CrossEntropyLoss.Config(global_vocab_size=shape.vocabulary),
+            loss_fn=CrossEntropyLoss.Config(global_vocab_size=shape.vocab_size),
         ),
         optimizer=optimizer_of(spec),
         lr_scheduler=GivenRates.Config(of_peak=job.rate_of_peak),
@@ -198,53 +198,58 @@ def optimizer_of(spec: Spec) -> OptimizersContainer.Config:
     )
 
 
-def model_of(shape: Llama, *, length: int, on_cuda: bool) -> Llama3Model.Config:
+def model_of(shape: PretrainedConfig, *, length: int, on_cuda: bool) -> Llama3Model.Config:
     """Its Llama, with queries, keys and values from one matmul as in all its sizes.
 
     length: [tokens] of a sequence. Attention is its default, FlexAttention, on a GPU. On a CPU, where that has no
     backward pass, it is SDPA, without a mask: every window is one document.
     """
 
+    rope = require_llama(shape)
+
     def norm() -> RMSNorm.Config:
-        return RMSNorm.Config(normalized_shape=shape.width, eps=shape.norm_eps, param_init=_UNLOADED)
+        return RMSNorm.Config(normalized_shape=shape.hidden_size, eps=shape.rms_norm_eps, param_init=_UNLOADED)
 
     def block() -> Llama3TransformerBlock.Config:
         return Llama3TransformerBlock.Config(
             attention_norm=norm(),
             ffn_norm=norm(),
             attention=make_gqa_config(
-                dim=shape.width,
-                n_heads=shape.heads,
-                n_kv_heads=shape.key_value_heads,
-                head_dim=shape.head_size,
+                dim=shape.hidden_size,
+                n_heads=shape.num_attention_heads,
+                n_kv_heads=shape.num_key_value_heads,
+                head_dim=shape.head_dim,
                 wqkv_param_init=_UNLOADED,
                 wo_param_init=_UNLOADED,
                 inner_attention=get_attention_config("flex") if on_cuda else ScaledDotProductAttention.Config(),
                 fuse_qkv=True,
-                rope=ComplexRoPE.Config(dim=shape.head_size, max_seq_len=length, **shape.rope),
+                rope=ComplexRoPE.Config(dim=shape.head_dim, max_seq_len=length, **rope),
             ),
             feed_forward=make_ffn_config(
-                dim=shape.width, hidden_dim=shape.inner_width, w1_param_init=_UNLOADED, w2w3_param_init=_UNLOADED
+                dim=shape.hidden_size,
+                hidden_dim=shape.intermediate_size,
+                w1_param_init=_UNLOADED,
+                w2w3_param_init=_UNLOADED,
             ),
         )
 
     return Llama3Model.Config(
-        dim=shape.width,
-        vocab_size=shape.vocabulary,
-        enable_weight_tying=shape.tied,
+        dim=shape.hidden_size,
+        vocab_size=shape.vocab_size,
+        enable_weight_tying=shape.tie_word_embeddings,
         tok_embeddings=Embedding.Config(
-            num_embeddings=shape.vocabulary,
-            embedding_dim=shape.width,
-            param_init={"weight": skip_param_init} if shape.tied else _UNLOADED,
+            num_embeddings=shape.vocab_size,
+            embedding_dim=shape.hidden_size,
+            param_init={"weight": skip_param_init} if shape.tie_word_embeddings else _UNLOADED,
         ),
         norm=norm(),
-        lm_head=Linear.Config(in_features=shape.width, out_features=shape.vocabulary, param_init=_UNLOADED),
-        layers=[block() for _ in range(shape.layers)],
+        lm_head=Linear.Config(in_features=shape.hidden_size, out_features=shape.vocab_size, param_init=_UNLOADED),
+        layers=[block() for _ in range(shape.num_hidden_layers)],
     )
 
 
 def trained_with(trainer: Measured) -> str:
-    """What trained, in words, from the trained model. A collective. Raises RuntimeError: not what the work asks for."""
+    """A description of the trained model. A collective. Raises RuntimeError: it is not what the work asks for."""
     job, model = trainer.job, trainer.model_parts[0]
     units = sum(isinstance(module, FSDPModule) for module in model.modules())
     parameters = list(model.parameters())

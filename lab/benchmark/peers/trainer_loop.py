@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from data.loader import IGNORED_LABEL
-from lab.benchmark.peers.common import Job
-from training.distributed import build_no_shared_memory_op
+from lab.benchmark.peers.common import Job, run_on_deepspeed
 
 
 class Measured(TrainerCallback):
@@ -112,23 +112,26 @@ def padded(rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
     }
 
 
-def main() -> None:
-    """Train the work of the command line."""
-    job = Job()
-    build_no_shared_memory_op()
+def make_trainer(job: Job, folder: str) -> Any:
+    """The Trainer on the work."""
+    arguments = TrainingArguments(**trainer_arguments(job, folder))
+    return OrderedTrainer(
+        model=job.load_model(),
+        args=arguments,
+        data_collator=None if job.spec.task == "pretrain" else padded,
+        train_dataset=job.samples(),
+        callbacks=[Measured(job)],
+    )
+
+
+def train(make: Callable[[Job, str], Any], job: Job) -> Any:
+    """Train the work by the trainer that is made; the engine."""
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(**trainer_arguments(job, folder))
-        trainer = OrderedTrainer(
-            model=job.load_model(),
-            args=arguments,
-            data_collator=None if job.spec.task == "pretrain" else padded,
-            train_dataset=job.samples(),
-            callbacks=[Measured(job)],
-        )
+        trainer = make(job, folder)
         trainer.job = job
         trainer.train()
-    job.finish(job.deepspeed_engine(trainer.model_wrapped))
+    return trainer.model_wrapped
 
 
 if __name__ == "__main__":
-    main()
+    run_on_deepspeed(partial(train, make_trainer))

@@ -9,15 +9,14 @@ accuracy, rewards) are computed in every step, as they are for every user.
 
 from __future__ import annotations
 
-import tempfile
+from functools import partial
 from typing import Any
 
 from transformers import AutoTokenizer
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-from lab.benchmark.peers.common import Job
-from lab.benchmark.peers.trainer_loop import InOrder, Measured, trainer_arguments
-from training.distributed import build_no_shared_memory_op
+from lab.benchmark.peers.common import Job, run_on_deepspeed
+from lab.benchmark.peers.trainer_loop import InOrder, Measured, train, trainer_arguments
 
 
 class OrderedSFT(InOrder, SFTTrainer):
@@ -55,16 +54,5 @@ def make_trainer(job: Job, folder: str) -> Any:
     return OrderedDPO(model=job.load_model(), args=dpo, **given)
 
 
-def main() -> None:
-    """Train the work of the command line."""
-    job = Job()
-    build_no_shared_memory_op()
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(job, folder)
-        trainer.job = job
-        trainer.train()
-    job.finish(job.deepspeed_engine(trainer.model_wrapped))
-
-
 if __name__ == "__main__":
-    main()
+    run_on_deepspeed(partial(train, make_trainer))

@@ -1,11 +1,13 @@
-"""What runs inside the processes of test_benchmark.py."""
+"""Benchmarks of a few steps, and the functions that run inside the processes of test_benchmark.py."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -13,12 +15,28 @@ import torch
 import torch.distributed as dist
 
 from config.cli import REPOSITORY
+from lab.benchmark import command
 from lab.benchmark.overhead import llama_parts, resolve_llama
 from lab.benchmark.split import COLLECTIVES, Stages, time_deepspeed
-from lab.benchmark.telemetry import CHECKS, IN_BLOCKS, Kind, time_pairs
+from lab.benchmark.telemetry import CHECKS, WARM_UP_BLOCKS, Kind, time_pairs
+from tests.support.launches import SMALL
 from tests.support.small_run import batch_of, engine_of, resolve
 from tracking.jsonl import read_events
 from training.distributed import World
+
+RECIPE = str(REPOSITORY / "config/recipes/benchmark.yaml")
+
+
+def benchmarked(
+    folder: Path, names: str, *given: str, stage: int = 2, compute: str = "fp32", code: int = command.ALL_HOLD
+) -> dict[str, Any]:
+    """The report of eight timed steps of these contestants on two processes. given: options and overrides."""
+    options = ["--rounds", "1", "--steps", "8", "--warm-up", "2", "--processes", "2", "--out", str(folder)]
+    precision = [f"deepspeed.config=ds_configs/zero{stage}_{compute}.json", f"precision.compute={compute}"]
+    ended = command.main(["--config", RECIPE, *options, "--contestants", names, *SMALL, *precision, *given])
+    found = json.loads((folder / "benchmark.json").read_text())
+    assert ended == code, found["contestants"]
+    return found
 
 
 @contextmanager
@@ -76,7 +94,7 @@ def optional_work(world: World, *, pairs: int) -> dict[str, dict[str, Any]]:
         path, before = parts.checkpoints.folder.parent / "events.jsonl", Counter[str]()
         kinds: tuple[Kind, ...] = ("checks", "adam", "observation", "save", "telemetry")
         for of in kinds:  # checks come first: they know how many updates the engine has made
-            seconds = time_pairs(parts, pairs=pairs, of=of, steps=2 if of in IN_BLOCKS else 1)
+            seconds = time_pairs(parts, pairs=pairs, of=of, steps=2 if of in WARM_UP_BLOCKS else 1)
             made = Counter(event["event"] for event in read_events(path))
             found[of] = {
                 "seconds": seconds.shape,

@@ -10,11 +10,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from config.cli import REPOSITORY
 from config.errors import UserError
 from config.schema import AdapterSection
 from lab.benchmark import command as benchmark
-from lab.benchmark.contestants import Run, Runner
+from lab.benchmark.harness import Run, in_rounds
 from lab.benchmark.peak import matmul_rate
 from lab.benchmark.report import bound, compare, loss_difference, page
 from lab.benchmark.spec import Result, flops_per_token
@@ -22,16 +21,14 @@ from lab.benchmark.split import Stages
 from modeling.adapter import add_adapter
 from tests.lab.benchmark import benchmark_cases as cases
 
-RECIPE = str(REPOSITORY / "config/recipes/benchmark.yaml")
 
-
-def run_of(name: str, seconds: list[float], *, losses: list[float] | None = None, first: float = 10.0) -> Run:
+def run_of(seconds: list[float], *, losses: list[float] | None = None, first: float = 10.0) -> Run:
     """A run with one untimed step, launched at 0, whose timed steps took so long."""
     stamps = [first]
     for each in seconds:
         stamps.append(stamps[-1] + each)
     result = Result(losses or [2.0 - step / 10 for step in range(len(stamps))], stamps, 1000, "an engine")
-    return Run(name, 0.0, stamps[-1] + 1.0, 1, result)
+    return Run(0.0, stamps[-1] + 1.0, 1, result)
 
 
 def compared(runs: dict[str, list[Run]], **options):
@@ -40,8 +37,8 @@ def compared(runs: dict[str, list[Run]], **options):
 
 def test_ratios_are_taken_round_by_round_so_that_a_drifting_machine_disturbs_all_alike() -> None:
     runs = {
-        "mantissa": [run_of("mantissa", [speed, speed]) for speed in (1.0, 2.0, 40.0)],
-        "bare": [run_of("bare", [speed * 1.1, speed * 1.1]) for speed in (1.0, 2.0, 40.0)],
+        "mantissa": [run_of([speed, speed]) for speed in (1.0, 2.0, 40.0)],
+        "bare": [run_of([speed * 1.1, speed * 1.1]) for speed in (1.0, 2.0, 40.0)],
     }
     found = compared(runs)
     mine = found["contestants"]["mantissa"]
@@ -55,14 +52,14 @@ def test_ratios_are_taken_round_by_round_so_that_a_drifting_machine_disturbs_all
 
 
 def test_a_step_that_is_rarely_slow_counts_in_the_rate_and_not_in_the_median_step() -> None:
-    found = compared({"bare": [run_of("bare", [1.0] * 9 + [11.0])]})["contestants"]["bare"]
+    found = compared({"bare": [run_of([1.0] * 9 + [11.0])]})["contestants"]["bare"]
     assert found["tokens_per_second"]["median"] == pytest.approx(50)
     assert found["median_step_seconds"]["median"] == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("losses", [[2.0, 1.9, 1.9], [2.0, 1.9, math.nan], [2.0, 1.9]])
 def test_a_contestant_whose_losses_differ_gets_no_ratio_and_fails_every_bound(losses) -> None:
-    runs = {"mantissa": [run_of("mantissa", [1.0, 1.0])], "bare": [run_of("bare", [9.0, 9.0], losses=losses)]}
+    runs = {"mantissa": [run_of([1.0, 1.0])], "bare": [run_of([9.0, 9.0], losses=losses)]}
     found = compared(runs)
     assert not found["contestants"]["bare"]["trains_the_same"]
     assert found["contestants"]["mantissa"]["ratio"] is None  # there is nobody to compare with
@@ -77,23 +74,17 @@ def test_a_contestant_whose_losses_differ_gets_no_ratio_and_fails_every_bound(lo
     assert "trainer-1 failed: no memory." in text and "mantissa/trainer >= 0.5: fails: trainer did not fin" in text
 
 
-class FailsOnce(Runner):
-    """Of these contestants the named ones' runs fail, by `NAME-ROUND`; no job is started."""
-
-    def __init__(self, *failing: str) -> None:
-        self.__dict__["failing"] = failing
-
-    def run(self, contestant: str, label: str) -> Run:
-        """As a job that took a second a step."""
-        if label in self.__dict__["failing"]:
-            raise UserError(f"{label} failed: no memory; see a log")
-        return run_of(contestant, [1.0, 1.0])
-
-
 def test_a_contestant_that_fails_does_not_lose_what_the_others_measured(capsys) -> None:
     failed: dict[str, str] = {}
     names = ["mantissa", "bare", "trainer"]
-    after = list(benchmark.run_repeats(FailsOnce("mantissa-1", "trainer-2"), names, 3, failed))
+    failing = {"mantissa-1", "trainer-2"}
+
+    def run(_: str, label: str) -> Run:
+        if label in failing:
+            raise UserError(f"{label} failed: no memory; see a log")
+        return run_of([1.0, 1.0])
+
+    after = list(in_rounds(names, 3, run, failed, benchmark.tell))
     assert failed == {
         name: f"{name}-{number} failed: no memory; see a log" for name, number in (("mantissa", 1), ("trainer", 2))
     }
@@ -103,7 +94,7 @@ def test_a_contestant_that_fails_does_not_lose_what_the_others_measured(capsys) 
     assert found["contestants"]["trainer"]["ratio"]["tokens_per_second"]["rounds"] == [1.0]
     assert "mantissa-1 failed: no memory" in capsys.readouterr().out
     with pytest.raises(UserError, match="mantissa-1 failed"):
-        list(benchmark.run_repeats(FailsOnce("mantissa-1", "bare-1"), names[:2], 1, {}))
+        list(in_rounds(names[:1], 2, run, {}, benchmark.tell))
 
 
 def test_the_largest_difference_of_any_step_counts() -> None:
@@ -115,8 +106,8 @@ def test_the_largest_difference_of_any_step_counts() -> None:
 def test_a_bound_is_compared_with_the_median_of_the_rounds(value, holds) -> None:
     speeds = (1.0, 1.0, 9.0)
     runs = {
-        "mantissa": [run_of("mantissa", [speed]) for speed in speeds],
-        "trainer": [run_of("trainer", [1.0]) for _ in speeds],
+        "mantissa": [run_of([speed]) for speed in speeds],
+        "trainer": [run_of([1.0]) for _ in speeds],
     }
     check = bound(compared(runs), "mantissa", "trainer", value)
     assert check == {"of": "mantissa/trainer", "least": value, "value": pytest.approx(1.0), "holds": holds}
@@ -205,29 +196,3 @@ def test_a_step_at_zero_2_reduces_the_gradients_of_every_micro_batch_and_gathers
 def test_a_matmul_rate_is_a_rate() -> None:
     rate = matmul_rate(torch.float32, torch.device("cpu"), 256)
     assert 1e8 < rate < 1e14
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--contestants", "mantissa,bear"], "there is no bear"),
-        (["--contestants", "bare,bare"], "bare is listed twice"),
-        (["--contestants", "torchtitan"], "none of them can run here"),
-        (["--at-least", "mantissa=1"], "takes no part"),
-        (["--at-least", "mantissa/bare"], "is not of the form"),
-        (["--contestants", "mantissa", "--at-least", "mantissa/bare=1"], "bare takes no part"),
-        (["--rounds", "0"], "argument --rounds: 0 is not"),
-        (["--peak-tflops", "-1"], "--peak-tflops"),
-        (["--rounds", "many"], "argument --rounds: many is not"),
-        (["precision.path=manifest", "precision.manifest=config/manifests/bf16.json"], "manifest"),
-        (["model.activation_checkpointing=selective"], "none and full"),
-    ],
-)
-def test_a_mistake_is_one_line_and_exit_code_2(arguments, said, tmp_path, capsys) -> None:
-    try:
-        code = benchmark.main(["--config", RECIPE, "--out", str(tmp_path), *arguments])
-    except SystemExit as left:
-        code = left.code
-    assert code == 2
-    line = capsys.readouterr().err
-    assert line.startswith("error: ") and line.count("\n") == 1 and said in line

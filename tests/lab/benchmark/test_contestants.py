@@ -3,17 +3,16 @@ not is found."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
 
 from lab.benchmark import command as benchmark
-from lab.benchmark.contestants import MANTISSA, PEERS, PRECISIONS, TITAN, Run, Runner, choose
+from lab.benchmark.contestants import MANTISSA, PEERS, PRECISIONS, TITAN, Runner, choose
+from lab.benchmark.harness import Jobs
 from lab.benchmark.report import STAGES, compare, page
 from lab.benchmark.spec import Result, Spec
-from tests.lab.benchmark.test_benchmark import RECIPE
-from tests.support.launches import SMALL
+from tests.lab.benchmark.benchmark_cases import benchmarked
 from tracking.jsonl import read_events
 
 pytestmark = pytest.mark.slow
@@ -21,7 +20,6 @@ pytestmark = pytest.mark.slow
 ALL = ",".join([*MANTISSA, *(name for name in PEERS if name not in TITAN)])  # which test_titan.py has
 COMPUTES = {"mantissa-fp32": ("fp32", False), "mantissa-fp16": ("fp16", False), "mantissa-manifest": ("fp32", True)}
 """The parameters' dtype, and whether regions of a manifest compute in BF16."""
-SHORT = ["--rounds", "1", "--steps", "8", "--warm-up", "2", "--processes", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +36,7 @@ def cache(tmp_path_factory) -> str:
     ],
 )
 def test_every_contestant_trains_the_same(stage, compute, contestants, tolerance, tmp_path, cache) -> None:
-    precision = [f"deepspeed.config=ds_configs/zero{stage}_{compute}.json", f"precision.compute={compute}"]
-    there = ["--contestants", contestants, "--out", str(tmp_path)]
-    code = benchmark.main(["--config", RECIPE, *SHORT, *there, *SMALL, *precision, cache])
-    found = json.loads((tmp_path / "benchmark.json").read_text())
-    assert code == benchmark.ALL_HOLD
+    found = benchmarked(tmp_path, contestants, cache, stage=stage, compute=compute)
     assert list(found["contestants"]) == contestants.split(",")
     for name, mine in found["contestants"].items():
         assert mine["loss_difference"] < tolerance, name
@@ -58,11 +52,8 @@ def test_every_contestant_trains_the_same(stage, compute, contestants, tolerance
 @pytest.mark.parametrize(("stage", "compute", "ranks"), [(2, "fp32", 2), (3, "bf16", 2), (1, "bf16", 4)])
 def test_ranks_that_share_matrices_train_as_deepspeeds_autotp_does(stage, compute, ranks, tmp_path, cache) -> None:
     """On four ranks, two to a matrix: each pair of them has sequences of its own."""
-    precision = [f"deepspeed.config=ds_configs/zero{stage}_{compute}.json", f"precision.compute={compute}"]
-    there = ["--contestants", "mantissa,mantissa-off,bare,trainer,mantissa-manifest", "--out", str(tmp_path)]
-    given = [*SHORT, "--processes", str(ranks), *there, *SMALL, *precision, cache, "parallel.tensor=2"]
-    assert benchmark.main(["--config", RECIPE, *given]) == benchmark.ALL_HOLD
-    found = json.loads((tmp_path / "benchmark.json").read_text())
+    names, given = "mantissa,mantissa-off,bare,trainer,mantissa-manifest", ["--processes", str(ranks), cache]
+    found = benchmarked(tmp_path, names, *given, "parallel.tensor=2", stage=stage, compute=compute)
     assert list(found["contestants"]) == ["mantissa", "mantissa-off", "bare"]
     assert found["passed_over"].keys() == {"trainer", "mantissa-manifest"}
     bare = found["contestants"]["bare"]
@@ -78,10 +69,8 @@ def test_ranks_that_share_matrices_train_as_deepspeeds_autotp_does(stage, comput
 def test_mantissas_precisions_do_the_same_work(stage, tmp_path, cache) -> None:
     """Whatever the config's own: each computes as its name says, and follows FP32."""
     names = ["mantissa", *PRECISIONS]
-    there = ["--contestants", ",".join(names), "--no-split", "--peak-tflops", "1", "--out", str(tmp_path)]
-    config = [f"deepspeed.config=ds_configs/zero{stage}_bf16.json", "precision.compute=bf16"]
-    assert benchmark.main(["--config", RECIPE, *SHORT, *there, *SMALL, *config, cache]) == benchmark.ALL_HOLD
-    found = json.loads((tmp_path / "benchmark.json").read_text())["contestants"]
+    given = ["--no-split", "--peak-tflops", "1", cache]
+    found = benchmarked(tmp_path, ",".join(names), *given, stage=stage, compute="bf16")["contestants"]
     assert found["mantissa-bf16"]["loss_difference"] == 0
     for name in ("mantissa-fp32", "mantissa-fp16", "mantissa-manifest"):
         assert 0 < found[name]["loss_difference"] < 5e-3, name
@@ -91,18 +80,13 @@ def test_mantissas_precisions_do_the_same_work(stage, tmp_path, cache) -> None:
 
 
 def test_a_peer_that_is_given_other_work_is_found(tmp_path, cache) -> None:
-    there = ["--contestants", "mantissa,bare", "--peak-tflops", "1", "--no-split", "--out", str(tmp_path)]
-    assert benchmark.main(["--config", RECIPE, *SHORT, *there, *SMALL, cache]) == benchmark.ALL_HOLD
+    benchmarked(tmp_path, "mantissa,bare", "--peak-tflops", "1", "--no-split", cache)
     spec = Spec.read(tmp_path / "spec.json")
     other = replace(spec, learning_rates=[rate * 1.02 for rate in spec.learning_rates])
-    runner = Runner(tmp_path, (), 2, (), other)
-    runs = {"bare": [_of(runner, spec)], "other": [runner.run("bare", "other")]}
+    jobs = Jobs(tmp_path, processes=2, warm_up=2)
+    runs = {name: [Runner(jobs, (), work).run("bare", name)] for name, work in (("bare", spec), ("other", other))}
     found = compare(runs, tokens=256, flops_per_token=1.0, peak=1.0, tolerance=benchmark.TOLERANCE["fp32"])
     assert found["contestants"]["bare"]["trains_the_same"] and not found["contestants"]["other"]["trains_the_same"]
-
-
-def _of(runner: Runner, spec: Spec) -> Run:
-    return replace(runner, spec=spec).run("bare", "same")
 
 
 def test_every_contestant_has_a_loop() -> None:
@@ -110,23 +94,10 @@ def test_every_contestant_has_a_loop() -> None:
 
 
 def test_two_contestants_as_real_jobs_train_the_same(tmp_path, capsys) -> None:
-    bounds = ["--at-least", "mantissa/bare=0.001", "--at-least", "bare/mantissa=1000"]
-    options = [
-        "--contestants",
-        "mantissa,bare,torchtitan",
-        "--rounds",
-        "1",
-        "--steps",
-        "6",
-        "--warm-up",
-        "2",
-        "--no-split",
-    ]
+    given = ["--at-least", "mantissa/bare=0.001", "--at-least", "bare/mantissa=1000", "--peak-tflops", "0.1"]
     folder, cache = tmp_path / "benchmark", f"data.cache_dir={tmp_path}/cache"
-    there = ["--processes", "2", "--peak-tflops", "0.1", "--out", str(folder)]
-    code = benchmark.main(["--config", RECIPE, *options, *bounds, *there, *SMALL, cache])
-    found = json.loads((folder / "benchmark.json").read_text())
-    assert code == benchmark.FAILED  # the second bound
+    names, second_bound_fails = "mantissa,bare,torchtitan", benchmark.FAILED
+    found = benchmarked(folder, names, *given, "--no-split", cache, code=second_bound_fails)
     assert [check["holds"] for check in found["bounds"]] == [True, False]
     bare, mantissa = found["contestants"]["bare"], found["contestants"]["mantissa"]
     assert bare["engine"] == "DeepSpeedEngine, DeepSpeedZeroOptimizer, cpu"
@@ -138,4 +109,4 @@ def test_two_contestants_as_real_jobs_train_the_same(tmp_path, capsys) -> None:
     assert page(found) == (folder / "benchmark.md").read_text()
     assert "bare/mantissa >= 1000.0: fails at" in capsys.readouterr().out
     steps = [Result.read(folder / "results" / f"{name}-1.json") for name in ("mantissa", "bare")]
-    assert all(len(each.stamps) == len(each.losses) == 8 for each in steps)
+    assert all(len(each.stamps) == len(each.losses) == 10 for each in steps)

@@ -46,18 +46,3 @@ def test_rows_and_json(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert row["train_seconds"] > 0
     assert row["seconds"] > row["reader_cpu_seconds"] > 0 and row["worker_cpu_seconds"] > 0
     assert row["reader_bytes"] > row["worker_bytes"] > 10 << 20, "of a worker that is a fresh interpreter with numpy"
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (["--megabytes", "100"], "error: --megabytes 100: data.path="),
-        (["--megabytes", "1,none"], "error: --megabytes 1,none: has to be numbers above 0"),
-        (["--processes", "0"], "error: --processes 0: has to be numbers above 0"),
-        (["--json", "/nowhere/rows.json"], "error: --json /nowhere/rows.json: cannot be written"),
-    ],
-)
-def test_mistakes(options: list[str], told: str, texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert benchmark.main(["--path", str(texts), *options]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(told) and error.count("\n") == 1

@@ -1,4 +1,4 @@
-"""What a benchmark of several jobs does when one of them fails: the others are measured, and the failure is a row."""
+"""Benchmarks that cannot do all they should: a mistake is one line; of several jobs, one that fails is a row."""
 
 from __future__ import annotations
 
@@ -7,10 +7,65 @@ import json
 import pytest
 
 from config.cli import REPOSITORY
-from lab.benchmark import activations, loss
+from lab.benchmark import activations, command, data, largest, loss
+from tests.lab.benchmark.benchmark_cases import RECIPE
 from tests.support.launches import SMALL
 
-RECIPE = str(REPOSITORY / "config/recipes/benchmark.yaml")
+MISTAKES = {
+    command: [
+        (["--contestants", "mantissa,bear"], "there is no bear"),
+        (["--contestants", "bare,bare"], "bare is listed twice"),
+        (["--contestants", "torchtitan"], "none of them can run here"),
+        (["--at-least", "mantissa=1"], "takes no part"),
+        (["--at-least", "mantissa/bare"], "is not of the form"),
+        (["--contestants", "mantissa", "--at-least", "mantissa/bare=1"], "bare takes no part"),
+        (["--rounds", "0"], "argument --rounds: 0 is not"),
+        (["--peak-tflops", "-1"], "--peak-tflops"),
+        (["--rounds", "many"], "argument --rounds: many is not"),
+        (
+            ["precision.path=manifest", "precision.manifest=config/manifests/bf16.json"],
+            "path = manifest would not",
+        ),
+        (
+            ["model.activation_checkpointing=selective"],
+            "selective would not be the same for all contestants; set none or full",
+        ),
+    ],
+    largest: [
+        (["--layers", "2,many"], "argument --layers: many is not a whole number"),
+        (["--layers", "4,2"], "ascending"),
+        (["--layers", "2,2"], "each depth once"),
+        (["--layers", "0"], "argument --layers: 0 is not a whole number of 1 or more"),
+        (["--layers", "2", "--steps", "0"], "argument --steps: 0 is not a whole number of 1 or more"),
+        (["--layers", "2", "--host-gib", "-1"], "argument --host-gib: -1 is not a number above 0"),
+        (["--layers", "2", "model.confg.num_hidden_layers=3"], "model.confg"),
+    ],
+    data: [
+        (["--megabytes", "100"], "--megabytes 100: data.path="),
+        (["--megabytes", "1,none"], "argument --megabytes: none is not a number above 0"),
+        (["--processes", "0"], "argument --processes: 0 is not a whole number of 1 or more"),
+        (["--json", "/nowhere/rows.json"], "--json /nowhere/rows.json: cannot be written"),
+    ],
+}
+GIVEN = {
+    command: ["--config", RECIPE, "--out"],
+    largest: ["--config", RECIPE, "--layers", "2", "--out"],
+    data: ["--path", str(REPOSITORY / "data"), "--json"],
+}
+"""Options of each; the last one names the output."""
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "said"), [(tool, *mistake) for tool, mistakes in MISTAKES.items() for mistake in mistakes]
+)
+def test_a_mistake_is_one_line_and_exit_code_2(tool, arguments, said, tmp_path, capsys) -> None:
+    try:
+        code = tool.main([*GIVEN[tool], str(tmp_path / "out"), *arguments])
+    except SystemExit as left:
+        code = left.code
+    assert code == 2
+    line = capsys.readouterr().err
+    assert line.startswith("error: ") and line.count("\n") == 1 and said in line
 
 
 def test_a_loss_that_cannot_be_computed_is_a_row(capsys) -> None:

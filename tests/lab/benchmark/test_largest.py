@@ -8,32 +8,9 @@ import sys
 
 import pytest
 
-from config.cli import REPOSITORY
 from lab.benchmark import largest as benchmark_largest
+from tests.lab.benchmark.benchmark_cases import RECIPE
 from tests.support.launches import SMALL
-
-RECIPE = str(REPOSITORY / "config/recipes/benchmark.yaml")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--layers", "2,many"], "--layers = 2,many: is not of the form"),
-        (["--layers", "4,2"], "ascending"),
-        (["--layers", "2,2"], "each depth once"),
-        (["--layers", "0"], "1 or more"),
-        (["--layers", "2", "--steps", "0"], "argument --steps: 0 is not a whole number of 1 or more"),
-        (["--layers", "2", "--host-gib", "-1"], "argument --host-gib: -1 is not a number above 0"),
-        (["--layers", "2", "model.confg.num_hidden_layers=3"], "model.confg"),
-    ],
-)
-def test_a_mistake_is_one_line_and_exit_code_2(arguments, said, tmp_path, capsys) -> None:
-    try:
-        code = benchmark_largest.main(["--config", RECIPE, "--out", str(tmp_path), *arguments])
-    except SystemExit as left:
-        code = left.code
-    line = capsys.readouterr().err
-    assert code == 2 and line.startswith("error: ") and line.count("\n") == 1 and said in line
 
 
 @pytest.mark.slow

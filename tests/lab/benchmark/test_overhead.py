@@ -15,34 +15,34 @@ from config.command_line import read_command_line
 from config.errors import UserError
 from config.machine.processes import free_port
 from lab.benchmark import telemetry
-from lab.benchmark.overhead import Measured, interval, report, require_comparable
+from lab.benchmark.harness import estimate
+from lab.benchmark.overhead import median_ratio, ratio_of_sums, report, require_comparable
 from tests.lab.benchmark import benchmark_cases
+from tests.lab.benchmark.benchmark_cases import RECIPE
 from tests.support.launches import BIN, LAUNCHERS, SMALL
 
-RECIPE = str(REPOSITORY / "config/recipes/benchmark.yaml")
 
-
-def drifting(ratio: float, *, pairs: int, noise: float) -> tuple[np.ndarray, np.ndarray]:
+def drifting(ratio: float, *, pairs: int, noise: float) -> np.ndarray:
     """Seconds of two loops on a machine whose speed drifts by a half; `ratio` is that of their tokens/s."""
     generator = np.random.default_rng(3)
     speed = 1.0 + 0.5 * np.sin(np.linspace(0, 7, pairs))
     bare, guarded = (speed * generator.lognormal(0.0, noise, size=pairs) for _ in range(2))
-    return bare, guarded / ratio
+    return np.stack([bare, guarded / ratio], axis=1)
 
 
-@pytest.mark.parametrize("median", [True, False])
+@pytest.mark.parametrize("statistic", [median_ratio, ratio_of_sums])
 @pytest.mark.parametrize("ratio", [0.97, 1.0, 1.05])
-def test_an_interval_holds_the_true_ratio_and_tells_a_hundredth_where_pairs_are_many(ratio, median) -> None:
-    found, low, high = interval(*drifting(ratio, pairs=400, noise=0.05), median=median)
+def test_an_interval_holds_the_true_ratio_and_tells_a_hundredth_where_pairs_are_many(ratio, statistic) -> None:
+    found, low, high = estimate(statistic, drifting(ratio, pairs=400, noise=0.05))
     assert low < ratio < high and low < found < high and high - low < 0.025
-    _, few_low, few_high = interval(*drifting(ratio, pairs=20, noise=0.05), median=median)
+    _, few_low, few_high = estimate(statistic, drifting(ratio, pairs=20, noise=0.05))
     assert few_high - few_low > 2 * (high - low)
 
 
 def test_a_step_that_is_rarely_slow_counts_in_the_seconds_and_not_in_the_median() -> None:
-    bare, guarded = np.ones(100), np.where(np.arange(100) % 10 == 0, 2.0, 1.0)
-    assert interval(bare, guarded, median=True)[0] == 1.0
-    assert interval(bare, guarded, median=False)[0] == pytest.approx(1 / 1.1)
+    seconds = np.stack([np.ones(100), np.where(np.arange(100) % 10 == 0, 2.0, 1.0)], axis=1)
+    assert median_ratio(seconds) == 1.0
+    assert ratio_of_sums(seconds) == pytest.approx(1 / 1.1)
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,8 @@ def test_a_step_that_is_rarely_slow_counts_in_the_seconds_and_not_in_the_median(
     ],
 )
 def test_the_exit_code_is_a_gate(distance, ratio, at_least, code, said, capsys) -> None:
-    bare, guarded = drifting(ratio, pairs=400, noise=0.02)
-    assert report(Measured(bare, guarded, distance), steps=1, compute="fp32", at_least=at_least) == code
+    seconds = drifting(ratio, pairs=400, noise=0.02)
+    assert report(seconds, distance, steps=1, compute="fp32", at_least=at_least) == code
     assert said in capsys.readouterr().err
 
 

@@ -5,23 +5,21 @@ Needs torchtitan, which `make titan` installs into a folder of its own.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
 
 from lab.benchmark import command as benchmark
 from lab.benchmark.contestants import Runner
+from lab.benchmark.harness import Jobs
 from lab.benchmark.peers.titan_terms import unavailable_reason
 from lab.benchmark.report import compare
 from lab.benchmark.spec import Spec
-from tests.lab.benchmark.test_benchmark import RECIPE
-from tests.support.launches import SMALL
+from tests.lab.benchmark.benchmark_cases import benchmarked
 
 REASON = unavailable_reason()
 pytestmark = [pytest.mark.slow, pytest.mark.titan, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 
-SHORT = ["--rounds", "1", "--steps", "8", "--warm-up", "2", "--peak-tflops", "1"]
 SIZES = "hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4"
 GROUPED = f"model.config={{{SIZES}, num_key_value_heads: 2, tie_word_embeddings: false, rms_norm_eps: 1.0e-3}}"
 TIED = f"model.config={{{SIZES}, tie_word_embeddings: true, rope_parameters: {{rope_type: default, rope_theta: 500}}}}"
@@ -51,14 +49,9 @@ def run(
     names: str = "mantissa,torchtitan",
 ) -> dict:
     """The report of Mantissa and torchtitan, side by side for ten steps of two micro-batches a rank."""
-    options = ["--contestants", names, "--processes", str(processes), "--out", str(folder)]
-    precision = [f"deepspeed.config=ds_configs/zero{stage}_{compute}.json", f"precision.compute={compute}"]
-    batch = [f"batch.global_size={4 * processes}"]
+    given = ["--processes", str(processes), "--peak-tflops", "1", f"batch.global_size={4 * processes}"]
     more = [] if split else ["--no-split"]
-    code = benchmark.main(["--config", RECIPE, *SHORT, *options, *more, *SMALL, *precision, *batch, *overrides])
-    found = json.loads((folder / "benchmark.json").read_text())
-    assert code == benchmark.ALL_HOLD, found["contestants"]
-    return found
+    return benchmarked(folder, names, *given, *more, *overrides, stage=stage, compute=compute)
 
 
 @pytest.mark.parametrize(
@@ -106,9 +99,8 @@ def test_other_work_is_found(changed, tmp_path, cache) -> None:
         other = replace(spec, learning_rates=[rate * 1.02 for rate in spec.learning_rates])
     else:
         other = replace(spec, optimizer={**spec.optimizer, "weight_decay": spec.optimizer["weight_decay"] * 1.1})
-    runs = {
-        "same": [Runner(tmp_path, (), 2, (), spec).run("torchtitan", "same")],
-        "other": [Runner(tmp_path, (), 2, (), other).run("torchtitan", "other")],
-    }
+    jobs = Jobs(tmp_path, processes=2, warm_up=2)
+    works = (("same", spec), ("other", other))
+    runs = {name: [Runner(jobs, (), work).run("torchtitan", name)] for name, work in works}
     found = compare(runs, tokens=256, flops_per_token=1.0, peak=1.0, tolerance=benchmark.TOLERANCE["fp32"])
     assert not found["contestants"]["other"]["trains_the_same"]

@@ -20,7 +20,7 @@ from lab.benchmark.peers.titan_terms import (
     LEAST_TORCH,
     UNDECAYED,
     largest_norm,
-    llama_of,
+    require_llama,
     unavailable_reason,
     unsupported_reason,
 )
@@ -53,22 +53,21 @@ def work(folder, config, **changed) -> Spec:
     return replace(spec, **changed)
 
 
-def test_a_llama_is_told_by_its_configuration() -> None:
+def test_the_sizes_that_a_configuration_leaves_open_are_settled() -> None:
+    """`model_of` reads them."""
     theta = {"rope_type": "default", "rope_theta": 500.0}
-    shape = llama_of(LlamaConfig(**SIZES, num_key_value_heads=2, rms_norm_eps=1e-3, rope_parameters=theta))
-    assert (shape.vocabulary, shape.width, shape.inner_width, shape.layers) == (40, 32, 48, 3)
-    assert (shape.heads, shape.key_value_heads, shape.head_size) == (4, 2, 8)
-    assert shape.norm_eps == 1e-3 and not shape.tied
-    assert shape.rope == {"theta": 500.0, "scaling": "none"}
-    other = llama_of(LlamaConfig(**SIZES, head_dim=16, tie_word_embeddings=True))
-    assert (other.key_value_heads, other.head_size, other.tied) == (4, 16, True)
+    grouped = LlamaConfig(**SIZES, num_key_value_heads=2, rope_parameters=theta)
+    assert (grouped.num_key_value_heads, grouped.head_dim, grouped.tie_word_embeddings) == (2, 8, False)
+    assert require_llama(grouped) == {"theta": 500.0, "scaling": "none"}
+    other = LlamaConfig(**SIZES, head_dim=16, tie_word_embeddings=True)
+    assert (other.num_key_value_heads, other.head_dim, other.tie_word_embeddings) == (4, 16, True)
 
 
 def test_the_scaling_of_llama_3_keeps_its_numbers() -> None:
     scaling = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
     theirs = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, **scaling}
-    shape = llama_of(LlamaConfig(**SIZES, rope_parameters=theirs))
-    assert shape.rope == {"theta": 100.0, "scaling": "llama", "scaling_factor": 4.0, **scaling}
+    found = require_llama(LlamaConfig(**SIZES, rope_parameters=theirs))
+    assert found == {"theta": 100.0, "scaling": "llama", "scaling_factor": 4.0, **scaling}
 
 
 @pytest.mark.parametrize(
@@ -87,7 +86,7 @@ def test_the_scaling_of_llama_3_keeps_its_numbers() -> None:
 )
 def test_another_model_is_refused(config, said, tmp_path) -> None:
     with pytest.raises(UserError, match=re.escape(said)):
-        llama_of(config)
+        require_llama(config)
     assert said in str(unsupported_reason(work(tmp_path, config)))
 
 

@@ -109,11 +109,11 @@ def test_pairs_that_trl_would_see_otherwise_are_refused() -> None:
 @pytest.mark.parametrize(
     ("task", "override", "said"),
     [
-        ("sft", "data.packing=best_fit", "data.packing = best_fit packs as only Mantissa does; set none"),
+        ("sft", "data.packing=best_fit", "data.packing = best_fit would not be the same for all contestants; set none"),
         ("sft", "sft.loss=row", "sft.loss = row would not be the same for all contestants; set token"),
         ("dpo", "preference.loss=ipo", "preference.loss = ipo would not be the same for all contestants; set sigmoid"),
         ("dpo", "adapter.dropout=0.1", "adapter.dropout = 0.1 would not be the same for all contestants; set 0.0"),
-        ("sft", "task=distill", "task = distill is not what the contestants train; choose pretrain, sft or dpo"),
+        ("sft", "task=distill", "task = distill would not be the same for all contestants; set pretrain or sft or dpo"),
     ],
 )
 def test_work_that_only_mantissa_has_is_refused(task, override, said, folder, tmp_path, capsys) -> None:

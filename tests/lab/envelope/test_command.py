@@ -134,8 +134,8 @@ def test_the_whole_command(tmp_path, cache, capsys):
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("--depths=2,x", "--depths 2,x: write whole numbers"),
-        ("--batches=0", "--batches 0: write whole numbers"),
+        ("--depths=2,x", "argument --depths: x is not a whole number of 1 or more"),
+        ("--batches=0", "argument --batches: 0 is not a whole number of 1 or more"),
         ("--steps=5,6", "argument --steps: 5,6 is not a whole number"),
         ("--precisions=fp8", "'fp8' is not one of fp32, control, bf16, fp16"),
         ("--policies=dynamic", "'dynamic' is not one of deepspeed, adaptive, static"),

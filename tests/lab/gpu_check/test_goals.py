@@ -23,8 +23,8 @@ def row(rate: float, *, same: bool = True, mfu: float = 0.4) -> dict[str, Any]:
 
 
 def outcomes(part: int, results: dict[str, Any], *, tiny: bool = False) -> dict[str, tuple[str, str]]:
-    """What was measured and its outcome, by goal."""
-    lines = goals_table(part, results, tiny=tiny).splitlines()[2:]
+    """The measured value and its outcome, by goal."""
+    lines = str(goals_table(part, results, tiny=tiny)).splitlines()[2:]
     cells = [line.strip("|").split(" | ") for line in lines]
     return {each[0].strip(): (each[2].strip(), each[3].strip()) for each in cells}
 

@@ -1,4 +1,4 @@
-"""What runs inside the processes of test_matrix.py. Every function is called on every rank."""
+"""Functions that test_matrix.py runs inside its processes, each on every rank."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,22 +13,23 @@ from config.load import load_config
 from data.loader import Batch
 from lab.matrix import run as matrix_run
 from lab.matrix.cells import Cell
-from lab.matrix.rules import RULES
 from modeling.linear_cross_entropy import IGNORED
 from modeling.router_balance import RouterBalance
 from precision import fp8
+from tools.parity.oracle.optimizers import optimizer_of
 from training.distributed import World
-from training.engine.pieces import Pieces, ShardedPieces
+from training.engine.flat_optimizer import Pieces
+from training.engine.sharded_pieces import ShardedPieces
 from training.loss_scaler import LossScaler
 
 STEPS = 6
 """The fewest in which the loss scale grows twice."""
 UNSCALED_STEPS = 3
-"""Of a cell without a loss scale."""
+"""Steps of a cell without a loss scale."""
 
 
 def measure(world: World, *, cells: list[Cell], upstream: bool) -> dict[str, dict[str, Any]]:
-    """What the matrix finds in each cell, by name."""
+    """The matrix's results by the cell's name."""
     found = {}
     for cell in cells:
         steps = STEPS if upstream or cell.combination.compute in ("fp16", "mixed") else UNSCALED_STEPS
@@ -99,14 +100,15 @@ def balanced_by_micro_batch(world: World, *, compute: str) -> dict[str, Any]:
 
 
 def apart_from_adamw(world: World, *, optimizer: str) -> float:
-    """How far the reference's masters are from AdamW's, as a share of how far these moved; its settings are given."""
+    """The distance of the reference's masters from AdamW's, relative to how far these moved."""
     cell = Cell(Combination("cast", "fp32", 1), accumulation=4, optimizer=optimizer)
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         overrides, path = cell.prepare(Path(folder))
         config = load_config(path, overrides, None)
         found = []
-        for rule in (RULES[optimizer], RULES["adamw"]):
-            patch.setitem(RULES, optimizer, rule)
+        for name in (optimizer, "adamw"):
+            of_name = lambda model, section, name=name: optimizer_of(model, replace(section, name=name))  # noqa: E731
+            patch.setattr(matrix_run, "optimizer_of", of_name)
             found.append(matrix_run.reference(config, cell.dtype, clipping=False, steps=STEPS, world=world))
     return matrix_run.errors(*found).masters
 

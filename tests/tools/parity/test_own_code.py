@@ -12,7 +12,6 @@ from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 from modeling.objectives.label_prediction import LabelPrediction
 from modeling.objectives.objective import Scored
 from modeling.quantised_base import dequantise
-from precision.signature import findings, pooled
 from tests.modeling.test_quantised_base import eight_bits, four_bits
 from tests.tools.parity.test_signature import (
     ATTENTION,
@@ -28,6 +27,7 @@ from tests.tools.parity.test_signature import (
     named,
     trained,
 )
+from tools.parity.rounding import findings, pooled
 from tools.parity.signature import Signatures
 
 UP = f"{MLP}.up_proj"

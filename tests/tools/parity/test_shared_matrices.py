@@ -68,8 +68,8 @@ def test_other_kinds_of_models_are_measured_as_well(pair, kind):
 @pytest.mark.parametrize(("stage", "compute"), [(2, "bf16"), (3, "fp16")])
 @pytest.mark.parametrize(("defect", "check"), PLANTS, ids=KINDS)
 def test_a_planted_defect_is_found_and_named(pair, stage, compute, defect, check):
-    overrides = [CLIPPED, "precision.loss_scale.initial=1024", f"defects=[{defect}]"]
-    given = {"stage": stage, "compute": compute, "steps": 3, "overrides": overrides}
+    overrides = [CLIPPED, "precision.loss_scale.initial=1024"]
+    given = {"stage": stage, "compute": compute, "steps": 3, "overrides": overrides, "defect": defect}
     for steps in pair.run(step_cases.of_shared_matrices, **given):
         found = judged(steps)[check]
         assert not found.passed
@@ -95,7 +95,7 @@ def test_a_manifest_is_the_plan(pair, tmp_path, stage):
 @pytest.mark.one_in(9)
 @pytest.mark.parametrize(("defect", "check"), PLANTS, ids=KINDS)
 def test_a_planted_defect_is_found_and_named_under_a_manifest(pair, tmp_path, defect, check):
-    for steps in pair.run(step_cases.of_shared_matrices, **under_a_manifest(tmp_path, 2, f"defects=[{defect}]")):
+    for steps in pair.run(step_cases.of_shared_matrices, **under_a_manifest(tmp_path, 2), defect=defect):
         found = judged(steps)[check]
         assert not found.passed
         assert found.modules == (module_of(defect),) if module_of(defect) else found.note.startswith("all ")

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from config import markdown
 from tests.support.browser import tab
 from tests.support.compare_runs import write_run
 from tests.support.hostile import HOSTILE
 from tracking.compare.command import main
+from tracking.pages import markdown
 from tracking.pages.document import write_document
 
 OVERFLOWING = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
@@ -69,7 +69,7 @@ def test_a_phone_can_read_the_page_of_a_tool(page, tmp_path: Path) -> None:
     name = "model.layers.31.post_attention_layernorm"
     head = ("what", "measured", "bound", "holds", "worst at", "why it is so, which takes a sentence")
     row = (markdown.code(name), "100.00%", "at least 100.00%", "yes", markdown.code(name), "words " * 20)
-    text = f"# A tool\n\n**accepted**\n\n![wide](wide.png)\n\n{markdown.table(head, [row] * 3)}"
+    text = f"# A tool\n\n**accepted**\n\n![wide](wide.png)\n\n{markdown.Table(head, [row] * 3)}"
     write_document(tmp_path / "tool.md", text, tone="good")
     page.size(390, 844, dark=True)
     page.messages.clear()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from config import markdown
+from tracking.pages import markdown
 from tracking.pages.document import document, write_document
 from tracking.pages.render import render
 
@@ -13,7 +13,7 @@ PNG = b"\x89PNG\r\n\x1a\nnot really"
 
 def test_the_verdict_stands_first_in_a_frame_and_the_rest_below_it(tmp_path: Path) -> None:
     (tmp_path / "a b.png").write_bytes(PNG)
-    below = f"![curves](<a b.png>)\n\n## More\n\n{markdown.table(('a',), [('1',)])}"
+    below = f"![curves](<a b.png>)\n\n## More\n\n{markdown.Table(('a',), [('1',)])}"
     text = f"# It `is` x\n\n**failed**: one\n\n- two\n\n{below}"
     written = write_document(tmp_path / "page.md", text, tone="bad")
     assert written.read_text() == text
@@ -39,7 +39,7 @@ def test_only_pictures_beside_the_page_are_in_it(tmp_path: Path, name: str) -> N
 
 @pytest.mark.parametrize("said", ["<script>alert(1)</script>", "[x](javascript:alert(1))", "</div><img src=x>", "a|b"])
 def test_what_a_run_says_is_text(tmp_path: Path, said: str) -> None:
-    page = document(f"# {said}\n\n{said}\n\n{markdown.table((said,), [(markdown.text(said),)])}", tmp_path)
+    page = document(f"# {said}\n\n{said}\n\n{markdown.Table((said,), [(markdown.text(said),)])}", tmp_path)
     body = page.partition("<body>")[2]
     assert "<script>alert" not in body and "<img" not in body and "href=" not in body
 

@@ -11,7 +11,7 @@ from data.prepare import prepare
 from tests.support import launches
 from tests.training.checkpoint import reshard_cases as cases
 from tests.training.checkpoint import resume_cases as jobs
-from training.checkpoint.pieces import Pieces
+from training.checkpoint.saved_parameters import Pieces
 from training.engine.tensors import as_text, checksum
 
 ODD = ("model.config.hidden_size=28", "model.config.intermediate_size=47", "model.config.mlp_bias=true")

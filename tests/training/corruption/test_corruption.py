@@ -217,7 +217,7 @@ def test_a_job_on_a_broken_machine_ends_with_its_own_code_rank_and_host(
 def test_a_healthy_step_waits_for_no_device_and_no_rank_more_often(pair: ProcessGroup) -> None:
     options = {"stage": 2, "compute": "bf16", "further": (*ON, "guard.reexecute=every 1000")}
     for counted in pair.run(step_cost_cases.waits_and_collectives, **options):
-        assert counted["ours"] == ["engine.py:health"]
+        assert counted["ours"] == ["health.py:__init__"]
         more = Counter(counted["guarded"])
         more.subtract(counted["bare"])
         assert {name: count for name, count in more.items() if count} == {"all_gather_into_tensor": 1}

@@ -14,16 +14,16 @@ from config.schema import OptimizerSection
 from tests.support.marks import slow
 from tests.support.process_group import ProcessGroup
 from tests.training.engine import optimizer_cases
-from training.engine.optimizer import build_optimizer, implementation
+from training.engine.flat_optimizer import Pieces, WholeParameterOptimizer
+from training.engine.optimizer import IMPLEMENTATIONS, build_optimizer
 from training.engine.optimizers import muon
 from training.engine.optimizers.rule import UpdateInputs
-from training.engine.pieces import Pieces, WholeParameterOptimizer
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_every_choice_of_the_config_has_a_row_and_a_file() -> None:
-    assert set(get_args(get_type_hints(OptimizerSection)["name"])) == OPTIMIZERS.keys()
+    assert set(get_args(get_type_hints(OptimizerSection)["name"])) == OPTIMIZERS.keys() == IMPLEMENTATIONS.keys()
     files = {path.stem for path in (ROOT / "training/engine/optimizers").glob("*.py")}
     assert files - {"__init__", "rule"} == OPTIMIZERS.keys()
     for spec in OPTIMIZERS.values():
@@ -50,10 +50,10 @@ def test_an_optimizer_keeps_what_its_row_says_and_updates_as_its_file_says(name:
     assert not any(optimizer.state.values())  # nothing before the first update
     if isinstance(optimizer, WholeParameterOptimizer):
         model.weight.grad = torch.ones_like(model.weight)
-        with pytest.raises(RuntimeError, match="not told where parameters begin"):
+        with pytest.raises(RuntimeError, match="does not know where parameters begin"):
             optimizer.step()
         optimizer.state.clear()
-        optimizer.told = Pieces()
+        optimizer.attached = Pieces()
     for step in range(1, 5):
         expected = {}
         for group in optimizer.param_groups:
@@ -71,7 +71,7 @@ def test_an_optimizer_keeps_what_its_row_says_and_updates_as_its_file_says(name:
                     step=step,
                     matrix=group["matrix"],
                 )
-                expected[parameter] = parameter.detach().double() + implementation(name).update(given)
+                expected[parameter] = parameter.detach().double() + IMPLEMENTATIONS[name].update(given)
         optimizer.step()
         of_matrices = {id(p): group["matrix"] for group in optimizer.param_groups for p in group["params"]}
         for parameter, value in expected.items():
@@ -236,7 +236,7 @@ def test_muon_moves_as_torchs_own() -> None:
     section = OptimizerSection(name="muon", orthogonalization="bf16")
     optimizer = muon.build([group], {"lr": 0.02, **settings_of(section)}, offload_to_host=False)
     assert isinstance(optimizer, WholeParameterOptimizer)
-    optimizer.told = Pieces()
+    optimizer.attached = Pieces()
     of_torch = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
     for _ in range(3):
         ours.grad = torch.randn(24, 40, generator=generator)

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from tests.training.profile import profiler_cases as profiling_cases
-from training.profile.page import page
+from training.profile.page import profile_page
 from training.profile.summary import main, summarise
 from training.profile.timeline import MODULE, STAGE, STEP, build_timeline
 
@@ -191,7 +191,7 @@ def test_a_gpu_is_counted_by_its_kernels():
     assert (fallback["module"], fallback["seconds"], fallback["wanted"]) == ("head", pytest.approx(300e-6), False)
     assert fallback["share_of_matmul_time"] == pytest.approx(0.6) and fallback["phases"] == ["backward"]
     assert summary["casts"][0]["seconds"] == pytest.approx(50e-6)
-    said = page(summary, "trace")
+    said = profile_page(summary, "trace")
     assert "The GPU was busy 75.0% of the time." in said
     verdict = said.split("\n\n")[1:3]
     assert verdict[0] == "**matmul fp32 30%, communication 30%, idle 25%** of the time."

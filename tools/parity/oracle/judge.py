@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,13 +30,14 @@ from data.corpus import Corpus
 from modeling.build import build_model, dropout_keys
 from modeling.quantised_base import dequantise
 from precision.dtypes import DTYPES
-from precision.signature import ROUNDOFF_FP8
 from precision.tolerance import unit_roundoff
 from tools.parity.oracle.low_rank import add_low_rank
 from tools.parity.oracle.optimizers import optimizer_of
 from tools.parity.oracle.rules import loss_scale, schedule
 from tools.parity.oracle.tasks import TASKS, DroppedOut, Task, undropped
+from tools.parity.rounding import ROUNDOFF_FP8
 from tracking.jsonl import read_run_events, surviving
+from tracking.pages.markdown import Table
 from tracking.run_dir import RunDir
 from tracking.summary import read_inputs
 from training.checkpoint.partitions import open_saved_model
@@ -78,7 +78,7 @@ class Comparison:
 
 @dataclass
 class Judged:
-    """What was compared."""
+    """The comparisons that were made."""
 
     steps: int
     comparisons: list[Comparison]
@@ -90,13 +90,12 @@ class Judged:
         return all(comparison.holds for comparison in self.comparisons)
 
     def lines(self) -> list[str]:
-        """For the console: a table, and the verdict."""
-        rows = [f"{'compared':<44}{'largest':>11}{'bound':>11}  at"]
-        for each in self.comparisons:
-            rows.append(f"{each.what:<44}{each.largest:>11.2e}{each.bound:>11.2e}  {each.where}")
+        """Console lines: a table, and the verdict."""
+        rows = [(each.what, f"{each.largest:.2e}", f"{each.bound:.2e}", each.where) for each in self.comparisons]
         failed = [each.what for each in self.comparisons if not each.holds]
         verdict = f"differs from the oracle in: {', '.join(failed)}" if failed else "as the oracle computed them"
-        return [*rows, *self.notes, f"{self.steps} steps {verdict}"]
+        table = Table(("compared", "largest", "bound", "at"), rows)
+        return [*table.lines(), *self.notes, f"{self.steps} steps {verdict}"]
 
 
 def judge(run: Path, *, steps: int | None = None, log: Log = print) -> Judged:
@@ -126,7 +125,6 @@ def judge(run: Path, *, steps: int | None = None, log: Log = print) -> Judged:
         config.model,
         shape,
         seed=config.run.seed,
-        gather=lambda _: nullcontext(True),
         model_class=model_class_of(config),
         adapter=config.adapter,
     )
@@ -187,7 +185,7 @@ def _first_steps(run: Path, events: Sequence[Mapping[str, Any]], count: int) -> 
 
 
 def _comparisons(config: Config, start: Mapping[str, Any], *, teacher: str | None) -> dict[str, Comparison]:
-    """What is compared, within bounds several times what was measured (docs/parity.md). start: the `run_start` event.
+    """The comparisons, with bounds several times what was measured (docs/parity.md). start: the `run_start` event.
     teacher: the dtype that one computes in.
 
     Those of 16 bits are multiples of the unit roundoff. The norm of the first update is of the same weights; later ones

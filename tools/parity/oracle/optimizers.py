@@ -17,11 +17,11 @@ from torch import nn
 from config.schema import OptimizerSection
 
 Direction = Callable[[nn.Parameter, dict[str, Any], dict[str, Any]], torch.Tensor]
-"""Of a parameter with its gradient, its state and its group: what the learning rate multiplies, decay included."""
+"""(parameter with its gradient, its state, its group) -> what the learning rate multiplies, decay included."""
 
 
 def decay_and_factor(model: Any, section: OptimizerSection) -> dict[str, tuple[float, float]]:
-    """Of each parameter that is trained, by name, its weight decay and the factor of the scheduled learning rate.
+    """Weight decay and factor of the scheduled learning rate for each trained parameter, by name.
 
     model: with whole parameters. Matrices decay; norms, biases and embeddings do not.
     """
@@ -50,8 +50,8 @@ def _is_weight(name: str, parameter: nn.Parameter) -> bool:
 def optimizer_of(model: Any, section: OptimizerSection) -> torch.optim.Optimizer:
     """The optimizer of what a model trains; each group has the factor of the scheduled rate as `factor`.
 
-    Hidden matrices, which Muon has a rule for, are the 2-D
-    parameters that decay, but for the output embedding, and those of fused experts, one for each of them.
+    Hidden matrices, which Muon has a rule for, are the 2-D parameters that decay, but for the output embedding, and
+    those of fused experts, one for each of them.
     """
     head = model.get_output_embeddings()
     outside = _embeddings(model) | ({id(head.weight)} if head is not None else set())
@@ -59,7 +59,8 @@ def optimizer_of(model: Any, section: OptimizerSection) -> torch.optim.Optimizer
     for name, (decay, factor) in decay_and_factor(model, section).items():
         parameter = model.get_parameter(name)
         experts = parameter.dim() == 3 and "expert" in name
-        matrix = _is_weight(name, parameter) and (parameter.dim() == 2 or experts) and id(parameter) not in outside
+        hidden = _is_weight(name, parameter) and (parameter.dim() == 2 or experts) and id(parameter) not in outside
+        matrix = hidden and section.name == "muon"
         groups.setdefault((decay, factor, matrix), []).append(parameter)
     listed = [
         {"params": found, "weight_decay": decay, "factor": factor, "matrix": matrix}

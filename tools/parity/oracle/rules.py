@@ -108,7 +108,7 @@ class Order:
         return sum(len(tokens) - 1 for tokens, _ in self._shards.sequence(sample))
 
     def _windows(self, array: np.ndarray) -> int:
-        """So many windows a shard has; each begins with the last token of the one before."""
+        """The number of windows of a shard; each begins with the last token of the one before."""
         return (len(array) - 1) // self._length if len(array) else 0
 
     def window(self, sample: int) -> np.ndarray:
@@ -159,7 +159,7 @@ class Mixed:
         return found
 
     def _given(self, samples: int) -> list[int]:
-        """How many of the first so many samples each source gives: its share, rounded down; the largest the rest."""
+        """Samples that each source gives of the first `samples`: its share rounded down, the largest the rest."""
         given = [int(samples * share) for share in self._shares]
         given[self._shares.index(max(self._shares))] += samples - sum(given)
         return given
@@ -227,7 +227,7 @@ def _factor(make: Callable[..., Any], warmup: int, **options: Any) -> Callable[[
 
 
 def loss_scale(section: LossScaleSection) -> Callable[[bool], float] | None:
-    """Of each step in turn, from whether it overflowed, the loss scale that it has; None for a policy not known here.
+    """A function of whether a step overflowed that gives its loss scale, step by step; None for an unsupported policy.
 
     DeepSpeed's rule: of the overflows since the scale last grew all but the first few halve it, and each window without
     one after the step that follows an overflow doubles it, from the next step on.

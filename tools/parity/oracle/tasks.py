@@ -1,4 +1,4 @@
-"""What each task minimises, written down a second time: sample by sample, unpadded, in FP64.
+"""The objective of each task, written down a second time: sample by sample, unpadded, in FP64.
 
 A task gives the *parts* of a global batch: each with how much of it counts, and its loss, summed over that. The loss of
 the step is their sum over everything that counts. Inputs, labels and losses are derived from prepared rows and windows
@@ -33,7 +33,7 @@ class Part(NamedTuple):
 
     sample: int
     counts: int
-    """What counts in it: labels; rows with `sft.loss: row`; texts; pairs."""
+    """The number of labels; of rows with `sft.loss: row`; of texts; of pairs."""
     loss: Callable[[], torch.Tensor]
     """() FP64: summed over what counts."""
 
@@ -58,7 +58,7 @@ class Task:
         return Order(self._config, self._shards, end_of_document=end, by_source=by_source, places=self._places())
 
     def parts(self, ids: Sequence[int], position: int) -> Iterator[Part]:
-        """Those of a global batch with anything that counts. position: global batches before it."""
+        """Parts of a global batch that have anything that counts. position: global batches before it."""
         for sample, inputs, labels in self.order.sequences(ids):
             count = int((labels != IGNORED).sum())
             if count:
@@ -252,7 +252,7 @@ class Translated(Task):
 
 
 class Preferred(Task):
-    """Of two answers the chosen one: h is by how much more than the start weights the model prefers it, in nats.
+    """Preference for the chosen of two answers: h is the gain [nats] over the start weights' preference.
 
     Rafailov et al. 2023, equation 7; with label smoothing Mitchell 2023, equation 3; Zhao et al. 2023 (hinge); Azar et
     al. 2023, equation 17 (ipo). An adapter's first product is zero, so the start weights are the base under it, too.
@@ -283,7 +283,7 @@ class Preferred(Task):
         return loss - section.sft_weight * chosen / length
 
     def _log_prob(self, model: Any, tokens: np.ndarray, trained: np.ndarray) -> tuple[torch.Tensor, int]:
-        """Of an answer's tokens given all before them [nats], and how many they are."""
+        """The log-probability of an answer's tokens given all before them [nats], and their number."""
         ids = _int64(tokens)
         answer = torch.from_numpy(trained[1:].astype(bool))
         logits = _logits(model, input_ids=ids[:-1])[answer]
@@ -381,6 +381,6 @@ def _rest(probabilities: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
 
 
 def _drawn(key: str, count: int) -> list[float]:
-    """So many numbers in [0, 1) of the stream that belongs to a key."""
+    """The first `count` numbers in [0, 1) of the stream that belongs to a key."""
     digest = hashlib.blake2b(key.encode(), digest_size=8, person=b"mantissa-mask").digest()
     return [unit_interval(int.from_bytes(digest, "little"), place) for place in range(count)]

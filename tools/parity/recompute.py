@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import Context
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ import torch
 from torch.func import functional_call
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from modeling.tensor_parallel import Cut
 from precision import fp8_reference
@@ -26,12 +26,14 @@ from precision.dtypes import DTYPES
 from precision.findings import tensors_of
 from precision.manifest import RegionKind, find_regions
 from precision.regions import Regions
-from precision.signature import ROUNDOFF_FP8, Kind
 from precision.tolerance import unit_roundoff
 from tools.parity.plain_flex import plain_flex
+from tools.parity.rounding import FIELDS, ROUNDOFF_FP8, Kind
 
+COMPUTED_IN = (None, torch.float32, torch.float64)
+"""Dtypes in which the reference recomputes a call: the plan's (None), FP32, and FP64, which counts as exact."""
 MOST_VALUES = 2**22
-"""Of a linear layer's output, at most so many values are compared, those of evenly spread rows."""
+"""At most this many values of a linear layer's output are compared, those of evenly spread rows."""
 
 _KINDS: dict[RegionKind, Kind] = {
     "matmul": "linear",
@@ -56,7 +58,7 @@ class Call:
     inside: list[Call] = field(default_factory=list)
     """The calls of modules inside, while it is wanted."""
     versions: list[int] = field(default_factory=list)
-    """Of all tensors when it was called, then when it returned: one that has changed since is not what it was."""
+    """Version counters of all tensors at the call, then at the return: a later one was changed in place."""
     came: dict[int, torch.Tensor] = field(default_factory=dict)
     """The gradients that came to it in the backward pass, by the number of the output among its floats."""
     made: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -71,29 +73,27 @@ class Call:
 
 @dataclass
 class Leaves:
-    """What a computation is differentiated for: the floats that it starts from, of what it got those that the run was.
+    """The floats that a computation is differentiated for; of its inputs those that required gradients in the run.
 
     Not a mask, for whose gradient torch takes another kernel of attention.
     """
 
     inputs: list[torch.Tensor] = field(default_factory=list)
     returned: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    """What a module inside returned, by its place in `Call.inside`."""
+    """Outputs of the modules inside, by their place in `Call.inside`."""
     own: dict[str, torch.Tensor] = field(default_factory=dict)
     """Parameters of the module, by their names in it."""
     handed: dict[int, Any] = field(default_factory=dict)
-    """What came out of it: what a module inside gets, by its place."""
+    """Inputs of the modules inside, which this computation makes, by their place."""
 
     def of(self, tree: Any, found: list[torch.Tensor]) -> Any:
         """`tree` with its floats as leaves, where they have a gradient, which are added to `found`."""
 
-        def take(value: Any) -> Any:
-            if not (isinstance(value, torch.Tensor) and value.is_floating_point()):
-                return value
+        def take(value: torch.Tensor) -> torch.Tensor:
             found.append(value.detach().requires_grad_(value.requires_grad))
             return found[-1]
 
-        return tree_map(take, tree)
+        return map_floats(take, tree)
 
 
 def again(
@@ -187,7 +187,7 @@ class _Bare(torch.nn.Module):
 
 
 class Plan:
-    """What the plan says of the dtype of each module."""
+    """The planned dtype of each module."""
 
     def __init__(
         self,
@@ -339,7 +339,7 @@ def _by_slices(how: Cut, own: Any, given: torch.Tensor) -> torch.Tensor:
 
 
 class as_fp64(TorchFunctionMode):
-    """What asks for another float inside gets FP64: a norm's statistics, a softmax, a rotary table, a narrowing."""
+    """Gives FP64 to whatever asks for another float: a norm's statistics, a softmax, a rotary table, a narrowing."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _CASTS:
@@ -368,7 +368,7 @@ def _replaced_forward(module: torch.nn.Module, forward: Any) -> Iterator[None]:
 
 @contextmanager
 def _experts_one_by_one(module: Any) -> Iterator[None]:
-    """Without grouped matmuls, which do not take FP64."""
+    """Context without grouped matmuls, which do not support FP64."""
     config, key = getattr(module, "config", None), "_experts_implementation"
     before = getattr(config, key, None)
     if before is None:
@@ -387,7 +387,7 @@ def _autocast(device: str, compute: str) -> torch.autocast:
 
 
 def parts_of(call: Call) -> dict[str, Any]:
-    """By part what the run made: its output, and what it handed to each call inside."""
+    """The run's results by part: its output, and what it handed to each call inside."""
     found: dict[str, Any] = {}
     for inner in call.inside:
         found[_into(call.name, inner.name, found)] = (inner.args, inner.kwargs)
@@ -395,7 +395,7 @@ def parts_of(call: Call) -> dict[str, Any]:
 
 
 def _into(name: str, inside: str, known: Collection[str]) -> str:
-    """What the input of a module inside is called; `known` has those before."""
+    """The name of the part that goes into a module inside; `known` has the names given before."""
     part = f"into {inside.removeprefix(f'{name}.')}"
     number = next(
         number for number in itertools.count(1) if (part if number == 1 else f"{part} #{number}") not in known
@@ -404,32 +404,39 @@ def _into(name: str, inside: str, known: Collection[str]) -> str:
 
 
 def fewer_rows(call: Call) -> Call:
-    """A linear layer's call on as many rows as make MOST_VALUES."""
+    """A linear layer's call, with its gradients, on as many rows as make MOST_VALUES."""
     given, output = call.args[0] if call.args else None, call.output
     if given is None or not isinstance(output, torch.Tensor) or output.numel() <= MOST_VALUES:
         return call
     every = -(-output.numel() // MOST_VALUES)
-    rows = given.reshape(-1, given.shape[-1])[::every]
-    return Call(call.name, (rows, *call.args[1:]), call.kwargs, output.reshape(-1, output.shape[-1])[::every])
+    args, output, came, made = map_floats(
+        lambda values: values.reshape(-1, values.shape[-1])[::every], ((given,), output, call.came, call.made)
+    )
+    return Call(call.name, (*args, *call.args[1:]), call.kwargs, output, came=came, made=made)
 
 
 def rounded(call: Call) -> Call:
     """The call in FP64, every number of it and of what came to it off by FP32's unit roundoff, up or down by chance."""
     u, generators = unit_roundoff(torch.float32), dict[torch.device, torch.Generator]()
 
-    def off(value: Any) -> Any:
-        if not (isinstance(value, torch.Tensor) and value.is_floating_point()):
-            return value
+    def off(value: torch.Tensor) -> torch.Tensor:
         if value.device not in generators:
             generators[value.device] = torch.Generator(value.device).manual_seed(0)
         up = torch.randint(2, value.shape, generator=generators[value.device], device=value.device)
         return (value.detach().double() * (1 + u * (2 * up - 1))).requires_grad_(value.requires_grad)
 
     inside = [
-        replace(inner, output=tree_map(off, inner.output), made=tree_map(off, inner.made)) for inner in call.inside
+        replace(inner, output=map_floats(off, inner.output), made=map_floats(off, inner.made)) for inner in call.inside
     ]
-    args, kwargs, came = tree_map(off, (call.args, call.kwargs, call.came))
+    args, kwargs, came = map_floats(off, (call.args, call.kwargs, call.came))
     return replace(call, args=args, kwargs=kwargs, came=came, inside=inside)
+
+
+def row_of(name: str, part: str, kind: Kind, roundoff: float, terms: int, sums: list[float]) -> list[dict[str, Any]]:
+    """The row of a module's part for `tools.parity.rounding.pooled`; none of one that the module hands on as it was."""
+    if part != "output" and not any(sums[FIELDS.index(f"{who}_rr")] for who in ("run", "plan", "own")):
+        return []
+    return [{"module": name, "part": part, "kind": kind, "roundoff": roundoff, "terms": terms, "sums": sums}]
 
 
 def terms_of(kind: Kind, call: Call) -> int:
@@ -454,10 +461,19 @@ def floats_of(tree: Any) -> list[torch.Tensor]:
 
 def _converted(tree: Any, dtype: torch.dtype | None) -> Any:
     """A copy with all floating-point tensors in `dtype`; in their own without one."""
+    return map_floats(lambda value: value.to(dtype or value.dtype, copy=True), tree)  # some modules work in place
 
-    def convert(value: Any) -> Any:
-        if not (isinstance(value, torch.Tensor) and value.is_floating_point()):
-            return value
-        return value.to(dtype or value.dtype, copy=True)  # some modules work in place
 
-    return tree_map(convert, tree)
+def is_float(value: Any) -> bool:
+    """Whether a leaf of a tree is a floating-point tensor."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def map_floats(change: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """A tree with its floating-point tensors changed, which are visited in the order of `leaves_of`."""
+    return tree_map(lambda value: change(value) if is_float(value) else value, tree)
+
+
+def leaves_of(tree: Any) -> list[torch.Tensor]:
+    """The floating-point tensors of a tree, those of a cache or a mask included, in order."""
+    return [item for item in tree_leaves(tree) if is_float(item)]
