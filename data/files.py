@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, cast
 
-from config.errors import UserError
 from config.task import is_url
 
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
@@ -25,20 +24,6 @@ def opened(path: str, *, seekable: bool = False) -> BinaryIO:
     from data import remote  # it loads fsspec
 
     return remote.opened(path, seekable=seekable)
-
-
-def is_hidden(parts: Iterable[str]) -> bool:
-    """Whether a file below a folder is passed over, by the parts of its path from there.
-
-    Python writes __pycache__ at any time, which would change the identity of a corpus.
-    """
-    return any(part.startswith(".") or part == "__pycache__" for part in parts)
-
-
-def no_file(path: str, patterns: Iterable[str]) -> UserError:
-    """The error for a data.path that names no file."""
-    wanted = " or ".join(patterns)
-    return UserError(f"data.path={path}: no file there. Set data.path to a file, a folder with {wanted}, or a glob.")
 
 
 def compression_of(path: str) -> str | None:

@@ -30,7 +30,7 @@ from typing import Any
 from config.errors import UserError
 from config.schema import DataSection
 from config.task import is_url
-from data.files import compression_of, is_hidden, no_file
+from data.files import compression_of
 from data.row_formats import BadRow, json_kind, recognise
 
 HASHED_BYTES = 1 << 30
@@ -193,7 +193,7 @@ def _local(root: Path, files: list[Path], source: str) -> _Files:
 
 
 def _order(name: PurePath, source: str) -> Any:
-    """Sort key: the text of the name, or for rows folder by folder, as the tokens of prepared corpora are ordered."""
+    """By the text of the name, or for rows folder by folder: the tokens of prepared corpora have these orders."""
     return name.as_posix() if source == "text" else name.parts
 
 
@@ -247,7 +247,7 @@ def _local_files(path: str, source: str) -> tuple[Path, list[Path]]:
         return place.parent, [place]
     if place.is_dir():
         found = {file for pattern in _PATTERNS[source] for file in place.rglob(pattern)}
-        files = [file for file in found if file.is_file() and not is_hidden(file.relative_to(place).parts)]
+        files = [file for file in found if file.is_file() and not _hidden(file, place)]
         root = place
     else:
         parts = place.parts
@@ -255,8 +255,14 @@ def _local_files(path: str, source: str) -> tuple[Path, list[Path]]:
         root = Path(*parts[:split])
         files = [file for file in root.glob(str(Path(*parts[split:]))) if file.is_file()]
     if not files:
-        raise no_file(path, _PATTERNS[source])
+        wanted = " or ".join(_PATTERNS[source])
+        raise UserError(f"data.path={path}: no file there. Set data.path to a file, a folder with {wanted}, or a glob.")
     return root, files
+
+
+def _hidden(file: Path, root: Path) -> bool:
+    # Python writes __pycache__ at any time, which would change the identity of the corpus.
+    return any(part.startswith(".") or part == "__pycache__" for part in file.relative_to(root).parts)
 
 
 def _files_identity(root: Path, files: list[Path]) -> str:
@@ -290,8 +296,7 @@ def _hub_source(data: DataSection, label: str) -> Source:
             "data.source to what the file is: text, jsonl, parquet or megatron"
         )
     if folder.is_dir():
-        there = (path for path in folder.rglob("*") if path.is_file())
-        files = [path for path in there if not is_hidden(path.relative_to(folder).parts)]
+        files = [path for path in folder.rglob("*") if path.is_file() and not _hidden(path, folder)]
         saved = (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
         return Source(
             label=label,

@@ -27,7 +27,6 @@ from tracking.plots import plot_run
 from tracking.report.context import Finding, MeasureContext
 from tracking.report.measures import all_measures, caveats, count_verdicts, read_run
 from tracking.report.objective import adapter_in_words, samples_in_words, task_in_words
-from tracking.report.text import measures
 from tracking.run_dir import RunDir
 from tracking.summary import Summary, read_inputs, setting, summarise
 from tracking.terminal import words
@@ -77,7 +76,7 @@ def write_report(
         section("Results", _facts(results(summary))),
         "![loss, gradient norm, learning rate, loss scale or speed](plots/run.png)" if drawn else "",
         _layers(run_dir),
-        section("Measures", f"{count_verdicts(findings)}.", measures(findings, remarks)),
+        section("Measures", f"{count_verdicts(findings)}.", _measures(findings, remarks)),
         section("Faults of the machine", _points(summary.corruption, describe_event)),
         section("Dtypes", _ledger(environment.get("ledger") or ())),
         _observed(summary.precision or {}),
@@ -93,6 +92,23 @@ def write_report(
     )
     write_atomically(run_dir.report, content.encode())
     return run_dir.report
+
+
+def _measures(findings: Sequence[Finding], remarks: Sequence[str]) -> str:
+    """A table of the measures and how each was computed below it."""
+    rows = [(escaped(item.title), escaped(item.shown or "-"), escaped(item.limit), _verdict(item)) for item in findings]
+    return page(
+        *(f"> {escaped(remark)}" for remark in remarks),
+        Table(("measure", "value", "limit", "verdict"), rows),
+        "<details><summary>How they were computed</summary>",
+        [f"**{escaped(item.title)}**: {escaped(item.how)}." for item in findings],
+        "</details>",
+    )
+
+
+def _verdict(item: Finding) -> str:
+    word = f"**{item.verdict}**" if item.verdict == "fail" else item.verdict
+    return f"{word}: {escaped(item.reason)}" if item.reason else word
 
 
 def _layers(run_dir: RunDir) -> str:

@@ -17,52 +17,18 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any
 
 from config.errors import one_line
 from config.files import write_atomically
 from config.printable import printable
 from config.redact import Redactor
-from tracking.events import Event, fault_in
+from tracking.events import Event
 from tracking.file_lock import exclusive_lock
-from tracking.jsonl import decode
+from tracking.jsonl import Follower, event_on
 from tracking.wandb.charts import Rows
 
 POLL_S = 0.5
-
-
-class Line(NamedTuple):
-    """One whole line of the events."""
-
-    number: int
-    """Counted from 1."""
-    text: bytes
-
-
-class Follower:
-    """Reads the whole lines of a growing file."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: BinaryIO | None = None
-        self._number = 0
-
-    def new_lines(self, most: int = 10_000) -> list[Line]:
-        """The lines that were completed since the last call, at most `most`."""
-        if self._file is None:
-            if not self._path.exists():
-                return []
-            self._file = self._path.open("rb")
-        lines: list[Line] = []
-        while len(lines) < most:
-            start = self._file.tell()
-            text = self._file.readline()
-            if not text.endswith(b"\n"):
-                self._file.seek(start)  # still being written: wait for the rest
-                break
-            self._number += 1
-            lines.append(Line(self._number, text))
-        return lines
 
 
 class Delivered:
@@ -98,14 +64,24 @@ class Delivery(ABC):
         self.end: Event | None = None
         """The `run_end` of the newest session."""
 
-    def add(self, line: Line) -> None:
-        """Take one line of the events."""
-        earlier, self.line = line.number <= self._skip, line.number
-        if earlier and self.rows.pass_step(line.text):
+<<<<<<< HEAD
+    def add(self, number: int, text: bytes) -> None:
+        """Take one line of the events, counted from 1."""
+        earlier, self.line = number <= self._skip, number
+        if earlier and self.rows.pass_step(text):
             return
-        event = self._redactor.value("", decode(line.text))
-        if event is None or fault_in(event) is not None:
+        event = event_on(text)
+=======
+    def add(self, number: int, line: bytes) -> None:
+        """Take one line of the events; numbers begin at 1."""
+        earlier, self.line = number <= self._skip, number
+        if earlier and self.rows.pass_step(line):
+            return
+        event = self._redactor.value("", event_on(line))
+>>>>>>> w/a
+        if event is None:
             return  # readers of the file report a damaged line; the rest is logged
+        event = self._redactor.value("", event)
         if event["event"] in ("run_start", "run_end"):
             self.end = event if event["event"] == "run_end" else None
         if earlier:
@@ -133,13 +109,17 @@ class Delivery(ABC):
 
     def follow(self, job: dict[str, Any]) -> None:
         """Deliver events as they come; returns when training said "end" or is gone and every event is delivered."""
-        follower, last_round = Follower(Path(job["events"])), False
+        file, last_round = Follower(Path(job["events"])), False
         while not last_round:
             ready, _, _ = select.select([sys.stdin], [], [], POLL_S)
             last_round = bool(ready) or os.getppid() != job["training_pid"]
-            while lines := follower.new_lines():
-                for line in lines:
-                    self.add(line)
+<<<<<<< HEAD
+            for text in follower.lines():
+                self.add(follower.number, text)
+=======
+            for line in file.lines():
+                self.add(file.number, line)
+>>>>>>> w/a
             self.flush()
         self.close(1 if self.end is None else int(self.end["exit_code"]))
 

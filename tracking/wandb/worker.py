@@ -16,6 +16,7 @@ from typing import Any
 
 from config.errors import one_line
 from config.files import write_atomically
+from tracking.jsonl import Follower
 from tracking.trackers.delivery import Delivered, log_traceback, report, run_client
 from tracking.wandb.charts import AXIS
 from tracking.wandb.upload import NoSpaceLeft, WandbDelivery
@@ -87,7 +88,7 @@ def deliver(job: dict[str, Any]) -> None:
     wandb's helper ends at the SIGTERM that a scheduler or launcher sends to the whole job, long before training does.
     """
     delivered, unfinished = Delivered(Path(job["delivered"])), Unfinished(Path(job["init"]["dir"]) / "wandb")
-    if delivered.lines > _lines_in(Path(job["events"])):
+    if delivered.lines > sum(1 for _ in Follower(Path(job["events"])).lines()):
         delivered.save(0)  # damaged: more than there are; what wandb has already it takes again
     for left in reversed(range(ATTEMPTS)):
         unfinished.begin()
@@ -103,14 +104,6 @@ def deliver(job: dict[str, Any]) -> None:
                 raise
     unfinished.end()
     delivered.save(delivery.line)
-
-
-def _lines_in(events: Path) -> int:
-    try:
-        with events.open("rb") as file:
-            return sum(1 for _ in file)
-    except OSError:
-        return 0
 
 
 def reset_wandb() -> None:

@@ -11,7 +11,7 @@ from tests.support.heat_runs import modules, telemetry
 from tests.support.synthetic_events import SCALE, start_fields, step_fields
 from tracking.jsonl import encode
 from tracking.run_dir import RunDir
-from tracking.trackers.delivery import Delivered, Follower
+from tracking.trackers.delivery import Delivered
 from tracking.wandb.charts import Rows, chart_values, histograms
 from tracking.wandb.tables import ALERT_EVERY_S, MAX_ROWS, STALE_S, Alerts, Tables
 from tracking.wandb.view import DEFINITION, build
@@ -133,18 +133,6 @@ def test_alerts_name_the_cause_and_do_not_flood() -> None:
     assert alerts.alert(_step(3), "demo", now=10.0) is None
     named = alerts.alert(event | {"verdict": "ABORT"}, "x" * 200, now=20.0)
     assert named is not None and len(named["title"]) < 64, "wandb takes no longer title"
-
-
-def test_the_follower_takes_whole_lines(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    lines = [encode({"event": "step", "step": n}) for n in range(4)]
-    follower = Follower(path)
-    assert follower.new_lines() == []
-    path.write_bytes(lines[0] + lines[1] + lines[2][:4])
-    assert follower.new_lines() == [(1, lines[0]), (2, lines[1])]
-    path.write_bytes(b"".join(lines))
-    assert follower.new_lines(most=1) == [(3, lines[2])]
-    assert follower.new_lines(most=1) == [(4, lines[3])]
 
 
 def test_what_was_delivered_is_remembered(tmp_path: Path) -> None:
