@@ -42,15 +42,9 @@ def test_overrides_are_yaml_and_the_later_one_wins(minimal: Path) -> None:
     config = load_config(
         minimal,
         [
-            "run.steps=7",
-            "run.steps=20",
-            "optimizer.betas=[0.8, 0.9]",
-            "optimizer.learning_rate=3e-4",
-            "faults=[{kind: inf_gradient, step: 3, rank: 1}]",
-            "precision.loss_scale.initial=1024",
-            "model.config.hidden_size=64",
-            "model.config.rope_parameters.rope_theta=1e4",
-            "batch={micro_size: 2}",
+            *("run.steps=7", "run.steps=20", "optimizer.betas=[0.8, 0.9]", "optimizer.learning_rate=3e-4"),
+            *("faults=[{kind: inf_gradient, step: 3, rank: 1}]", "precision.loss_scale.initial=1024"),
+            *("model.config.hidden_size=64", "model.config.rope_parameters.rope_theta=1e4", "batch={micro_size: 2}"),
         ],
         "ds_configs/zero1_fp16.json",
     )

@@ -1,7 +1,5 @@
 """How jobs start: a launcher by this interpreter's module, since its program cannot start from a path with a space."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from pathlib import Path

@@ -5,6 +5,7 @@ what follows (which it does not). The Jinja beside it is written in the style of
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 Segments = list[tuple[str, bool]]
 """Text, and whether it is trained."""
@@ -65,16 +66,18 @@ _HEADER_PROMPT = "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant
 IM = ("<|im_start|>", "<|im_end|>")
 LLAMA3 = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
+_IM_TURNS = (_roles("<|im_start|>{}\n"), "<|im_end|>", "\n")
+_LLAMA3: dict[str, Any] = {"before": _roles("<|start_header_id|>{}<|end_header_id|>\n\n"), "end": "<|eot_id|>"}
+_LLAMA3 |= {"opening": "<|begin_of_text|>", "strip": True, "special": LLAMA3}
+
 SHAPES: dict[str, Shape] = {
-    "chatml": Shape(_LOOP + _CHATML + _CHATML_PROMPT, _roles("<|im_start|>{}\n"), "<|im_end|>", "\n", special=IM),
+    "chatml": Shape(_LOOP + _CHATML + _CHATML_PROMPT, *_IM_TURNS, special=IM),
     "chatml, default system": Shape(
         "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nBe brief.<|im_end|>\n' }}{% endif %}"
         + _LOOP
         + _CHATML
         + _CHATML_PROMPT,
-        _roles("<|im_start|>{}\n"),
-        "<|im_end|>",
-        "\n",
+        *_IM_TURNS,
         opening="<|im_start|>system\nBe brief.<|im_end|>\n",
         special=IM,
         system=False,
@@ -84,18 +87,14 @@ SHAPES: dict[str, Shape] = {
         "{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}"
         "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
         + _CHATML_PROMPT,
-        _roles("<|im_start|>{}\n"),
-        "<|im_end|>",
-        "\n",
+        *_IM_TURNS,
         special=IM,
     ),
     "chatml, markers without the end": Shape(
         _LOOP + "{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}{% generation %}"
         "{{ message['content'] }}{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}"
         "{{ '<|im_end|>\n' }}{% endfor %}" + _CHATML_PROMPT,
-        _roles("<|im_start|>{}\n"),
-        "<|im_end|>",
-        "\n",
+        *_IM_TURNS,
         special=IM,
     ),
     "llama 3": Shape(
@@ -104,21 +103,13 @@ SHAPES: dict[str, Shape] = {
         + _HEADER
         + "{{ message['content'] | trim + '<|eot_id|>' }}{% endfor %}"
         + _HEADER_PROMPT,
-        _roles("<|start_header_id|>{}<|end_header_id|>\n\n"),
-        "<|eot_id|>",
-        opening="<|begin_of_text|>",
-        strip=True,
-        special=LLAMA3,
+        **_LLAMA3,
     ),
     "llama 3, markers": Shape(
         "{{ '<|begin_of_text|>' }}" + _LOOP + _HEADER + "{% if message['role'] == 'assistant' %}{% generation %}"
         "{{ message['content'] | trim }}{% endgeneration %}{% else %}{{ message['content'] | trim }}{% endif %}"
         "{{ '<|eot_id|>' }}{% endfor %}" + _HEADER_PROMPT,
-        _roles("<|start_header_id|>{}<|end_header_id|>\n\n"),
-        "<|eot_id|>",
-        opening="<|begin_of_text|>",
-        strip=True,
-        special=LLAMA3,
+        **_LLAMA3,
     ),
     "llama 2": Shape(
         "{{ '<s>' }}" + _LOOP + "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"

@@ -18,10 +18,7 @@ from tracking.jsonl import read_events
 BIN = Path(sys.executable).parent
 
 SMALL = [
-    "data.source=text",
-    f"data.path={REPOSITORY}/data",
-    "data.tokenizer=bytes",
-    "data.sequence_length=32",
+    *("data.source=text", f"data.path={REPOSITORY}/data", "data.tokenizer=bytes", "data.sequence_length=32"),
     "data.validation_fraction=0.2",
     "model.config={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2}",
 ]

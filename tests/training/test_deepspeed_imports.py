@@ -1,7 +1,5 @@
 """A start imports DeepSpeed's Muon without a compiler, seen in one fresh interpreter."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Benchmarks of a few steps, and the functions that run inside the processes of test_benchmark.py."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """Mantissa side by side with other loops: what is measured, what is compared, and real jobs of two contestants."""
 
-from __future__ import annotations
-
 import math
 import time
 
@@ -105,10 +103,7 @@ def test_the_largest_difference_of_any_step_counts() -> None:
 @pytest.mark.parametrize(("value", "holds"), [(0.99, True), (1.01, False)])
 def test_a_bound_is_compared_with_the_median_of_the_rounds(value, holds) -> None:
     speeds = (1.0, 1.0, 9.0)
-    runs = {
-        "mantissa": [run_of([speed]) for speed in speeds],
-        "trainer": [run_of([1.0]) for _ in speeds],
-    }
+    runs = {"mantissa": [run_of([speed]) for speed in speeds], "trainer": [run_of([1.0]) for _ in speeds]}
     check = bound(compared(runs), "mantissa", "trainer", value)
     assert check == {"of": "mantissa/trainer", "least": value, "value": pytest.approx(1.0), "holds": holds}
 

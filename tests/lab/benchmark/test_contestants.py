@@ -1,8 +1,6 @@
 """All contestants of the benchmark as real jobs: they train the same, at ZeRO-2 and 3 and in BF16, and one that does
 not is found."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

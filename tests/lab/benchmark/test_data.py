@@ -1,7 +1,5 @@
 """The benchmark of preparation: the text that was asked for, all rows, and mistakes in one line."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Benchmarks that cannot do all they should: a mistake is one line; of several jobs, one that fails is a row."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -22,10 +20,7 @@ MISTAKES = {
         (["--rounds", "0"], "argument --rounds: 0 is not"),
         (["--peak-tflops", "-1"], "--peak-tflops"),
         (["--rounds", "many"], "argument --rounds: many is not"),
-        (
-            ["precision.path=manifest", "precision.manifest=config/manifests/bf16.json"],
-            "path = manifest would not",
-        ),
+        (["precision.path=manifest", "precision.manifest=config/manifests/bf16.json"], "path = manifest would not"),
         (
             ["model.activation_checkpointing=selective"],
             "selective would not be the same for all contestants; set none or full",

@@ -1,7 +1,5 @@
 """The largest model of a machine: real jobs, one of which takes more memory than it may."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Mantissa and a plain DeepSpeed loop in turn: what is made of the seconds, and two real ranks that train both."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

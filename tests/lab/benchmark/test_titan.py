@@ -3,8 +3,6 @@
 Needs torchtitan, which `make titan` installs into a folder of its own.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

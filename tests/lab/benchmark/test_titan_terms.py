@@ -1,7 +1,5 @@
 """A benchmark's work in torchtitan's terms, and the work that it cannot be given; torchtitan itself is not needed."""
 
-from __future__ import annotations
-
 import math
 import re
 import sys

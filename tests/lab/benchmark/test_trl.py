@@ -3,8 +3,6 @@
 The jobs need TRL, which `make trl` installs into a folder of its own.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from importlib.util import find_spec

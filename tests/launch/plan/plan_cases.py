@@ -1,7 +1,5 @@
 """What a rank really allocates and sends, to hold the planner's formulas against."""
 
-from __future__ import annotations
-
 import gc
 import math
 import time

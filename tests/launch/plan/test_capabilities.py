@@ -1,7 +1,5 @@
 """Each way to train that is more than AdamW on data ranks: peak memory within 10% of the tensors', bytes within 5%."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

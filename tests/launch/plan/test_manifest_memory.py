@@ -1,7 +1,5 @@
 """The planner's memory under a manifest, BF16 and FP8, against what autograd keeps and what engines allocate."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The planner's memory against real engines' tensors, what autograd keeps, and DeepSpeed's own estimators."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """docs/parallel.md opens with what to set for N GPUs, a size and a length: its numbers are what the planner says."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The planner's command line, its traffic and speed, and what it says fits."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

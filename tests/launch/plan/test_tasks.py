@@ -1,7 +1,5 @@
 """The planner on fine-tuning: adapters, pairs, teachers and encoders, against models and engines as they are."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -555,11 +553,7 @@ def test_codes_of_layers_that_hold_inputs_first_are_those_of_the_real_ones(tmp_p
     config = AutoConfig.from_pretrained(tmp_path)
     codes = codes_of(empty_model(ModelSection(), config), section)
     model = build_model(
-        ModelSection(name_or_path=str(tmp_path)),
-        config,
-        seed=0,
-        gather=lambda _: nullcontext(True),
-        adapter=section,
+        ModelSection(name_or_path=str(tmp_path)), config, seed=0, gather=lambda _: nullcontext(True), adapter=section
     )
     assert codes is not None
     assert codes.codes + codes.scales == sum(tensor.nbytes for tensor in stored_tensors(model))

@@ -1,7 +1,5 @@
 """The planner's bytes of the network: what real ranks send, counted on each of them, and what papers say."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What wandb draws of the events: rows on an axis that never goes back, tables, alerts, histograms."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

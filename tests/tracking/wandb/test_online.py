@@ -1,7 +1,5 @@
 """The real wandb client against a stand-in for its server: one run, alerts, models, a view, no secrets."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

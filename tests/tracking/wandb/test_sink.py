@@ -1,7 +1,5 @@
 """The real wandb, offline: one run over sessions, and no way for it to hold up or end training."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -27,11 +27,8 @@ from training.loop import train
 from training.progress import Progress
 
 OVERFLOWING = [
-    "precision.loss_scale.initial=256",
-    "precision.loss_scale.window=2",
-    "precision.loss_scale.hysteresis=2",
-    "faults=[{kind: inf_gradient, step: 2, rank: 1}]",
-    "model.config.attention_dropout=0.1",
+    *("precision.loss_scale.initial=256", "precision.loss_scale.window=2", "precision.loss_scale.hysteresis=2"),
+    *("faults=[{kind: inf_gradient, step: 2, rank: 1}]", "model.config.attention_dropout=0.1"),
 ]
 
 

@@ -18,8 +18,7 @@ OVERFLOWS = ["faults=[{kind: inf_gradient, step: 3, rank: 1}, {kind: inf_gradien
 
 JOBS = {
     "FP16, ZeRO-2, overflows": [
-        "deepspeed.config=ds_configs/zero2_fp16.json",
-        "precision.compute=fp16",
+        *("deepspeed.config=ds_configs/zero2_fp16.json", "precision.compute=fp16"),
         *SCALE,
         *OVERFLOWS,
     ],
@@ -29,28 +28,19 @@ JOBS = {
         "optimizer.name=lamb",
     ],
     "BF16, ZeRO-3, a cut learning rate": [
-        "deepspeed.config=ds_configs/zero3_bf16.json",
-        "precision.compute=bf16",
-        "faults=[{kind: nan_gradient, step: 4}]",
-        "guard.reactions=[cut_lr, abort]",
-        "guard.cut_lr_steps=4",
+        *("deepspeed.config=ds_configs/zero3_bf16.json", "precision.compute=bf16"),
+        *("faults=[{kind: nan_gradient, step: 4}]", "guard.reactions=[cut_lr, abort]", "guard.cut_lr_steps=4"),
     ],
     "FP32, ZeRO-3, Muon": [
-        "deepspeed.config=ds_configs/zero3_fp32.json",
-        "precision.compute=fp32",
-        "optimizer.name=muon",
+        *("deepspeed.config=ds_configs/zero3_fp32.json", "precision.compute=fp32", "optimizer.name=muon"),
         "optimizer.groups=[{match: model.layers.1.*, learning_rate: 1e-3}]",
     ],
     "FP16 manifest, ZeRO-2, a promotion": [
-        "deepspeed.config=ds_configs/zero2_fp32.json",
-        "precision.path=manifest",
-        "precision.compute=fp32",
+        *("deepspeed.config=ds_configs/zero2_fp32.json", "precision.path=manifest", "precision.compute=fp32"),
         "precision.manifest={folder}/fp16.json",
         *SCALE,
         f"faults=[{{kind: inf_gradient, step: 3, module: {HIT}}}, {{kind: inf_gradient, step: 4, module: {HIT}}}]",
-        "guard.reactions=[skip, promote, abort]",
-        "guard.max_consecutive_skips=2",
-        "guard.promote_to=bf16",
+        *("guard.reactions=[skip, promote, abort]", "guard.max_consecutive_skips=2", "guard.promote_to=bf16"),
     ],
     "BF16, ZeRO-2, offloaded": ["deepspeed.config=ds_configs/zero2_bf16_offload.json", "precision.compute=bf16"],
 }
