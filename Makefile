@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+RUNS := $(VENV)/.running
 STAMP := $(VENV)/.requirements
 # One process a GPU; two processes on a machine without.
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
@@ -13,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 ENTERED := $(shell IFS=:; set -f; for folder in $$PATH; do [ -x "$$folder" ] && printf ':%s' "$$folder"; done)
 export PATH := $(CURDIR)/$(BIN)$(ENTERED)
 
-.PHONY: help setup another-torch architecture demo test test-fast test-cluster test-long test-machines test-kernels check benchmark benchmark-gpu gpu-check benchmark-titan titan test-titan trl test-trl benchmark-trl parity parity-defects detection analyze matrix envelope chaos clean
+.PHONY: help setup another-torch architecture demo test test-all compatibility test-fast test-cluster test-long test-machines test-kernels check benchmark benchmark-gpu gpu-check benchmark-titan titan test-titan trl test-trl benchmark-trl parity parity-defects detection analyze matrix envelope chaos clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 16
@@ -24,9 +25,9 @@ LAST_INDEX := $(shell cat $(CHOSEN) 2>/dev/null)
 TORCH_INDEX ?= $(LAST_INDEX)
 OTHER_INDEX := $(if $(filter-out $(LAST_INDEX),$(TORCH_INDEX)),yes)
 
-setup: $(STAMP)  ## Make .venv and install what running and testing need (TORCH_INDEX=URL: torch from there)
+setup: $(STAMP)  ## Make .venv and install all that running and testing need (TORCH_INDEX=URL: torch from there)
 
-$(STAMP): requirements.txt requirements-dev.txt $(if $(OTHER_INDEX),another-torch)
+$(RUNS): requirements.txt $(if $(OTHER_INDEX),another-torch)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 ifneq ($(TORCH_INDEX),)
@@ -34,13 +35,17 @@ ifneq ($(TORCH_INDEX),)
 	$(BIN)/python -m pip install --quiet $(if $(OTHER_INDEX),--force-reinstall) --index-url "$(TORCH_INDEX)" -r $(VENV)/torch.txt
 	@echo "$(TORCH_INDEX)" > $(CHOSEN)
 endif
+	$(BIN)/python -m pip install --quiet -r requirements.txt
+	@touch $@
+
+$(STAMP): $(RUNS) requirements-extras.txt requirements-dev.txt
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
 	@touch $@
 
 # The deepspeed program itself cannot start where the path to .venv has a space in it. Where no device could be a GPU,
 # DeepSpeed need not warn that it found none.
 ON_CPU := $(if $(wildcard /dev/nvidia* /dev/kfd /dev/dri /dev/dxg /dev/accel*),,DS_ACCELERATOR=cpu)
-demo: setup  ## Train a small Llama on real text and leave runs/demo
+demo: $(RUNS)  ## Train a small Llama on real text and leave runs/demo
 	$(ON_CPU) $(BIN)/python -m deepspeed.launcher.runner --quiet --num_gpus $(PROCESSES) train.py --config config/recipes/demo.yaml $(ARGS)
 
 test: setup  ## Run all tests, three files at a time (ARGS="-n 0" for one)
@@ -147,7 +152,7 @@ parity: setup  ## Hold the demo in BF16 against FP32: runs/parity-demo
 	$(BIN)/python -m tools.parity --config config/recipes/demo.yaml $(ARGS)
 
 parity-defects: setup  ## See that the parity gate finds every planted defect: runs/parity-defects
-	$(BIN)/python -m tools.parity.defects batch.micro_size=2 $(ARGS)
+	$(BIN)/python -m lab.detection.gate batch.micro_size=2 $(ARGS)
 
 detection: setup  ## Plant defects that the judge does not know, and write what it finds: docs/detection.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m lab.detection --out docs/detection.md $(ARGS)
@@ -160,6 +165,12 @@ matrix: setup  ## Verify every combination of ZeRO stage and precision: docs/pre
 
 envelope: setup  ## Largest stable learning rate by depth, batch and precision: runs/envelope
 	$(BIN)/python -m lab.envelope $(ARGS)
+
+test-all: setup  ## Every suite above, one after another, and docs/tested.md of what passed (hours; a second call goes on)
+	$(BIN)/python -m lab.suites $(ARGS)
+
+compatibility: setup  ## The demo, the fast tests and four matrix cells on what is installed: docs/compatibility.md
+	$(BIN)/python -m lab.suites --compatibility $(ARGS)
 
 chaos: setup  ## Kill saves at every phase, many times
 	$(BIN)/python -m pytest -m chaos -s $(ARGS)

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from config.cli import CONFIG_ERROR, LOST, print_any_text
 from config.command_line import read_command_line
 from config.errors import UserError, report_error
-from config.lossy_output import outlive_full_disk
-from config.machine.caches import use_writable_caches
-from config.machine.processes import end_with, launchers
+from config.extras import require_extras
+from config.machine.processes import launchers
 from config.resolved import Resolved
+from training.startup import end_with, outlive_full_disk, use_writable_caches
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -35,6 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     if moved_caches and resolved.rank == 0:
         print(f"mantissa: {moved_caches}", file=sys.stderr, flush=True)
     try:
+        require_extras(resolved.config)
         return run(resolved)
     except UserError as error:
         report_error(error, resolved.rank)

@@ -1,4 +1,4 @@
-"""How the global batch is divided among ranks and accumulation steps, and a micro-batch's loss into chunks."""
+"""How the global batch is divided among ranks and accumulation steps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from config.errors import UserError
-from config.schema import ModelSection
 
 
 @dataclass(frozen=True)
@@ -122,24 +121,3 @@ def divisors(number: int) -> list[int]:
 def _listed(numbers: list[int]) -> str:
     """The numbers, or the first dozen of them."""
     return ", ".join(map(str, numbers[:12])) + (", ..." if len(numbers) > 12 else "")
-
-
-CHUNK_LOGITS = 2**26
-"""[logits] Of one chunk, unless model.loss_chunk_tokens says otherwise: 256 MiB in FP32."""
-
-
-AUTO_FROM_LOGITS = 2**22
-"""[logits] In a micro-batch from which on model.loss = auto is chunked, even into one chunk. In FP32 the softmax over
-so many and its gradients take 48 MiB and more time than gradients computed in place; below, as much (docs/loss.md)."""
-
-
-_MULTIPLE = 64
-"""[tokens] Chunks are multiples of this, for tensor cores."""
-
-
-def loss_chunk(model: ModelSection, *, tokens: int, vocabulary: int) -> int:
-    """[tokens] In one chunk of the loss of a micro-batch of `tokens` tokens; 0: all logits at once."""
-    if model.loss == "full" or (model.loss == "auto" and tokens * vocabulary < AUTO_FROM_LOGITS):
-        return 0
-    fitting = CHUNK_LOGITS // vocabulary // _MULTIPLE * _MULTIPLE
-    return model.loss_chunk_tokens or max(fitting, _MULTIPLE)

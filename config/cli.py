@@ -1,4 +1,4 @@
-"""The parts that every command line shares: exit codes, Mantissa's own folder, a parser whose mistakes are UserErrors,
+"""The common parts of every command line: exit codes, Mantissa's own folder, a parser whose mistakes are UserErrors,
 and how a UserError ends a tool."""
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def print_any_text() -> None:
 
 
 def entry_point(*, launched: bool = False, closed_pipe: int = 1) -> Callable[[Callable[P, int]], Callable[P, int]]:
-    """Decorator for the `main` of a `python -m` tool: a UserError becomes one line on stderr and exit code 2.
+    """Decorate the `main` of a `python -m` tool: a UserError becomes one line on stderr and exit code 2.
 
     When the reader of stdout has left (`| head`), the rest of the output is dropped without a traceback. The exit code
     stays if main was through by then.
@@ -94,32 +94,27 @@ def _reader_left() -> bool:
 
 
 def positive_int(text: str) -> int:
-    """An option's `type=` for a whole number of 1 or more."""
+    """A whole number of 1 or more, for `type=` of an option."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
     return int(text)
 
 
-def _number(text: str, fits: Callable[[float], bool], what: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not fits(value):
-        raise argparse.ArgumentTypeError(f"{text} is not {what}")
-    return value
+def _number(expected: str, holds: Callable[[float], bool]) -> Callable[[str], float]:
+    """A converter for `type=` of an option: the number in a text, where it `holds`."""
+
+    def convert(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not holds(value):
+            raise argparse.ArgumentTypeError(f"{text} is not {expected}")
+        return value
+
+    return convert
 
 
-def share(text: str) -> float:
-    """An option's `type=` for a number from 0 to 1."""
-    return _number(text, lambda value: 0 <= value <= 1, "a share between 0 and 1")
-
-
-def not_negative(text: str) -> float:
-    """An option's `type=` for a finite number of 0 or more."""
-    return _number(text, lambda value: 0 <= value < math.inf, "a number of 0 or more")
-
-
-def positive_number(text: str) -> float:
-    """An option's `type=` for a finite number above 0."""
-    return _number(text, lambda value: 0 < value < math.inf, "a number above 0")
+share = _number("a share between 0 and 1", lambda value: 0 <= value <= 1)
+not_negative = _number("a number of 0 or more", lambda value: 0 <= value < math.inf)
+positive_number = _number("a number above 0", lambda value: 0 < value < math.inf)

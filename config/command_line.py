@@ -44,7 +44,7 @@ def read_command_line(argv: Sequence[str], environment: Mapping[str, str] = os.e
             raise SystemExit(0)
         _require_text([*argv, str(REPOSITORY), str(Path.cwd())])
         _require_docstrings(sys.flags.optimize)
-        options = _parse(argv)
+        options = parse(argv)
         resolved = resolve_run(options, environment)
     except (UserError, PermissionError) as error:
         if prints:
@@ -60,7 +60,7 @@ def read_command_line(argv: Sequence[str], environment: Mapping[str, str] = os.e
 def refusal(arguments: Sequence[str], environment: Mapping[str, str]) -> str | None:
     """Why `train.py` would refuse these arguments (`--config FILE` and overrides); None where they can be resolved."""
     try:
-        resolve_run(_parse(arguments), environment)
+        resolve_run(parse(arguments), environment)
     except UserError as error:
         return str(error).removeprefix("command line: ")
     return None
@@ -103,7 +103,8 @@ def render_config(resolved: Resolved) -> str:
     )
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The options of `resolve_run`. Raises UserError: an option is unknown, or --config is missing."""
     parser = Arguments("train.py", add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
     parser.add_argument("--deepspeed_config", "--deepspeed-config")

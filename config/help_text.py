@@ -74,7 +74,8 @@ def render() -> str:
 
 def keys(section: type = Config, prefix: str = "") -> Iterator[KeyHelp]:
     """Help for every key below `section`, in the order of the schema; sections themselves have none."""
-    hints, documents = field_types(section), _field_docstrings()[section.__name__]
+    hints, texts = field_types(section), _field_docstrings()
+    documents = {name: text for base in section.__mro__ for name, text in texts.get(base.__name__, {}).items()}
     for item in dataclasses.fields(section):
         hint, key = hints[item.name], prefix + item.name
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):

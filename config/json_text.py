@@ -1,9 +1,12 @@
-"""JSON from a file that may be damaged."""
+"""JSON from files that may be damaged, or that somebody wrote by hand."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
+
+from config.errors import UserError, one_line
 
 
 def parse(text: str | bytes) -> Any:
@@ -16,3 +19,29 @@ def parse(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("is nested too deeply") from None
+
+
+def read_object(path: Path, what: str) -> dict[str, Any]:
+    """The object in a JSON file that somebody wrote. what: the kind of file, for the error, such as DeepSpeed JSON.
+
+    Raises:
+        UserError: missing, not JSON, not an object, or one of its objects names a key twice.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise UserError(f"{path}: {key} is given twice in one object; remove one of them")
+            found[key] = value
+        return found
+
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}: not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}") from error
+    except (OSError, UnicodeDecodeError, RecursionError) as error:
+        raise UserError(f"{path}: cannot be read as a {what}: {one_line(error)}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: holds {json.dumps(found)[:80]} where a JSON object is expected")
+    return found

@@ -7,12 +7,12 @@ Accelerate passes its config to the processes in ACCELERATE_* variables (utils/l
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from config.child_jobs import deepspeed_program
 from config.cli import REPOSITORY
 from config.errors import UserError
 from config.machine.processes import DEEPSPEED_NODE, Launcher
@@ -122,17 +122,9 @@ def launch_command(
     return shlex.join([*parts, program, *arguments])
 
 
-def another_port(environment: Mapping[str, str], free: int) -> str:
-    """What to do so that the launcher of this process uses the port `free`, in words."""
-    if environment.get("MANTISSA_START") or "SLURM_JOB_ID" in environment:
-        return f"set MASTER_PORT={free} for all of its ranks"
-    if any(name.startswith("ACCELERATE_") for name in environment):
-        return f"give accelerate launch --main_process_port {free}"
-    if "TORCHELASTIC_RUN_ID" in environment:
-        return f"give torchrun --master-port {free}, or --rdzv-endpoint HOST:{free} with --rdzv-backend c10d"
-    if "LOCAL_SIZE" in environment:
-        return f"give deepspeed --master_port {free}"
-    return f"set MASTER_PORT={free} for all of its ranks"
+def deepspeed_program() -> list[str]:
+    """The words that start the deepspeed launcher in a shell, whatever the environment's path."""
+    return ["deepspeed"] if " " not in sys.executable else [sys.executable, "-m", "deepspeed.launcher.runner"]
 
 
 def _number(name: str, text: str) -> int:

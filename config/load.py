@@ -25,6 +25,7 @@ from config.not_offered import why_not
 from config.schema import Config
 from config.task import settle_task
 
+T = typing.TypeVar("T")
 COMMAND_LINE = "command line"
 """Where a value was written that is in no file."""
 _BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
@@ -43,6 +44,8 @@ def load_config(path: Path, overrides: Sequence[str], deepspeed_config: str | No
         UserError: the file is missing or unreadable, or a key, a type, a value or a combination is wrong.
     """
     tree = read_file(path)
+    if tree.get("defects") == []:  # runs before version 0.2.0 recorded this section, which is gone
+        del tree["defects"]
     origins: dict[str, str] = {"": str(path)}
     for text in overrides:
         key, value = _parse_override(text)
@@ -86,6 +89,16 @@ def to_yaml(config: Config) -> str:
 def field_types(section: type) -> dict[str, Any]:
     """Field name to its evaluated type annotation."""
     return typing.get_type_hints(section)
+
+
+def build_section(kind: type[T], tree: Any, path: Path, prefix: str = "") -> T:
+    """An instance of a dataclass from the mapping that a file has, checked as the run config is.
+
+    Raises:
+        UserError: a key, a type or a value is wrong.
+    """
+    section: T = _Builder({"": str(path)}, kind).section(kind, tree, prefix)
+    return section
 
 
 def all_keys(section: type = Config, prefix: str = "") -> Iterator[str]:
@@ -192,8 +205,8 @@ def _apply_override(tree: dict[str, Any], parts: list[str], value: Any, origins:
 class _Builder:
     """Builds the schema's dataclasses from plain mappings; knows where each value was written."""
 
-    def __init__(self, origins: Mapping[str, str]) -> None:
-        self._origins = origins
+    def __init__(self, origins: Mapping[str, str], root: type = Config) -> None:
+        self._origins, self._root = origins, root
 
     def origin(self, key: str) -> str:
         """`command line` or the file, for a dotted key."""
@@ -216,7 +229,7 @@ class _Builder:
         hints = field_types(kind)
         for name in tree:
             if name not in hints:
-                known = list(all_keys()) if kind is Config or "[" not in prefix else [dot + item for item in hints]
+                known = [*all_keys(self._root), *(dot + item for item in hints)]
                 key = f"{dot}{name}"
                 raise UserError(f"{self.origin(key)}: {key}: no such key{suggest(key, known)}")
         values = {}

@@ -4,7 +4,7 @@ Sharding and resharding, checksums, the precision ledger, the momentum norm, ste
 memory and the settings that a load leaves alone follow from a row of it. To add an optimizer:
 
 - its name and its settings: `OptimizerSection` of config/schema.py;
-- a row here;
+- a row here, and for the planner in launch/plan/step.py and launch/plan/text.py;
 - `training/engine/optimizers/NAME.py`: `build`, which makes the torch optimizer, and `update`, the same in FP64.
 
 Every state tensor is FP32, has its parameter's shape and starts at zero, so that ZeRO can cut it up as it cuts up the
@@ -17,16 +17,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from config.errors import UserError
 from config.schema import OptimizerSection
 
 EXCHANGED_VALUES = 1 << 26
 """[values] Of the whole matrices that ranks send each other at once, for each rank: 256 MiB. Who sends how many of them
 is up to ZeRO."""
-SPLIT_PIECE, SPLIT_PIECE_ON_A_GPU = 1 << 16, 1 << 23
-"""[values] Of split masters, joined at once: on a CPU they stay in a core's cache, on a GPU few kernels are started."""
-SPLIT_BYTES = 2.125
-"""[bytes] Beside the weight, of one value of a split master (precision/split_masters.py)."""
 COUNT = "step"
 """torch's key for the number of updates in a parameter's state, in every optimizer that counts them."""
 AVERAGES = ("exp_avg", "exp_avg_sq")
@@ -37,8 +32,6 @@ AVERAGES = ("exp_avg", "exp_avg_sq")
 class OptimizerSpec:
     """A row of the table."""
 
-    summary: str
-    """What it keeps, for people: a row of `launch.plan`."""
     states: tuple[str, ...]
     """torch's keys of the state tensors; the order in which `update` takes them."""
     momentum: str | None
@@ -49,10 +42,6 @@ class OptimizerSpec:
     """Keys of OptimizerSection that it alone decides about, called alike in torch's parameter groups."""
     defaults: Mapping[str, float] = field(default_factory=dict)
     """What a setting is where the config says null."""
-    temporaries: tuple[tuple[int, int], ...] = ()
-    """[bytes] That an update makes besides, for the planner: of one value of the flat tensor that is updated, and of
-    one value of the largest parameter in it; a pair for each moment that may be the peak. Hidden matrices with a rule
-    of their own are counted apart (launch/plan/step.py)."""
     matrix_states: tuple[str, ...] | None = None
     """Those of hidden matrices (`modeling.parameter_groups`), where these have a rule of their own. None: all."""
     offload_op: str | None = None
@@ -74,7 +63,6 @@ class OptimizerSpec:
 
 OPTIMIZERS: dict[str, OptimizerSpec] = {
     "adamw": OptimizerSpec(
-        summary="AdamW's two averages in FP32",
         states=("exp_avg", "exp_avg_sq"),  # of the gradient, and of its square
         momentum="exp_avg",
         counts_updates=True,
@@ -82,7 +70,6 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         offload_op="cpu_adam",
     ),
     "sgd": OptimizerSpec(
-        summary="SGD's velocity in FP32",
         states=("momentum_buffer",),
         momentum="momentum_buffer",
         counts_updates=False,
@@ -90,65 +77,33 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         defaults={"momentum": 0.9},
     ),
     "muon": OptimizerSpec(
-        summary="Muon's average of hidden matrices, AdamW's two of the rest, in FP32",
         states=("exp_avg", "exp_avg_sq"),
         matrix_states=("exp_avg",),
         momentum="exp_avg",
         counts_updates=True,
         settings=("momentum", "orthogonalization", "betas", "eps"),
-        temporaries=((8, 0),),  # of the rest: both corrected averages
         defaults={"momentum": 0.95},
     ),
     "lion": OptimizerSpec(
-        summary="Lion's average in FP32",
         states=("exp_avg",),
         momentum="exp_avg",
         counts_updates=False,
         settings=("betas",),
-        temporaries=((4, 0),),  # the direction
     ),
     "lamb": OptimizerSpec(
-        summary="LAMB's two averages in FP32",
         states=("exp_avg", "exp_avg_sq"),
         momentum="exp_avg",
         counts_updates=True,
         settings=("betas", "eps"),
-        temporaries=((8, 16),),  # both corrected averages, and a parameter with its squares in FP64
     ),
     "stable_adamw": OptimizerSpec(
-        summary="StableAdamW's two averages in FP32",
         states=("exp_avg", "exp_avg_sq"),
         momentum="exp_avg",
         counts_updates=True,
         settings=("betas", "eps"),
-        # both corrected averages, squared gradients and what divides them; then a parameter's quotients in FP64
-        temporaries=((16, 0), (12, 8)),
     ),
 }
 """optimizer.name to its row."""
-
-
-def is_decayed(name: str, dimensions: int) -> bool:
-    """Whether a parameter that is of no embedding gets the weight decay: a weight of two or more dimensions.
-
-    name: in its model. Fused experts have a bias with a row for each expert, which is a bias all the same.
-    """
-    return dimensions >= 2 and not name.endswith("bias")
-
-
-def has_matrices(name: str, dimensions: int, owner: str) -> bool:
-    """Whether a decayed parameter is a matrix, or fused experts, which are one matrix for each of them.
-
-    name: in its model. owner: the class of its module. Of three dimensions are the kernels of convolutions, too.
-    """
-    return dimensions == 2 or (dimensions == 3 and "expert" in f"{name} {owner}".lower())
-
-
-def unmatched_group(match: str, example: str) -> UserError:
-    """What to raise for a group of the config that is of no parameter. example: a trained parameter's name."""
-    return UserError(
-        f"optimizer.groups: match '{match}' is the last match of no parameter that is trained; names are like {example}"
-    )
 
 
 def settings_of(section: OptimizerSection) -> dict[str, Any]:

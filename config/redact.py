@@ -76,7 +76,7 @@ _FLAGGED = re.compile(rf"(?i)(?<!\S)(-{{1,2}}({_NAME})\s+[\"']?)([^\s\"'-][^\s\"
 _HINT = re.compile(
     r"(?i)_|-|/|=|key|token|secret|pass|pwd|credential|jwt|sas|connection|bearer|basic|A[KSBC][IC]A|AIza|eyJ|ya29"
 )
-"""In every text that one of the patterns above, those of URLs aside, can match."""
+"""Matches every text that one of the patterns above can match, those of URLs aside."""
 
 _SEPARATORS = re.compile(r"[-_./:+=,;<>|\[\]@\\]+")
 _PASSWORD_SIGNS = re.compile(r"[!\"#$%&'()*?^`{}~@]")
@@ -184,7 +184,7 @@ def looks_secret(value: str) -> bool:
 
 
 def _may_be_secret(value: str) -> bool:
-    """As `looks_secret`, for a variable that holds nothing but secrets."""
+    """Whether a value is a secret, given that its variable holds nothing else."""
     if looks_secret(value):
         return True
     if _is_path(value):  # base64 may begin with a slash

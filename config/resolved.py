@@ -53,7 +53,7 @@ class Resolved:
 
     @property
     def tokens_per_step(self) -> int:
-        """[tokens] Of one global batch."""
+        """[tokens] Size of one global batch."""
         return self.batch.global_size * self.config.data.sequence_length
 
 

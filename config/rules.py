@@ -6,12 +6,13 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
-from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from config.deepspeed.combinations import scalar
 from config.errors import UserError
 from config.optimizers import OPTIMIZERS
 from config.printable import line
@@ -46,15 +47,15 @@ QUANTISED_BASES = (
     "give the model in BF16, FP16 or FP32, and set adapter.base = nf4 or int8 (with adapter.kind = lora) to hold it in "
     "4 or 8 bits"
 )
-"""What is said of a base that is quantised already, or shall be by other keys."""
+"""Error text for already quantised bases, and for keys that ask for one."""
 QUANTISED_TEACHERS = (
     "4-bit and 8-bit teachers are not supported; give the teacher in BF16, FP16 or FP32 (distill.sharded = true "
     "divides it over the ranks, distill.top_k asks it before training and lets it go)"
 )
-"""What is said of a teacher that is quantised."""
+"""Error text for already quantised teachers."""
 
 _Place = DataSection | SourceSection | ValidationSection
-"""What has a path and a source."""
+"""A section with a path and a source."""
 
 _LONGEST_NAME = 200  # bytes: file systems take 255, and a renamed or partial folder's name is longer
 
@@ -139,30 +140,42 @@ def _activation_checkpointing(config: Config) -> Iterator[Problem]:
         yield "model.activation_memory_gib", f"is missing for {key} = budget; set the GiB that activations may take"
     if mode != "budget" and budget is not None:
         yield "model.activation_memory_gib", f"= {budget:g} is only read by {key} = budget; remove it"
+    if budget is not None and config.task in ("classify", "seq2seq"):
+        problem = f"is not verified with task = {config.task}; remove it"
+        yield "model.activation_memory_gib", f"= {budget:g} {problem}"
     if mode in ("attention", "ops") and model.checkpointing_reentrant:
         yield "model.checkpointing_reentrant", f"= true cannot be combined with {key} = {mode}; remove it"
 
 
 def _compile(config: Config) -> Iterator[Problem]:
-    model, key = config.model, "model.compile"
-    if not model.compile:
+    key = "model.compile"
+    if not config.model.compile:
         return
-    if model.activation_checkpointing not in ("none", "full", "selective"):
-        mode = f"model.activation_checkpointing = {model.activation_checkpointing}"
-        yield key, f"= true cannot be combined with {mode}; set that to selective, full or none, or remove {key}"
-    if model.checkpointing_reentrant:
-        yield key, "= true cannot be combined with model.checkpointing_reentrant = true; remove one of them"
-    if model.attention not in ("auto", "sdpa", "eager"):
-        fix = f"set that to sdpa, or remove {key}"
-        yield key, f"= true is not verified with model.attention = {model.attention}; {fix}"
-    if config.precision.path == "manifest":
-        yield key, f"= true cannot be combined with precision.path = manifest; use the cast path, or remove {key}"
+    verified = {
+        "model.activation_checkpointing": ("none", "full", "selective"),
+        "model.checkpointing_reentrant": (False,),
+        "model.attention": ("auto", "sdpa", "eager"),
+        "precision.path": ("cast",),
+    }
+    yield from _beside(config, key, verified)
     if config.keeps_documents_apart:
         other = "data.document_masking = true" if config.data.document_masking else "data.packing = best_fit"
         yield key, f"= true is not verified with {other}; remove one of them"
-    if config.profile.steps:
-        fix = f"set profile.steps=0, or remove {key}"
-        yield key, f"= true: a profile marks modules, whose blocks would then not run compiled; {fix}"
+    yield from _beside(config, key, {"profile.steps": (0,)}, "leaves blocks uncompiled whose modules are marked by")
+    if config.task in ("dpo", "classify", "seq2seq"):
+        yield key, f"= true is not verified with task = {config.task}; remove it"
+
+
+def _beside(
+    config: Config, key: str, others: Mapping[str, tuple[Any, ...]], problem: str = "is not verified with"
+) -> Iterator[Problem]:
+    """Refuse `key` where one of `others` has none of the values that it may have beside it."""
+    for other, allowed in others.items():
+        value = attrgetter(other)(config)
+        if value not in allowed:
+            either = " or ".join(", ".join(map(scalar, allowed)).rsplit(", ", 1))
+            fix = f"set {other} to {either}, or remove {key}"
+            yield key, f"= {scalar(attrgetter(key)(config))} {problem} {other} = {scalar(value)}; {fix}"
 
 
 def liger_conflicts(config: Config) -> Iterator[tuple[str, str]]:
@@ -213,29 +226,28 @@ def _task(config: Config) -> Iterator[Problem]:
         )
     if data.document_masking and data.packing == "none" and config.task != "seq2seq":
         yield "data.document_masking", "= true: rows are not packed by data.packing = none; remove one of them"
-    if data.source in _OF_DOCUMENTS:
-        yield "data.source", f"= {data.source} has no rows; give rows as jsonl or parquet, or set task=pretrain"
     if data.chat_template is not None and not Path(data.chat_template).expanduser().is_file():
         yield "data.chat_template", f"= '{data.chat_template}' is not a file; give one with a Jinja template"
 
 
-def _only_read_by(task: str, name: str, section: Any) -> Iterator[Problem]:
-    """Keys of a section that were set though only that task reads it."""
+def _only_read_by(reader: str, name: str, section: Any) -> Iterator[Problem]:
+    """Refuse keys of a section that were set though only `reader`, such as `task = sft`, reads them."""
     for item in fields(section):
         value = getattr(section, item.name)
         if value != item.default:
-            yield f"{name}.{item.name}", f"= {value} is only read by task = {task}; remove it, or set task={task}"
+            fix = f"remove it, or set {reader.replace(' ', '')}"
+            yield f"{name}.{item.name}", f"= {scalar(value)} is only read by {reader}; {fix}"
 
 
 def _sft(config: Config) -> Iterator[Problem]:
     if config.task != "sft":
-        yield from _only_read_by("sft", "sft", config.sft)
+        yield from _only_read_by("task = sft", "sft", config.sft)
 
 
 def _preference(config: Config) -> Iterator[Problem]:
     preference, data = config.preference, config.data
     if config.task != "dpo":
-        yield from _only_read_by("dpo", "preference", preference)
+        yield from _only_read_by("task = dpo", "preference", preference)
         return
     for key, format in _formats(data):
         if format != "preference":
@@ -250,8 +262,6 @@ def _preference(config: Config) -> Iterator[Problem]:
         yield "preference.label_smoothing", f"{problem}; remove it, or set that"
     if config.model.loss == "chunked":
         yield "model.loss", "= chunked is a cross-entropy, which task = dpo has none of; set it to auto or full"
-    if config.model.compile:
-        yield "model.compile", "= true is not verified with task = dpo; remove it"
     if config.model.activation_checkpointing == "budget":
         fix = "set that to full or selective"
         yield "model.activation_checkpointing", f"= budget counts single sequences, not the pairs of task = dpo; {fix}"
@@ -260,7 +270,7 @@ def _preference(config: Config) -> Iterator[Problem]:
 def _distill(config: Config) -> Iterator[Problem]:
     section, name = config.distill, config.distill.teacher
     if config.task != "distill":
-        yield from _only_read_by("distill", "distill", section)
+        yield from _only_read_by("task = distill", "distill", section)
         return
     if name is None:
         yield "distill.teacher", "is missing for task = distill; name a model folder or a hub id"
@@ -287,122 +297,79 @@ def _parallel(config: Config) -> Iterator[Problem]:
     ranks, model, key = config.parallel.sequence, config.model, "parallel.sequence"
     if ranks == 1:
         return
-    given = f"= {ranks}"
-    if config.task not in ("pretrain", "sft"):
-        yield key, f"{given} is verified with task = pretrain and sft, not {config.task}; set it to 1"
-    if config.sft.loss == "row":
-        yield key, f"{given} cuts rows, whose labels sft.loss = row has to count; set sft.loss=token, or {key}=1"
-    if config.sft.neftune_alpha:
-        yield key, f"{given} is not verified with sft.neftune_alpha; set one of them to its default"
-    if model.attention not in ("auto", "sdpa"):
-        yield key, f"{given} is verified with model.attention = sdpa, not {model.attention}; set that, or {key}=1"
-    if model.compile:
-        yield key, f"{given} is not verified with model.compile = true; remove one of them"
-    if model.activation_checkpointing == "budget":
-        fix = "set that to full, selective, attention or ops"
-        yield key, f"{given}: model.activation_checkpointing = budget counts whole sequences; {fix}"
-    if config.guard.reexecute != "never":
-        fix = "set guard.reexecute=never"
-        yield key, f"{given}: guard.reexecute lets ranks exchange their micro-batches, which are slices here; {fix}"
+    verified = {
+        "task": ("pretrain", "sft"),
+        "sft.neftune_alpha": (0.0,),
+        "model.attention": ("auto", "sdpa"),
+        "model.compile": (False,),
+    }
+    yield from _beside(config, key, verified)
+    yield from _beside(config, key, {"sft.loss": ("token",)}, "cuts rows, whose labels are counted by")
+    whole = {"model.activation_checkpointing": ("none", "full", "selective", "attention", "ops")}
+    yield from _beside(config, key, whole, "cuts sequences, which are counted whole by")
+    slices = {"guard.reexecute": ("never",)}
+    yield from _beside(config, key, slices, "gives ranks slices of micro-batches, which are exchanged whole by")
     length = config.data.sequence_length
     if length < ranks:
-        yield key, f"{given} is more than data.sequence_length = {length} has tokens; make it smaller"
+        yield key, f"= {ranks} is more than data.sequence_length = {length} has tokens; make it smaller"
     if (model.balance_loss or model.router_z_loss) and length % ranks:
         fix = f"make it a multiple of {ranks}"
-        yield key, f"{given}: routers would count the padding of data.sequence_length = {length}; {fix}"
+        yield key, f"= {ranks}: routers would count the padding of data.sequence_length = {length}; {fix}"
 
 
-def _of_slices(config: Config, *, tasks: tuple[str, ...]) -> Iterator[str]:
-    """What cannot be had where ranks have slices, whatever these are of."""
-    if config.task not in tasks:
-        yield f" is verified with task = {', '.join(tasks)}, not {config.task}; set it to 1"
-    if config.adapter.kind != "none":
-        yield f" is not verified with adapter.kind = {config.adapter.kind}; set one of them to its default"
-    if config.precision.masters == "split":
-        yield " is not verified with precision.masters = split; remove one of them"
+_WITH_SLICES: dict[str, tuple[Any, ...]] = {
+    "adapter.kind": ("none",),
+    "precision.masters": ("fp32",),
+    "model.compile": (False,),
+    "model.kernels": ("auto", "torch"),
+    "model.activation_checkpointing": ("none", "full", "selective", "attention"),
+}
+"""Keys to the values that are verified where ranks have slices, whether of matrices or of experts."""
 
 
 def _tensor(config: Config) -> Iterator[Problem]:
-    ranks, model, guard, key = config.parallel.tensor, config.model, config.guard, "parallel.tensor"
-    if ranks == 1:
+    key = "parallel.tensor"
+    if config.parallel.tensor == 1:
         return
-    given = f"= {ranks}"
-    if config.parallel.sequence > 1:
-        yield key, f"{given} is not verified with parallel.sequence = {config.parallel.sequence}; set one of them to 1"
-    if config.optimizer.name not in _BY_VALUE:
-        fix = f"use one of {', '.join(_BY_VALUE)}"
-        yield key, f"{given}: optimizer.name = {config.optimizer.name} looks at whole matrices, of slices here; {fix}"
-    yield from ((key, f"{given}{problem}") for problem in _of_slices(config, tasks=("pretrain",)))
-    if model.attention not in ("auto", "sdpa", "eager"):
-        fix = f"set that to sdpa, or {key}=1"
-        yield key, f"{given} is verified with model.attention = sdpa and eager, not {model.attention}; {fix}"
-    if model.compile:
-        yield key, f"{given} is not verified with model.compile = true; remove one of them"
-    if model.kernels == "liger":
-        yield key, f"{given} is not verified with model.kernels = liger; remove one of them"
-    if model.activation_checkpointing in ("budget", "ops"):
-        kind = model.activation_checkpointing
-        reason = "counts whole matrices" if kind == "budget" else "keeps matmul results, which are summed in place"
-        fix = "set that to full, selective or attention"
-        yield key, f"{given}: model.activation_checkpointing = {kind} {reason}; {fix}"
-    for name, unread in (
-        ("guard.replica_checks", guard.replica_checks),
-        ("guard.update_checks", guard.update_checks),
-        ("guard.reexecute", guard.reexecute != "never"),
-        ("guard.min_update_ratio", guard.min_update_ratio is not None),
-        ("guard.max_update_ratio", guard.max_update_ratio is not None),
-        ("telemetry.probe", config.telemetry.probe),
-    ):
-        if unread:
-            yield key, f"{given}: {name} would compare slices with whole matrices; remove one of them"
+    verified = {"parallel.sequence": (1,), "task": ("pretrain",), "model.attention": ("auto", "sdpa", "eager")}
+    yield from _beside(config, key, verified | _WITH_SLICES)
+    whole: dict[str, tuple[Any, ...]] = {
+        "optimizer.name": ("adamw", "lion", "sgd"),  # which update each value by its own gradient alone
+        "guard.replica_checks": (0,),
+        "guard.update_checks": (0,),
+        "guard.reexecute": ("never",),
+        "guard.min_update_ratio": (None,),
+        "guard.max_update_ratio": (None,),
+        "telemetry.probe": (False,),
+    }
+    yield from _beside(config, key, whole, "gives ranks slices of matrices, which have to be whole for")
 
 
 def _expert(config: Config) -> Iterator[Problem]:
-    ranks, model, guard, key = config.parallel.expert, config.model, config.guard, "parallel.expert"
-    if ranks == 1:
+    key = "parallel.expert"
+    if config.parallel.expert == 1:
         return
-    given = f"= {ranks}"
-    for other in ("sequence", "tensor"):
-        if getattr(config.parallel, other) > 1:
-            fix = "set one of them to 1"
-            yield key, f"{given} is not verified with parallel.{other} = {getattr(config.parallel, other)}; {fix}"
-    yield from ((key, f"{given}{problem}") for problem in _of_slices(config, tasks=_EXPERT_TASKS))
-    if model.compile:
-        yield key, f"{given} is not verified with model.compile = true; remove one of them"
-    if model.kernels == "liger":
-        yield key, f"{given} is not verified with model.kernels = liger; remove one of them"
-    if model.activation_checkpointing in ("budget", "ops"):
-        fix = "set that to full, selective or attention"
-        yield (
-            key,
-            f"{given} is not verified with model.activation_checkpointing = {model.activation_checkpointing}; {fix}",
-        )
-    if model.checkpointing_reentrant:
-        yield key, f"{given} is not verified with model.checkpointing_reentrant = true; remove one of them"
-    for name, unread, reason in (
-        ("guard.replica_checks", guard.replica_checks, _ON_ANOTHER_RANK),
-        ("guard.reexecute", guard.reexecute != "never", _ON_ANOTHER_RANK),
-        ("telemetry.probe", config.telemetry.probe, "would compare a rank's experts with all of them"),
-        ("defects", config.defects, "would compare a rank's experts with all of them"),
-    ):
-        if unread:
-            yield key, f"{given}: {name} {reason}; remove one of them"
-
-
-_ON_ANOTHER_RANK = "makes a suspicious step again on another rank, which has other experts"
-
-_EXPERT_TASKS = ("pretrain", "sft", "dpo", "distill")
-"""With which mixtures whose experts ranks share were compared with one rank."""
-
-_BY_VALUE = ("adamw", "lion", "sgd")
-"""Optimizers that update each value by its own gradient alone."""
+    # The tasks are those with which mixtures whose experts ranks share were compared with one rank.
+    verified = {
+        "parallel.sequence": (1,),
+        "parallel.tensor": (1,),
+        "task": ("pretrain", "sft", "dpo", "distill"),
+        "model.checkpointing_reentrant": (False,),
+    }
+    yield from _beside(config, key, verified | _WITH_SLICES)
+    repeated = {"guard.replica_checks": (0,), "guard.reexecute": ("never",)}
+    yield from _beside(config, key, repeated, "puts other experts on the rank that repeats a suspicious step for")
+    compared = {
+        "telemetry.probe": (False,),
+    }
+    yield from _beside(config, key, compared, "gives a rank some experts, which are compared with all of them by")
 
 
 def _encoder(config: Config) -> Iterator[Problem]:
-    task, data, model = config.task, config.data, config.model
+    task, data = config.task, config.data
     for name in ("classify", "mlm"):
         if task != name:
-            yield from _only_read_by(name, name, getattr(config, name))
+            yield from _only_read_by(f"task = {name}", name, getattr(config, name))
     if task not in ENCODER_TASKS:
         return
     if data.document_masking:
@@ -423,19 +390,14 @@ def _encoder(config: Config) -> Iterator[Problem]:
     if data.text_pair_field is not None and kind == "token":
         yield "data.text_pair_field", f"= '{data.text_pair_field}' is not read by classify.kind = token; remove it"
     kinds = {item.source for item in (*(data.sources or (data,)), *data.validation)}
-    for name in sorted(kinds & set(_OF_DOCUMENTS)):
-        yield "data.source", f"= {name} has no labels; give task = classify rows as jsonl or parquet"
     if "stdlib" in kinds and kind != "sequence":
         yield "classify.kind", f"= {kind}: data.source = stdlib has labels for kind = sequence; set data.path to rows"
-    for key in ("compile", "activation_memory_gib"):
-        if getattr(model, key):
-            yield f"model.{key}", f"= {getattr(model, key)} is not verified with task = classify; remove it"
 
 
 def _seq2seq(config: Config) -> Iterator[Problem]:
     if config.task != "seq2seq":
         return
-    data, model, without = config.data, config.model, "a decoder would see the sources of other rows through its"
+    data, without = config.data, "a decoder would see the sources of other rows through its"
     if data.packing == "best_fit":
         yield "data.packing", f"= best_fit: {without} cross-attention, which task = seq2seq has no mask for; remove it"
     if data.document_masking:
@@ -444,18 +406,12 @@ def _seq2seq(config: Config) -> Iterator[Problem]:
         if format in ("text", *ROW_FORMATS.values()):
             fix = "give prompt_completion, alpaca or messages"
             yield f"{key}.format", f"= {format} has no source and target, which task = seq2seq needs; {fix}"
-    for key in ("compile", "activation_memory_gib"):
-        if getattr(model, key):
-            yield f"model.{key}", f"= {getattr(model, key)} is not verified with task = seq2seq; remove it"
 
 
 def _adapter(config: Config) -> Iterator[Problem]:
     adapter, model = config.adapter, config.model
     if adapter.kind == "none":
-        for item in fields(adapter):
-            value = getattr(adapter, item.name)
-            if value != item.default:
-                yield f"adapter.{item.name}", f"= {value} is not read by adapter.kind = none; set adapter.kind=lora"
+        yield from _only_read_by("adapter.kind = lora", "adapter", adapter)
         return
     if model.name_or_path is None:
         yield "adapter.kind", f"= {adapter.kind} needs a model to adapt; set model.name_or_path"
@@ -470,21 +426,21 @@ def _adapter(config: Config) -> Iterator[Problem]:
 
 
 def _quantised_base(config: Config) -> Iterator[Problem]:
-    adapter, model, given = config.adapter, config.model, f"= {config.adapter.base}"
+    adapter, key = config.adapter, "adapter.base"
     if adapter.double_quant and adapter.base != "nf4":
         yield "adapter.double_quant", f"= true is only read by adapter.base = nf4, not {adapter.base}; remove it"
     if adapter.base == "compute":
         return
     if model_class_of(config) != CAUSAL_LM:
-        yield "adapter.base", f"{given} is verified for causal language models, not task = {config.task}; remove it"
-    for key, value in (
-        ("adapter.kind", "dora" if adapter.kind == "dora" else None),
-        ("model.compile", model.compile or None),
-        ("precision.path", "manifest" if config.precision.path == "manifest" else None),
-        ("deepspeed.offload", "cpu" if config.deepspeed.offload == "cpu" else None),
-    ):
-        if value is not None:
-            yield "adapter.base", f"{given} is not verified with {key} = {value}; set one of them to its default"
+        problem = f"is verified for causal language models, not task = {config.task}; remove it"
+        yield key, f"= {adapter.base} {problem}"
+    verified = {
+        "adapter.kind": ("lora",),
+        "model.compile": (False,),
+        "precision.path": ("cast",),
+        "deepspeed.offload": (None, "none"),
+    }
+    yield from _beside(config, key, verified)
 
 
 def _mixture(config: Config) -> Iterator[Problem]:
@@ -515,14 +471,14 @@ def _validation(config: Config) -> Iterator[Problem]:
         yield from _item(config, f"data.validation[{index}]", item)
 
 
-def _item(config: Config, key: str, item: SourceSection | ValidationSection) -> Iterator[Problem]:
-    """What is wrong with the path and the source of one of several."""
+def _item(config: Config, key: str, item: _Place) -> Iterator[Problem]:
+    """Problems of one path and source: of the data, of one of several sources, or of a validation set."""
     if item.source != "stdlib" and item.path is None:
-        yield f"{key}.path", f"is missing; source = {item.source} needs it"
+        yield f"{key}.path", f"is missing; {key}.source = {item.source} needs it"
     if item.path is not None and not _matches(item):
-        yield f"{key}.path", f"= '{item.path}' matches no file; give one that exists"
-    if item.source in _OF_DOCUMENTS and config.learns_rows:
-        yield f"{key}.source", f"= {item.source} has no rows; give rows as jsonl or parquet"
+        yield f"{key}.path", f"= '{item.path}' matches no file; give a file, a folder or a glob that exists"
+    if item.source in _OF_DOCUMENTS and (config.learns_rows or config.task == "classify"):
+        yield f"{key}.source", f"= {item.source} has no rows; give rows as jsonl or parquet, or set task=pretrain"
     yield from _url(f"{key}.path", item)
 
 
@@ -575,11 +531,7 @@ def _data(config: Config) -> Iterator[Problem]:
     if data.source == "stdlib" and data.path is not None:
         fix = "set data.source to text, jsonl, parquet, megatron or hub"
         yield "data.path", f"= '{data.path}' is not read by data.source = stdlib; {fix}"
-    if data.source != "stdlib" and data.path is None:
-        yield "data.path", f"is missing; data.source = {data.source} needs it"
-    if data.path is not None and not _matches(data):
-        yield "data.path", f"= '{data.path}' matches no file; give a file, a folder or a glob that exists"
-    yield from _url("data.path", data)
+    yield from _item(config, "data", data)
     if data.name is not None and data.source != "hub":
         yield "data.name", f"= '{data.name}' is only read by data.source = hub; remove it"
     if data.tokenizer.startswith("bpe:") and not data.tokenizer.removeprefix("bpe:").isdecimal():
@@ -641,7 +593,7 @@ def _precision(config: Config) -> Iterator[Problem]:
 
 
 def _split_masters(config: Config) -> Iterator[Problem]:
-    """What the DeepSpeed JSON decides is checked in config/deepspeed/resolve.py."""
+    """Check split masters within the run config; config/deepspeed/resolve.py checks them against the JSON."""
     key, keep = "precision.masters", "or remove precision.masters"
     if config.precision.path == "manifest":
         problem = "= split needs 16-bit parameters; on the manifest path the parameters are the FP32 masters"
@@ -656,12 +608,6 @@ def _split_masters(config: Config) -> Iterator[Problem]:
         if fault.kind == "flipped_bit" and fault.place == "master":
             problem = "= master strikes an FP32 master, and with precision.masters = split there is none in memory"
             yield f"faults[{index}].place", f"{problem}; use weight, which is its upper half, {keep}"
-    for index, defect in enumerate(config.defects):
-        if defect.kind == "stale_weight":
-            problem = (
-                "= stale_weight leaves a weight behind its master, and with precision.masters = split it is a part"
-            )
-            yield f"defects[{index}].kind", f"{problem} of it; use silent_skip, {keep}"
 
 
 def needs_bf16(compute: str) -> str:
@@ -710,10 +656,6 @@ def _evaluate(config: Config) -> Iterator[Problem]:
 
 
 def _tracking(config: Config) -> Iterator[Problem]:
-    for name in config.tracking.sinks:
-        if name not in ("wandb", "csv") and find_spec(name) is None:
-            install = "mlflow-skinny sqlalchemy alembic" if name == "mlflow" else name
-            yield "tracking.sinks", f"names {name}, which is not installed here; pip install {install}, or leave it out"
     endpoint = config.tracking.otlp_endpoint
     if endpoint is not None and WITH_PASSWORD.search(endpoint):
         yield "tracking.otlp_endpoint", "holds a password; take it out and set OTEL_EXPORTER_OTLP_HEADERS"
@@ -757,25 +699,23 @@ def _canary(config: Config) -> Iterator[Problem]:
         yield "canary.data_share", f"= {share:g} {problem}"
 
 
+_IN_A_MODULE = ("inf_gradient", "nan_gradient", "nan_activation", "gradient_spike", "flipped_bit")
+_FAULTS_READ = {
+    "module": _IN_A_MODULE,
+    "rank": (*_IN_A_MODULE, "nan_loss", "loss_spike"),
+    **dict.fromkeys(("place", "bit", "persists"), ("flipped_bit",)),
+    "factor": ("loss_spike", "gradient_spike"),
+}
+"""Keys of a fault to the kinds that read them."""
+
+
 def _faults(config: Config) -> Iterator[Problem]:
     for index, fault in enumerate(config.faults):
-        key, spike = f"faults[{index}]", fault.kind in ("loss_spike", "gradient_spike")
+        key = f"faults[{index}]"
         if fault.step > config.run.steps:
             problem = f"is after the last step, run.steps = {config.run.steps}; it would never strike"
             yield f"{key}.step", f"= {fault.step} {problem}"
-        if fault.module is not None and fault.kind in ("nan_loss", "loss_spike"):
-            yield (
-                f"{key}.module",
-                f"= '{fault.module}' is not read by kind: {fault.kind}, which hits the loss; remove it",
-            )
-        if fault.kind == "lost_update":
-            for name in ("module", "rank"):
-                if getattr(fault, name) != getattr(Fault, name):
-                    yield f"{key}.{name}", "is not read by kind: lost_update, which hits the whole step; remove it"
-        if fault.kind != "flipped_bit":
-            for name in ("place", "bit", "persists"):
-                if getattr(fault, name) != getattr(Fault, name):
-                    yield f"{key}.{name}", "is only read by kind: flipped_bit; remove it"
-        if fault.factor != Fault.factor and not spike:
-            problem = "is only read by kind: loss_spike and gradient_spike; remove it"
-            yield f"{key}.factor", f"= {fault.factor:g} {problem}"
+        for name, kinds in _FAULTS_READ.items():
+            value = getattr(fault, name)
+            if fault.kind not in kinds and value != getattr(Fault, name):
+                yield f"{key}.{name}", f"= {scalar(value)} is not read by kind: {fault.kind}; remove it"

@@ -13,18 +13,9 @@ from dataclasses import MISSING, dataclass, field, replace
 from typing import Any, Literal
 
 
-def limit(
-    default: Any = MISSING,
-    *,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    below: float | None = None,
-) -> Any:
-    """A dataclass field with a default and a range that `config.load` checks (bounds as in the names)."""
-    bounds = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
-    metadata = {name: bound for name, bound in bounds.items() if bound is not None}
-    return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
+def limit(default: Any = MISSING, **bounds: float) -> Any:
+    """A dataclass field with a default and a range for `config.load`: at_least, above, at_most and below."""
+    return field(default=default, metadata=bounds)
 
 
 @dataclass(frozen=True)
@@ -92,12 +83,12 @@ class ModelSection:
     tokens at a time, so that they are never all in memory; auto is chunked where a micro-batch has many logits and the
     model allows it (docs/loss.md)."""
     loss_chunk_tokens: int = limit(0, at_least=0)
-    """[tokens] Of one chunk; 0: by the size of the vocabulary."""
+    """[tokens] Size of one chunk; 0: by the size of the vocabulary."""
     balance_loss: float = limit(0.0, at_least=0.0)
-    """[factor] Of the loss that balances a mixture's experts, over all tokens of the step, whatever its cut into ranks
-    and micro-batches (docs/moe.md). 0: none, also where the model's config has one."""
+    """[factor] Weight of the loss that balances a mixture's experts, over all tokens of the step, whatever its cut into
+    ranks and micro-batches (docs/moe.md). 0: none, also where the model's config has one."""
     router_z_loss: float = limit(0.0, at_least=0.0)
-    """[factor] Of the mean squared logsumexp of the routers' logits (Zoph et al. 2022). 0: none."""
+    """[factor] Weight of the mean squared logsumexp of the routers' logits (Zoph et al. 2022). 0: none."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +129,7 @@ class SftSection:
     """[choice] token: the mean over all labels of the global batch, so that a long answer weighs more than a short one.
     row: the mean over its rows of each row's mean, so that all weigh the same."""
     neftune_alpha: float = limit(0.0, at_least=0.0)
-    """[factor] Of uniform noise on the embeddings in training, divided by the root of the row's tokens times the
+    """[factor] Scale of uniform noise on the embeddings in training, divided by the root of the row's tokens times the
     embedding's width (NEFTune, Jain et al. 2023, who use 5 to 15). 0: none."""
 
 
@@ -147,7 +138,7 @@ class PreferenceSection:
     """What task dpo minimises over pairs of answers (docs/finetuning.md)."""
 
     loss: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
-    """[choice] Of beta times the margin, which is by how much more the model than the reference prefers the chosen
+    """[choice] Loss of beta times the margin, which is by how much more the model than the reference prefers the chosen
     answer. sigmoid: DPO (Rafailov et al. 2023). hinge: SLiC (Zhao et al. 2023). ipo: IPO (Azar et al. 2023), on sums of
     log-probabilities as in the paper."""
     beta: float = limit(0.1, above=0.0)
@@ -156,7 +147,7 @@ class PreferenceSection:
     """[fraction] Share of pairs whose answers are taken to be the wrong way round: conservative DPO (Mitchell 2023), of
     sigmoid only."""
     sft_weight: float = limit(0.0, at_least=0.0)
-    """[factor] Of the chosen answer's mean cross-entropy by token, added to the loss (Pang et al. 2024)."""
+    """[factor] Weight of the chosen answer's mean cross-entropy by token, added to the loss (Pang et al. 2024)."""
     reference: Literal["auto", "adapter_off", "precomputed"] = "auto"
     """[choice] What the reference's log-probabilities are of. adapter_off: the base under the adapter, in every step.
     precomputed: the start weights, once before the first step, kept beside the prepared data. auto: adapter_off with an
@@ -202,23 +193,7 @@ RowFormat = Literal[
 ]
 
 
-@dataclass(frozen=True)
-class SourceSection:
-    """One source of a mixture."""
-
-    path: str | None = None
-    """[path, glob or hub id] As data.path."""
-    source: Literal["auto", "stdlib", "text", "jsonl", "parquet", "megatron", "hub"] = "auto"
-    """[choice] As data.source."""
-    name: str | None = None
-    """[text] What the record calls it. null: source 1, source 2 and so on."""
-    format: RowFormat = "auto"
-    """[choice] As data.format."""
-    weight: float | None = limit(None, above=0.0)
-    """[ratio] Its share of the samples, in proportion to the other weights. null: by data.sources.epochs."""
-    epochs: float | None = limit(None, above=0.0)
-    """[passes] In place of a weight: how often its samples come in the time in which those of a source with 1 come
-    once. null: 1, unless there is a weight."""
+SourceKind = Literal["auto", "stdlib", "text", "jsonl", "parquet", "megatron", "hub"]
 
 
 @dataclass(frozen=True)
@@ -227,19 +202,30 @@ class ValidationSection:
 
     path: str | None = None
     """[path, glob or hub id] As data.path."""
-    source: Literal["auto", "stdlib", "text", "jsonl", "parquet", "megatron", "hub"] = "auto"
+    source: SourceKind = "auto"
     """[choice] As data.source."""
     name: str | None = None
-    """[text] What the record calls it. null: validation 1, validation 2 and so on."""
+    """[text] What the record calls it. null: validation 1 and so on, or source 1 and so on."""
     format: RowFormat = "auto"
     """[choice] As data.format."""
+
+
+@dataclass(frozen=True)
+class SourceSection(ValidationSection):
+    """One source of a mixture."""
+
+    weight: float | None = limit(None, above=0.0)
+    """[ratio] Its share of the samples, in proportion to the other weights. null: by data.sources.epochs."""
+    epochs: float | None = limit(None, above=0.0)
+    """[passes] Alternative to a weight: how often its samples come in the time in which those of a source with 1 come
+    once. null: 1, unless there is a weight."""
 
 
 @dataclass(frozen=True)
 class DataSection:
     """Where the text comes from and how it becomes token sequences."""
 
-    source: Literal["auto", "stdlib", "text", "jsonl", "parquet", "megatron", "hub"] = "stdlib"
+    source: SourceKind = "stdlib"
     """[choice] stdlib: the .py files of the running Python, on every machine; for tasks sft and seq2seq its functions,
     each with the first sentence of its docstring, for dpo beside more of it, for classify its package. text, jsonl,
     parquet: files at data.path (text: one document a file, or several by data.document_separator). hub: the dataset
@@ -334,7 +320,7 @@ class DataSection:
 
     @property
     def longest(self) -> int:
-        """[tokens] That a model has to have positions for."""
+        """[tokens] Positions that a model needs."""
         return max(self.sequence_length, self.label_length)
 
 
@@ -353,7 +339,7 @@ class MlmSection:
     """What task mlm hides (docs/finetuning.md)."""
 
     probability: float = limit(0.15, above=0.0, at_most=1.0)
-    """[fraction] With which a token, or a word, is chosen to be predicted. Of the chosen ones 80% become the mask
+    """[fraction] Probability that a token, or a word, is chosen to be predicted. Of the chosen ones 80% become the mask
     token, 10% another token and 10% stay (Devlin et al. 2019)."""
     whole_word: bool = True
     """[true or false] Choose whole words with all their tokens."""
@@ -375,14 +361,16 @@ class ParallelSection:
     """What ranks share besides ZeRO's partitions (docs/parallel.md)."""
 
     sequence: int = limit(1, at_least=1)
-    """[ranks] That share each sequence, a slice of its tokens each, so that a rank keeps the activations of its slice
-    only. It divides the number of processes; data.sequence_length need not be a multiple of it. 1: none share any."""
+    """[ranks] Ranks that share each sequence, a slice of its tokens each, so that a rank keeps the activations of its
+    slice only. It divides the number of processes; data.sequence_length need not be a multiple of it. 1: none share
+    any."""
     tensor: int = limit(1, at_least=1)
-    """[ranks] That share each matrix of a block, a part of its heads or of its MLP each, and compute the same sequences
-    with it. It divides the number of processes and the attention heads. 1: every rank computes with whole matrices."""
+    """[ranks] Ranks that share each matrix of a block, a part of its heads or of its MLP each, and compute the same
+    sequences with it. It divides the number of processes and the attention heads. 1: every rank computes with whole
+    matrices."""
     expert: int = limit(1, at_least=1)
-    """[ranks] That share the experts of each layer of a mixture, a part of them each, and send each other the tokens of
-    theirs. It divides the number of processes and of experts. 1: every rank has all experts."""
+    """[ranks] Ranks that share the experts of each layer of a mixture, a part of them each, and send each other the
+    tokens of theirs. It divides the number of processes and of experts. 1: every rank has all experts."""
 
 
 @dataclass(frozen=True)
@@ -390,7 +378,8 @@ class ParameterGroupSection:
     """Parameters with a learning rate or a weight decay of their own."""
 
     match: str = "*"
-    """[glob] Of parameters' names, such as model.embed_tokens.* ; of several groups that match, the last one counts."""
+    """[glob] Pattern of parameters' names, such as model.embed_tokens.* ; of several groups that match, the last one
+    counts."""
     learning_rate: float | None = limit(None, at_least=0.0)
     """[per step] Their peak learning rate, which follows the same schedule. null: optimizer.learning_rate."""
     weight_decay: float | None = limit(None, at_least=0.0)
@@ -464,7 +453,7 @@ class LossScaleSection:
     hysteresis: int | None = limit(None, at_least=1)
     """[overflows] Overflows since the last growth that it takes to lower the scale. null: 2, or 1 for adaptive."""
     escalate_after: int = limit(3, at_least=1)
-    """[overflows] So many within escalate_within steps square the backoff and double the window; adaptive only."""
+    """[overflows] How many within escalate_within steps square the backoff and double the window; adaptive only."""
     escalate_within: int = limit(100, at_least=1)
     """[steps] Attempted steps over which escalate_after counts; adaptive only."""
 
@@ -484,7 +473,7 @@ class LossScaleSection:
         return self.hysteresis if self.hysteresis is not None else 1 if self.policy == "adaptive" else 2
 
     def resolved(self) -> LossScaleSection:
-        """The same section with defaults in place of every null."""
+        """This section with defaults in place of every null."""
         largest = self.largest_scale if math.isfinite(self.largest_scale) else None
         return replace(self, initial=self.initial_scale, maximum=largest, hysteresis=self.tolerated_overflows)
 
@@ -500,7 +489,7 @@ class Fp8Section:
     """[choice] What shares a scale: the values that one sum is over, 32 of them, or the whole tensor,
     in which an outlier costs all others their precision. There is no delayed scaling: it hides inf and nan."""
     weight_gradient: Literal["ambient", "fp8"] = "ambient"
-    """[choice] In what the gradient of the weight is computed: the dtype around the module, or fp8, with scales
+    """[choice] Dtype in which the gradient of the weight is computed: the dtype around the module, or fp8, with scales
     over the tokens of a micro-batch."""
     kernel: Literal["auto", "emulate", "scaled_mm"] = "auto"
     """[choice] scaled_mm: FP8 matmuls of GPUs of compute capability 9.0 and higher, and of CPUs. emulate: rounding to
@@ -510,7 +499,7 @@ class Fp8Section:
 
 @dataclass(frozen=True)
 class PrecisionSection:
-    """In which dtype the model computes, accumulates and reduces. Masters and optimizer state are always FP32."""
+    """The dtypes in which the model computes, accumulates and reduces. Masters and optimizer state are always FP32."""
 
     path: Literal["cast", "manifest"] = "cast"
     """[choice] cast: the module itself is 16-bit and ZeRO holds FP32 masters (DeepSpeed's bf16 and fp16 sections).
@@ -572,7 +561,7 @@ class EvaluateSection:
 
     @property
     def most_batches(self) -> int | None:
-        """[batches] The same where auto is decided."""
+        """[batches] `batches`, once auto is decided."""
         assert not isinstance(self.batches, str)
         return self.batches
 
@@ -585,7 +574,7 @@ class CheckpointSection:
     """[URL] s3://bucket/folder, or any other that fsspec knows: every checkpoint is also uploaded to URL/run.name, in
     the background, and the run resumes from there. The run folder then keeps the newest one. null: none."""
     storage_options: dict[str, Any] = field(default_factory=dict)
-    """[mapping] Given to fsspec's file system, such as endpoint_url or s3_additional_kwargs; never credentials."""
+    """[mapping] Options of fsspec's file system, such as endpoint_url or s3_additional_kwargs; never credentials."""
     encryption_key: str | None = None
     """[env:NAME or file:PATH] Where a 256-bit key is: weights, masters, moments and random states are then encrypted
     with AES-256-GCM before they are written. null: not encrypted."""
@@ -874,13 +863,13 @@ class CanarySection:
     """What `python -m launch.canary` tries before it starts the whole run, and how it watches that one."""
 
     steps: int | None = limit(None, at_least=1)
-    """[steps] Of the canary: the whole run's first, on the same data, schedule and seed. The whole run starts after
-    them, from the canary's state. null: 50, unless data_share says otherwise."""
+    """[steps] Length of the canary: the whole run's first steps, on the same data, schedule and seed. The whole run
+    starts after them, from the canary's state. null: 50, unless data_share says otherwise."""
     data_share: float | None = limit(None, above=0.0, below=1.0)
-    """[fraction] Of the whole run's data, of which the canary has the first: this share of run.steps, rounded, at least
-    one step. null: canary.steps says how many."""
+    """[fraction] Share of the whole run's data that the canary takes, from its start: this share of run.steps, rounded,
+    at least one step. null: canary.steps says how many."""
     ranks: int | None = limit(None, at_least=1)
-    """[processes] Of the canary, of its FP32 twin and of the checks. null: as many as the whole run has."""
+    """[processes] Processes of the canary, of its FP32 twin and of the checks. null: as many as the whole run has."""
     check_every: int = limit(0, at_least=0)
     """[steps] Least distance of the checkpoints whose next steps are compared with FP32 while the whole run goes on. 0:
     every checkpoint, as far as the checks keep up. The last one is always checked."""
@@ -895,41 +884,8 @@ class CanarySection:
     left the run stops with exit code 3."""
 
 
-@dataclass(frozen=True)
-class Defect:
-    """One persistent defect, injected to test that the parity gate finds it."""
-
-    kind: Literal[
-        "fp16_norm",
-        "coarse_output",
-        "coarse_half",
-        "flushed_gradient",
-        "wrong_unscaling",
-        "skipped_accumulation",
-        "lost_reduction",
-        "stale_weight",
-        "unclipped_update",
-        "silent_skip",
-        "growing_activation",
-    ]
-    """[choice] fp16_norm: a norm works in FP16 on `factor` times its input. coarse_output: a module's output is rounded
-    to 3 bits of mantissa. coarse_half: the same where it computes in 16 bits, as a kernel for these may be wrong.
-    flushed_gradient: the smaller half of a module's gradients is zero, as FP16 leaves it without
-    enough of a loss scale. wrong_unscaling: gradients are divided by `factor` too much.
-    skipped_accumulation: the first micro-batch's gradients are lost. lost_reduction: another rank's gradients of a
-    module are lost. stale_weight: a module computes with weights that no longer follow their masters.
-    unclipped_update: clipping is reported, not done. silent_skip: every other step is lost and reported as applied.
-    growing_activation: one channel of a module's output has 1 added, and `factor` times as much each further step."""
-    module: str | None = None
-    """[module name] Module that has the defect; not read by kinds that hit the whole step."""
-    factor: float = limit(2.0, above=0.0)
-    """[factor] What wrong_unscaling, fp16_norm and growing_activation multiply by."""
-    from_step: int = limit(1, at_least=1)
-    """[step] First step that has it, from 1 in the order of the data; every later one has it, too."""
-
-
 UNPACKED_TASKS = ("seq2seq", "dpo")
-"""Those that learn from rows of which none share a sequence."""
+"""Tasks that learn from rows and put each into a sequence of its own."""
 
 
 @dataclass(frozen=True)
@@ -981,8 +937,6 @@ class Config:
     canary: CanarySection = field(default_factory=CanarySection)
     faults: tuple[Fault, ...] = ()
     """[list] Faults to inject, each {kind, step, rank, module}. For tests and drills; empty in real runs."""
-    defects: tuple[Defect, ...] = ()
-    """[list] Defects to inject, each {kind, module, factor, from_step}. For tests of the gate; empty in real runs."""
 
     @property
     def scheduled_steps(self) -> int:

@@ -1,4 +1,4 @@
-"""What follows from the task and from data.path where the run config leaves it open."""
+"""Settings that follow from the task and from data.path where the run config leaves them open."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KINDS = {
 """The classes in words."""
 
 ENCODER_TASKS = ("classify", "mlm")
-"""Those that train models which see a whole text at once and generate none."""
+"""Tasks whose models see a whole text at once and generate none."""
 ROW_FORMATS = {"sequence": "labelled", "token": "tagged", "regression": "scored"}
 """data.format of each classify.kind."""
 
@@ -48,7 +48,7 @@ def model_class_of(config: Config) -> str:
 
 
 def loss_unit(config: Config) -> str:
-    """What the loss of a config's task is measured in; empty where it is of no unit, as a weighted sum of several."""
+    """Unit of the loss of a config's task; empty where it has none, such as a weighted sum of several losses."""
     if config.task == "classify":
         units = {"sequence": "nats per row", "token": "nats per label", "regression": "mean squared error"}
         return units[config.classify.kind]

@@ -24,7 +24,7 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """As in PyYAML, which silently keeps the last of two equal keys."""
+        """Build a mapping; PyYAML's own method silently keeps the last of two equal keys."""
         seen: dict[str, int] = {}
         for key_node, _ in node.value:
             name, line = str(key_node.value), key_node.start_mark.line + 1

@@ -4,8 +4,7 @@ The stages, each in its own module and each usable alone:
 
 1. `sources`     where the documents come from: files, also behind URLs (`remote`), or a hub, as a stream.
 2. `tokenizer`   bytes, a byte-level BPE trained on the data, or any Hugging Face fast tokenizer.
-3. `prepare`     runs 1 and 2 once over the corpus, in parallel (`encode` in `workers`, on all machines: `crew`), and
-                 publishes it atomically.
+3. `prepare`     runs 1 and 2 once over the corpus, in parallel (`encode` in `workers`), and publishes it atomically.
                  What is tokenized already is checked and copied (`token_ids`, `megatron`).
 4. `shards`      what was published: memory-mapped, checksummed token files, read as windows of fixed length.
 5. `sampler`     which windows make global batch number n. A pure function: nothing to save, nothing to restore.
@@ -27,12 +26,13 @@ What holds at that size:
 
 What is missing for it:
 
-- More than one reader. One process reads the stream and writes the shards; workers tokenize, its own and those of every
-  other machine that waits for it (`crew`). A worker does 2 to 3 MB of text a second with a BPE of 4096 (standard
-  library, 2-core virtual machine), so 4 TB of text is 15 to 23 core-days; with bytes it is faster than its reader.
-  `python -m lab.benchmark.data` says how many workers one reader keeps busy: some eighteen where every document is a
-  file of 18 kB. For more the stream would be cut into ranges by source file, a reader for each.
-- Disk. What is tokenized is kept twice until the corpus is published, so that a killed preparation goes on (`pieces`).
+- More than one reader, and workers on more than one machine. One process reads the stream and writes the shards; its
+  workers tokenize. A worker does 2 to 3 MB of text a second with a BPE of 4096 (standard library, 2-core virtual
+  machine), so 4 TB of text is 15 to 23 core-days; with bytes it is faster than its reader. `python -m
+  lab.benchmark.data` says how many workers one reader keeps busy: some eighteen where every document is a file of
+  18 kB. For more the stream would be cut into ranges by source file, a reader for each.
+- Disk. What is tokenized is kept twice until the corpus is published, so that a killed preparation goes on
+  (`batch_results`).
 - Verification by sampling. `data.verify` reads every shard on every start; at terabytes set it to false, which still
   checks every size and header, and run the full check once after copying.
 - Shards per node. With shards on node-local disks a node would hold only those its ranks read. The sampler shuffles

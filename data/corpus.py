@@ -65,7 +65,7 @@ class Corpus:
     validation_by_source: dict[str, TokenShards | RowShards] = field(default_factory=dict)
     """The validation set by source, or by its name, where there are several."""
     targets: Path | None = None
-    """What a teacher said of every sequence, where it is cached (training/tasks/targets.py)."""
+    """Folder of a teacher's cached answers to every sequence (training/tasks/cached_teacher.py)."""
     notes: tuple[str, ...] = ()
     """What was decided and counted while the rows were prepared, in words."""
     labels: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""What runs in the worker processes of a preparation: text to token ids, and the training of a BPE.
+"""Code of the worker processes of a preparation: text to token ids, and the training of a BPE.
 
 Imports little on purpose: a worker is a fresh interpreter (`workers`), so that it inherits neither torch's threads nor
 locks held in the parent, and it should start in a fraction of a second.
@@ -36,15 +36,11 @@ class Encoded:
 
 
 class EncodedCodec:
-    """How batches of documents and what `encode_batch` makes of them are written (`pieces`)."""
+    """Writes batches of documents and their encodings (`batch_results`)."""
 
     def pack(self, batch: list[str]) -> bytes:
-        """As JSON."""
+        """JSON of the documents."""
         return json.dumps(batch).encode()
-
-    def unpack(self, packed: bytes) -> list[str]:
-        """The documents."""
-        return json.loads(packed)
 
     def tensors(self, result: tuple[Encoded, Encoded]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """The tokens of both splits, and what they are counted as."""

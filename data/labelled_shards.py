@@ -12,13 +12,12 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from data.loader import IGNORED_LABEL, NO_SAMPLE, PADDED_TO, Batch, MakeBatch, on_host
+from data.loader import IGNORED_LABEL, NO_SAMPLE, Batch, MakeBatch, batch_of, of_all_ranks, padded_length
 from data.row_shards import RowShards
 
 _NUMBERS = "numbers"
-"""In a shard of a mixture, beside what is on disk: what its labels' numbers mean in all sources together."""
+"""Array of a shard of a mixture, not on disk: its labels' numbers in all sources together."""
 
 
 class Labelled(NamedTuple):
@@ -74,9 +73,8 @@ def encoder_batches(
 
     def make(shards: object, position: int, ids: np.ndarray, mine: np.ndarray) -> Batch:
         assert isinstance(shards, LabelledShards)
-        samples, real = mine.reshape(-1), ids[ids != NO_SAMPLE]
-        longest = int(shards.places[samples[samples != NO_SAMPLE]].max(initial=1))
-        length = min(-(-longest // PADDED_TO) * PADDED_TO, sequence_length)
+        samples = mine.reshape(-1)
+        length = padded_length(shards.places[samples[samples != NO_SAMPLE]], sequence_length)
         inputs = np.full((mine.size, length), pad, dtype=np.int64)
         seen, types = np.zeros_like(inputs), np.zeros_like(inputs)
         found = np.full((mine.size, length if by_token else 1), IGNORED_LABEL, dtype=np.int64)
@@ -96,22 +94,9 @@ def encoder_batches(
                 found[row, place] = np.where(counts, numbers[np.where(counts, item.target, 0)], IGNORED_LABEL)
             else:
                 found[row, 0] = numbers[item.target]
-
-        def shaped(values: np.ndarray) -> torch.Tensor:
-            return on_host(values).reshape(*mine.shape, -1)
-
-        further = {"attention_mask": shaped(seen)}
-        further |= {"token_type_ids": shaped(types)} if takes_types else {}
-        further |= {"targets": shaped(targets)} if numbers is None else {}
-        return Batch(
-            position=position,
-            input_ids=shaped(inputs),
-            labels=shaped(found),
-            sample_ids=ids,
-            label_tokens=int((found != IGNORED_LABEL).sum()),
-            label_tokens_of_all=int(shards.labels[real].sum()),
-            places_of_all=int(shards.places[real].sum()),
-            further=further,
-        )
+        further: dict[str, np.ndarray] = {"attention_mask": seen}
+        further |= {"token_type_ids": types} if takes_types else {}
+        further |= {"targets": targets} if numbers is None else {}
+        return batch_of(position, ids, mine, inputs, found, further, **of_all_ranks(shards, ids))
 
     return make

@@ -7,7 +7,7 @@ run that never stopped give the same batches.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -53,7 +53,7 @@ class Batch:
     """[tokens] Inputs over all ranks that are not padding; None where there is no padding."""
 
     source_names: tuple[str, ...] = ()
-    """Of a mixture; empty where there is one source."""
+    """The sources of a mixture; empty where there is one source."""
     labels_by_source: dict[str, int] | None = None
     """[tokens] Labels over all ranks, by source; None where there is one source, and where a rank knows only its own
     labels, which `counts_by_source` has."""
@@ -61,7 +61,7 @@ class Batch:
     """(accumulation, micro) int64: the source of each sample of this rank, by its place in source_names; None where
     there is one source."""
     counts_by_source: tuple[float, ...] = ()
-    """What label_tokens counts on this rank, by source, in the order of source_names."""
+    """label_tokens by source, in the order of source_names."""
     counts: np.ndarray | None = None
     """(accumulation, micro) int64: what label_tokens counts, by sample of this rank; None: its labels."""
     further: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -300,22 +300,14 @@ def _batch_of_windows(
     windows[real] = shards.read(mine.reshape(-1)[real], sequence_length)
     inputs, labels = windows[:, :-1].copy(), windows[:, 1:].copy()
     labels[~real] = IGNORED_LABEL
-    shape, positions, label_tokens = (*mine.shape, sequence_length), None, int(real.sum()) * sequence_length
-    if documents is not None:
-        # The first token of a document does not follow from the document before it.
-        labels[inputs == documents.end_of_document] = IGNORED_LABEL
-        label_tokens = int((labels != IGNORED_LABEL).sum())
-        positions = on_host(document_positions(inputs, documents.end_of_document)).reshape(shape)
-    return Batch(
-        position=position,
-        input_ids=on_host(inputs).reshape(shape),
-        labels=on_host(labels).reshape(shape),
-        sample_ids=ids,
-        label_tokens=label_tokens,
-        label_tokens_of_all=int((ids != NO_SAMPLE).sum()) * sequence_length if documents is None else None,
-        position_ids=positions,
-        one_row=documents is not None and documents.one_row,
-    )
+    if documents is None:
+        return batch_of(
+            position, ids, mine, inputs, labels, label_tokens_of_all=int((ids != NO_SAMPLE).sum()) * sequence_length
+        )
+    # The first token of a document does not follow from the document before it.
+    labels[inputs == documents.end_of_document] = IGNORED_LABEL
+    positions = on_host(document_positions(inputs, documents.end_of_document)).reshape(*mine.shape, -1)
+    return batch_of(position, ids, mine, inputs, labels, position_ids=positions, one_row=documents.one_row)
 
 
 PADDED_TO = 8
@@ -335,11 +327,9 @@ def _batch_of_rows(
     With `documents` all are `sequence_length` long and every row is a document, the padding too. Without, they are as
     long as this rank's longest; nothing attends to what comes after it, so padding needs no mask.
     """
-    samples, real = mine.reshape(-1), ids[ids != NO_SAMPLE]
-    length = sequence_length
+    samples, length = mine.reshape(-1), sequence_length
     if documents is None:
-        longest = int(shards.places[samples[samples != NO_SAMPLE]].max(initial=1))
-        length = min(-(-longest // PADDED_TO) * PADDED_TO, sequence_length)
+        length = padded_length(shards.places[samples[samples != NO_SAMPLE]], sequence_length)
     inputs = np.zeros((mine.size, length), dtype=np.int64)
     labels = np.full_like(inputs, IGNORED_LABEL)
     positions = np.zeros_like(inputs)
@@ -352,22 +342,49 @@ def _batch_of_rows(
             positions[row, place] = np.arange(len(tokens) - 1)
             start = place.stop
         positions[row, start:] = np.arange(length - start)
-    shape = (*mine.shape, length)
+    facts = of_all_ranks(shards, ids)
+    if documents is not None:
+        facts |= {"position_ids": on_host(positions).reshape(*mine.shape, -1), "one_row": documents.one_row}
+    return batch_of(position, ids, mine, inputs, labels, **facts)
+
+
+def of_all_ranks(shards: RowShards, ids: np.ndarray) -> dict[str, Any]:
+    """Labels and inputs of a whole global batch of rows, as `Batch` names them."""
+    real = ids[ids != NO_SAMPLE]
+    return {"label_tokens_of_all": int(shards.labels[real].sum()), "places_of_all": int(shards.places[real].sum())}
+
+
+def padded_length(lengths: Sequence[int] | np.ndarray, most: int) -> int:
+    """The length that sequences of a batch are padded to: the longest of these, a multiple of PADDED_TO or `most`."""
+    return min(-(-int(np.max(lengths, initial=1)) // PADDED_TO) * PADDED_TO, most)
+
+
+def batch_of(
+    position: int,
+    ids: np.ndarray,
+    mine: np.ndarray,
+    inputs: np.ndarray,
+    labels: np.ndarray,
+    further: Mapping[str, np.ndarray] | None = None,
+    **facts: Any,
+) -> Batch:
+    """The batch of arrays that have a row for each of `mine`, in its order. facts: other fields of the batch."""
+
+    def shaped(values: np.ndarray) -> torch.Tensor:
+        return on_host(values).reshape(*mine.shape, *values.shape[1:])
+
     return Batch(
         position=position,
-        input_ids=on_host(inputs).reshape(shape),
-        labels=on_host(labels).reshape(shape),
+        input_ids=shaped(inputs),
+        labels=shaped(labels),
         sample_ids=ids,
-        label_tokens=int((labels != IGNORED_LABEL).sum()),
-        label_tokens_of_all=int(shards.labels[real].sum()),
-        position_ids=None if documents is None else on_host(positions).reshape(shape),
-        one_row=documents is not None and documents.one_row,
-        places_of_all=int(shards.places[real].sum()),
+        further={name: shaped(values) for name, values in (further or {}).items()},
+        **{"label_tokens": int((labels != IGNORED_LABEL).sum()), **facts},
     )
 
 
 def on_host(values: np.ndarray) -> torch.Tensor:
-    """In pinned memory where there is a GPU: a copy from pageable memory waits for all earlier work of the device."""
+    """Pinned memory where there is a GPU: a copy from pageable memory waits for all earlier work of the device."""
     tensor = torch.from_numpy(values)
     return tensor.pin_memory() if torch.cuda.is_available() else tensor
 

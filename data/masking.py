@@ -1,4 +1,4 @@
-"""Which tokens of a text are hidden from a masked language model, and what stands in their place.
+"""The tokens of a text that are hidden from a masked language model, and what stands in their place.
 
 A token, or a word with all its tokens, is chosen with one probability, independently of the others. Of the chosen
 tokens 80% become the mask token, 10% a token drawn evenly from those that are not special, and 10% stay (Devlin et al.
@@ -22,7 +22,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from config.schema import Config
 from data.corpus import Corpus
-from data.loader import IGNORED_LABEL, NO_SAMPLE, Batch, MakeBatch, on_host
+from data.loader import IGNORED_LABEL, NO_SAMPLE, Batch, MakeBatch, batch_of
 from data.row_shards import RowShards
 from data.sampler import mix
 from data.shards import TokenShards
@@ -34,7 +34,7 @@ MASKED, REPLACED = 0.8, 0.1
 
 @dataclass(frozen=True)
 class Masking:
-    """How one tokenizer's tokens are masked."""
+    """Masks one tokenizer's tokens."""
 
     mask: int
     """[id] Of the mask token."""
@@ -91,7 +91,7 @@ def _uniform(key: str, count: int) -> np.ndarray:
 
 
 def _word_edges(tokenizer: PreTrainedTokenizerFast, vocabulary: dict[str, int], size: int) -> tuple[Any, Any]:
-    """Which tokens could go on with the word before them, and which leave their word open; each (size,) bool.
+    """Whether each token could continue the word before it, and whether it leaves its word open; both (size,) bool.
 
     WordPiece marks what goes on with its prefix. Elsewhere a word is a run of letters, digits and underscores, in
     whatever tokens it is written: a token goes on with it that begins with one of these, and leaves it open if it ends
@@ -156,14 +156,6 @@ def masked_batches(
         when = position if shards is train else "fixed"
         for row in np.flatnonzero(real):
             windows[row], labels[row] = masking(windows[row], f"{seed}/{samples[row]}/{when}")
-        shape = (*mine.shape, sequence_length)
-        return Batch(
-            position=position,
-            input_ids=on_host(windows).reshape(shape),
-            labels=on_host(labels).reshape(shape),
-            sample_ids=ids,
-            label_tokens=int((labels != IGNORED_LABEL).sum()),
-            further={"attention_mask": on_host(np.ones_like(windows)).reshape(shape)},
-        )
+        return batch_of(position, ids, mine, windows, labels, {"attention_mask": np.ones_like(windows)})
 
     return make

@@ -8,10 +8,9 @@ training step computes: the same row in a batch of another shape may be rounded 
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from data.corpus import Corpus
-from data.loader import IGNORED_LABEL, NO_SAMPLE, Batch, MakeBatch, on_host
+from data.loader import IGNORED_LABEL, NO_SAMPLE, Batch, MakeBatch, batch_of, of_all_ranks
 from data.row_shards import RowShards
 from data.shards import TokenShards
 
@@ -45,7 +44,7 @@ def batches_of_pairs(lengths: tuple[int, ...]) -> MakeBatch:
 
     def make(shards: TokenShards | RowShards, position: int, ids: np.ndarray, mine: np.ndarray) -> Batch:
         assert isinstance(shards, RowShards)
-        samples, real = mine.reshape(-1), ids[ids != NO_SAMPLE]
+        samples = mine.reshape(-1)
         own = samples[samples != NO_SAMPLE]
         number = int(np.searchsorted(lengths, shards.longest[own].max(initial=1)))
         inputs = np.zeros((mine.size, 2, lengths[number]), dtype=np.int64)
@@ -55,24 +54,13 @@ def batches_of_pairs(lengths: tuple[int, ...]) -> MakeBatch:
                 inputs[row, side, : len(tokens) - 1] = tokens[:-1]
                 labels = np.where(trained[1:], tokens[1:].astype(np.int64), IGNORED_LABEL)
                 targets[row, side, : len(tokens) - 1] = labels
-        further = {"targets": _shaped(targets, mine.shape)}
+        further: dict[str, np.ndarray] = {"targets": targets}
         if REFERENCE in shards.columns:
             values = np.zeros((mine.size, 2), dtype=np.float32)
             values[samples != NO_SAMPLE] = shards.columns[REFERENCE][own, number]
-            further[REFERENCE] = _shaped(values, mine.shape)
-        return Batch(
-            position=position,
-            input_ids=_shaped(inputs, mine.shape),
-            labels=on_host(np.where(mine == NO_SAMPLE, IGNORED_LABEL, 0)),
-            sample_ids=ids,
-            label_tokens=len(own),
-            label_tokens_of_all=len(real),
-            places_of_all=int(shards.places[real].sum()),
-            further=further,
-        )
+            further[REFERENCE] = values
+        labels = np.where(samples == NO_SAMPLE, IGNORED_LABEL, 0)
+        facts = of_all_ranks(shards, ids) | {"label_tokens_of_all": int((ids != NO_SAMPLE).sum())}
+        return batch_of(position, ids, mine, inputs, labels, further, **facts)
 
     return make
-
-
-def _shaped(values: np.ndarray, pairs: tuple[int, ...]) -> torch.Tensor:
-    return on_host(values).reshape(*pairs, *values.shape[1:])

@@ -1,15 +1,15 @@
 """Prepare a corpus once: read the source, tokenize in several processes, publish shards atomically.
 
-Every rank of a run calls `prepare`; it needs no process group. Whichever takes the file lock first prepares; the others
-wait, one of every other machine that sees the folder tokenizes for it (`crew`), and then find the corpus finished, as
-does every later run with the same fingerprint of source, tokenizer and split. Everything is written into
-`<fingerprint>.partial-<pid>` and renamed at the end, so a killed preparation leaves nothing that looks finished; the
-next preparation of the same corpus removes the partial folder, since it holds the lock, and takes the batches that were
-tokenized from `<fingerprint>.pieces`.
+Every rank of a run calls `prepare`; it needs no process group. Whichever takes the file lock first prepares; the
+others, also those of other machines that see the folder, wait and then find the corpus finished, as does every later
+run with the same fingerprint of source, tokenizer and split. Everything is written into `<fingerprint>.partial-<pid>`
+and renamed at the end, so a killed preparation leaves nothing that looks finished; the next preparation of the same
+corpus removes the partial folder, since it holds the lock, and takes the batches that were tokenized from
+`<fingerprint>.pieces` (`batch_results`).
 
-The tokens do not depend on the number of workers or machines: one process reads the stream into batches, the workers
-tokenize them, and results are taken in the order of the batches. Memory is bounded by one shard for each split and
-2 x workers + 1 batches of about BATCH_CHARACTERS, the workers of all machines counted.
+The tokens do not depend on the number of workers: one process reads the stream into batches, the workers tokenize them,
+and results are taken in the order of the batches. Memory is bounded by one shard for each split and 2 x workers + 1
+batches of about BATCH_CHARACTERS.
 """
 
 from __future__ import annotations
@@ -34,12 +34,11 @@ from transformers import PreTrainedTokenizerFast
 
 from config.errors import UserError
 from config.schema import DataSection
+from data.batch_results import Work, kept_folder, results
 from data.cache_folder import cache_folder
 from data.corpus import SPLITS, TOKENIZER, Corpus, is_prepared, open_corpus, tokenizer_sha256, write_index
-from data.crew import Helper, Pieces, Reader
 from data.encode import Encoded, EncodedCodec, encode_batch, start_worker
 from data.holdout import hold_out_tail
-from data.pieces import Work
 from data.preparation_progress import Display, Progress, ProgressFile, read_progress
 from data.shards import FORMAT_VERSION, token_dtype, write_shard
 from data.sources import Source, open_source
@@ -57,7 +56,6 @@ SHARD_TOKENS = 1 << 26
 BATCH_CHARACTERS = 1 << 20
 """[characters] Text handed to a worker at a time; a longer document is a batch alone."""
 _POLL_SECONDS = 0.5
-_POLL_SECONDS_HELPING = 0.1
 MakeTokenizer = Callable[[str, Source, float], PreTrainedTokenizerFast]
 """The tokenizer of data.tokenizer, of the source and data.validation_fraction."""
 
@@ -74,7 +72,7 @@ def prepare(data: DataSection, *, progress: bool, for_encoder: bool = False) -> 
     """
     source, fingerprint = identified(data, partial(corpus_fingerprint, for_encoder=for_encoder))
     fill = partial(_fill_text, make=make_masking_tokenizer if for_encoder else make_tokenizer)
-    folder = published(data, source, fingerprint, fill, progress=progress, work=_work)
+    folder = published(data, source, fingerprint, fill, progress=progress)
     corpus = open_corpus(folder, verify=data.verify)
     if data.hold_out == "auto" and data.validation_fraction and not corpus.validation_documents:
         return hold_out_tail(corpus, fraction=data.validation_fraction, sequence_length=data.sequence_length)
@@ -83,10 +81,6 @@ def prepare(data: DataSection, *, progress: bool, for_encoder: bool = False) -> 
 
 Fill = Callable[[DataSection, Source, str, Path, "ProgressFile"], None]
 """Writes a whole corpus: of which data and source, its fingerprint, the folder to fill, and where progress goes."""
-
-
-MakeWork = Callable[[DataSection, Path], Work]
-"""What is computed of batches, by the data section and the folder of the corpus's tokenizer."""
 
 
 def identified(data: DataSection, fingerprint: Callable[[DataSection, Source], str]) -> tuple[Source, str]:
@@ -100,29 +94,18 @@ def identified(data: DataSection, fingerprint: Callable[[DataSection, Source], s
         raise UserError(f"{key}={data.path or data.source}: {reason}. Change the permissions, or {key}.") from error
 
 
-def published(
-    data: DataSection,
-    source: Source,
-    fingerprint: str,
-    fill: Fill,
-    *,
-    progress: bool,
-    work: MakeWork | None = None,
-) -> Path:
+def published(data: DataSection, source: Source, fingerprint: str, fill: Fill, *, progress: bool) -> Path:
     """The folder of a finished corpus, which `fill` writes if it is not there; one process does, others wait.
 
-    work: what those of other machines compute for it while they wait. Raises UserError.
+    Raises UserError.
     """
     folder = cache_folder(data, fingerprint, say=progress)
     if not is_prepared(folder):
-        pieces = Pieces(folder)
-        helper = Helper(pieces, data.workers, partial(_work_of, data, work)) if work is not None else None
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            with Display(source.label, shown=progress) as display, _lock(folder, data.wait_minutes, display, helper):
+            with Display(source.label, shown=progress) as display, _lock(folder, data.wait_minutes, display):
                 if not is_prepared(folder):
-                    _prepare_locked(data, source, folder, display, fill, pieces)
-                pieces.remove()  # a helper that was late may have left something
+                    _prepare_locked(data, source, folder, display, fill)
                 display.finish()
         except WorkerDied as error:
             raise UserError(
@@ -134,10 +117,6 @@ def published(
                 f"data.cache_dir={data.cache_dir}: cannot be written ({error}). Free space there or set another folder."
             ) from error
     return folder
-
-
-def _work_of(data: DataSection, make: MakeWork, tokenizer: Path, settings: dict[str, Any]) -> Work:
-    return make(replace(data, **settings), tokenizer)
 
 
 def corpus_fingerprint(data: DataSection, source: Source, *, for_encoder: bool = False) -> str:
@@ -156,43 +135,34 @@ def corpus_fingerprint(data: DataSection, source: Source, *, for_encoder: bool =
 
 
 @contextmanager
-def _lock(folder: Path, wait_minutes: float, display: Display, helper: Helper | None) -> Iterator[None]:
-    """Hold the corpus's lock; while another process holds it, display that one's progress, and help it.
+def _lock(folder: Path, wait_minutes: float, display: Display) -> Iterator[None]:
+    """Hold the corpus's lock; while another process holds it, display that one's progress.
 
-    wait_minutes: so long after the last progress it raises UserError.
+    Raises UserError once that process has made no progress for `wait_minutes`.
     """
     lock = FileLock(f"{folder}.lock")
     deadline, seen = time.monotonic() + wait_minutes * 60, None
-    try:
-        while True:
-            poll = _POLL_SECONDS_HELPING if helper is not None and helper.ready else _POLL_SECONDS
-            try:
-                lock.acquire(timeout=min(poll, max(0.0, deadline - time.monotonic())))
-                break
-            except Timeout:
-                found = read_progress(folder)
-                display.show(found)
-                if found not in (None, seen):
-                    deadline, seen = time.monotonic() + wait_minutes * 60, found
-                if time.monotonic() >= deadline:
-                    raise UserError(
-                        f"data.wait_minutes={wait_minutes:g}: another process still prepares {folder} (it holds "
-                        f"{folder}.lock) and came no further. Raise data.wait_minutes, or end it if it hangs."
-                    ) from None
-                if helper is not None:
-                    helper.turn()
-    finally:
-        if helper is not None:
-            helper.close()
+    while True:
+        try:
+            lock.acquire(timeout=min(_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
+            break
+        except Timeout:
+            found = read_progress(folder)
+            display.show(found)
+            if found not in (None, seen):
+                deadline, seen = time.monotonic() + wait_minutes * 60, found
+            if time.monotonic() >= deadline:
+                raise UserError(
+                    f"data.wait_minutes={wait_minutes:g}: another process still prepares {folder} (it holds "
+                    f"{folder}.lock) and came no further. Raise data.wait_minutes, or end it if it hangs."
+                ) from None
     try:
         yield
     finally:
         lock.release()
 
 
-def _prepare_locked(
-    data: DataSection, source: Source, folder: Path, display: Display, fill: Fill, pieces: Pieces
-) -> None:
+def _prepare_locked(data: DataSection, source: Source, folder: Path, display: Display, fill: Fill) -> None:
     for leftover in folder.parent.glob(f"{folder.name}.partial-*"):
         shutil.rmtree(leftover)
     if folder.exists():
@@ -204,8 +174,9 @@ def _prepare_locked(
         with ProgressFile(partial, display) as report:
             fill(data, source, folder.name, partial, report)
         partial.rename(folder)
-    except (UserError, OSError):  # after another end, such as a worker's for lack of memory, they are of use
-        pieces.remove()
+        shutil.rmtree(kept_folder(folder), ignore_errors=True)
+    except (UserError, OSError):  # after another end, such as a worker's for lack of memory, what is kept is of use
+        shutil.rmtree(kept_folder(folder), ignore_errors=True)
         raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -243,11 +214,10 @@ def _fill(
     writers = {split: _SplitWriter(folder, split, dtype, header, end_of_document) for split in SPLITS}
     skipped: Counter[str] = Counter()
     if source.ids_field is None:
-        work, pieces = _work(data, folder / TOKENIZER), None
-        if data.tokenizer != "bytes":  # whose workers are faster than the reader
-            pieces = Pieces(folder.with_name(fingerprint))
-            pieces.begin(work, folder / TOKENIZER, {"validation_fraction": data.validation_fraction})
-        batches = Reader(pieces, work, data.workers).results(_batches(source.documents(skipped)))
+        # to tokenize bytes again is faster than to read what was kept
+        kept = None if data.tokenizer == "bytes" else kept_folder(folder.with_name(fingerprint))
+        work = _work(data, folder / TOKENIZER)
+        batches = results(work, _batches(source.documents(skipped)), data.workers, kept)
     else:
         from data.token_ids import Vocabulary, copied  # it loads pyarrow
 
@@ -288,7 +258,7 @@ def _progress(source: Source, writers: list[_SplitWriter]) -> Progress:
 
 
 def _work(data: DataSection, tokenizer_folder: Path) -> Work:
-    """Tokenizing a batch of documents."""
+    """The work of tokenizing documents."""
     tokenizer = load_tokenizer(tokenizer_folder)
     tokenizer_json = (tokenizer_folder / "tokenizer.json").read_text(encoding="utf-8")
     dtype = token_dtype(vocabulary_size(tokenizer))

@@ -7,10 +7,9 @@ of transformers makes it.
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from config.schema import DataSection
-from data.loader import IGNORED_LABEL, NO_SAMPLE, PADDED_TO, Batch, MakeBatch, on_host
+from data.loader import IGNORED_LABEL, NO_SAMPLE, Batch, MakeBatch, batch_of, of_all_ranks, padded_length
 from data.row_shards import RowShards
 from data.seq2seq_rows import sides
 from data.shards import TokenShards
@@ -27,34 +26,22 @@ def seq2seq_batches(data: DataSection, *, start: int, pad: int) -> MakeBatch:
 
     def make(shards: TokenShards | RowShards, position: int, ids: np.ndarray, mine: np.ndarray) -> Batch:
         assert isinstance(shards, RowShards)
-        real = ids[ids != NO_SAMPLE]
         rows = [_row(shards, int(sample)) for sample in mine.reshape(-1)]
-        longest = _padded([len(source) for source, _ in rows], data.sequence_length)
+        longest = padded_length([len(source) for source, _ in rows], data.sequence_length)
+        longest_target = padded_length([len(target) for _, target in rows], data.label_length)
         inputs = np.full((mine.size, longest), pad, dtype=np.int64)
         seen = np.zeros_like(inputs)
-        labels = np.full(
-            (mine.size, _padded([len(target) for _, target in rows], data.label_length)), IGNORED_LABEL, dtype=np.int64
-        )
+        labels = np.full((mine.size, longest_target), IGNORED_LABEL, dtype=np.int64)
         shifted = np.full_like(labels, pad)
         shifted[:, 0] = start
         for row, (source, target) in enumerate(rows):
             inputs[row, : len(source)] = source
             seen[row, : max(len(source), 1)] = 1  # attention over nothing is not a number
             labels[row, : len(target)], shifted[row, 1 : len(target)] = target, target[:-1]
-
-        def shaped(values: np.ndarray) -> torch.Tensor:
-            return on_host(values).reshape(*mine.shape, -1)
-
-        return Batch(
-            position=position,
-            input_ids=shaped(inputs),
-            labels=shaped(labels),
-            sample_ids=ids,
-            label_tokens=int((labels != IGNORED_LABEL).sum()),
-            label_tokens_of_all=int(shards.labels[real].sum()),
-            places_of_all=int((shards.places[real] + 1).sum()),
-            further={"attention_mask": shaped(seen), "decoder_input_ids": shaped(shifted)},
-        )
+        facts = of_all_ranks(shards, ids)
+        facts["places_of_all"] += int((ids != NO_SAMPLE).sum())  # the last token of a target is an input, too
+        further = {"attention_mask": seen, "decoder_input_ids": shifted}
+        return batch_of(position, ids, mine, inputs, labels, further, **facts)
 
     return make
 
@@ -64,7 +51,3 @@ def _row(shards: RowShards, sample: int) -> tuple[np.ndarray, np.ndarray]:
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
     [(ids, trained)] = shards.sequence(sample)
     return sides(np.asarray(ids, dtype=np.int64), trained)
-
-
-def _padded(lengths: list[int], most: int) -> int:
-    return min(-(-max(*lengths, 1) // PADDED_TO) * PADDED_TO, most)

@@ -18,8 +18,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any, ParamSpec, TypeVar
 
-from config.child_jobs import describe_exit
 from config.machine.binding import unbind
+from config.machine.processes import describe_exit
 
 P = ParamSpec("P")
 T = TypeVar("T")

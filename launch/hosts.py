@@ -7,6 +7,7 @@ variable with the job's id identifies them, so that no other process is touched.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import subprocess
 import time
@@ -14,10 +15,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 
 from config.errors import UserError
-from launch.hostfile import read_hostfile
 
 JOB_ID_VARIABLE = "PYTHON_SUPERVISED_BY"
 """The deepspeed launcher exports variables that begin with PYTHON; Python itself does not read this one."""
@@ -51,7 +52,7 @@ class Hosts:
     launcher: tuple[str, ...]
     """The command line up to train.py."""
     rest: tuple[str, ...]
-    """From train.py on."""
+    """The command line from train.py on."""
     ssh: tuple[str, ...]
     job_id: str = field(default_factory=lambda: secrets.token_hex(8))
 
@@ -60,10 +61,10 @@ class Hosts:
         """None when it is not `deepspeed` with a hostfile. Raises UserError: the hostfile cannot be read."""
         script = next((index for index, word in enumerate(command) if word.endswith(".py")), len(command))
         launcher = list(command[:script])
-        path = _value(launcher, _HOSTFILE_OPTIONS)
+        path = option_value(launcher, *_HOSTFILE_OPTIONS)
         if not launcher or Path(launcher[0]).name != "deepspeed" or path is None:
             return None
-        port = _value(launcher, ("--ssh_port",))
+        port = option_value(launcher, "--ssh-port")
         ssh = ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}", *(("-p", port) if port else ()))
         slots = read_hostfile(Path(path).expanduser())
         return cls(slots, tuple(launcher), tuple(command[script:]), ssh)
@@ -91,7 +92,7 @@ class Hosts:
             return [*self.launcher, *self.rest]
         file = folder / "hostfile"
         file.write_text("".join(f"{name} slots={self.slots[name]}\n" for name in names), encoding="utf-8")
-        words = _without(self.launcher, (*_HOSTFILE_OPTIONS, "--force_multi"))
+        words = without_options(self.launcher, *_HOSTFILE_OPTIONS, flags=["--force-multi"])
         # Without --force_multi deepspeed starts a single machine's job locally, whatever that machine's name.
         multi = ["--force_multi"] if len(names) == 1 else []
         return [words[0], "--hostfile", str(file), *multi, *words[1:], *self.rest]
@@ -130,7 +131,7 @@ class Hosts:
 
 @dataclass(frozen=True)
 class HostSelection:
-    """Which machines each start runs on: as many of the reachable ones as make a number of processes that fits."""
+    """The machines that each start runs on: as many of the reachable ones as make a number of processes that fits."""
 
     hosts: Hosts
     fits: Callable[[int], bool]
@@ -208,23 +209,48 @@ def most_that_fit(names: Sequence[str], slots: dict[str, int], fits: Callable[[i
     return []
 
 
-def _value(words: Sequence[str], options: Sequence[str]) -> str | None:
+def read_hostfile(path: Path) -> dict[str, int]:
+    """Name to slots (processes) of each machine, in the file's order. Raises UserError where it is none."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--hostfile {path}: cannot be read: {getattr(error, 'strerror', error)}") from error
+    slots: dict[str, int] = {}
+    for number, text in enumerate(lines, 1):
+        line = text.strip()
+        if not line or line.startswith("#"):
+            continue
+        match = re.match(r"(\S+)\s+slots=(\d+)", line)
+        if match is None or match[1].startswith("-"):
+            raise UserError(f"{path}: line {number}: {line!r} is not NAME slots=N; correct it")
+        if match[1] in slots:
+            raise UserError(f"{path}: line {number}: {match[1]} is there twice; add its slots up in one line")
+        slots[match[1]] = int(match[2])
+    if not slots:
+        raise UserError(f"{path}: names no host; write a line such as worker-0 slots=8")
+    return slots
+
+
+def option_value(words: Sequence[str], *options: str) -> str | None:
+    """The last value of an option of a launcher's command line, however it is written; None without it."""
     found = None
-    for index, word in enumerate(words):
+    for word, following in zip_longest(words, words[1:]):
         name, equals, value = word.partition("=")
-        if name in options:
-            found = value if equals else (words[index + 1] if index + 1 < len(words) else None)
+        if name.replace("_", "-") in options:
+            found = value if equals else following
     return found
 
 
-def _without(words: Sequence[str], options: Sequence[str]) -> list[str]:
+def without_options(words: Sequence[str], *options: str, flags: Sequence[str] = ()) -> list[str]:
+    """A launcher's command line without `options`, which take a value, and `flags`, which take none."""
     kept, skip = [], False
     for word in words:
         name, equals, _ = word.partition("=")
+        name = name.replace("_", "-")
         if skip:
             skip = False
         elif name in options:
-            skip = not equals and name != "--force_multi"
-        else:
+            skip = not equals
+        elif name not in flags:
             kept.append(word)
     return kept

@@ -1,29 +1,43 @@
-"""One start of a training job through its launcher: its output, its processes, and an end that leaves none behind.
+"""Training jobs: their command line, their environment, their output, and an end that leaves no process behind.
 
-A launcher can die and leave its ranks running, as the deepspeed launcher does on SIGTERM. So this process adopts every
-orphaned descendant (PR_SET_CHILD_SUBREAPER in prctl(2)), also those in a session of their own.
+`start` and `launch` run a program of Mantissa's as users start it, several processes under a launcher, with the output
+in a log. `Job` is one watched start of any command line. A launcher can die and leave its ranks running, as the
+deepspeed launcher does on SIGTERM, so the process of a `Job` adopts every orphaned descendant (PR_SET_CHILD_SUBREAPER
+in prctl(2)), including those in a session of their own.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
+import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
 
-from config.child_jobs import by_interpreter, describe_exit
+from config.cli import REPOSITORY, positive_int
 from config.errors import UserError
+from config.machine.processes import describe_exit
 from config.printable import shown
+from config.redact import redact_arguments
 from launch.hosts import Hosts
 
+if TYPE_CHECKING:
+    from config.schema import Config
+    from tracking.events import Event
+
+TRAIN = (str(REPOSITORY / "train.py"),)
+"""The program of a training job."""
 KILL_AFTER_SECONDS = 15.0
 """How long processes that outlive their launcher have to end after SIGTERM before SIGKILL."""
 LINGER_SECONDS = 60.0
@@ -33,24 +47,208 @@ _PR_SET_CHILD_SUBREAPER = 36
 _KEPT_LINES = 400
 _LOST_LINE = re.compile(r"error: (rank \d+ .*?); rank \d+ stops, exit code")
 _TORCHRUN_CAUSE = re.compile(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.DOTALL)
+_MODULES = {
+    ("deepspeed",): "deepspeed.launcher.runner",
+    ("torchrun",): "torch.distributed.run",
+    ("accelerate", "launch"): "accelerate.commands.launch",
+}
+_MODULE_OPTION = {"deepspeed": "--module", "accelerate": "--module"}
+LAUNCHER_VARIABLES = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"),
+    *("MASTER_ADDR", "MASTER_PORT"),
+)
+"""Variables that a launcher sets for its processes; a job started from inside another one must not inherit it."""
+
+
+def add_processes_option(parser: argparse.ArgumentParser) -> None:
+    """--processes; None stands for `default_processes()`."""
+    parser.add_argument(
+        "--processes", type=positive_int, help="processes of each job (default: one a GPU, two without)"
+    )
+
+
+def default_processes() -> int:
+    """One process a GPU; two on a machine without."""
+    return len(visible_gpus()) or 2
+
+
+def visible_gpus() -> list[str]:
+    """CUDA_VISIBLE_DEVICES, else what nvidia-smi lists; empty without a GPU."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, encoding="utf-8", errors="replace", check=False, timeout=60
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [str(n) for n in range(sum(line.startswith("GPU ") for line in done.stdout.splitlines()))]
+
+
+def with_project(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that finds Mantissa's modules from any folder."""
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), environment.get("PYTHONPATH")]))
+    return {**environment, "PYTHONPATH": path}
+
+
+def job_environment(**further: str) -> dict[str, str]:
+    """This process's environment for another job: without its launcher's variables, with Mantissa's own programs."""
+    kept = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    path = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", "")])
+    return with_project({**kept, "PATH": path, **further})
+
+
+def by_interpreter(command: Sequence[str], path: str | None = None) -> list[str]:
+    """A command line whose launcher, where it is this environment's, is started by this interpreter.
+
+    pip writes the program `deepspeed` so that it cannot start where the environment's path has a space in it.
+    path: the command's PATH, if it is not this process's.
+    """
+    for words, module in _MODULES.items():
+        if tuple(command[: len(words)]) == words:
+            found = shutil.which(words[0], path=path)
+            if found is None or Path(found).parent == Path(sys.executable).parent:
+                return [sys.executable, "-m", module, *command[len(words) :]]
+    return list(command)
+
+
+def job_command(program: Sequence[str], *, processes: int, launcher: Sequence[str] = ()) -> list[str]:
+    """The command line that starts a program on several processes.
+
+    program: a script and its arguments, or ("-m", module, arguments ...). launcher: a command such as
+    ("deepspeed", "--hostfile", "hosts"), which then says where and on how many processes; else torchrun, here.
+    """
+    if launcher:
+        module = _MODULE_OPTION.get(Path(launcher[0]).name, "-m")
+        return [*launcher, *([module, *program[1:]] if program[0] == "-m" else program)]
+    if processes == 1:
+        return [sys.executable, *program]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    return [sys.executable, *launch, *program]
+
+
+def launch(
+    program: Sequence[str], *, processes: int, log: Path, launcher: Sequence[str] = (), seconds: float | None = None
+) -> int:
+    """Run `program` to its end and return the launcher's exit code, which may be 1 for every failure of the program.
+
+    As `start`. seconds: after which the job is killed with all that it started, and subprocess.TimeoutExpired raised.
+    """
+    job = start(program, processes=processes, log=log, launcher=launcher)
+    try:
+        return job.wait(seconds)
+    except BaseException:
+        kill(job)
+        raise
+
+
+def start(
+    program: Sequence[str], *, processes: int, log: Path, launcher: Sequence[str] = (), own_session: bool = False
+) -> subprocess.Popen[bytes]:
+    """Start `program` and return at once.
+
+    program, launcher: as `job_command` takes them. Standard output and error go to `log`. own_session: the terminal's
+    signals do not reach it. Raises UserError when the launcher does not exist.
+    """
+    command, environment = job_command(program, processes=processes, launcher=launcher), job_environment()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w", encoding="utf-8") as output:
+        output.write(f"$ {' '.join(redact_arguments(command))}\n")
+        output.flush()
+        try:
+            return subprocess.Popen(
+                by_interpreter(command, environment["PATH"]),
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=own_session,
+            )
+        except FileNotFoundError as error:
+            raise UserError(f"--launch: there is no program {launcher[0]}; install it or give another") from error
+
+
+def kill(job: subprocess.Popen[bytes], number: int = signal.SIGKILL) -> None:
+    """Send a signal to a job and to all that it started, in whatever session, and wait for the job.
+
+    Launchers put ranks into sessions of their own.
+    """
+    others = _descendants(job.pid)
+    job.send_signal(number)  # the launcher first: it would report and restart its ranks
+    for pid in others:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+    job.wait()
+
+
+def train(
+    arguments: Sequence[str], folder: Path, name: str, *, processes: int, seconds: float | None = None
+) -> tuple[int, Path, list[Event]]:
+    """Run train.py to its end as the run `folder`/runs/`name`: its exit code, its log and its events. As `launch`."""
+    from tracking.jsonl import read_events
+
+    log, events = folder / "logs" / f"{name}.log", folder / "runs" / name / "events.jsonl"
+    code = launch(training_program(arguments, folder, name), processes=processes, log=log, seconds=seconds)
+    return code, log, list(read_events(events)) if events.exists() else []
+
+
+def training_program(arguments: Sequence[str], folder: Path, name: str) -> list[str]:
+    """train.py and its arguments, for the run `folder`/runs/`name`."""
+    return [*TRAIN, *arguments, f"run.dir={folder / 'runs'}", f"run.name={name}"]
+
+
+def shorten(config: Config, steps: int) -> list[str]:
+    """The overrides for a run of `steps` steps; the warm-up keeps its share."""
+    warmup = math.ceil(config.schedule.warmup_steps * steps / config.run.steps)
+    return [f"run.steps={steps}", f"schedule.warmup_steps={warmup}"]
+
+
+def in_turn(names: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]:
+    """(number of the repeat from 1, name): every name in each repeat, the order reversed in every other one."""
+    for number in range(1, repeats + 1):
+        for name in names if number % 2 else reversed(names):
+            yield number, name
+
+
+def error_line_of(log: Path) -> str:
+    """The line of a failed job's log that says why: our own error line, else the last that names one, else the last."""
+    return error_line(log.read_text(errors="replace", encoding="utf-8"))[:400]
+
+
+def error_line(output: str) -> str:
+    """Why a job failed: the last `error:` line of its output, else the last that names an Error, else the last."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    ours = [line for line in lines if line.startswith("error:")]
+    # torchrun's own error comes last and says nothing
+    raised = [line for line in lines if "Error:" in line and "ChildFailedError" not in line]
+    return (ours or raised or lines or ["it printed nothing"])[-1]
 
 
 class Job:
     """A launcher and its descendants."""
 
-    def __init__(self, command: Sequence[str], hosts: Hosts | None = None, names: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        hosts: Hosts | None = None,
+        names: Sequence[str] = (),
+        *,
+        environment: Mapping[str, str] = os.environ,
+        output: TextIO | None = None,
+    ) -> None:
         """Start it in a session of its own, so that the terminal's signals reach only this process.
 
-        names: the machines of `hosts` that it runs on, when it does not run here. Raises UserError when there is no
-        such program.
+        names: the machines of `hosts` that it runs on, when it does not run here. output: where its output goes;
+        standard output unless given. Raises UserError when there is no such program.
         """
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._command, self._hosts, self._names = list(command), hosts, list(names)
+        self._output = output
         self._lost_at: float | None = None
         try:
             self._launcher = subprocess.Popen(
-                by_interpreter(self._command),
-                env=hosts.environment() if hosts else None,
+                by_interpreter(self._command, environment.get("PATH")),
+                env=hosts.environment() if hosts else environment,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -97,7 +295,7 @@ class Job:
                 os.kill(pid, number)
 
     def failure_cause(self) -> str | None:
-        """What the output says about the rank that was lost: train.py's own line, else torchrun's report."""
+        """The output's account of the rank that was lost: train.py's own line, else torchrun's report."""
         text = "".join(self._lines)
         ours = _LOST_LINE.findall(text)
         if ours:
@@ -122,9 +320,10 @@ class Job:
             self._lines.append(text)
             if self._lost_at is None and _LOST_LINE.search(text):
                 self._lost_at = time.monotonic()
-            with suppress(OSError):
-                sys.stdout.write(text)
-                sys.stdout.flush()
+            with suppress(OSError, ValueError):
+                output = self._output or sys.stdout
+                output.write(text)
+                output.flush()
 
     def _ranks(self) -> Iterator[tuple[int, int]]:
         """Rank and pid of every rank here. Its children inherit RANK, so the first in a line of descent counts."""
@@ -166,9 +365,9 @@ class Job:
             self._hosts.end_processes(self._names)
 
 
-def log(line: str) -> None:
-    """Write one line of the supervisor's own to stderr."""
-    os.write(2, f"supervise: {shown(line)}\n".encode())  # a signal handler may be in the middle of another line
+def log(line: str, program: str = "supervise") -> None:
+    """Write one line of the supervisor's, or another program's, own to stderr."""
+    os.write(2, f"{program}: {shown(line)}\n".encode())  # a signal handler may be in the middle of another line
 
 
 def _descendants(pid: int) -> list[int]:

@@ -13,8 +13,6 @@ SIGTERM, SIGUSR1 or Ctrl-C: the run saves and ends with exit code 75. A second o
 
 from __future__ import annotations
 
-import argparse
-import os
 import signal
 import sys
 import tempfile
@@ -25,11 +23,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from config import json_text
-from config.child_jobs import describe_exit
 from config.cli import BROKEN, CONFIG_ERROR, DIVERGED, PREEMPTED, UNSAVED, Arguments, entry_point
+from config.command_line import parse
 from config.errors import UserError
 from config.load import load_config
+from config.machine.processes import describe_exit
 from launch.hosts import Hosts, HostSelection
 from launch.job import Job, log
 
@@ -52,7 +50,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Session:
-    """What one start of the job wrote to events.jsonl."""
+    """Summary of what one start of the job wrote to events.jsonl."""
 
     furthest: int = -1
     """Highest step attempted; -1: none."""
@@ -62,7 +60,7 @@ class Session:
     """The one in the run_end event; None without such an event, and when it says that the run crashed."""
     reason: str = ""
     seconds: float = 0.0
-    """From its first event to its last."""
+    """Time from its first event to its last."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +72,9 @@ class Run:
     global_size: int
     micro_size: int
     sequence: int = 1
-    """[processes] That share a sequence, or matrices."""
+    """[processes] Size of a group that shares a sequence, or matrices."""
     expert: int = 1
-    """[processes] That share experts."""
+    """[processes] Size of a group that shares experts."""
 
     @classmethod
     def of_command(cls, command: Sequence[str]) -> Run:
@@ -86,21 +84,15 @@ class Run:
             raise UserError(
                 "command line: no train.py after --; example: python -m launch.supervise -- torchrun train.py"
             )
-        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        parser.add_argument("--config")
-        parser.add_argument("--deepspeed_config", "--deepspeed-config")
-        options, rest = parser.parse_known_args(list(command[script + 1 :]))
-        if options.config is None:
-            raise UserError(f"command line: --config FILE is missing after {command[script]}")
-        overrides = [word for word in rest if "=" in word and not word.startswith("-")]
-        config = load_config(Path(options.config), overrides, options.deepspeed_config)
+        options = parse(command[script + 1 :])
+        config = load_config(Path(options.config), options.overrides, options.deepspeed_config)
         run, batch = config.run, config.batch
         sharing = config.parallel.sequence * config.parallel.tensor
         events = Path(run.dir).expanduser() / run.name / "events.jsonl"
         return cls(events, run.max_minutes, batch.global_size, batch.micro_size, sharing, config.parallel.expert)
 
     def fits(self, processes: int) -> bool:
-        """Whether the global batch divides among so many processes."""
+        """Whether the global batch divides among this many processes."""
         groups, left_over = divmod(processes, self.sequence)
         return not left_over and processes % self.expert == 0 and self.global_size % (self.micro_size * groups) == 0
 
@@ -112,12 +104,11 @@ class Run:
         return (file.st_ino, file.st_size)
 
     def session_since(self, position: tuple[int, int]) -> Session:
-        """What was written since `events_end`. A partial last line is skipped; run.resume=never starts a new file."""
-        if not self.events.is_file():
-            return Session()
-        with self.events.open("rb") as file:
-            file.seek(position[1] if os.fstat(file.fileno()).st_ino == position[0] else 0)
-            events = [event for line in file.read().splitlines() if (event := _event(line)) is not None]
+        """What was written since `events_end`. Damaged lines are left out; run.resume=never starts a new file."""
+        from tracking.jsonl import Follower  # brings orjson, which is not needed to start
+
+        file = Follower(self.events, position[1] if self.events_end()[0] == position[0] else 0)
+        events = list(file.events())
         last_start = max((index for index, event in enumerate(events) if event["event"] == "run_start"), default=0)
         end: dict[str, Any] = next((event for event in events[last_start:] if event["event"] == "run_end"), {})
         return Session(
@@ -127,16 +118,6 @@ class Run:
             reason=end.get("reason", ""),
             seconds=events[-1]["time"] - events[0]["time"] if events else 0.0,
         )
-
-
-def _event(line: bytes) -> dict[str, Any] | None:
-    """The event on a line of events.jsonl; None where it is partial or damaged."""
-    try:
-        event = json_text.parse(line)
-        known = isinstance(event["event"], str) and event["step"] >= 0 and event["time"] >= 0
-    except (ValueError, KeyError, TypeError):
-        return None
-    return event if known else None
 
 
 def final_exit_code(

@@ -30,7 +30,7 @@ from config.errors import UserError
 
 Mode = Literal["none", "full", "selective", "attention", "ops", "budget"]
 
-_KEPT_OPERATORS = frozenset(
+KEPT_OPERATORS = frozenset(
     f"aten::{name}"
     for name in (
         *("mm", "addmm", "_grouped_mm", "convolution"),
@@ -89,7 +89,7 @@ def recompute_blocks(blocks: Sequence[GradientCheckpointingLayer], chosen: Colle
 
 
 def _recompute_attention(model: PreTrainedModel, blocks: Sequence[GradientCheckpointingLayer]) -> int:
-    found = [[module for module in block.modules() if _is_attention(module)] for block in blocks]
+    found = [[module for module in block.modules() if is_attention(module)] for block in blocks]
     for module in (module for modules in found for module in modules):
         # A method, so that a copy of the model recomputes its own attention and not the original's.
         module.forward = types.MethodType(_recomputed_forward, module)
@@ -102,8 +102,8 @@ def _recompute_attention(model: PreTrainedModel, blocks: Sequence[GradientCheckp
     return count
 
 
-def _is_attention(module: torch.nn.Module) -> bool:
-    """Named so, with projections below it and no further attention."""
+def is_attention(module: torch.nn.Module) -> bool:
+    """Whether a module is what `attention` recomputes: named so, with projections below it and no further attention."""
     below = list(module.modules())[1:]
     return (
         "Attention" in type(module).__name__
@@ -122,7 +122,7 @@ def _recomputed_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     schema = getattr(operator, "_schema", None)
-    if schema is None or schema.name not in _KEPT_OPERATORS:
+    if schema is None or schema.name not in KEPT_OPERATORS:
         return CheckpointPolicy.PREFER_RECOMPUTE
     # What draws random numbers must be recomputed, or later draws would differ.
     for index, argument in enumerate(schema.arguments):

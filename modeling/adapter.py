@@ -17,19 +17,43 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from config.adapter import peft_arguments, refused_targets, require_modules, trained_whole
+from config.errors import UserError, one_line
 from config.schema import AdapterSection
-from config.task import CAUSAL_LM
+from config.task import CAUSAL_LM, SEQ2SEQ_LM, SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION
 
 NAME = "default"
-"""Of the only adapter, in the names of its parameters."""
+"""The only adapter's name, which is part of its parameters' names."""
+_CLASSIFIERS = ("classifier", "score")
+"""Names of the head that makes a classifier's logits, as `peft` has them."""
+_TASK_TYPES = {
+    CAUSAL_LM: "CAUSAL_LM",
+    SEQ2SEQ_LM: "SEQ_2_SEQ_LM",
+    SEQUENCE_CLASSIFICATION: "SEQ_CLS",
+    TOKEN_CLASSIFICATION: "TOKEN_CLS",
+}
+"""The model's class to `peft`'s name of its task; the other classes have none."""
 
 
 def adapter_config(section: AdapterSection, *, model_class: str, whole: Sequence[str]) -> Any:
-    """The `peft.LoraConfig` of the config's section; see `peft_arguments`."""
+    """The `peft.LoraConfig` of the config's section.
+
+    model_class: of config/task.py. whole: names of the modules that are trained whole, into which `peft` puts no
+    factors.
+    """
     from peft import LoraConfig
 
-    return LoraConfig(**peft_arguments(section, model_class=model_class, whole=whole))
+    targets = section.target_modules
+    return LoraConfig(
+        task_type=_TASK_TYPES.get(model_class),
+        r=section.r,
+        lora_alpha=section.alpha,
+        lora_dropout=section.dropout,
+        use_rslora=section.rslora,
+        use_dora=section.kind == "dora",
+        target_modules=targets[0] if targets == ("all-linear",) else list(targets),
+        modules_to_save=list(whole) or None,
+        init_lora_weights="gaussian" if section.init == "gaussian" else True,
+    )
 
 
 def add_adapter(
@@ -37,9 +61,9 @@ def add_adapter(
 ) -> PreTrainedModel:
     """Freeze the model and put the adapter into it; the same model, changed in place. model_class: of config/task.py.
 
-    Modules that the base's files lack are trained whole (`config.adapter.trained_whole`), those that
-    `modeling.build` has drawn. Under ZeRO-3 the weights may be partitioned already. Raises UserError for modules that
-    the model does not have.
+    Modules that the base's files lack, which `modeling.build` has drawn, are trained whole (`_trained_whole`). Under
+    ZeRO-3 the weights may be partitioned already, and a model on the meta device stays there. Raises UserError for
+    modules that the model does not have.
     """
     adapted: Any = wrapped_with_adapter(model, section, seed=seed, model_class=model_class).get_base_model()
     return adapted
@@ -51,8 +75,8 @@ def wrapped_with_adapter(
     """The same as the `peft.PeftModel` around the model, as other libraries want it. Raises UserError."""
     from peft import get_peft_model
 
-    require_modules(section, (name for name, _ in model.named_modules()))
-    whole = trained_whole(section, model, model_class=model_class, drawn=getattr(model, "drawn", ()))
+    _require_modules(section, [name for name, _ in model.named_modules()])
+    whole = _trained_whole(section, model, model_class=model_class)
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
         torch.manual_seed(seed)
@@ -63,14 +87,81 @@ def wrapped_with_adapter(
                 model, adapter_config(section, model_class=model_class, whole=whole), autocast_adapter_dtype=False
             )
         except (ValueError, TypeError) as error:
-            raise refused_targets(section, error) from error
+            raise UserError(
+                f"adapter.target_modules = {', '.join(section.target_modules)}: {one_line(error)}; name modules of the "
+                "model, such as q_proj and v_proj"
+            ) from error
     adapted: Any = wrapped.get_base_model()
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
-            value = initial_value(section, name, parameter.shape, seed=seed)
+            value = None if parameter.is_meta else initial_value(section, name, parameter.shape, seed=seed)
             if value is not None:
                 parameter.copy_(value)
     return wrapped
+
+
+def _trained_whole(section: AdapterSection, model: Any, *, model_class: str) -> list[str]:
+    """Names of the modules that are trained beside the factors: `modules_to_save`, and what the base's files lack.
+
+    A classifier's head is always among them, as in `peft`. Parameters that the files lack were drawn (`model.drawn`):
+    they would stay so, and nobody who loads the adapter has them. For each the largest module of which the files lack
+    all is taken. Raises UserError for one that shares its module with others.
+    """
+    found = list(section.modules_to_save)
+    if model_class in (SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION):
+        found += [name for name in _CLASSIFIERS if hasattr(model, name)]
+    lacking = set(getattr(model, "drawn", ()))
+    own = {id(item) for name, item in model.named_parameters() if name in lacking}
+    for name in sorted(lacking):
+        owners = [name.rsplit(".", depth)[0] for depth in range(1, name.count(".") + 1)]
+        if any(owner.endswith(one) for owner in owners for one in found):
+            continue
+        whole = [one for one in owners if all(id(item) in own for item in model.get_submodule(one).parameters())]
+        if not whole:
+            raise UserError(
+                f"model.name_or_path has no {name}, which an adapter would leave as it was drawn; name its module "
+                f"{owners[0] if owners else name} in adapter.modules_to_save, or give a model that has it"
+            )
+        found.append(whole[-1])
+    return list(dict.fromkeys(found))
+
+
+def _require_modules(section: AdapterSection, known: Sequence[str]) -> None:
+    """Raise UserError for a name that is not in `known`, the model's modules; `peft` ignores it beside others."""
+    targets = (name for name in section.target_modules if name != "all-linear")
+    absent = [
+        *(("target_modules", name) for name in targets if not any(f".{one}".endswith(f".{name}") for one in known)),
+        *(("modules_to_save", name) for name in section.modules_to_save if not any(o.endswith(name) for o in known)),
+    ]
+    if absent:
+        key, name = absent[0]
+        ends = {one.rpartition(".")[2] for one in known}
+        listed = ", ".join(sorted(end for end in ends if end and not end.isdecimal()))
+        problem = f"adapter.{key} = {', '.join(getattr(section, key))}: the model has no module {name}"
+        raise UserError(f"{problem}; name some of {listed}")
+
+
+def head_weights(model: Any) -> set[int]:
+    """ids of the parameters of the layer that makes the logits, those of a copy that `peft` trains among them.
+
+    A causal or masked language model's layer is its output embedding. A classifier's is the last one in its head.
+    """
+    get = getattr(model, "get_output_embeddings", None)
+    head = get() if get is not None else None
+    if head is None:
+        head = next((getattr(model, name) for name in _CLASSIFIERS if hasattr(model, name)), None)
+    if head is None:
+        return set()
+    copies = getattr(head, "modules_to_save", None)
+    heads = [head] if copies is None else [head.original_module, *copies.values()]
+    own = (getattr(one, "base_layer", one) for one in heads)
+    return {id(parameter) for one in own for parameter in _last_layer(one)}
+
+
+def _last_layer(module: Any) -> list[Any]:
+    """Parameters of the last layer in a module that has some."""
+    layers = [list(layer.parameters(recurse=False)) for layer in module.modules()]
+    return next((layer for layer in reversed(layers) if layer), [])
 
 
 def initial_value(section: AdapterSection, name: str, shape: torch.Size, *, seed: int) -> torch.Tensor | None:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate import init_empty_weights
 from safetensors import SafetensorError
 from torch.nn.attention.flex_attention import flex_attention
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
@@ -127,13 +128,10 @@ def build_model(
 
     Raises UserError when the attention implementation cannot be used here or the weights cannot be loaded.
     """
-    auto = getattr(transformers, model_class)
-    options: dict[str, Any] = {"trust_remote_code": section.trust_remote_code}
-    if section.attention != "auto":  # transformers' own choice is sdpa where the model supports it, else eager
-        options["attn_implementation"] = section.attention
+    auto, options = getattr(transformers, model_class), _options(section)
     if section.attention == "flex_attention" and not torch.accelerator.is_available():
         _require_flex_attention_on_cpu()
-    try:
+    with _refused(section):
         if section.name_or_path is not None:
             quantised = adapter is not None and adapter.base != "compute"
             if adapter is not None and quantised:
@@ -145,14 +143,36 @@ def build_model(
             return model
         with no_init_weights():
             model = auto.from_config(config, dtype=torch.float32, **options)
+    unround_buffers(model)
+    draw_weights(model, seed=seed, gather=gather)
+    return model
+
+
+def empty_model(section: ModelSection, config: PretrainedConfig, *, model_class: str = CAUSAL_LM) -> PreTrainedModel:
+    """The model of `build_model`, its parameters on the meta device without memory. Raises UserError."""
+    with _refused(section), init_empty_weights(include_buffers=False):
+        model: PreTrainedModel = getattr(transformers, model_class).from_config(config, **_options(section))
+    model.tie_weights()
+    return model
+
+
+def _options(section: ModelSection) -> dict[str, Any]:
+    """Arguments of transformers' constructors."""
+    # transformers' own choice of attention is sdpa where the model supports it, else eager
+    chosen = {} if section.attention == "auto" else {"attn_implementation": section.attention}
+    return {"trust_remote_code": section.trust_remote_code, **chosen}
+
+
+@contextmanager
+def _refused(section: ModelSection) -> Iterator[None]:
+    """Turn what transformers raises inside into a UserError."""
+    try:
+        yield
     except (ImportError, ValueError, OSError, SafetensorError, UnpicklingError) as error:
         raise UserError(
             f"model cannot be built (model.name_or_path = {section.name_or_path}, model.architecture = "
             f"{section.architecture}, model.attention = {section.attention}): {one_line(error)}"
         ) from error
-    unround_buffers(model)
-    draw_weights(model, seed=seed, gather=gather)
-    return model
 
 
 def unround_buffers(model: torch.nn.Module, *, loaded: bool = False) -> None:
@@ -165,7 +185,7 @@ def unround_buffers(model: torch.nn.Module, *, loaded: bool = False) -> None:
     rounded = [name for name, buffer in model.named_buffers() if buffer.dtype in (torch.bfloat16, torch.float16)]
     if not rounded:
         return
-    with no_init_weights(), _parameters_without_memory():
+    with no_init_weights(), init_empty_weights(include_buffers=False):
         made = dict(type(model)(model.config).named_buffers())
     files = set(model.state_dict()) if loaded else set()
     for name in made.keys() & set(rounded):
@@ -173,24 +193,6 @@ def unround_buffers(model: torch.nn.Module, *, loaded: bool = False) -> None:
         held = model.get_buffer(name)
         right = held.to(made[name].dtype) if name in files else made[name].to(held.device)
         setattr(model.get_submodule(parent), key, right)
-
-
-@contextmanager
-def _parameters_without_memory() -> Iterator[None]:
-    """Inside, parameters of new modules are on the meta device, and buffers are what they are."""
-    kind: Any = torch.nn.Module
-    register = kind.register_parameter
-
-    def on_meta(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
-        if param is not None:
-            param = torch.nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
-        register(self, name, param)
-
-    kind.register_parameter = on_meta
-    try:
-        yield
-    finally:
-        kind.register_parameter = register
 
 
 def _loaded(

@@ -19,10 +19,26 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from config.schema import ModelSection
 from modeling.linear_cross_entropy import Head, Vocabulary, linear_cross_entropy
 
 _PROBE_LIMIT = 60.0
 """Probe logits reach from minus this to this: past every soft cap in use."""
+CHUNK_LOGITS = 2**26
+"""[logits] Of one chunk, unless model.loss_chunk_tokens says otherwise: 256 MiB in FP32."""
+AUTO_FROM_LOGITS = 2**22
+"""[logits] In a micro-batch from which on model.loss = auto is chunked, even into one chunk. In FP32 the softmax over
+so many and its gradients take 48 MiB and more time than gradients computed in place; below, as much (docs/loss.md)."""
+_MULTIPLE = 64
+"""[tokens] Chunks are multiples of this, for tensor cores."""
+
+
+def loss_chunk(model: ModelSection, *, tokens: int, vocabulary: int) -> int:
+    """[tokens] In one chunk of the loss of a micro-batch of `tokens` tokens; 0: all logits at once."""
+    if model.loss == "full" or (model.loss == "auto" and tokens * vocabulary < AUTO_FROM_LOGITS):
+        return 0
+    fitting = CHUNK_LOGITS // vocabulary // _MULTIPLE * _MULTIPLE
+    return model.loss_chunk_tokens or max(fitting, _MULTIPLE)
 
 
 @dataclass

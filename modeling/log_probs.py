@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-_CHUNK_VALUES = 1 << 24
+CHUNK_VALUES = 1 << 24
 """Logits that are widened at a time."""
 
 
@@ -50,4 +50,4 @@ class _TokenLogProbs(torch.autograd.Function):
 
 
 def _rows(flat: torch.Tensor) -> int:
-    return max(_CHUNK_VALUES // flat.shape[-1], 1)
+    return max(CHUNK_VALUES // flat.shape[-1], 1)

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from config.adapter import head_weights
-from config.optimizers import OPTIMIZERS, has_matrices, is_decayed, unmatched_group
+from config.errors import UserError
+from config.optimizers import OPTIMIZERS
 from config.schema import OptimizerSection
+from modeling.adapter import head_weights
 
 
 def parameter_groups(model: torch.nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:
@@ -38,9 +39,12 @@ def parameter_groups(model: torch.nn.Module, section: OptimizerSection) -> list[
         if not parameter.requires_grad:
             continue
         dimensions = len(getattr(parameter, "ds_shape", parameter.shape))
-        decays = is_decayed(name, dimensions) and id(parameter) not in embeddings
+        # fused experts have a bias with a row for each expert, which is a bias all the same
+        decays = dimensions >= 2 and not name.endswith("bias") and id(parameter) not in embeddings
         owner = type(owners[name.rpartition(".")[0]]).__name__
-        matrix = splits and decays and has_matrices(name, dimensions, owner) and id(parameter) not in head
+        # kernels of convolutions have three dimensions, too
+        is_matrix = dimensions == 2 or (dimensions == 3 and "expert" in f"{name} {owner}".lower())
+        matrix = splits and decays and is_matrix and id(parameter) not in head
         own = max((i for i, group in enumerate(section.groups) if fnmatchcase(name, group.match)), default=-1)
         decay, factor = section.weight_decay if decays else 0.0, 1.0
         if own >= 0:
@@ -57,7 +61,10 @@ def parameter_groups(model: torch.nn.Module, section: OptimizerSection) -> list[
     for group, found in zip(section.groups, matched, strict=True):
         if not found:
             example = next(name for name, parameter in model.named_parameters() if parameter.requires_grad)
-            raise unmatched_group(group.match, example)
+            raise UserError(
+                f"optimizer.groups: match '{group.match}' is the last match of no parameter that is trained; names are "
+                f"like {example}"
+            )
     return [groups[key] for key in sorted(groups)]
 
 

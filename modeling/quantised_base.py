@@ -7,23 +7,13 @@ depend on precision.compute, nor on rank or ZeRO stage. Embeddings, norms and th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from config.errors import UserError
+from config.extras import require
 from config.schema import AdapterSection
-
-
-def require_library(section: AdapterSection) -> None:
-    """Raises UserError where the base shall be quantised and the library for it is not installed."""
-    if section.base != "compute" and find_spec("bitsandbytes") is None:
-        raise UserError(
-            f"adapter.base = {section.base}: the package bitsandbytes is not installed; pip install bitsandbytes, or "
-            "set adapter.base=compute"
-        )
 
 
 def loading_options(section: AdapterSection, auto: Any, config: PretrainedConfig, options: dict) -> dict[str, Any]:
@@ -46,7 +36,7 @@ def settings(section: AdapterSection, *, skipped: list[str] | None = None) -> An
     skipped: names of modules that stay floats; None: as transformers chooses them, embeddings and the output. Raises
     UserError without the library.
     """
-    require_library(section)
+    require("bitsandbytes", f"adapter.base={section.base}")
     from transformers import BitsAndBytesConfig
 
     if section.base == "int8":

@@ -1,1 +1,1 @@
-"""Numerics: precision manifests, loss scaling, the step guard, parity. Pure torch: no collectives, no DeepSpeed."""
+"""Numerics: precision manifests, loss scaling, the step guard. Pure torch: no collectives, no DeepSpeed."""

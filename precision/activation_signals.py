@@ -38,7 +38,7 @@ from precision.findings import tensors_of
 POSITIONS = 16
 """Queries of a sequence that are looked at."""
 TOKENS = 512
-"""Of a module's output in one call that are looked at."""
+"""Values of a module's output in one call that are looked at."""
 OUTLIER = 6.0
 """How many times the median channel's norm an outlier channel has at least. Dettmers et al. 2022 ("LLM.int8()", section
 4.1) look for magnitudes of 6, behind norms that make the usual one about 1."""

@@ -28,13 +28,13 @@ class Flip:
     """copies: replicas that differ. masters: a weight that is not its master, rounded. update: an optimizer step that
     FP64 computes otherwise."""
     ranks: tuple[int, ...]
-    """Whose value it is: one rank, or all that it may be."""
+    """Rank that holds the value, or all ranks that may."""
     parameter: str
     """Name of the parameter or buffer."""
     tensor: str
     """weight, buffer, master, or one of the optimizer's state tensors."""
     index: int
-    """Of the value in the whole parameter, or in this rank's part of it (`update`)."""
+    """Index of the value in the whole parameter, or in this rank's part of it (`update`)."""
     bits: tuple[int, ...] = ()
     """Positions of the wrong bits, 0 being the lowest of the mantissa; empty where it cannot be said."""
     repaired: bool = False
@@ -42,7 +42,7 @@ class Flip:
 
     @property
     def text(self) -> str:
-        """The finding in words, without the hosts."""
+        """Human-readable finding, without the hosts."""
         bits = f", bit{'s' * (len(self.bits) > 1)} {', '.join(map(str, self.bits))}" if self.bits else ""
         who = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"one of ranks {_listed(self.ranks)}"
         how = {

@@ -45,7 +45,7 @@ class Finding:
     micro_batch: int = 0
     """Forward pass since the Inspector was entered, from 0."""
     seen: str = ""
-    """Where the tensor was seen, in words."""
+    """Human-readable place at which the tensor was seen."""
 
 
 def describe(tensor: torch.Tensor) -> Description | None:

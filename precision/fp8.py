@@ -98,7 +98,7 @@ class FlushMeter:
         self._rows = dict(zip(self.modules, self.counts, strict=True))
 
     def of(self, module: str) -> Count:
-        """What to call with the operands of a module."""
+        """A function to call with the operands of a module."""
 
         def count(operand: str, values: torch.Tensor, narrow: torch.Tensor) -> None:
             given = values != 0
@@ -108,7 +108,7 @@ class FlushMeter:
         return count
 
     def shares(self, counts: torch.Tensor) -> dict[str, dict[str, float]]:
-        """By module and operand: the share that was flushed. counts: as the meter's, added up over ranks."""
+        """Share of values that were flushed to zero, by module and operand. counts: the meter's, summed over ranks."""
         found = (counts[..., 0] / counts[..., 1].clamp(min=1)).tolist()
         return {name: dict(zip(OPERANDS, row, strict=True)) for name, row in zip(self.modules, found, strict=True)}
 

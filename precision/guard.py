@@ -52,7 +52,7 @@ from precision.step_health import (
 
 _MOST_DOUBLINGS = 6
 _SUSPICIOUS_SIGMAS = 6.0
-"""Of a spike that makes a step worth repeating, where guard.spike_sigmas does not say."""
+"""[robust standard deviations] A spike this large makes a step worth repeating where guard.spike_sigmas is 0."""
 
 
 class Warned(Protocol):
@@ -64,7 +64,7 @@ class Warned(Protocol):
 
     @property
     def reason(self) -> str:
-        """In words."""
+        """Human-readable reason."""
 
 
 class Verdict(Enum):

@@ -1,4 +1,4 @@
-"""In which dtype the sums inside a step were made: softmaxes, norms' statistics, the loss, rotary tables, routers.
+"""The dtype of the sums inside a step: softmaxes, norms' statistics, the loss, rotary tables, routers.
 
 A matmul's dtype says nothing about these: a BF16 model whose softmax adds up in 8 bits multiplies in BF16 like a sound
 one, and 24 steps of it end where the sound ones do. So the operators themselves are looked at (`precision.observe`
@@ -42,7 +42,7 @@ SOFTMAX, NORM, LOSS_SUM, ROTARY = "softmax", "norm statistics", "loss", "rotary 
 ROUTER, RESIDUAL = "router", "residual stream"
 _SHOWN = (SOFTMAX, NORM, LOSS_SUM, ROTARY, ROUTER, RESIDUAL)
 KERNEL = "fp32 inside torch's kernel"
-"""Of one operator of torch that gets 16 bits and adds up in FP32."""
+"""One operator of torch that takes 16-bit operands and accumulates in FP32."""
 FUSED = "inside {kernel}, by its kernel"
 
 _WIDTHS = ("fp8", "bf16", "fp16", "fp32", "fp64")
@@ -183,7 +183,7 @@ class InnerDtypes:
         routers: str = "fp32",
         compiled: bool = False,
     ) -> dict[str, Any]:
-        """As plain types: what was computed how, what in a lower dtype than promised, and what could not be observed.
+        """What was computed in which dtype, what in a lower one than promised, and what could not be observed.
 
         promised: module name to the dtype of norms' statistics and routers' products where a manifest says
         (`Regions.dtypes`). stream: the dtype of the residual stream; routers: of routers' products where `promised` has
@@ -254,7 +254,7 @@ class InnerDtypes:
         return all(narrowed) and one.shape == other.shape
 
     def _of_kernel(self, where: str | None, given: torch.Tensor) -> str:
-        """Of a kernel that adds up in FP32: its operand's dtype only if the operand was narrowed for it, here."""
+        """Dtype of a kernel that accumulates in FP32: its operand's only if the operand was narrowed for it, here."""
         narrowed = self._narrowed_here(where, given)
         return narrowed[0] if narrowed else KERNEL if _is_narrow(_name(given)) else _name(given)
 
@@ -275,7 +275,7 @@ class InnerDtypes:
             self._know(result, _Known(_name(result), where))
 
     def _follow_table(self, where: str | None, name: str, args: Sequence[Any], output: Any) -> None:
-        """In a module that makes a rotary table each operator counts: all of it leads to cos and sin."""
+        """Record an operator of a module that makes a rotary table: each of them leads to cos and sin."""
         if not isinstance(output, torch.Tensor):
             return
         listed = (item for given in args for item in (given if isinstance(given, tuple | list) else (given,)))

@@ -19,22 +19,21 @@ This module only decides; `precision.regions` applies the decision to a model.
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
 from config.errors import UserError
+from config.json_text import read_object
+from config.load import build_section
 
 Compute = Literal["fp32", "bf16", "fp16", "fp8"]
 COMPUTES: tuple[str, ...] = get_args(Compute)
-RULE_KEYS = ("match", "module_class", "compute", "reason")
-MANIFEST_KEYS = ("$schema", "default", "rules")
 NORM_REASON = "norms compute in FP32 unless a rule names their module_class"
 ROUTER_REASON = "routers compute in FP32 unless a rule names them"
 
@@ -60,9 +59,9 @@ class Manifest:
     default: Compute
     """The ambient dtype: that of matmul regions without a rule, and of the outputs of regions."""
     rules: tuple[Rule, ...]
-    """In the order of the file; the last match wins."""
+    """Rules in the order of the file; the last match wins."""
     path: Path
-    """Where it was read, for messages."""
+    """File that the manifest was read from, for messages."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +72,24 @@ class Assignment:
     rule_index: int | None
     """Index into Manifest.rules; None: no rule matched."""
     reason: str
+
+
+@dataclass(frozen=True)
+class _FileRule:
+    """A rule as the file has it."""
+
+    compute: Compute
+    reason: str
+    match: str | None = None
+    module_class: str | None = None
+
+
+@dataclass(frozen=True)
+class _File:
+    """The keys of the file; $schema aside, which editors read."""
+
+    default: Compute
+    rules: tuple[_FileRule, ...] = ()
 
 
 RegionKind = Literal["matmul", "attention", "functional", "norm"]
@@ -86,22 +103,21 @@ def load_manifest(path: Path) -> Manifest:
             not one of fp32, bf16, fp16, fp8, a rule has no pattern, or a reason is empty. One line that names file and
             key.
     """
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such precision manifest; set precision.manifest to a JSON file") from None
-    except (OSError, ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        raise UserError(f"{path}: cannot be read as a precision manifest: {' '.join(str(error).split())}") from error
-    _check_keys(path, "", tree, MANIFEST_KEYS, required=("default",))
-    rules = tree.get("rules", [])
-    if not isinstance(rules, list):
-        raise UserError(f"{path}: rules = {json.dumps(rules)[:80]} is not a list of rules; write [{{...}}, ...]")
-    checked = tuple(_rule(path, f"rules[{index}]", rule) for index, rule in enumerate(rules))
-    default = _compute(path, "default", tree["default"])
-    if default == "fp8":
+    tree = read_object(path, "precision manifest")
+    tree.pop("$schema", None)
+    file = build_section(_File, tree, path)
+    for index, rule in enumerate(file.rules):
+        if rule.match is None and rule.module_class is None:
+            raise UserError(f"{path}: rules[{index}] says no module; give match (a name glob), module_class, or both")
+        for key in ("match", "module_class", "reason"):
+            text = getattr(rule, key)
+            if text is not None and not text.strip():
+                raise UserError(f"{path}: rules[{index}].{key} = '{text}' is empty; write it in quotes")
+    if file.default == "fp8":
         fix = 'set it to bf16, and fp8 by a rule with "module_class": "Linear"'
         raise UserError(f"{path}: default = fp8: only linear layers compute in it, and take other inputs; {fix}")
-    return Manifest(default, checked, path)
+    rules = (Rule(rule.match, rule.module_class, rule.compute, rule.reason) for rule in file.rules)
+    return Manifest(file.default, tuple(rules), path)
 
 
 def find_regions(model: torch.nn.Module) -> dict[str, RegionKind]:
@@ -226,7 +242,7 @@ def is_slice(module: torch.nn.Module) -> bool:
 
 
 def _class_names(module: torch.nn.Module) -> list[str]:
-    """Of a slice of a linear layer those of the whole one, too, so that a rule does not depend on who shares it."""
+    """Names of a module's classes; a slice of a linear layer has nn.Linear's too, so that rules match either."""
     names = [kind.__name__ for kind in type(module).__mro__ if kind not in (torch.nn.Module, object)]
     return [*names, torch.nn.Linear.__name__] if is_slice(module) else names
 
@@ -269,47 +285,3 @@ def _where(manifest: Manifest, index: int) -> str:
     rule = manifest.rules[index]
     given = [f"{key} = '{getattr(rule, key)}'" for key in ("match", "module_class") if getattr(rule, key) is not None]
     return f"{manifest.path}: rules[{index}] ({', '.join(given)} to {rule.compute})"
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    tree = dict(pairs)
-    if len(tree) != len(pairs):
-        names = [name for name, _ in pairs]
-        double = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key '{double}' is given twice in the same object; keep one")
-    return tree
-
-
-def _check_keys(path: Path, where: str, tree: Any, known: tuple[str, ...], required: tuple[str, ...]) -> None:
-    place = where or "the top level"
-    if not isinstance(tree, dict):
-        raise UserError(f"{path}: {place} = {json.dumps(tree)[:80]} is not an object with {', '.join(required)}")
-    dot = f"{where}." if where else ""
-    for key in tree:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"{place} has: {', '.join(known)}"
-            raise UserError(f"{path}: {dot}{key}: no such key; {hint}")
-    for key in required:
-        if key not in tree:
-            raise UserError(f"{path}: {dot}{key} is missing; give it")
-
-
-def _rule(path: Path, where: str, tree: Any) -> Rule:
-    _check_keys(path, where, tree, RULE_KEYS, required=("compute", "reason"))
-    for key in ("match", "module_class", "reason"):
-        if key in tree and (not isinstance(tree[key], str) or not tree[key].strip()):
-            raise UserError(f"{path}: {where}.{key} = {json.dumps(tree[key])[:80]} is not text; write it in quotes")
-    if "match" not in tree and "module_class" not in tree:
-        raise UserError(f"{path}: {where} says no module; give match (a name glob), module_class, or both")
-    compute = _compute(path, f"{where}.compute", tree["compute"])
-    return Rule(tree.get("match"), tree.get("module_class"), compute, tree["reason"])
-
-
-def _compute(path: Path, key: str, value: Any) -> Compute:
-    if not isinstance(value, str) or value not in COMPUTES:
-        near = difflib.get_close_matches(str(value), ("bfloat16", "float16", "float32", *COMPUTES), n=1)
-        short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-        hint = f"; did you mean {short.get(near[0], near[0])}?" if near else ""
-        raise UserError(f"{path}: {key} = {json.dumps(value)[:80]} is not one of {', '.join(COMPUTES)}{hint}")
-    return cast(Compute, value)

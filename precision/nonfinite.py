@@ -54,7 +54,7 @@ class _Call:
     micro_batch: int
     input_bad: bool = False
     output_bad: bool = False
-    """In the forward pass: this call or one inside it had a non-finite result."""
+    """Whether this call of the forward pass, or one inside it, had a non-finite result."""
     gradient_in_bad: bool = False
     """The gradient of its output was not finite, so its backward is not the cause."""
     gradient_cause: bool = False

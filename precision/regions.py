@@ -86,7 +86,7 @@ class Regions:
         self.manifest = manifest
         self.fp8 = fp8 or Fp8Section()
         self.fp8_count: Callable[[str], Count] | None = None
-        """Of a region's name: what is called with its operands while it is set; for telemetry."""
+        """While set, gives for a region's name the function that its operands are passed to; for telemetry."""
         self.assignments: dict[str, Assignment] = assign(manifest, model)
         """The manifest's dtypes, with rule and reason; `dtypes` has the current ones."""
         self._model = model

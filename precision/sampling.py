@@ -56,8 +56,10 @@ def exponent_counts(samples: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def share_below(counts: Sequence[float], limit: float) -> float:
-    """Of the values that are not zero, the share with a magnitude below `limit`, a power of two. counts: a row of
-    `exponent_counts`; 0 without such values."""
+    """Share of the nonzero values with a magnitude below `limit`, a power of two; 0 without such values.
+
+    counts: a row of `exponent_counts`.
+    """
     nonzero = sum(counts[:EXPONENTS])
     bins = min(max(math.frexp(limit)[1] - 1 + 127, 0), EXPONENTS)
     return sum(counts[:bins]) / nonzero if nonzero else 0.0

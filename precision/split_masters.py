@@ -15,6 +15,10 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
+SPLIT_PIECE, SPLIT_PIECE_ON_A_GPU = 1 << 16, 1 << 23
+"""[values] Joined at once: on a CPU they stay in a core's cache, on a GPU few kernels are started."""
+SPLIT_BYTES = 2.125
+"""[bytes] Of one value, beside the weight."""
 _GATHER_BITS = 0x0102040810204080
 """Multiplied with eight bytes of 0 or 1, the uppermost byte has the eight as bits, the first lowest."""
 _TIE = 1 << 15

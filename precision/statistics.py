@@ -40,7 +40,7 @@ class Agreement(NamedTuple):
     """How a gradient compares with a reference; each a () float64 tensor."""
 
     cosine: torch.Tensor
-    """Of the angle between them, in [-1, 1]; 1 if both are zero, 0 if one is."""
+    """Cosine of the angle between them, in [-1, 1]; 1 if both are zero, 0 if one is."""
     sign_agreement: torch.Tensor
     """Share of values with the same sign (+, - or zero), of those that have one: not below SIGNLESS of the root mean
     square of the reference."""

@@ -40,19 +40,19 @@ class Health:
     """`memory_bytes` (the same measure) and `work_seconds` (data wait and forward passes), each as
     `training.engine.work_time.by_rank` gives it."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of the task's objective over the global batch, by name."""
+    """Metrics of the task's objective over the global batch, by name."""
     counts_by_source: dict[str, int] = field(default_factory=dict)
-    """Of each source of a mixture, how many of its labels (or whatever the task counts) count, over all ranks."""
+    """Labels (or whatever the task counts) of each source of a mixture, over all ranks."""
     loss_by_source: dict[str, float] = field(default_factory=dict)
-    """The mean loss of each source of a mixture, of those that the step has something of."""
+    """Mean loss of each source of a mixture that the step has examples of."""
     preempted: bool = False
     """Some rank was asked to stop."""
     save_ended: bool = False
     """A checkpoint in the background has been written on every rank."""
     checks: list[list[float]] = field(default_factory=list)
-    """By rank, the numbers of the checks for silent corruption, where there are any."""
+    """Numbers of the checks for silent corruption, by rank, where there are any."""
     disagreement: str = ""
-    """Which ranks hold another gradient norm, where a step that is run again may tell why."""
+    """Ranks whose gradient norm differs, where running the step again may tell why."""
     corruption: Corruption | None = None
     """What those checks found, where it could not be made good."""
 
@@ -82,7 +82,7 @@ class Trouble:
     what: str
     """What is wrong, with the numbers."""
     look_at: str
-    """Where a reader finds out more, or what to change."""
+    """What to change, or where to read more."""
     helps: tuple[str, ...]
     """The reactions of guard.reactions that can help."""
     routine: bool = False

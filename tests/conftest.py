@@ -18,9 +18,9 @@ import hypothesis
 import pytest
 from filelock import FileLock
 
-from config.machine import op_builds
 from tests.support.launches import command, finish
 from tests.support.process_group import ProcessGroup
+from training import op_builds
 
 STARTS = (
     (subprocess.Popen, "_execute_child"),

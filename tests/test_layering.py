@@ -17,15 +17,25 @@ import pytest
 
 from config.cli import REPOSITORY
 from tests.support import architecture
-from tests.support.imports import FLOOR_OF, FLOORS, MAY_IMPORT, imported_names, imports_of, reachable, source_files
+from tests.support.imports import (
+    FLOOR_OF,
+    FLOORS,
+    MAY_IMPORT,
+    imported_by,
+    imported_names,
+    imports_of,
+    lines_imported,
+    reachable,
+    source_files,
+)
 
 NEEDS_THE_ENGINE = ("deepspeed", "torch.distributed")
 HOLD_THE_ENGINE = ("training", "tools", "lab")
 # Files that must start in no time: they may import the standard library, these and Mantissa's own config.
 LIGHT = {"config": {"yaml"}}
 WITHOUT_TORCH = ("config", "launch", "tracking")
-# Runs a model that transformers has built, with torch, when it is called.
-RUNS_A_MODEL = "launch/plan/counted.py"
+# Runs a model that transformers has built. Its command imports it when it has read its arguments.
+RUNS_A_MODEL = "launch/plan/"
 
 
 def starts_with(name: str, package: str) -> bool:
@@ -58,7 +68,7 @@ def broken_rules(path: str, folder: str, name: str) -> Iterator[str]:
         yield f"only {', '.join(HOLD_THE_ENGINE)} may hold the process group and the engine"
     if folder in LIGHT and package not in sys.stdlib_module_names | LIGHT[folder] | {folder}:
         yield f"{folder}/ is the standard library and {', '.join(LIGHT[folder])} only"
-    if folder in WITHOUT_TORCH and package == "torch" and path != RUNS_A_MODEL:
+    if folder in WITHOUT_TORCH and package == "torch" and not path.startswith(RUNS_A_MODEL):
         yield f"{folder}/ has to work without torch"
 
 
@@ -112,6 +122,35 @@ def test_every_part_of_training_has_a_floor_and_every_floor_its_parts() -> None:
     assert parts - {"__init__"} == set(FLOOR_OF)
 
 
+# What is in training/ beside a run, to the reason.
+NOT_OF_A_RUN = {
+    "training.checkpoint.__main__": "python -m training.checkpoint",
+    "training.checkpoint.tool": "what it does",
+    "training.profile.__main__": "python -m training.profile, of what a run imports",
+}
+MOST_LINES_OF_A_RUN = 39_450
+
+
+def test_a_run_imports_all_of_training() -> None:
+    inside = {name for name in imports_of(REPOSITORY) if starts_with(name, "training")}
+    assert inside - imported_by("train", REPOSITORY) == NOT_OF_A_RUN.keys()
+
+
+def test_a_run_imports_no_more_lines_than_this() -> None:
+    assert 30_000 < lines_imported("train", REPOSITORY) <= MOST_LINES_OF_A_RUN
+
+
+def test_what_a_package_imports_is_imported_with_its_modules(tmp_path: Path) -> None:
+    (tmp_path / "data" / "a").mkdir(parents=True)
+    (tmp_path / "data" / "a" / "__init__.py").write_text("from data import b\n")
+    (tmp_path / "data" / "a" / "c.py").write_text("x = 1\ny = 2\n")
+    (tmp_path / "data" / "b.py").write_text("")
+    (tmp_path / "data" / "d.py").write_text("")
+    (tmp_path / "train.py").write_text("def f():\n    from data.a.c import x\n")
+    assert imported_by("train", tmp_path) == {"train", "data.a", "data.a.c", "data.b"}
+    assert lines_imported("train", tmp_path) == 5
+
+
 def test_the_picture_of_the_architecture_is_current(tmp_path: Path) -> None:
     written = architecture.PAGE.read_text(encoding="utf-8")
     assert f"```mermaid\n{architecture.picture(REPOSITORY)}```\n" in written, "draw it again: make architecture"
@@ -130,8 +169,6 @@ def test_an_arrow_that_follows_from_others_is_not_drawn() -> None:
 # What starts on a machine that has nothing installed, or in no time, to what it may load beside the standard library.
 STARTS_WITH = {
     "config.machine.binding": set(),
-    "config.machine.cores": set(),
-    "config.machine.op_builds": set(),
     "launch.canary.command": {"yaml"},
     "launch.doctor.agent": set(),
     "launch.doctor.command": {"yaml"},
@@ -142,6 +179,9 @@ STARTS_WITH = {
     "tracking.report.command": {"yaml", "numpy", "orjson", "rich"},
     "tracking.watch.command": {"yaml", "numpy", "orjson", "rich"},
     "training.checkpoint.tool": set(),
+    "training.cores": set(),
+    "training.op_builds": set(),
+    "training.startup": set(),
     "training.watchdog.witness": set(),
 }
 

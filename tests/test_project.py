@@ -33,16 +33,18 @@ def pinned(name: str) -> dict[str, str]:
 
 
 def test_running_and_testing_are_pinned_apart() -> None:
-    running, testing = pinned("requirements.txt"), pinned("requirements-dev.txt")
+    running, extras, testing = (pinned(f"requirements{part}.txt") for part in ("", "-extras", "-dev"))
     assert {"torch", "deepspeed", "transformers", "huggingface-hub"} <= running.keys()
-    assert {"pytest", "ruff", "mypy"} <= testing.keys() and not running.keys() & testing.keys()
-    assert "-r requirements.txt" in (REPOSITORY / "requirements-dev.txt").read_text().splitlines()
+    assert {"s3fs", "prometheus-client"} <= extras.keys() and {"pytest", "ruff", "mypy"} <= testing.keys()
+    assert len(running.keys() | extras.keys() | testing.keys()) == len(running) + len(extras) + len(testing)
+    assert "-r requirements.txt" in (REPOSITORY / "requirements-extras.txt").read_text().splitlines()
+    assert "-r requirements-extras.txt" in (REPOSITORY / "requirements-dev.txt").read_text().splitlines()
 
 
-def setup_commands(folder: Path, *arguments: str) -> list[str]:
-    """What `make setup` would run with an environment in `folder`."""
+def setup_commands(folder: Path, *arguments: str, target: str = "setup") -> list[str]:
+    """What `make TARGET` would run with an environment in `folder`."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith("MAKE") and key != "TORCH_INDEX"}
-    command = ["make", "--dry-run", "setup", f"VENV={folder}", *arguments]
+    command = ["make", "--dry-run", target, f"VENV={folder}", *arguments]
     return subprocess.run(
         command, cwd=REPOSITORY, env=clean, capture_output=True, text=True, check=True
     ).stdout.splitlines()
@@ -50,23 +52,29 @@ def setup_commands(folder: Path, *arguments: str) -> list[str]:
 
 def test_setup_takes_torch_alone_from_another_index_and_remembers_which(tmp_path: Path) -> None:
     installs = [line for line in setup_commands(tmp_path) if "pip install" in line]
-    assert len(installs) == 2 and installs[1].endswith("-r requirements-dev.txt")
+    assert [line.rpartition(" -r ")[2] for line in installs[1:]] == ["requirements.txt", "requirements-dev.txt"]
 
     lines = setup_commands(tmp_path, "TORCH_INDEX=https://index.example/whl")
     installs = [line for line in lines if "pip install" in line]
     assert f"grep '^torch==' requirements.txt > {tmp_path}/torch.txt" in lines
     assert installs[1].endswith(f'--index-url "https://index.example/whl" -r {tmp_path}/torch.txt')
-    assert installs[2].endswith("-r requirements-dev.txt")
+    assert installs[2].endswith("-r requirements.txt") and installs[3].endswith("-r requirements-dev.txt")
 
     (tmp_path / ".torch-index").write_text("https://index.example/whl\n")
-    (tmp_path / ".requirements").touch()
+    for stamp in (".running", ".requirements"):
+        (tmp_path / stamp).touch()
     assert not [line for line in setup_commands(tmp_path) if "pip" in line]
     assert not [line for line in setup_commands(tmp_path, "TORCH_INDEX=https://index.example/whl") if "pip" in line]
     assert [
         line for line in setup_commands(tmp_path, "TORCH_INDEX=https://other.example") if "--force-reinstall" in line
     ]
-    (tmp_path / ".requirements").unlink()
+    (tmp_path / ".running").unlink()
     assert [line for line in setup_commands(tmp_path) if '--index-url "https://index.example/whl"' in line]
+
+
+def test_the_demo_installs_no_test_tool(tmp_path: Path) -> None:
+    installs = [line for line in setup_commands(tmp_path, target="demo") if "pip install" in line]
+    assert [line.rpartition(" -r ")[2] for line in installs[1:]] == ["requirements.txt"]
 
 
 def test_a_command_of_make_meets_no_folder_on_its_path_that_may_not_be_entered(tmp_path: Path) -> None:

@@ -241,6 +241,11 @@ def duration(seconds: float) -> str:
     return f"{whole}s"
 
 
+def format_seconds(seconds: float) -> str:
+    """Below 100 s with three digits, else as `duration`."""
+    return f"{seconds:.3g} s" if seconds < 100 else duration(seconds)
+
+
 def _short(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}" if abs(value) < 1e-2 or abs(value) >= 1e4 else f"{value:.3f}"
 

@@ -6,20 +6,19 @@ that follow the file, such as wandb's, have it from there.
 
 from __future__ import annotations
 
-import fcntl
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from config.errors import UserError
 from config.redact import Redactor
+from tracking.file_lock import exclusive_lock
 from tracking.jsonl import JsonlSink
 from tracking.status import newest_session
 
 CRASHED = "crashed"
 """Status of such a `run_end`."""
 _WAIT_SECONDS = 2.0
+"""Seconds that a rank waits for another one that looks and writes, which may be stuck."""
 
 
 class Crash:
@@ -34,8 +33,10 @@ class Crash:
 
         Returns whether it was written. False also where this rank does not see the run folder.
         """
+        if not self._events.is_file():
+            return False
         try:
-            with _only_writer(self._events):
+            with exclusive_lock(self._events, _WAIT_SECONDS):
                 end, newest = newest_session(self._events)
                 if end is not None or newest is None or newest["time"] < self._opened:
                     return False
@@ -50,23 +51,3 @@ class Crash:
                 return True
         except (OSError, UserError):  # the disk is full, or the folder is on another machine: nobody can be told
             return False
-
-
-@contextmanager
-def _only_writer(events: Path) -> Iterator[None]:
-    """Let one rank at a time look and write; on a file system without locks, or with a stuck writer, whoever comes."""
-    with events.open("rb") as file:
-        ends = time.monotonic() + _WAIT_SECONDS
-        while time.monotonic() < ends:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(0.02)
-            except OSError:
-                break
-        try:
-            yield
-        finally:
-            with suppress(OSError):
-                fcntl.flock(file, fcntl.LOCK_UN)

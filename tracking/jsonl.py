@@ -1,4 +1,4 @@
-"""`events.jsonl`: the source of truth about a run, one JSON object per line.
+"""`events.jsonl`: the source of truth about a run, one JSON object per line; how it is written, read and followed.
 
 Each line is one unbuffered write, so a killed process loses nothing and the file can be read while the run continues.
 Only a power failure can lose lines; the run's start and end, checkpoints and close() are therefore followed by an fsync
@@ -15,9 +15,12 @@ import errno
 import json
 import math
 import os
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import orjson
 
 from config import json_text
 from config.errors import UserError
@@ -25,7 +28,8 @@ from tracking.events import TEXT_FIELDS, Event, fault_in
 
 _FSYNC_AFTER = frozenset({"run_start", "checkpoint", "run_end"})
 _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
-_TAIL_CHUNK = 1 << 16
+_CHUNK = 1 << 16  # bytes that are read at once
+_BEGINNING = b'{"event":"'
 
 
 def encode(event: Event) -> bytes:
@@ -98,7 +102,7 @@ class JsonlSink:
 
 def _repair(file: BinaryIO) -> int:
     """Complete or cut off a last line without newline; returns the size of the file in bytes afterwards."""
-    incomplete = _after_last_newline(file)
+    incomplete = next(lines_backwards(file))
     size = file.seek(0, os.SEEK_END)
     if not incomplete:
         return size
@@ -109,19 +113,20 @@ def _repair(file: BinaryIO) -> int:
     return size - len(incomplete)
 
 
-def _after_last_newline(file: BinaryIO) -> bytes:
-    """The bytes after the last newline; empty for a complete last line. Reads from the end, in chunks."""
+def lines_backwards(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file from its end. The first is what follows the last newline: empty, or an incomplete line."""
     tail, start = b"", file.seek(0, os.SEEK_END)
-    while start > 0 and b"\n" not in tail:
-        step = min(_TAIL_CHUNK, start)
-        start -= step
+    while start > 0:
+        size = min(_CHUNK, start)
+        start -= size
         file.seek(start)
-        tail = file.read(step) + tail
-    return tail.rpartition(b"\n")[2]
+        tail, *lines = (file.read(size) + tail).split(b"\n")  # the first may begin before this chunk
+        yield from reversed(lines)
+    yield tail
 
 
 def decode(line: bytes) -> Event | None:
-    """The event on `line`, with floats that were not finite as floats again; None when it is no JSON object."""
+    """The JSON object on `line`, with floats that were not finite as floats again; None when there is none."""
     try:
         event = json_text.parse(line)
         return _restore_floats(event) if isinstance(event, dict) else None
@@ -129,36 +134,133 @@ def decode(line: bytes) -> Event | None:
         return None
 
 
-def open_events(path: Path) -> BinaryIO:
-    """Open `path` for reading. Raises UserError when it cannot be opened."""
+def event_on(line: bytes) -> Event | None:
+    """The event on `line`; None when there is none as docs/run-folder.md has them.
+
+    Many times faster than `decode`; an integer of more than 64 bits, which no event has, comes as a float.
+    """
+    event: Any
     try:
-        return path.open("rb", buffering=1 << 20)
-    except OSError as error:
-        raise UserError(f"{path}: cannot read the events ({error.strerror}); is this a run folder?") from error
+        event = orjson.loads(line)
+        if b'nan"' in line or b'inf"' in line:
+            event = _restore_floats(event)
+    except (ValueError, RecursionError):
+        event = decode(line)  # orjson refuses half a surrogate, which the name of a file may have
+    return event if isinstance(event, dict) and fault_in(event) is None else None
+
+
+def beginnings(*kinds: str) -> tuple[bytes, ...]:
+    """First bytes of the lines of these kinds of events, which tell them apart without parsing."""
+    return tuple(b'%s%s"' % (_BEGINNING, kind.encode()) for kind in kinds)
+
+
+class Follower:
+    """Reads `events.jsonl` line by line, and at the next call what was added meanwhile.
+
+    An incomplete last line is left for the next call: a resumed run may cut it off.
+    """
+
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        """offset: [bytes] beginning of the first line to read."""
+        self.path = path
+        self.offset = offset
+        """[bytes] Beginning of the line that is looked at; between two calls, end of the last one that was read."""
+        self.number = 0
+        """Lines so far."""
+        self.damaged = 0
+        """Lines that `events` passed over because there is no event on them."""
+        self.at_end = False
+        """Whether the last call reached the end of the file."""
+        self._inode: int | None = None
+
+    def replaced(self) -> bool:
+        """Whether the path has another file than the one read so far, as after a start with run.resume=never.
+
+        That file is then read from its start.
+        """
+        try:
+            now = self.path.stat()
+        except OSError:
+            return False  # being renamed: the next call decides
+        if self._inode in (None, now.st_ino) and now.st_size >= self.offset:
+            return False
+        self.offset = self.number = self.damaged = 0
+        self._inode = None
+        return True
+
+    def lines(self, *kinds: str, seconds: float = math.inf, whole: bool = False) -> Iterator[bytes]:
+        """The new lines without their newline, for at most about `seconds`; none where there is no file.
+
+        kinds: events of other kinds are passed over without being parsed; all come where none is given. whole: the file
+        is read once, as it is. It has to exist, and an incomplete last line comes too, after `at_end` was set. Raises
+        UserError when the file cannot be read.
+        """
+        deadline, self.at_end = time.monotonic() + seconds, False
+        wanted, rest = beginnings(*kinds), b""
+        try:
+            with self.path.open("rb") as file:
+                self._inode = os.fstat(file.fileno()).st_ino
+                file.seek(self.offset)
+                while time.monotonic() < deadline and not self.at_end:
+                    *lines, rest = (file.read(_CHUNK) + file.readline()).split(b"\n")
+                    offset, number = self.offset, self.number
+                    for line in lines:
+                        number += 1
+                        if not wanted or line.startswith(wanted) or not line.startswith(_BEGINNING):
+                            self.offset, self.number = offset, number
+                            yield line
+                        offset += len(line) + 1
+                    self.offset, self.number = offset, number
+                    self.at_end = not lines or bool(rest)
+                    lines.clear()  # before the next ones are read
+        except OSError as error:
+            self.at_end = isinstance(error, FileNotFoundError)
+            if whole or not self.at_end:
+                reason = f"cannot read the events ({error.strerror})"
+                raise UserError(f"{self.path}: {reason}; is this a run folder that you may read?") from error
+        if whole and rest:
+            self.number += 1
+            yield rest
+
+    def events(self, *kinds: str, seconds: float = math.inf, whole: bool = False) -> Iterator[Event]:
+        """The events on `lines`, of `kinds` alone where kinds are given; a line without one is counted in `damaged`."""
+        for line in self.lines(*kinds, seconds=seconds, whole=whole):
+            event = event_on(line)
+            if event is None:
+                self.damaged += 1
+            elif not kinds or event["event"] in kinds:
+                yield event
+
+    def refuse(self, line: bytes, what: str = "an event as docs/run-folder.md has them") -> None:
+        """Raise UserError: the line that is looked at is damaged. An incomplete last one is left out without a word."""
+        if not self.at_end:
+            raise UserError(f"{self.path}: line {self.number} is not {what}: {line[:60]!r}; remove that line")
 
 
 def read_events(path: Path) -> Iterator[Event]:
     """Every event of `path` in file order, in bounded memory; floats that were not finite are floats again.
 
     An incomplete last line (a crash, or a run that is writing) is left out. Raises UserError when the file cannot be
-    opened or another line is damaged.
+    read or another line is damaged.
     """
-    with open_events(path) as file:
-        for number, line in enumerate(file, start=1):
-            event = decode(line)
-            if event is not None:
-                yield event
-            elif line.endswith(b"\n"):
-                raise UserError(f"{path}: line {number} is not a JSON object: {line[:60]!r}; remove that line")
+    file = Follower(path)
+    for line in file.lines(whole=True):
+        event = decode(line)
+        if event is not None:
+            yield event
+        else:
+            file.refuse(line, "a JSON object")
 
 
 def read_run_events(path: Path) -> Iterator[Event]:
     """`read_events` of a run. Raises UserError also for a line that is no event as docs/run-folder.md has them."""
-    for number, event in enumerate(read_events(path), start=1):
-        fault = fault_in(event)
-        if fault is not None:
-            raise UserError(f"{path}: event {number} {fault}; remove that line")
-        yield event
+    file = Follower(path)
+    for line in file.lines(whole=True):
+        event = event_on(line)
+        if event is not None:
+            yield event
+        else:
+            file.refuse(line)
 
 
 def surviving(events: Iterable[Event]) -> list[Event]:

@@ -19,8 +19,8 @@ import orjson
 
 from config.errors import UserError
 from config.printable import line as one_line
-from tracking.events import Event, fault_in
-from tracking.jsonl import decode, open_events
+from tracking.events import Event
+from tracking.jsonl import Follower, beginnings, event_on
 from tracking.status import Status
 
 MAX_RARE_EVENTS = 20_000
@@ -31,7 +31,7 @@ _NUMBERS = (
     *("step_seconds", "tokens_per_second", "memory_bytes", "data_seconds"),
 )
 _STATE = ("scale", "eval", "checkpoint")  # dropped with the attempt that recorded them
-_LARGE = (b'{"event":"telemetry"', b'{"event": "telemetry"')  # not used here, and slow to parse
+_STEP, _TELEMETRY = beginnings("step", "telemetry")
 _HASH_DIGITS = 15  # of sample_ids_sha256: 60 bits, so that they fit a signed 64-bit integer
 
 
@@ -130,10 +130,28 @@ class RunFacts:
         return int(self.start.get("world_size") or self.environment.get("world_size") or 1)
 
     @property
+    def evaluations(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """step, tokens, seconds (running time) and loss of the surviving evaluations, each (evaluations,)."""
+        events, columns = self.rare_events.get("eval", []), self.columns
+        steps = np.array([event["step"] for event in events], float)
+        tokens = np.array([event["tokens"] for event in events], float)
+        losses = np.array([math.nan if event["loss"] is None else float(event["loss"]) for event in events], float)
+        if not len(columns):
+            return steps, tokens, np.full(len(events), math.nan), losses
+        at = np.searchsorted(columns.step, steps, side="right") - 1
+        return steps, tokens, np.where(at >= 0, columns.seconds[np.maximum(at, 0)], 0.0), losses
+
+    @property
     def peak_memory_bytes(self) -> float:
-        """Of the largest rank; nan where it was not recorded."""
+        """Peak memory of the rank that used most; nan where it was not recorded."""
         known = self.columns.memory_bytes[self.columns.memory_bytes > 0]
         return float(known.max()) if known.size else math.nan
+
+
+def median(values: np.ndarray) -> float:
+    """Median of the finite values; nan when there is none."""
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if finite.size else math.nan
 
 
 class Collector:
@@ -155,8 +173,26 @@ class Collector:
         self.last: Event = {}
         """The newest event."""
 
+    def take(self, line: bytes, offset: int) -> bool:
+        """Add the event on a line that begins at `offset` of the file; whether there is one.
+
+        Telemetry is counted without being parsed: it is large, and has no place here.
+        """
+        if line.startswith(_TELEMETRY):
+            self._serial += 1
+            self.counts["telemetry"] += 1
+            return True
+        try:
+            # Of a step every number is converted below, so that it need not be looked at before.
+            event = orjson.loads(line) if line.startswith(_STEP) else event_on(line)
+            if event is not None:
+                self.add(event, offset)
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+            return False
+        return event is not None
+
     def add(self, event: Event, offset: int = -1) -> None:
-        """Add one event. Step events may hold numbers as the strings "inf", "-inf" and "nan"."""
+        """Add one event. A step may hold numbers as the strings "inf", "-inf" and "nan"; offset: that of its line."""
         kind = event["event"]
         self._serial += 1
         self.counts[kind] += 1
@@ -177,11 +213,6 @@ class Collector:
                 self._began = event["step"]
                 self._drop_steps(event["step"] + 1, also_newest=True)
             _keep(self._events.setdefault(kind, []), event)
-
-    def skip(self, kind: str) -> None:
-        """Count an event without parsing it."""
-        self._serial += 1
-        self.counts[kind] += 1
 
     def _add_step(self, event: Event, offset: int) -> None:
         step = event["step"]
@@ -267,31 +298,12 @@ def read_facts(path: Path, label: str) -> RunFacts:
     """The facts of one `events.jsonl`, in one pass.
 
     An incomplete last line (a crash, or a run that is writing) is left out. Raises UserError when the file cannot
-    be opened, another line is damaged or nothing was recorded.
+    be read, another line is damaged or nothing was recorded.
     """
-    collector = Collector()
-    with open_events(path) as file:
-        offset = 0
-        for number, line in enumerate(file, start=1):
-            if line.startswith(_LARGE):
-                collector.skip("telemetry")
-            else:
-                _add_line(collector, line, offset, f"{path}: line {number}")
-            offset += len(line)
+    collector, file = Collector(), Follower(path)
+    for line in file.lines(whole=True):
+        if not collector.take(line, file.offset):
+            file.refuse(line)
     if not collector.counts:
         raise UserError(f"{path}: nothing was recorded in this run folder")
     return collector.facts(label, str(path.parent), path)
-
-
-def _add_line(collector: Collector, line: bytes, offset: int, where: str) -> None:
-    try:
-        event = orjson.loads(line)
-        if event["event"] != "step":
-            event = decode(line)
-            fault = fault_in(event) if event is not None else "is no object"
-            if fault is not None:
-                raise ValueError(fault)
-        collector.add(event, offset)
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-        if line.endswith(b"\n"):
-            raise UserError(f"{where} is not an event: {line[:60]!r}; remove that line") from error

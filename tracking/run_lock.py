@@ -7,7 +7,6 @@ that is gone.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import socket
@@ -22,19 +21,19 @@ from pathlib import Path
 from typing import Any
 
 from config.errors import UserError
-from config.machine import op_builds
+from config.machine import processes
 from config.machine.processes import machine, pid_namespace, runs, start_ticks
 from tracking.run_dir import RunDir
 
 LOCK = ".run_lock"
 _SINCE = "%Y-%m-%d %H:%M:%S UTC"
 BEAT_SECONDS = 10.0
-"""How often the holder touches the file."""
+"""Seconds between two touches of the file by its holder."""
 SILENT_SECONDS = 60.0
-"""For how long a lock of another machine must stay untouched until its holder counts as gone. A new job waits three
+"""Seconds that a lock of another machine must stay untouched until its holder counts as gone. A new job waits three
 times as long before it is refused: ranks that are cut off from the others write for up to 80 s more."""
 ENDING_SECONDS = 10.0
-"""How long a job that starts waits for the holder to end: it may have been asked to."""
+"""Seconds that a job that starts waits for the holder to end, which may have been asked to."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Holder:
 
 
 def holder(folder: Path) -> Holder | None:
-    """Who writes the folder, by its lock, which is only read; None: there is no lock, or nobody has it any more."""
+    """The process that writes the folder, by its lock, which is only read; None: no lock, or nobody has it any more."""
     path = folder / LOCK
     try:
         with path.open("rb") as file:
@@ -60,15 +59,12 @@ def holder(folder: Path) -> Holder | None:
     pid, started, since = owner.get("pid"), owner.get("started"), owner.get("since")
     if not isinstance(pid, int) or not isinstance(started, int):
         return None
-    if (owner.get("machine"), owner.get("pid_namespace")) == (machine(), pid_namespace()):
-        alive = runs(pid, started)
-    else:
-        alive = time.time() - touched < SILENT_SECONDS
+    alive = runs(pid, started) if _is_of_here(owner) else time.time() - touched < SILENT_SECONDS
     return Holder(f"pid {pid} on {owner.get('host')}", alive, _seconds(since))
 
 
 def _seconds(text: Any) -> float | None:
-    """What `_write` made of a time, in seconds since the epoch; None when it is something else."""
+    """A time as `_write` writes it, in seconds since the epoch; None when it is something else."""
     try:
         return float(timegm(time.strptime(text, _SINCE)))
     except (TypeError, ValueError):
@@ -94,7 +90,7 @@ class RunLock:
             except OSError:
                 return None
             owner = _owner(handle)
-            elsewhere = bool(owner) and owner.get("machine") != machine() and not op_builds.is_local(path)
+            elsewhere = bool(owner) and owner.get("machine") != machine() and not processes.is_local(path)
             if not elsewhere and _locked(handle) and _is_at(path, handle):
                 _write(handle)
                 return cls(path, handle)
@@ -153,15 +149,18 @@ def created_and_locked(root: Path, name: str, *, fresh: bool) -> Iterator[RunDir
 
 def _locked(handle: int) -> bool:
     """Whether nobody else holds the flock; on a file system without locks, whether no process here says it does."""
+    from filelock import lock_descriptor  # what only reads locks has to start in no time
+
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+        return lock_descriptor(handle, blocking=False)
     except OSError:
         owner = _owner(handle)
-        here = (owner.get("machine"), owner.get("pid_namespace")) == (machine(), pid_namespace())
-        return not (here and runs(owner["pid"], owner["started"]))
-    return True
+        return not (_is_of_here(owner) and runs(owner["pid"], owner["started"]))
+
+
+def _is_of_here(owner: dict[str, Any]) -> bool:
+    """Whether the process that an owner names would be seen from here."""
+    return (owner.get("machine"), owner.get("pid_namespace")) == (machine(), pid_namespace())
 
 
 def _wait_for_silence(folder: Path, owner: dict[str, Any]) -> None:
@@ -183,7 +182,7 @@ def _wait_for_silence(folder: Path, owner: dict[str, Any]) -> None:
 
 
 def _touched(path: Path) -> int:
-    """When the file was written last, 0: there is none. A network file system may show an older time unless opened."""
+    """The time of the last write, 0: there is no file. A network file system may show an older time unless opened."""
     try:
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_mtime_ns
@@ -214,7 +213,7 @@ def _write(handle: int) -> None:
 
 
 def _owner(handle: int) -> dict[str, Any]:
-    """What its holder wrote into the lock; empty when there is nothing, or it cannot be read."""
+    """The text that its holder wrote into the lock; empty when there is nothing, or it cannot be read."""
     try:
         found = json.loads(os.pread(handle, 4096, 0))
     except (OSError, ValueError):

@@ -7,17 +7,15 @@ events are read from their end, until the newest step.
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal
 
 from config.printable import line
 from tracking.console import duration
-from tracking.events import Event, fault_in
-from tracking.jsonl import decode
+from tracking.events import Event
+from tracking.jsonl import beginnings, event_on, lines_backwards
 from tracking.run_lock import LOCK, SILENT_SECONDS, holder
 
 State = Literal["running", "finished", "failed", "crashed", "stopped"]
@@ -29,17 +27,16 @@ with a diagnosis (numerics, checkpoints that cannot be written); lost a rank, or
 SILENT_STEPS = 10
 """A running run is reported as silent once it recorded nothing for so many of its steps, and for SILENT_SECONDS."""
 
-_CHUNK = 1 << 16
-_PASSED_OVER = (b'{"event":"telemetry"', b'{"event": "telemetry"')
+_TELEMETRY = beginnings("telemetry")
 
 
 @dataclass(frozen=True)
 class Status:
-    """Where a run stands."""
+    """State of a run."""
 
     state: State
     cause: str
-    """In words, printable, one line: why it ended early; of a running one, for how long it has been silent, if it is.
+    """Printable, one line: why it ended early; of a running one, for how long it has been silent, if it is.
     Empty where there is nothing to say."""
     exit_code: int | None
     """None while it runs, and where nobody recorded it."""
@@ -95,11 +92,9 @@ def newest_session(events: Path) -> tuple[Event | None, Event | None]:
     steps = 0
     try:
         with events.open("rb") as file:
-            for text in _lines_backwards(file):
-                if text.startswith(_PASSED_OVER):
-                    continue
-                event = decode(text)
-                if event is None or fault_in(event) is not None:
+            for text in lines_backwards(file):
+                event = None if text.startswith(_TELEMETRY) else event_on(text)
+                if event is None:
                     continue
                 kind = event["event"]
                 if kind == "run_end":
@@ -116,21 +111,8 @@ def newest_session(events: Path) -> tuple[Event | None, Event | None]:
     return None, last or newest
 
 
-def _lines_backwards(file: BinaryIO) -> Iterator[bytes]:
-    """The lines of a file, the last one first; one that is still being written is cut off."""
-    start, tail = file.seek(0, os.SEEK_END), b""
-    while start > 0:
-        size = min(_CHUNK, start)
-        start -= size
-        file.seek(start)
-        lines = (file.read(size) + tail).split(b"\n")
-        tail = lines[0]  # may begin before this chunk
-        yield from reversed(lines[1:])
-    yield tail
-
-
 def _silence(newest: Event | None, since: float | None, now: float) -> str:
-    """That a run which is there has recorded nothing for long; empty while that is usual."""
+    """Text about a running run that has recorded nothing for long; empty while its silence is usual."""
     if newest is None or (since is not None and newest["time"] < since):
         return ""  # preparing its data, building the model
     usual = max(SILENT_SECONDS, SILENT_STEPS * (newest.get("step_seconds") or 0.0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from tracking.run_facts import RunFacts, read_facts
 from tracking.status import run_status
 
 
-@dataclass(frozen=True)
 class Summary:
     """One run in numbers. Losses in nats, times in seconds, memory in bytes; None where nothing was recorded.
 
@@ -26,47 +25,56 @@ class Summary:
     `tracking.run_facts.MAX_RARE_EVENTS` events.
     """
 
-    name: str
-    status: str
-    """done, preempted, aborted, crashed or running."""
-    cause: str
-    """Why it ended early, or for how long a running one has been silent; empty where there is nothing to say."""
-    exit_code: int | None
-    sessions: int
-    start: Event
-    steps: int
-    applied: int
-    skipped: int
-    tokens: int
-    first_loss: float | None
-    last_loss: float | None
-    best_loss: float | None
-    best_loss_step: int | None
-    nonfinite_losses: int
-    first_eval_loss: float | None
-    eval_loss: float | None
-    perplexity: float | None
-    metrics: dict[str, list[float]]
-    """Of the task on the validation set, and the loss of each of its parts, by name: the first and the last value."""
-    grad_norm_median: float | None
-    grad_norm_max: float | None
-    clipped: int
-    scale_reasons: dict[str, int]
-    first_scale: float | None
-    last_scale: float | None
-    incidents: int
-    nonfinite: list[Event]
-    warnings: list[Event]
-    corruption: list[Event]
-    """What was found of the machine's faults: `corruption` and `reexecution` events, in the order of their steps."""
-    notes: list[str]
-    tokens_per_second: float | None
-    step_seconds: float | None
-    wall_seconds: float
-    memory_bytes: int | None
-    checkpoint: str | None
-    precision: Event | None
-    """The newest `precision` event."""
+    def __init__(self, facts: RunFacts) -> None:
+        steps, rare = facts.columns, facts.rare_events
+        finite = np.flatnonzero(np.isfinite(steps.loss))
+        losses = steps.loss[finite]
+        best = int(np.argmin(losses)) if losses.size else None
+        norms = steps.grad_norm[np.isfinite(steps.grad_norm)]
+        evals, checkpoints = rare.get("eval", []), rare.get("checkpoint", [])
+        corruption = [*rare.get("corruption", []), *rare.get("reexecution", [])]
+
+        self.name = facts.label
+        self.status = facts.status
+        """done, preempted, aborted, crashed or running."""
+        self.cause = facts.cause
+        """Why it ended early, or for how long a running one has been silent; empty where there is nothing to say."""
+        self.exit_code: int | None = facts.end["exit_code"] if facts.end else None
+        self.sessions = facts.counts["run_start"]
+        self.start = facts.start
+        self.steps = len(steps)
+        self.applied = int(np.count_nonzero(steps.applied))
+        self.skipped = self.steps - self.applied
+        self.tokens = int(steps.tokens.max()) if len(steps) else 0
+        self.first_loss = float(losses[0]) if losses.size else None
+        self.last_loss = float(losses[-1]) if losses.size else None
+        self.best_loss = None if best is None else float(losses[best])
+        self.best_loss_step = None if best is None else int(steps.step[finite[best]])
+        self.nonfinite_losses = len(steps) - losses.size
+        self.first_eval_loss: float | None = evals[0]["loss"] if evals else None
+        self.eval_loss: float | None = evals[-1]["loss"] if evals else None
+        self.perplexity: float | None = evals[-1]["perplexity"] if evals else None
+        self.metrics = _metrics(evals)
+        """First and last value, by name, of the task's metrics on the validation set and of the loss of its parts."""
+        self.grad_norm_median = float(np.median(norms)) if norms.size else None
+        self.grad_norm_max = float(norms.max()) if norms.size else None
+        self.clipped = int(np.count_nonzero((steps.clip_coefficient < 1.0) & (steps.clip_coefficient != 0.0)))
+        self.scale_reasons = dict(facts.scale_reasons)
+        self.first_scale = float(steps.loss_scale[0]) if len(steps) else None
+        self.last_scale = float(steps.loss_scale[-1]) if len(steps) else None
+        self.incidents = facts.counts["incident"]
+        self.nonfinite = rare.get("nonfinite", [])
+        self.warnings = rare.get("warning", [])
+        self.corruption = sorted(corruption, key=lambda event: (event["step"], event["time"]))
+        """Faults of the machine: `corruption` and `reexecution` events, in the order of their steps."""
+        self.notes = list(dict.fromkeys(event["text"] for event in rare.get("note", [])))  # which each session repeats
+        self.tokens_per_second = float(np.median(steps.tokens_per_second)) if len(steps) else None
+        self.step_seconds = float(np.median(steps.step_seconds)) if len(steps) else None
+        self.wall_seconds = facts.wall_seconds
+        self.memory_bytes = int(facts.peak_memory_bytes) if facts.peak_memory_bytes > 0 else None
+        self.checkpoint: str | None = checkpoints[-1]["path"] if checkpoints else None
+        self.precision: Event | None = rare["precision"][-1] if rare.get("precision") else None
+        """The newest `precision` event."""
 
 
 def summarise(run_dir: RunDir) -> Summary:
@@ -74,53 +82,7 @@ def summarise(run_dir: RunDir) -> Summary:
     facts = replace(read_facts(run_dir.events, run_dir.name), checked=run_status(run_dir.path))
     if not facts.start:
         raise UserError(f"{run_dir.events}: no run_start event; nothing was recorded in this run folder")
-    steps, rare = facts.columns, facts.rare_events
-    finite = np.flatnonzero(np.isfinite(steps.loss))
-    losses = steps.loss[finite]
-    best = int(np.argmin(losses)) if losses.size else None
-    norms = steps.grad_norm[np.isfinite(steps.grad_norm)]
-    evals, checkpoints = rare.get("eval", []), rare.get("checkpoint", [])
-    return Summary(
-        name=run_dir.name,
-        status=facts.status,
-        cause=facts.cause,
-        exit_code=facts.end["exit_code"] if facts.end else None,
-        sessions=facts.counts["run_start"],
-        start=facts.start,
-        steps=len(steps),
-        applied=int(np.count_nonzero(steps.applied)),
-        skipped=int(np.count_nonzero(~steps.applied)),
-        tokens=int(steps.tokens.max()) if len(steps) else 0,
-        first_loss=float(losses[0]) if losses.size else None,
-        last_loss=float(losses[-1]) if losses.size else None,
-        best_loss=None if best is None else float(losses[best]),
-        best_loss_step=None if best is None else int(steps.step[finite[best]]),
-        nonfinite_losses=len(steps) - losses.size,
-        first_eval_loss=evals[0]["loss"] if evals else None,
-        eval_loss=evals[-1]["loss"] if evals else None,
-        perplexity=evals[-1]["perplexity"] if evals else None,
-        metrics=_metrics(evals),
-        grad_norm_median=float(np.median(norms)) if norms.size else None,
-        grad_norm_max=float(norms.max()) if norms.size else None,
-        clipped=int(np.count_nonzero((steps.clip_coefficient < 1.0) & (steps.clip_coefficient != 0.0))),
-        scale_reasons=dict(facts.scale_reasons),
-        first_scale=float(steps.loss_scale[0]) if len(steps) else None,
-        last_scale=float(steps.loss_scale[-1]) if len(steps) else None,
-        incidents=facts.counts["incident"],
-        nonfinite=rare.get("nonfinite", []),
-        warnings=rare.get("warning", []),
-        corruption=sorted(
-            [*rare.get("corruption", []), *rare.get("reexecution", [])],
-            key=lambda event: (event["step"], event["time"]),
-        ),
-        notes=list(dict.fromkeys(event["text"] for event in rare.get("note", []))),  # which each session repeats
-        tokens_per_second=float(np.median(steps.tokens_per_second)) if len(steps) else None,
-        step_seconds=float(np.median(steps.step_seconds)) if len(steps) else None,
-        wall_seconds=facts.wall_seconds,
-        memory_bytes=int(facts.peak_memory_bytes) if facts.peak_memory_bytes > 0 else None,
-        checkpoint=checkpoints[-1]["path"] if checkpoints else None,
-        precision=rare["precision"][-1] if rare.get("precision") else None,
-    )
+    return Summary(facts)
 
 
 def _metrics(evals: list[Event]) -> dict[str, list[float]]:

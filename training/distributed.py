@@ -21,32 +21,16 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 
-from config.machine.binding import RankCpus, apply_binding, choose_binding
+from config.machine.binding import apply_binding
 from config.resolved import Resolved
 from precision.half_on_cpu import multiply_through_fp32
+from training.cores import RankCpus, choose_binding
 from training.rendezvous import forget_port, open_store
 
 
 @dataclass(frozen=True)
-class SequenceGroup:
-    """The ranks that share sequences: consecutive ones, so that they are on one node where they fit on it."""
-
-    rank: int
-    """Which slice of a sequence is this rank's, from 0."""
-    size: int
-    group: dist.ProcessGroup
-
-    def exchange(self, parts: torch.Tensor) -> torch.Tensor:
-        """parts: (size, ...), the i-th for rank i of the group -> the same shape, the i-th from rank i. A collective
-        of the group."""
-        received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=self.group)
-        return received
-
-
-@dataclass(frozen=True)
 class SliceGroup:
-    """Consecutive ranks that have a slice each of the same parameters."""
+    """Consecutive ranks, which are on one node where they fit on it, that have a slice each of the same things."""
 
     rank: int
     """Which slice is this rank's, from 0."""
@@ -58,6 +42,18 @@ class SliceGroup:
         rows = [torch.empty_like(values, memory_format=torch.contiguous_format) for _ in range(self.size)]
         dist.all_gather(rows, values.contiguous(), group=self.group)
         return rows
+
+
+@dataclass(frozen=True)
+class SequenceGroup(SliceGroup):
+    """The ranks that share sequences."""
+
+    def exchange(self, parts: torch.Tensor) -> torch.Tensor:
+        """parts: (size, ...), the i-th for rank i of the group -> the same shape, the i-th from rank i. A collective
+        of the group."""
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=self.group)
+        return received
 
 
 @dataclass(frozen=True)

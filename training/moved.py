@@ -17,13 +17,14 @@ MOVED = {
     "matrix": "lab",
 }
 """Old module inside `training` to the package it is in now."""
+RENAMED = {"training.parity.defects": "lab.detection.gate"}
 
 
 def new_name(module: str) -> str | None:
     """The present name of a module that left `training`; None for every other one."""
     package, _, rest = module.partition(".")
     folder = MOVED.get(rest.partition(".")[0]) if package == "training" else None
-    return folder and f"{folder}.{rest}"
+    return RENAMED.get(module, folder and f"{folder}.{rest}")
 
 
 def refuse_old_name(command: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from config.resolved import Resolved
+from config.schema import Fault
 from data.loader import Batch, sample_ids_sha256
 from precision.guard import Judgement
 from precision.step_health import Health
@@ -29,17 +30,19 @@ def record_step(
     health: Health,
     update: Update,
     *,
+    faults: Sequence[Fault],
     seconds: float,
     waited: float,
 ) -> None:
     """The `step` event, and a `scale` event when the loss scale or its hysteresis changed.
 
-    progress: after the step. seconds: of the whole step, data wait included. waited: seconds for the batch. The
-    momentum norm of a scale event is a collective; every rank has the same change.
+    progress: after the step. faults: the config's. seconds: of the whole step, data wait included. waited: seconds for
+    the batch. The momentum norm of a scale event is a collective; every rank has the same change.
     """
     where = {"step": progress.step, "tokens": progress.tokens}
-    for fault in engine.faults.due(batch.position + 1):
-        record.event("fault", **where, kind=fault.kind, rank=fault.rank, module=fault.module)
+    for fault in faults:
+        if fault.step == batch.position + 1:
+            record.event("fault", **where, kind=fault.kind, rank=fault.rank, module=fault.module)
     further: dict[str, Any] = {}
     if health.metrics:
         further["metrics"] = health.metrics

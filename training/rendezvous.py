@@ -18,11 +18,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from config.child_jobs import free_port
 from config.errors import UserError
 from config.files import write_atomically
-from config.launcher import another_port
-from config.machine.processes import DEEPSPEED_NODE, launchers
+from config.machine.processes import DEEPSPEED_NODE, free_port, launchers
 
 _JOB = "mantissa/job"
 """Key of the store with the name of the job."""
@@ -57,7 +55,7 @@ def open_store(*, rank: int, world_size: int, timeout: timedelta, job: str) -> d
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             raise UserError(
                 f"environment: at MASTER_ADDR and MASTER_PORT, {where}, is another job, {found}, and not this one, "
-                f"{job}; {another_port(os.environ, free_port())}"
+                f"{job}; {_another_port()}"
             )
     return store
 
@@ -74,7 +72,7 @@ def _host(world_size: int, timeout: timedelta) -> dist.Store:
         if world_size > 1 and file is None:
             raise UserError(
                 f"environment: MASTER_PORT = {given} is in use on {socket.gethostname()}, by another job or what is "
-                f"left of one; {another_port(os.environ, free_port())}"
+                f"left of one; {_another_port()}"
             ) from error
         server = _listen(0)
         if world_size > 1:
@@ -137,3 +135,17 @@ def _restarted_by_torchrun() -> bool:
     On several machines torchrun's count of restarts may differ from one to another.
     """
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0 and os.environ.get("GROUP_WORLD_SIZE") == "1"
+
+
+def _another_port() -> str:
+    """How to have the launcher of this process use a port that is free, in words."""
+    environment, free = os.environ, free_port()
+    if environment.get("MANTISSA_START") or "SLURM_JOB_ID" in environment:
+        return f"set MASTER_PORT={free} for all of its ranks"
+    if any(name.startswith("ACCELERATE_") for name in environment):
+        return f"give accelerate launch --main_process_port {free}"
+    if "TORCHELASTIC_RUN_ID" in environment:
+        return f"give torchrun --master-port {free}, or --rdzv-endpoint HOST:{free} with --rdzv-backend c10d"
+    if "LOCAL_SIZE" in environment:
+        return f"give deepspeed --master_port {free}"
+    return f"set MASTER_PORT={free} for all of its ranks"

@@ -39,8 +39,8 @@ from training.distributed import World
 from training.engine import Engine, build_engine
 from training.engine.work_time import forget_peak_memory
 from training.references import add_references
+from training.tasks.cached_teacher import documents_of
 from training.tasks.shape import settle_labels, shape_of_model
-from training.tasks.targets import documents_of
 from training.tasks.task import prepare, task_of
 from training.teacher import prepare_teacher, weights_identity
 from training.watchdog import watch
@@ -48,7 +48,7 @@ from training.watchdog import watch
 
 @dataclass(frozen=True)
 class Session:
-    """What a run, and every tool that builds one, works on; on this rank."""
+    """Everything that a run, or a tool that builds one, works on; on this rank."""
 
     resolved: Resolved
     corpus: Corpus
@@ -56,10 +56,10 @@ class Session:
     world: World
     engine: Engine
     batches: Batches
-    """At the start of the data order."""
+    """The training batches, at the start of the data order."""
     base: str | None = None
-    """What an adapter is of, or the reference of preferences: sha256 of the model's files, or a hub's revision. None
-    where a run starts from it and needs it no more."""
+    """Identity of the model under an adapter, or of the reference of preferences: sha256 of its files, or a hub's
+    revision. None where a run starts from it and needs it no more."""
     teacher: str | None = None
     """The same of the teacher of a distillation; None without one."""
 
@@ -93,7 +93,7 @@ class Session:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What two runs must share for one to resume from the other's checkpoint."""
+        """Everything that two runs must share for one to resume from the other's checkpoint."""
         config = self.resolved.config
         return {
             "model": self.model_config.model_type,
@@ -209,7 +209,7 @@ def _adapter(section: AdapterSection) -> str | None:
 
 
 def _predicted(config: Config) -> str | None:
-    """What decides an encoder's labels; None of other tasks."""
+    """The settings that decide an encoder's labels; None of other tasks."""
     if config.task not in ENCODER_TASKS:
         return None
     return json.dumps(dataclasses.asdict(config.classify if config.task == "classify" else config.mlm))

@@ -70,7 +70,7 @@ def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, H
     modules, _ = promotable(engine.regions, causes, to=config.guard.promote_to)
     judgement = guard.judge(health, can_promote=bool(modules), can_roll_back=parts.checkpoints.any_saved)
     rate = scheduled_rate(config, progress.applied) * guard.lr_factor
-    apply = judgement.verdict is Verdict.STEP and not engine.faults.loses_update(batch.position + 1)
+    apply = judgement.verdict is Verdict.STEP
     if checks and apply:
         checks.before_update()
     update = engine.step(health, rate, apply=apply)
@@ -81,7 +81,8 @@ def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, H
     guard.note(health, judgement, applied=update.applied, update_ratio=update.update_ratio if warm else None)
 
     # Record it, and react to what was wrong with it.
-    record_step(record, engine, progress, batch, health, update, seconds=time.perf_counter() - started, waited=waited)
+    times = {"seconds": time.perf_counter() - started, "waited": waited}
+    record_step(record, engine, progress, batch, health, update, faults=config.faults, **times)
     plan = parts.resolved.batch
     record_causes(record, progress, causes, sequence=plan.sequence, tensor=plan.tensor)
     for event, fields in found.events:
@@ -135,7 +136,7 @@ def _verify_precision(parts: Parts, progress: Progress, watch: Observation) -> N
 
 
 def _find_causes(parts: Parts, health: Health, batch: Batch, outcome: Outcome) -> Causes:
-    """Which rank, module and tensor made the step not finite; nothing, at no cost, when it is finite.
+    """The rank, module and tensor that made the step not finite; nothing, at no cost, when it is finite.
 
     Nor where the machine is known to be at fault.
     """

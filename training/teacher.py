@@ -27,7 +27,7 @@ from modeling.objectives.divergence import likeliest
 from training.checkpoint.manifest import file_sha256
 from training.distributed import World
 from training.engine.teacher import Teacher
-from training.tasks.targets import documents_of, files_of, require_intact, write_index
+from training.tasks.cached_teacher import documents_of, files_of, require_intact, write_index
 
 _VERSION = 1
 

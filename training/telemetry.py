@@ -59,11 +59,13 @@ from training.engine.tensors import (
 
 Figure = Literal["attention", "channels", "adam"]
 FIGURES: tuple[Figure, ...] = get_args(Figure)
-"""Of docs/early-warnings.md, those that are measured for themselves."""
+"""Early-warning figures that are measured separately (docs/early-warnings.md)."""
 _DIGITS = 6  # of a recorded number: telemetry has thousands of them
-_COLUMNS = ("squares", "largest", "apart", "apart_squares", "change", "size", "updated", "lost", *ADAM_COLUMNS)
-_SUMMED = (0, 3, 4, 5, 6, 7, 8, 9, 10, 11)  # columns that are added up over ranks; of the others the largest counts
-_ADAM = slice(8, 13)
+# Columns of a parameter's numbers: squared gradients and the largest; how far weights are from their rounded masters,
+# and the squares of that; squared change and size of the masters, how many changed, how many of these in vain.
+_SQUARES, _LARGEST, _APART, _APART_SQUARES, _CHANGE, _SIZE, _UPDATED, _LOST = range(8)
+_ADAM = slice(8, 8 + len(ADAM_COLUMNS))
+_MAXIMA = (_LARGEST, _APART, _ADAM.stop - 1)  # over ranks the largest counts; the other columns are added up
 
 
 class Telemetry:
@@ -73,7 +75,7 @@ class Telemetry:
     """
 
     def __init__(self, engine: Engine, *, probe: bool, figures: Collection[Figure] = FIGURES) -> None:
-        """figures: those of FIGURES to measure; of the others an event has nothing.
+        """figures: those of FIGURES to measure; an event has nothing of the others.
 
         Raises UserError for a probe on the cast path at ZeRO-3, where no rank has whole masters to run.
         """
@@ -129,8 +131,8 @@ class Telemetry:
             regions.fp8_count = None
 
     def _unwatched(self) -> set[nn.Module]:
-        """Modules whose outputs are not looked at, since a hook would make the step another one: inside compiled
-        blocks, which would run uncompiled; and the head of a chunked loss, which would make all logits at once."""
+        """Modules whose outputs are not looked at, since a hook would change the step: inside compiled blocks, which
+        would run uncompiled; and the head of a chunked loss, which would make all logits at once."""
         model = self._engine.model
         found: set[nn.Module] = set()
         for module in model.modules():
@@ -149,7 +151,7 @@ class Telemetry:
         engine = self._engine
         device, scale = engine.world.device, engine.loss_scale
         self._scale = scale  # the step may change it
-        self._numbers = torch.zeros(len(self._parameters), len(_COLUMNS), dtype=torch.float64, device=device)
+        self._numbers = torch.zeros(len(self._parameters), _ADAM.stop, dtype=torch.float64, device=device)
         self._counts = torch.zeros(len(self._parameters), EXPONENTS + 1, dtype=torch.int64, device=device)
         gradients: dict[int, torch.Tensor] = {}
         self._masters, self._samples = {}, {}
@@ -163,8 +165,8 @@ class Telemetry:
                 gradients[row] = gradient
         if gradients:
             rows, found = torch.tensor(list(gradients), device=device), list(gradients.values())
-            self._numbers[rows, 0] = sums_of_squares(found).to(device) / scale**2
-            self._numbers[rows, 1] = largest(found).to(device) / scale
+            self._numbers[rows, _SQUARES] = sums_of_squares(found).to(device) / scale**2
+            self._numbers[rows, _LARGEST] = largest(found).to(device) / scale
             self._samples = {row: sampled(values).float() / scale for row, values in gradients.items()}
             self._counts[rows] = exponent_counts(list(self._samples.values())).to(device)
         if engine.compute != "fp32" and engine.stage > 0:
@@ -197,10 +199,10 @@ class Telemetry:
         for row in [row for row, distance in zip(self._masters, far, strict=True) if distance != 0]:  # so is nan
             shard = self._masters[row][0]
             weight = local_weight(parameters[row], shard, stage)
-            self._numbers[row, 2:4] = distances(shard.master().to(weight.device), weight)
+            self._numbers[row, _APART : _APART_SQUARES + 1] = distances(shard.master().to(weight.device), weight)
 
     def _measure_update(self) -> None:
-        """What the step did to the masters, estimated from samples of them.
+        """The step's effect on the masters, estimated from samples of them.
 
         Squares of how much they changed, and of what they were; how many changed, and how many of these compute with
         the same number as before.
@@ -212,7 +214,7 @@ class Telemetry:
             lost = updated & (self._rounded(after, module) == self._rounded(before, module))
             found = ((after - before).double().square(), before.double().square(), updated, lost)
             sums = torch.stack([values.sum().double() for values in found])
-            self._numbers[row, 4:8] = sums.to(self._numbers.device) * (shard.length / len(before))
+            self._numbers[row, _CHANGE : _LOST + 1] = sums.to(self._numbers.device) * (shard.length / len(before))
 
     def _measure_averages(self, clip: float) -> None:
         parameters = list(self._parameters.values())
@@ -243,9 +245,9 @@ class Telemetry:
         parts = (self._numbers.reshape(-1), self._counts.reshape(-1).double(), seen, flushed.reshape(-1), tops)
         ranks = self._engine.world.gather(torch.cat(parts)).cpu()
         by_rank = ranks.split([part.numel() for part in parts], dim=1)
-        numbers = by_rank[0].view(len(ranks), len(self._parameters), len(_COLUMNS))
-        total = numbers.amax(0)
-        total[:, _SUMMED] = numbers.sum(0)[:, _SUMMED]
+        numbers = by_rank[0].view(len(ranks), len(self._parameters), _ADAM.stop)
+        total = numbers.sum(0)
+        total[:, _MAXIMA] = numbers.amax(0)[:, _MAXIMA]
         counts = by_rank[1].view(len(ranks), len(self._parameters), EXPONENTS + 1).sum(0)
         activations = {name: _short(value) for name, value in zip(names, by_rank[2].amax(0).tolist(), strict=True)}
         fields = {
@@ -253,7 +255,7 @@ class Telemetry:
             "activation_max": {name: activations[name] for name in maxima if name in activations},
             "probe": to_plain(self._agreement),
             "drift": self._drift(total),
-            "update_ratio": _ratio(total[:, 4].sum(), total[:, 5].sum()) if applied else None,
+            "update_ratio": _ratio(total[:, _CHANGE].sum(), total[:, _SIZE].sum()) if applied else None,
             "update_ratios": self._updates(total) if applied else {},
             "lost_updates": self._lost(total),
             "gradient_exponents": _trimmed(counts[:, 1:EXPONENTS].sum(0)),
@@ -301,8 +303,8 @@ class Telemetry:
         """The embedding's share of the squared gradient norm; None where no embedding is trained."""
         embedding = self._engine.model.get_input_embeddings()
         rows = [row for row, p in enumerate(self._parameters.values()) if p is getattr(embedding, "weight", None)]
-        everything = float(total[:, 0].sum())
-        return _short(float(total[rows, 0].sum()) / everything) if rows and everything else None
+        everything = float(total[:, _SQUARES].sum())
+        return _short(float(total[rows, _SQUARES].sum()) / everything) if rows and everything else None
 
     def _by_module(self) -> dict[str, list[int]]:
         """Module to the rows of its parameters, in the model's order."""
@@ -316,14 +318,14 @@ class Telemetry:
         shapes = [whole_shape_of(parameter).numel() for parameter in self._parameters.values()]
         found = {}
         for module, rows in self._by_module().items():
-            squares, values = float(total[rows, 0].sum()), sum(shapes[row] for row in rows)
+            squares, values = float(total[rows, _SQUARES].sum()), sum(shapes[row] for row in rows)
             info = torch.finfo(self._dtype(module))
             normal = info.smallest_normal / self._scale
             seen = counts[rows].sum(0).tolist()
             measures = {
                 "norm": math.sqrt(squares),
                 "rms": math.sqrt(squares / max(values, 1)),
-                "maximum": float(total[rows, 1].max()),
+                "maximum": float(total[rows, _LARGEST].max()),
                 "below_normal": share_below(seen, normal),
                 "flushed": share_below(seen, normal * info.eps / 2),
             }
@@ -335,16 +337,16 @@ class Telemetry:
         if self._engine.compute == "fp32":
             return None
         values = sum(whole_shape_of(parameter).numel() for parameter in self._parameters.values())
-        modules = {module: float(total[rows, 2].max()) for module, rows in self._by_module().items()}
+        modules = {module: float(total[rows, _APART].max()) for module, rows in self._by_module().items()}
         return {
-            "maximum": float(total[:, 2].max()),
-            "rms": math.sqrt(float(total[:, 3].sum()) / max(values, 1)),
+            "maximum": float(total[:, _APART].max()),
+            "rms": math.sqrt(float(total[:, _APART_SQUARES].sum()) / max(values, 1)),
             "by_module": {module: far for module, far in modules.items() if far != 0},
         }
 
     def _updates(self, total: torch.Tensor) -> dict[str, float]:
         return {
-            module: _short(_ratio(total[rows, 4].sum(), total[rows, 5].sum()))
+            module: _short(_ratio(total[rows, _CHANGE].sum(), total[rows, _SIZE].sum()))
             for module, rows in self._by_module().items()
         }
 
@@ -354,12 +356,12 @@ class Telemetry:
         The update was smaller than half a unit in the last place there, and shows only once more of them have added up.
         Modules in FP32, whose weights are the masters, are left out.
         """
-        counts = {module: total[rows, 6:8].sum(0).tolist() for module, rows in self._by_module().items()}
-        return {
-            module: _short(lost / updated)
-            for module, (updated, lost) in counts.items()
-            if updated and self._computes(module) != "fp32"
-        }
+        found = {}
+        for module, rows in self._by_module().items():
+            updated, lost = float(total[rows, _UPDATED].sum()), float(total[rows, _LOST].sum())
+            if updated and self._computes(module) != "fp32":
+                found[module] = _short(lost / updated)
+        return found
 
     def _computes(self, module: str) -> str:
         regions = self._engine.regions

@@ -1,5 +1,5 @@
-"""Which DeepSpeed JSON a run starts from, where one key says it: precision.compute, precision.manifest, deepspeed.stage
-or deepspeed.offload.
+"""The choice of the DeepSpeed JSON that a run starts from, where one key says it: precision.compute,
+precision.manifest, deepspeed.stage or deepspeed.offload.
 
 The JSONs of Mantissa's own ds_configs/ are one for every dtype, ZeRO stage and offload, so naming one says these three,
 and naming these three names one. What is written later wins, the command line over the file. What is written in the

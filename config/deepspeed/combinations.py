@@ -1,4 +1,4 @@
-"""Which combinations of precision, ZeRO and offload train as FP32 does, and which are refused or repaired, and why.
+"""The combinations of precision, ZeRO and offload that train as FP32 does, and those refused or repaired, and why.
 
 One table: the config refuses by it, the precision matrix (`python -m lab.matrix`) measures each of its rows, and
 docs/precision-matrix.md is generated from both. A combination without cells in the matrix is refused as well.
@@ -29,7 +29,7 @@ _SHARDED = (1, 2, 3)
 
 
 class Combination(NamedTuple):
-    """What decides whether a run's numerics are right, besides the settings."""
+    """A combination of what decides, besides the settings, whether a run's numerics are right."""
 
     path: str
     """cast or manifest."""
@@ -56,7 +56,7 @@ class Upstream:
     stages: tuple[int, ...]
     problem: str
     instead: str = ""
-    """What to use instead of a refused combination. Empty: Mantissa works around the problem."""
+    """The advice for a refused combination. Empty: Mantissa works around the problem."""
     clipping: bool | None = None
     """True: only when every step is clipped; False: only when none is; None: both."""
 
@@ -159,7 +159,7 @@ class Setting:
         return self.other is None or value == self.other
 
     def __str__(self) -> str:
-        return f"{self.key} not {_json(self.base)}" if self.other is None else f"{self.key} = {_json(self.other)}"
+        return f"{self.key} not {scalar(self.base)}" if self.other is None else f"{self.key} = {scalar(self.other)}"
 
 
 _ZERO = "zero_optimization."
@@ -266,10 +266,10 @@ def refuse_settings(where: str, values: dict[str, Any], stage: int) -> None:
     """
     for row in SETTINGS:
         if row.in_json and row.key in values and row.refuses(values[row.key], stage):
-            setting = f"{row.key} = {_json(values[row.key])}"
+            setting = f"{row.key} = {scalar(values[row.key])}"
             raise UserError(f"{where}: {setting} is refused at ZeRO-{stage}: {row.refused}")
 
 
-def _json(value: Any) -> str:
+def scalar(value: Any) -> str:
     """A scalar as YAML and JSON write it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

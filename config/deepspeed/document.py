@@ -10,33 +10,13 @@ from typing import Any
 
 from config.deepspeed.keys import REFUSED, SECTIONS
 from config.errors import UserError
+from config.json_text import read_object
 from config.load import show, suggest
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """The object in a DeepSpeed JSON file.
-
-    Raises:
-        UserError: missing, not JSON, not an object, or an object that names a key twice.
-    """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        document: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in document:
-                raise UserError(f"{path}: {key} is given twice in one object; remove one of them")
-            document[key] = value
-        return document
-
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}: not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}") from error
-    except (OSError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read as a DeepSpeed JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise UserError(f"{path}: holds {show(document)} where a JSON object is expected")
-    return document
+    """The object in a DeepSpeed JSON file. Raises UserError."""
+    return read_object(path, "DeepSpeed JSON")
 
 
 def in_fp32(document: dict[str, Any]) -> dict[str, Any]:

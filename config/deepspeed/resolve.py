@@ -66,7 +66,7 @@ def resolve_json(config: Config, path: Path, document: dict[str, Any], *, world_
 
 
 def _check_split_masters(path: Path, compute: Dtype, kept: str) -> None:
-    """What the run config alone decides is checked in config/rules.py."""
+    """Check split masters against the JSON; config/rules.py checks them against the run config alone."""
     key = "precision.masters = split in the run config"
     if compute != "bf16":
         problem = f"computes in {compute}, but {key} {needs_bf16(compute)}"
@@ -87,7 +87,7 @@ def _check_secondary_partition(path: Path, document: dict[str, Any], world_size:
 
 
 def _check_slices(config: Config, path: Path, document: dict[str, Any]) -> None:
-    """What is not verified where ranks have slices: of matrices offload, and every setting that touches the numbers."""
+    """Refuse settings that touch the numbers where ranks have slices, and offload where these are of matrices."""
     values, parallel = dict(leaves(document)), config.parallel
     given = f"parallel.tensor = {parallel.tensor}" if parallel.tensor > 1 else f"parallel.expert = {parallel.expert}"
     if parallel.tensor == parallel.expert == 1:

@@ -1,4 +1,4 @@
-"""CPU cores and builds of DeepSpeed's ops. Standard library only: op_builds.py is sent to other machines.
+"""Facts of this machine: its processes and mounts, and the CPUs of this process.
 
-Read cores.py (the cores by NUMA node), binding.py (each rank on cores of its own), then op_builds.py (build locks).
+Standard library only: the doctor sends processes.py to other machines.
 """

@@ -6,13 +6,9 @@ A file that cannot be read, as on another system, makes the answer empty and is 
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
-import sys
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +24,8 @@ _LAUNCHERS = {
     "launch.supervise": ("launch.supervise",),
     "mpirun": ("mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun", "orted", "prted", "hydra_pmi_proxy"),
 }
+_LOCAL = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "overlay", "tmpfs")
+"""File systems of one machine only."""
 _NAME_OF = {program: name for name, programs in _LAUNCHERS.items() for program in programs}
 DEEPSPEED_NODE = "deepspeed.launcher.launch"
 """The part of DeepSpeed's launcher that starts the ranks of one machine."""
@@ -68,12 +66,12 @@ def runs(pid: int, started: int) -> bool:
 
 
 def machine() -> str:
-    """The same for two processes of one machine since it was started."""
+    """An id of this machine since it was started."""
     return read("/proc/sys/kernel/random/boot_id").strip() or socket.gethostname()
 
 
 def pid_namespace() -> str:
-    """The same for two processes that see each other under the same numbers."""
+    """An id of the namespace in which process numbers are unique."""
     try:
         return str(Path("/proc/self/ns/pid").readlink())
     except OSError:
@@ -126,31 +124,21 @@ def as_written(command: Sequence[str]) -> list[str]:
     return [Path(words[0]).name, *words[1:]] if words else []
 
 
-def end_with(above: Sequence[Launcher]) -> None:
-    """Send this process SIGTERM when one of the launchers has ended: nobody else would end what it started.
+def free_port() -> int:
+    """A port of this machine that nothing listened on a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
-    Ranks save then, and end together: all of them stand under the same launchers.
-    """
-    poller, watched = select.poll(), {}
-    for launcher in above:
-        with suppress(OSError):  # a kernel before 5.3, or it has ended already
-            handle = os.pidfd_open(launcher.pid)
-            watched[handle] = launcher
-            poller.register(handle, select.POLLIN)
 
-    def wait() -> None:
-        for handle, _ in poller.poll():
-            gone = watched[handle]
-            with suppress(OSError):
-                if os.environ.get("LOCAL_RANK", "0") == "0":
-                    text = f"mantissa: {gone.name} (pid {gone.pid}), which started this job, has ended: the run stops"
-                    sys.stderr.write(f"{text}\n")
-                    sys.stderr.flush()
-            os.kill(os.getpid(), signal.SIGTERM)
-            return
-
-    if watched:
-        threading.Thread(target=wait, daemon=True).start()
+def describe_exit(code: int) -> str:
+    """An exit code in words, as in "was killed by SIGKILL"; negative for a signal, as in subprocess."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
 
 
 def peak_resident_bytes(process: str) -> int:
@@ -160,3 +148,19 @@ def peak_resident_bytes(process: str) -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
+
+
+def is_local(path: Path) -> bool:
+    """Whether the path is on a file system that no other machine writes to."""
+    return mount_of(path)["filesystem"] in _LOCAL
+
+
+def mount_of(path: Path) -> dict[str, str]:
+    """The file system that holds `path`, as /proc/self/mounts names it."""
+    best = ("", "?")
+    for line in os.fsdecode(Path("/proc/self/mounts").read_bytes()).splitlines():
+        _, point, kind, *_ = line.split()
+        point = point.replace("\\040", " ")
+        if (path.resolve() == Path(point) or Path(point) in path.resolve().parents) and len(point) >= len(best[0]):
+            best = (point, kind)
+    return {"mount": best[0], "filesystem": best[1]}

@@ -35,7 +35,7 @@ from config.errors import UserError
 from config.files import write_atomically
 from config.launcher import as_launched
 from lab.benchmark.contestants import COMMON_OVERRIDES
-from tools.jobs import add_processes_option, default_processes, error_line_of, in_turn, train
+from launch.job import add_processes_option, default_processes, error_line_of, in_turn, train
 from tracking.environment import environment
 from tracking.jsonl import plain
 

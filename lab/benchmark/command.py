@@ -59,7 +59,7 @@ from lab.benchmark.contestants import (
 )
 from lab.benchmark.report import bound, compare, page
 from lab.benchmark.spec import Work, prepare_work
-from tools.jobs import add_processes_option, default_processes, in_turn, shorten
+from launch.job import add_processes_option, default_processes, in_turn, shorten
 from tracking.environment import environment
 from tracking.jsonl import plain
 
@@ -133,8 +133,8 @@ def resolve(options: argparse.Namespace, processes: int) -> tuple[Resolved, tupl
         problem = "model.activation_checkpointing other than none and full, and data.document_masking, are"
         raise UserError(f"{options.config}: {problem} only Mantissa's; set what the others have, too")
     _require_shared(options.config, resolved.config)
-    if resolved.config.faults or resolved.config.defects:
-        raise UserError(f"{options.config}: faults and defects have no place in a benchmark; remove them")
+    if resolved.config.faults:
+        raise UserError(f"{options.config}: faults have no place in a benchmark; remove them")
     return resolved, tuple(arguments)
 
 

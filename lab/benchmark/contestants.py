@@ -17,7 +17,7 @@ from config.errors import UserError
 from config.launcher import as_launched
 from lab.benchmark.peers import titan_terms
 from lab.benchmark.spec import Result, Spec
-from tools.jobs import TRAIN, error_line_of, launch
+from launch.job import TRAIN, error_line_of, launch
 from tracking.jsonl import read_events
 
 MANTISSA: dict[str, tuple[str, ...]] = {

@@ -26,10 +26,10 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from config.batch import loss_chunk
 from config.cli import Arguments, entry_point
 from config.errors import one_line
 from config.schema import ModelSection
+from modeling.chunked_head import loss_chunk
 from modeling.linear_cross_entropy import Head, label_loss_sum, linear_cross_entropy_sum
 from precision.dtypes import DTYPES
 from training.engine.work_time import forget_peak_memory, peak_memory_bytes

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from config.cli import is_rank_0
-from tools.jobs import TRAIN
+from launch.job import TRAIN
 from training.tracing.follow import follow
 
 # Collective -> position and keyword of the tensor (or list) whose bytes count, and the share of them that a rank sends

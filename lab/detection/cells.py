@@ -12,12 +12,12 @@ from pathlib import Path
 from config.cli import REPOSITORY
 from config.deepspeed.document import read_document
 from config.files import write_atomically
-from lab.detection.defects import BF16, DEFECTS, FP16, MANIFEST, PATHS, WATCHED, Defect
+from lab.detection.defects import BF16, DEFECTS, FP16, MANIFEST, PATHS, TEAM, WATCHED, Defect
 from lab.detection.later import LATER
 from tests.support.chats import write_base, write_chats, write_pairs
 
 STEPS = 24
-"""Of a run."""
+"""Steps of a run."""
 _SHAPE = "num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2"
 _LLAMA = f"{{hidden_size: 64, intermediate_size: 128, {_SHAPE}, tie_word_embeddings: %s}}"
 _DROPOUT = "resid_pdrop: 0.1, attn_pdrop: 0.1, embd_pdrop: 0.1"
@@ -36,7 +36,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "qwen3": ("model.architecture=qwen3", f"model.config={_OTHER}"),
     "gemma3": ("model.architecture=gemma3_text", f"model.config={_OTHER}"),
 }
-"""What is trained, and on what."""
+"""Models to train, and their data."""
 _QUIET = ", ".join(f"{key}: 0.0" for key in ("resid_pdrop", "attn_pdrop", "embd_pdrop", "summary_first_dropout"))
 _GPT2 = f"{{n_embd: 64, n_layer: 2, n_head: 4, {_QUIET}}}"
 _ROTARY = "{rope_type: llama3, rope_theta: 10000.0, factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, %s}"
@@ -66,9 +66,9 @@ FURTHER_VARIANTS: dict[str, tuple[str, ...]] = {
     ),
     "muon": (*VARIANTS["plain"], "optimizer.name=muon", "optimizer.learning_rate=8.0e-3"),
 }
-"""Of later defects: other tasks, models, optimizers and data, which detection.md has none of."""
+"""Variants of later defects: tasks, models, optimizers and data that detection.md has none of."""
 _FP32_ATTENTION = (f"precision.manifest={REPOSITORY}/lab/detection/fp32_attention.json",)
-"""Of GPT-2 with dropout: on a CPU torch's attention computes it in FP32, which a manifest of BF16 alone refuses."""
+"""Manifest of GPT-2 with dropout, whose attention torch computes in FP32 on a CPU; one of BF16 alone refuses that."""
 _DTYPES = {"bf16": "bf16", "fp16": "fp16", "manifest": "fp32"}
 _SMALL = {"reduce_bucket_size": 65536, "allgather_bucket_size": 65536}
 _SMALL_ZERO3 = {
@@ -121,7 +121,7 @@ class Cell:
 
 
 def base(folder: Path, variant: str, *, seed: int = 0, steps: int = STEPS) -> list[str]:
-    """What a run and its twin share, for `read_command_line`."""
+    """The arguments that a run and its twin share, for `read_command_line`."""
     return [
         *("--config", str(REPOSITORY / "config/recipes/demo.yaml")),
         *("data.source=text", f"data.path={REPOSITORY}/data", "data.tokenizer=bytes", f"data.cache_dir={folder}/cache"),
@@ -228,7 +228,7 @@ def all_cells() -> list[Cell]:
 
 
 def _is_team(cell: Cell) -> bool:
-    return cell.defect is not None and cell.defect.plant is None
+    return cell.defect is not None and cell.defect.group == TEAM
 
 
 def _is_of_judge(cell: Cell) -> bool:

@@ -1,7 +1,7 @@
 """The defects: what each is, where it makes sense, and what a judge that finds it has to name.
 
 Those marked (judge) are the ones that were first tried on the gate by somebody who had not written it; the others are
-their neighbours. The nine of `tools.parity.defects` come from the config.
+their neighbours. The nine of `lab.detection.gate` are planted from a step on.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from lab.detection.plants import bits, forward, gradients, shared, state, updates
+from lab.detection.plants.permanent import PLANTED, permanent
 from lab.detection.plants.site import ATTENTION, EMBEDDING, HEAD, LAYER, LINEAR, MLP, NORM, ROTARY, Plant, on_engine
 from lab.detection.plants.updates import Rule, rule
 from precision.findings import LOSS
-from tools.parity.defects import PLANTED
 
 BF16, FP16, MANIFEST = PATHS = ("bf16", "fp16", "manifest")
 HIGH_SCALE = ("precision.loss_scale.initial=262144",)
-"""From which a run first skips."""
+"""A loss scale from which a run first skips."""
 WATCHED = ("guard.replica_checks=4", "guard.update_checks=65536", "guard.reexecute=every 4")
 """The checks for silent corruption; a slice as long as a rank's part, so that chance has no share in the table."""
 
@@ -62,16 +62,17 @@ def _bit(name: str, plant: Plant, **options: Any) -> Defect:
 
 _JUDGE: dict[str, Any] = {"of_judge": True}
 _SCALED: dict[str, Any] = {"size": 0.01, "halving": True, "unit": "factor 1 + x"}
+TEAM = "the team's own"
+"""The group of the nine."""
 _NORMS = (NORM, f"{LAYER}.post_attention_layernorm", "model.norm", "model.layers.0.input_layernorm")
 _TEAM = tuple(
     Defect(
-        kind.partition(",")[0],
-        "the team's own",
-        None,
-        tuple(module for module in (NORM, LINEAR) if module in kind),
-        overrides=(f"defects=[{{kind: {kind}}}]",),
+        text.removeprefix("{kind: ").rstrip("}").partition(",")[0],
+        TEAM,
+        permanent(text),
+        tuple(module for module in (NORM, LINEAR) if module in text),
     )
-    for kind in (text.format(norm=NORM, linear=LINEAR).removeprefix("{kind: ").removesuffix("}") for text, _ in PLANTED)
+    for text in (template.format(norm=NORM, linear=LINEAR) for template, _ in PLANTED)
 )
 DEFECTS = (
     _forward("attention of one layer times 1.01", forward.scaled_attention, ATTENTION, **_SCALED, **_JUDGE),

@@ -1,4 +1,4 @@
-"""What a result and an FP32 twin were made of, so that those of other code are never taken for those of this one.
+"""The code that a result and an FP32 twin were made of: those of other code are never taken for this one's.
 
 A twin that another state of the code has made differs from its run in more than what was planted, and so everything
 seems to be found.
@@ -17,8 +17,8 @@ from config.cli import REPOSITORY
 PACKAGES = ("torch", "deepspeed", "transformers")
 _FOLDERS = ("config", "data", "ds_configs", "modeling", "precision", "tools", "tracking", "training", "lab/detection")
 _KINDS = (".py", ".yaml", ".json")
-_ONLY_SHOWN = ("page.py", "command.py", "made_of.py")
-"""Of lab/detection: what says how the cells are run and shown, and not what they are."""
+_ONLY_SHOWN = ("page.py", "command.py", "made_of.py", "gate.py", "planted.py")
+"""Files of lab/detection that run and show the cells, and do not decide what they are."""
 
 
 def made_of(repository: Path = REPOSITORY) -> str:
@@ -36,5 +36,5 @@ def _is_only_shown(path: Path) -> bool:
 
 
 def made_with(code: str, overrides: Sequence[str]) -> str:
-    """What the mark of a finished twin says: `made_of` and the arguments that it ran with."""
+    """The mark of a finished twin: `made_of`, and the arguments that it ran with."""
     return json.dumps([code, *overrides])

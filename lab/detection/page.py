@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lab.detection.cells import STEPS, Cell
-from lab.detection.defects import DEFECTS, PATHS, Defect
+from lab.detection.defects import DEFECTS, PATHS, TEAM, Defect
 from lab.detection.plants.site import BAD_RANK
 from tracking.pages import markdown
 from tracking.pages.markdown import Table, section
@@ -22,7 +22,7 @@ _TITLES = {
     "state": "State and resuming",
     "shared": "Mistakes that the FP32 twin shares",
     "flipped bit": "Flipped bits",
-    "the team's own": "The nine of `make parity-defects`",
+    TEAM: "The nine of `make parity-defects`",
 }
 
 
@@ -84,7 +84,7 @@ def _opening(planted: Sequence[Cell], healthy: Sequence[Cell], results: Results,
         """`make detection` plants defects into small runs and writes down what Mantissa's own checks say: the parity
 gate ([parity.md](parity.md)), the oracle outside of the engine, and the checks for silent corruption
 ([corruption.md](corruption.md)). Nothing in the product knows the names of the defects, which are in
-`lab/detection/`; the nine at the end are planted by the config's `defects:`. Do not edit this page. What came after
+`lab/detection/`; the nine at the end are planted by `lab.detection.gate`, too. Do not edit this page. What came after
 it, 50 defects that nobody had listed and what they changed: [detection_later.md](detection_later.md).""",
         f"""**{len(tried)} of {len(DEFECTS)} defects were planted, in {len(run)} runs;
 {len(tried) - len(missed)} were found, in {len(found)} runs. Where there was a module or a rank to name, it was named in

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def run(world: World, *, folder: str, cell: Cell, name: str, size: float | None 
     plant = cell.defect.plant if cell.defect else None
     size = size if size is not None else cell.defect.size if cell.defect else 0.0
     code = _train(world, resolved, plant, size)
-    with planted(plant, world, size):
+    with _planted(plant, world, size):
         measured = measure(run_dir_of(resolved), resolved, list(cell.points), length=WALK, world=world)
     if not world.is_main:
         return None
@@ -71,7 +72,7 @@ def steps_alone(world: World, *, folder: str, cell: Cell, name: str, size: float
     where = Path(folder)
     resolved = _resolve(where, cell, name, [*precision(where, cell.path, cell.stage), *cell.overrides])
     assert cell.defect is not None
-    with planted(cell.defect.plant, world, size):
+    with _planted(cell.defect.plant, world, size):
         measured = measure(run_dir_of(resolved), resolved, [0], length=WALK, world=world)
     return judged_steps(measured, resolved) if world.is_main else None
 
@@ -81,7 +82,7 @@ def _train(world: World, resolved: Resolved, plant: Plant | None, size: float) -
     if world.is_main:
         _remove(run_dir.path)
     world.gather_objects(None)
-    with planted(plant, world, size), locked_run_dir(resolved, world), session(resolved, world=world) as opened:
+    with _planted(plant, world, size), locked_run_dir(resolved, world), session(resolved, world=world) as opened:
         parts, progress = build(opened)
         try:
             ending = train(parts, progress)
@@ -93,6 +94,10 @@ def _train(world: World, resolved: Resolved, plant: Plant | None, size: float) -
             parts.record.close()
     world.gather_objects(None)
     return ending.exit_code
+
+
+def _planted(plant: Plant | None, world: World, size: float) -> AbstractContextManager[None]:
+    return planted(plant, rank=world.rank, ranks=world.world_size, size=size)
 
 
 def _resolve(folder: Path, cell: Cell, name: str, overrides: list[str]) -> Resolved:

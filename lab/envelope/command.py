@@ -35,7 +35,7 @@ from config.task import ENCODER_TASKS
 from lab.envelope.report import Missing, explore_finished, write_results
 from lab.envelope.search import CONTROL, Bounds, Setting
 from lab.envelope.worker import SHARES, TRIAL_PREFIX, Study
-from tools.jobs import add_processes_option, default_processes, error_line_of, launch
+from launch.job import add_processes_option, default_processes, error_line_of, launch
 from training.tasks.task import prepare
 
 NOTHING_STABLE = 3

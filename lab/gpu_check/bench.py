@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from config.cli import REPOSITORY
 from config.machine.binding import usable_cpus
 from config.redact import redact_arguments
-from tools.jobs import error_line_of, launch, start, train, training_program
+from launch.job import error_line_of, launch, start, train, training_program
 from tracking.events import Event
 
 TINY = (
@@ -101,7 +101,7 @@ class Bench:
         return events
 
     def start(self, name: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
-        """A run of train.py that goes on; to be ended with `tools.jobs.kill`."""
+        """A run of train.py that goes on; to be ended with `launch.job.kill`."""
         program = training_program(arguments, self.folder, name)
         self._note(program)
         return start(program, processes=self.processes, log=self.folder / "logs" / f"{name}.log")

@@ -94,7 +94,7 @@ def settle_environment() -> list[str]:
 
 def look_at_machine(folder: Path) -> dict[str, Any]:
     """Device, driver and versions, by a process of its own. Raises UserError: what training imports is not there."""
-    from tools.jobs import error_line_of, launch
+    from launch.job import error_line_of, launch
 
     path, log = folder / "machine.json", folder / "work" / "machine.log"
     try:

@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 
 from lab.gpu_check.bench import Bench, ItemFailed, newest_log
-from tools.jobs import kill
+from launch.job import kill
 from tracking.events import Event
 from tracking.jsonl import read_events, surviving
 from tracking.report.relative import peak_flops

@@ -16,8 +16,8 @@ from importlib import invalidate_caches
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
-from config.child_jobs import error_line
 from config.errors import UserError
+from launch.job import error_line
 
 NEEDED = (
     *("torch", "transformers", "deepspeed", "accelerate", "datasets", "tokenizers", "safetensors", "numpy", "PyYAML"),

@@ -29,7 +29,7 @@ from config.files import write_atomically
 from config.printable import shown
 from lab.gpu_check.bench import Bench, ItemFailed, newest_log
 from lab.gpu_check.items import Item, Part
-from tools.jobs import error_line_of
+from launch.job import error_line_of
 from tracking.jsonl import plain
 
 DONE, FAILED, TIMED_OUT, SKIPPED = "done", "failed", "took too long", "skipped"

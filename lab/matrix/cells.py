@@ -44,8 +44,10 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {
     "lion": ("optimizer.learning_rate=0.002", "optimizer.eps=1e-8"),
     "sgd": ("optimizer.learning_rate=0.5", "optimizer.eps=1e-8"),
 }
-"""Beside AdamW, with what differs from its settings: Lion steps by its rate, SGD by its rate times the gradient, and
-neither reads eps; with AdamW's eps StableAdamW would never find a step too long, and be AdamW."""
+"""Optimizers beside AdamW, with the settings that differ from its own.
+
+Lion steps by its rate, SGD by its rate times the gradient, and neither reads eps; with AdamW's eps StableAdamW would
+never find a step too long, and be AdamW."""
 IN_16_BITS = ("muon", "lamb")
 """Also measured in BF16 and FP16."""
 WHOLE = ("lamb", "stable_adamw")

@@ -25,7 +25,7 @@ from config.errors import UserError
 from config.optimizers import OPTIMIZERS
 from lab.matrix.cells import Cell, all_cells
 from lab.matrix.page import page, unexpected, updated
-from tools.jobs import add_processes_option, default_processes, error_line_of, launch
+from launch.job import add_processes_option, default_processes, error_line_of, launch
 from tracking.environment import environment
 
 AS_EXPECTED, UNEXPECTED = 0, 3
@@ -33,7 +33,11 @@ _HANG_MINUTES = 5.0
 _CODE = [
     *("training/engine/engine", "training/engine/gradients", "training/engine/optimizer", "training/engine/build"),
     *("training/engine/split_masters", "modeling/router_balance", "training/engine/process_groups"),
-    *("training/engine/pieces", *(f"training/engine/optimizers/{name}" for name in ("rule", *OPTIMIZERS))),
+    *(
+        "training/engine/sharded_pieces",
+        "training/engine/flat_optimizer",
+        *(f"training/engine/optimizers/{name}" for name in ("rule", *OPTIMIZERS)),
+    ),
     *("lab/matrix/cells", "lab/matrix/run", "tools/parity/oracle/optimizers"),
     *("training/loss_scaler", "modeling/build", "config/optimizers"),
     *("modeling/linear_cross_entropy", "modeling/parameter_groups", "modeling/activation_checkpointing"),

@@ -38,7 +38,7 @@ from tools.parity.oracle.optimizers import optimizer_of
 from training.distributed import World, allow_fp16_on_cpu
 from training.engine import Engine, build_engine
 from training.engine.process_groups import forget_groups
-from training.engine.tensor_slices import joined, tell_slices
+from training.engine.tensor_slices import attach_slices, joined
 from training.engine.tensors import whole_master
 
 
@@ -233,7 +233,7 @@ def bare(world: World, config: Config, document: dict[str, Any], *, steps: int) 
     apply_activation_checkpointing(model, config.model.activation_checkpointing, reentrant=False)
     optimizer = optimizer_of(model, section)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=initializable(document))
-    tell_slices(engine.module, world.tensor)
+    attach_slices(engine.module, world.tensor)
     accumulation = document["gradient_accumulation_steps"]
     try:
         found = Trajectory(_deepspeed_masters(engine, stage, world))

@@ -19,13 +19,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from config.cli import DONE, REPOSITORY, Arguments, entry_point, positive_int
+from config.cli import DONE, REPOSITORY, Arguments, entry_point
 from config.errors import UserError
 from launch.canary.gate import run_gate
 from launch.canary.plan import Plan, read_plan
 from launch.canary.record import Journal, log
 from launch.canary.whole import Whole
-from launch.sweep.slots import visible_gpus
+from launch.job import add_processes_option, default_processes
 
 
 @entry_point()
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     """Try, start and watch; returns the exit code."""
     parser = Arguments("python -m launch.canary", __doc__)
     parser.add_argument("--config", required=True, help="config of the whole run")
-    parser.add_argument("--processes", type=positive_int, help="of the whole run (default: one a GPU, two without)")
+    add_processes_option(parser)
     parser.add_argument("--launch", default="", help="launcher of the whole run (default: torchrun on this machine)")
     parser.add_argument("--check-launch", default="", help="launcher of the checks (default: torchrun on this machine)")
     parser.add_argument("overrides", nargs="*", help="key.sub=value")
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     plan = read_plan(
         options.config,
         options.overrides,
-        processes=options.processes or len(visible_gpus()) or 2,
+        processes=options.processes or default_processes(),
         launch=shlex.split(options.launch),
         check_launch=shlex.split(options.check_launch),
     )

@@ -1,4 +1,4 @@
-"""What a run falls back to where a check failed: overrides under which it goes on from the last good checkpoint."""
+"""The fallbacks of a run whose check failed: overrides under which it goes on from the last good checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a canary is to try and to start, resolved and checked before anything runs."""
+"""The canary and the whole run, resolved and checked before anything runs."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from config.batch import refuse_sharing
-from config.child_jobs import job_command
 from config.cli import REPOSITORY
 from config.command_line import read_command_line, refusal
 from config.errors import UserError
 from config.launcher import as_launched
 from config.resolved import Resolved
 from config.schema import CanarySection
+from launch.job import job_command
 
 STEPS = 50
-"""Of a canary whose config says neither how many nor which share of the run's data."""
+"""Length of a canary whose config gives neither steps nor a share of the run's data."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Plan:
     """The whole run."""
     processes: int
     launcher: tuple[str, ...]
-    """Of the whole run, and of the canary unless it has ranks of its own; empty: torchrun on this machine."""
+    """Launcher of the whole run, and of the canary unless it has ranks of its own; empty: torchrun on this machine."""
     check_launcher: tuple[str, ...] = ()
-    """Of the checks, which run beside the whole run; empty: torchrun on this machine."""
+    """Launcher of the checks, which run beside the whole run; empty: torchrun on this machine."""
 
     @property
     def section(self) -> CanarySection:
@@ -40,7 +40,7 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """Of the canary."""
+        """Steps of the canary."""
         whole, section = self.resolved.config.run.steps, self.section
         if section.data_share is not None:
             return max(1, round(section.data_share * whole))

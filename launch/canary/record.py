@@ -1,4 +1,4 @@
-"""What the canary decided: one event a line in `canary.jsonl`, and the same as a page, `canary.md`.
+"""The canary's decisions: one event per line of `canary.jsonl`, and the same as a page, `canary.md`.
 
 A canary that is started again reads from it where it stood.
 """
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from config import json_text
 from config.files import write_atomically
-from config.printable import shown
+from launch import job
 
 Event = dict[str, Any]
 Kind = Literal["gate", "started", "check", "breach", "rolled_back", "fallback", "refused", "budget", "end"]
@@ -26,7 +26,7 @@ class Journal:
 
     folder: Path
     name: str
-    """Of the run."""
+    """Name of the run."""
     events: list[Event] = field(default_factory=list)
 
     @classmethod
@@ -70,10 +70,10 @@ class Journal:
         return next((event for event in reversed(self.events) if event["event"] in kinds), None)
 
     def spent(self) -> float:
-        """[device hours] Of canary, twin and checks so far."""
+        """[device hours] Spent on canary, twin and checks so far."""
         return float(sum(event.get("device_hours", 0.0) for event in self.events))
 
 
 def log(text: str) -> None:
     """One line of the canary's own, on stderr."""
-    os.write(2, f"canary: {shown(text)}\n".encode())
+    job.log(text, "canary")

@@ -20,15 +20,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
 
-from config import json_text
-from config.child_jobs import error_line, job_command, with_project
 from config.cli import CONFIG_ERROR, DIVERGED, DONE
 from launch.canary.fallback import in_fp32, promoted
 from launch.canary.gate import read_json
 from launch.canary.plan import Plan
 from launch.canary.record import Journal, log
+from launch.job import error_line_of, kill, start, with_project
 
 POLL_SECONDS = 0.3
 _NAME = re.compile(r"step-(\d+)")
@@ -51,7 +49,7 @@ class Check:
     path: Path
     job: subprocess.Popen[bytes]
     out: Path
-    output: Path
+    log: Path
     started: float
 
 
@@ -109,7 +107,7 @@ class Whole:
                     self._stop_run()
                     return self._run.wait(), breach
             if check is not None and self._stop_requested:
-                _end_group(check.job)
+                kill(check.job, signal.SIGTERM)
                 check = None
             if ended is not None and check is None and (self._stop_requested or self._newest(last=True) is None):
                 return ended, self._diverged() if ended == DIVERGED else None
@@ -149,9 +147,9 @@ class Whole:
         out.unlink(missing_ok=True)
         program = ["-m", "tools.parity.steps", str(folder), "--out", str(out), "--points", str(step), "--judge"]
         plan = self._plan
-        command = job_command([*program, *plan.bounds], processes=plan.ranks, launcher=plan.check_launcher)
-        with output.open("wb") as stream:
-            job = _start(command, stream)
+        job = start(
+            [*program, *plan.bounds], processes=plan.ranks, log=output, launcher=plan.check_launcher, own_session=True
+        )
         return Check(step, pinned, job, out, output, time.monotonic())
 
     def _pin(self, step: int) -> Path | None:
@@ -172,8 +170,8 @@ class Whole:
         found = read_json(check.out)
         if found is None:
             self._unchecked.add(check.step)
-            why = error_line(check.output.read_text(encoding="utf-8", errors="replace"))[:300]
-            text = f"step {check.step} could not be compared with FP32: {why}; see {check.output}"
+            why = error_line_of(check.log)
+            text = f"step {check.step} could not be compared with FP32: {why}; see {check.log}"
             self._journal.add("check", check.step, text, held=None, device_hours=hours)
             return None
         if found["failed"]:
@@ -193,12 +191,10 @@ class Whole:
         return None
 
     def _diverged(self) -> Breach:
-        """What the run's own guard said when it ended it."""
-        incidents: list[dict[str, Any]] = []
-        for line in (self._plan.run_folder / "events.jsonl").read_bytes().splitlines():
-            with suppress(ValueError, KeyError, TypeError):
-                event = json_text.parse(line)
-                incidents += [event] if event["event"] == "incident" else []
+        """The breach that the run's own guard named when it ended the run."""
+        from tracking.jsonl import Follower  # brings orjson, which is not needed to start
+
+        incidents = list(Follower(self._plan.run_folder / "events.jsonl").events("incident"))
         if not incidents:
             return Breach(self._good_step, "the run ended with exit code 3")
         last = incidents[-1]
@@ -272,16 +268,3 @@ def _link(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:  # another file system
         shutil.copy2(source, target)
-
-
-def _start(command: Sequence[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        command, env=with_project(os.environ), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-    )
-
-
-def _end_group(job: subprocess.Popen[bytes]) -> None:
-    """End a check and its ranks."""
-    with suppress(ProcessLookupError):
-        os.killpg(job.pid, signal.SIGTERM)
-    job.wait()

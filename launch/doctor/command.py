@@ -28,7 +28,7 @@ from config.schema import Config
 from launch.doctor.examine import Scope, examine
 from launch.doctor.hosts import HERE, Host, hosts_of
 from launch.doctor.report import AMBER, GREEN, as_json, print_findings, worst
-from launch.hostfile import read_hostfile
+from launch.hosts import read_hostfile
 
 FOUND = 1
 

@@ -24,7 +24,7 @@ _FACTS_SECONDS, _PROGRAM_SECONDS = 120.0, 240.0
 
 @dataclass(frozen=True)
 class Scope:
-    """Which machines are checked, and for what."""
+    """The machines to check, and what to check them for."""
 
     hosts: list[Host]
     folders: dict[str, str]
@@ -33,7 +33,7 @@ class Scope:
     port: int = 29500
     """The launcher's port on the first host."""
     processes: int | None = None
-    """On each host; None: the hostfile's slots, else one per GPU, else two."""
+    """Processes on each host; None: the hostfile's slots, else one per GPU, else two."""
     quick: bool = False
     """Skip the checks that import torch."""
     all_reduce_bytes: int = 64 * 2**20

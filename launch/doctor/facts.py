@@ -22,7 +22,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from config.machine import op_builds
+from config.machine.processes import mount_of
+from training import op_builds
 
 SPEED_BYTES = 64 * 2**20
 """Size of the file that is written and read back to time a folder."""
@@ -141,7 +142,7 @@ def _compilers() -> list[dict[str, str | None]]:
 
 
 def _ninjas() -> list[dict[str, Any]]:
-    """Those on the PATH, in order; `own` marks the one of this Python's environment, which training puts first."""
+    """Programs on the PATH, in order; `own` marks the one of this Python's environment, which training puts first."""
     own = shutil.which("ninja", path=str(Path(sys.executable).parent))
     paths = dict.fromkeys([*_on_path("ninja"), *([own] if own else [])])
     return [{**_version(path, r"([\d.]+\d)"), "own": path == own} for path in paths]
@@ -257,7 +258,7 @@ def examine_folder(name: str, measured: set[str]) -> dict[str, Any]:
     try:
         of = os.statvfs(path)
         free = of.f_frsize * of.f_bavail
-        facts.update(free=free, free_files=of.f_favail if of.f_files else None, **op_builds.mount_of(path))
+        facts.update(free=free, free_files=of.f_favail if of.f_files else None, **mount_of(path))
         facts["noexec"] = bool(of.f_flag & os.ST_NOEXEC)
         facts.update(_speed(probe, 0 if facts["mount"] in measured else min(SPEED_BYTES, free // 4)))
         measured.add(facts["mount"])

@@ -23,7 +23,9 @@ HERE = "localhost"
 _SENT_MODULES = (
     "config",
     "config.machine",
-    "config.machine.op_builds",
+    "config.machine.processes",
+    "training",
+    "training.op_builds",
     "launch",
     "launch.doctor",
     "launch.doctor.facts",
@@ -175,7 +177,7 @@ def _environment() -> dict[str, str]:
 
 
 def _remote(command: str) -> str:
-    """As the deepspeed launcher starts a rank, in the same folder; secret variables come with the source."""
+    """The command as the deepspeed launcher starts a rank, in the same folder; secrets come with the source."""
     needed = {name: value for name, value in _environment().items() if name.startswith("PYTHON")}
     settings = "".join(f"export {name}={shlex.quote(value)}; " for name, value in needed.items())
     return f"{settings}cd {shlex.quote(str(Path.cwd()))} 2>/dev/null; exec {command}"

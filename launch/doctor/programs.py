@@ -112,9 +112,11 @@ if given["store"]:
         answer["store"] = str(error)
 from pathlib import Path
 from config.load import load_config
+from config.extras import require_extras
 
 try:
     config = load_config(Path(given["config"]), given["overrides"], None)
+    require_extras(config)
 except UserError as error:
     answer["config"] = str(error)
 if given["count"] and not answer["config"]:

@@ -22,11 +22,11 @@ class Finding:
     level: Literal["green", "amber", "red"]
     """red: a job fails or computes wrong numbers. amber: it may fail, or is slow. green: checked and fine."""
     check: str
-    """What was checked, such as `c++ compiler`."""
+    """Subject of the check, such as `c++ compiler`."""
     what: str
-    """What was found, with the numbers."""
+    """Result, with the numbers."""
     fix: str = ""
-    """What to do; empty when green."""
+    """Advice; empty when green."""
     host: str = ""
     """Where; empty when it concerns all of them together."""
 
@@ -84,7 +84,7 @@ def _names(where: Sequence[str], hosts: Sequence[str]) -> str:
 
 
 def format_bytes(number: float) -> str:
-    """Such as `1.5 GiB`."""
+    """A number of bytes as text, such as `1.5 GiB`."""
     for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB")):
         if number >= unit:
             return f"{number / unit:.1f} {name}"

@@ -12,20 +12,24 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from config.cli import Arguments, entry_point, positive_int, positive_number, share
-from launch.plan.devices import DEVICES
-from launch.plan.memory import checkpoint_bytes
-from launch.plan.plan import Plan, make_plan
-from launch.plan.search import Option, communication_bound_from
-from launch.plan.speed import DEFAULT_MFU, LATENCY_SECONDS, traffic
+from launch.plan.devices import DEFAULT_MFU, DEVICES, LATENCY_SECONDS
+
+if TYPE_CHECKING:
+    from launch.plan.plan import Plan
+    from launch.plan.search import Option
 
 NOTHING_FITS = 3
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """The plan in plain types, in bytes, seconds, tokens and the currency of --price."""
+    from launch.plan.memory import checkpoint_bytes
+    from launch.plan.search import communication_bound_from
+    from launch.plan.speed import traffic
+
     moved = traffic(plan.shape, plan.configured.layout)
     return {
         "config": str(plan.resolved.config_path),
@@ -59,6 +63,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
 def main(argv: Sequence[str]) -> int:
     """The command line; its exit code."""
     options, arguments = _parse(argv)
+    from launch.plan.plan import make_plan
+
     plan = make_plan(options, arguments)
     if options.json:
         print(json.dumps(as_json(plan), indent=2))

@@ -1,8 +1,7 @@
-"""What autograd keeps of one micro-batch, counted in a forward pass on the meta device.
+"""What autograd keeps of one micro-batch, counted in a forward pass of the real model on tensors without values.
 
-Formulas (memory.py) know the blocks of a few families whose weights are all trained. Of a model with an adapter, where
-a frozen weight's input is not kept, and of an encoder or another block it is counted what the model's own code saves,
-storage by storage: nothing is computed, so a model of any size takes a second.
+The model runs as in training, in its precision regions, with its adapter and with attention that is shared among ranks.
+What its code saves is added up, storage by storage. Nothing is computed, so a model of any size takes a second.
 """
 
 from __future__ import annotations
@@ -10,50 +9,100 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 from weakref import WeakValueDictionary
 
-if TYPE_CHECKING:
-    from launch.plan.layout import Layout
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
-_MATMULS = ("aten::mm", "aten::addmm", "aten::convolution")
-"""Whose results activation_checkpointing = ops keeps, beside those of fused attention."""
+from config.batch import WHOLE_POSITIONS
+from config.cli import REPOSITORY
+from config.errors import UserError, one_line
+from config.task import ENCODER_TASKS
+from launch.plan.layout import Layout
+from modeling.activation_checkpointing import KEPT_OPERATORS, blocks_of, is_attention
+from modeling.sequence_parallel import SequenceAttention
+from precision.dtypes import DTYPES
+from precision.manifest import load_manifest
+from precision.regions import Regions
+
 _INNER = {"aten::mm": 0, "aten::addmm": 1, "aten::bmm": 0, "aten::baddbmm": 1}
 """Matmuls whose FLOPs are counted, and the argument whose last dimension they sum over."""
 
 
 @dataclass(frozen=True)
 class Counted:
-    """[bytes] Of one token of the micro-batch that was counted. Those of blocks are means over the blocks."""
+    """[bytes] One token's share of the micro-batch that was counted. Those of blocks are means over the blocks."""
 
     block: float
     """Kept in a block of which nothing is recomputed."""
     attention: float
-    """Of these in its attention module, the module's input included."""
+    """The part of these in its attention module, the module's input included."""
     matmuls: float
     """Results of its matmuls and of fused attention, kept or not."""
     outside: float
     """Kept outside of the blocks, without the logits."""
+    weights: float
+    """[bytes] 16-bit copies of one block's weights that autocast keeps, whatever the number of tokens."""
     weight_flops: float
-    """[FLOP] Of a token's matmuls with weights, the head's included, in the forward pass."""
+    """[FLOP] Matmuls with weights in the forward pass, the head's included."""
     attention_flops: float
-    """[FLOP] Of the products inside attention, over the whole square."""
+    """[FLOP] Products inside attention, over the whole square."""
 
 
-def count_activations(model: Any, blocks: Sequence[Any], layout: Layout, *, encoder: bool) -> Counted | None:
+def count_activations(model: Any, layout: Layout) -> Counted:
     """Run the model (on the meta device, changed in place) once in training on a micro-batch of `layout`.
 
-    encoder: it gets an attention mask, which masks something where rows are padded; so does one that reads sources for
-    a decoder. None where the model's code cannot run without values, as JetMoe's.
+    Raises UserError where the model's code cannot run without values.
     """
-    import torch
+    model.to(DTYPES[layout.compute])
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu").train()
+        if layout.manifest:
+            manifest = load_manifest(REPOSITORY / str(layout.precision.manifest))
+            Regions(model, manifest, layout.precision.fp8)
+        if layout.sharing > 1:
+            group: Any = SimpleNamespace(rank=0, size=layout.sharing, exchange=torch.empty_like)
+            SequenceAttention(model, group, apart=layout.masked)
+        blocks, counter = blocks_of(model), _Counter(model, on_cpu=layout.on_cpu)
+        padded = layout.task == "classify" or bool(layout.targets)
+        try:
+            with counter.watching(blocks), _answering(not (padded or layout.masked), counter):
+                alive = model(**_inputs(layout))
+        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+            # What torch and a model's own code raise where they ask a tensor for its values.
+            raise UserError(
+                f"task = {layout.task}: launch.plan cannot count {model.config.model_type} without its values "
+                f"({one_line(error)}); try a step with the longest rows"
+            ) from error
+        found = counter.sizes()
+        del alive
+    tokens, each = layout.tokens, layout.tokens * len(blocks)
+    return Counted(
+        block=(found["block"] + found["attention"]) / each,
+        attention=found["attention"] / each,
+        matmuls=counter.matmuls / each,
+        outside=found["outside"] / tokens,
+        weights=found["weights"] / len(blocks),
+        weight_flops=counter.weight_flops / tokens,
+        attention_flops=counter.attention_flops / tokens,
+    )
 
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[layout.compute]
-    model.to(device="meta", dtype=dtype).train()
+
+def _inputs(layout: Layout) -> dict[str, Any]:
+    """Arguments of a model's forward pass.
+
+    An encoder gets an attention mask, which masks something where rows are padded, and so does one that reads sources
+    for a decoder.
+    """
+    encoder = layout.task in ENCODER_TASKS
     rows = layout.micro * layout.rows
     read = layout.sequence if layout.targets else layout.tokens // rows
-    ids = torch.zeros(rows, read, dtype=torch.int64, device="meta")
+    ids = torch.zeros(rows, read, dtype=torch.int64)
     inputs: dict[str, Any] = {"input_ids": ids}
     if encoder or layout.targets:
         inputs["attention_mask"] = torch.ones_like(ids)
@@ -61,29 +110,11 @@ def count_activations(model: Any, blocks: Sequence[Any], layout: Layout, *, enco
         inputs["decoder_input_ids"] = ids.new_zeros(rows, layout.targets)
     if not encoder:
         inputs["use_cache"] = False
-    if layout.masked:
+    if layout.masked or layout.sharing > 1:
         inputs["position_ids"] = ids
-    counter = _Counter(model, on_cpu=layout.on_cpu)
-    padded = layout.task == "classify" or bool(layout.targets)
-    try:
-        with counter.watching(blocks), _answering(not (padded or layout.masked), counter):
-            alive = model(**inputs)
-    except (RuntimeError, NotImplementedError, TypeError, ValueError):
-        # What torch and a model's own code raise where they ask a tensor without memory for its values; the planner
-        # then estimates by its rule and says so.
-        return None
-    found = counter.sizes()
-    del alive
-    tokens, each = layout.tokens, layout.tokens * len(blocks)
-    inside, attention, outside = (sum(found[scope]) for scope in ("block", "attention", "outside"))
-    return Counted(
-        block=(inside + attention) / each,
-        attention=attention / each,
-        matmuls=counter.matmuls / each,
-        outside=outside / tokens,
-        weight_flops=counter.weight_flops / tokens,
-        attention_flops=counter.attention_flops / tokens,
-    )
+    if layout.sharing > 1:
+        inputs[WHOLE_POSITIONS] = ids.new_zeros(rows, layout.sequence)
+    return inputs
 
 
 class _Kept:
@@ -100,7 +131,10 @@ class _Counter:
         self._known = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
         self._kept: WeakValueDictionary[int, _Kept] = WeakValueDictionary()
         self._inside = dict.fromkeys(("block", "attention", "dropout"), 0)
-        self._model, self._on_cpu = model, on_cpu
+        self._copies: dict[int, Any] = {}
+        self._model = model
+        self.on_cpu = on_cpu
+        """Whether the run computes on a CPU."""
         self.matmuls = 0.0
         """[bytes] Results of matmuls in blocks."""
         self.weight_flops = self.attention_flops = 0.0
@@ -108,35 +142,34 @@ class _Counter:
     @contextmanager
     def watching(self, blocks: Sequence[Any]) -> Iterator[None]:
         """Inside, what is saved is counted. blocks: the model's."""
-        from torch.autograd.graph import saved_tensors_hooks
-
         with ExitStack() as stack:
             for block in blocks:
                 self._enter(stack, block, "block")
-                for module in filter(_is_attention, block.modules()):
+                for module in filter(is_attention, block.modules()):
                     self._enter(stack, module, "attention")
             for module in self._model.modules():
                 if type(module).__name__ == "Dropout":
                     self._enter(stack, module, "dropout")
-            stack.enter_context(saved_tensors_hooks(self._pack, lambda kept: kept.storage))
+            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept.storage)
+            stack.enter_context(hooks)
             yield
 
-    def sizes(self) -> dict[str, list[float]]:
-        """[bytes] Of what is kept now, by scope."""
-        found: dict[str, list[float]] = {"block": [], "attention": [], "outside": []}
+    def sizes(self) -> dict[str, float]:
+        """[bytes] By scope, what is kept now."""
+        found = dict.fromkeys(("block", "attention", "outside", "weights"), 0.0)
         for kept in self._kept.values():
-            found[kept.scope].append(kept.size)
+            found[kept.scope] += kept.size
         return found
 
     def add_result(self, *tensors: Any) -> None:
         """Count results of a matmul, if it is in a block."""
         if self._inside["block"]:
-            self.matmuls += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            self.matmuls += sum(tensor.nbytes for tensor in tensors)
 
-    @property
-    def on_cpu(self) -> bool:
-        """Whether the run computes on a CPU."""
-        return self._on_cpu
+    def add_cast(self, source: torch.Tensor, result: torch.Tensor) -> None:
+        """Note a copy in another dtype: autocast's of a weight is kept, and grows with no token."""
+        if source.untyped_storage()._cdata in self._known:
+            self._copies[result.untyped_storage()._cdata] = result.untyped_storage()
 
     def _enter(self, stack: ExitStack, module: Any, scope: str) -> None:
         def count(change: int) -> Any:
@@ -156,18 +189,15 @@ class _Counter:
         kept = self._kept.get(key)
         if kept is None:
             # A GPU's dropout keeps a mask of bytes, a CPU's its factors.
-            narrow = self._inside["dropout"] and not self._on_cpu
+            narrow = self._inside["dropout"] and not self.on_cpu
             size = storage.nbytes() / (tensor.element_size() if narrow else 1)
-            scope = "attention" if self._inside["attention"] else "block" if self._inside["block"] else "outside"
+            inside = [scope for scope in ("attention", "block") if self._inside[scope]]
+            scope = inside[0] if inside else "outside"
+            if key in self._copies:
+                # Those of the head belong to the loss.
+                scope, size = "weights", size if inside else 0.0
             kept = self._kept[key] = _Kept(storage, size, scope)
         return kept
-
-
-def _is_attention(module: Any) -> bool:
-    """As `modeling.activation_checkpointing` finds what it recomputes."""
-    below = list(module.modules())[1:]
-    inner = any("Attention" in type(child).__name__ for child in below)
-    return "Attention" in type(module).__name__ and bool(below) and not inner
 
 
 @contextmanager
@@ -176,21 +206,23 @@ def _answering(answer: bool, counter: _Counter) -> Iterator[None]:
 
     Models ask whether a mask masks anything, to do without it.
     """
-    import torch
-    from torch.nn import functional
-    from torch.utils._python_dispatch import TorchDispatchMode
 
     class Answers(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is torch.ops.aten._local_scalar_dense.default:
                 return answer
-            result = func(*args, **(kwargs or {}))
             name = func._schema.name
-            if name in _MATMULS:
+            if name == "aten::_grouped_mm":  # without values torch takes it for one of BF16 alone
+                result = args[0].new_empty(len(args[0]), args[1].shape[-1])
+            else:
+                result = func(*args, **(kwargs or {}))
+            if name == "aten::_to_copy":
+                counter.add_cast(args[0], result)
+            if name in KEPT_OPERATORS and isinstance(result, torch.Tensor):
                 counter.add_result(result)
             if name in _INNER:
                 flops = 2.0 * result.numel() * args[_INNER[name]].shape[-1]
-                if name in _MATMULS:
+                if name in KEPT_OPERATORS:
                     counter.weight_flops += flops
                 else:
                     counter.attention_flops += flops
@@ -213,10 +245,14 @@ def _answering(answer: bool, counter: _Counter) -> Iterator[None]:
         trained = attn_mask is not None and attn_mask.requires_grad  # T5's positions
         if counter.on_cpu and (dropout_p or trained):  # is not fused there
             return original(query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, **rest)
+        if torch.is_autocast_enabled("cpu"):
+            query, key, value = (item.to(torch.get_autocast_dtype("cpu")) for item in (query, key, value))
         bias = attn_mask
         if bias is not None and bias.dtype == torch.bool:
             bias = torch.empty_like(bias, dtype=query.dtype)
         return Fused.apply(query, key, value, bias)
 
-    with Answers(), patch.object(functional, original.__name__, attention):
+    # transformers makes every mask where it takes tensors without values for a graph that is being exported
+    unseen = patch("transformers.utils.import_utils.is_fake_tensor", return_value=False)
+    with Answers(), patch.object(functional, original.__name__, attention), unseen:
         yield

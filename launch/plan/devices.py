@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from config.errors import UserError
 
 GIB = 2**30
+DEFAULT_MFU = 0.4
+"""Share of the peak that model FLOPs reach without recomputation and without waiting for the network."""
+LATENCY_SECONDS = 5e-6
+"""[s] One hop of a collective."""
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
 from config.batch import slice_length
-from config.cli import REPOSITORY
 from config.deepspeed.document import offload, zero_stage
-from config.optimizers import OPTIMIZERS, OptimizerSpec
 from config.resolved import Resolved
-from config.schema import Config, DistillSection, ModelSection
+from config.schema import Config, DistillSection, ModelSection, PrecisionSection
 
 ZERO_DEFAULTS = {
     "reduce_bucket_size": 5e8,
@@ -48,15 +45,12 @@ class Layout:
     """[sequences] Of one sample: two of a pair of answers."""
     compute: str
     """fp32, bf16 or fp16: dtype of parameters and activations on the cast path."""
-    manifest: bool
-    """FP32 parameters whose matmuls run in 16 bits under autocast."""
-    fp8: bool
-    """The manifest has FP8 for linear layers, which keep no 16-bit copy of their weights."""
+    precision: PrecisionSection
+    """Names the manifest."""
     reduced: int
     """[bytes] Of one gradient value on the network."""
     checkpointing: str
     """none, full, selective, attention, ops or budget."""
-    attention: str
     masked: bool
     """Rows that share a sequence do not see each other, so that attention gets a mask."""
     task: str
@@ -68,8 +62,8 @@ class Layout:
     """What a student is held to."""
     model: ModelSection
     """Says whether the loss is computed in chunks."""
-    optimizer: OptimizerSpec
-    """Says what is kept beside the masters."""
+    optimizer: str
+    """A name of config/optimizers.py, which says what is kept beside the masters."""
     bf16_matrices: bool
     """Whole matrices are orthogonalized in BF16."""
     split_masters: bool
@@ -114,6 +108,11 @@ class Layout:
         return self.world // self.tensor
 
     @property
+    def manifest(self) -> bool:
+        """Whether parameters are FP32 and matmuls run in 16 bits under autocast."""
+        return self.precision.path == "manifest"
+
+    @property
     def width(self) -> int:
         """[bytes] Of one parameter."""
         return 4 if self.compute == "fp32" else 2
@@ -156,18 +155,16 @@ def layout_of(resolved: Resolved, *, world: int, on_cpu: bool) -> Layout:
         expert=resolved.batch.expert,
         rows=2 if config.task == "dpo" else 1,
         compute=resolved.compute,
-        manifest=config.precision.path == "manifest",
-        fp8=config.precision.path == "manifest" and _names_fp8(config.precision.manifest),
+        precision=config.precision,
         reduced=4 if config.precision.reduce == "fp32" or resolved.compute == "fp32" else 2,
         checkpointing=config.model.activation_checkpointing,
-        attention=config.model.attention,
         masked=config.keeps_documents_apart,
         task=config.task,
         reference_pass=config.task == "dpo" and config.preference.reference == "adapter_off",
         passes_before=_passes_before(config),
         distill=config.distill,
         model=config.model,
-        optimizer=OPTIMIZERS[config.optimizer.name],
+        optimizer=config.optimizer.name,
         bf16_matrices=config.optimizer.orthogonalization == "bf16",
         split_masters=config.precision.masters == "split",
         offload=kept_on_host,
@@ -191,12 +188,3 @@ def _passes_before(config: Config) -> bool:
         or config.model.activation_memory_gib is not None
         or config.model.compile
     )
-
-
-def _names_fp8(manifest: str | None) -> bool:
-    """Whether a rule of the manifest has FP8. What is wrong with the file the run itself says."""
-    try:
-        rules = json.loads((REPOSITORY / str(manifest)).read_text(encoding="utf-8"))["rules"]
-        return any(rule["compute"] == "fp8" for rule in rules)
-    except (OSError, ValueError, KeyError, TypeError):
-        return False

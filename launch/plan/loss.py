@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from config.batch import loss_chunk
 from launch.plan.layout import ZERO_DEFAULTS, Layout
 from launch.plan.model import Shape
+from modeling import log_probs
+from modeling.chunked_head import loss_chunk
+from modeling.objectives import divergence
 
-_PREFERENCE_CHUNK = 1 << 24
-"""[logits] That `modeling.log_probs` widens at a time."""
-_DISTILLATION_CHUNK = 1 << 22
-"""[logits] That `modeling.objectives.divergence` takes at a time."""
 _DIVERGENCE_TENSORS = {"forward_kl": 7, "reverse_kl": 8, "jsd": 11}
 """[FP32 tensors] Of a chunk of logits, at most, while its divergence from a live teacher is recomputed and
 differentiated; counted by the profiler, as tests/launch/plan/test_tasks.py does."""
@@ -24,7 +22,7 @@ def loss_bytes(shape: Shape, layout: Layout) -> float:
         return 0.0  # a number or two for a token, at most
     if layout.task == "dpo":
         # the logits and their gradient, and a chunk in FP32, beside which 16 bits are widened
-        return 2 * width * logits + (8 if width == 2 else 4) * min(logits, _PREFERENCE_CHUNK)
+        return 2 * width * logits + (8 if width == 2 else 4) * min(logits, log_probs.CHUNK_VALUES)
     if layout.task == "distill":
         return _distillation(shape, layout)
     return _label_prediction(shape, layout)
@@ -51,7 +49,7 @@ def _label_prediction(shape: Shape, layout: Layout) -> float:
 def _distillation(shape: Shape, layout: Layout) -> float:
     """The student's logits and the gradient of the chunks that are done, what the teacher said, and a chunk in FP32."""
     logits, width = float(shape.vocabulary * layout.tokens), layout.width
-    chunk = min(logits, _DISTILLATION_CHUNK)
+    chunk = min(logits, divergence.CHUNK_VALUES)
     known, tensors = (8 * layout.distill.top_k + 4) * float(layout.tokens), _CACHED_TENSORS
     if shape.teacher is not None:
         known = shape.teacher.width * logits

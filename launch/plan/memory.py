@@ -1,22 +1,21 @@
 """Peak memory of one rank, item by item.
 
 Model states are those of Rajbhandari et al. 2020 (ZeRO), with what DeepSpeed 0.19.8 keeps beside them. Activations are
-counted as in Korthikanti et al. 2022 (Reducing Activation Recomputation in Large Transformer Models), tensor by tensor
-for the blocks that transformers runs: norms in FP32 step by step, fused attention without its s^2 term, and a softmax
-over the vocabulary in FP32, of all tokens or of a chunk (modeling/linear_cross_entropy.py).
+counted in a forward pass of the model (counted.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from config.optimizers import SPLIT_BYTES
+from config.optimizers import OPTIMIZERS
 from launch.plan.gathered import gathered
 from launch.plan.layout import BUFFERED_ALLREDUCE, Layout
 from launch.plan.loss import loss_bytes, teacher_bytes
 from launch.plan.model import Shape
-from launch.plan.recompute import attention_bytes, kept_bytes, outside_bytes
+from launch.plan.recompute import kept_bytes
 from launch.plan.step import step_bytes
+from precision.split_masters import SPLIT_BYTES
 
 
 @dataclass(frozen=True)
@@ -65,39 +64,8 @@ def model_states(shape: Shape, layout: Layout) -> tuple[dict[str, float], dict[s
 
 def _state_bytes(shape: Shape, layout: Layout) -> float:
     """[bytes] The optimizer's state of the whole model."""
-    bytes_of = layout.optimizer.state_bytes
+    bytes_of = OPTIMIZERS[layout.optimizer].state_bytes
     return float(sum(bytes_of(matrix=group.matrix) * group.parameters for group in shape.groups))
-
-
-def block_bytes(shape: Shape, layout: Layout) -> float:
-    """[bytes] That autograd keeps of one token in one block when nothing is recomputed.
-
-    By the operations of transformers' blocks: an RMSNorm keeps its FP32 input, the normalised state and its output; a
-    projection its input; fused attention queries, keys, values, output and a log-sum-exp; a gated MLP both halves, the
-    activation and the product. A dropout mask is one byte a value.
-
-    Under a manifest modules return 16 bits, norms work in FP32 throughout, and each projection that reads what a norm
-    returned keeps a 16-bit copy of its own, also one in FP8, which rounds again in the backward pass.
-    """
-    if shape.counted is not None:
-        return shape.counted.block + _autocast_bytes(shape, layout)
-    if layout.manifest:
-        copies = (3 + (2 if shape.gated else 1)) * shape.hidden
-        if shape.head_norms:  # their normalised state, in FP32 as well
-            copies += (shape.heads + shape.kv_heads) * shape.head_dim
-        return block_bytes(shape, replace(layout, manifest=False, compute="bf16")) + 2.0 * copies
-    width, hidden, mlp = layout.width, shape.hidden, shape.intermediate
-    norm = (4 + 2 * width) * hidden + 4 if shape.rms_norm else 2 * width * hidden + 2 * width
-    attention = attention_bytes(shape, layout)
-    tensors = 4 if shape.gated else 5 if shape.activation == "gelu_new" else 2
-    return shape.norms * norm + attention + tensors * width * mlp + (2 * hidden if shape.dropout else 0)
-
-
-def _autocast_bytes(shape: Shape, layout: Layout) -> float:
-    """[bytes] Of one token in one block: the 16-bit copy of what enters a projection, which autocast keeps."""
-    if not layout.manifest:
-        return 0.0
-    return 2.0 * (2 * shape.hidden + shape.heads * shape.head_dim + shape.intermediate)
 
 
 def activations(shape: Shape, layout: Layout) -> tuple[float, float, float]:
@@ -106,12 +74,9 @@ def activations(shape: Shape, layout: Layout) -> tuple[float, float, float]:
     kept: until the backward pass. recomputed: of one block, made again while its backward pass runs. loss: see
     `loss_bytes`.
     """
-    tokens = layout.tokens
-    block = block_bytes(shape, layout) * tokens
-    if layout.manifest and not layout.fp8:  # autocast, its cache off, keeps a 16-bit copy of the weights as well
-        block += 2 * shape.block_parameters
-    kept, again = kept_bytes(shape, layout, block)
-    return kept + outside_bytes(shape, layout) * tokens, again, loss_bytes(shape, layout)
+    assert shape.counted is not None
+    kept, again = kept_bytes(shape, layout)
+    return kept + shape.counted.outside * layout.tokens, again, loss_bytes(shape, layout)
 
 
 def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory:

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
-from config.adapter import head_weights
+from accelerate import init_empty_weights
+from transformers import AutoConfig
+
 from config.errors import UserError, one_line
-from config.optimizers import OPTIMIZERS, has_matrices, is_decayed, unmatched_group
-from config.schema import AdapterSection, Config, OptimizerSection
-from config.task import CAUSAL_LM, ENCODER_TASKS, model_class_of
-from launch.plan.build import adapted, hugging_face_config, new_model, saved_config
+from config.schema import AdapterSection, Config, ModelSection, OptimizerSection
+from config.task import CAUSAL_LM, model_class_of
+from launch.plan.build import model_of
 from launch.plan.codes import Codes, coded_layers, codes_of
 from launch.plan.counted import Counted, count_activations
-
-if TYPE_CHECKING:
-    from launch.plan.layout import Layout
+from launch.plan.layout import Layout
+from modeling.activation_checkpointing import blocks_of
+from modeling.adapter import add_adapter, head_weights
+from modeling.build import empty_model
+from modeling.expert_parallel import expert_count, require_shareable_experts, share_experts
+from modeling.parameter_groups import parameter_groups
+from modeling.tensor_parallel import cut
 
 
 @dataclass(frozen=True)
@@ -90,28 +96,14 @@ class Shape:
     kv_heads: int
     head_dim: int
     vocabulary: int
-    gated: bool
-    """Whether the MLP multiplies a gate with its second input."""
-    activation: str
-    """transformers' name of the MLP's activation function."""
-    rms_norm: bool
-    """Norms without a mean, computed step by step in FP32; else torch's layer norm."""
-    norms: int
-    """[norms] Of the whole hidden state, in one block."""
-    head_norms: bool
-    """Queries and keys are normalised head by head."""
-    dropout: bool
-    """Whether dropout keeps masks."""
     plain_head: bool
     """The logits come from a plain linear layer, so that its loss may be computed in chunks."""
     trained_head: bool
     """Whether that layer is trained."""
-    exact: bool
-    """Whether the activation formulas were verified for this kind of block: a plain attention and one MLP."""
     attention: str = "sdpa"
-    """What model.attention = auto becomes."""
+    """transformers' implementation."""
     counted: Counted | None = None
-    """Activations that were counted, in place of formulas."""
+    """Its activations; None of a teacher, which keeps none."""
     teacher: Teacher | None = None
     """That answers in every micro-batch."""
     codes: Codes | None = None
@@ -187,45 +179,29 @@ def read_shape(config: Config, layout: Layout) -> Shape:
     """The sizes of the model of `config`. Takes seconds, no weights, and no network for a new model.
 
     Raises UserError: the architecture or a target module is unknown, its config is refused, the vocabulary cannot be
-    determined, or the task's models are not counted.
+    determined, or the model's code cannot run without values.
     """
-    trusted = config.model.trust_remote_code
-    model = new_model(
-        hugging_face_config(config),
-        model_class=model_class_of(config),
-        eager=config.model.attention == "eager",
-        trust_remote_code=trusted,
-    )
-    encoder = config.task in ENCODER_TASKS
-    shape = _measured(model, config.adapter, config.optimizer, model_class=model_class_of(config))
+    model = model_of(config)
+    shape = sizes_of(model, config.adapter, config.optimizer, model_class=model_class_of(config))
     if layout.tensor > 1:
-        shape = replace(shape, slice=_slice(model, shape, config.optimizer, ranks=layout.tensor))
-    if layout.expert > 1:  # where all experts are used alike, a rank's are sent as many tokens as it sends to all
-        counted = count_activations(model, _blocks(model), layout, encoder=encoder)
+        own = _slice(model, shape, config.optimizer, ranks=layout.tensor)
+        return replace(shape, slice=replace(own, counted=count_activations(model, layout)))
+    # where experts are shared and all are used alike, a rank is sent as many tokens as it sends to others
+    shape = replace(shape, counted=count_activations(model, layout))
+    if layout.expert > 1:
         own = _with_experts_shared(model, shape, config.optimizer, ranks=layout.expert)
-        own = replace(own, counted=counted, exact=counted is not None)
-        return replace(shape, slice=own, counted=counted, exact=own.exact)
+        return replace(shape, slice=replace(own, counted=shape.counted))
     if config.distill.teacher is not None and not config.distill.top_k:
         shape = replace(shape, teacher=_teacher(config, vocabulary=shape.vocabulary))
-    if shape.exact and not shape.has_adapter and not encoder and not layout.targets:
-        return shape
-    counted = count_activations(model, _blocks(model), layout, encoder=encoder)
-    if layout.targets:
-        shape = _of_both_sides(shape, counted)
-    return replace(shape, counted=counted, exact=shape.exact or counted is not None)
+    return _of_both_sides(shape) if layout.targets else shape
 
 
-def _of_both_sides(shape: Shape, counted: Counted | None) -> Shape:
-    """The sizes of an encoder-decoder, whose tokens of one side do not meet the weights of the other.
-
-    Raises UserError where its code cannot run without values.
-    """
-    if counted is None:
-        fix = "try a step with the longest rows"
-        raise UserError(f"task = seq2seq: launch.plan cannot count {shape.architecture} without its values; {fix}")
-    used = counted.weight_flops / 2
+def _of_both_sides(shape: Shape) -> Shape:
+    """The sizes of an encoder-decoder, whose tokens of one side do not meet the weights of the other."""
+    assert shape.counted is not None
+    used = shape.counted.weight_flops / 2
     trained = used * shape.trained_matmul / shape.matmul_parameters
-    flops = counted.attention_flops
+    flops = shape.counted.attention_flops
     return replace(shape, matmul_parameters=round(used), trained_matmul=round(trained), counted_attention=flops)
 
 
@@ -242,7 +218,7 @@ def _slice(model: Any, whole: Shape, optimizer: OptimizerSection, *, ranks: int)
             "transformers has no tp_plan for it; set it to 1"
         )
     head, found = model.get_output_embeddings(), {"colwise": 0, "rowwise": 0}
-    block = dict(_blocks(model)[0].named_modules())
+    block = dict(blocks_of(model)[0].named_modules())
     cut_head = False
     for name, module in list(model.named_modules()):
         style = next((kind for pattern, kind in plan.items() if fnmatchcase(name, f"*{pattern}")), "")
@@ -252,7 +228,7 @@ def _slice(model: Any, whole: Shape, optimizer: OptimizerSection, *, ranks: int)
         found[kind] += any(module is item for item in block.values())
         cut_head = cut_head or module is head
         _cut(module, ranks, by_rows=kind == "colwise")
-    own = _measured(model, AdapterSection(), optimizer)
+    own = sizes_of(model, AdapterSection(), optimizer)
     parts = {name: getattr(whole, name) // ranks for name in ("heads", "kv_heads", "intermediate")}
     return replace(
         own,
@@ -265,41 +241,21 @@ def _slice(model: Any, whole: Shape, optimizer: OptimizerSection, *, ranks: int)
 
 
 def _with_experts_shared(model: Any, whole: Shape, optimizer: OptimizerSection, *, ranks: int) -> Shape:
-    """What each of so many ranks has that share the experts of a model (on the meta device, changed in place).
+    """What each of so many ranks has that share the experts of a model, which is changed in place.
 
-    Raises UserError for a model whose experts are not in tensors of three dimensions, or are not divided by `ranks`.
+    Raises UserError for a model whose experts cannot be shared.
     """
-    found = [
-        module
-        for module in model.modules()
-        if type(module).__name__.endswith("Experts")
-        and any(item.dim() == 3 for item in module.parameters(recurse=False))
-    ]
-    shared = frozenset(id(item) for module in found for item in module.parameters(recurse=False))
-    groups, experts, count = tuple(_groups(model, optimizer, shared=shared, ranks=ranks)), 0, 0
-    own_ids: set[int] = set()
-    for module in found:
-        for name, item in module.named_parameters(recurse=False):
-            if item.shape[0] % ranks:
-                raise UserError(
-                    f"parallel.expert = {ranks}: does not divide the {item.shape[0]} experts of model "
-                    f"{whole.architecture}; set it to a divisor"
-                )
-            own = item.detach().new_empty([item.shape[0] // ranks, *item.shape[1:]])
-            experts, count = experts + own.numel(), item.shape[0]
-            setattr(module, name, type(item)(own))
-            own_ids.add(id(getattr(module, name)))
-    if not found:
-        raise UserError(f"parallel.expert = {ranks}: model {whole.architecture} has no fused experts; set it to 1")
+    require_shareable_experts(model.config, ranks)
+    layers = share_experts(model, SimpleNamespace(rank=0, size=ranks), "experts")
+    own = sizes_of(model, AdapterSection(), optimizer)
     text = model.config.get_text_config()
     return replace(
-        _measured(model, AdapterSection(), optimizer),
-        groups=groups,  # whole ones: ZeRO divides them by all ranks
+        own,
+        groups=tuple(_groups(model, optimizer, ranks=ranks)),
         trained_by_all=whole.trained_parameters,
-        expert_parameters=experts,
-        expert_layers=len(found),
-        experts=count,
-        modules=tuple(_modules(model, set(), halved=False, shared=own_ids)),
+        expert_parameters=sum(tensor.elements for module in own.modules for tensor in module if tensor.shared),
+        expert_layers=layers,
+        experts=expert_count(text) or 0,
         experts_per_token=int(getattr(text, "num_experts_per_tok", None) or 1),
     )
 
@@ -314,27 +270,20 @@ def _cut(layer: Any, ranks: int, *, by_rows: bool) -> None:
             setattr(layer, name, type(whole)(whole.detach().new_empty(size)))
 
 
-def shape_of(hugging_face: Any, optimizer: OptimizerSection | None = None) -> Shape:
-    """The sizes of the causal language model of a Hugging Face config. Raises UserError when it cannot be built."""
-    return _measured(new_model(hugging_face), AdapterSection(), optimizer or OptimizerSection())
-
-
-def _measured(
+def sizes_of(
     model: Any, adapter: AdapterSection, optimizer: OptimizerSection, *, model_class: str = CAUSAL_LM
 ) -> Shape:
     """The sizes of a model on the meta device, which gets its adapter. Raises UserError for one that does not fit."""
-    text, blocks = model.config.get_text_config(), _blocks(model)
+    text, blocks = model.config.get_text_config(), blocks_of(model)
+    if not blocks:
+        raise UserError(f"model.architecture = {model.config.model_type}: has no blocks to plan for")
     block = max(blocks, key=lambda one: sum(item.numel() for item in one.parameters()))
-    names = {name.rpartition(".")[2] for name, _ in block.named_modules()}
     hidden, heads = text.hidden_size, text.num_attention_heads
-    norms = {name.rpartition(".")[2]: type(module).__name__ for name, module in block.named_modules()}
-    norms = {name: kind for name, kind in norms.items() if "Norm" in kind}
-    gated = bool(names & {"gate_proj", "gate_up_proj"})
-    dropout = any(type(module).__name__ == "Dropout" and module.p > 0 for module in block.modules())
     looked_up, codes = _embeddings(model), codes_of(model, adapter)
     coded = {id(layer.weight) for layer in coded_layers(model, adapter)}
     if adapter.kind != "none":
-        adapted(model, adapter, model_class=model_class)
+        with init_empty_weights(include_buffers=False):
+            add_adapter(model, adapter, seed=0, model_class=model_class)
     parameters = {name: (item, item.numel()) for name, item in model.named_parameters()}
     # of a module that is trained whole the original is kept and not used
     used = {name: item for name, item in parameters.items() if ".original_module." not in name}
@@ -362,25 +311,15 @@ def _measured(
         kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or hidden // heads,
         vocabulary=text.vocab_size,
-        gated=gated,
-        activation=getattr(text, "hidden_act", None) or getattr(text, "activation_function", None) or "silu",
-        rms_norm=any("RMS" in kind for kind in norms.values()),
-        norms=sum(name not in ("q_norm", "k_norm") for name in norms),
-        head_norms=bool(names & {"q_norm", "k_norm"}),
-        dropout=dropout,
         plain_head=plain,
         trained_head=plain and head.weight.requires_grad,
-        exact="experts" not in names and (gated or model.config.model_type == "gpt2"),
         attention=str(model.config._attn_implementation),
         codes=codes,
     )
 
 
-def _modules(
-    model: Any, coded: set[int], *, halved: bool, shared: Collection[int] = ()
-) -> Iterator[tuple[Stored, ...]]:
-    """The parameters of each module. coded: ids of those that hold codes, of bytes. halved: two are in one. shared: ids
-    of experts that ranks share."""
+def _modules(model: Any, coded: set[int], *, halved: bool) -> Iterator[tuple[Stored, ...]]:
+    """The parameters of each module. coded: ids of those that hold codes, of bytes. halved: two are in one."""
     seen: set[int] = set()
     for module in model.modules():
         own = [item for item in module.parameters(recurse=False) if id(item) not in seen]
@@ -389,7 +328,7 @@ def _modules(
             yield tuple(
                 Stored(-(-item.numel() // 2) if halved else item.numel(), 1)
                 if id(item) in coded
-                else Stored(item.numel(), shared=id(item) in shared)
+                else Stored(item.numel(), shared=cut(item) is not None)
                 for item in own
             )
 
@@ -404,70 +343,35 @@ def _tables(model: Any) -> set[int]:
     return {id(module.weight) for module in model.modules() if type(module).__name__ == "Embedding"}
 
 
-def _groups(
-    model: Any, section: OptimizerSection, *, shared: frozenset[int] = frozenset(), ranks: int = 1
-) -> list[Group]:
-    """Sizes of the groups of `modeling.parameter_groups`. Raises UserError for one of the config without parameters.
+def _groups(model: Any, section: OptimizerSection, *, ranks: int = 1) -> Iterator[Group]:
+    """Sizes of the groups of `modeling.parameter_groups`, of experts that so many ranks share the whole ones.
 
-    shared: ids of the experts that so many ranks share.
+    Raises UserError for a group of the config without parameters.
     """
-    embeddings = _tables(model)
-    of_head = head_weights(model)
-    splits = OPTIMIZERS[section.name].splits_matrices
-    owners = dict(model.named_modules())
-    found: dict[tuple[Any, ...], list[Any]] = {}
-    for name, item in model.named_parameters():
-        if item.requires_grad:
-            decays = is_decayed(name, item.dim()) and id(item) not in embeddings
-            owner = type(owners[name.rpartition(".")[0]]).__name__
-            matrix = splits and decays and has_matrices(name, item.dim(), owner) and id(item) not in of_head
-            own = max((i for i, group in enumerate(section.groups) if fnmatchcase(name, group.match)), default=-1)
-            found.setdefault((not matrix, not decays, own, id(item) in shared), []).append(item)
-    for index, group in enumerate(section.groups):
-        if not any(own == index for *_, own, _ in found):
-            raise unmatched_group(group.match, next(name for name, p in model.named_parameters() if p.requires_grad))
-    groups = []
-    for key in sorted(found):
-        sizes = [item.numel() for item in found[key]]
-        sides = sorted(max((item.shape[-2:] for item in found[key]), key=math.prod)) if not key[0] else (1, 1)
-        groups.append(Group(not key[0], sum(sizes), max(sizes), ranks if key[-1] else 1, (sides[0], sides[1])))
-    return groups
+    for group in parameter_groups(model, section):
+        shapes = [how.whole(item.shape) if (how := cut(item)) else item.shape for item in group["params"]]
+        sizes = [shape.numel() for shape in shapes]
+        short, long = sorted(max((shape[-2:] for shape in shapes), key=math.prod)) if group["matrix"] else (1, 1)
+        yield Group(group["matrix"], sum(sizes), max(sizes), ranks if "moe" in group else 1, (short, long))
 
 
 _INTERMEDIATE = ("intermediate_size", "n_inner", "d_ff", "encoder_ffn_dim")
 """Names of the width inside the MLP."""
 
 
-def _blocks(model: Any) -> list[Any]:
-    """The transformer blocks, those of an encoder first."""
-    shape = model.config.get_text_config()
-    if not model.config.is_encoder_decoder:
-        return _list_of(model, shape.num_hidden_layers)
-    names = ("num_decoder_layers", "decoder_layers")
-    decoders = next((number for name in names if (number := getattr(shape, name, None))), shape.num_hidden_layers)
-    return _list_of(model.get_encoder(), shape.num_hidden_layers) + _list_of(model.get_decoder(), decoders)
-
-
-def _list_of(model: Any, layers: int) -> list[Any]:
-    lists = [module for module in model.modules() if type(module).__name__ == "ModuleList" and len(module) == layers]
-    if not lists:
-        raise UserError(f"model.architecture = {model.config.model_type}: has no list of {layers} blocks to plan for")
-    return list(lists[0])
-
-
 def _teacher(config: Config, *, vocabulary: int) -> Teacher:
-    section, trusted = config.distill, config.model.trust_remote_code
+    section, where = config.distill, f"distill.teacher = {config.distill.teacher}"
     try:
-        found = saved_config(str(section.teacher), trust_remote_code=trusted)
+        found = AutoConfig.from_pretrained(str(section.teacher), trust_remote_code=config.model.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise UserError(f"distill.teacher = {section.teacher}: cannot be loaded ({one_line(error)})") from error
+        raise UserError(f"{where}: cannot be loaded ({one_line(error)})") from error
     own = found.get_text_config().vocab_size
     if own != vocabulary:
         raise UserError(
-            f"distill.teacher = {section.teacher}: has a vocabulary of {own} tokens, the student one of {vocabulary}; "
+            f"{where}: has a vocabulary of {own} tokens, the student one of {vocabulary}; "
             "choose a teacher with the student's tokenizer"
         )
     saved = str(getattr(found, "dtype", None)).removeprefix("torch.")
     width = {"auto": 2 if saved in ("bfloat16", "float16") else 4, "fp32": 4}.get(section.dtype, 2)
-    model = new_model(found, model_class=CAUSAL_LM, trust_remote_code=trusted)
-    return Teacher(_measured(model, AdapterSection(), OptimizerSection()), width)
+    of_teacher = ModelSection(name_or_path=section.teacher, trust_remote_code=config.model.trust_remote_code)
+    return Teacher(sizes_of(empty_model(of_teacher, found), AdapterSection(), OptimizerSection()), width)

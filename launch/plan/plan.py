@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from config import json_text
 from config.command_line import read_command_line
 from config.errors import UserError
 from config.launcher import as_launched
@@ -67,8 +66,6 @@ def make_plan(options: argparse.Namespace, arguments: Sequence[str]) -> Plan:
     device = _device(options)
     layout = layout_of(resolved, world=options.gpus, on_cpu=device.is_cpu)
     shape = read_shape(resolved.config, layout)
-    if layout.attention == "auto":
-        layout = replace(layout, attention=shape.attention)
     mfu, source = options.mfu, "assumed"
     if options.measured is not None:
         mfu, source = _measured_mfu(Path(options.measured), device)
@@ -111,17 +108,15 @@ def _device(options: argparse.Namespace) -> Device:
 
 def _measured_mfu(folder: Path, device: Device) -> tuple[float, str]:
     """The share of the peak that a run reached: the median over its steps without the first tenth."""
+    from tracking.jsonl import read_run_events  # brings orjson, which is not needed to start
+
+    world, rates = 0, []
     try:
-        lines = (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "no text"
-        raise UserError(f"command line: --measured {folder}: {reason}; give a run's folder") from error
-    try:
-        events = [json_text.parse(line) for line in lines if line.endswith("}")]
-        world = next((event["world_size"] for event in reversed(events) if event["event"] == "run_start"), 0)
-        rates = [float(event["tokens_per_second"]) for event in events if event["event"] == "step"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"command line: --measured {folder}: its events.jsonl is damaged; give another run") from error
+        for event in read_run_events(folder / "events.jsonl"):
+            world = event["world_size"] if event["event"] == "run_start" else world
+            rates += [float(event["tokens_per_second"])] if event["event"] == "step" else []
+    except UserError as error:
+        raise UserError(f"command line: --measured {folder}: {error}") from error
     rates = rates[max(1, len(rates) // 10) :]
     if not rates or not world:
         raise UserError(f"command line: --measured {folder}: has no two steps to measure; let it run a little longer")

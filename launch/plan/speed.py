@@ -11,17 +11,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from config.batch import loss_chunk
-from launch.plan.devices import Device
+from config.optimizers import OPTIMIZERS
+from launch.plan.devices import DEFAULT_MFU, LATENCY_SECONDS, Device
 from launch.plan.gathered import bytes_gathered
 from launch.plan.layout import BUFFERED_ALLREDUCE, Layout
-from launch.plan.memory import block_bytes
 from launch.plan.model import Shape
-from launch.plan.recompute import recomputed_blocks, recomputed_share, shared_copies
-
-DEFAULT_MFU = 0.4
-"""Share of the peak that model FLOPs reach without recomputation and without waiting for the network."""
-LATENCY_SECONDS = 5e-6
+from launch.plan.recompute import recomputed_blocks, recomputed_share
+from modeling.chunked_head import loss_chunk
 
 
 @dataclass(frozen=True)
@@ -81,9 +77,10 @@ def traffic(shape: Shape, layout: Layout) -> Traffic:
         return _with_tokens(found, shape, layout)
     if layout.sharing == 1:
         return found
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim * shared_copies(shape, layout)
-    block = block_bytes(shape, layout) * layout.tokens
-    times = layout.accumulation * (2 * shape.layers + _attention_again(shape, layout, block))
+    # key and value heads are repeated, so that ranks that share sequences can have equally many
+    queries, keys = (math.lcm(heads, layout.sharing) * shape.head_dim for heads in (shape.heads, shape.kv_heads))
+    again = layout.checkpointing in ("attention", "ops")
+    times = layout.accumulation * (2 * shape.layers + (shape.layers if again else recomputed_blocks(shape, layout)))
     sent = times * layout.width * layout.tokens * (2.0 * queries + 2.0 * keys)
     return replace(found, sequences=_leaving(layout.sharing) * sent, trades=4.0 * times)
 
@@ -95,10 +92,9 @@ def _leaving(ranks: int) -> float:
 
 def _with_sums(found: Traffic, shape: Shape, layout: Layout) -> Traffic:
     """With what the ranks that share matrices sum up, twice around the ring, and gather, once."""
-    block = block_bytes(shape, layout) * layout.tokens
     # Recomputation stops at the last tensor that is needed, before the block's last sum; a reentrant one does not.
     each = shape.rows if layout.model.checkpointing_reentrant else shape.rows - 1
-    again = recomputed_blocks(shape, layout, block) * float(each)
+    again = recomputed_blocks(shape, layout) * float(each)
     cut_head = shape.head_share > 1
     outputs, inputs = shape.layers * shape.rows + again, shape.layers * shape.columns + cut_head
     reductions = outputs + inputs
@@ -118,9 +114,8 @@ def _with_tokens(found: Traffic, shape: Shape, layout: Layout) -> Traffic:
     """With the tokens that ranks send each other's experts and get back, in both passes, once more where a block is
     recomputed; a reentrant one is refused. A layer's counts of each expert's tokens go ahead of its forward passes."""
     ranks, chosen = layout.expert, shape.experts_per_token
-    block = block_bytes(shape, layout) * layout.tokens
     forward = shape.expert_layers * (1 + layout.counting_pass) + min(
-        recomputed_blocks(shape, layout, block), shape.expert_layers
+        recomputed_blocks(shape, layout), shape.expert_layers
     )
     passes = forward + shape.expert_layers
     row = float(layout.width * shape.hidden)
@@ -134,11 +129,6 @@ def _with_tokens(found: Traffic, shape: Shape, layout: Layout) -> Traffic:
         tokens_at_most=layout.accumulation * (passes * layout.tokens * row * most + forward * counts),
         dispatches=layout.accumulation * (2.0 * passes + forward),
     )
-
-
-def _attention_again(shape: Shape, layout: Layout, block: float) -> int:
-    """[blocks] Whose attention the backward pass repeats."""
-    return shape.layers if layout.checkpointing in ("attention", "ops") else recomputed_blocks(shape, layout, block)
 
 
 def _of_states(shape: Shape, layout: Layout) -> Traffic:
@@ -182,7 +172,7 @@ def _exchanged(shape: Shape, layout: Layout) -> float:
 
     Experts that ranks share are updated where they are, but for one that two ranks have parts of.
     """
-    if not layout.optimizer.splits_matrices or layout.stage == 0:
+    if not OPTIMIZERS[layout.optimizer].splits_matrices or layout.stage == 0:
         return 0.0
     staying = sum(group.parameters for group in shape.groups if group.matrix and group.shared > 1)
     return 8.0 * (shape.hidden_matrix_parameters - staying) / layout.zero_ranks * _leaving(layout.zero_ranks)
@@ -276,7 +266,6 @@ def computed_flops(shape: Shape, layout: Layout) -> float:
     Ranks that share experts compute for each other's tokens: as much as with all experts.
     """
     shape = shape.own if layout.expert == 1 else shape
-    block = block_bytes(shape, layout) * layout.tokens
-    again = recomputed_share(shape, layout, block) + layout.reference_pass + layout.counting_pass
+    again = recomputed_share(shape, layout) + layout.reference_pass + layout.counting_pass
     flops = shape.flops_per_token(layout.sequence) + again * shape.forward_flops(layout.sequence)
     return flops + (shape.teacher.shape.forward_flops(layout.sequence) if shape.teacher else 0.0)

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from config.optimizers import EXCHANGED_VALUES, SPLIT_PIECE, SPLIT_PIECE_ON_A_GPU
+from config.optimizers import EXCHANGED_VALUES
 from launch.plan.layout import ZERO_DEFAULTS, Layout
 from launch.plan.model import Group, Shape
+from precision.split_masters import SPLIT_PIECE, SPLIT_PIECE_ON_A_GPU
+
+TEMPORARIES = {
+    "lion": ((4, 0),),  # the direction
+    "lamb": ((8, 16),),  # both corrected averages, and a parameter with its squares in FP64
+    # both corrected averages, squared gradients and what divides them; then a parameter's quotients in FP64
+    "stable_adamw": ((16, 0), (12, 8)),
+    "muon": ((8, 0),),  # both corrected averages of what is no hidden matrix
+}
+"""[bytes] An update's temporaries, by optimizer: of one value of the flat tensor that is updated, and of one value of
+the largest parameter in it; a pair for each moment that may be the peak."""
 
 _OF_A_PIECE = 13
 """[bytes] Of one value of a split master while it is joined: its bits twice, and those of a tie as a byte and apart."""
@@ -39,9 +50,8 @@ def _rule_bytes(group: Group, layout: Layout) -> float:
     flat, piece = _sizes(group, layout)
     if group.matrix:
         return 4 * flat + _exchange_bytes(group, layout)
-    return float(
-        max((of_flat * flat + of_piece * piece for of_flat, of_piece in layout.optimizer.temporaries), default=0)
-    )
+    moments = TEMPORARIES.get(layout.optimizer, ())
+    return float(max((of_flat * flat + of_piece * piece for of_flat, of_piece in moments), default=0))
 
 
 def _sizes(group: Group, layout: Layout) -> tuple[float, float]:

@@ -36,6 +36,16 @@ _ITEM_NOTES = {
 }
 
 
+_STATES = {
+    "adamw": "AdamW's two averages in FP32",
+    "sgd": "SGD's velocity in FP32",
+    "muon": "Muon's average of hidden matrices, AdamW's two of the rest, in FP32",
+    "lion": "Lion's average in FP32",
+    "lamb": "LAMB's two averages in FP32",
+    "stable_adamw": "StableAdamW's two averages in FP32",
+}
+
+
 def print_plan(plan: Plan) -> None:
     """Print the plan."""
     console = terminal.console(columns=120)
@@ -57,7 +67,7 @@ def print_plan(plan: Plan) -> None:
 
 def _memory_table(plan: Plan) -> Table:
     memory = plan.configured.memory
-    means = _ITEM_NOTES | {"moments": plan.configured.layout.optimizer.summary}
+    means = _ITEM_NOTES | {"moments": _STATES[plan.configured.layout.optimizer]}
     title = f"Memory of one rank at its peak, {memory.moment}"
     table = Table(("item", "GiB", "share", "what it is"), title=title)
     for name, size in sorted(memory.device.items(), key=lambda item: -item[1]):
@@ -171,10 +181,6 @@ def _conclusions(plan: Plan) -> list[str | Text]:
         stage, micro = plan.smallest.layout.stage, plan.smallest.layout.micro
         does = f"ZeRO-{stage} with batch.micro_size={micro} does: deepspeed.stage={stage}"
         lines.append(Text(f"As configured it does not fit. {does}", style="bold yellow"))
-    if not plan.shape.exact:
-        estimated = "its activations are estimated as those of a plain block, which was not verified for it"
-        text = f"! {plan.shape.architecture}: its parameters are counted; {estimated}"
-        lines.append(Text(text, style="yellow"))
     return lines
 
 

@@ -1,4 +1,4 @@
-"""What launch/slurm/train.sbatch calls before and after a run: is the config right, and should Slurm requeue the job.
+"""Called by launch/slurm/train.sbatch before and after a run: is the config right, and should Slurm requeue the job?
 
     python -m launch.slurm.restart begin --restarts 0 -- --config FILE [key=value ...]
     python -m launch.slurm.restart end --mark 12:3400 --code 75 -- --config FILE [key=value ...]
@@ -12,8 +12,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from config.child_jobs import describe_exit
 from config.cli import BROKEN, CONFIG_ERROR, DIVERGED, PREEMPTED, UNSAVED, Arguments, entry_point
+from config.machine.processes import describe_exit
 from launch.supervise import Run, Session
 
 _FINAL = {

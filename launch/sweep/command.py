@@ -22,11 +22,13 @@ from pathlib import Path
 
 from config.cli import PREEMPTED, REPOSITORY, Arguments, entry_point
 from config.errors import UserError
+from launch.job import visible_gpus
 from launch.sweep.file import read_sweep
-from launch.sweep.folder import ENDED, Plan, lock_file, prepare, read_plan, write_json_atomically
-from launch.sweep.slots import Slots, slot_environments, visible_gpus
+from launch.sweep.folder import ENDED, Plan, prepare, read_plan, write_json_atomically
+from launch.sweep.slots import Slots, slot_environments
 from launch.sweep.table import as_markdown, results_of
 from launch.sweep.trial import log, run_trial
+from tracking.file_lock import exclusive_lock
 
 _SBATCH = REPOSITORY / "launch/slurm/sweep.sbatch"
 
@@ -55,7 +57,7 @@ def _sweep(options: argparse.Namespace, sbatch_options: Sequence[str]) -> int:
         sweep.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{options.path}: cannot make {sweep.folder} ({error.strerror}); change run.dir") from error
-    with lock_file(sweep.folder / ".lock", wait=False) as acquired:
+    with exclusive_lock(sweep.folder / ".lock", 0) as acquired:
         if not acquired:
             problem = f"another process runs this sweep in {sweep.folder}"
             raise UserError(f"{options.path}: {problem}; wait for it or stop it")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from config import json_text
+from config.errors import UserError
 from launch.sweep.rule import Hopeless, Report
 
 LAST_STEPS = 20
@@ -27,45 +28,40 @@ class History:
     evaluations: dict[int, float] = field(default_factory=dict)
     """Step to validation loss."""
     speeds: list[float] = field(default_factory=list)
-    """[tokens/s] Of each step."""
+    """[tokens/s] Throughput of each step."""
     world_size: int | None = None
     ended: dict[str, Any] | None = None
     """The last run_end, unless a new session started after it."""
-    _offset: int = 0
+
+    def __post_init__(self) -> None:
+        from tracking.jsonl import Follower  # brings orjson, which is not needed to start
+
+        self._file = Follower(self.path)
 
     def refresh(self) -> bool:
-        """Read what is new; whether there was anything. A partial last line is left for the next time."""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self._offset)
-                text = file.read()
-        except OSError:
-            return False
-        whole = text[: text.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        for line in whole.splitlines():
-            try:
-                self._take(json_text.parse(line))
-            except (ValueError, KeyError, TypeError, AttributeError):  # a partial line of a session that crashed
-                continue
-        return bool(whole)
+        """Read what is new; whether there was anything. A damaged line is left out."""
+        before = self._file.offset
+        with suppress(UserError):
+            for event in self._file.events("run_start", "step", "eval", "run_end"):
+                self._take(event)
+        return self._file.offset > before
 
     def _take(self, event: dict[str, Any]) -> None:
-        match event.get("event"):
+        match event["event"]:
             case "run_start":
-                self.world_size, self.ended = event.get("world_size"), None
+                self.world_size, self.ended = event["world_size"], None
             case "step":
                 for later in range(event["step"] + 1, max(self.losses, default=0) + 1):
                     self.losses.pop(later, None)
-                self.losses[event["step"]] = float(event.get("loss", math.nan))
-                self.speeds.append(float(event.get("tokens_per_second", math.nan)))
+                self.losses[event["step"]] = math.nan if event["loss"] is None else event["loss"]
+                self.speeds.append(math.nan if event["tokens_per_second"] is None else event["tokens_per_second"])
             case "eval":
-                self.evaluations[event["step"]] = float(event["loss"])
+                self.evaluations[event["step"]] = math.nan if event["loss"] is None else event["loss"]
             case "run_end":
                 self.ended = event
 
     def reports(self, rule: Hopeless) -> list[Report]:
-        """What the stopping rule looks at, in order of steps."""
+        """The losses that the stopping rule compares, in order of steps."""
         if rule.loss == "validation":
             return [Report(step, self.evaluations[step]) for step in sorted(self.evaluations)]
         every = rule.every_steps
@@ -90,7 +86,7 @@ class History:
 
     @property
     def validation_loss(self) -> float | None:
-        """[nats] Of the last evaluation; None when there was none."""
+        """[nats] Loss of the last evaluation; None when there was none."""
         return self.evaluations[max(self.evaluations)] if self.evaluations else None
 
     @property

@@ -5,28 +5,30 @@ Every trial's run config is resolved here, as train.py would, before anything st
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from config import yaml_text
 from config.cli import REPOSITORY
+from config.command_line import parse
 from config.deepspeed.choice import first_file
 from config.errors import UserError
 from config.launcher import as_launched
-from config.load import read_file, show, suggest, to_dict
+from config.load import build_section, read_file, show, to_dict
 from config.resolved import resolve_run
+from config.schema import limit
+from launch.hosts import option_value
 from launch.sweep.rule import Hopeless
 
 _SWEEP_KEYS = ("run.name", "run.dir")
 """Keys that the sweep sets for each trial."""
-_PROCESS_OPTIONS = ("num_gpus", "nproc_per_node", "num_processes")
+_PROCESS_OPTIONS = ("--num-gpus", "--nproc-per-node", "--num-processes")
 """Options of deepspeed, torchrun and accelerate launch for the number of processes."""
 
 
@@ -39,7 +41,7 @@ class Trial:
     settings: tuple[str, ...]
     """All of its `key=value` arguments but those for its folder."""
     resolved: dict[str, Any]
-    """Its whole run config without run.name."""
+    """The whole run config without run.name."""
 
     @property
     def label(self) -> str:
@@ -49,7 +51,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a sweep's file decides for all trials; its plan keeps it."""
+    """Settings of a sweep's file that hold for all trials; its plan keeps them."""
 
     folder: Path
     """run.dir/name, absolute; holds each trial's run folder."""
@@ -59,13 +61,13 @@ class Settings:
     launcher: tuple[str, ...]
     """The words before train.py; empty: plain python, or torchrun for several processes."""
     processes: int
-    """[processes] Of each trial."""
+    """[processes] Processes of each trial."""
     slots: int
-    """[trials] At most so many at a time."""
+    """[trials] How many run at a time, at most."""
     minutes: float | None
-    """[minutes] Of one start of the sweep."""
+    """[minutes] Time limit of one start of the sweep."""
     price: float | None
-    """[money] Of one device for one hour."""
+    """[money] Price of one device for one hour."""
     hopeless: Hopeless | None
 
 
@@ -77,22 +79,29 @@ class Sweep(Settings):
     trials: tuple[Trial, ...]
 
 
-@dataclass
-class _Raw:
+@dataclass(frozen=True)
+class _Stop:
+    """`stop:` of a sweep file."""
+
+    hopeless: Hopeless | None = None
+
+
+@dataclass(frozen=True)
+class _File:
     """The keys of a sweep file."""
 
-    config: Any = None
-    name: Any = None
-    launcher: Any = field(default_factory=list)
-    processes: Any = None
-    slots: Any = 1
-    fixed: Any = field(default_factory=dict)
-    grid: Any = field(default_factory=dict)
-    trials: Any = field(default_factory=list)
+    config: str
+    name: str | None = None
+    launcher: Any = ()
+    processes: int | None = limit(None, at_least=1)
+    slots: int = limit(1, at_least=1)
+    fixed: dict[str, Any] = field(default_factory=dict)
+    grid: dict[str, Any] = field(default_factory=dict)
+    trials: tuple[dict[str, Any], ...] = ()
     seeds: Any = 1
-    stop: Any = field(default_factory=dict)
-    minutes: Any = None
-    price_per_device_hour: Any = None
+    stop: _Stop = field(default_factory=_Stop)
+    minutes: float | None = limit(None, above=0.0)
+    price_per_device_hour: float | None = limit(None, above=0.0)
 
 
 def read_sweep(path: Path) -> Sweep:
@@ -103,23 +112,17 @@ def read_sweep(path: Path) -> Sweep:
     """
     if not path.is_file():
         raise UserError(f"{path}: no such sweep file; give the path of a YAML or JSON file, see docs/sweep.md")
-    tree = read_file(path)
-    _check_keys(path, "", tree, [item.name for item in fields(_Raw)])
-    raw = _Raw(**tree)
-    if not isinstance(raw.config, str):
-        raise UserError(f"{path}: config is missing; name the run config that every trial starts from")
-    name = path.stem if raw.name is None else raw.name
-    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
+    file = build_section(_File, read_file(path), path)
+    name = path.stem if file.name is None else file.name
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
         raise UserError(f"{path}: name = {show(name)} cannot be a folder name; use letters, digits, '-', '_' and '.'")
-    found = first_file(Path(raw.config).expanduser(), [path.parent, Path(), REPOSITORY])
+    found = first_file(Path(file.config).expanduser(), [path.parent, Path(), REPOSITORY])
     if found is None:
         places = f"beside the sweep file, here or in {REPOSITORY}"
-        raise UserError(f"{path}: config = '{raw.config}' does not exist, {places}")
+        raise UserError(f"{path}: config = '{file.config}' does not exist, {places}")
     config = found.absolute()
-    launcher, processes = _launcher(path, raw)
-    trials = _resolved(
-        path, config.absolute(), processes, _mapping(path, "fixed", raw.fixed), list(_combinations(path, raw))
-    )
+    launcher, processes = _launcher(path, file)
+    trials = _resolved(path, config, processes, file.fixed, list(_combinations(path, file)))
     folder = Path(trials[0].resolved["run"]["dir"]).expanduser().absolute()
     return Sweep(
         path=path,
@@ -128,19 +131,17 @@ def read_sweep(path: Path) -> Sweep:
         folder=folder / name,
         launcher=launcher,
         processes=processes,
-        slots=int(_number(path, "slots", raw.slots, whole=True)),
-        hopeless=_hopeless(path, raw.stop),
-        minutes=_optional_number(path, "minutes", raw.minutes),
-        price=_optional_number(path, "price_per_device_hour", raw.price_per_device_hour),
+        slots=file.slots,
+        hopeless=file.stop.hopeless,
+        minutes=file.minutes,
+        price=file.price_per_device_hour,
         trials=tuple(trials),
     )
 
 
-def _combinations(path: Path, raw: _Raw) -> Iterator[dict[str, Any]]:
+def _combinations(path: Path, file: _File) -> Iterator[dict[str, Any]]:
     """The overrides of each trial: every entry of `trials` with every point of `grid` and every seed."""
-    grid, entries = _mapping(path, "grid", raw.grid), raw.trials
-    if not isinstance(entries, list):
-        raise UserError(f"{path}: trials = {show(entries)} is not a list; write one `- {{key: value}}` a trial")
+    grid = file.grid
     for key, values in grid.items():
         if isinstance(values, dict):
             example = f"{key}.{next(iter(values), 'key')}"
@@ -149,16 +150,15 @@ def _combinations(path: Path, raw: _Raw) -> Iterator[dict[str, Any]]:
             )
         if not isinstance(values, list) or not values:
             raise UserError(f"{path}: grid: {key} = {show(values)} is not a list of values; write {key}: [a, b]")
-    if not grid and not entries and raw.seeds == 1:
+    if not grid and not file.trials and file.seeds == 1:
         raise UserError(f"{path}: there is nothing to try; give grid:, trials: or seeds:")
-    seeds = _seeds(path, raw.seeds)
-    for number, entry in enumerate(entries or [{}], start=1):
-        chosen = _mapping(path, f"trials: number {number}", entry)
+    seeds = _seeds(path, file.seeds)
+    for chosen in file.trials or ({},):
         for values in itertools.product(*grid.values()):
             for seed in seeds:
                 parts = (chosen, dict(zip(grid, values, strict=True)), seed)
                 keys = [key for part in parts for key in part]
-                twice = next((key for key in keys if keys.count(key) > 1 or key in raw.fixed), None)
+                twice = next((key for key in keys if keys.count(key) > 1 or key in file.fixed), None)
                 if twice is not None:
                     raise UserError(f"{path}: {twice} is set in two of fixed, grid, trials and seeds; keep one")
                 reserved = next((key for key in keys if key in _SWEEP_KEYS), None)
@@ -176,10 +176,8 @@ def _resolved(
     for overrides in combinations:
         # Fixed keys come first: a trial may change one key of a mapping among them.
         settings = tuple(f"{key}={as_setting(value)}" for key, value in {**fixed, **overrides}.items())
-        options = argparse.Namespace(
-            config=str(config), overrides=list(settings), deepspeed_config=None, local_rank=None
-        )
         try:
+            options = parse(["--config", str(config), *settings])
             resolved = to_dict(resolve_run(options, as_launched(processes)).config)
         except UserError as error:
             text = str(error)
@@ -204,74 +202,30 @@ def as_setting(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _launcher(path: Path, raw: _Raw) -> tuple[tuple[str, ...], int]:
-    words = raw.launcher.split() if isinstance(raw.launcher, str) else raw.launcher
-    if not isinstance(words, list):
+def _launcher(path: Path, file: _File) -> tuple[tuple[str, ...], int]:
+    words = file.launcher.split() if isinstance(file.launcher, str) else file.launcher
+    if not isinstance(words, list | tuple):
         raise UserError(f"{path}: launcher = {show(words)} is not a list of words; write [deepspeed, --num_gpus, 2]")
     launcher = tuple(str(word) for word in words)
     if "launch.supervise" in launcher:
         raise UserError(f"{path}: launcher: launch.supervise would restart what the sweep stops; name the launcher")
-    count = None
-    for word, following in itertools.zip_longest(launcher, launcher[1:], fillvalue=""):
-        option, equals, value = word.lstrip("-").replace("-", "_").partition("=")
-        if word.startswith("--") and option in _PROCESS_OPTIONS and (value if equals else following).isdecimal():
-            count = int(value if equals else following)
+    given = option_value(launcher, *_PROCESS_OPTIONS) or ""
+    count = int(given) if given.isdecimal() else None
     if count is None and launcher and Path(launcher[0]).name.startswith("python"):
         count = 1
-    if raw.processes is None:
+    if file.processes is None:
         if launcher and count is None:
             line = " ".join(launcher)
             raise UserError(f"{path}: launcher = '{line}' does not say how many processes it starts; add processes: N")
         return launcher, count or 1
-    processes = int(_number(path, "processes", raw.processes, whole=True))
-    if count not in (None, processes):
-        raise UserError(f"{path}: processes = {processes}, but the launcher says {count}; leave processes out")
-    return launcher, processes
+    if count not in (None, file.processes):
+        raise UserError(f"{path}: processes = {file.processes}, but the launcher says {count}; leave processes out")
+    return launcher, file.processes
 
 
 def _seeds(path: Path, given: Any) -> list[dict[str, Any]]:
     if isinstance(given, list):
         return [{"run.seed": seed} for seed in given] or [{}]
-    count = int(_number(path, "seeds", given, whole=True))
-    return [{"run.seed": seed} for seed in range(count)] if count > 1 else [{}]
-
-
-def _hopeless(path: Path, stop: Any) -> Hopeless | None:
-    given = _mapping(path, "stop", stop)
-    _check_keys(path, "stop.", given, ["hopeless"])
-    if not given:
-        return None
-    rule = _mapping(path, "stop.hopeless", given["hopeless"])
-    _check_keys(path, "stop.hopeless.", rule, [item.name for item in fields(Hopeless)])
-    for key in ("after_steps", "every_steps", "trials"):
-        if key in rule:
-            _number(path, f"stop.hopeless.{key}", rule[key], whole=True)
-    if "factor" in rule and _number(path, "stop.hopeless.factor", rule["factor"]) < 1:
-        raise UserError(f"{path}: stop.hopeless.factor = {show(rule['factor'])} must be at least 1")
-    if rule.get("loss", "training") not in ("training", "validation"):
-        raise UserError(f"{path}: stop.hopeless.loss = {show(rule['loss'])} is not one of training, validation")
-    return Hopeless(**rule)
-
-
-def _mapping(path: Path, key: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
-        raise UserError(f"{path}: {key} = {show(value)} is not a mapping of keys to values")
-    return value
-
-
-def _check_keys(path: Path, prefix: str, tree: Mapping[str, Any], known: Sequence[str]) -> None:
-    names = [prefix + name for name in known]
-    for key in tree:
-        if prefix + str(key) not in names:
-            raise UserError(f"{path}: {prefix}{key}: no such key of a sweep{suggest(prefix + str(key), names)}")
-
-
-def _number(path: Path, key: str, value: Any, *, whole: bool = False) -> float:
-    kind = int if whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kind) or not value > 0:
-        raise UserError(f"{path}: {key} = {show(value)} is not a {'whole ' if whole else ''}number above 0")
-    return float(value)
-
-
-def _optional_number(path: Path, key: str, value: Any) -> float | None:
-    return None if value is None else _number(path, key, value)
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        raise UserError(f"{path}: seeds = {show(given)} is neither a whole number above 0 nor a list of seeds")
+    return [{"run.seed": seed} for seed in range(given)] if given > 1 else [{}]

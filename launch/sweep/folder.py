@@ -1,4 +1,4 @@
-"""A sweep's folder: the plan, the outcome of each trial, and a lock.
+"""A sweep's folder: the plan and the outcome of each trial.
 
     runs/<sweep>/sweep.json            the plan: every trial with its number, its settings and its whole run config
                  trials/003.json       the outcome of trial 3 so far, replaced atomically
@@ -12,10 +12,8 @@ A trial keeps its number and folder when the file changes: it is recognised by i
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +26,8 @@ from launch.sweep.rule import Hopeless
 
 Status = Literal["waiting", "running", "done", "hopeless", "diverged", "stopped", "refused", "crashed"]
 ENDED = ("done", "hopeless", "diverged")
-"""Not started again. stopped: resumes from its checkpoint; refused: by train.py, exit code 2; crashed: also 74."""
+"""Statuses of trials that are not started again. stopped: resumes from its checkpoint; refused: by train.py, exit code
+2; crashed: also 74."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +37,10 @@ class Outcome:
     status: Status = "waiting"
     reason: str = ""
     exit_code: int | None = None
-    """Of the run, even where its launcher turned it into 1."""
+    """Exit code of the run, even where its launcher turned it into 1."""
     starts: int = 0
     seconds: float = 0.0
-    """[seconds] Of all its starts, from the start of the launcher to the end of the last process."""
+    """[seconds] Duration of all its starts, from the start of the launcher to the end of the last process."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Entry:
 
     index: int
     name: str
-    """Of its run and run folder."""
+    """Name of its run and run folder."""
     label: str
     overrides: dict[str, Any]
     settings: tuple[str, ...]
@@ -71,7 +70,7 @@ class Plan(Settings):
         return [entry for entry in self.trials if not entry.removed]
 
     def run_folder(self, entry: Entry) -> Path:
-        """Where a trial's run is kept."""
+        """The run folder of a trial."""
         return self.folder / entry.name
 
     def log_path(self, entry: Entry) -> Path:
@@ -152,18 +151,6 @@ def read_plan(folder: Path) -> Plan:
 def write_json_atomically(path: Path, value: Any) -> None:
     """Write JSON so that a reader, even after a crash, sees the old file or the whole new one."""
     write_atomically(path, json.dumps(value, indent=1, ensure_ascii=False).encode())
-
-
-@contextmanager
-def lock_file(path: Path, *, wait: bool) -> Iterator[bool]:
-    """Hold a lock file inside; yields whether it was acquired. The end of the process releases it too."""
-    with path.open("a", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            acquired = True
-        except BlockingIOError:
-            acquired = False
-        yield acquired
 
 
 def _identity(overrides: Mapping[str, Any]) -> str:

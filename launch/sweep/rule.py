@@ -14,18 +14,20 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Literal
 
+from config.schema import limit
+
 
 @dataclass(frozen=True)
 class Hopeless:
     """The rule's numbers."""
 
-    after_steps: int = 50
+    after_steps: int = limit(50, at_least=1)
     """[steps] No trial is stopped before."""
-    every_steps: int = 10
-    """[steps] A report is the mean training loss of so many steps."""
-    factor: float = 1.0
-    """[factor] The best loss may be so much larger than the median of the others."""
-    trials: int = 3
+    every_steps: int = limit(10, at_least=1)
+    """[steps] Steps per report, which is their mean training loss."""
+    factor: float = limit(1.0, at_least=1.0)
+    """[factor] How much larger than the median of the others the best loss may be."""
+    trials: int = limit(3, at_least=1)
     """[trials] Others that must have reached the step."""
     loss: Literal["training", "validation"] = "training"
     """[choice] validation: reports are the evaluations instead."""

@@ -11,29 +11,16 @@ from collections import deque
 from contextlib import suppress
 from types import FrameType
 
-from config.child_jobs import describe_exit, with_project
 from config.cli import DIVERGED, PREEMPTED
 from config.errors import UserError
+from config.machine.processes import describe_exit
+from launch.job import job_environment
 from launch.sweep.events import read_history
 from launch.sweep.folder import ENDED, Entry, Outcome, Plan
 from launch.sweep.trial import SWEEP_PID_VARIABLE, end_leftover_processes, log
 
 MAX_FAILURES_WITHOUT_STEP = 3
 """Trials that failed in a row without a step, after which no further one is started."""
-
-
-def visible_gpus() -> list[str]:
-    """CUDA_VISIBLE_DEVICES, else what nvidia-smi lists; empty without a GPU."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, encoding="utf-8", errors="replace", check=False, timeout=60
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return [str(n) for n in range(sum(line.startswith("GPU ") for line in done.stdout.splitlines()))]
 
 
 def slot_environments(plan: Plan, devices: list[str]) -> list[dict[str, str]]:
@@ -89,7 +76,7 @@ class Slots:
         return self._exit_code()
 
     def _start(self, slot: int, entry: Entry) -> None:
-        environment = with_project({**os.environ, **self._slots[slot], SWEEP_PID_VARIABLE: str(os.getpid())})
+        environment = job_environment(**self._slots[slot], **{SWEEP_PID_VARIABLE: str(os.getpid())})
         command = [sys.executable, "-m", "launch.sweep", "--trial", str(entry.index), str(self._plan.folder)]
         process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
         self._running[slot] = (entry, process)

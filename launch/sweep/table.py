@@ -25,13 +25,13 @@ class Row:
     outcome: Outcome
     history: History
     loss: float | None
-    """[nats] What it is ranked by."""
+    """[nats] Loss that it is ranked by."""
     cost: float | None
     """[money]"""
 
     @property
     def hours(self) -> float:
-        """[hours] Of all its starts."""
+        """[hours] Duration of all its starts."""
         return self.outcome.seconds / 3600
 
 
@@ -45,12 +45,12 @@ class Results:
 
     @property
     def device_hours(self) -> float:
-        """[hours] Of all trials on all their processes."""
+        """[hours] Total of all trials on all their processes."""
         return sum(row.hours * (row.history.world_size or self.plan.processes) for row in self.rows)
 
     @property
     def ended(self) -> int:
-        """[trials] That need not be started again."""
+        """[trials] Trials that need not be started again."""
         return sum(row.outcome.status in ENDED for row in self.rows)
 
     def as_dict(self) -> dict[str, Any]:

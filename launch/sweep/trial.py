@@ -10,23 +10,25 @@ import ctypes
 import dataclasses
 import os
 import signal
-import sys
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import TextIO
 
-from config.child_jobs import LAUNCHER_VARIABLES, describe_exit, error_line, free_port
-from config.cli import CONFIG_ERROR, DIVERGED, PREEMPTED, REPOSITORY
+from config.cli import CONFIG_ERROR, DIVERGED, PREEMPTED
 from config.errors import UserError
-from config.printable import shown
+from config.machine.processes import describe_exit, free_port
 from config.redact import redact_arguments
-from launch.job import KILL_AFTER_SECONDS, Job
+from launch import job
+from launch.hosts import without_options
+from launch.job import KILL_AFTER_SECONDS, TRAIN, Job, error_line, job_command, job_environment
 from launch.sweep.events import History, refreshed
 from launch.sweep.file import as_setting
-from launch.sweep.folder import ENDED, Entry, Outcome, Plan, Status, lock_file
+from launch.sweep.folder import ENDED, Entry, Outcome, Plan, Status
 from launch.sweep.rule import hopeless_reason
+from tracking.file_lock import exclusive_lock
 
 RUN_FOLDER_VARIABLE = "MANTISSA_SWEEP_TRIAL"
 """Environment variable of every process of a trial: its run folder."""
@@ -34,7 +36,7 @@ SWEEP_PID_VARIABLE = "MANTISSA_SWEEP_PARENT"
 """Environment variable: pid of the sweep, which a trial must not outlive."""
 POLL_SECONDS = 0.3
 RECORD_SECONDS = 20.0
-"""How often the time that a trial took is recorded while it runs."""
+"""Seconds between two records of the time that a running trial took."""
 _PR_SET_PDEATHSIG = 1
 _EXIT_CODES: dict[Status, int] = {"done": 0, "hopeless": 0, "diverged": DIVERGED, "refused": CONFIG_ERROR}
 
@@ -45,7 +47,7 @@ def run_trial(plan: Plan, entry: Entry) -> int:
     The exit code: 0 done or hopeless, 2 refused, 3 numerics, 75 stopped on request and saved, 1 anything else.
     """
     _end_with_sweep()
-    with lock_file(plan.folder / "trials" / f"{entry.index:03d}.lock", wait=True):
+    with exclusive_lock(plan.folder / "trials" / f"{entry.index:03d}.lock", -1):
         outcome = plan.outcome(entry)
         end_leftover_processes(plan.run_folder(entry))
         if outcome.status not in ENDED:
@@ -58,15 +60,11 @@ def run_trial(plan: Plan, entry: Entry) -> int:
 def command_of(plan: Plan, entry: Entry, *, on_gpus: bool) -> list[str]:
     """The command line that starts or resumes a trial; a launcher gets a port of its own."""
     words = list(plan.launcher)
-    if not words:
-        words = [sys.executable]
-        if plan.processes > 1:
-            words += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(plan.processes)]
-    program, given = Path(words[0]).name, {word.partition("=")[0].replace("_", "-") for word in words}
+    program, given = Path(words[0]).name if words else "", {word.partition("=")[0].replace("_", "-") for word in words}
     if program == "deepspeed":
         if on_gpus and "--num-gpus" in given:
             # With --num_gpus it ignores CUDA_VISIBLE_DEVICES, and every slot would take the first GPUs.
-            words = _without(words, "--num-gpus")
+            words = without_options(words, "--num-gpus")
         if "--master-port" not in given:
             words[1:1] = ["--master_port", str(free_port())]
     elif program == "torchrun" and not given & {"--standalone", "--master-port", "--rdzv-endpoint"}:
@@ -77,7 +75,7 @@ def command_of(plan: Plan, entry: Entry, *, on_gpus: bool) -> list[str]:
     if entry.resolved["run"]["resume"] in ("auto", "never") or any(plan.run_folder(entry).glob("checkpoints/step-*")):
         own["run.resume"] = "auto"  # a run started from a given checkpoint resumes from its own
     settings = [*entry.settings, *(f"{key}={as_setting(value)}" for key, value in own.items())]
-    return [*words, str(REPOSITORY / "train.py"), "--config", plan.config, *settings]
+    return job_command([*TRAIN, "--config", plan.config, *settings], processes=plan.processes, launcher=words)
 
 
 class _Running:
@@ -103,49 +101,40 @@ class _Running:
             signal.signal(number, self._request_stop)
         path = self._plan.log_path(self._entry)
         size_before = path.stat().st_size if path.is_file() else 0
-        stdout = sys.stdout
         with path.open("a", buffering=1, errors="replace", encoding="utf-8") as output:
-            sys.stdout = output  # where Job writes the job's output
-            try:
-                began = time.monotonic()
-                code = self._run_job(began)
-            finally:
-                sys.stdout = stdout
+            began = time.monotonic()
+            code = self._run_job(began, output)
         with path.open("rb") as file:
             file.seek(size_before)
             error = error_line(file.read().decode(errors="replace"))[:300]
         return self._outcome(code, time.monotonic() - began, error)
 
-    def _run_job(self, began: float) -> int:
+    def _run_job(self, began: float, output: TextIO) -> int:
         entry, starts = self._entry, self._before.starts + 1
         command = command_of(self._plan, entry, on_gpus=bool(os.environ.get("CUDA_VISIBLE_DEVICES")))
-        for name in LAUNCHER_VARIABLES:
-            os.environ.pop(name, None)
-        os.environ[RUN_FOLDER_VARIABLE] = str(self._plan.run_folder(entry))
-        os.environ["MASTER_PORT"] = str(free_port())
-        os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-        print(f"$ {' '.join(redact_arguments(command))}", flush=True)
+        print(f"$ {' '.join(redact_arguments(command))}", file=output, flush=True)
         self._plan.record(entry, dataclasses.replace(self._before, status="running", starts=starts))
         again = f", start {starts}" if starts > 1 else ""
         log(f"trial {entry.index} ({entry.label}) runs{again}; {self._plan.log_path(entry)}")
-        self._job = job = Job(command)
+        own = {RUN_FOLDER_VARIABLE: str(self._plan.run_folder(entry)), "MASTER_PORT": str(free_port())}
+        self._job = running = Job(command, environment=job_environment(**own), output=output)
         codes: list[int] = []
-        waiter = threading.Thread(target=lambda: codes.append(job.wait()), daemon=True)
+        waiter = threading.Thread(target=lambda: codes.append(running.wait()), daemon=True)
         waiter.start()
         recorded, stop_sent = began, False
         while waiter.is_alive():
             waiter.join(POLL_SECONDS)
             if self._kill:
-                job.kill()
+                running.kill()
             elif self._stop_requested or self._hopeless:
-                stop_sent = stop_sent or job.request_stop()  # no rank yet: try again
+                stop_sent = stop_sent or running.request_stop()  # no rank yet: try again
             else:
                 self._judge()
             if time.monotonic() - recorded > RECORD_SECONDS:
                 recorded = time.monotonic()
                 seconds = self._before.seconds + recorded - began
                 self._plan.record(entry, Outcome("running", "", None, starts, seconds))
-        return codes[0] if codes[0] else job.failed_code() or 0
+        return codes[0] if codes[0] else running.failed_code() or 0
 
     def _request_stop(self, number: int, frame: FrameType | None) -> None:
         """Save and end; a second SIGTERM or Ctrl-C kills. SIGUSR1 may repeat, as the Slurm script sends it."""
@@ -170,7 +159,7 @@ class _Running:
                 return
 
     def _outcome(self, code: int, seconds: float, error: str) -> Outcome:
-        """From the run's own run_end event; without one from the launcher's exit code."""
+        """The outcome by the run's own run_end event; without one, by the launcher's exit code."""
         self._history.refresh()
         end = self._history.ended or {}
         code = code if end.get("exit_code") is None else int(end["exit_code"])
@@ -208,7 +197,7 @@ def end_leftover_processes(run_folder: Path) -> None:
 
 def log(line: str) -> None:
     """Write one line of the sweep's own to stderr."""
-    os.write(2, f"sweep: {shown(line)}\n".encode())
+    job.log(line, "sweep")
 
 
 def _trial_processes(run_folder: Path) -> list[int]:
@@ -222,16 +211,10 @@ def _trial_processes(run_folder: Path) -> list[int]:
 
 
 def _end_with_sweep() -> None:
-    """When the sweep is killed, its trials get SIGUSR1 from the kernel, save and end."""
+    """Have the kernel send SIGUSR1 when the sweep is killed, so that the trial saves and ends."""
     parent = os.environ.pop(SWEEP_PID_VARIABLE, None)
     if parent is None:
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1, 0, 0, 0)
     if os.getppid() != int(parent):
         raise UserError("the sweep that started this trial is gone; start the sweep again")
-
-
-def _without(words: list[str], option: str) -> list[str]:
-    """A command line without an option that takes a value, however it is spelled."""
-    at = next(index for index, word in enumerate(words) if word.partition("=")[0].replace("_", "-") == option)
-    return words[:at] + words[at + (1 if "=" in words[at] else 2) :]

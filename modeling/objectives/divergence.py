@@ -30,7 +30,7 @@ IDS, LOG_PROBS = "teacher_ids", "teacher_log_probs"
 """Further inputs of a batch: (micro, sequence, k) int32 the teacher's likeliest tokens, the likeliest first;
 (micro, sequence, k + 1) FP32 their log-probabilities at the temperature, and last that of all others."""
 _IGNORED = -100
-_CHUNK_VALUES = 1 << 22
+CHUNK_VALUES = 1 << 22
 """Logits in a chunk, at most: 16 MiB of FP32."""
 
 
@@ -59,7 +59,7 @@ def on_likeliest(log_probs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 def likeliest(logits: torch.Tensor, *, k: int, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """What IDS and LOG_PROBS hold. logits: (tokens, vocabulary) -> (tokens, k) int32 and (tokens, k + 1) FP32."""
     ids, log_probs = [], []
-    for chunk in logits.split(max(1, _CHUNK_VALUES // logits.shape[-1])):
+    for chunk in logits.split(max(1, CHUNK_VALUES // logits.shape[-1])):
         whole = torch.log_softmax(chunk.float() / temperature, dim=-1)
         first = whole.topk(k, dim=-1).indices
         ids.append(first.int())
@@ -70,7 +70,7 @@ def likeliest(logits: torch.Tensor, *, k: int, temperature: float) -> tuple[torc
 class Distillation:
     """The loss of a student under a live teacher, or under cached log-probabilities of one."""
 
-    sums = ("kl", "label_cross_entropy", "teacher_agreement")
+    sums: tuple[str, ...] = ("kl", "label_cross_entropy", "teacher_agreement")
     has_perplexity = False
 
     def __init__(self, *, kind: Kind, beta: float, temperature: float, ce_weight: float) -> None:
@@ -91,7 +91,7 @@ class Distillation:
         else:
             known = (log_probs.flatten(0, 1), ids.flatten(0, 1))
         logits = forward(**inputs, use_cache=False).logits.flatten(0, 1)
-        size = max(1, _CHUNK_VALUES // logits.shape[-1])
+        size = max(1, CHUNK_VALUES // logits.shape[-1])
         targets = zip(*(values.split(size) for values in known), strict=True)
         losses, sums, parts = [], [], []
         for ours, theirs, named in zip(logits.split(size), targets, labels.flatten().split(size), strict=True):

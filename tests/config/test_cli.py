@@ -28,11 +28,7 @@ PARTS_OF_TOOLS = {
     "lab.benchmark.split",
     "lab.gpu_check.machine",
 }
-LOAD_DEEPSPEED = {
-    "tools.analyze.survey",
-    "lab.benchmark.save",
-    "tools.parity.steps",
-}
+LOAD_DEEPSPEED = {"tools.analyze.survey", "lab.benchmark.save", "tools.parity.steps"}
 
 
 def tools() -> dict[str, Path]:

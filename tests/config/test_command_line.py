@@ -15,11 +15,11 @@ import pytest
 import yaml
 
 from config.batch import BatchPlan
-from config.child_jobs import deepspeed_program
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from config.deepspeed.choice import find_deepspeed_json
 from config.errors import UserError
+from config.launcher import deepspeed_program
 from config.load import load_config, to_yaml
 from config.resolved import Resolved
 from config.version import VERSION

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shlex
 import sys
+from pathlib import Path
 
 import pytest
 
+from config.cli import REPOSITORY
 from config.errors import UserError
 from config.launcher import RankEnv, launch_command, read_rank_env
 from config.machine.processes import Launcher
@@ -18,7 +20,6 @@ ACCELERATE = "accelerate launch --use_deepspeed --num_processes"
 
 @pytest.fixture(autouse=True)
 def _path_without_a_space(monkeypatch: pytest.MonkeyPatch) -> None:
-    """tests/config/test_child_jobs.py has the command where the path of this interpreter has one."""
     monkeypatch.setattr(sys, "executable", "/work/.venv/bin/python")
 
 
@@ -82,11 +83,7 @@ def test_tasks_of_slurm_without_ranks_do_not_train_alone_side_by_side() -> None:
         (RankEnv(0, 1, 0), {}, "python"),
         (RankEnv(0, 2, 0), {"LOCAL_SIZE": 2}, "deepspeed --num_gpus 2"),
         (RankEnv(0, 1, 0), {"LOCAL_SIZE": 1}, "deepspeed --num_gpus 1"),
-        (
-            RankEnv(9, 64, 1),
-            {"LOCAL_SIZE": 8},
-            f"deepspeed --hostfile {HOSTFILE} --num_nodes 8 --num_gpus 8",
-        ),
+        (RankEnv(9, 64, 1), {"LOCAL_SIZE": 8}, f"deepspeed --hostfile {HOSTFILE} --num_nodes 8 --num_gpus 8"),
         (RankEnv(0, 2, 0), {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": 2}, "torchrun --nproc_per_node 2"),
         (
             RankEnv(0, 16, 0),
@@ -156,3 +153,16 @@ def test_whoever_starts_train_py_by_other_means_says_how() -> None:
     given = environment(LOCAL_SIZE=2, MANTISSA_START="sbatch --nodes=2 launch/slurm/train.sbatch")
     command = launch_command(RankEnv(0, 2, 0), given, ["--config", "a b.yaml"])
     assert command == "sbatch --nodes=2 launch/slurm/train.sbatch --config 'a b.yaml'"
+
+
+def test_the_command_that_resumes_names_train_py_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    expected = ["deepspeed", "--num_gpus", "2", f"{REPOSITORY}/train.py", "a=1"]
+    assert shlex.split(launch_command(RankEnv(0, 2, 0), {}, ["a=1"])) == expected
+
+
+def test_the_command_that_resumes_can_be_pasted_where_the_path_has_a_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launch_command(RankEnv(0, 2, 0), {}, ["a=1"]) == "deepspeed --num_gpus 2 train.py a=1"
+    monkeypatch.setattr(sys, "executable", "/my work/.venv/bin/python")
+    command = launch_command(RankEnv(0, 2, 0), {}, ["a=1"])
+    assert command == "'/my work/.venv/bin/python' -m deepspeed.launcher.runner --num_gpus 2 train.py a=1"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from config.command_line import _parse as parse
+from config.command_line import parse
 from config.errors import UserError
 from config.launcher import without_accelerate
 from config.resolved import Resolved, resolve_run

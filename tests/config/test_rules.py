@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -35,33 +36,27 @@ REFUSED = [
     (["data.source=hub"], "data.path is missing; data.source = hub needs it"),
     (["data.source=text", "data.path=nowhere/*.txt"], "data.path = 'nowhere/*.txt' matches no file"),
     (["data.path=a.txt"], "data.path = 'a.txt' is not read by data.source = stdlib"),
-    (["data.validation=[{path: no.jsonl}]"], "data.validation[0].path = 'no.jsonl' matches no file; give one that"),
-    (["data.validation=[{source: jsonl}]"], "data.validation[0].path is missing; source = jsonl needs it"),
+    (["data.validation=[{path: no.jsonl}]"], "data.validation[0].path = 'no.jsonl' matches no file; give a file"),
+    (
+        ["data.validation=[{source: jsonl}]"],
+        "data.validation[0].path is missing; data.validation[0].source = jsonl needs",
+    ),
     (["data.validation=[{name: held out}]"], "data.validation names a set 'held out', as what is held out of the data"),
     (["data.validation=[{name: a}, {name: a}]"], "data.validation has a name that another set or source has; give"),
-    (
-        ["data.validation=[{path: a.jsonl, format: preference}]", "task=sft"],
-        "data.format = preference is of pairs of answers, which task = sft does not read",
-    ),
+    (["data.validation=[{path: a.jsonl, format: preference}]", "task=sft"], "data.format = preference … task = sft"),
     (
         ["task=distill", "distill.teacher=a", "data.validation=[{path: a.jsonl, format: messages}]"],
         "data.validation[0].format = messages: one of it and the data are documents; name a format here",
     ),
     (["data.name=en"], "data.name = 'en' is only read by data.source = hub"),
     (["data.document_separator=ab"], 'data.document_separator = "ab" is only read by data.source = text; remove it'),
-    (
-        ["data.source=text", "data.path=a.txt", 'data.document_separator=""'],
-        "data.document_separator is empty; give what stands between documents, or null",
-    ),
+    (["data.source=text", "data.path=a.txt", 'data.document_separator=""'], "data.document_separator is empty … null"),
     (
         ["data={source: jsonl, path: a.txt, tokenizer: bytes, input_ids_field: ids}", "task=sft"],
         "data.input_ids_field = 'ids' is of documents, and task = sft learns from rows; remove it, or set",
     ),
     (["data.input_ids_field=ids"], "data.input_ids_field = 'ids' is only read by data.source = jsonl, parquet and hub"),
-    (
-        ["data={source: jsonl, path: a.txt, input_ids_field: ids}"],
-        "data.tokenizer = bpe:4096 is trained on text, and the data are tokens already; name the one that made",
-    ),
+    (["data={source: jsonl, path: a.txt, input_ids_field: ids}"], "data.tokenizer = bpe:4096 … tokens already; name"),
     (["data={source: megatron, path: corpus}"], "data.tokenizer = bpe:4096 is trained on text"),
     (["data={source: megatron, path: corpus}", "task=sft"], "data.source = megatron has no rows"),
     (["data={source: megatron, path: b, tokenizer: bytes}"], "data.path = 'b' matches no file"),
@@ -72,10 +67,7 @@ REFUSED = [
     ),
     (["data={source: auto, path: 's3://b/x'}"], "data.path = 's3://b/x' is a URL, which source = hub does not"),
     (["data={source: megatron, path: 's3://b/x', tokenizer: bytes}"], "data.path = 's3://b/x' is a URL, and files of"),
-    (
-        ["data={tokenizer: bytes, sources: [{path: 'gs://b/x'}]}"],
-        "data.sources[0].path = 'gs://b/x' is a URL, which source = hub does not read",
-    ),
+    (["data={tokenizer: bytes, sources: [{path: 'gs://b/x'}]}"], "data.sources[0].path = 'gs://b/x' … source = hub"),
     (["data.tokenizer=bpe:many"], "data.tokenizer = 'bpe:many' names no vocabulary size"),
     (["tracking.otlp_endpoint=localhost:4318"], "tracking.otlp_endpoint = 'localhost:4318' is not an address"),
     (["tracking.otlp_endpoint=http://me:hush@host"], "tracking.otlp_endpoint holds a password"),
@@ -84,59 +76,32 @@ REFUSED = [
     (["schedule={name: wsd, warmup_steps: 90}"], "schedule.decay_fraction = 0.2 of run.steps = 100 leaves no room"),
     (["task=distill"], "distill.teacher is missing for task = distill; name a model folder or a hub id"),
     (["task=distill", "distill.teacher=./gone"], "distill.teacher = './gone' is not a folder"),
-    (
-        ["model.config={load_in_4bit: true}"],
-        "model.config.load_in_4bit asks for a quantised base; remove it and give the model in BF16, FP16 or FP32",
-    ),
-    (["adapter.base=nf4"], "adapter.base = nf4 is not read by adapter.kind = none; set adapter.kind=lora"),
+    (["model.config={load_in_4bit: true}"], "model.config.load_in_4bit asks for a quantised base … BF16, FP16 or FP32"),
+    (["adapter.base=nf4"], "adapter.base = nf4 is only read by adapter.kind = lora; remove it"),
     (["adapter={kind: lora, base: fp4}"], "adapter.base = 'fp4' is not one of compute, nf4, int8"),
-    (
-        [*OF_A_MODEL, "adapter={kind: lora, base: int8, double_quant: true}"],
-        "adapter.double_quant = true is only read by adapter.base = nf4, not int8; remove it",
-    ),
-    (
-        [*OF_A_MODEL, "task=classify", "adapter={kind: lora, base: nf4}"],
-        "adapter.base = nf4 is verified for causal language models",
-    ),
-    (
-        [*OF_A_MODEL, "adapter={kind: lora, base: nf4}", "model.compile=true"],
-        "adapter.base = nf4 is not verified with model.compile",
-    ),
+    ([*OF_A_MODEL, "adapter={kind: lora, base: int8, double_quant: true}"], "adapter.double_quant = true … base = nf4"),
+    ([*OF_A_MODEL, "task=classify", "adapter={kind: lora, base: nf4}"], "adapter.base = nf4 … causal language models"),
+    ([*OF_A_MODEL, "adapter={kind: lora, base: nf4}", "model.compile=true"], "adapter.base = nf4 … model.compile"),
     (["sft.neftune_alpha=5"], "sft.neftune_alpha = 5.0 is only read by task = sft; remove it, or set task=sft"),
     (["sft.loss=row"], "sft.loss = row is only read by task = sft; remove it, or set task=sft"),
     (["distill.teacher=gpt2"], "distill.teacher = gpt2 is only read by task = distill"),
     (["task=distill", "distill={teacher: gpt2, beta: 0.1}"], "distill.beta = 0.1 is only read by distill.loss = jsd"),
-    (
-        ["task=distill", "distill={teacher: gpt2, temperature: 0}"],
-        "distill.temperature = 0.0 is out of range; it must be above 0",
-    ),
+    (["task=distill", "distill={teacher: gpt2, temperature: 0}"], "distill.temperature = 0.0 is out of … above 0"),
     (["task=distill", "distill={teacher: gpt2, loss: kl}"], "distill.loss = 'kl' is not one of forward_kl"),
-    (
-        ["task=distill", "distill.teacher=gpt2", "data.train_on=all"],
-        "data.train_on = 'all' is only read by task = distill of rows; remove it, or name their form as data.format",
-    ),
-    (
-        ["task=distill", "distill={teacher: gpt2, top_k: 8}", "model.compile=true"],
-        "model.compile cannot be combined with distill.top_k = 8",
-    ),
+    (["task=distill", "distill.teacher=gpt2", "data.train_on=all"], "data.train_on = 'all' … distill … data.format"),
+    (["task=distill", "distill={teacher: gpt2, top_k: 8}", "model.compile=true"], "model.compile … distill.top_k = 8"),
     (
         ["task=classify", "data={source: auto, sources: [{path: a.jsonl, format: tagged}]}"],
         "data.sources[0].format = tagged contradicts classify.kind = sequence; remove it, for labelled",
     ),
-    (
-        ["adapter={kind: lora, init: pissa}"],
-        "adapter.init = 'pissa' is not offered: it trains on another base: peft writes the base's weights anew",
-    ),
+    (["adapter={kind: lora, init: pissa}"], "adapter.init = 'pissa' is not offered: it trains on another base"),
     (["precision.path=manifest"], "precision.manifest is missing for precision.path = manifest"),
     (
         ["precision.path=manifest", "precision.manifest=m.json", "precision.compute=bf16"],
         "precision.compute = bf16 cannot be combined with precision.path = manifest",
     ),
     (["precision.path=cast", "precision.manifest=m.json"], "precision.manifest is only read by precision.path = manif"),
-    (
-        ["precision.compute=bf16", "precision.manifest=m.json"],
-        "precision.compute = bf16 cannot be combined with precision.path = manifest and precision.manifest = 'm.json'",
-    ),
+    (["precision.compute=bf16", "precision.manifest=m.json"], "precision.compute = bf16 … path = manifest … 'm.json'"),
     (["deepspeed={stage: 0, offload: cpu}"], "deepspeed.offload = cpu needs deepspeed.stage 1 or more, not 0"),
     (["precision.loss_scale.initial=1000"], "precision.loss_scale.initial = 1000 is not a power of two"),
     (["precision.loss_scale.minimum=0.5"], "precision.loss_scale.minimum = 0.5 is not a whole number"),
@@ -146,10 +111,7 @@ REFUSED = [
     (["precision.loss_scale.minimum=131072"], "precision.loss_scale.initial = 65536 is below"),
     (["precision.loss_scale.maximum=100000"], "precision.loss_scale.maximum = 100000 is not a power of two"),
     (["precision.loss_scale.factor=4"], "precision.loss_scale.factor = 4 is not read by policy: deepspeed"),
-    (
-        ["precision.loss_scale={policy: adaptive, factor: 3}"],
-        "precision.loss_scale.factor = 3 is not a power of two, which policy: adaptive needs; the nearest is 4",
-    ),
+    (["precision.loss_scale={policy: adaptive, factor: 3}"], "precision.loss_scale.factor = 3 … policy: adaptive … 4"),
     (["precision.loss_scale={policy: adaptive, minimum: 3}"], "precision.loss_scale.minimum = 3 is not a power of two"),
     (["precision.loss_scale.escalate_after=5"], "precision.loss_scale.escalate_after = 5 is only read by policy"),
     (["precision.loss_scale.escalate_within=5"], "precision.loss_scale.escalate_within = 5 is only read by policy"),
@@ -159,89 +121,84 @@ REFUSED = [
     ),
     (["evaluate.every_steps=5", "data.validation_fraction=0"], "evaluate.every_steps = 5 needs held-out text"),
     (["faults=[{kind: inf_gradient, step: 101}]"], "faults[0].step = 101 is after the last step"),
-    (["faults=[{kind: nan_loss, step: 1, module: a}]"], "faults[0].module = 'a' is not read by kind: nan_loss"),
-    (["faults=[{kind: loss_spike, step: 1, module: a}]"], "faults[0].module = 'a' is not read by kind: loss_spike"),
-    (["faults=[{kind: lost_update, step: 1, rank: 1}]"], "faults[0].rank is not read by kind: lost_update"),
-    (["faults=[{kind: nan_loss, step: 1, factor: 3}]"], "faults[0].factor = 3 is only read by kind: loss_spike"),
+    (["faults=[{kind: nan_loss, step: 1, module: a}]"], "faults[0].module = a is not read by kind: nan_loss"),
+    (["faults=[{kind: loss_spike, step: 1, module: a}]"], "faults[0].module = a is not read by kind: loss_spike"),
+    (["faults=[{kind: lost_update, step: 1, rank: 1}]"], "faults[0].rank = 1 is not read by kind: lost_update"),
+    (["faults=[{kind: nan_loss, step: 1, factor: 3}]"], "faults[0].factor = 3.0 is not read by kind: nan_loss"),
     (["guard.reactions=[skip, cut_lr, skip]"], "guard.reactions names skip twice; name it once and set guard.skip_bud"),
     (["guard.reactions=[abort, skip]"], "guard.reactions never gets to skip after abort; move abort to the end"),
     (["guard={min_update_ratio: 0.1, max_update_ratio: 0.1}"], "guard.min_update_ratio = 0.1 is not below guard.max"),
-    (["parallel.sequence=2", "task=mlm"], "parallel.sequence = 2 is verified with task = pretrain and sft, not mlm"),
+    (
+        ["parallel.sequence=2", "task=mlm"],
+        "parallel.sequence = 2 is not verified with task = mlm; set task to pretrain or sft",
+    ),
     (
         ["parallel.sequence=2", "task=sft", "sft.loss=row"],
-        "parallel.sequence = 2 cuts rows, whose labels sft.loss = row has to count; set sft.loss=token",
+        "parallel.sequence = 2 … sft.loss = row; set sft.loss to token",
     ),
-    (
-        ["parallel.sequence=2", "task=sft", "sft.neftune_alpha=5"],
-        "parallel.sequence = 2 is not verified with sft.neftune_alpha",
-    ),
+    (["parallel.sequence=2", "task=sft", "sft.neftune_alpha=5"], "parallel.sequence = 2 … with sft.neftune_alpha"),
     (
         ["parallel.sequence=2", "model.attention=eager"],
-        "parallel.sequence = 2 is verified with model.attention = sdpa, not eager; set that",
+        "parallel.sequence = 2 … model.attention = eager; set model.attention to auto or sdpa",
     ),
     (["parallel.sequence=2", "model.compile=true"], "parallel.sequence = 2 is not verified with model.compile = true"),
     (
         ["parallel.sequence=2", "model={activation_checkpointing: budget, activation_memory_gib: 1}"],
-        "parallel.sequence = 2: model.activation_checkpointing = budget counts whole sequences; set that to full",
+        "parallel.sequence = 2 cuts sequences, which are counted whole by model.activation_checkpointing = budget; set",
     ),
     (["parallel.sequence=4", "data.sequence_length=3"], "parallel.sequence = 4 is more than data.sequence_length = 3"),
     (
         ["parallel.sequence=2", "data.sequence_length=33", "model.balance_loss=0.01"],
         "parallel.sequence = 2: routers would count the padding of data.sequence_length = 33; make it a multiple of 2",
     ),
-    (["parallel={sequence: 2, tensor: 2}"], "parallel.tensor = 2 is not verified with parallel.sequence = 2; set one"),
-    (["parallel.tensor=2", "task=sft"], "parallel.tensor = 2 is verified with task = pretrain, not sft"),
+    (
+        ["parallel={sequence: 2, tensor: 2}"],
+        "parallel.tensor = 2 is not verified with parallel.sequence = 2; set parallel.sequence to 1",
+    ),
+    (["parallel.tensor=2", "task=sft"], "parallel.tensor = 2 is not verified with task = sft; set task to pretrain"),
     (
         ["parallel.tensor=2", "optimizer.name=muon"],
-        "parallel.tensor = 2: optimizer.name = muon looks at whole matrices",
+        "parallel.tensor = 2 … optimizer.name = muon; set optimizer.name to adamw, lion or sgd",
     ),
-    (
-        ["parallel.tensor=2", "model.attention=flash_attention_2"],
-        "parallel.tensor = 2 is verified with model.attention",
-    ),
+    (["parallel.tensor=2", "model.attention=flash_attention_2"], "parallel.tensor = 2 … with model.attention"),
     (["parallel.tensor=2", "model.compile=true"], "parallel.tensor = 2 is not verified with model.compile = true"),
     (
         ["parallel.tensor=2", "model.activation_checkpointing=ops"],
-        "parallel.tensor = 2: model.activation_checkpointing = ops keeps matmul results, which are summed in place",
+        "parallel.tensor = 2 … model.activation_checkpointing = ops; set model.activation_checkpointing to none",
     ),
-    (["parallel.tensor=2", "guard.replica_checks=9"], "parallel.tensor = 2: guard.replica_checks would compare slices"),
-    (["parallel={expert: 2, tensor: 2}"], "parallel.expert = 2 is not verified with parallel.tensor = 2; set one"),
-    (["parallel={expert: 2, sequence: 2}"], "parallel.expert = 2 is not verified with parallel.sequence = 2; set one"),
+    (
+        ["parallel.tensor=2", "guard.replica_checks=9"],
+        "parallel.tensor = 2 … guard.replica_checks = 9; set guard.replica_checks to 0",
+    ),
+    (
+        ["parallel={expert: 2, tensor: 2}"],
+        "parallel.expert = 2 is not verified with parallel.tensor = 2; set parallel.tensor to 1",
+    ),
+    (
+        ["parallel={expert: 2, sequence: 2}"],
+        "parallel.expert = 2 is not verified with parallel.sequence = 2; set parallel.sequence to 1",
+    ),
     (
         ["parallel.expert=2", "task=mlm"],
-        "parallel.expert = 2 is verified with task = pretrain, sft, dpo, distill, not mlm; set it to 1",
+        "parallel.expert = 2 is not verified with task = mlm; set task to pretrain, sft, dpo or distill",
     ),
-    (
-        ["parallel.expert=2", "model.activation_checkpointing=ops"],
-        "parallel.expert = 2 is not verified with model.activation_checkpointing = ops; set that to full",
-    ),
+    (["parallel.expert=2", "model.activation_checkpointing=ops"], "parallel.expert = 2 … checkpointing = ops; … full"),
     (
         ["parallel.expert=2", "guard.replica_checks=9"],
-        "parallel.expert = 2: guard.replica_checks makes a suspicious step again on another rank, which has",
+        "parallel.expert = 2 … guard.replica_checks = 9; set guard.replica_checks to 0",
     ),
     (["guard={spike_sigmas: 6, spike_window: 200}"], "guard.spike_window = 200 leaves nothing to judge in run.steps"),
-    (
-        ["precision={masters: split, compute: fp32}"],
-        "precision.masters = split holds an FP32 master as its 16-bit weight and a remainder, and in FP32 there is",
-    ),
+    (["precision={masters: split, compute: fp32}"], "precision.masters = split holds an FP32 master … in FP32 there"),
     (["precision={masters: split, compute: fp16}"], "precision.masters = split holds an FP32 master as its 16-bit wei"),
-    (
-        ["precision={masters: split, path: manifest, manifest: m.json}"],
-        "precision.masters = split needs 16-bit parameters; on the manifest path the parameters are the FP32 masters",
-    ),
-    (
-        ["precision.masters=split", "optimizer.name=lion"],
-        "precision.masters = split updates masters piece by piece, which is shown to be exact for adamw and not for",
-    ),
+    (["precision={masters: split, path: manifest, manifest: m.json}"], "precision.masters = split … the manifest path"),
+    (["precision.masters=split", "optimizer.name=lion"], "precision.masters = split … for adamw and not for lion"),
     (
         ["precision.masters=split", "faults=[{kind: flipped_bit, step: 1, module: a, place: master}]"],
         "faults[0].place = master strikes an FP32 master, and with precision.masters = split there is none in memory",
     ),
-    (
-        ["precision.masters=split", "defects=[{kind: stale_weight, module: a}]"],
-        "defects[0].kind = stale_weight leaves a weight behind its master, and with precision.masters = split it is a",
-    ),
 ]
+
+"""Overrides, and how what is said of them begins: keys, values and remedy, with … for any words between."""
 
 
 @pytest.mark.parametrize(("overrides", "expected"), REFUSED)
@@ -249,7 +206,7 @@ def test_refused(folder: Path, overrides: list[str], expected: str) -> None:
     with pytest.raises(UserError) as caught:
         load_config(folder / "demo.yaml", overrides, None)
     where, _, text = str(caught.value).partition(": ")
-    assert text.startswith(expected)
+    assert re.match(".*".join(map(re.escape, re.split(" ?… ?", expected))), text), text
     assert where in ("command line", str(folder / "demo.yaml"))
     assert "\n" not in text
 

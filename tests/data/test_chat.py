@@ -120,11 +120,11 @@ def test_a_row_that_is_cut_has_the_labels_that_are_left(name: str) -> None:
             data = DataSection(format="messages", sequence_length=length, **given)
             found = RowEncoder(data, chat)([("rows.jsonl:1", {"messages": turns})])
             if not any(kept):
-                assert not found.tokens and found.counts["dropped, because no label was left when cut"] == 1
+                assert not found.rows and found.counts["dropped, because no label was left when cut"] == 1
                 continue
             assert found.counts["truncated"] == 1 and found.longest == len(ids)
-            assert found.tokens[0].tolist() == ids[part], (side, length)
-            assert found.trained[0].tolist() == kept, (side, length)
+            assert found.rows[0]["tokens"].tolist() == ids[part], (side, length)
+            assert found.rows[0]["trained"].tolist() == kept, (side, length)
             ends.add((kept[-1], side == "left"))
     assert ends == {(False, False), (True, False), (trained[-1], True)}
 

@@ -10,8 +10,8 @@ import pytest
 
 from data.labelled_shards import LabelledShards
 from data.loader import IGNORED_LABEL
-from data.show import main
 from tests.support.labelled import tokenizer, write_rows
+from tests.support.showing import Show, error_of, shower
 
 
 @pytest.fixture(scope="module")
@@ -21,53 +21,44 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def shown(made: Path, folder: Path, *overrides: str) -> int:
-    """Exit code of `data.show` on a config for `folder`/rows.jsonl."""
-    config = folder / "run.yaml"
-    if not config.exists():
-        config.write_text(
-            f"task: classify\nmodel: {{architecture: bert}}\ndata: {{source: auto, path: {folder}/rows.jsonl, "
-            f"tokenizer: {made}, sequence_length: 40, cache_dir: {folder}/cache, validation_fraction: 0}}\n"
-        )
-    return main(["--config", str(config), *overrides])
+@pytest.fixture
+def show(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Show:
+    """`data.show` on a config for rows.jsonl in the test's folder."""
+    text = f"task: classify\nmodel: {{architecture: bert}}\ndata: {{source: auto, path: {tmp_path}/rows.jsonl, "
+    text += f"tokenizer: {made}, sequence_length: 40, cache_dir: {tmp_path}/cache, validation_fraction: 0}}\n"
+    return shower(tmp_path / "run.yaml", text, capsys)
 
 
-def test_it_prints_rows_with_their_labels(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_prints_rows_with_their_labels(show: Show, tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", "sequence", 30, pair=True)
-    assert shown(made, tmp_path, "data.text_pair_field=other", "--rows", "2") == 0
-    out = capsys.readouterr().out
+    out = show("data.text_pair_field=other", "--rows", "2")
     first = json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[0])
     assert f"[SEP] [{first['label']}]" in out
     assert "--- 2: " in out
     assert "30 rows of format labelled to train on, 0 rows held out; the longest row has" in out
     assert "3 labels, in training: " in out
     write_rows(tmp_path / "rows.jsonl", "token", 30)
-    assert shown(made, tmp_path, "classify.kind=token", "--rows", "1") == 0
     first = json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[0])
-    assert capsys.readouterr().out.splitlines()[1].count(" [") - 1 == len(first["tags"])  # and [SEP]
+    said = show("classify.kind=token", "--rows", "1").splitlines()[1]
+    assert said.count(" [") - 1 == len(first["tags"])  # and [SEP]
     write_rows(tmp_path / "rows.jsonl", "regression", 30)
-    assert shown(made, tmp_path, "classify.kind=regression", "--rows", "1") == 0
-    out = capsys.readouterr().out
+    out = show("classify.kind=regression", "--rows", "1")
     assert f"[{json.loads((tmp_path / 'rows.jsonl').read_text().splitlines()[0])['label']:g}]" in out
     assert "data: label is 299.9 on average, with a standard deviation of 4.6" in out
 
 
-def test_it_prints_each_word_whole_before_its_label(
-    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_prints_each_word_whole_before_its_label(show: Show, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(row(tokens=["lossing", "a", "weights"], tags=["x", "y", "x"]))
-    assert shown(made, tmp_path, "classify.kind=token") == 0
-    assert capsys.readouterr().out.splitlines()[1] == "[CLS] lossing [x] a [y] weights [x] [SEP]"
+    assert show("classify.kind=token").splitlines()[1] == "[CLS] lossing [x] a [y] weights [x] [SEP]"
 
 
-def test_it_prints_rows_of_several_sources(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_prints_rows_of_several_sources(show: Show, tmp_path: Path) -> None:
     """Which may have one label each."""
     for name in ("x", "y"):
         (tmp_path / f"{name}.jsonl").write_text(row(text=f"a row of {name}", label=name) + "\n")
     sources = f"data.sources=[{{path: {tmp_path}/x.jsonl}}, {{path: {tmp_path}/y.jsonl}}]"
     (tmp_path / "rows.jsonl").write_text(GOOD)
-    assert shown(made, tmp_path, "data.path=null", sources, "--rows", "2") == 0
-    out = capsys.readouterr().out
+    out = show("data.path=null", sources, "--rows", "2")
     assert "[SEP] [x]" in out and "[SEP] [y]" in out and "data: source 2: 50.0% of the samples" in out
 
 
@@ -156,33 +147,28 @@ BAD: list[tuple[str, str, str]] = [
     (GOOD, "classify.labels=[x,x]", "classify.labels names a label twice"),
     (GOOD, "classify.kind=pairs", "classify.kind = 'pairs' is not one of sequence, token, regression"),
     (GOOD, "data.format=tagged", "data.format = tagged contradicts classify.kind = sequence; remove it, for labelled"),
-    (GOOD, "data.source=text", "data.source = text has no labels; give task = classify rows as jsonl or parquet"),
+    (GOOD, "data.source=text", "data.source = text has no rows; give rows as jsonl or parquet"),
     (GOOD, "data.source=stdlib data.path=null classify.kind=token", "data.source = stdlib has labels for kind ="),
     (GOOD, "data.train_on=all", "data.train_on = 'all' is only read by task = sft"),
     (GOOD, "data.document_masking=true", "data.document_masking = true is not read by task = classify"),
     (GOOD, "mlm.probability=0.3", "mlm.probability = 0.3 is only read by task = mlm; remove it, or set task=mlm"),
     (GOOD, "task=mlm classify.kind=token", "classify.kind = token is only read by task = classify"),
     (GOOD, "task=mlm mlm.probability=0", "mlm.probability = 0"),
-    (GOOD, "model.compile=true", "model.compile = True is not verified with task = classify"),
+    (GOOD, "model.compile=true", "model.compile = true is not verified with task = classify"),
     (GOOD, "data.tokenizer=bpe:20", "the vocabulary must be a number from 257"),
 ]
 
 
 @pytest.mark.parametrize(("content", "overrides", "problem"), BAD)
 def test_what_is_malformed_is_one_line_and_exit_code_2(
-    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, overrides: str, problem: str
+    show: Show, tmp_path: Path, content: str, overrides: str, problem: str
 ) -> None:
     (tmp_path / "rows.jsonl").write_text(content)
-    assert shown(made, tmp_path, *overrides.split()) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("data: ")]
-    assert len(errors) == 1
-    assert errors[0].startswith("error: ")
-    assert problem in errors[0]
+    assert problem in error_of(show(*overrides.split(), code=2))
 
 
-def test_bad_rows_are_skipped_and_counted(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_rows_are_skipped_and_counted(show: Show, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("{\n" + GOOD + "\n" + row(text="a"))
-    assert shown(made, tmp_path, "data.on_bad_row=skip") == 0
-    out = capsys.readouterr().out
+    out = show("data.on_bad_row=skip")
     assert "2 rows of format labelled to train on, 0 rows held out, 2 skipped" in out
     assert "first row skipped: " in out

@@ -15,8 +15,8 @@ from data.loader import IGNORED_LABEL, NO_SAMPLE
 from data.preference_batches import REFERENCE, batches_of_pairs, lengths_of
 from data.row_formats import BadRow, read_examples, recognise
 from data.row_shards import RowShards
-from data.show import main
 from tests.support.chats import write_base, write_pairs
+from tests.support.showing import Show, shower
 
 ASKED, GOOD, BAD = (
     {"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("assistant", "c"))
@@ -64,10 +64,7 @@ MALFORMED = [
     ({"prompt": 1, "chosen": "a", "rejected": "b"}, "prompt: is a number, not text"),
     ({"prompt": "p", "chosen": "", "rejected": "b"}, "chosen: is empty"),
     ({"chosen": [GOOD], "rejected": [BAD]}, "prompt: is missing, and chosen and rejected do not begin with the same"),
-    (
-        {"chosen": "cat", "rejected": "car"},
-        "prompt: is missing, and chosen and rejected do not begin with the same words",
-    ),
+    ({"chosen": "cat", "rejected": "car"}, "prompt: is missing, and chosen and rejected do not begin with the same"),
     (
         {"question": "q", "chosen": "a b", "rejected": "a c"},
         "prompt: is missing, and question would not be read; rename",
@@ -136,30 +133,27 @@ def test_a_batch_of_pairs_is_padded_to_one_of_a_few_lengths() -> None:
     assert other.first_sequences(1).label_tokens == 1
 
 
-def shown(base: Path, folder: Path, *overrides: str) -> int:
-    config = folder / "run.yaml"
-    config.write_text(
-        f"task: dpo\nmodel: {{name_or_path: {base}}}\ndata: {{source: auto, path: {folder}/pairs.jsonl, "
-        f"tokenizer: model, sequence_length: 96, cache_dir: {folder}/cache, validation_fraction: 0}}\n"
-    )
-    return main(["--config", str(config), *overrides])
+@pytest.fixture
+def show(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Show:
+    """`data.show` on a config for pairs.jsonl in the test's folder."""
+    text = f"task: dpo\nmodel: {{name_or_path: {base}}}\ndata: {{source: auto, path: {tmp_path}/pairs.jsonl, "
+    text += f"tokenizer: model, sequence_length: 96, cache_dir: {tmp_path}/cache, validation_fraction: 0}}\n"
+    return shower(tmp_path / "run.yaml", text, capsys)
 
 
-def test_show_prints_both_sides(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_both_sides(show: Show, tmp_path: Path) -> None:
     write_pairs(tmp_path / "pairs.jsonl", 6)
     long = {"prompt": [ASKED], "chosen": [{"role": "assistant", "content": "b " * 80}], "rejected": [BAD]}
     with (tmp_path / "pairs.jsonl").open("a") as file:
         file.write(json.dumps(long) + "\n")
-    assert shown(base, tmp_path, "--rows", "1") == 0
-    out = capsys.readouterr().out
+    out = show("--rows", "1")
     assert out.index("--- 1, chosen: ") < out.index("--- 1, rejected: ")
     assert "--- 2" not in out
     assert "7 rows of format preference" in out
     assert "6 pairs to train on, 0 held out, 1 dropped" in out
-    assert shown(base, tmp_path, "data.too_long=truncate_right") == 0
-    assert "7 pairs to train on, 0 held out, 1 truncated" in capsys.readouterr().out
-    assert shown(base, tmp_path, "data.too_long=truncate_left") == 0  # of the rejected answer nothing would be left
-    assert "6 pairs to train on" in capsys.readouterr().out
+    assert "7 pairs to train on, 0 held out, 1 truncated" in show("data.too_long=truncate_right")
+    # of the rejected answer nothing would be left
+    assert "6 pairs to train on" in show("data.too_long=truncate_left")
 
 
 REFUSED = [
@@ -177,11 +171,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("overrides", "problem"), REFUSED)
-def test_what_contradicts_itself_is_one_line(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: str, problem: str
-) -> None:
+def test_what_contradicts_itself_is_one_line(show: Show, tmp_path: Path, overrides: str, problem: str) -> None:
     write_pairs(tmp_path / "pairs.jsonl", 2)
-    assert shown(base, tmp_path, *overrides.split()) == 2
-    captured = capsys.readouterr()
-    assert problem in captured.err
-    assert captured.err.strip().splitlines()[-1].startswith("error: ")
+    said = show(*overrides.split(), code=2)
+    assert problem in said and said.strip().splitlines()[-1].startswith("error: ")

@@ -168,11 +168,7 @@ BAD: list[tuple[Any, str, str]] = [
     (turns(ASKED), "", "rows.jsonl:1: messages[0].role: is 'user'; the target is the last turn, which is the assist"),
     (turns(("assistant", "a")), "", "rows.jsonl:1: messages: has no turn before the answer, which would be the source"),
     (turns(ASKED, ("assistant", "a"), ASKED, ("assistant", "b")), "", "has no chat template to join turns; set data.c"),
-    (
-        turns(ASKED, ("assistant", [{"type": "text", "text": "a"}])),
-        "",
-        "messages[1]: is not plain text, which a",
-    ),
+    (turns(ASKED, ("assistant", [{"type": "text", "text": "a"}])), "", "messages[1]: is not plain text, which a"),
     (turns(("user", "</s>"), ("assistant", "a")), "", "messages[0].content: spells the control token </s>"),
     ({"prompt": "a"}, "", "rows.jsonl:1: is of no known format"),
     ({"prompt": "a", "completion": ""}, "", "rows.jsonl:1: completion: is empty"),
@@ -184,7 +180,7 @@ BAD: list[tuple[Any, str, str]] = [
     (GOOD, "data.train_on=all", "data.train_on = 'all' is only read by task = sft and dpo; remove it, or set task=sft"),
     (GOOD, "task=sft data.target_length=9", "data.target_length = '9' is only read by task = seq2seq; remove it"),
     (GOOD, "data.target_length=1", "data.target_length = 1 is out of range"),
-    (GOOD, "model.compile=true", "model.compile = True is not verified with task = seq2seq; remove it"),
+    (GOOD, "model.compile=true", "model.compile = true is not verified with task = seq2seq; remove it"),
     (GOOD, "adapter.kind=lora", "adapter.kind = lora needs a model to adapt; set model.name_or_path"),
 ]
 

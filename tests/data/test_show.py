@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 
 from data.show import main
 from tests.support.chats import write_base, write_chats
+from tests.support.showing import Show, error_of, shower
 
 GOOD = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}]}
 
@@ -26,25 +27,19 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_base(tmp_path_factory.mktemp("base"))
 
 
-def shown(base: Path, folder: Path, *overrides: str) -> int:
-    """Exit code of the tool on a config for `folder`/rows.jsonl."""
-    config = folder / "run.yaml"
-    if not config.exists():
-        config.write_text(
-            f"task: sft\nmodel: {{name_or_path: {base}}}\ndata: {{source: auto, path: {folder}/rows.jsonl, "
-            f"tokenizer: model, sequence_length: 64, cache_dir: {folder}/cache, validation_fraction: 0}}\n"
-        )
-    return main(["--config", str(config), *overrides])
+@pytest.fixture
+def show(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Show:
+    """The tool on a config for rows.jsonl in the test's folder."""
+    text = f"task: sft\nmodel: {{name_or_path: {base}}}\ndata: {{source: auto, path: {tmp_path}/rows.jsonl, "
+    text += f"tokenizer: model, sequence_length: 64, cache_dir: {tmp_path}/cache, validation_fraction: 0}}\n"
+    return shower(tmp_path / "run.yaml", text, capsys)
 
 
-def test_it_prints_rows_with_their_labels_and_totals(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_prints_rows_with_their_labels_and_totals(show: Show, tmp_path: Path) -> None:
     write_chats(tmp_path / "rows.jsonl", 5)
     with (tmp_path / "rows.jsonl").open("a") as file:
         file.write(json.dumps({"messages": [GOOD["messages"][0], {"role": "assistant", "content": "b " * 80}]}) + "\n")
-    assert shown(base, tmp_path, "--rows", "2") == 0
-    out = capsys.readouterr().out
+    out = show("--rows", "2")
     assert out.count("<|im_start|>assistant\n[") >= 2
     assert out.count("<|im_end|>]\n") >= 2
     assert "--- 2: " in out
@@ -55,65 +50,51 @@ def test_it_prints_rows_with_their_labels_and_totals(
     [(share, tokens)] = re.findall(r"data: ([\d.]+)% of (\d+) tokens are labels", out)
     [labels] = re.findall(rf"tokens {tokens}, trained (\d+)", out)
     assert float(share) == pytest.approx(100 * int(labels) / int(tokens), abs=0.06)
-    assert shown(base, tmp_path, "data.too_long=truncate_right") == 0
-    assert "6 rows in " in (out := capsys.readouterr().out)
+    assert "6 rows in " in (out := show("data.too_long=truncate_right"))
     assert ", 1 truncated; " in out
 
 
-def test_bad_rows_are_skipped_and_counted_when_that_is_asked_for(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_rows_are_skipped_and_counted_when_that_is_asked_for(show: Show, tmp_path: Path) -> None:
     lines = ["{", json.dumps(GOOD), json.dumps({"messages": []}), "[1]", "", json.dumps(GOOD)]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-    assert shown(base, tmp_path, "data.on_bad_row=skip") == 0
-    out = capsys.readouterr().out
+    out = show("data.on_bad_row=skip")
     assert "2 rows in 1 sequences to train on, 0 rows held out, 3 skipped" in out
     assert "rows.jsonl:1: is not JSON" in out
 
 
-def test_compressed_files_and_one_list_are_read(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compressed_files_and_one_list_are_read(show: Show, tmp_path: Path) -> None:
     with gzip.open(tmp_path / "rows.jsonl.gz", "wt") as file:
         file.write(json.dumps(GOOD) + "\n")
-    assert shown(base, tmp_path, f"data.path={tmp_path}/rows.jsonl.gz") == 0
-    assert "1 rows of format messages" in capsys.readouterr().out
+    assert "1 rows of format messages" in show(f"data.path={tmp_path}/rows.jsonl.gz")
     with pa.output_stream(str(tmp_path / "rows.jsonl.zst"), compression="zstd") as stream:
         stream.write(json.dumps(GOOD).encode() + b"\n" + json.dumps(GOOD).encode())
-    assert shown(base, tmp_path, f"data.path={tmp_path}/rows.jsonl.zst") == 0
-    assert "2 rows of format messages" in capsys.readouterr().out
+    assert "2 rows of format messages" in show(f"data.path={tmp_path}/rows.jsonl.zst")
     (tmp_path / "rows.json").write_text(json.dumps([GOOD, GOOD], indent=1))
-    assert shown(base, tmp_path, f"data.path={tmp_path}/rows.json") == 0
-    assert "2 rows of format messages" in capsys.readouterr().out
+    assert "2 rows of format messages" in show(f"data.path={tmp_path}/rows.json")
 
 
-def test_a_row_may_have_fields_that_json_lacks(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_may_have_fields_that_json_lacks(show: Show, tmp_path: Path) -> None:
     columns = {"prompt": ["a"], "completion": ["b"], "asked": [datetime(2026, 1, 2)], "hash": [b"\xff"]}
     pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
-    assert shown(base, tmp_path, f"data.path={tmp_path}/rows.parquet") == 0
-    assert "1 rows of format prompt_completion" in capsys.readouterr().out
+    assert "1 rows of format prompt_completion" in show(f"data.path={tmp_path}/rows.parquet")
 
 
 @pytest.mark.parametrize("other", ["val.jsonl", "more.json"])
-def test_a_folder_that_is_no_dataset_says_how_its_files_are_read(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], other: str
-) -> None:
+def test_a_folder_that_is_no_dataset_says_how_its_files_are_read(show: Show, tmp_path: Path, other: str) -> None:
     """`datasets` takes the one for another split, and the other's fields for those of all."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / other).write_text(FIRST if other == "val.jsonl" else '{"version": 1}')
     if other != "val.jsonl":
         (tmp_path / "mine" / "a.jsonl").write_text(FIRST)
-    assert shown(base, tmp_path, f"data.path={tmp_path}/mine") == 2
-    [error] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    [error] = [line for line in show(f"data.path={tmp_path}/mine", code=2).splitlines() if line.startswith("error: ")]
     assert error.endswith("All files of a kind in a folder are read by data.source=jsonl or parquet.")
 
 
-def test_rows_of_a_mixture_have_fewer_labels_than_tokens(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_of_a_mixture_have_fewer_labels_than_tokens(show: Show, tmp_path: Path) -> None:
     for name in "ab":
         write_chats(tmp_path / f"{name}.jsonl", 5)
     sources = ", ".join(f"{{path: {tmp_path}/{name}.jsonl}}" for name in "ab")
-    assert shown(base, tmp_path, f"data.sources=[{sources}]", "data.path=null") == 0
-    out = capsys.readouterr().out
+    out = show(f"data.sources=[{sources}]", "data.path=null")
     assert "data: source 1: 5 rows of format messages" in out and "data: source 2: 5 rows of format" in out
     assert "data: 10 rows of all sources, " in out and "all tokens are labels" not in out
 
@@ -137,9 +118,7 @@ def test_a_masked_model_s_labels_are_the_words_that_are_hidden(
 
 @pytest.mark.parametrize("opening", [b"", b"\xef\xbb\xbf", b" \r\n" * 3000, b"\xef\xbb\xbf" + b"\n" * 5000])
 @pytest.mark.parametrize("form", ["lines", "Windows lines", "a list", "an indented list"])
-def test_files_as_editors_write_them_are_read(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], opening: bytes, form: str
-) -> None:
+def test_files_as_editors_write_them_are_read(show: Show, tmp_path: Path, opening: bytes, form: str) -> None:
     text = {
         "lines": f"{FIRST}\n{FIRST}\n",
         "Windows lines": f"{FIRST}\r\n{FIRST}\r\n",
@@ -147,8 +126,7 @@ def test_files_as_editors_write_them_are_read(
         "an indented list": json.dumps([GOOD, GOOD], indent=2),
     }[form]
     (tmp_path / "rows.jsonl").write_bytes(opening + text.encode())
-    assert shown(base, tmp_path) == 0
-    assert "2 rows of format messages" in capsys.readouterr().out
+    assert "2 rows of format messages" in show()
 
 
 @pytest.mark.parametrize(
@@ -161,22 +139,20 @@ def test_files_as_editors_write_them_are_read(
     ],
 )
 def test_the_chat_template_is_named_where_it_made_the_text(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str, row: dict[str, Any], rendered: bool
+    show: Show, tmp_path: Path, task: str, row: dict[str, Any], rendered: bool
 ) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    assert shown(base, tmp_path, f"task={task}") == 0
-    assert ("; chat template of the tokenizer, answers located by" in capsys.readouterr().out) == rendered
+    assert ("; chat template of the tokenizer, answers located by" in show(f"task={task}")) == rendered
 
 
 def test_a_tokenizer_without_a_mask_token_is_refused_before_anything_is_tokenized(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    show: Show, base: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "a"}))
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.save_pretrained(tmp_path / "padded")
-    assert shown(base, tmp_path, "task=mlm", f"data.tokenizer={tmp_path}/padded") == 2
-    err = capsys.readouterr().err
+    err = show("task=mlm", f"data.tokenizer={tmp_path}/padded", code=2)
     assert "error: data.tokenizer: has no mask token, which task = mlm needs" in err and "tokenizing" not in err
 
 
@@ -249,45 +225,29 @@ FILES: list[tuple[str | bytes, str, str]] = [
 
 
 @pytest.mark.parametrize("on_bad_row", ["error", "skip"])
-def test_a_missing_chat_template_is_no_fault_of_the_row(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], on_bad_row: str
-) -> None:
+def test_a_missing_chat_template_is_no_fault_of_the_row(show: Show, tmp_path: Path, on_bad_row: str) -> None:
     (tmp_path / "rows.jsonl").write_text(FIRST)
-    assert shown(base, tmp_path, "data.tokenizer=bytes", f"data.on_bad_row={on_bad_row}") == 2
-    problem = (
-        "rows.jsonl:1: is a conversation, and the tokenizer has no chat template; set data.chat_template to a file"
-    )
-    assert capsys.readouterr().err.endswith(f"{problem} of one\n")
+    said = show("data.tokenizer=bytes", f"data.on_bad_row={on_bad_row}", code=2)
+    problem = "is a conversation, and the tokenizer has no chat template; set data.chat_template to a file of one\n"
+    assert said.endswith(f"rows.jsonl:1: {problem}")
 
 
-def test_pairs_of_several_sources_are_counted_as_pairs(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pairs_of_several_sources_are_counted_as_pairs(show: Show, tmp_path: Path) -> None:
     rows = [json.dumps({"prompt": "a", "chosen": f"b {number}", "rejected": "c"}) for number in range(6)]
     for number, name in enumerate("abc"):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows[2 * number :][:2]))
     sources = f"data.sources=[{{path: {tmp_path}/a.jsonl}}, {{path: {tmp_path}/b.jsonl}}]"
     sets = f"data.validation=[{{path: {tmp_path}/c.jsonl, name: own}}]"
-    assert shown(base, tmp_path, "task=dpo", "data.path=null", sources, sets) == 0
-    out = capsys.readouterr().out
+    out = show("task=dpo", "data.path=null", sources, sets)
     assert "data: 4 pairs of all sources, " in out
     assert "data: validation set own: 2 pairs, none of them trained\n" in out
 
 
 @pytest.mark.parametrize(("content", "overrides", "problem"), FILES)
 def test_what_is_malformed_is_one_line_and_exit_code_2(
-    base: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    content: str | bytes,
-    overrides: str,
-    problem: str,
+    show: Show, tmp_path: Path, content: str | bytes, overrides: str, problem: str
 ) -> None:
     (tmp_path / "rows.jsonl").write_bytes(content if isinstance(content, bytes) else content.encode())
     (tmp_path / "notes.txt").write_text("a")
     (tmp_path / "bad.jinja").write_text("{% for x in %}")
-    assert shown(base, tmp_path, *overrides.replace("{folder}", str(tmp_path)).split()) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("data: ")]
-    assert len(errors) == 1
-    assert errors[0].startswith("error: ")
-    assert problem in errors[0]
+    assert problem in error_of(show(*overrides.replace("{folder}", str(tmp_path)).split(), code=2))

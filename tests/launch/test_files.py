@@ -18,7 +18,7 @@ from deepspeed.launcher.runner import _parse_hostfile
 from config.cli import CONFIG_ERROR, REPOSITORY
 from config.command_line import read_command_line
 from config.resolved import Resolved
-from launch.hostfile import read_hostfile
+from launch.hosts import read_hostfile
 from tests.support.launches import finish
 
 ACCELERATE = sorted((REPOSITORY / "launch/accelerate").glob("*.yaml"))

@@ -135,7 +135,7 @@ def test_a_rank_that_the_launcher_ends_is_gone_at_once_with_its_children(tmp_pat
     ("arguments", "message"),
     [
         (["--", "torchrun"], "no train.py after --"),
-        (["--", "nowhere", "train.py"], "--config FILE is missing after train.py"),
+        (["--", "nowhere", "train.py"], "--config FILE is missing; for example"),
         (["--", "nowhere", "train.py", "--config", "config/recipes/demo.yaml"], "cannot start nowhere"),
         (["--", "torchrun", "train.py", "--config", "config/recipes/demo.yaml", "run.stpes=3"], "did you mean"),
         (["--restart-me", "--", "torchrun"], "unrecognized arguments: --restart-me"),

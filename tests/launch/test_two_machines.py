@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from config.child_jobs import deepspeed_program
 from config.cli import REPOSITORY
+from config.launcher import deepspeed_program
 from tests.support import launches
 from tests.support.launches import BIN, events
 from tests.support.machines import SKIP, Machine, two_machines

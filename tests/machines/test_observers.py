@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from config.child_jobs import free_port
+from config.machine.processes import free_port
 from tests.support import bad_observers
 from tests.support.bad_observers import Seen
 from tests.support.forked import Job

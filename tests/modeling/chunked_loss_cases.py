@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from config import batch as loss_chunks
 from config.errors import UserError
+from modeling import chunked_head
 from precision.statistics import ActivationMeter
 from tests.support.small_run import batch_of, engine_of, masters_of, resolve
 from training.attribution import attribute
@@ -65,8 +65,8 @@ def spoiled(world: World, *, loss: str, module: str, kind: str) -> dict[str, Any
 
 def unwanted(world: World) -> dict[str, Any]:
     """The gradients of a step whose first micro-batch counts for nothing: its loss gets the factor 0."""
-    defect = ("defects=[{kind: skipped_accumulation}]",)
-    with engine_of(world, _resolved(world, 1, "fp32", "chunked", defect, "")) as engine:
+    resolved = _resolved(world, 1, "fp32", "chunked", (), "")
+    with engine_of(world, resolved, defect="{kind: skipped_accumulation}") as engine:
         engine.health(engine.forward_backward(batch_of(world, 2, seed=1), step=1))
         return _gradients(engine)
 
@@ -91,7 +91,7 @@ def cannot(world: World) -> dict[str, Any]:
             pass
     except UserError as error:
         found["refused"] = str(error)
-    before, loss_chunks.AUTO_FROM_LOGITS = loss_chunks.AUTO_FROM_LOGITS, 1
+    before, chunked_head.AUTO_FROM_LOGITS = chunked_head.AUTO_FROM_LOGITS, 1
     try:
         for loss, key in (("auto", "loss"), ("full", "loss_of_full")):
             with recurrent(loss) as engine:
@@ -102,7 +102,7 @@ def cannot(world: World) -> dict[str, Any]:
                         "unchunked_reason": engine.loss_path.unchunked_reason,
                     }
     finally:
-        loss_chunks.AUTO_FROM_LOGITS = before
+        chunked_head.AUTO_FROM_LOGITS = before
     return found
 
 

@@ -14,13 +14,16 @@ from config.command_line import read_command_line
 from config.errors import UserError
 from config.launcher import as_launched
 from config.load import load_config
+from config.schema import AdapterSection, ModelSection, OptimizerSection
 from lab.benchmark.activations import MODES as BENCHMARKED
 from lab.benchmark.activations import overrides_of
+from launch.plan.counted import count_activations
 from launch.plan.layout import layout_of
 from launch.plan.memory import activations
-from launch.plan.model import shape_of
+from launch.plan.model import sizes_of
 from modeling.activation_checkpointing import _policy, apply_activation_checkpointing
 from modeling.activation_checkpointing_budget import GIB, peak
+from modeling.build import empty_model
 from tests.modeling import activation_checkpointing_cases as cases
 from tests.support.recomputed_models import BLOCKS, FAMILIES, build, bytes_kept, gradients, loss_of, tokens
 
@@ -157,7 +160,8 @@ def test_the_planner_says_what_each_mode_keeps(family, attention):
     """As differences from `full`, so that nothing outside of the blocks counts."""
     dropouts = {"llama": ["attention_dropout"], "gpt2": ["resid_pdrop", "attn_pdrop", "embd_pdrop"]}[family]
     fresh = build(family, attention=attention, dtype=torch.bfloat16, **dict.fromkeys(dropouts, 0.0))
-    shape, kept, planned = shape_of(fresh.config), {}, {}
+    empty = empty_model(ModelSection(attention=attention), fresh.config)
+    shape, kept, planned = sizes_of(empty, AdapterSection(), OptimizerSection()), {}, {}
     for mode in ("full", "none", "attention", "ops", "selective"):
         model = copy.deepcopy(fresh)
         apply_activation_checkpointing(model, mode, reentrant=False)
@@ -166,6 +170,7 @@ def test_the_planner_says_what_each_mode_keeps(family, attention):
         overrides += ["data.sequence_length=64", "batch.micro_size=2"]
         resolved = read_command_line(["--config", f"{REPOSITORY}/config/recipes/demo.yaml", *overrides], as_launched(1))
         layout = replace(layout_of(resolved, world=1, on_cpu=False), compute="bf16")
+        shape = shape if shape.counted else replace(shape, counted=count_activations(empty, layout))
         planned[mode], _, _ = activations(shape, layout)
     for mode in ("none", "attention", "ops", "selective"):
         assert planned[mode] - planned["full"] == pytest.approx(kept[mode] - kept["full"], rel=0.03)

@@ -16,14 +16,7 @@ from transformers import AutoModelForCausalLM
 from config.errors import UserError
 from config.schema import ModelSection
 from config.task import MASKED_LM
-from modeling.build import (
-    attention_of,
-    build_model,
-    count_parameters,
-    drawn_notes,
-    model_config,
-    unround_buffers,
-)
+from modeling.build import attention_of, build_model, count_parameters, drawn_notes, model_config, unround_buffers
 from tests.support.small_models import small_model
 
 LLAMA = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}

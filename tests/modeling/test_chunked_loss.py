@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from config.batch import AUTO_FROM_LOGITS, CHUNK_LOGITS, loss_chunk
 from config.cli import REPOSITORY
 from config.schema import ModelSection
 from launch.plan.loss import loss_bytes
-from modeling.chunked_head import ChunkedHead
+from modeling.chunked_head import AUTO_FROM_LOGITS, CHUNK_LOGITS, ChunkedHead, loss_chunk
 from modeling.linear_cross_entropy import (
     Head,
     label_loss_sum,

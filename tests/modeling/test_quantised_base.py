@@ -9,7 +9,7 @@ import torch
 
 from config.errors import UserError
 from config.schema import AdapterSection
-from modeling.quantised_base import require_library
+from modeling.quantised_base import settings
 
 NF4 = [  # Dettmers et al. 2023, appendix E
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
@@ -87,6 +87,5 @@ def test_a_layer_computes_in_the_dtype_of_its_input_in_training_and_evaluation(m
 
 def test_a_missing_library_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    require_library(AdapterSection())
-    with pytest.raises(UserError, match="adapter.base = nf4: the package bitsandbytes is not installed; pip install"):
-        require_library(AdapterSection(kind="lora", base="nf4"))
+    with pytest.raises(UserError, match="adapter.base=nf4 needs pip install bitsandbytes=="):
+        settings(AdapterSection(kind="lora", base="nf4"), skipped=[])

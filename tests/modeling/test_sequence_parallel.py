@@ -10,6 +10,7 @@ from transformers import AutoConfig
 
 from modeling.sequence_parallel import unshared_reason
 from tests.modeling import sequence_parallel_cases
+from tests.support.marks import slow
 from tests.support.process_group import ProcessGroup
 
 WINDOW = {"sliding_window": 6}
@@ -43,9 +44,7 @@ ALWAYS = ("gemma3_text", "mistral")
 
 
 @pytest.mark.parametrize("apart", [True, False], ids=["documents", "one document"])
-@pytest.mark.parametrize(
-    "family", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in SHAPES]
-)
+@pytest.mark.parametrize("family", [name if name in ALWAYS else slow(name) for name in SHAPES])
 def test_slices_have_the_logits_and_gradients_of_the_whole(pair: ProcessGroup, family: str, apart: bool) -> None:
     case = {"family": family, "apart": apart, "ranks": 2, "shape": SHAPES[family]}
     check(pair.run(sequence_parallel_cases.against_the_whole, **case))

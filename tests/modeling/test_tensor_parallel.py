@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from config.errors import UserError
 from modeling.tensor_parallel import Cut, require_shareable
-from training.checkpoint.pieces import JoinedPieces, Pieces, SlicedPieces
+from training.checkpoint.saved_parameters import JoinedPieces, Pieces, SlicedPieces
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 

@@ -27,10 +27,7 @@ STEPS = {
     "only after the reduction": ({"changed": [0, 0, 1], "signed": True}, ("transient", (2,))),
     "only after the reduction, gradients not signed": ({"changed": [0, 0, 1]}, ("transient", ())),
     "everybody's": ({"changed": [1, 1, 1], "named": [1, 1, 1]}, ("transient", ())),
-    "another one, never healthy": (
-        {"changed": [0, 1, 0], "named": [0, 1, 0], "healthy": False},
-        ("persistent", (1,)),
-    ),
+    "another one, never healthy": ({"changed": [0, 1, 0], "named": [0, 1, 0], "healthy": False}, ("persistent", (1,))),
     "rank 1 answers its own inputs and those of rank 2": ({"disagreed": [0, 1, 1]}, ("persistent", (1,))),
     "one batch alone": ({"disagreed": [0, 1, 0]}, ("persistent", (0, 1))),
     "one batch alone, and rank 0 was not finite": (

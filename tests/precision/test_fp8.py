@@ -13,17 +13,7 @@ import torch
 from config.errors import UserError
 from config.schema import Fp8Section
 from precision import fp8_reference
-from precision.fp8 import (
-    BLOCK,
-    FORMATS,
-    FlushMeter,
-    kernel_problem,
-    linear_fp8,
-    no_kernel,
-    quantise,
-    rounded,
-    scale_of,
-)
+from precision.fp8 import BLOCK, FORMATS, FlushMeter, kernel_problem, linear_fp8, no_kernel, quantise, rounded, scale_of
 from precision.manifest import Manifest, Rule, load_manifest
 from precision.observe import Observation, verify
 from precision.regions import Regions

@@ -89,18 +89,21 @@ def test_the_schema_knows_the_same_dtypes() -> None:
 MISTAKES = [
     ({"defaults": "bf16"}, "defaults: no such key; did you mean default?"),
     ({"rules": []}, "default is missing"),
-    ({"default": "bfloat16"}, 'default = "bfloat16" is not one of fp32, bf16, fp16, fp8; did you mean bf16?'),
+    ({"default": "bfloat16"}, "default = 'bfloat16' is not one of fp32, bf16, fp16, fp8; did you mean bf16?"),
     ({"default": ["bf16"]}, "default = "),
     ({"default": "bf16", "rules": {}}, "rules = {} is not a list"),
-    ({"default": "bf16", "rules": ["lm_head"]}, 'rules[0] = "lm_head" is not an object'),
-    ({"default": "bf16", "rules": [{**RULE, "matches": "x"}]}, "rules[0].matches: no such key; did you mean match?"),
+    ({"default": "bf16", "rules": ["lm_head"]}, "rules[0] = 'lm_head' is not a mapping; it has the keys"),
+    (
+        {"default": "bf16", "rules": [{**RULE, "matches": "x"}]},
+        "rules[0].matches: no such key; did you mean rules[0].mat",
+    ),
     ({"default": "bf16", "rules": [RULE, {"compute": "fp16", "reason": "r"}]}, "rules[1] says no module"),
     ({"default": "bf16", "rules": [{**RULE, "match": 3}]}, "rules[0].match = 3 is not text"),
-    ({"default": "bf16", "rules": [{**RULE, "match": ""}]}, 'rules[0].match = "" is not text'),
-    ({"default": "bf16", "rules": [{**RULE, "compute": "fp4"}]}, 'rules[0].compute = "fp4" is not one of'),
+    ({"default": "bf16", "rules": [{**RULE, "match": ""}]}, "rules[0].match = '' is empty"),
+    ({"default": "bf16", "rules": [{**RULE, "compute": "fp4"}]}, "rules[0].compute = 'fp4' is not one of"),
     ({"default": "bf16", "rules": [{**RULE, "reason": " "}]}, "rules[0].reason"),
     ({"default": "bf16", "rules": [{"match": "x", "compute": "fp16"}]}, "rules[0].reason is missing"),
-    ([], "the top level = [] is not an object"),
+    ([], "holds [] where a JSON object is expected"),
 ]
 
 
@@ -117,9 +120,9 @@ def test_a_mistake_is_one_line_and_breaks_the_schema_too(tmp_path: Path, content
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ('{"default": "bf16", "default": "fp16"}', "the key 'default' is given twice"),
-        ('{"default": "bf16"', "cannot be read"),
-        ("", "cannot be read"),
+        ('{"default": "bf16", "default": "fp16"}', "default is given twice in one object"),
+        ('{"default": "bf16"', "not valid JSON: line 1, column 19"),
+        ("", "not valid JSON"),
     ],
 )
 def test_a_file_that_is_no_json_is_told(tmp_path: Path, content: str, told: str) -> None:
@@ -128,7 +131,7 @@ def test_a_file_that_is_no_json_is_told(tmp_path: Path, content: str, told: str)
 
 
 def test_a_missing_or_binary_file_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such precision manifest"):
+    with pytest.raises(UserError, match="cannot be read as a precision manifest"):
         load_manifest(tmp_path / "none.json")
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="cannot be read"):

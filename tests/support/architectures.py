@@ -18,8 +18,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from config.child_jobs import error_line
 from config.cli import REPOSITORY
+from launch.job import error_line
 from tests.support.launches import SMALL, events, start
 from tools.export_hf.command import main as export
 from training.checkpoint.partitions import open_saved_model

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from config.child_jobs import free_port
+from config.machine.processes import free_port
 from tests.support import forked
 from tests.support.small_run import batch_of, engine_of, masters_of, resolve, restored, state_of
 from training import distributed

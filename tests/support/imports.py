@@ -1,4 +1,4 @@
-"""What imports what in this repository, read from the sources, and the order that it has to have."""
+"""The imports of this repository, read from the sources, and the order that they have to have."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAY_IMPORT = {
 }
 # The order inside training/, from below: a file or package imports itself and what stands on floors below its own.
 FLOORS = (
-    ("moved", "rendezvous", "tasks"),
+    ("cores", "moved", "op_builds", "rendezvous", "startup", "tasks"),
     ("distributed", "progress", "schedule", "promotions", "loss_scaler", "preemption"),
     ("engine", "watchdog"),
     ("checkpoint", "telemetry", "attribution", "corruption", "sinks", "references", "early_warnings"),
@@ -88,6 +88,21 @@ def reachable(start: str, imports: Mapping[str, set[str]]) -> set[str]:
             found.add(name)
             left.append(name)
     return found
+
+
+def imported_by(start: str, root: Path) -> set[str]:
+    """`start` and every module that is imported with it, the packages they are in included."""
+    imports = imports_of(root)
+    for name in imports:
+        parts = name.split(".")
+        imports[name] |= {".".join(parts[:depth]) for depth in range(1, len(parts))} & imports.keys()
+    return {start} | reachable(start, imports)
+
+
+def lines_imported(start: str, root: Path) -> int:
+    """Lines of this repository in `start` and in everything that it imports, wherever the import stands."""
+    names = {module_name(path, root): path for path in source_files(root)}
+    return sum(len(names[name].read_text(encoding="utf-8").splitlines()) for name in imported_by(start, root))
 
 
 def imports_of(root: Path) -> dict[str, set[str]]:

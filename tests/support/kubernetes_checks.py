@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from config import cli
-from config.command_line import _parse
+from config.command_line import parse
 from config.errors import UserError
 from config.launcher import as_launched
 from config.resolved import Resolved, resolve_run
@@ -110,7 +110,7 @@ def _resolve(train: tuple[str, ...], run: str, per_node: int, nodes: int) -> Res
     environment = as_launched(1) | {"WORLD_SIZE": str(per_node * nodes), "LOCAL_WORLD_SIZE": str(per_node)}
     with tempfile.TemporaryDirectory() as folder:
         try:
-            given = _parse(train)
+            given = parse(train)
             given.config = f"{folder}/{Path(given.config).name}"
             Path(given.config).write_text(run)
             return resolve_run(given, environment)

@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from config.child_jobs import deepspeed_program, free_port
 from config.cli import REPOSITORY
+from config.launcher import deepspeed_program
+from config.machine.processes import free_port
+from lab.detection.planted import MODULE
 from tests.support.forked import Job
 from tracking.jsonl import read_events
 
@@ -84,6 +86,11 @@ def start(arguments: Sequence[str], *, ranks: int = 1) -> subprocess.Popen[str] 
         text=True,
         start_new_session=True,
     )
+
+
+def with_defect(defect: str, arguments: Sequence[str]) -> list[str]:
+    """A job that `python` starts, with a defect as `permanent` takes it in its engine; without one, the job."""
+    return [arguments[0], "-m", MODULE, defect, *arguments[1:]] if defect else [*arguments]
 
 
 def finish(arguments: Sequence[str], *, exit_code: int = 0, seconds: float = 240.0, **how: Any) -> str:

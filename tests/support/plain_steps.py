@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import pytest
 import torch
 
 from config.schema import OptimizerSection
+from data.loader import Batch
 from modeling.linear_cross_entropy import label_loss_sum
-from tests.support.small_run import GLOBAL, batch_of
+from tests.support.small_models import distance
+from tests.support.small_run import GLOBAL, batch_of, take
 from tools.parity.oracle.optimizers import optimizer_of
 from training.distributed import World
+from training.engine import Engine
 
 EVALUATED = 9
 """Seed of the batch whose loss is evaluated after the steps."""
@@ -48,6 +53,16 @@ def plain_steps(
     return [*found, float(loss_of(model.eval(), EVALUATED).detach())]
 
 
+def trained(engine: Engine, batch: Callable[[int], Batch], *, steps: int, lr: float) -> list[float]:
+    """The loss and the gradient norm of each of an engine's steps, on the batches of the same seeds."""
+    found = []
+    for step in range(1, steps + 1):
+        health, update = take(engine, batch(step), step=step, lr=lr / step)
+        assert update.applied
+        found += [health.loss, health.grad_norm]
+    return found
+
+
 def farthest(found: Sequence[float], expected: Sequence[float]) -> float:
     """The largest relative difference of two rows of numbers."""
     return max(abs(one / other - 1) for one, other in zip(found, expected, strict=True))
@@ -59,3 +74,13 @@ def distance_of_updates(
     """||found - exact|| / ||found - start|| over all parameters together, in FP64."""
     off, moved = (sum(float((found[n] - o[n]).double().square().sum()) for n in found) for o in (exact, start))
     return (off / moved) ** 0.5
+
+
+def require_equal(found: dict[str, Any], exact: dict[str, Any]) -> None:
+    """Assert that a run made the steps of plain torch: losses, norms, tokens where both count them, updated weights."""
+    for mine, theirs in zip(found["steps"], exact["steps"], strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+        assert mine["tokens"] == theirs.get("tokens", mine["tokens"])
+    assert found["after"].keys() == exact["after"].keys()
+    assert distance(found["after"], exact["after"]) < 1e-5

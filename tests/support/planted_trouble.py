@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from config.child_jobs import free_port
+from config.machine.processes import free_port
 from data.loader import Batch
 from tests.support.small_run import engine_of, resolve
 from training import distributed

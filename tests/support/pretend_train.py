@@ -17,6 +17,9 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tracking.events import REQUIRED_FIELDS
+
 
 def main() -> int:
     settings = dict(word.split("=", 1) for word in sys.argv if "=" in word)
@@ -63,8 +66,10 @@ def terminate() -> float:
 
 
 def write(folder: Path, event: str, step: int, **fields: object) -> None:
+    """Write an event; what the caller leaves out of its fields is null."""
     with (folder / "events.jsonl").open("a") as file:
-        file.write(json.dumps({"event": event, "step": step, "time": time.time(), **fields}) + "\n")
+        known = dict.fromkeys(REQUIRED_FIELDS[event]) | {"event": event, "step": step, "time": time.time(), **fields}
+        file.write(json.dumps(known) + "\n")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,9 @@ from pathlib import Path
 
 import yaml
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tracking.events import REQUIRED_FIELDS
+
 
 def main() -> int:
     """Run the pretended trial; its exit code."""
@@ -66,8 +69,10 @@ def end(folder: Path, step: int, status: str, code: int, reason: str) -> int:
 
 
 def write(folder: Path, event: str, step: int, **fields: object) -> None:
+    """Write an event; what the caller leaves out of its fields is null."""
     with (folder / "events.jsonl").open("a") as file:
-        file.write(json.dumps({"event": event, "step": step, "tokens": 8 * step, "time": time.time(), **fields}) + "\n")
+        where = {"event": event, "step": step, "tokens": 8 * step, "time": time.time()}
+        file.write(json.dumps(dict.fromkeys(REQUIRED_FIELDS[event]) | where | fields) + "\n")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
-from config.child_jobs import free_port
+from config.machine.processes import free_port
 from tests.support import forked
 
 START_SECONDS = 240.0

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from config.child_jobs import free_port
 from config.cli import REPOSITORY
+from config.machine.processes import free_port
 
 MONITORING = REPOSITORY / "docs/monitoring"
 

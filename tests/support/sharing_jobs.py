@@ -2,87 +2,100 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.launches import events, finish
+from tests.support.launches import command, events, finish
 from training.checkpoint.manifest import read_state
 
 BEGINNING = ("run.steps=4", "evaluate.every_steps=0")
-"""Of a job that another one resumes."""
+"""Overrides of a job that another one resumes."""
+LENGTH = 31
+"""[tokens] A sequence length that two ranks do not divide."""
+MIXTURE = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+MIXTURE |= {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+GIVEN = {
+    "sequence": (f"data.sequence_length={LENGTH}", "data.document_masking=true", "batch.micro_size=4"),
+    "tensor": ("batch.micro_size=4", "telemetry.every_steps=2"),
+    "expert": (
+        f"model={{architecture: mixtral, balance_loss: 0.01, config: {json.dumps(MIXTURE)}}}",
+        *("telemetry.every_steps=2", "optimizer.eps=1e-4"),
+    ),
+}
+"""Overrides of all jobs whose ranks share this."""
 
 
-class RunJob(Protocol):
-    """Run a small job to its end; what it printed."""
+class Jobs:
+    """Small jobs in a folder whose ranks may share what `kind` says."""
 
-    def __call__(self, folder: Path, name: str, *overrides: str, ranks: int) -> str: ...
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.folder, self.kind, self.shared = folder, kind, f"parallel.{kind}=2"
 
+    def run(self, name: str, *overrides: str, ranks: int) -> str:
+        """Run a job to its end; what it printed."""
+        given = ("schedule.name=constant", *GIVEN[self.kind], *overrides)
+        return finish(command("python", self.folder, name, *given), ranks=ranks)
 
-def run_one_and_two(folder: Path, job: RunJob, shared: str) -> Path:
-    """The folder, with the run `one` of one rank, `two` of two ranks that share, and `first`, its beginning."""
-    job(folder, "one", ranks=1)
-    job(folder, "two", shared, ranks=2)
-    job(folder, "first", shared, *BEGINNING, ranks=2)
-    return folder
+    def run_one_and_two(self, *overrides: str) -> Jobs:
+        """Run `one` on one rank, `two` on two ranks that share, and `first`, its beginning."""
+        self.run("one", *overrides, ranks=1)
+        self.run("two", *overrides, self.shared, ranks=2)
+        self.run("first", *overrides, self.shared, *BEGINNING, ranks=2)
+        return self
 
+    def resume(self, name: str, *overrides: str, ranks: int, of: str = "first") -> str:
+        """Resume a copy of the run `of` under another name; what was printed."""
+        shutil.copytree(self.folder / "runs" / of, self.folder / "runs" / name)
+        output = self.run(name, *overrides, ranks=ranks)
+        assert ("checksums agree" in output) == (name != "same") or self.kind == "sequence", output
+        return output
 
-def numbers(folder: Path, name: str, keys: Sequence[str] = ("loss", "grad_norm")) -> list[list[float]]:
-    """Of each step, and the validation losses at the end."""
-    steps = [[event[key] for key in keys] for event in events(folder, name, "step")]
-    return [*steps, [event["loss"] for event in events(folder, name, "eval")]]
+    def events(self, name: str, kind: str) -> list[dict]:
+        """The events of one kind in a run."""
+        return events(self.folder, name, kind)
 
+    def numbers(self, name: str, keys: Sequence[str] = ("loss", "grad_norm")) -> list[list[float]]:
+        """These fields of each step, and the validation losses at the end."""
+        steps = [[event[key] for key in keys] for event in self.events(name, "step")]
+        return [*steps, [event["loss"] for event in self.events(name, "eval")]]
 
-def assert_close(found: list[list[float]], expected: list[list[float]]) -> None:
-    """Of two runs' `numbers`."""
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        assert one == pytest.approx(other, rel=1e-5)
+    def assert_close(self, name: str, other: str = "one") -> None:
+        """Two runs have the same numbers to rounding."""
+        for mine, theirs in zip(self.numbers(name), self.numbers(other), strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-5)
 
+    def export(self, name: str, out: Path) -> dict[str, torch.Tensor]:
+        """The FP32 tensors that `tools.export_hf` writes of a run's last checkpoint."""
+        checkpoint = self.folder / "runs" / name / "checkpoints" / "step-6"
+        said = finish(["python", "-m", "tools.export_hf", str(checkpoint), str(out), "--dtype", "fp32"])
+        assert (out / "model.safetensors").is_file(), said
+        return load_file(out / "model.safetensors")
 
-def assert_two_train_as_one(folder: Path) -> None:
-    """The record of `two` is that of `one`."""
-    assert_close(numbers(folder, "two"), numbers(folder, "one"))
-    exact = ("tokens", "sample_ids_sha256", "position", "lr", "applied")
-    assert numbers(folder, "two", exact)[:-1] == numbers(folder, "one", exact)[:-1]
+    def assert_equal_exports(self, one: str, two: str, out: Path) -> None:
+        """The exports of two runs have the same tensors, whole, to rounding."""
+        mine, theirs = (self.export(name, out / name) for name in (one, two))
+        assert mine.keys() == theirs.keys()
+        for name, values in mine.items():
+            assert theirs[name].shape == values.shape
+            assert float((theirs[name] - values).abs().max()) < 1e-5, name
 
+    def assert_equal_telemetry(self) -> None:
+        """The modules' gradients of `two` are those of `one`."""
+        for one, two in zip(self.events("one", "telemetry"), self.events("two", "telemetry"), strict=True):
+            assert two["gradients"].keys() == one["gradients"].keys()
+            for module, figures in one["gradients"].items():
+                for key in ("norm", "rms", "maximum"):
+                    assert two["gradients"][module][key] == pytest.approx(figures[key], rel=1e-3), (module, key)
 
-def assert_equal_telemetry(folder: Path) -> None:
-    """The modules' gradients of `two` are those of `one`."""
-    for one, two in zip(events(folder, "one", "telemetry"), events(folder, "two", "telemetry"), strict=True):
-        assert two["gradients"].keys() == one["gradients"].keys()
-        for module, figures in one["gradients"].items():
-            for figure in ("norm", "rms", "maximum"):
-                assert two["gradients"][module][figure] == pytest.approx(figures[figure], rel=1e-3), (module, figure)
-
-
-def assert_equal_checkpoints_of_no_update(folder: Path, job: RunJob, shared: str) -> None:
-    """Checksums do not depend on who holds what."""
-    found = []
-    for name, overrides, ranks in (("one", [], 1), ("two", [shared], 2)):
+    def checksums_of_no_update(self, name: str, *overrides: str, ranks: int) -> tuple[object, object]:
+        """Parameters and master checksums in the checkpoint of a step that changes nothing."""
         given = ["run.steps=1", "schedule.warmup_steps=0", "optimizer.learning_rate=0"]
-        given += ["evaluate.every_steps=0", "checkpoint.every_steps=1"]
-        job(folder, name, *given, *overrides, ranks=ranks)
-        state = read_state(folder / "runs" / name / "checkpoints" / "step-1")
-        found.append((state["parameters"], state["checksums"]["master"]))
-    assert found[0] == found[1]
-
-
-def exported(folder: Path, name: str, out: Path) -> dict[str, torch.Tensor]:
-    """The FP32 tensors that `tools.export_hf` writes of a run's last checkpoint."""
-    checkpoint = folder / "runs" / name / "checkpoints" / "step-6"
-    said = finish(["python", "-m", "tools.export_hf", str(checkpoint), str(out), "--dtype", "fp32"])
-    assert (out / "model.safetensors").is_file(), said
-    return load_file(out / "model.safetensors")
-
-
-def assert_equal_exports(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
-    """Whole tensors, to rounding."""
-    assert one.keys() == two.keys()
-    for name, values in one.items():
-        assert two[name].shape == values.shape
-        assert float((two[name] - values).abs().max()) < 1e-5, name
+        self.run(name, *given, "evaluate.every_steps=0", "checkpoint.every_steps=1", *overrides, ranks=ranks)
+        state = read_state(self.folder / "runs" / name / "checkpoints" / "step-1")
+        return state["parameters"], state["checksums"]["master"]

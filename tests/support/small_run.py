@@ -15,12 +15,18 @@ from transformers import AutoModelForCausalLM
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from config.deepspeed.document import read_document
+from config.errors import UserError
 from config.resolved import Resolved
 from data.loader import Batch
+from lab.detection.plants.permanent import permanent
+from lab.detection.plants.site import planted
 from modeling.build import model_config
+from precision.step_health import Health
+from training import session
 from training.checkpoint.checkpoints import Checkpoints
 from training.distributed import World
-from training.engine import Engine, build_engine
+from training.engine import Engine
+from training.engine.health import Update
 from training.engine.tensors import trainable_parameters, whole_master
 from training.progress import Progress
 
@@ -63,10 +69,12 @@ def gathered(folder: Path, compute: str) -> str:
 
 
 @contextmanager
-def engine_of(world: World, resolved: Resolved) -> Iterator[Engine]:
-    """An engine on the resolved config, destroyed afterwards."""
+def engine_of(world: World, resolved: Resolved, *, defect: str = "") -> Iterator[Engine]:
+    """An engine on the resolved config, destroyed afterwards. defect: planted into it, as `permanent` takes it."""
     shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
-    engine = build_engine(resolved, shape, world)
+    plant = permanent(defect) if defect else None
+    with planted(plant, rank=world.rank, ranks=world.world_size):
+        engine = session.build_engine(resolved, shape, world)
     try:
         yield engine
     finally:
@@ -98,6 +106,30 @@ def batch_of(world: World, micro: int, *, seed: int, mask: str = "uneven") -> Ba
         sample_ids=np.arange(GLOBAL),
         label_tokens=int((labels != -100).sum()),
     )
+
+
+def faults_of(spoiled: Sequence[tuple[int, str, str | None]]) -> str:
+    """The override that plants a fault in each step, given as rank, kind and module."""
+    faults = [
+        f"{{kind: {kind}, step: {step}, rank: {rank}{f', module: {module}' if module else ''}}}"
+        for step, (rank, kind, module) in enumerate(spoiled, 1)
+    ]
+    return f"faults=[{', '.join(faults)}]"
+
+
+def take(engine: Engine, batch: Batch, *, step: int, lr: float, **options: Any) -> tuple[Health, Update]:
+    """A step on this batch: what was measured, and the update. options: of `Engine.step`."""
+    health = engine.health(engine.forward_backward(batch, step=step))
+    return health, engine.step(health, lr, **options)
+
+
+def refusal(world: World, resolved: Resolved) -> str:
+    """Why no engine is built; empty when one is."""
+    try:
+        with engine_of(world, resolved):
+            return ""
+    except UserError as error:
+        return str(error)
 
 
 def state_of(engine: Engine, progress: Progress, **reactions: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import boto3
 
-from config.child_jobs import free_port
+from config.machine.processes import free_port
 
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "AKIALOOPBACKONLY0000",

@@ -17,8 +17,9 @@ from pathlib import Path
 
 from matplotlib.image import imread
 
-from config.child_jobs import LAUNCHER_VARIABLES, free_port
 from config.cli import REPOSITORY
+from config.machine.processes import free_port
+from launch.job import LAUNCHER_VARIABLES
 from tests.support.wandb_server import stand_in
 from tracking.jsonl import read_events, surviving
 from tracking.run_dir import RunDir

@@ -85,9 +85,7 @@ JOBS = {
         *("seq2seq", "t5", "sides"), [_BF16, "deepspeed.stage=3", *_SIDES], "decoder.block.1.layer.1.EncDecAttention.v"
     ),
     "seq2seq, LoRA": TaskJob(
-        *("seq2seq", "t5", "sides"),
-        [_BF16, LORA, *_SIDES],
-        "encoder.block.0.layer.0.SelfAttention.v.lora_B.default",
+        *("seq2seq", "t5", "sides"), [_BF16, LORA, *_SIDES], "encoder.block.0.layer.0.SelfAttention.v.lora_B.default"
     ),
 }
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import random
 import resource
 import subprocess
 import sys
@@ -15,7 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from config.errors import UserError
-from tracking.jsonl import JsonlSink, encode, read_events, surviving
+from tests.support.synthetic_events import step_fields
+from tracking import jsonl
+from tracking.jsonl import Follower, JsonlSink, encode, read_events, surviving
 
 _FLOATS = st.floats(allow_nan=True, allow_infinity=True, width=64)
 _WORDS = st.text(max_size=8).filter(lambda word: word not in ("inf", "-inf", "nan"))
@@ -139,6 +143,85 @@ def test_a_line_that_did_not_fit_leaves_nothing_behind(tmp_path: Path) -> None:
     sink.write(_event(3))
     sink.close()
     assert [event["step"] for event in read_events(sink.path)] == [1, 3]
+
+
+def _step(step: int, **changes: Any) -> dict[str, Any]:
+    return _event(step, **step_fields(step, **changes))
+
+
+def test_a_growing_file_gives_every_event_once(path: Path) -> None:
+    noise = random.Random(9)
+    events = [_step(n, loss=noise.choice([1.0, math.nan, -math.inf]), place=f"caf\udce9{n}") for n in range(1, 300)]
+    data = b"".join(map(encode, events))
+    file, found, written = Follower(path), [], 0
+    assert list(file.events()) == [] and file.at_end
+    while written < len(data):
+        size = noise.randrange(1, 3000)
+        with path.open("ab") as growing:
+            growing.write(data[written : written + size])
+        written += size
+        found += list(file.events())
+    assert repr(found) == repr(events), "numbers that are not finite are numbers again"
+    assert (file.damaged, file.number, file.offset) == (0, 299, len(data)) and not file.replaced()
+    assert [event["step"] for event in Follower(path, len(encode(events[0]))).events()] == list(range(2, 300))
+
+
+def test_half_a_line_that_a_resumed_run_cuts_off_is_forgotten(path: Path) -> None:
+    path.write_bytes(encode(_step(1)) + b'{"event":"step","st')
+    file = Follower(path)
+    assert [event["step"] for event in file.events()] == [1]
+    sink = JsonlSink(path)  # as a resumed run opens it
+    sink.write(_step(2))
+    sink.close()
+    assert [event["step"] for event in file.events()] == [2] and file.damaged == 0
+
+
+def test_a_file_in_the_place_of_another_is_read_from_its_start(path: Path) -> None:
+    path.write_bytes(b"".join(encode(_step(n)) for n in range(1, 10)))
+    file = Follower(path)
+    assert len(list(file.events())) == 9
+    path.with_name("new").write_bytes(b"".join(encode(_step(n)) for n in range(1, 21)))
+    path.with_name("new").rename(path)
+    assert file.replaced() and len(list(file.events())) == 20 and not file.replaced()
+    path.write_bytes(encode(_step(1)))
+    assert file.replaced() and len(list(file.events())) == 1
+
+
+def test_damaged_lines_are_passed_over_and_long_ones_are_not_cut(path: Path) -> None:
+    large = encode(_event(1, "note", text="x" * 3_000_000))
+    path.write_bytes(b'rubbish\n[1]\n{"event":"step","step":1}\n' + large + encode(_step(1)))
+    file = Follower(path)
+    assert [event["event"] for event in file.events()] == ["note", "step"] and file.damaged == 3
+
+
+def test_events_of_other_kinds_are_not_parsed(path: Path) -> None:
+    spaced = json.dumps(_event(2, "note", text="a")).encode() + b"\n"  # as other programs write it
+    path.write_bytes(
+        encode(_step(1)) + b'{"event":"telemetry", no JSON\n' + spaced + encode(_event(3, "note", text="b"))
+    )
+    file = Follower(path)
+    assert [event["text"] for event in file.events("note")] == ["a", "b"]
+    assert (file.damaged, file.number) == (0, 4)
+
+
+def test_a_file_is_followed_for_a_limited_time(path: Path) -> None:
+    path.write_bytes(encode(_step(1)))
+    file = Follower(path)
+    assert list(file.events(seconds=0.0)) == [] and not file.at_end
+    assert len(list(file.events(seconds=5.0))) == 1 and not list(file.events(seconds=5.0)) and file.at_end
+
+
+def test_events_that_may_not_be_read_are_the_users_to_mend(path: Path) -> None:
+    path.mkdir()
+    with pytest.raises(UserError, match="cannot read the events"):
+        list(Follower(path).events())
+
+
+@given(st.binary(max_size=300), st.integers(1, 40))
+def test_lines_backwards_are_the_lines(content: bytes, chunk: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jsonl, "_CHUNK", chunk)
+        assert list(jsonl.lines_backwards(io.BytesIO(content))) == content.split(b"\n")[::-1]
 
 
 def test_history_of_a_resumed_run_has_each_step_once(path: Path) -> None:

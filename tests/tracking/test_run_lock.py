@@ -99,7 +99,7 @@ def test_on_a_disk_of_this_machine_the_lock_of_another_one_is_old(tmp_path):
 
 def test_on_a_shared_disk_another_machine_that_does_not_touch_its_lock_is_passed_over(tmp_path, monkeypatch, capsys):
     path = leave_from_elsewhere(tmp_path / "demo")
-    monkeypatch.setattr(run_lock.op_builds, "is_local", lambda path: False)
+    monkeypatch.setattr(run_lock.processes, "is_local", lambda path: False)
     monkeypatch.setattr(run_lock, "SILENT_SECONDS", 0.5)
     with path.open("rb") as gone:
         fcntl.flock(gone, fcntl.LOCK_EX)  # as a file server may keep it for a machine that is gone
@@ -112,7 +112,7 @@ def test_on_a_shared_disk_another_machine_that_does_not_touch_its_lock_is_passed
 
 def test_on_a_shared_disk_another_machine_that_touches_its_lock_writes(tmp_path, monkeypatch):
     path = leave_from_elsewhere(tmp_path / "demo")
-    monkeypatch.setattr(run_lock.op_builds, "is_local", lambda path: False)
+    monkeypatch.setattr(run_lock.processes, "is_local", lambda path: False)
     monkeypatch.setattr(run_lock, "SILENT_SECONDS", 1.0)
     over = threading.Event()
 

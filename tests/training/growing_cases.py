@@ -15,11 +15,11 @@ MODULE = "model.layers.1.mlp.down_proj"
 
 def grown(world: World, *, factor: float, every: int) -> dict[str, Any]:
     """Steps in FP16 until the growing activation overflows: the telemetry events, that step, and its cause."""
-    defect = f"defects=[{{kind: growing_activation, module: {MODULE}, factor: {factor}}}]"
-    overrides = [defect, "precision.loss_scale.initial=16", "optimizer.learning_rate=1.0e-6"]
+    defect = f"{{kind: growing_activation, module: {MODULE}, factor: {factor}}}"
+    overrides = ["precision.loss_scale.initial=16", "optimizer.learning_rate=1.0e-6"]
     resolved = resolve(world, stage=2, compute="fp16", micro=2, overrides=overrides)
     events = []
-    with engine_of(world, resolved) as engine:
+    with engine_of(world, resolved, defect=defect) as engine:
         telemetry = Telemetry(engine, probe=False)
         for step in range(1, 1000):
             batch = batch_of(world, 2, seed=step)

@@ -106,12 +106,7 @@ class _Oracle:
             noise = sum(weight**2 for weight in weights)
             signal = (first.square().sum() / second.sum() - noise) / (1 - noise)
             adam[name.rpartition(".")[0]] = {"rms": float(surprise), "signal": float(signal)}
-        return {
-            "attentions": self._attention,
-            "channels": self._channels,
-            "adam": adam,
-            "embedding_share": self._share,
-        }
+        return {"attentions": self._attention, "channels": self._channels, "adam": adam, "embedding_share": self._share}
 
     def _look_at_attention(self, name: str) -> Any:
         def look(module: Any, args: Any, kwargs: Any) -> None:

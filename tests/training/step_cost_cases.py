@@ -135,7 +135,8 @@ def waits_and_collectives(world: World, *, stage: int, compute: str, further: tu
         def of_two_sources() -> Batch:
             batch = own()
             sources = torch.arange(batch.labels.shape[:2].numel()).remainder_(2).view(batch.labels.shape[:2])
-            return replace(batch, sources=sources, labels_by_source={"a": 1, "b": 1}, counts_by_source=(1.0, 1.0))
+            known = {"source_names": ("a", "b"), "labels_by_source": {"a": 1, "b": 1}, "counts_by_source": (1.0, 1.0)}
+            return replace(batch, sources=sources, **known)
 
         parts.batches.next_step = of_two_sources  # type: ignore[method-assign]
         progress = Progress()

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from config.child_jobs import free_port
-from config.machine.cores import cpus_text, divide_cores, read_cores
+from config.machine.processes import free_port
+from training.cores import cpus_text, divide_cores, read_cores
 
 PROGRAM = """
 import json, os, sys, torch

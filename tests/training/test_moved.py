@@ -21,7 +21,11 @@ def test_the_new_name_can_be_run(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [("training.parity.steps", "tools.parity.steps"), ("training.benchmark.overhead", "lab.benchmark.overhead")],
+    [
+        ("training.parity.steps", "tools.parity.steps"),
+        ("training.benchmark.overhead", "lab.benchmark.overhead"),
+        ("training.parity.defects", "lab.detection.gate"),
+    ],
 )
 def test_an_old_name_is_answered_in_one_line(old: str, new: str) -> None:
     command = [sys.executable, "-u", "-m", old, "--config", "x.yaml"]

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from config import yaml_text
+from tests.support import wandb_files
 from tests.support.hostile import HOSTILE, OBEYED, SECRETS
 from tests.support.launches import command, events, finish
-from tracking.compare.wandb_runs import offline
 from tracking.report.command import main as report
 
 KEY = "not-any-known-format-aB3dE5fG7hI9"
@@ -45,14 +45,14 @@ def test_a_run_is_whole_beside_variables_named_like_secrets_and_shows_no_real_on
     assert f"run.dir={folder}/runs" in shlex.split(environment["resume_command"])
     assert f"run.dir={folder}/runs" in environment["command_line"]
 
-    rows, kept = offline(run / "wandb")
+    rows, kept = wandb_files.rows(run / "wandb"), wandb_files.config(run / "wandb")
     assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 3, 4, 5, 6]
     assert [row["checkpoint/path"] for row in rows if "checkpoint/path" in row][0] == str(run / "checkpoints/step-2")
     assert kept["run"] == config["run"] and kept["data"] == config["data"]
 
     more = finish(command("python", folder, "demo-run", *overrides, "run.steps=8"), ranks=2)
     assert "switched off" not in more and events(folder, "demo-run", "run_start")[-1]["resumed_from"]
-    assert [row["step"] for row in offline(run / "wandb")[0] if "train/loss" in row] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [row["step"] for row in wandb_files.rows(run / "wandb") if "train/loss" in row] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert report([str(run), "--html", str(run / "report.html")]) == 0
 
     files = [path for path in folder.rglob("*") if path.is_file()]
@@ -73,5 +73,8 @@ def test_a_run_whose_names_are_markup_ends_well_and_prints_them_as_text(tmp_path
     run = tmp_path / "runs[" / "x]" / name
     assert (run / "report.md").is_file()
     assert yaml_text.parse((run / "config.yaml").read_text())["run"]["hypothesis"] == said
-    rows, kept = offline(run / "wandb")
-    assert kept["run"]["name"] == name and [row["step"] for row in rows if "train/loss" in row][-1] == 6
+    kept = wandb_files.config(run / "wandb")
+    assert (
+        kept["run"]["name"] == name
+        and [row["step"] for row in wandb_files.rows(run / "wandb") if "train/loss" in row][-1] == 6
+    )

@@ -18,6 +18,7 @@ from lab.benchmark.overhead import main as overhead
 from launch.canary.command import main as canary
 from tests.support.forked_launcher import forked_launcher
 from tests.support.launches import SMALL, command, finish
+from tests.support.sharing_jobs import MIXTURE
 from tests.support.synthetic_events import start_fields, step_fields
 from tools.analyze.command import main as analyze
 from tools.parity.gate import gate
@@ -91,8 +92,6 @@ def test_the_table_has_every_tool_that_could_refuse():
         assert any(module == tool or module.startswith(f"{tool}.") for tool in told), module
 
 
-MIXTURE = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-MIXTURE |= {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
 OF = {"expert": [f"model={{architecture: mixtral, config: {json.dumps(MIXTURE)}}}"]}
 TIMINGS = {
     "overhead --pairs 2 --by-stage": "   parameters  tensors  bare, ms",
@@ -146,25 +145,16 @@ def test_the_oracle_recomputes_runs_of_ranks_that_share(key, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("compute", "stage"), [("bf16", 2), ("fp16", 3)])
-def test_the_gate_takes_ranks_that_share_experts(compute, stage, tmp_path):
-    """Of tokens that take all experts: a 16-bit router may else choose others than FP32's, shared or not."""
-    given = [*SMALL, *OF["expert"], "model.config.num_experts_per_tok=4", f"data.cache_dir={tmp_path}/cache"]
-    given += ["parallel.expert=2", "batch.micro_size=4", "parity.points=2", f"precision.compute={compute}"]
-    given += [f"deepspeed.config=ds_configs/zero{stage}_{compute}.json"]
-    with forked_launcher(2) as launcher:
-        chosen = plan(DEMO[1], given, folder=tmp_path / "gate", steps=12, processes=2, launcher=launcher)
-        found = gate(chosen)
-    assert found["verdict"] == "parity", found["failed"]
-    assert all(walk["recorded_loss"] == walk["steps"][0]["loss"] for walk in found["walks"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("compute", "stage"), [("bf16", 2), ("fp16", 3)])
-def test_the_gate_takes_ranks_that_share_sequences(compute, stage, tmp_path):
-    given = [*SMALL, f"data.cache_dir={tmp_path}/cache", "parallel.sequence=2", "batch.micro_size=4", "parity.points=2"]
+@pytest.mark.parametrize("key", ["sequence", "expert"])
+def test_the_gate_takes_ranks_that_share(key, compute, stage, tmp_path):
+    """Tokens take all experts: a 16-bit router may else choose others than FP32's, shared or not."""
+    own = [*OF["expert"], "model.config.num_experts_per_tok=4"] if key == "expert" else []
+    given = [*SMALL, *own, f"data.cache_dir={tmp_path}/cache", f"parallel.{key}=2", "batch.micro_size=4"]
     given += [f"deepspeed.config=ds_configs/zero{stage}_{compute}.json", f"precision.compute={compute}"]
     with forked_launcher(2) as launcher:
-        chosen = plan(DEMO[1], given, folder=tmp_path / "gate", steps=12, processes=2, launcher=launcher)
+        chosen = plan(
+            DEMO[1], [*given, "parity.points=2"], folder=tmp_path / "gate", steps=12, processes=2, launcher=launcher
+        )
         found = gate(chosen)
     assert found["verdict"] == "parity", found["failed"]
     assert all(walk["recorded_loss"] == walk["steps"][0]["loss"] for walk in found["walks"])

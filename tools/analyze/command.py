@@ -33,11 +33,11 @@ from config.launcher import as_launched
 from config.printable import line
 from config.redact import redact_arguments
 from config.resolved import Resolved
+from launch.job import add_processes_option, default_processes, error_line_of, launch
 from precision.manifest import load_manifest
 from tools.analyze.page import write_page
 from tools.analyze.plot import plot_ranges
 from tools.analyze.proposal import Limits, pattern_of
-from tools.jobs import add_processes_option, default_processes, error_line_of, launch
 from tools.parity.gate import gate
 from tools.parity.jobs import plan
 from tracking.jsonl import plain

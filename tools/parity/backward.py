@@ -30,8 +30,9 @@ from config.errors import one_line
 from modeling.objectives.label_prediction import LabelPrediction
 from modeling.objectives.objective import Forward, Objective, Scored
 from precision.manifest import is_router
-from precision.signature import GRADIENT, Kind, sums_of
-from tools.parity.again import (
+from tools.parity.own_code import own_code
+from tools.parity.partial_sums import Walk, walks
+from tools.parity.recompute import (
     COMPUTED_IN,
     Call,
     Leaves,
@@ -45,8 +46,7 @@ from tools.parity.again import (
     row_of,
     terms_of,
 )
-from tools.parity.own_code import own_code
-from tools.parity.partial_sums import Walk, walks
+from tools.parity.rounding import GRADIENT, Kind, sums_of
 from tools.parity.slices import Slices
 
 LOSS = "(loss)"
@@ -126,7 +126,7 @@ class Backward:
         return watch
 
     def compared(self) -> tuple[list[dict[str, Any]], dict[str, str]]:
-        """Rows for `precision.signature.pooled`, and by module why it was not measured. Forgets what was seen."""
+        """Rows for `tools.parity.rounding.pooled`, and by module why it was not measured. Forgets what was seen."""
         rows: list[dict[str, Any]] = []
         blind: dict[str, str] = {}
         calls, self._calls = self._calls, []

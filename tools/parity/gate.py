@@ -30,7 +30,7 @@ from typing import Any
 from config.cli import Arguments, entry_point, positive_int
 from config.errors import UserError
 from config.redact import redact, redact_arguments
-from tools.jobs import add_processes_option
+from launch.job import add_processes_option
 from tools.parity.jobs import (
     Log,
     Plan,

@@ -16,7 +16,7 @@ from config.deepspeed.document import write_in_fp32
 from config.errors import UserError
 from config.launcher import as_launched
 from config.resolved import Resolved
-from tools.jobs import TRAIN, default_processes, error_line_of, launch, shorten
+from launch.job import TRAIN, default_processes, error_line_of, launch, shorten
 from tools.parity.energy import joules, used
 from tools.parity.judge_runs import Settling, Trajectory, control_factor, settling_of
 from tools.parity.judge_steps import Walk
@@ -24,6 +24,8 @@ from tracking.jsonl import read_events, surviving
 from tracking.run_dir import RunDir
 from tracking.summary import Summary, summarise
 
+TWIN = "fp32-"
+"""How the names of the FP32 runs begin."""
 WALK = 2
 """Applied steps compared at each point: the first shows wrong computation, the second a wrong state after the first."""
 
@@ -127,15 +129,15 @@ def train_twin(
     overrides = [
         *(f"deepspeed.config={twin.resolve()}", "model.kernels=torch"),
         *("precision.path=cast", "precision.manifest=null", "precision.compute=fp32", "precision.masters=fp32"),
-        *("checkpoint.every_steps=0", "faults=[]", "defects=[]"),
+        *("checkpoint.every_steps=0", "faults=[]"),
     ]
-    name = f"fp32-seed-{seed}"
+    name = f"{TWIN}seed-{seed}"
     if control is not None:
         rate = chosen.resolved.config.optimizer.learning_rate * control_factor(control)
-        name, overrides = f"fp32-control-{control + 1}", [*overrides, f"optimizer.learning_rate={rate!r}"]
+        name, overrides = f"{TWIN}control-{control + 1}", [*overrides, f"optimizer.learning_rate={rate!r}"]
     if settling is not None:
         lost = ", ".join(f"{{kind: lost_update, step: {step}}}" for step in settling.steps)
-        name, overrides = f"fp32-settling-seed-{seed}", [*overrides, f"faults=[{lost}]"]
+        name, overrides = f"{TWIN}settling-seed-{seed}", [*overrides, f"faults=[{lost}]"]
     run = _train(chosen, name, seed, overrides, log)
     if not run.finished:
         raise UserError(f"the FP32 twin failed: {run.error_line}; see {_log(chosen, run.folder.name)}")

@@ -14,9 +14,9 @@ from statistics import median
 from typing import Any
 
 from config.schema import ParitySection
-from precision.signature import findings, pooled, resolutions
 from precision.statistics import NEGLIGIBLE
 from precision.tolerance import relative
+from tools.parity.rounding import findings, pooled, resolutions
 
 MOST_NAMED = 8
 """Modules that a check names."""
@@ -146,7 +146,7 @@ def judge_steps(walks: Sequence[Walk], bounds: ParitySection) -> list[Check]:
 
 
 def judge_signatures(steps: Sequence[Mapping[str, Any]], bounds: ParitySection) -> Check:
-    """Modules whose errors rounding does not explain (`precision.signature`), over all applied steps together.
+    """Modules whose errors rounding does not explain (`tools.parity.rounding`), over all applied steps together.
 
     Their own, those of the gradients that they make, and the loss's.
     """

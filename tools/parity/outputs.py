@@ -24,7 +24,7 @@ from precision.fp8_reference import in_fp8
 from precision.manifest import find_regions
 from precision.regions import Regions
 from precision.tolerance import relative
-from tools.parity.again import map_floats
+from tools.parity.recompute import map_floats
 from tools.parity.slices import Slices
 from training.distributed import World
 

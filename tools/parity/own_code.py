@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from modeling.quantised_base import quantised_parameters
-from tools.parity.again import Call, Leaves, Plan, again
+from tools.parity.recompute import Call, Leaves, Plan, again
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_16_BITS = ("flash", "flex")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from tools.parity.again import Call
+from tools.parity.recompute import Call
 
 
 @dataclass(frozen=True)

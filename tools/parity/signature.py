@@ -1,4 +1,4 @@
-"""Every module of a run computed four times on the same inputs: what `precision.signature` judges.
+"""Every module of a run computed four times on the same inputs: what `tools.parity.rounding` judges.
 
 In the forward pass of a step's first micro-batch, as soon as a module of the run has returned, the same module of the
 reference (`tools.parity.reference`: freshly built by transformers, never patched by the engine, by regions or by
@@ -18,7 +18,7 @@ three times. So is the loss, with the gradient of its logits, or chunked with th
 
 All three are independent of what was changed in the run's model. They are not independent of transformers' code: a
 constant that is wrong there is wrong in all. A narrowing there is left out of the FP64 computation, so that it shows in
-FP32's error (see `precision.signature`).
+FP32's error (see `tools.parity.rounding`).
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from config.errors import one_line
 from modeling.adapter import is_off
 from modeling.objectives.objective import Objective
 from precision.regions import Regions
-from precision.signature import sums_of
-from tools.parity.again import COMPUTED_IN, Call, Plan, again, fewer_rows, floats_of, parts_of, row_of, terms_of
 from tools.parity.backward import Backward, OwnLoss
 from tools.parity.own_code import own_code
+from tools.parity.recompute import COMPUTED_IN, Call, Plan, again, fewer_rows, floats_of, parts_of, row_of, terms_of
+from tools.parity.rounding import sums_of
 from tools.parity.slices import Slices, cuts_of
 from training.distributed import World
 
@@ -101,7 +101,7 @@ class Signatures:
         return self._backward.watch_loss(objective, inputs, labels, own)
 
     def measured(self) -> dict[str, Any]:
-        """{"parts": rows for `precision.signature.pooled`, "not_measured": reason by module}. A collective."""
+        """{"parts": rows for `tools.parity.rounding.pooled`, "not_measured": reason by module}. A collective."""
         ranks = [self._rows] if self._world is None else self._world.gather_objects(self._rows)
         group = self._slices.group
         ranks = ranks[:: group.size] if group is not None else ranks  # each of a group has measured the same

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from modeling.tensor_parallel import Cut, cut
-from tools.parity.again import Call, leaves_of, map_floats
+from tools.parity.recompute import Call, leaves_of, map_floats
 from training.distributed import TensorGroup
 from training.engine.tensor_slices import joined_in
 

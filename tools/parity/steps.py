@@ -64,7 +64,7 @@ from tracking.run_dir import RunDir
 from training.build import assemble
 from training.distributed import World
 from training.engine import Engine
-from training.engine.optimizer import implementation, rounding
+from training.engine.optimizer import IMPLEMENTATIONS, rounding
 from training.engine.optimizers.adamw import after
 from training.engine.optimizers.rule import UpdateInputs
 from training.engine.rng import generators, restore_generators
@@ -360,7 +360,7 @@ class StepParity:
         counted (`adamw.after`). norm: what the engine clipped by; that it is the gradient's is judged for itself.
         """
         engine, section = self._engine, self._resolved.config.optimizer
-        update, clipping = implementation(section.name).update, section.gradient_clipping
+        update, clipping = IMPLEMENTATIONS[section.name].update, section.gradient_clipping
         exact = clip_coefficient(_norm(gradients), clipping)
         reported = 1.0 / max(1.0, (norm + 1e-6) / clipping) if clipping else 1.0
         errors, beyond = {}, {}

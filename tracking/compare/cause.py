@@ -14,9 +14,8 @@ import numpy as np
 
 from tracking.compare.differences import Difference, side_by_side
 from tracking.compare.divergence import Divergence, events_near
-from tracking.compare.measures import median
 from tracking.events import Event, describe_event
-from tracking.run_facts import RunFacts
+from tracking.run_facts import RunFacts, median
 
 _ORDER_KEYS = ("run.seed", "data.", "batch.", "(fingerprint)", "tokenizer")
 _RATE_KEYS = ("schedule.", "optimizer.learning_rate", "run.steps", "batch.")
@@ -209,13 +208,13 @@ def _both_values(divergence: Divergence, name: str, step: int) -> str:
 
 
 def _settings(found: Sequence[Difference], prefixes: tuple[str, ...]) -> list[str]:
-    """What differs among the keys that begin so, in the order of `prefixes`: what matters most comes first."""
+    """Differences in keys with these prefixes, in the order of `prefixes`: the most important come first."""
     items = [item for prefix in prefixes for item in found if item.key.startswith(prefix)]
     return list(dict.fromkeys(_all_differences(items)))
 
 
 def _all_differences(found: Sequence[Difference]) -> list[str]:
-    """What differs and may change numbers; settings before code, code before versions and hardware."""
+    """Differences that may change numbers; settings before code, code before versions and hardware."""
     return [f"{item.key} {side_by_side(item.values)}" for item in found if item.may_explain]
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from tracking.compare.divergence import Divergence
-from tracking.compare.measures import evaluations
 from tracking.compare.text import event_line
 from tracking.run_facts import RunFacts
 
@@ -74,7 +73,7 @@ def _chosen(run: RunFacts) -> np.ndarray:
 
 
 def thin_out(values: np.ndarray, most: int) -> np.ndarray:
-    """At most `most` of `values`, evenly."""
+    """A selection of at most `most` values at even distances."""
     if len(values) <= most:
         return values
     return values[np.unique(np.linspace(0, len(values) - 1, most).astype(int))]
@@ -94,7 +93,7 @@ def plain_list(values: np.ndarray) -> list[float | None]:
 
 def validation(run: RunFacts) -> dict[str, list[float | None]]:
     """The evaluations on every axis."""
-    return {name: plain_list(values) for name, values in zip((*_AXES, "loss"), evaluations(run), strict=True)}
+    return {name: plain_list(values) for name, values in zip((*_AXES, "loss"), run.evaluations, strict=True)}
 
 
 def band(runs: Sequence[RunFacts]) -> dict[str, Any]:
@@ -125,7 +124,7 @@ def _over(columns: Sequence[dict[str, np.ndarray]], name: str, steps: np.ndarray
 
 
 def gap_means(divergence: Divergence) -> dict[str, list[float | None]]:
-    """As `gap`, the mean of each segment with its sign: what smoothing averages."""
+    """The signed mean of each segment of `gap`, which smoothing averages."""
     steps, share = _gap(divergence)
     edges = _edges(len(share))
     finite = np.isfinite(share)

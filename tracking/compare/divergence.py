@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice, takewhile
 from typing import Any
 
 import numpy as np
 
-from tracking.events import Event, fault_in
-from tracking.jsonl import decode
+from tracking.events import Event
+from tracking.jsonl import Follower
 from tracking.run_facts import RunFacts
 
 COMPARED = ("order", "tokens", "applied", "lr", "loss_scale", "loss", "grad_norm")
@@ -19,7 +19,7 @@ COMPARED = ("order", "tokens", "applied", "lr", "loss_scale", "loss", "grad_norm
 CONTEXT_STEPS = 2
 """Steps on either side of the divergence that are shown."""
 
-_MAX_LINES = 400  # of the events file that are read around a step
+_MAX_EVENTS = 400  # that are read around a step
 _NOTABLE = (
     *("scale", "nonfinite", "corruption", "reexecution", "incident", "fault", "eval", "checkpoint"),
     *("run_start", "run_end", "precision"),
@@ -114,7 +114,7 @@ def _deduplicated(items: Iterable[Any]) -> list[Any]:
 
 
 def _differ(name: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Where values differ. Two nans are equal, and so is a data order that one of the runs did not record."""
+    """Mask of the values that differ. Two nans are equal, and so is a data order that one run did not record."""
     if name == "order":
         return (a != b) & (a >= 0) & (b >= 0)
     if a.dtype != np.float64:
@@ -161,14 +161,7 @@ def events_near(run: RunFacts, place: int) -> list[Event]:
     index = int(np.searchsorted(run.columns.step, low))
     if index >= len(run.columns):
         return []
-    found = []
-    with run.events.open("rb") as file:
-        # A resume, or what else follows a step, stands before the next step's line.
-        file.seek(int(run.columns.offset[max(0, index - 1)]), os.SEEK_SET)
-        for _, line in zip(range(_MAX_LINES), file, strict=False):
-            event = decode(line)
-            if event is None or fault_in(event) is not None or (event["event"] == "step" and event["step"] > high):
-                break
-            if event["event"] in _NOTABLE and low <= event["step"] <= high:
-                found.append(event)
-    return found
+    # A resume, or what else follows a step, stands before the next step's line.
+    events = Follower(run.events, int(run.columns.offset[max(0, index - 1)])).events()
+    near = takewhile(lambda event: event["event"] != "step" or event["step"] <= high, islice(events, _MAX_EVENTS))
+    return [event for event in near if event["event"] in _NOTABLE and low <= event["step"] <= high]

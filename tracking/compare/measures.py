@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tracking.console import duration
+from tracking.console import format_seconds
 from tracking.events import format_scale
-from tracking.run_facts import RunFacts
+from tracking.run_facts import RunFacts, median
 
 WINDOW = 0.05
 """Share of the tokens, or of the time, up to a point over which a training loss is averaged."""
@@ -80,11 +80,6 @@ def measures(runs: Sequence[RunFacts], *, price: float | None) -> list[Measure]:
     return [row for row in rows if any(value != "" if row.kind == "text" else _finite(value) for value in row.values)]
 
 
-def format_seconds(seconds: float) -> str:
-    """Below 100 s with three digits, else as `duration`."""
-    return f"{seconds:.3g} s" if seconds < 100 else duration(seconds)
-
-
 def _each(runs: Sequence[RunFacts], value: Callable[[RunFacts], float]) -> tuple[float, ...]:
     return tuple(float(value(run)) for run in runs)
 
@@ -116,22 +111,9 @@ def loss_at(run: RunFacts, place: float, axis: str) -> tuple[float, float]:
     return float(np.mean(losses)), noise
 
 
-def evaluations(run: RunFacts) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """step, tokens, seconds (running time) and loss of the surviving evaluations, each (evaluations,)."""
-    events = run.rare_events.get("eval", [])
-    steps = np.array([event["step"] for event in events], float)
-    tokens = np.array([event["tokens"] for event in events], float)
-    losses = np.array([math.nan if event["loss"] is None else float(event["loss"]) for event in events], float)
-    if not len(run.columns):
-        return steps, tokens, np.full(len(events), math.nan), losses
-    at = np.searchsorted(run.columns.step, steps, side="right") - 1
-    seconds = np.where(at >= 0, run.columns.seconds[np.maximum(at, 0)], 0.0)
-    return steps, tokens, seconds, losses
-
-
 def _validation(runs: Sequence[RunFacts]) -> list[Measure]:
     """Validation loss at equal tokens and at equal time, as far as every run that evaluates has evaluated; the best."""
-    found = [evaluations(run) for run in runs]
+    found = [run.evaluations for run in runs]
     if not any(len(losses) for *_, losses in found):
         return []
     rows = []
@@ -174,12 +156,6 @@ def _scale(run: RunFacts) -> str:
 
 def _median(name: str, title: str, kind: str, better: str, runs: Sequence[RunFacts]) -> Measure:
     return Measure(name, title, kind, better, _each(runs, lambda run: median(getattr(run.columns, name))))
-
-
-def median(values: np.ndarray) -> float:
-    """Median of the finite values; nan when there is none."""
-    finite = values[np.isfinite(values)]
-    return float(np.median(finite)) if finite.size else math.nan
 
 
 def _to_reach(runs: Sequence[RunFacts]) -> Measure:

@@ -11,9 +11,9 @@ from rich.text import Text
 
 from config.printable import line, shown
 from tracking.compare.differences import Difference, format_value
-from tracking.compare.measures import Measure, format_seconds
+from tracking.compare.measures import Measure
 from tracking.compare.result import Comparison, Pair
-from tracking.console import human
+from tracking.console import format_seconds, human
 from tracking.events import Event, describe_event, format_scale
 from tracking.pages.markdown import Table
 from tracking.terminal import words
@@ -186,5 +186,5 @@ def event_line(event: Event) -> str:
 
 
 def _short(text: str, most: int) -> str:
-    """At most `most` characters, without the middle: names of runs often differ in their ends."""
+    """`text` cut in the middle to `most` characters: names of runs often differ in their ends."""
     return text if len(text) <= most else f"{text[: most // 2 - 1]}..{text[-(most - most // 2 - 1) :]}"

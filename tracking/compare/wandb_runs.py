@@ -1,21 +1,18 @@
-"""Read a run from wandb: from the server, or from the folder of an offline run. Nothing is uploaded.
+"""Read a run from wandb's server. Nothing is uploaded.
 
 wandb gets every `tracking.log_every_steps`-th step, so such a run has fewer steps than the run folder it came from.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from config.errors import UserError
 from tracking.events import Event
 from tracking.run_facts import Collector, RunFacts
-from tracking.wandb.transaction_log import records
 
 _EVENTS = ("scale", "eval", "checkpoint", "incident", "nonfinite")
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -28,17 +25,13 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def read_wandb(path: str, label: str) -> RunFacts:
-    """The run entity/project/run of the server, or the one that a folder such as runs/x/wandb holds.
+    """The run entity/project/run of the server.
 
     Raises UserError, in one line, when there is no such run or no way to reach it.
     """
-    rows: Iterable[dict[str, Any]]
-    if Path(path).is_dir():
-        (rows, config), state = offline(Path(path)), ""
-    elif path.count("/") == 2:
-        rows, config, state = _online(path)
-    else:
-        raise UserError(f"wandb:{path}: is neither entity/project/run nor a folder of an offline run")
+    if path.count("/") != 2 or Path(path).is_dir():
+        raise UserError(f"wandb:{path}: is not entity/project/run; of an offline run give the run folder")
+    rows, config, state = _online(path)
     collector = Collector()
     for event in as_events(rows, config):
         collector.add(event)
@@ -113,20 +106,3 @@ def _online(path: str) -> tuple[Iterable[dict[str, Any]], dict[str, Any], str]:
         raise UserError(
             f"wandb:{path}: cannot be read ({why}); check the name, `wandb login` and the network"
         ) from None
-
-
-def offline(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """History rows and config of an offline run, from its transaction logs: a session has one each."""
-    files = sorted(folder.glob("*.wandb")) or sorted(folder.glob("offline-run-*/*.wandb"))
-    if not files:
-        raise UserError(f"wandb:{folder}: holds no .wandb file; name the folder of an offline run")
-    rows: list[dict[str, Any]] = []
-    config: dict[str, Any] = {}
-    for kind, record, _ in chain.from_iterable(records(file) for file in files):
-        if kind == "history":
-            items = record.history.item
-            rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
-        elif kind in ("run", "config"):
-            updates = record.run.config.update if kind == "run" else record.config.update
-            config |= {item.key: json.loads(item.value_json) for item in updates if item.key}
-    return rows, config

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
 from tracking.heatmap.grid import Heat
-from tracking.heatmap.modules import Fold, in_words, short_name
+from tracking.heatmap.modules import Fold, in_words
+from tracking.heatmap.page import plain_panel
 from tracking.heatmap.panels import PANELS
 
 COMPARED = ("activation", "gradient", "underflow", "update")
 _COLUMNS = 120
-_LABEL = 34  # characters of a row's name
 _LEAST = 0.05  # ends of the colours at least: log10 of a ratio, or a share
 
 
@@ -41,20 +40,7 @@ def difference_data(run: Heat, baseline: Heat, key: str, fold: Fold) -> dict[str
         return None
     end = max(_LEAST, float(np.quantile(np.abs(values[known]), 0.99)))
     names = [mine.rows[rows[row]] for row in kept]
-    return {
-        "key": key,
-        "title": PANELS[key].title,
-        "log": PANELS[key].log,
-        "percent": PANELS[key].percent,
-        "diverging": True,
-        "codes": [],
-        "rows": [short_name(name, _LABEL) for name in names],
-        "names": names,
-        "edges": mine.edges.tolist(),
-        "values": [[round(v, 4) if math.isfinite(v) else None for v in row] for row in values[kept].tolist()],
-        "low": -end,
-        "high": end,
-    }
+    return plain_panel(key, names, mine.edges, values[kept], -end, end, diverging=True)
 
 
 def differences_of(run: Heat, baseline: Heat) -> list[dict[str, Any]]:
@@ -69,7 +55,7 @@ def differences_of(run: Heat, baseline: Heat) -> list[dict[str, Any]]:
 
 
 def _line(found: dict[str, Any]) -> str:
-    """Which module is furthest from the baseline, at the last step both have."""
+    """Names the module that is furthest from the baseline at the last step both have."""
     values = np.array([[np.nan if v is None else v for v in row] for row in found["values"]])
     column = int(np.flatnonzero(np.isfinite(values).any(axis=0))[-1])
     newest = np.nan_to_num(values[:, column])

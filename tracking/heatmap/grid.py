@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 
-from config.errors import UserError
-from tracking.events import Event, fault_in
+from tracking.events import Event
 from tracking.heatmap.modules import Fold, folded_name
 from tracking.heatmap.panels import DTYPES, PANELS, RANGES
-from tracking.jsonl import decode, open_events
+from tracking.jsonl import Follower
 
 MOST_COLUMNS = 600
 MOST_ROWS = 20_000
@@ -27,7 +25,6 @@ MOST_ROWS = 20_000
 _MOST_CHANGES = 20_000  # non-finite findings and changes of dtype that are kept
 USED = ("run_start", "telemetry", "nonfinite", "incident", "note")
 """Events that the collector reads."""
-_PREFIXES = tuple(f'{{"event":{space}"{kind}"'.encode() for kind in USED for space in ("", " "))
 _MEASURED = ("activation", "gradient", "underflow", "drift", "update", "lost")
 
 
@@ -248,7 +245,7 @@ class HeatCollector:
         return _Column(columns[-1].step, values, sum(column.measured for column in columns))
 
     def heat(self) -> Heat:
-        """What was collected so far; more may be added afterwards."""
+        """The heat maps collected so far; more events may be added afterwards."""
         names = self._ordered()
         order = np.array([self._rows[name] for name in names if name in self._rows], int)
         edges = self._edges()
@@ -326,30 +323,9 @@ def _number(value: Any) -> float:
         return np.nan
 
 
-def is_used(line: bytes) -> bool:
-    """Whether the collector reads an event that is on this line of `events.jsonl`."""
-    return line.startswith(_PREFIXES)
-
-
-def event_on(line: bytes) -> Event | None:
-    """The event on a line that `is_used`; None when it is damaged. Telemetry keeps inf and nan as strings."""
-    try:
-        event = orjson.loads(line) if line.startswith(_PREFIXES[2:4]) else decode(line)
-    except ValueError:
-        return None
-    return event if isinstance(event, dict) and fault_in(event) is None else None
-
-
 def read_heat(path: Path) -> Heat:
-    """The heat maps of one `events.jsonl`. Damaged lines are left out. Raises UserError when it cannot be opened."""
+    """The heat maps of one `events.jsonl`. Damaged lines are left out. Raises UserError when it cannot be read."""
     collector = HeatCollector()
-    with open_events(path) as file:
-        try:
-            for line in file:
-                if is_used(line):
-                    event = event_on(line)
-                    if event is not None:
-                        collector.add(event)
-        except OSError as error:
-            raise UserError(f"{path}: cannot read the events ({error.strerror}); check the disk") from error
+    for event in Follower(path).events(*USED, whole=True):
+        collector.add(event)
     return collector.heat()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,25 +35,39 @@ def panel_data(
     values: (rows, columns) in row order, on a logarithmic scale log10, None where nothing was measured. low, high: the
     ends of the colours on the same scale.
     """
-    panel = PANELS[key]
     known = np.flatnonzero(np.isfinite(heat.panels[key]).any(axis=1)).tolist()
     used = heat.by_kind(key) if fold == "modules" else heat.chosen(known)
     folded = used.folded(fold, opened).narrowed(columns)
     values = folded.panels[key].astype(float)
     low, high = limits(folded, key)
-    if panel.log:
+    if PANELS[key].log:
         values = np.log10(np.where(values > 0, values, np.nan))
         low, high = math.log10(low), math.log10(high)
+    return plain_panel(key, folded.rows, folded.edges, values, low, high)
+
+
+def plain_panel(
+    key: str,
+    rows: Sequence[str],
+    edges: np.ndarray,
+    values: np.ndarray,
+    low: float,
+    high: float,
+    *,
+    diverging: bool = False,
+) -> dict[str, Any]:
+    """The object that heat.js draws. diverging: the colours have a middle, at 0."""
+    panel = PANELS[key]
     return {
         "key": key,
         "title": panel.title,
         "log": panel.log,
         "percent": panel.percent,
-        "diverging": False,
+        "diverging": diverging,
         "codes": list(DTYPES) if key == "dtype" else [],
-        "rows": [short_name(name, _LABEL) for name in folded.rows],
-        "names": list(folded.rows),
-        "edges": folded.edges.tolist(),
+        "rows": [short_name(name, _LABEL) for name in rows],
+        "names": list(rows),
+        "edges": edges.tolist(),
         "values": [[round(value, 4) if math.isfinite(value) else None for value in row] for row in values.tolist()],
         "low": low,
         "high": high,

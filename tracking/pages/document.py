@@ -27,8 +27,8 @@ _NO_PICTURE = re.compile(r"^([a-z]+:|//|/)", re.IGNORECASE)
 def write_document(path: Path, markdown: str, *, tone: Tone = "warn") -> Path:
     """Write `path` (PAGE.md) and PAGE.html beside it; returns the former. Raises OSError when one cannot be written.
 
-    markdown: opens with a heading; what comes from a run is escaped in it as `config.markdown` does. Pictures are
-    files beside the page. tone: of the verdict.
+    markdown: opens with a heading; what comes from a run is escaped in it as `tracking.pages.markdown` does. Pictures
+    are files beside the page. tone: of the verdict.
     """
     write_atomically(path, markdown.encode())
     write_atomically(path.with_suffix(".html"), document(markdown, path.parent, tone=tone).encode())

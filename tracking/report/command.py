@@ -27,7 +27,7 @@ from tracking.report.page import resume_command_of, summary_table, write_report
 from tracking.report.service_levels import objectives_from, run_folders, service_levels
 from tracking.report.text import show_findings, show_levels
 from tracking.run_dir import RunDir, write_page
-from tracking.summary import summarise
+from tracking.summary import Summary
 from tracking.terminal import console
 
 FAILED = 3
@@ -54,11 +54,10 @@ def _one(options: argparse.Namespace) -> bool:
         limits=limits_from(options.limit),
         price=options.price,
         peak=None if options.peak_tflops is None else options.peak_tflops * 1e12,
-        now=time.time(),
     )
     findings, remarks = all_measures(context), caveats(context)
     failed = any(item.verdict == "fail" for item in findings)
-    summary, command = summarise(run_dir), resume_command_of(run_dir)
+    summary, command = Summary(context.run.facts), resume_command_of(run_dir)
     report = None
     try:
         report = write_report(

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from config.errors import UserError
-from tracking.compare.measures import median
 from tracking.report.sessions import RunHistory
-from tracking.run_facts import RunFacts
+from tracking.run_facts import RunFacts, median
 from tracking.status import Status, run_status
 from tracking.summary import setting
 
@@ -32,7 +32,7 @@ class Limit:
     """The limit of a measure. sense: "most" is an upper limit, "least" a lower one."""
 
     title: str
-    """Of the measure, for people."""
+    """Name of the measure for people."""
     value: float
     sense: Literal["most", "least"]
     text: str
@@ -153,42 +153,57 @@ class MeasureContext:
     """
 
     run: Run
-    baseline: Run | None
-    limits: Mapping[str, Limit]
-    price: float | None
-    peak: float | None
-    now: float
+    baseline: Run | None = None
+    limits: Mapping[str, Limit] = field(default_factory=lambda: LIMITS)
+    price: float | None = None
+    peak: float | None = None
+    now: float = field(default_factory=time.time)
 
 
-def measured(context: MeasureContext, key: str, value: float, shown: str, how: str, why: str = "") -> Finding:
-    """A measure that has a value. why: the reason shown when it fails."""
-    if context.limits[key].allows(value):
-        return _finding(context, key, value, shown, "pass", how, "")
-    return _finding(context, key, value, shown, "fail", how, why)
+@dataclass(frozen=True)
+class Measured:
+    """The value of a measure. why: the reason shown when it fails; the rest as in `Finding`."""
+
+    value: float
+    shown: str
+    how: str
+    why: str = ""
 
 
-def not_measured(context: MeasureContext, key: str, reason: str, how: str, shown: str = "") -> Finding:
+class NotMeasured(Exception):
     """A measure that has no verdict, and why. shown: what is known of it all the same."""
-    return _finding(context, key, None, shown, "not measured", how, reason)
+
+    def __init__(self, reason: str, how: str, shown: str = "") -> None:
+        super().__init__(reason)
+        self.reason, self.how, self.shown = reason, how, shown
 
 
-def _finding(
-    context: MeasureContext, key: str, value: float | None, shown: str, verdict: Verdict, how: str, reason: str
-) -> Finding:
+def find(measure: Callable[[MeasureContext], Measured], context: MeasureContext) -> Finding:
+    """Compute a measure, whose name is that of its limit, and compare it with the limit."""
+    key = measure.__name__
     limit = context.limits[key]
     own = "; there is no published limit, this one was chosen by Mantissa" if limit.chosen else ""
-    return Finding(key, limit.title, value, shown, str(limit), verdict, how + own, reason)
+    try:
+        found = measure(context)
+    except NotMeasured as error:
+        how, reason = error.how + own, error.reason
+        return Finding(key, limit.title, None, error.shown, str(limit), "not measured", how, reason)
+    passed = limit.allows(found.value)
+    verdict: Verdict = "pass" if passed else "fail"
+    why = "" if passed else found.why
+    return Finding(key, limit.title, found.value, found.shown, str(limit), verdict, found.how + own, why)
 
 
-def baseline_mismatch(context: MeasureContext, *, same: tuple[str, ...]) -> str:
-    """Why the baseline is missing or not comparable with the run; empty when it is comparable."""
-    if context.baseline is None:
-        return "no baseline; give one with --baseline"
+def comparable_baseline(context: MeasureContext, *, same: tuple[str, ...], how: str, shown: str, hint: str = "") -> Run:
+    """The baseline. Raises NotMeasured: there is none, or it differs from the run in one of `same`."""
+    baseline = context.baseline
+    if baseline is None:
+        raise NotMeasured(f"no baseline; give one with --baseline{hint}", how, shown)
     for what in same:
-        mine, its = _COMPARED[what](context.run), _COMPARED[what](context.baseline)
+        mine, its = _COMPARED[what](context.run), _COMPARED[what](baseline)
         if mine is not None and its is not None and mine != its:
-            return f"{context.baseline.name} has a different {what}: {its}, not {mine}"
-    return ""
+            raise NotMeasured(f"{baseline.name} has a different {what}: {its}, not {mine}{hint}", how, shown)
+    return baseline
 
 
 _COMPARED: dict[str, Callable[[Run], Any]] = {

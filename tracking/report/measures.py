@@ -13,13 +13,13 @@ from pathlib import Path
 from config.errors import UserError
 from tracking.heatmap.still import still_of_run
 from tracking.report.absolute import drift, job_success, low_precision, nonfinite, overflow_rate, restore_success
-from tracking.report.context import Finding, MeasureContext, Run
+from tracking.report.context import Finding, MeasureContext, Measured, Run, find
 from tracking.report.relative import epoch_cost, epoch_time, norm_variance, peak_memory, utilisation, validation_delta
 from tracking.report.sessions import read_history
 from tracking.run_dir import RunDir
 from tracking.summary import read_run_folder
 
-_MEASURES: tuple[Callable[[MeasureContext], Finding], ...] = (
+_MEASURES: tuple[Callable[[MeasureContext], Measured], ...] = (
     *(epoch_time, utilisation, peak_memory, nonfinite, validation_delta, epoch_cost),
     *(restore_success, overflow_rate, norm_variance, job_success, low_precision, drift),
 )
@@ -27,7 +27,7 @@ _MEASURES: tuple[Callable[[MeasureContext], Finding], ...] = (
 
 def all_measures(context: MeasureContext) -> list[Finding]:
     """All twelve, in the order of `context.LIMITS`."""
-    return [measure(context) for measure in _MEASURES]
+    return [find(measure, context) for measure in _MEASURES]
 
 
 def count_verdicts(findings: Sequence[Finding]) -> str:
@@ -38,7 +38,7 @@ def count_verdicts(findings: Sequence[Finding]) -> str:
 
 
 def caveats(context: MeasureContext) -> list[str]:
-    """What limits the verdicts, a sentence each: a run that hardly moves, a baseline that is none."""
+    """Sentences that limit the verdicts: about a run that hardly moves, or a baseline that is none."""
     still = still_of_run(context.run.facts)
     found = [still] if still else []
     baseline = context.baseline

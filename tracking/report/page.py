@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -25,10 +24,9 @@ from tracking.observed_dtypes import computed, lower_than_promised, unobserved
 from tracking.pages.markdown import Table, code, fenced, page, section
 from tracking.pages.markdown import text as escaped
 from tracking.plots import plot_run
-from tracking.report.context import LIMITS, Finding, MeasureContext
+from tracking.report.context import Finding, MeasureContext
 from tracking.report.measures import all_measures, caveats, count_verdicts, read_run
 from tracking.report.objective import adapter_in_words, samples_in_words, task_in_words
-from tracking.report.text import measures
 from tracking.run_dir import RunDir
 from tracking.summary import Summary, read_inputs, setting, summarise
 from tracking.terminal import words
@@ -55,10 +53,10 @@ def write_report(
     summary: None reads it.
     Raises UserError when nothing has been recorded in the run folder, OSError when the page itself cannot be written.
     """
-    summary = summary or summarise(run_dir)
     if findings is None:
-        alone = MeasureContext(read_run(run_dir.path), None, LIMITS, price=None, peak=None, now=time.time())
-        findings, remarks = all_measures(alone), caveats(alone)
+        alone = MeasureContext(read_run(run_dir.path))
+        findings, remarks, summary = all_measures(alone), caveats(alone), Summary(alone.run.facts)
+    summary = summary or summarise(run_dir)
     config, deepspeed, environment = read_inputs(run_dir)
     text = sample or ""
     if sample is not None:
@@ -78,7 +76,7 @@ def write_report(
         section("Results", _facts(results(summary))),
         "![loss, gradient norm, learning rate, loss scale or speed](plots/run.png)" if drawn else "",
         _layers(run_dir),
-        section("Measures", f"{count_verdicts(findings)}.", measures(findings, remarks)),
+        section("Measures", f"{count_verdicts(findings)}.", _measures(findings, remarks)),
         section("Faults of the machine", _points(summary.corruption, describe_event)),
         section("Dtypes", _ledger(environment.get("ledger") or ())),
         _observed(summary.precision or {}),
@@ -94,6 +92,24 @@ def write_report(
     )
     write_atomically(run_dir.report, content.encode())
     return run_dir.report
+
+
+def _measures(findings: Sequence[Finding], remarks: Sequence[str]) -> str:
+    """A table of the measures and how each was computed below it."""
+    cells = ((item.title, item.shown or "-", item.limit) for item in findings)
+    rows = [(*map(escaped, row), _verdict(item)) for row, item in zip(cells, findings, strict=True)]
+    return page(
+        *(f"> {escaped(remark)}" for remark in remarks),
+        Table(("measure", "value", "limit", "verdict"), rows),
+        "<details><summary>How they were computed</summary>",
+        [f"**{escaped(item.title)}**: {escaped(item.how)}." for item in findings],
+        "</details>",
+    )
+
+
+def _verdict(item: Finding) -> str:
+    word = f"**{item.verdict}**" if item.verdict == "fail" else item.verdict
+    return f"{word}: {escaped(item.reason)}" if item.reason else word
 
 
 def _layers(run_dir: RunDir) -> str:
@@ -243,13 +259,13 @@ def _what_ran(
 
 
 def _trained(start: Event) -> str:
-    """The number of trained parameters, where others are frozen."""
+    """Number of trained parameters, where others are frozen."""
     trained = start.get("trained_parameters")
     return "" if trained in (None, start["parameters"]) else f", {trained:,} of them trained"
 
 
 def _data(config: dict[str, Any]) -> str:
-    """Source and path, or those of a mixture."""
+    """Source and path of the data, or of each part of a mixture."""
     sources = setting(config, "data.sources")
     if sources:
         return "; ".join(_join(item.get("name"), item.get("source"), item.get("path")) for item in sources)

@@ -6,18 +6,16 @@ import math
 
 import numpy as np
 
-from tracking.compare.measures import evaluations, format_seconds
-from tracking.console import human
+from tracking.console import format_seconds, human
 from tracking.report.context import (
     SAME_DATA,
     SAME_MEMORY,
     SAME_SPEED,
-    Finding,
     MeasureContext,
+    Measured,
+    NotMeasured,
     Run,
-    baseline_mismatch,
-    measured,
-    not_measured,
+    comparable_baseline,
 )
 from tracking.run_facts import RunFacts
 
@@ -25,7 +23,7 @@ _MILLION = 1_000_000
 _FEWEST_NORMS = 20
 
 
-def epoch_time(context: MeasureContext) -> Finding:
+def epoch_time(context: MeasureContext) -> Measured:
     """Time per epoch against the baseline's."""
     tokens, what = _amount(context.run)
     how = f"seconds for {what} ({tokens:,} tokens) at the median tokens/s of all steps, against the baseline's speed"
@@ -33,24 +31,17 @@ def epoch_time(context: MeasureContext) -> Finding:
         how += "; how many tokens an epoch has was not recorded, the ratio is the same as for an epoch"
     speed = context.run.tokens_per_second
     if not speed > 0:
-        return not_measured(context, "epoch_time", "no step was recorded", how)
+        raise NotMeasured("no step was recorded", how)
     own = f"{format_seconds(tokens / speed)} for {what}"
-    other = baseline_mismatch(context, same=SAME_SPEED)
-    if other or context.baseline is None:
-        return not_measured(context, "epoch_time", other, how, own)
-    base = context.baseline.tokens_per_second
+    baseline = comparable_baseline(context, same=SAME_SPEED, how=how, shown=own)
+    base = baseline.tokens_per_second
     if not base > 0:
-        return not_measured(context, "epoch_time", f"{context.baseline.name} recorded no step", how, own)
-    return measured(
-        context,
-        "epoch_time",
-        base / speed,
-        f"{base / speed:.3f}x ({own}; baseline {format_seconds(tokens / base)})",
-        how,
-    )
+        raise NotMeasured(f"{baseline.name} recorded no step", how, own)
+    shown = f"{base / speed:.3f}x ({own}; baseline {format_seconds(tokens / base)})"
+    return Measured(base / speed, shown, how)
 
 
-def utilisation(context: MeasureContext) -> Finding:
+def utilisation(context: MeasureContext) -> Measured:
     """Share of the device's peak FLOP/s that the model uses."""
     run = context.run
     how = (
@@ -66,82 +57,72 @@ def utilisation(context: MeasureContext) -> Finding:
         no_peak = (
             "the peak FLOP/s of a CPU are unknown" if run.device == "cpu" else f"no peak FLOP/s known for {run.device}"
         )
-        return not_measured(context, "utilisation", f"{no_peak}; give --peak-tflops", how)
+        raise NotMeasured(f"{no_peak}; give --peak-tflops", how)
     if run.low_precision is None:
-        return not_measured(context, "utilisation", "the run computes in FP32, whose peak depends on TF32", how)
+        raise NotMeasured("the run computes in FP32, whose peak depends on TF32", how)
     if not run.tokens_per_second > 0:
-        return not_measured(context, "utilisation", "no step was recorded", how)
+        raise NotMeasured("no step was recorded", how)
     layers, hidden = run.setting("model.config.num_hidden_layers"), run.setting("model.config.hidden_size")
     length = run.setting("data.sequence_length")
     attention = 0 if None in (layers, hidden, length) else 12 * layers * hidden * length
     if not attention:
         how += "; the attention term is left out, since the config does not name layers and hidden size"
     flops = run.tokens_per_second / run.facts.world_size * (4 * parameters + 2 * trained + attention)
-    return measured(
-        context, "utilisation", flops / peak, f"{flops / peak:.1%} ({flops / 1e12:.3g} TFLOP/s a device)", how
-    )
+    return Measured(flops / peak, f"{flops / peak:.1%} ({flops / 1e12:.3g} TFLOP/s a device)", how)
 
 
-def peak_memory(context: MeasureContext) -> Finding:
+def peak_memory(context: MeasureContext) -> Measured:
     """Peak memory against the baseline's."""
     how = "peak of the largest rank: device memory allocated by torch, or the process's resident set on a CPU"
     own = context.run.facts.peak_memory_bytes
     if not own > 0:
-        return not_measured(context, "peak_memory", "no step recorded its memory", how)
-    other = baseline_mismatch(context, same=SAME_MEMORY)
-    if other or context.baseline is None:
-        return not_measured(context, "peak_memory", other, how, _gib(own))
-    base = context.baseline.facts.peak_memory_bytes
+        raise NotMeasured("no step recorded its memory", how)
+    baseline = comparable_baseline(context, same=SAME_MEMORY, how=how, shown=_gib(own))
+    base = baseline.facts.peak_memory_bytes
     if not base > 0:
-        return not_measured(context, "peak_memory", f"{context.baseline.name} recorded no memory", how, _gib(own))
-    return measured(context, "peak_memory", own / base, f"{own / base:.3f}x ({_gib(own)}; baseline {_gib(base)})", how)
+        raise NotMeasured(f"{baseline.name} recorded no memory", how, _gib(own))
+    return Measured(own / base, f"{own / base:.3f}x ({_gib(own)}; baseline {_gib(base)})", how)
 
 
 def _gib(value: float) -> str:
     return f"{value / 2**30:.2f} GiB"
 
 
-def validation_delta(context: MeasureContext) -> Finding:
+def validation_delta(context: MeasureContext) -> Measured:
     """Validation loss against the baseline's at equal tokens."""
     how = "validation loss over the baseline's, at the most tokens at which both were evaluated, interpolated between"
-    _, tokens, _, losses = evaluations(context.run.facts)
+    _, tokens, _, losses = context.run.facts.evaluations
     if not len(losses):
-        return not_measured(context, "validation_delta", "no evaluation was recorded", how)
+        raise NotMeasured("no evaluation was recorded", how)
     unit = context.run.facts.start.get("loss_unit", "nats")
     unit = f" {unit}" if unit else ""
     own = f"{losses[-1]:.4f}{unit} at {human(tokens[-1])} tokens"
-    other = baseline_mismatch(context, same=SAME_DATA)
-    if other or context.baseline is None:
-        return not_measured(context, "validation_delta", other, how, own)
-    _, its_tokens, _, its_losses = evaluations(context.baseline.facts)
+    baseline = comparable_baseline(context, same=SAME_DATA, how=how, shown=own)
+    _, its_tokens, _, its_losses = baseline.facts.evaluations
     if not len(its_losses):
-        reason = f"{context.baseline.name} recorded no evaluation"
-        return not_measured(context, "validation_delta", reason, how, own)
+        raise NotMeasured(f"{baseline.name} recorded no evaluation", how, own)
     place = min(tokens[-1], its_tokens[-1])
     if place < max(tokens[0], its_tokens[0]):
-        reason = f"{context.baseline.name} has no evaluation within the range of the run's"
-        return not_measured(context, "validation_delta", reason, how, own)
+        raise NotMeasured(f"{baseline.name} has no evaluation within the range of the run's", how, own)
     mine, base = float(np.interp(place, tokens, losses)), float(np.interp(place, its_tokens, its_losses))
     delta = mine / base - 1 if base else math.nan
     shown = f"{delta:+.3%} ({mine:.4f}, baseline {base:.4f}{unit} at {human(place)} tokens)"
-    return measured(context, "validation_delta", delta, shown, how)
+    return Measured(delta, shown, how)
 
 
-def norm_variance(context: MeasureContext) -> Finding:
+def norm_variance(context: MeasureContext) -> Measured:
     """How much gradient norms vary, against the baseline's."""
     how = "variance of the finite gradient norms over their squared mean, over the second half of the applied steps"
     own, count = _relative_variance(context.run.facts)
     if count < _FEWEST_NORMS:
         reason = f"the second half of the run has {count} applied steps; {_FEWEST_NORMS} are the fewest"
-        return not_measured(context, "norm_variance", reason, how)
-    other = baseline_mismatch(context, same=(*SAME_DATA, "number of parameters"))
-    if other or context.baseline is None:
-        return not_measured(context, "norm_variance", other, how, f"{own:.3g}")
-    base, its = _relative_variance(context.baseline.facts)
+        raise NotMeasured(reason, how)
+    same = (*SAME_DATA, "number of parameters")
+    baseline = comparable_baseline(context, same=same, how=how, shown=f"{own:.3g}")
+    base, its = _relative_variance(baseline.facts)
     if its < _FEWEST_NORMS or not base > 0:
-        reason = f"{context.baseline.name} has too few applied steps"
-        return not_measured(context, "norm_variance", reason, how, f"{own:.3g}")
-    return measured(context, "norm_variance", own / base, f"{own / base:.3f}x ({own:.3g}; baseline {base:.3g})", how)
+        raise NotMeasured(f"{baseline.name} has too few applied steps", how, f"{own:.3g}")
+    return Measured(own / base, f"{own / base:.3f}x ({own:.3g}; baseline {base:.3g})", how)
 
 
 def _relative_variance(facts: RunFacts) -> tuple[float, int]:
@@ -153,7 +134,7 @@ def _relative_variance(facts: RunFacts) -> tuple[float, int]:
     return float(half.var(ddof=1) / half.mean() ** 2), half.size
 
 
-def epoch_cost(context: MeasureContext) -> Finding:
+def epoch_cost(context: MeasureContext) -> Measured:
     """Cost per epoch against the baseline's."""
     tokens, what = _amount(context.run)
     how = (
@@ -162,21 +143,20 @@ def epoch_cost(context: MeasureContext) -> Finding:
     )
     own = _hours_a_token(context.run) * tokens
     if not own > 0:
-        return not_measured(context, "epoch_cost", "no step was recorded", how)
+        raise NotMeasured("no step was recorded", how)
     price = context.price
     shown = f"{own:.3g} device hours" if price is None else f"{own * price:.4g}"
     shown += f" for {what}"
-    other = baseline_mismatch(context, same=("number of parameters", "sequence length", "device"))
-    if other or context.baseline is None:
-        reason = other + ("" if price is not None else "; --price gives money")
-        return not_measured(context, "epoch_cost", reason, how, shown)
-    base = _hours_a_token(context.baseline) * tokens
+    same = ("number of parameters", "sequence length", "device")
+    hint = "" if price is not None else "; --price gives money"
+    baseline = comparable_baseline(context, same=same, how=how, shown=shown, hint=hint)
+    base = _hours_a_token(baseline) * tokens
     if not base > 0:
-        return not_measured(context, "epoch_cost", f"{context.baseline.name} recorded no step", how, shown)
+        raise NotMeasured(f"{baseline.name} recorded no step", how, shown)
     if price is None:
         how += "; without --price, hours stand for money"
     its = f"{base * (price or 1.0):.3g}"
-    return measured(context, "epoch_cost", own / base, f"{own / base:.3f}x ({shown}; baseline {its})", how)
+    return Measured(own / base, f"{own / base:.3f}x ({shown}; baseline {its})", how)
 
 
 def _hours_a_token(run: Run) -> float:

@@ -9,17 +9,15 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from config.errors import UserError
 from tracking.crash import CRASHED
-from tracking.events import Event, describe_event, fault_in
-from tracking.jsonl import decode, open_events
+from tracking.events import Event, describe_event
+from tracking.jsonl import Follower, beginnings, event_on
 
 SKIPPED_CHECKPOINT = "passed over checkpoint"
 """Prefix of the note that names a checkpoint which a resuming session did not take, and why."""
 
 _HANDLED = ("overflow", "hysteresis")  # reasons of scale events that follow an overflow
-_STEP = (b'{"event":"step"', b'{"event": "step"')
-_TELEMETRY = (b'{"event":"telemetry"', b'{"event": "telemetry"')
+_STEP, _TELEMETRY = beginnings("step", "telemetry")
 _NOT_FINITE = (b'"nan"', b'inf"')
 
 
@@ -109,29 +107,35 @@ class _Reader:
         self._saved = False
         self._attempt: _Attempt | None = None
         self._first_step = True
+        self._newest = b""
 
-    def read_line(self, line: bytes, where: str) -> None:
-        if line.startswith(_STEP):
-            self.finish_attempt()
-            self.history.attempts += 1
-            if not self._first_step and not any(word in line for word in _NOT_FINITE):
-                return
-        elif line.startswith(_TELEMETRY) and (b'"drift":null' in line or b'"drift": null' in line):
-            return
-        event = decode(line)
-        if event is None:
-            if line.endswith(b"\n"):
-                raise UserError(f"{where} is not an event: {line[:60]!r}; remove that line")
-            return
-        fault = fault_in(event)
-        try:
-            handler = getattr(self, f"_on_{event['event']}", None) if fault is None else None
-            if handler is not None:
-                handler(event)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            fault = str(error)
-        if fault is not None:
-            raise UserError(f"{where} is not an event as docs/run-folder.md has them: {line[:60]!r}; remove that line")
+    def take(self, line: bytes) -> bool:
+        """Take the event on a line; whether there is one."""
+        step = line.startswith(_STEP)
+        if step and not self._first_step and not any(word in line for word in _NOT_FINITE):
+            self._begin_attempt()
+        elif step or not line.startswith(_TELEMETRY) or b'"drift":null' not in line:
+            event = event_on(line)
+            if event is None:
+                return False
+            handler = getattr(self, f"_on_{event['event']}", None)
+            try:
+                if handler is not None:
+                    handler(event)
+            except (KeyError, TypeError, AttributeError, ValueError):
+                return False
+        self._newest = line
+        return True
+
+    def _begin_attempt(self) -> None:
+        self.finish_attempt()
+        self.history.attempts += 1
+
+    def end_session(self) -> None:
+        """The line before, or the last one of the file, is the session's newest."""
+        event = event_on(self._newest)
+        if event is not None and self.history.sessions:
+            self.history.sessions[-1].last = event["time"]
 
     def finish_attempt(self) -> None:
         """Count the attempt, once all its events are read."""
@@ -147,10 +151,12 @@ class _Reader:
 
     def _on_run_start(self, event: Event) -> None:
         self.finish_attempt()
+        self.end_session()
         self._first_step, time = True, event["time"]
         self.history.sessions.append(Session(time, event["resumed_from"], could_resume=self._saved, last=time))
 
     def _on_step(self, event: Event) -> None:
+        self._begin_attempt()
         self._first_step = False
         self.history.scaled = self.history.scaled or event["loss_scale"] not in (None, 1.0)
         numbers = [event["loss"], event["grad_norm"]]
@@ -196,23 +202,12 @@ class _Reader:
 def read_history(path: Path) -> RunHistory:
     """The history of one `events.jsonl`. An incomplete last line is left out.
 
-    Raises UserError when the file cannot be opened or another line that has to be read is damaged.
+    Raises UserError when the file cannot be read or another line that has to be read is damaged.
     """
-    reader, newest = _Reader(), b""
-    with open_events(path) as file:
-        for number, line in enumerate(file, start=1):
-            starts = line.startswith((b'{"event":"run_start"', b'{"event": "run_start"'))
-            if starts:
-                _close_session(reader.history, newest)
-            reader.read_line(line, f"{path}: line {number}")
-            if line.endswith(b"\n"):
-                newest = line
+    reader, file = _Reader(), Follower(path)
+    for line in file.lines(whole=True):
+        if not reader.take(line):
+            file.refuse(line)
     reader.finish_attempt()
-    _close_session(reader.history, newest)
+    reader.end_session()
     return reader.history
-
-
-def _close_session(history: RunHistory, newest: bytes) -> None:
-    event = decode(newest) if newest else None
-    if event is not None and history.sessions and fault_in(event) is None:
-        history.sessions[-1].last = event["time"]

@@ -1,4 +1,4 @@
-"""The twelve measures as Markdown for `report.md` and as a table for a terminal; service levels as a table."""
+"""The twelve measures, and service levels, as tables for a terminal."""
 
 from __future__ import annotations
 
@@ -8,30 +8,13 @@ from rich.console import Console
 from rich.text import Text
 
 from config.printable import shown
-from tracking.pages.markdown import Table, page, text
+from tracking.pages.markdown import Table
 from tracking.report.context import Finding, Verdict, percent
 from tracking.report.service_levels import Level, ServiceLevels, format_budget, format_level
 from tracking.terminal import words
 
 _MEASURES = ("measure", "value", "limit", "verdict")
 STYLES: dict[Verdict, str] = {"pass": "green", "fail": "bold red", "not measured": "dim"}
-
-
-def measures(findings: Sequence[Finding], remarks: Sequence[str]) -> str:
-    """A table of the measures and how each was computed below it."""
-    rows = [(text(item.title), text(item.shown or "-"), text(item.limit), _verdict(item)) for item in findings]
-    return page(
-        *(f"> {text(remark)}" for remark in remarks),
-        Table(_MEASURES, rows),
-        "<details><summary>How they were computed</summary>",
-        [f"**{text(item.title)}**: {text(item.how)}." for item in findings],
-        "</details>",
-    )
-
-
-def _verdict(item: Finding) -> str:
-    word = f"**{item.verdict}**" if item.verdict == "fail" else item.verdict
-    return f"{word}: {text(item.reason)}" if item.reason else word
 
 
 def show_findings(findings: Sequence[Finding], remarks: Sequence[str], console: Console) -> None:

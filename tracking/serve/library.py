@@ -55,7 +55,7 @@ class Entry:
     group: str
     """The same for runs that differ in nothing but their seed; empty without a config."""
     changed: float
-    """[seconds since the epoch] When its events last changed."""
+    """[seconds since the epoch] Time of the last change of its events."""
 
     @property
     def name(self) -> str:
@@ -64,7 +64,7 @@ class Entry:
 
 
 class _Run:
-    """What is kept of one run between two looks at it."""
+    """State of one run between two looks at it."""
 
     def __init__(self, key: str, folder: Path, root: Path) -> None:
         self.key, self.folder, self._root = key, folder, root
@@ -180,7 +180,7 @@ class Library:
         for run in sorted(runs, key=lambda run: run.entry is not None):
             try:
                 changed = run.update(time.monotonic())
-            except OSError:
+            except (OSError, UserError):
                 self.unread.add(run.key)
                 continue
             self.unread.discard(run.key)

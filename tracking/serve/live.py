@@ -8,20 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import orjson
 
-from tracking.events import fault_in
-from tracking.heatmap.grid import Heat, HeatCollector, event_on, is_used
-from tracking.jsonl import decode
+from config.errors import UserError
+from tracking.heatmap.grid import USED, Heat, HeatCollector
+from tracking.jsonl import Follower, beginnings, event_on
 from tracking.run_facts import Collector, Columns, RunFacts
 from tracking.serve.skim import steps_at
 
-_CHUNK = 1 << 22
 SOON = 1 << 26
 """Bytes that are read while the reader of a page waits."""
+_MEASURED = beginnings(*USED)
 PLACES = 1000
 """Steps of a sketch."""
-_TELEMETRY = (b'{"event":"telemetry"', b'{"event": "telemetry"')
 
 
 class LiveRun:
@@ -29,22 +27,19 @@ class LiveRun:
 
     def __init__(self, folder: Path, label: str) -> None:
         self.folder, self.label = folder, label
-        self.damaged = 0
-        """Lines that are no event."""
-        self._path = folder / "events.jsonl"
+        self._file = Follower(folder / "events.jsonl")
         self._lock = threading.Lock()
         self._reader: threading.Thread | None = None
         self._reset()
 
     def _reset(self) -> None:
         self._collector, self._heat = Collector(), HeatCollector()
-        self._read, self._inode = 0, -1
         self._facts: RunFacts | None = None
         self._heat_now: Heat | None = None
 
     def ready(self) -> bool:
         """Whether all but the newest of its events were read; if not, they are being read from now on."""
-        if self._path.stat().st_size - self._read <= SOON:
+        if self._file.path.stat().st_size - self._file.offset <= SOON:
             return True
         if self._reader is None or not self._reader.is_alive():
             self._reader = threading.Thread(target=self._read_quietly, daemon=True, name="reading a run")
@@ -52,15 +47,15 @@ class LiveRun:
         return False
 
     def _read_quietly(self) -> None:
-        with suppress(OSError), self._lock:  # whoever asks for the facts is told
+        with suppress(UserError), self._lock:  # whoever asks for the facts is told
             self._update()
 
     def facts(self) -> RunFacts:
-        """The run so far, without config and environment. Raises OSError when it cannot be read."""
+        """The run so far, without config and environment. Raises UserError when it cannot be read."""
         with self._lock:
             self._update()
             if self._facts is None:
-                facts = self._collector.facts(self.label, str(self.folder), self._path)
+                facts = self._collector.facts(self.label, str(self.folder), self._file.path)
                 # copies, since the arrays grow
                 columns = Columns(**{name: np.array(values) for name, values in vars(facts.columns).items()})
                 rare = {kind: list(events) for kind, events in facts.rare_events.items()}
@@ -68,7 +63,7 @@ class LiveRun:
             return self._facts
 
     def heat(self) -> Heat:
-        """Its heat maps so far. Raises OSError when it cannot be read."""
+        """Its heat maps so far. Raises UserError when it cannot be read."""
         with self._lock:
             self._update()
             if self._heat_now is None:
@@ -76,43 +71,13 @@ class LiveRun:
             return self._heat_now
 
     def _update(self) -> None:
-        with self._path.open("rb", buffering=0) as file:
-            stat = self._path.stat()
-            if stat.st_ino != self._inode or stat.st_size < self._read:
-                self._reset()
-                self._inode = stat.st_ino
-            file.seek(self._read)
-            rest = b""
-            while chunk := file.read(_CHUNK):
-                lines = (rest + chunk).split(b"\n")
-                rest = lines.pop()
-                for line in lines:
-                    self._add(line)
-                    self._read += len(line) + 1
-                self._facts = self._heat_now = None
-
-    def _add(self, line: bytes) -> None:
-        if line.startswith(_TELEMETRY):
-            event = event_on(line)
-            self._collector.skip("telemetry")
-        else:
-            event = self._add_to_collector(line)
-        if event is None:
-            self.damaged += 1
-        elif is_used(line):
-            self._heat.add(event)
-
-    def _add_to_collector(self, line: bytes) -> dict | None:
-        try:
-            event = orjson.loads(line)
-            if event["event"] != "step":
-                event = decode(line)
-                if event is None or fault_in(event) is not None:
-                    return None
-            self._collector.add(event, self._read)
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
-            return None
-        return event
+        if self._file.replaced():
+            self._reset()
+        for line in self._file.lines():
+            self._collector.take(line, self._file.offset)
+            if line.startswith(_MEASURED) and (event := event_on(line)) is not None:
+                self._heat.add(event)
+            self._facts = self._heat_now = None
 
 
 def sketch(folder: Path, label: str) -> RunFacts:

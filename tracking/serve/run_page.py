@@ -1,9 +1,8 @@
-"""What the page of one run shows: where it stands, curves, heat maps, incidents, and its report."""
+"""Contents of the page of one run: its state, curves, heat maps, incidents and report."""
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +14,12 @@ from tracking.heatmap.grid import Heat
 from tracking.heatmap.modules import FOLDS, Fold
 from tracking.heatmap.page import panel_data, panels_of
 from tracking.heatmap.panels import PANELS
-from tracking.report.context import LIMITS, MeasureContext
+from tracking.report.context import MeasureContext
 from tracking.report.measures import all_measures, caveats, read_run
-from tracking.run_dir import RunDir
 from tracking.run_facts import RunFacts
 from tracking.serve.library import Entry
 from tracking.serve.overview import scale_text
-from tracking.summary import summarise
+from tracking.summary import Summary
 
 _MOST_INCIDENTS = 200
 _MOST_OPEN = 50
@@ -29,11 +27,11 @@ _MOST_OPEN = 50
 
 @dataclass(frozen=True)
 class State:
-    """Where a run stands, in words."""
+    """State of a run for people."""
 
     facts: list[tuple[str, str]]
     done: float
-    """[fraction] Of the planned steps."""
+    """[fraction] Share of the planned steps."""
 
 
 def state(entry: Entry, *, now: float) -> State:
@@ -69,7 +67,7 @@ def state(entry: Entry, *, now: float) -> State:
 
 
 def curves(run: RunFacts) -> dict[str, Any]:
-    """What charts.js draws, in at most a few thousand points, and the incidents, as plain values."""
+    """The curves for charts.js, a few thousand points at most, and the incidents, as plain values."""
     return {"drawn": run_data(run), "incidents": incidents(run), "steps": len(run.columns)}
 
 
@@ -109,6 +107,5 @@ def report(entry: Entry) -> str:
     """The report as a page. Raises UserError as `tracking.report` does."""
     from tracking.report.html import run_page
 
-    run_dir = RunDir(entry.folder)
-    context = MeasureContext(read_run(run_dir.path), None, LIMITS, price=None, peak=None, now=time.time())
-    return run_page(context.run.facts, summarise(run_dir), all_measures(context), caveats(context))
+    context = MeasureContext(read_run(entry.folder))
+    return run_page(context.run.facts, Summary(context.run.facts), all_measures(context), caveats(context))

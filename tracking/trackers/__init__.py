@@ -1,4 +1,5 @@
 """Other trackers as sinks: TensorBoard, MLflow, Trackio and CSV, each through its own client in a process of its own.
 
-Read sink.py (starts and ends the process), worker.py (follows `events.jsonl`), clients.py (what differs between them).
+Read process.py (starts and ends the process), delivery.py (follows `events.jsonl`), which wandb shares; then sink.py,
+worker.py and clients.py (what differs between the trackers).
 """

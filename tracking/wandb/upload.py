@@ -1,80 +1,52 @@
-"""Events given to one wandb run: rows of the charts, tables, alerts, models, the end."""
+"""Events into one wandb run."""
 
 from __future__ import annotations
 
-import os
-import sys
+import shutil
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from config.errors import one_line
-from config.printable import printable
-from config.redact import Redactor
-from tracking.events import Event, fault_in
-from tracking.jsonl import decode
-from tracking.wandb.charts import AXIS, Rows, histograms
-from tracking.wandb.follow import Delivered, Line
+from tracking.events import Event
+from tracking.trackers.delivery import Delivery, log_traceback, report
+from tracking.wandb.charts import AXIS, histograms
 from tracking.wandb.models import checkpoint_facts, log_artifact
 from tracking.wandb.tables import Alerts, Tables
-from tracking.wandb.transaction_log import last_step, repair, require_exit_record, require_free_space, wait_until_stable
+
+MIN_FREE_BYTES = 4 << 20
+"""Free space below which nothing more is logged to an offline run: wandb says nothing about what a full disk refuses,
+and the rest of the disk is for the events."""
 
 _PREEMPTED = "preempted"
 
 
-class Delivery:
+class NoSpaceLeft(RuntimeError):
+    """The disk of an offline run is nearly full, and a retry would not help."""
+
+
+class WandbDelivery(Delivery):
     """Logs events to one wandb run. Only a failing chart row ends it; tables, models and alerts may fail."""
 
-    def __init__(self, run: Any, job: dict[str, Any]) -> None:
+    def __init__(self, run: Any, job: dict[str, Any], delivered: int) -> None:
+        """delivered: lines that earlier sessions have delivered. Of an online run its server says how many it has."""
+        super().__init__(job["log_every_steps"], delivered if run.offline else max(0, run.starting_step - 1))
         self._run = run
-        self._config = job["config"]
-        self._every = job["log_every_steps"]
-        self._file = Path(run.settings.sync_file)
-        self._delivered = Delivered(Path(job["delivered"]))
-        # The server knows what it has; offline it is what was found in the files of earlier sessions.
-        self._skip = self._delivered.lines if run.offline else max(0, run.starting_step - 1)
-        self._rows, self._tables, self._alerts = Rows(), Tables(), Alerts()
-        self._line = Line(0, b"")
-        self._redactor = Redactor()
+        self._config, self._models = job["config"], job["models"]
+        self._folder = Path(run.settings.sync_file).parent
+        self._tables, self._alerts = Tables(), Alerts()
         self._reported: set[str] = set()
-        self._end: Event | None = None
 
-    def add(self, line: Line) -> None:
-        """Log a new line; one of an earlier session is only counted."""
-        earlier = line.number <= self._skip
-        self._line = line
-        if earlier and self._rows.pass_step(line.text):
-            return
-        event = self._redactor.value("", decode(line.text))
-        if event is None or fault_in(event) is not None:
-            return  # readers of the file report a damaged line; the rest is logged
-        if event["event"] in ("run_start", "run_end"):
-            self._end = event if event["event"] == "run_end" else None
-        if earlier:
-            self._rows.pass_event(event)
-        else:
-            self._log(event, line.number)
-        self._tables.add(event, self._rows.attempts, delivered=earlier)
-        if not earlier and self._delivered.due():
-            if self._run.offline:
-                require_free_space(self._file)
-            self.save()
+    def pass_event(self, event: Event) -> None:
+        """Count an event of an earlier session, and keep it for the tables."""
+        super().pass_event(event)
+        self._tables.add(event, self.rows.attempts, delivered=True)
 
-    def save_after_failure(self) -> None:
-        """Record how much wandb has stored, after it failed."""
-        wait_until_stable(self._file)
-        self._delivered.save(max(self._skip, repair(self._file)))
-
-    def save(self) -> None:
-        """Record how much wandb has stored: what its own file holds."""
-        self._delivered.save(max(self._skip, last_step(self._file)))
-
-    def _log(self, event: Event, number: int) -> None:
-        row, kind = self._rows.row(event), event["event"]
-        if kind != "step" or event["step"] % self._every == 0 or not event["applied"]:
-            self._run.log(row | histograms(event), step=number)
+    def log(self, event: Event, row: dict[str, Any]) -> None:
+        """Log a row, and what else an event leads to."""
+        kind = event["event"]
+        self._run.log(row | histograms(event), step=self.line)
         if kind == "run_start":
             session = {name: event.get(name) for name in ("regions", "world_size", "resumed_from", "config_sha256")}
             self._run.config.update({"session": session}, allow_val_change=True)
@@ -82,6 +54,7 @@ class Delivery:
             self._try("a checkpoint", lambda: self._artifact(event))
         elif kind == "incident" and not self._run.offline:
             self._try("an alert", lambda: self._alert(event))
+        self._tables.add(event, self.rows.attempts, delivered=False)
 
     def _artifact(self, event: Event) -> None:
         if "://" in event["path"] or Path(event["path"]).is_dir():  # it may have been deleted to make room
@@ -92,15 +65,22 @@ class Delivery:
         if arguments is not None:
             self._run.alert(**arguments)
 
-    def tables(self, *, now: bool = False) -> None:
-        """Log the tables that changed, when due or `now`."""
-        clock = time.monotonic()
-        if self._tables.due(clock) or now:
-            self._try("a table", lambda: self._log_tables(clock))
+    def flush(self) -> None:
+        """Log the tables that changed, when due. Raises NoSpaceLeft."""
+        self._require_space()
+        if self._tables.due(time.monotonic()):
+            self._log_tables()
 
-    def _log_tables(self, clock: float) -> None:
-        if tables := self._tables.take(clock):
-            self._run.log(tables | {AXIS: self._rows.attempts}, step=self._line.number)
+    def _require_space(self) -> None:
+        if self._run.offline and shutil.disk_usage(self._folder).free < MIN_FREE_BYTES:
+            raise NoSpaceLeft("no space left on its disk")
+
+    def _log_tables(self) -> None:
+        def log() -> None:
+            if tables := self._tables.take(time.monotonic()):
+                self._run.log(tables | {AXIS: self.rows.attempts}, step=self.line)
+
+        self._try("a table", log)
 
     def _try(self, what: str, act: Callable[[], None]) -> None:
         """Call `act`; an error is logged once per `what`, and goes to the run's wandb.log in full."""
@@ -112,25 +92,12 @@ class Delivery:
                 self._reported.add(what)
                 report("log", f"wandb did not take {what}: {one_line(error, 200)}; the rest continues")
 
-    def finish(self) -> None:
-        """Close the wandb run as training ended; without a `run_end` it crashed."""
-        self.tables(now=True)
-        if self._end is not None and self._end["status"] == _PREEMPTED:
+    def close(self, exit_code: int) -> None:
+        """Log the last tables and the models of the job, and close the wandb run. Raises NoSpaceLeft."""
+        for facts in self._models:
+            log_artifact(self._run, facts)
+        self._log_tables()
+        if self.end is not None and self.end["status"] == _PREEMPTED:
             self._run.mark_preempting()
-        self._run.finish(exit_code=1 if self._end is None else self._end["exit_code"])
-        if self._run.offline:
-            require_exit_record(self._file)
-        self._delivered.save(self._line.number)
-
-
-def log_traceback() -> None:
-    """The exception under way on standard error, the run folder's wandb.log, without secrets."""
-    sys.stderr.write(printable(Redactor().text(traceback.format_exc())))
-
-
-def report(kind: str, text: str) -> None:
-    """One line to training, which may be gone already."""
-    try:
-        print(f"{kind}: {text}", flush=True)
-    except BrokenPipeError:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123 - the interpreter fails at exit
+        self._run.finish(exit_code=exit_code)
+        self._require_space()

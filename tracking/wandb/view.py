@@ -18,16 +18,16 @@ from typing import Any
 from config import yaml_text
 from config.cli import REPOSITORY, Arguments, entry_point
 from config.errors import UserError
+from config.extras import require
 
 DEFINITION = REPOSITORY / "docs" / "wandb" / "saved_view.yaml"
 
 
 def build(entity: str, project: str, definition: dict[str, Any]) -> Any:
     """The workspace of a definition, unsaved. Raises UserError without wandb-workspaces or for a wrong definition."""
-    try:
-        import wandb_workspaces.workspaces as ws
-    except ImportError:
-        raise UserError("wandb-workspaces is not installed; pip install -r requirements.txt") from None
+    require("wandb_workspaces", "python -m tracking.wandb.view")
+    import wandb_workspaces.workspaces as ws
+
     try:
         sections = [
             ws.Section(name=section["name"], panels=[_panel(panel) for panel in section["panels"]], is_open=True)

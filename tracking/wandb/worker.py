@@ -1,31 +1,52 @@
-"""The process that runs wandb: follows `events.jsonl` and logs it until training says "end" or is gone.
-
-Started by `tracking.wandb.sink`, never by hand. Standard input brings one line of JSON (the job) and later the line
-"end"; standard output carries one-line messages: "log: ..." for the user, "failed: ..." before it exits.
+"""The process that runs wandb.
 
 wandb's own step counter is the line number of the event in `events.jsonl`. It never goes back, also not over resumed
 sessions, so wandb drops nothing. The axis of the charts is in `tracking.wandb.charts`.
+
+What wandb keeps of a session in RUN/wandb is whole, or it is removed and made again from the events: wandb's file is
+torn when its process or the machine dies, and `wandb sync` stops at a torn one.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import select
-import signal
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 from config.errors import one_line
+from config.files import write_atomically
+from tracking.trackers.delivery import Delivered, log_traceback, report, run_client
 from tracking.wandb.charts import AXIS
-from tracking.wandb.follow import Delivered, Follower, exclusive_lock
-from tracking.wandb.models import log_artifact
-from tracking.wandb.transaction_log import IncompleteFile, repair_all
-from tracking.wandb.upload import Delivery, log_traceback, report
+from tracking.wandb.upload import NoSpaceLeft, WandbDelivery
 
-POLL_S = 0.5
 ATTEMPTS = 3
+
+
+class Unfinished:
+    """Marks the session of RUN/wandb that is being written, by the names of the folders that were there before it."""
+
+    def __init__(self, folder: Path) -> None:
+        """folder: RUN/wandb, which is made where it is missing."""
+        self._folder, self._path = folder, folder / "unfinished"
+        folder.mkdir(exist_ok=True)
+
+    def begin(self) -> None:
+        """Remove what a session has left that wandb did not finish, and mark the next one."""
+        if self._path.exists():
+            kept = self._path.read_text(encoding="utf-8").splitlines()
+            for path in self._sessions():
+                if path.name not in kept:
+                    shutil.rmtree(path, ignore_errors=True)  # wandb's helper may still be writing: the next time
+        else:
+            write_atomically(self._path, "\n".join(path.name for path in self._sessions()).encode())
+
+    def end(self) -> None:
+        """Keep the session: wandb has finished it."""
+        self._path.unlink()
+
+    def _sessions(self) -> list[Path]:
+        return [path for path in self._folder.glob("*run-[0-9]*") if path.is_dir()]
 
 
 def start_run(job: dict[str, Any]) -> Any:
@@ -60,44 +81,28 @@ def start_run(job: dict[str, Any]) -> Any:
     return run
 
 
-def follow(run: Any, delivery: Delivery, job: dict[str, Any]) -> None:
-    """Log events as they come; returns when training said "end" or is gone and every event is logged."""
-    follower = Follower(Path(job["events"]))
-    last_round = False
-    while not last_round:
-        ready, _, _ = select.select([sys.stdin], [], [], POLL_S)
-        last_round = bool(ready) or os.getppid() != job["training_pid"]
-        while lines := follower.new_lines():
-            for line in lines:
-                delivery.add(line)
-        delivery.tables()
-    for facts in job["models"]:
-        log_artifact(run, facts)
-    delivery.finish()
-
-
-def follow_with_retries(job: dict[str, Any]) -> None:
-    """Follow the events; when wandb dies, start it again after the last saved line.
+def deliver(job: dict[str, Any]) -> None:
+    """Follow the events; when wandb dies, start it again.
 
     wandb's helper ends at the SIGTERM that a scheduler or launcher sends to the whole job, long before training does.
     """
-    newest, delivered = repair_all(Path(job["init"]["dir"]) / "wandb"), Delivered(Path(job["delivered"]))
-    if 0 < newest < delivered.lines:
-        delivered.save(newest)  # a power failure lost what was not yet on the disk
+    delivered, unfinished = Delivered(Path(job["delivered"])), Unfinished(Path(job["init"]["dir"]) / "wandb")
     if delivered.lines > _lines_in(Path(job["events"])):
         delivered.save(0)  # damaged: more than there are; what wandb has already it takes again
     for left in reversed(range(ATTEMPTS)):
-        run = start_run(job)
-        delivery = Delivery(run, job)
+        unfinished.begin()
+        delivery = WandbDelivery(start_run(job), job, delivered.lines)
         try:
-            follow(run, delivery, job)
-            return
+            delivery.follow(job)
+            break
         except Exception as error:
             log_traceback()
             reset_wandb()
-            delivery.save_after_failure()
-            if left == 0 or isinstance(error, IncompleteFile):
+            if left == 0 or isinstance(error, NoSpaceLeft):
+                unfinished.begin()
                 raise
+    unfinished.end()
+    delivered.save(delivery.line)
 
 
 def _lines_in(events: Path) -> int:
@@ -118,20 +123,5 @@ def reset_wandb() -> None:
         log_traceback()  # expected: it is dead
 
 
-def main() -> int:
-    """Read the job, run it; 1 after any failure, whose traceback goes to standard error (the run's wandb.log)."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # a scheduler signals the whole job; the last events are still to come
-    job = json.loads(sys.stdin.readline())
-    try:
-        with exclusive_lock(Path(job["lock"]), job["finish_timeout_s"]):
-            follow_with_retries(job)
-    except Exception as error:
-        log_traceback()
-        report("failed", one_line(error, 200))
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_client(deliver))

@@ -1,4 +1,4 @@
 """A run in the terminal: `python -m tracking.watch RUN`.
 
-Read command.py, tail.py (follows `events.jsonl`), state.py and series.py (what is kept of it), screen.py and curves.py.
+Read command.py, state.py and series.py (what is kept of `events.jsonl`), screen.py and curves.py.
 """

@@ -27,12 +27,12 @@ from tracking.heatmap.grid import USED, HeatCollector
 from tracking.heatmap.panels import PANELS
 from tracking.heatmap.scale import drawn_panels
 from tracking.heatmap.still import still_sentence, warmup_of
+from tracking.jsonl import Follower
 from tracking.run_dir import RunDir
 from tracking.status import run_status
 from tracking.summary import read_inputs
 from tracking.watch.screen import View, frame
 from tracking.watch.state import WatchState
-from tracking.watch.tail import EventTail
 
 _REFRESH_S = 0.5
 _SLICE_S = 0.2  # reading time between two frames
@@ -50,27 +50,27 @@ class Watch:
         self.state, self.heat = WatchState(), HeatCollector()
         self.panel = ""
         """The heat map that is shown; empty for the curves."""
-        self._tail = EventTail(run_dir.events)
+        self._file = Follower(run_dir.events)
         self._planned: int | None = None
         self._warmup = 0
         self._still = (0, "")  # telemetry events so far, and what they say
 
     def read(self, seconds: float) -> bool:
         """Read new events for at most `seconds`; returns whether there is more to read."""
-        if self._tail.replaced():
-            self._tail.close()
-            self.state, self.heat, self._tail = WatchState(), HeatCollector(), EventTail(self._run_dir.events)
-        for event in self._tail.events(seconds):
+        if self._file.replaced():
+            self.state, self.heat = WatchState(), HeatCollector()
+        for event in self._file.events(seconds=seconds):
             self.state.add(event)
             if event["event"] in USED:
                 self.heat.add(event)
             if event["event"] == "run_start":
                 self._planned, self._warmup = _planned_steps(self._run_dir)
-        return not self._tail.at_end
+        return not self._file.at_end
 
     def view(self, width: int, height: int, *, keys: bool) -> View:
-        """What the next frame is drawn with."""
-        size = 0 if self._tail.at_end else self._tail.size
+        """Settings of the next frame."""
+        file = self._file
+        size = 0 if file.at_end or not file.path.exists() else file.path.stat().st_size
         return View(
             name=self._run_dir.name,
             planned_steps=self._planned,
@@ -79,8 +79,8 @@ class Watch:
             now=time.time(),
             log_steps=self.log_steps,
             ascii=self._ascii,
-            read=min(1.0, self._tail.read_bytes / size) if size else 1.0,
-            damaged=self._tail.damaged,
+            read=min(1.0, file.offset / size) if size else 1.0,
+            damaged=file.damaged,
             keys=keys,
             status=run_status(self.folder),
             panel=self.panel,
@@ -89,7 +89,7 @@ class Watch:
         )
 
     def _alert(self) -> str:
-        """What is said of a run that hardly moves; worked out anew after each telemetry event."""
+        """Warning about a run that hardly moves; recomputed after each telemetry event."""
         measured = self.state.counts["telemetry", ""]
         if measured != self._still[0]:
             self._still = measured, still_sentence(self.heat.heat(), after=self._warmup)

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
-from cryptography.exceptions import InvalidTag
 
 from config.errors import UserError
 from training.checkpoint.key import Key
@@ -141,6 +140,8 @@ class DecryptedFile(io.RawIOBase):
         if number in self._cache:
             self._cache.move_to_end(number)
             return self._cache[number]
+        from cryptography.exceptions import InvalidTag
+
         last = number == self._chunks - 1
         size = self._size - number * self._chunk if last else self._chunk
         self._file.seek(HEADER + number * (self._chunk + TAG))

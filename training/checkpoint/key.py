@@ -6,14 +6,14 @@ import hashlib
 import os
 import stat
 from pathlib import Path
-from typing import Any
-
-from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from typing import TYPE_CHECKING, Any
 
 from config.errors import UserError
+from config.extras import require
 from config.secrets import decode_key, parse_key_setting
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 
 class Key:
@@ -31,6 +31,7 @@ class Key:
 
         name: of the setting, for errors. Raises UserError, whose text never contains a value that may be the key.
         """
+        require("cryptography", name)
         kind, source = parse_key_setting(setting, name)
         text = _from_environment(source, name) if kind == "env" else _from_file(Path(source).expanduser(), name)
         secret = decode_key(text.strip())
@@ -45,6 +46,10 @@ class Key:
 
     def cipher(self, header: bytes) -> tuple[AESGCM, bytes]:
         """The cipher of the file with this header, and the first 7 bytes of its nonces."""
+        from cryptography.hazmat.primitives import hashes
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
         derived = HKDF(algorithm=hashes.SHA256(), length=39, salt=header[20:], info=header[:20]).derive(self._secret)
         return AESGCM(derived[:32]), derived[32:]
 

@@ -31,8 +31,8 @@ from config.errors import UserError, one_line
 from config.optimizers import COUNT
 from modeling.tensor_parallel import Cut
 from training.checkpoint.manifest import STATE, Damaged, read_state
-from training.checkpoint.pieces import AnyPieces, JoinedPieces, OptimizerState, Pieces
 from training.checkpoint.reader import PLAIN, Opener
+from training.checkpoint.saved_parameters import AnyPieces, JoinedPieces, OptimizerState, Pieces
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_(\d+)_model_states\.pt")
@@ -70,9 +70,9 @@ class SavedModel:
     frozen: set[str] = field(default_factory=set)
     """Parameters in no optimizer group."""
     unnamed_states: list[OptimizerState | None] = field(default_factory=list)
-    """At ZeRO-0, without names: in the order of the optimizer's groups and their parameters."""
+    """State at ZeRO-0, without names: in the order of the optimizer's groups and their parameters."""
     second_source: str = "none: at ZeRO-0 the weights are the masters"
-    """Where `second_copy` comes from, for messages."""
+    """Source of `second_copy`, for messages."""
 
 
 def open_saved_model(folder: Path, opener: Opener = PLAIN) -> SavedModel:
@@ -90,7 +90,7 @@ def open_saved_model(folder: Path, opener: Opener = PLAIN) -> SavedModel:
 
 
 def _open_slices(folder: Path, opener: Opener, rank: int, *, of: int) -> SavedModel:
-    """What one of the ranks that share matrices has; all where none do."""
+    """The part of one of the ranks that share matrices; everything where none do."""
     shards = _optimizer_files(folder, rank)
 
     def read(path: Path) -> dict[str, Any]:
@@ -332,7 +332,7 @@ def _require_size(folder: Path, name: str, shape: torch.Size, found: int) -> Non
 
 
 def _model_file(rank: int) -> str:
-    """Of one of the ranks that share matrices; 0 where none do."""
+    """Number of one of the ranks that share matrices; 0 where none do."""
     return f"mp_rank_{rank:02d}_model_states.pt"
 
 

@@ -21,8 +21,8 @@ from config.errors import UserError
 from modeling.tensor_parallel import cut
 from training.checkpoint.contents import TAG
 from training.checkpoint.partitions import SavedModel, SavedTensor, open_saved_model
-from training.checkpoint.pieces import AnyPieces, SlicedPieces
 from training.checkpoint.reader import PLAIN, Opener, Reader
+from training.checkpoint.saved_parameters import AnyPieces, SlicedPieces
 from training.engine import Engine
 from training.engine.tensor_slices import slice_group
 from training.engine.tensors import (
@@ -45,7 +45,7 @@ from training.engine.tensors import (
 
 @dataclass(frozen=True)
 class Restored:
-    """What was restored."""
+    """The parts that were restored."""
 
     parameters: int
     """Parameters with a master."""

@@ -21,7 +21,7 @@ import torch
 
 from precision.corruption import Flip, different_bits, majority, odd_ranks
 from training.engine import Engine
-from training.engine.flips import as_integers, bit_sum
+from training.engine.flips import as_integers, bit_sum, halves
 from training.engine.tensors import Shard, local_weight, shape_of, shard_of, trainable_parameters
 
 _CHUNKS = 1 << 16, 1 << 22
@@ -68,7 +68,7 @@ class Copies:
         self._cut()
         total = self._sum(_share(self._chunks, step, self._every))
         wrong = self._sum_masters(_share(self._own, step, self._every))
-        return torch.stack([*halves(total), wrong.double()])
+        return torch.stack([*halves(total).double(), wrong.double()])
 
     @torch.no_grad()
     def examine(self) -> list[Flip]:
@@ -236,11 +236,6 @@ class Copies:
         return [flip for of_rank in engine.world.gather_objects(mine[:_MOST]) for flip in of_rank]
 
 
-def halves(total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The lower and the upper 32 bits of an int64, each exact in float64."""
-    return (total & 0xFFFFFFFF).double(), ((total >> 32) & 0xFFFFFFFF).double()
-
-
 def _share(items: Sequence[Any], step: int, every: int) -> Sequence[Any]:
     """The part of the items whose turn it is at a step."""
     turn = step % every
@@ -254,6 +249,6 @@ def gather_integers(engine: Engine, values: torch.Tensor) -> list[list[int]]:
 
 def gather_words(engine: Engine, values: torch.Tensor) -> torch.Tensor:
     """values: (n,) int64 -> (ranks, n) int64, each rank's. A collective."""
-    rows = engine.world.gather(torch.cat(halves(values)))
+    rows = engine.world.gather(halves(values).double().flatten())
     low, high = rows[:, : len(values)].long(), rows[:, len(values) :].long()
     return low | (high << 32)

@@ -23,7 +23,6 @@ from modeling.compiling import compile_blocks, require_compilable
 from modeling.document_masking import require_documents_apart
 from modeling.expert_parallel import require_shareable_experts, share_experts
 from modeling.kernels import require_liger
-from modeling.quantised_base import require_library
 from modeling.sequence_parallel import (
     LARGEST_IN_16_BITS,
     LARGEST_IN_FP32,
@@ -35,11 +34,11 @@ from precision.routers import compute_routers_in_fp32
 from training.distributed import SequenceGroup, World
 from training.engine.engine import Engine
 from training.engine.expert_slices import experts_name
+from training.engine.faults import attach_faults
 from training.engine.kernels import choose_fp8_kernel, choose_kernels
-from training.engine.pieces import tell_pieces
-from training.engine.plant import tell_faults
+from training.engine.sharded_pieces import attach_pieces
 from training.engine.teacher import Teacher
-from training.engine.tensors import tell_counted
+from training.engine.tensors import attach_counted
 from training.engine.weights import start_from_weights
 
 
@@ -88,9 +87,9 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
         every=config.model.checkpointing_every,
     )
     engine = Engine(model, resolved, world, teacher, attention)
-    tell_pieces(engine)
-    tell_faults(engine)
-    tell_counted(engine)
+    attach_pieces(engine)
+    attach_faults(engine, config.faults)
+    attach_counted(engine)
     engine.notes += notes + choose_fp8_kernel(engine.regions, world)
     if config.model.name_or_path is not None:
         start_from_weights(engine, config.model.name_or_path, adapter=config.adapter, seed=config.run.seed)
@@ -115,7 +114,6 @@ def _require_quantisable(resolved: Resolved) -> None:
     ):
         if wrong:
             raise UserError(f"adapter.base = {base} is not verified with {key} = {value}; set one to its default")
-    require_library(resolved.config.adapter)
 
 
 def _require_documents_apart(engine: Engine) -> None:

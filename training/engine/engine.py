@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from transformers import PreTrainedModel
 
-from config.cli import REPOSITORY
-from config.deepspeed.combinations import Combination, refuse_combination
 from config.deepspeed.document import initializable
-from config.errors import UserError
 from config.optimizers import OPTIMIZERS
 from config.resolved import Resolved
 from data.loader import Batch
@@ -35,23 +33,29 @@ from modeling.objectives.objective import Forward, Scored
 from modeling.parameter_groups import group_of_each
 from modeling.router_balance import METRICS, router_balance, untrained_balance
 from modeling.sequence_parallel import SequenceAttention
-from precision.manifest import load_manifest
-from precision.regions import Regions
 from precision.step_health import Health
 from training.distributed import World, allow_fp16_on_cpu
-from training.engine.defects import Defects
 from training.engine.expert_slices import shared_experts
-from training.engine.faults import Faults
 from training.engine.gradients import ReducedGradients
-from training.engine.health import Evaluation, Outcome, RanksDisagree, Update, difference, require_equal
+from training.engine.health import (
+    Columns,
+    Evaluation,
+    Outcome,
+    RanksDisagree,
+    StepSums,
+    Update,
+    difference,
+    require_equal,
+)
 from training.engine.loss import LossPath, label_tokens_of_all
 from training.engine.masters import UpdateMeter, local_masters, local_states, sum_of_squares
 from training.engine.optimizer import build_optimizer, import_muon_uncompiled
 from training.engine.process_groups import forget_groups
+from training.engine.regions import regions_of
 from training.engine.rng import generators, restore_generators
 from training.engine.split_masters import SplitMasters
 from training.engine.teacher import Teacher
-from training.engine.tensor_slices import Replicas, tell_slices
+from training.engine.tensor_slices import Replicas, attach_slices
 from training.engine.work_time import WorkTime, by_rank, peak_memory_bytes
 from training.loss_scaler import LossScaler
 from training.progress import START, Progress
@@ -95,10 +99,8 @@ class Engine:
         self.clipping = optimizer_section.gradient_clipping
         held = model.named_buffers()
         self.buffer_dtypes = {name: buffer.dtype for name, buffer in held if buffer.is_floating_point()}
-        """By name, as the model's own code has them."""
+        """Name to dtype, as the model's own code has them."""
         allow_fp16_on_cpu()
-        if world.tensor is None:
-            self._plant(resolved, model)
         import_muon_uncompiled()
         with shared_experts(model, world, stage=self.stage):
             self.deepspeed, *_ = deepspeed.initialize(
@@ -112,9 +114,7 @@ class Engine:
                 ),
                 config=initializable(resolved.deepspeed),
             )
-        if world.tensor is not None:  # modules that a fault may name were replaced
-            self._plant(resolved, model)
-        tell_slices(self.model, world.tensor)
+        attach_slices(self.model, world.tensor)
         self.split_masters: SplitMasters | None = None
         """How the masters are held that are no FP32 tensors; None where they are."""
         if resolved.config.precision.masters == "split":
@@ -127,9 +127,9 @@ class Engine:
         self._replicas = Replicas(self.model, world) if world.tensor is not None else None
         self._work = WorkTime(world.device)
         self.objective = objective_of(resolved.config, self.model, teacher)
-        """What the task minimises."""
+        """The loss that the task minimises."""
         self.teacher = teacher
-        """What a student learns from while it trains; None without one."""
+        """The teacher of a student that trains; None without one."""
         self._attention = attention
         self._router = router_balance(model, resolved.config.model)
         self.loss_path = LossPath(self.deepspeed, self.objective, resolved, world.device, self._router, world.tensor)
@@ -138,7 +138,7 @@ class Engine:
         self.notes = [f"the loss makes all logits at once: {problem}"] if problem is not None else []
         """Decisions made while it was built, for the record."""
         self.notes += untrained_balance(model, resolved.config.model)
-        self.regions = _regions(model, resolved, stage=self.stage)
+        self.regions = regions_of(model, resolved, stage=self.stage)
         """Precision regions of the manifest path; None on the cast path."""
         guard = resolved.config.guard
         self._measures_updates = guard.min_update_ratio is not None or guard.max_update_ratio is not None
@@ -147,11 +147,6 @@ class Engine:
         self._scaler: LossScaler | None = None
         self.install_scaler(None)
         self.deepspeed.train()  # transformers loads a model for inference
-
-    def _plant(self, resolved: Resolved, model: PreTrainedModel) -> None:
-        """Prepare the faults and defects that the config asks for."""
-        self.faults = Faults(resolved.config.faults, rank=self.world.rank, model=model)
-        self._defects = Defects(resolved.config.defects, rank=self.world.rank, model=model)
 
     @property
     def model(self) -> PreTrainedModel:
@@ -185,7 +180,7 @@ class Engine:
 
     @property
     def router_logits(self) -> Sequence[torch.Tensor]:
-        """By layer what the routers made in the last forward pass, where they are looked at (`has_router`)."""
+        """The routers' logits of the last forward pass, layer by layer, where they are looked at (`has_router`)."""
         return () if self._router is None else self._router.logits
 
     def masters(self) -> list[torch.Tensor]:
@@ -205,63 +200,65 @@ class Engine:
     def forward_backward(
         self, batch: Batch, *, step: int, on_loss: Callable[[torch.Tensor], Any] | None = None
     ) -> Outcome:
-        """Gradients of the mean loss over the global batch. step: attempted, from 1, for injected faults and defects.
+        """Gradients of the mean loss over the global batch.
 
-        batch.input_ids and batch.labels: (accumulation, micro-batch, sequence) int64. on_loss: called with
-        each micro-batch's summed loss before its backward pass.
+        batch.input_ids and batch.labels: (accumulation, micro-batch, sequence) int64. step: attempted, from 1; read by
+        what is wrapped around this method, such as faults. on_loss: called with each micro-batch's summed loss before
+        its backward pass.
         """
-        device = self.world.device
-        self._defects.begin(step)
-        before = generators(device)
-        self.faults.strike(step, reduced=False)
+        before = generators(self.world.device)
         label_tokens = label_tokens_of_all(batch, self.world)
-        weight = self.world.zero_ranks / label_tokens
-        loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        sums = torch.zeros(len(self.objective.sums), dtype=torch.float64, device=device)
-        routed = torch.zeros(len(METRICS) if self._router else 0, dtype=torch.float64, device=device)
-        sources, by_source = self._sources(batch)
-        experts = self._tokens_by_expert(batch) if self._router and len(batch.input_ids) > 1 else None
-        for index, (inputs, labels) in enumerate(batch.micro_batches(device)):
-            last = index == len(batch.input_ids) - 1
-            with self.faults.injected(step) if last else nullcontext():
-                share = self._defects.weighted(weight, index).float()
-                factor, inspected = share * self.loss_scale, on_loss is not None
-                with self._work.measured():
-                    scored = self.loss_path.score(inputs, labels, factor, inspected=inspected)
-                    micro_loss = scored.loss
-                if last:
-                    micro_loss = self.faults.corrupt_loss(step, micro_loss)
-                if on_loss is not None:
-                    on_loss(micro_loss)
-                loss = micro_loss * share
-                if self._router is not None:
-                    experts = self.world.sum(self._router.counts()) if experts is None else experts
-                    balance, parts = self._router.loss(experts)
-                    loss = loss + balance * self.world.world_size
-                    routed += torch.cat([parts, self._router.load(experts) / self._equal_parts(batch)])
-                self.backward(loss, last=last)
-            loss_sum += micro_loss.detach().double()
-            if scored.sums is not None:
-                sums += scored.sums
-            if sources is not None:
-                assert scored.parts is not None, "a task with several sources knows its loss by sample"
-                by_source[0] += _by_source(scored.parts, sources[index], len(by_source[0]))
-        self.faults.strike(step, reduced=True)
-        names = batch.source_names
-        return Outcome(loss_sum, label_tokens, before, torch.cat([sums, routed]), names, by_source.flatten())
+        share, sums = self.world.zero_ranks / label_tokens, self._sums_of(batch)
+        for index, (inputs, labels) in enumerate(batch.micro_batches(self.world.device)):
+            self.add_micro_batch(index, inputs, labels, share, sums, on_loss)
+        return Outcome(sums.loss, label_tokens, before, sums.metrics, sums.routed, batch.source_names, sums.by_source)
 
-    def _sources(self, batch: Batch) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """The source of each sample, (accumulation, micro) int64, None where there is one; and (2, sources) float64:
-        zeros for the sums of their losses, and how many labels of theirs count on this rank."""
-        device, counts = self.world.device, batch.counts_by_source
-        if batch.sources is None:
-            return None, torch.zeros(2, 0, dtype=torch.float64, device=device)
-        sums = self.world.numbers([0.0] * len(counts) + [*counts]).view(2, len(counts))
-        return batch.sources.to(device, non_blocking=True), sums
+    def add_micro_batch(
+        self,
+        index: int,
+        inputs: dict[str, Any],
+        labels: torch.Tensor,
+        share: torch.Tensor,
+        sums: StepSums,
+        on_loss: Callable[[torch.Tensor], Any] | None = None,
+    ) -> None:
+        """Forward and backward pass of the micro-batch of that index, which adds its part to the sums of the step.
 
-    def _equal_parts(self, batch: Batch) -> int:
-        """How many micro-batches of all ranks have the same number of the whole step in their sums."""
-        return self.world.world_size * len(batch.input_ids)
+        share: () float64, the factor of its summed loss in the loss of the step.
+        """
+        share = share.float()
+        with self._work.measured():
+            scored = self.loss_path.score(inputs, labels, share * self.loss_scale, inspected=on_loss is not None)
+        if on_loss is not None:
+            on_loss(scored.loss)
+        loss = scored.loss * share
+        if self._router is not None:
+            experts = self.world.sum(self._router.counts()) if sums.experts is None else sums.experts
+            balance, parts = self._router.loss(experts)
+            loss = loss + balance * self.world.world_size
+            # all micro-batches of all ranks have the same number of the whole step in their sums
+            equal_parts = self.world.world_size * sums.micro_batches
+            sums.routed += torch.cat([parts, self._router.load(experts) / equal_parts])
+        self.backward(loss, last=index == sums.micro_batches - 1)
+        sums.loss += scored.loss.detach().double()
+        if scored.sums is not None:
+            sums.metrics += scored.sums
+        if sums.sources is not None:
+            assert scored.parts is not None, "a task with several sources knows its loss by sample"
+            sums.by_source[0] += _by_source(scored.parts, sums.sources[index], len(sums.by_source[0]))
+
+    def _sums_of(self, batch: Batch) -> StepSums:
+        """The sums of a step before its first micro-batch."""
+        device, counts, sources = self.world.device, batch.counts_by_source, batch.sources
+        zeros = partial(torch.zeros, dtype=torch.float64, device=device)
+        micro_batches, by_source, experts = len(batch.input_ids), zeros(2, 0), None
+        if sources is not None:
+            sources = sources.to(device, non_blocking=True)
+            by_source = self.world.numbers([0.0] * len(counts) + [*counts]).view(2, len(counts))
+        if self._router is not None and micro_batches > 1:
+            experts = self._tokens_by_expert(batch)
+        routed = zeros(len(METRICS) if self._router else 0)
+        return StepSums(micro_batches, experts, sources, zeros(()), zeros(len(self.objective.sums)), routed, by_source)
 
     @torch.no_grad()
     def _tokens_by_expert(self, batch: Batch) -> torch.Tensor:
@@ -311,51 +308,60 @@ class Engine:
         run again. Raises RanksDisagree, naming the ranks, when scale or counters differ, or the norm of a step that
         cannot.
         """
-        norm = self.gradients.norm()
-        memory, counters = float(peak_memory_bytes(self.world.device)), (progress.applied, progress.skipped)
-        here = [memory, float(preempted_here), self.loss_scale, *map(float, counters), float(save_ended_here)]
-        here.append(data_seconds + self._work.take())
-        mine = torch.stack([outcome.loss_sum, outcome.label_tokens, norm.double()])
-        copies = self._replicas.sums(progress.step) if self._replicas is not None else mine[:0]
-        parts = [mine, self.world.numbers(here), copies, outcome.sums, outcome.by_source]
-        rows = self.world.gather(torch.cat(parts if checks is None else [*parts, checks])).tolist()
-        end = len(rows[0]) - (0 if checks is None else len(checks))
-        checked, rows = [row[end:] for row in rows], [row[:end] for row in rows]
-        own, sources = len(self.objective.sums), len(outcome.sources)
-        tensor = self.world.tensor.size if self.world.tensor else 1
-        once = rows[::tensor]  # of ranks that share matrices, which have the same sums
-        first = 10 + len(copies)
-        sums = [sum(column) for column in zip(*(row[first:] for row in once), strict=True)]
-        after = len(sums) - 2 * sources
-        routed, lost, counted = sums[own:after], sums[after : after + sources], sums[after + sources :]
+        empty = outcome.loss_sum.new_empty(0)
+        scalars = {
+            "memory": float(peak_memory_bytes(self.world.device)),
+            "loss scale": self.loss_scale,
+            "applied": float(progress.applied),
+            "skipped": float(progress.skipped),
+            "preempted": float(preempted_here),
+            "save ended": float(save_ended_here),
+            "work seconds": data_seconds + self._work.take(),
+        }
+        ranks = Columns(
+            self.world,
+            {
+                "loss": outcome.loss_sum[None],
+                "label tokens": outcome.label_tokens[None],
+                "norm": self.gradients.norm().double()[None],
+                **dict(zip(scalars, self.world.numbers([*scalars.values()]).split(1), strict=True)),
+                "copies": self._replicas.sums(progress.step) if self._replicas is not None else empty,
+                "metrics": outcome.metrics,
+                "routed": outcome.routed,
+                "loss by source": outcome.by_source[0],
+                "count by source": outcome.by_source[1],
+                "checks": empty if checks is None else checks,
+            },
+        )
         if self._replicas is not None:
-            self._replicas.require_equal([(row[0], *row[10:first]) for row in rows])
-        disagreement = difference("the gradient norm", [row[2] for row in rows])
+            losses = ranks.numbers("loss")
+            self._replicas.require_equal([(loss, *row) for loss, row in zip(losses, ranks.rows("copies"), strict=True)])
+        disagreement = difference("the gradient norm", ranks.numbers("norm"))
         if disagreement and not repeats:
             raise RanksDisagree(disagreement)
-        for column, what in (
-            (5, "the loss scale"),
-            (6, "the count of applied steps"),
-            (7, "the count of skipped steps"),
-        ):
-            require_equal(what, [row[column] for row in rows])
+        require_equal("the loss scale", ranks.numbers("loss scale"))
+        require_equal("the count of applied steps", ranks.numbers("applied"))
+        require_equal("the count of skipped steps", ranks.numbers("skipped"))
+        # of ranks that share matrices one counts, since they have the same sums
+        every, label_tokens = self.world.tensor.size if self.world.tensor else 1, ranks.numbers("label tokens")[0]
+        metrics = self.objective.metrics(ranks.sums("metrics", every), label_tokens)
+        by_source = dict(zip(outcome.sources, map(int, ranks.sums("count by source", every)), strict=True))
+        losses_by_source = dict(zip(outcome.sources, ranks.sums("loss by source", every), strict=True))
         return Health(
-            loss=sum(row[0] for row in once) / rows[0][1],
-            grad_norm=rows[0][2] / self.loss_scale,
+            loss=ranks.sums("loss", every)[0] / label_tokens,
+            grad_norm=ranks.numbers("norm")[0] / self.loss_scale,
             step=progress.step + 1,
             consecutive_skips=progress.consecutive_skips,
             scales_dynamically=self.scales_dynamically,
             scale_at_minimum=self.scale_at_minimum,
-            memory_bytes=int(max(row[3] for row in rows)),
-            metrics=self.objective.metrics(sums[:own], rows[0][1]) | dict(zip(METRICS, routed, strict=False)),
-            counts_by_source=dict(zip(outcome.sources, map(int, counted), strict=True)),
-            loss_by_source={
-                name: loss / count for name, loss, count in zip(outcome.sources, lost, counted, strict=True) if count
-            },
-            by_rank=by_rank(memory_bytes=[row[3] for row in rows], work_seconds=[row[9] for row in rows]),
-            preempted=any(row[4] for row in rows),
-            save_ended=all(row[8] for row in rows),
-            checks=checked,
+            memory_bytes=int(max(ranks.numbers("memory"))),
+            metrics=metrics | dict(zip(METRICS, ranks.sums("routed", every), strict=False)),
+            counts_by_source=by_source,
+            loss_by_source={name: losses_by_source[name] / count for name, count in by_source.items() if count},
+            by_rank=by_rank(memory_bytes=ranks.numbers("memory"), work_seconds=ranks.numbers("work seconds")),
+            preempted=any(ranks.numbers("preempted")),
+            save_ended=all(ranks.numbers("save ended")),
+            checks=ranks.rows("checks"),
             disagreement=disagreement,
         )
 
@@ -396,16 +402,9 @@ class Engine:
         )
 
     def _apply(self) -> None:
-        if self._defects.drops_step():
-            self.discard_gradients()
-            return
-        if self._defects.unclipped:
-            self.gradients.stop_clipping()
-        self._defects.before_step()
         self.gradients.apply()
         if self.split_masters is not None:
             self.split_masters.hide()
-        self._defects.after_step()
         if self.stage > 0 and not self.deepspeed.was_step_applied():
             raise RuntimeError("DeepSpeed refused a step whose gradient norm is finite")
 
@@ -436,7 +435,7 @@ class Engine:
     def infer(
         self, compute: Callable[[Forward, dict[str, Any]], torch.Tensor], batches: Iterable[Batch]
     ) -> Iterator[torch.Tensor]:
-        """What `compute` makes of each micro-batch's inputs with the weights as they are now, without dropout."""
+        """The results of `compute` on each micro-batch's inputs, with the present weights and without dropout."""
         self.deepspeed.eval()
         try:
             for batch in batches:
@@ -529,23 +528,3 @@ def _by_source(parts: torch.Tensor, sources: torch.Tensor, count: int) -> torch.
     of_samples = parts.double().view(len(sources), -1).sum(1)
     belongs = sources[:, None] == torch.arange(count, device=sources.device)
     return torch.where(belongs, of_samples[:, None], 0.0).sum(0)
-
-
-def _regions(model: PreTrainedModel, resolved: Resolved, *, stage: int) -> Regions | None:
-    """The precision regions of the manifest path. Raises UserError where their dtypes are not supported."""
-    precision = resolved.config.precision
-    if precision.path != "manifest" or precision.manifest is None:
-        return None
-    manifest, parallel = load_manifest(REPOSITORY / precision.manifest), resolved.config.parallel
-    for key, ranks in (("tensor", parallel.tensor), ("expert", parallel.expert)):
-        if ranks > 1 and any(rule.compute == "fp8" for rule in manifest.rules):
-            what = f"FP8 is not verified with parallel.{key} = {ranks}"
-            raise UserError(f"precision.manifest = {precision.manifest}: {what}; remove one of them")
-    regions = Regions(model, manifest, precision.fp8)
-    sixteen_bit = [compute for compute in ("bf16", "fp16") if regions.uses(compute)]
-    kind = "mixed" if len(sixteen_bit) == 2 else (sixteen_bit or ["fp32"])[0]
-    if regions.uses("fp8"):
-        kind = {"fp32": "fp8", "bf16": "fp8_bf16"}.get(kind, kind)
-    path = "cast" if kind == "fp32" else "manifest"
-    refuse_combination(f"precision.manifest = {precision.manifest}", Combination(path, kind, stage, resolved.offload))
-    return regions

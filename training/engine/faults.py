@@ -1,69 +1,115 @@
 """Fault injection: `faults:` of the config, each at exactly one step, rank and module.
 
 A fault is injected into the last micro-batch of its step, and again when that step is rerun for attribution or replayed
-from a checkpoint; a flipped bit once, unless it persists.
+from a checkpoint; a flipped bit once, unless it persists. Faults wrap methods of the engine: one without any is not
+touched.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
 from config.errors import UserError
 from config.schema import Fault
-from training.engine.flips import flipped
+from data.loader import Batch
+from modeling.objectives.objective import Scored
+from precision.step_health import Health
+from training.engine.engine import Engine
+from training.engine.flips import flip_bit, flipped
+from training.engine.health import Outcome, StepSums, Update
+from training.engine.tensors import local_gradient, shard_of
 
 _HELD = ("weight", "master", "moment", "second_moment")
 """Places of a flipped bit that are there before the passes."""
 
 
-class Faults:
-    """The faults of one rank. Costs nothing on a step that has none."""
+def attach_faults(engine: Engine, faults: Sequence[Fault]) -> None:
+    """Let the faults strike this engine. Raises UserError when one names no module, or a module without parameters."""
+    if not faults:
+        return
+    attached, methods = _Faults(engine, faults), engine.__dict__
+    methods["forward_backward"] = partial(attached.forward_backward, engine.forward_backward)
+    methods["add_micro_batch"] = partial(attached.add_micro_batch, engine.add_micro_batch)
+    methods["step"] = partial(attached.update, engine.step)
+    engine.loss_path.__dict__["score"] = partial(attached.score, engine.loss_path.score)
 
-    def __init__(self, faults: Sequence[Fault], *, rank: int, model: torch.nn.Module) -> None:
-        """Raises UserError when a fault names a module that does not exist or has no parameters."""
-        self._targets = [(fault, *_target(fault, model)) for fault in faults]
-        self._rank = rank
+
+class _Faults:
+    """The faults of one rank, and what they make of the methods of its engine."""
+
+    def __init__(self, engine: Engine, faults: Sequence[Fault]) -> None:
+        self._engine = engine
+        self._targets = [(fault, *_target(fault, engine.model)) for fault in faults]
+        self._step = 0
         self._struck: set[int] = set()
         self._armed: set[int] = set()
+        self._corrupts_loss = False
+        self._stuck: dict[int, bool | None] = {}
         for fault, _, parameters in self._targets:
-            if fault.kind == "flipped_bit" and fault.place == "gradient" and fault.rank == rank:
+            if fault.kind == "flipped_bit" and fault.place == "gradient" and fault.rank == engine.world.rank:
                 # from the start, so that it comes before the hooks of those who look at the gradient
                 parameters[0].register_hook(self._flip_of(fault))
-        self._stuck: dict[int, bool | None] = {}
-        self.flip: Callable[[Fault, torch.nn.Parameter, bool | None], bool | None] = lambda *_: None
-        """Flips a bit of what this rank holds of a parameter, or sets it (`training.engine.plant`)."""
 
-    def due(self, step: int) -> list[Fault]:
-        """The faults of this step, on any rank."""
-        return [fault for fault, _, _ in self._targets if fault.step == step]
+    def forward_backward(self, right: Callable[..., Outcome], batch: Batch, *, step: int, **options: Any) -> Outcome:
+        """Flip bits of what is held before the passes of the step, and of the reduced gradients after them."""
+        self._step = step
+        self._strike(reduced=False)
+        outcome = right(batch, step=step, **options)
+        self._strike(reduced=True)
+        return outcome
 
-    def loses_update(self, step: int) -> bool:
-        """Whether a step is not to be applied; the same on all ranks."""
-        return any(fault.kind == "lost_update" for fault in self.due(step))
+    def add_micro_batch(
+        self,
+        right: Callable[..., None],
+        index: int,
+        inputs: dict[str, Any],
+        labels: torch.Tensor,
+        share: torch.Tensor,
+        sums: StepSums,
+        on_loss: Callable[[torch.Tensor], Any] | None = None,
+    ) -> None:
+        """Spoil activations, loss and gradients of the last micro-batch."""
+        with self._injected() if index == sums.micro_batches - 1 else nullcontext():
+            right(index, inputs, labels, share, sums, on_loss)
+
+    def score(self, right: Callable[..., Scored], *args: Any, **options: Any) -> Scored:
+        """Spoil the loss of the last micro-batch."""
+        scored = right(*args, **options)
+        for fault, _, _ in self._due_here() if self._corrupts_loss else ():
+            if fault.kind == "nan_loss":
+                scored = scored._replace(loss=scored.loss * float("nan"))
+            elif fault.kind == "loss_spike":
+                scored = scored._replace(loss=scored.loss * fault.factor)
+        return scored
+
+    def update(self, right: Callable[..., Update], health: Health, lr: float, *, apply: bool = True) -> Update:
+        """Lose the update on all ranks, whichever of them the fault names."""
+        lost = any(fault.kind == "lost_update" and fault.step == self._step for fault, _, _ in self._targets)
+        return right(health, lr, apply=apply and not lost)
 
     @contextmanager
-    def injected(self, step: int) -> Iterator[None]:
-        """Inject faults into activations and gradients of the passes inside, if this is their step and rank."""
+    def _injected(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for fault, module, parameters in self._due_here(step):
+            for fault, module, parameters in self._due_here():
                 for handle in self._inject(fault, module, parameters):
                     stack.callback(handle.remove)
+            self._corrupts_loss = True
             yield
-            self._armed.clear()
+        self._corrupts_loss = False
+        self._armed.clear()
 
-    def strike(self, step: int, *, reduced: bool) -> None:
-        """Flip bits of what is held before the passes of a step, or of the gradients `reduced` after them."""
-        for fault, _, parameters in self._due_here(step):
+    def _strike(self, *, reduced: bool) -> None:
+        for fault, _, parameters in self._due_here():
             due = fault.place == "collective" if reduced else fault.place in _HELD
             if fault.kind == "flipped_bit" and due and self._strikes(fault):
                 # what is computed anew is flipped anew; what is held has a bit that sticks
-                self._stuck[id(fault)] = self.flip(
-                    fault, parameters[0], None if reduced else self._stuck.get(id(fault))
-                )
+                stuck_at = None if reduced else self._stuck.get(id(fault))
+                self._stuck[id(fault)] = _flip_held(self._engine, fault, parameters[0], stuck_at)
 
     def _strikes(self, fault: Fault) -> bool:
         """Whether it strikes now: once, unless it persists."""
@@ -84,17 +130,34 @@ class Faults:
             return []
         return [_on_output(module, lambda output: flipped(output, fault.bit))]
 
-    def corrupt_loss(self, step: int, loss: torch.Tensor) -> torch.Tensor:
-        """The loss of the last micro-batch, with the faults of this step and rank applied."""
-        for fault, _, _ in self._due_here(step):
-            if fault.kind == "nan_loss":
-                loss = loss * float("nan")
-            elif fault.kind == "loss_spike":
-                loss = loss * fault.factor
-        return loss
+    def _due_here(self) -> list[tuple[Fault, torch.nn.Module, list[torch.nn.Parameter]]]:
+        rank = self._engine.world.rank
+        return [target for target in self._targets if target[0].step == self._step and target[0].rank == rank]
 
-    def _due_here(self, step: int) -> list[tuple[Fault, torch.nn.Module, list[torch.nn.Parameter]]]:
-        return [target for target in self._targets if target[0].step == step and target[0].rank == self._rank]
+
+@torch.no_grad()
+def _flip_held(engine: Engine, fault: Fault, parameter: Any, stuck_at: bool | None) -> bool | None:
+    """Flip the bit in the middle of this rank's part of the parameter's tensor; of a weight that is whole, of all.
+
+    stuck_at: set it to this instead. Returns what it is now; None where this rank holds none: of a part of other ranks,
+    of a moment before the first update, of a second one that the optimizer does not keep.
+    """
+    if fault.place == "weight":
+        held = parameter.ds_tensor.data if engine.stage == 3 and not parameter.numel() else parameter.data
+        return flip_bit(held, held.numel() // 2, fault.bit, stuck_at=stuck_at)
+    shard = shard_of(engine, parameter)
+    if shard is None:
+        return None
+    if fault.place == "collective":
+        found = local_gradient(parameter, shard, engine.stage)
+    elif fault.place == "master":
+        found = shard.of(shard.flat)
+    else:
+        states = list(shard.states(engine).values())
+        found = next(iter(states[fault.place == "second_moment" :]), None)
+    if found is None:
+        return None
+    return flip_bit(found, len(found) // 2, fault.bit, stuck_at=stuck_at)
 
 
 def _inject(fault: Fault, module: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> list[Any]:

@@ -31,6 +31,11 @@ def bit_sum(values: torch.Tensor) -> torch.Tensor:
     return total
 
 
+def halves(sums: torch.Tensor) -> torch.Tensor:
+    """The lower and the upper 32 bits of int64 sums, (2, ...): each exact in float64, and added up without overflow."""
+    return torch.stack([sums & 0xFFFFFFFF, (sums >> 32) & 0xFFFFFFFF])
+
+
 def flip_bit(values: torch.Tensor, index: int, bit: int, *, stuck_at: bool | None = None) -> bool:
     """Flip one bit of one value in place, or set it to `stuck_at`; what it is now.
 

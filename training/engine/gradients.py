@@ -79,12 +79,6 @@ class ReducedGradients:
         self._given_norm = torch.where(torch.isfinite(norm) & (norm >= 0), norm, torch.full_like(norm, math.inf))
         return self._given_norm
 
-    def stop_clipping(self) -> None:
-        """Clip no more from now on; for the injected defect `unclipped_update`."""
-        self._engine._config.gradient_clipping = 0.0
-        if self._stage:
-            self._engine.optimizer.clip_grad = 0.0
-
     def apply(self) -> None:
         """Run the optimizer step on the gradients that `norm` measured last, which has to have been finite."""
         self._engine.step()
@@ -112,7 +106,7 @@ class ReducedGradients:
         return found
 
     def _bf16_tensors(self, for_clipping: bool = False) -> Any:
-        """What BF16_Optimizer asks for: all gradients to clip, or a tensor that has the given norm.
+        """The tensors that BF16_Optimizer asks for: all gradients to clip, or one that has the given norm.
 
         It adds up the squares of the ranks that share matrices: one of them has the norm.
         """

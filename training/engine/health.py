@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 
+from training.distributed import World
 from training.loss_scaler import ScaleChange
 
 
@@ -20,13 +23,34 @@ class Outcome:
     """() float64: labels that count, over all ranks."""
     generators: Any
     """States of the random generators before the step, to run it again exactly."""
-    sums: torch.Tensor
-    """(len(objective.sums),) float64: of this rank, for the metrics; then those of routers, where they are balanced."""
+    metrics: torch.Tensor
+    """(len(objective.sums),) float64: sums of this rank, for the metrics."""
+    routed: torch.Tensor
+    """(len(METRICS),) float64: sums of this rank's routers, where they are balanced; else empty."""
     sources: tuple[str, ...]
     """Names of a mixture's sources; empty where there is one."""
     by_source: torch.Tensor
-    """(2 x len(sources),) float64, of this rank: each source's summed loss, then how many of its labels (or whatever
+    """(2, len(sources)) float64, of this rank: each source's summed loss, then how many of its labels (or whatever
     the task counts) count."""
+
+
+@dataclass
+class StepSums:
+    """Sums over the micro-batches of one step on this rank, and what each of them adds its part by."""
+
+    micro_batches: int
+    experts: torch.Tensor | None
+    """(layers, experts) tokens of the whole step; None without routers, and where the only micro-batch has them."""
+    sources: torch.Tensor | None
+    """(micro-batches, micro) int64: the source of each sample; None where there is one."""
+    loss: torch.Tensor
+    """() float64"""
+    metrics: torch.Tensor
+    """(len(objective.sums),) float64"""
+    routed: torch.Tensor
+    """(len(METRICS),) float64, where routers are balanced; else empty."""
+    by_source: torch.Tensor
+    """(2, sources) float64: summed losses, then how many labels count on this rank."""
 
 
 class Evaluation(NamedTuple):
@@ -37,12 +61,12 @@ class Evaluation(NamedTuple):
     perplexity: float | None
     """exp(loss) of language models; None of other tasks."""
     metrics: dict[str, float]
-    """Of the task's objective, by name."""
+    """Metrics of the task's objective, by name."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """What an optimizer step did."""
+    """The effect of an optimizer step."""
 
     applied: bool
     """Whether the weights changed."""
@@ -58,12 +82,35 @@ class Update:
     """Norm of the update over that of the weights; None when it was not measured, or nothing was applied."""
 
 
+class Columns:
+    """Numbers of all ranks by the names of their columns, from one gather and with one device sync."""
+
+    def __init__(self, world: World, columns: Mapping[str, torch.Tensor]) -> None:
+        """columns: (n,) float64 of this rank, each of one length on all ranks. A collective."""
+        widths = [len(column) for column in columns.values()]
+        ends = accumulate(widths)
+        self._places = {name: slice(end - n, end) for name, n, end in zip(columns, widths, ends, strict=True)}
+        self._rows: list[list[float]] = world.gather(torch.cat([*columns.values()])).tolist()
+
+    def rows(self, name: str) -> list[list[float]]:
+        """The numbers of a column, rank by rank."""
+        return [row[self._places[name]] for row in self._rows]
+
+    def numbers(self, name: str) -> list[float]:
+        """The same of a column that has one number a rank."""
+        return [number for (number,) in self.rows(name)]
+
+    def sums(self, name: str, every: int) -> list[float]:
+        """A column added up over ranks: the first of each `every` consecutive ones."""
+        return [sum(numbers) for numbers in zip(*self.rows(name)[::every], strict=True)]
+
+
 class RanksDisagree(RuntimeError):
     """Ranks hold different values of what must be one; training on would let their weights diverge silently."""
 
 
 def difference(what: str, values: list[float]) -> str:
-    """Which ranks have another value than rank 0, in words; empty where all are equal. values: by rank, none NaN."""
+    """A line with the ranks whose value is not rank 0's; empty where all are equal. values: by rank, none NaN."""
     different = [f"rank {rank} has {value!r}" for rank, value in enumerate(values) if value != values[0]]
     return f"{what} differs between ranks: rank 0 has {values[0]!r}, {', '.join(different)}" if different else ""
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from config.batch import loss_chunk, slice_length
+from config.batch import slice_length
 from config.errors import UserError
 from config.resolved import Resolved
 from data.loader import Batch
-from modeling.chunked_head import ChunkedHead
+from modeling.chunked_head import ChunkedHead, loss_chunk
 from modeling.objectives.label_prediction import LabelPrediction
 from modeling.objectives.objective import Forward, Objective, Scored
 from modeling.router_balance import RouterBalance

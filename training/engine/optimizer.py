@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from deepspeed.runtime import compiler
@@ -13,12 +12,13 @@ from transformers import PreTrainedModel
 from config.optimizers import settings_of
 from config.schema import OptimizerSection
 from modeling.parameter_groups import parameter_groups
+from training.engine.optimizers import adamw, lamb, lion, muon, sgd, stable_adamw
 from training.engine.optimizers.rule import UpdateInputs
 from training.engine.split_masters import SplitAdamW
 
 
 class Implementation(Protocol):
-    """What a module of training/engine/optimizers/ defines."""
+    """The interface of a module in training/engine/optimizers/."""
 
     def build(
         self, groups: list[dict[str, Any]], options: dict[str, Any], *, offload_to_host: bool
@@ -33,9 +33,15 @@ class Implementation(Protocol):
         """The change of one parameter's master, FP64 and in its shape, computed without torch's optimizer."""
 
 
-def implementation(name: str) -> Implementation:
-    """The module of an optimizer."""
-    return cast(Implementation, import_module(f"training.engine.optimizers.{name}"))
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "adamw": adamw,
+    "lamb": lamb,
+    "lion": lion,
+    "muon": muon,
+    "sgd": sgd,
+    "stable_adamw": stable_adamw,
+}
+"""Value of `optimizer.name` to its module."""
 
 
 def rounding(name: str, given: UpdateInputs) -> float:
@@ -43,7 +49,7 @@ def rounding(name: str, given: UpdateInputs) -> float:
 
     One that computes in 16 bits defines `rounding` itself.
     """
-    own: Callable[[UpdateInputs], float] | None = getattr(implementation(name), "rounding", None)
+    own: Callable[[UpdateInputs], float] | None = getattr(IMPLEMENTATIONS[name], "rounding", None)
     return 0.0 if own is None else own(given)
 
 
@@ -55,7 +61,7 @@ def build_optimizer(
     groups = parameter_groups(model, section)
     if masters == "split":
         return SplitAdamW(groups, options)
-    return implementation(section.name).build(groups, options, offload_to_host=offload and device.type == "cuda")
+    return IMPLEMENTATIONS[section.name].build(groups, options, offload_to_host=offload and device.type == "cuda")
 
 
 def import_muon_uncompiled() -> None:

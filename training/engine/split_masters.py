@@ -17,8 +17,8 @@ import torch
 from torch.optim.adamw import adamw
 
 from config.errors import UserError
-from config.optimizers import COUNT, OPTIMIZERS, SPLIT_PIECE, SPLIT_PIECE_ON_A_GPU
-from precision.split_masters import joined, remainder_of
+from config.optimizers import COUNT, OPTIMIZERS
+from precision.split_masters import SPLIT_PIECE, SPLIT_PIECE_ON_A_GPU, joined, remainder_of
 from training.distributed import World
 from training.engine.masters import local_masters
 

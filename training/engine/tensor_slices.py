@@ -1,4 +1,4 @@
-"""What DeepSpeed's AutoTP did to a model whose matrices are shared among ranks (`parallel.tensor`).
+"""The changes that DeepSpeed's AutoTP made to a model whose matrices are shared among ranks (`parallel.tensor`).
 
 A parameter is a slice of a whole one, or a replica: whole on every rank of the group, with equal gradients, so that the
 replicas stay equal bit for bit. Whatever breaks that, such as dropout drawn by rank, lets them part while the gradient
@@ -18,15 +18,14 @@ from torch import nn
 
 from modeling.tensor_parallel import CUT, cut, cut_of
 from training.distributed import SliceGroup, TensorGroup, World
-from training.engine.flips import bit_sum
+from training.engine.flips import bit_sum, halves
 from training.engine.health import RanksDisagree
 
 _STEPS = 16
 """[steps] In which every value of a replica is looked at once."""
-_HALF = 1 << 32
 
 
-def tell_slices(model: nn.Module, group: TensorGroup | None) -> None:
+def attach_slices(model: nn.Module, group: TensorGroup | None) -> None:
     """Note on every parameter how it is cut, for `cut`. Raises ValueError for one that is cut in an unknown way."""
     if group is None:
         return
@@ -49,7 +48,7 @@ class SharedVocabulary:
     """The rows of a head that is cut, as `modeling.linear_cross_entropy` asks for them."""
 
     first: int
-    """[token] Of this rank's rows."""
+    """[token] First of this rank's rows."""
     size: int
     """[tokens] Of all ranks."""
     group: TensorGroup
@@ -103,7 +102,7 @@ def joined_in(group: SliceGroup | None, values: torch.Tensor, parameter: Any) ->
 
 
 class Replicas:
-    """What is whole on each of the ranks that share the other parameters."""
+    """The parameters that each rank has whole, where ranks share the others."""
 
     def __init__(self, model: nn.Module, world: World) -> None:
         self._model, self._world = model, world
@@ -115,7 +114,7 @@ class Replicas:
         for _, values in self._held():
             size = -(-len(values) // _STEPS)
             total += bit_sum(values[step % _STEPS * size :][:size])
-        return torch.stack([total & (_HALF - 1), (total >> 32) & (_HALF - 1)]).double()
+        return halves(total).double()
 
     def require_equal(self, rows: Sequence[tuple[float, ...]]) -> None:
         """rows: by rank its loss and `sums`. A collective where something differs; then raises RanksDisagree."""

@@ -1,4 +1,4 @@
-"""What belongs to a parameter (master, optimizer state, gradient, computing weight): whole, or this rank's part of it.
+"""Tensors of a parameter (master, optimizer state, gradient, computing weight): whole, or this rank's part of them.
 
 Functions that return a whole tensor are collectives with the same result on every rank. They are for inspection, one
 parameter at a time, and too slow for a training step.
@@ -23,6 +23,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_local_grad
 from config.optimizers import COUNT
 from modeling.tensor_parallel import Place, cut
 from training.engine.engine import Engine
+from training.engine.flips import halves
 from training.engine.gradients import reduced_gradient
 from training.engine.masters import local_masters
 from training.engine.split_masters import SplitMaster
@@ -195,7 +196,7 @@ def _shard(engine: Engine, flat: torch.Tensor, at: int, start: int, length: int)
     return Shard(flat, at, start, length, engine.split_masters.of[flat] if engine.split_masters is not None else None)
 
 
-def tell_counted(engine: Engine) -> None:
+def attach_counted(engine: Engine) -> None:
     """Let the engine count the optimizer's state of what each of several ranks has whole once, in sums over ranks."""
     if engine.world.tensor is not None:
         engine.counted_states = lambda name: list(_counted_states(engine, name))
@@ -245,18 +246,14 @@ def checksums_of(engine: Engine) -> Checksums:
         for kind, values in shard.tensors(engine).items():
             column = names.index(kind)
             exists[column] = 1.0
-            if group is None or how is None:
-                row[column] = checksum(values, shard.start)
-            else:
-                place = how.place(shape_of(parameter), group.rank)
-                row[column] = _checksum_of_slice(values, shard.start, place)
-    # 64-bit sums of ranks could overflow while they are added up; their halves cannot
-    halves = torch.stack([sums & (_HALF - 1), (sums >> 32) & (_HALF - 1)]).to(engine.world.device)
+            place = None if group is None or how is None else how.place(shape_of(parameter), group.rank)
+            row[column] = checksum(values, shard.start, place)
+    parts = halves(sums).to(engine.world.device)
     if engine.stage > 0:
-        engine.world.sum(halves)
+        engine.world.sum(parts)
     elif engine.world.tensor is not None:
-        engine.world.tensor.sum(halves)
-    low, high = halves.tolist()
+        engine.world.tensor.sum(parts)
+    low, high = parts.tolist()
     anywhere = engine.world.sum(exists).tolist()
     return {
         kind: {
@@ -269,30 +266,23 @@ def checksums_of(engine: Engine) -> Checksums:
     }
 
 
-def checksum(values: torch.Tensor, start: int) -> torch.Tensor:
-    """(2,) int64 on the CPU: the two sums of FP32 `values`, which are those from index `start` on of their tensor."""
+def checksum(values: torch.Tensor, start: int, place: Place | None = None) -> torch.Tensor:
+    """(2,) int64 on the CPU: the two sums of FP32 `values`, which are those from index `start` on of their tensor.
+
+    place: where that tensor, a slice, lies in the whole one, whose indices count then.
+    """
     bits = values.detach().float().contiguous().view(torch.int32)
     size = _CHUNK if bits.device.type == "cpu" else _CHUNK_ON_A_GPU
     ramp = torch.arange(1, min(len(bits), size) + 1, dtype=torch.int64, device=bits.device)
     total = torch.zeros(2, dtype=torch.int64, device=bits.device)
     for first in range(0, len(bits), size):
         chunk = bits[first : first + size].long()
-        plain = chunk.sum()
+        plain, own = chunk.sum(), ramp[: len(chunk)]
         total[0] += plain
-        total[1] += chunk.mul_(ramp[: len(chunk)]).sum() + plain * (start + first)
-    return total.cpu()
-
-
-def _checksum_of_slice(values: torch.Tensor, start: int, place: Place) -> torch.Tensor:
-    """As `checksum`, of values from index `start` on of a rank's slice, as they lie in the whole tensor."""
-    bits = values.detach().float().contiguous().view(torch.int32)
-    size = _CHUNK if bits.device.type == "cpu" else _CHUNK_ON_A_GPU
-    total = torch.zeros(2, dtype=torch.int64, device=bits.device)
-    for first in range(0, len(bits), size):
-        chunk = bits[first : first + size].long()
-        index = torch.arange(start + first, start + first + len(chunk), device=bits.device)
-        total[0] += chunk.sum()
-        total[1] += chunk.mul_(place.in_whole(index) + 1).sum()
+        if place is None:
+            total[1] += chunk.mul_(own).sum() + plain * (start + first)
+        else:
+            total[1] += chunk.mul_(place.in_whole(own + (start + first - 1)) + 1).sum()
     return total.cpu()
 
 
@@ -338,7 +328,7 @@ def state_after(engine: Engine, flat: torch.Tensor, names: Iterable[str], update
 
 @contextmanager
 def partitioned(engine: Engine) -> Iterator[None]:
-    """At ZeRO-3, no parameter is whole inside; afterwards the persistent ones are gathered again."""
+    """Inside, no parameter is whole at ZeRO-3; afterwards the persistent ones are gathered again."""
     if engine.stage == 3:
         engine.deepspeed.optimizer.checkpoint_event_prologue()
     yield

@@ -11,7 +11,7 @@ from data.loader import MakeBatch
 from data.prepare import prepare as prepare_documents
 from data.prepare_rows import prepare_rows
 from modeling.objectives.divergence import Distillation
-from training.tasks.targets import with_targets
+from training.tasks.cached_teacher import with_targets
 
 
 def prepare(data: DataSection, *, progress: bool) -> Corpus:

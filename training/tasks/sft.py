@@ -8,8 +8,8 @@ from data.loader import MakeBatch, counting_rows, next_tokens
 from data.prepare_rows import prepare_rows as prepare
 from modeling.embedding_noise import EmbeddingNoise
 from modeling.objectives.label_prediction import LabelPrediction, RowPrediction
+from training.tasks.cached_teacher import documents_of
 from training.tasks.noise import with_noise
-from training.tasks.targets import documents_of
 
 __all__ = ["make_batch", "objective", "prepare"]
 

@@ -1,4 +1,4 @@
-"""What a task defines, and the one that a config names.
+"""The interface of a task, and the task that a config names.
 
 Loop, engine, guard and checkpoints do not know which task runs: they see batches of inputs and labels, and a loss that
 is the mean over everything that counts in the global batch: labels, answers, pairs.
@@ -6,8 +6,7 @@ is the mean over everything that counts in the global batch: labels, answers, pa
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Protocol, cast
+from typing import Protocol
 
 from transformers import PreTrainedModel
 
@@ -17,10 +16,11 @@ from data.loader import MakeBatch
 from data.mix import corpus_of
 from modeling.objectives.divergence import Distillation
 from modeling.objectives.objective import Forward, Objective
+from training.tasks import classify, distill, dpo, mlm, pretrain, seq2seq, sft
 
 
 class Task(Protocol):
-    """What a module of training/tasks/ defines."""
+    """The interface of a module in training/tasks/."""
 
     def prepare(self, data: DataSection, *, progress: bool) -> Corpus:
         """The data as sequences with labels, prepared first if need be. progress: show it. Raises UserError."""
@@ -32,13 +32,25 @@ class Task(Protocol):
         """How samples become inputs and labels; None: each token is a label of those before it."""
 
 
+TASKS: dict[str, Task] = {
+    "pretrain": pretrain,
+    "sft": sft,
+    "seq2seq": seq2seq,
+    "dpo": dpo,
+    "distill": distill,
+    "classify": classify,
+    "mlm": mlm,
+}
+"""Value of `task` to its module."""
+
+
 def task_of(config: Config) -> Task:
     """The module of the task that a config names."""
-    return cast(Task, import_module(f"training.tasks.{config.task}"))
+    return TASKS[config.task]
 
 
 def objective_of(config: Config, model: PreTrainedModel, teacher: Forward | None = None) -> Objective:
-    """What the task of a config minimises. model: the one that is trained. teacher: answers live in a distillation."""
+    """The loss of a config's task. model: the one that is trained. teacher: answers live in a distillation."""
     objective = task_of(config).objective(config, model)
     if isinstance(objective, Distillation):
         objective.teacher = teacher

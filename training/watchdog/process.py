@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-from config import child_jobs
+from config.machine import processes
 from config.machine.processes import machine, pid_namespace, read, runs, start_ticks, stat_fields
 
 _ENDED = "ZX"
@@ -122,7 +122,7 @@ def _code(status: int) -> int:
 
 def describe_status(status: int | None) -> str:
     """An exit status in words."""
-    return "has ended, how is not known" if status is None else child_jobs.describe_exit(status)
+    return "has ended, how is not known" if status is None else processes.describe_exit(status)
 
 
 def describe_exit(member: Member, status: int | None, before: MemoryKills) -> str:

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from config.child_jobs import free_port
-from config.machine import op_builds
+from config.machine.processes import free_port
 from config.schema import AdapterSection, OptimizerSection
 from lab.benchmark.spec import Result, Spec
 from lab.benchmark.split import Stages, time_deepspeed
+from training import op_builds
 from training.engine.work_time import peak_memory_bytes
 
 if TYPE_CHECKING:

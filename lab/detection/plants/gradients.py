@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from data.loader import IGNORED_LABEL, Batch
+from lab.detection.plants.permanent import reweight
 from lab.detection.plants.site import LINEAR, Site, around
 from training.engine import Engine
 from training.engine import engine as engine_module
@@ -36,7 +37,7 @@ def dropped_on_one_rank(site: Site) -> None:
 
 
 def rounded(engine: Engine, size: float) -> None:
-    """To BF16 before the reduction."""
+    """Gradients are rounded to BF16 before the reduction."""
     for parameter in engine.model.parameters():
         parameter.register_hook(lambda gradient: gradient.bfloat16().to(gradient.dtype))
 
@@ -68,7 +69,7 @@ def summed_in_bf16(engine: Engine, size: float) -> None:
 
 
 def divided_twice(engine: Engine, size: float) -> None:
-    """By the number of micro-batches."""
+    """The loss is divided by the number of micro-batches twice."""
     around(engine, "backward", lambda right: lambda loss, *, last: right(loss / 2, last=last))
 
 
@@ -88,11 +89,7 @@ def mean_of_means(engine: Engine, size: float) -> None:
         return forward_backward
 
     around(engine, "forward_backward", remembering)
-    around(
-        engine._defects,
-        "weighted",
-        lambda right: lambda weight, index: right(weight, index) * counts[0].mean() / counts[0][index],
-    )
+    reweight(engine, lambda index: counts[0].mean() / counts[0][index])
 
 
 def mean_of_ranks(site: Site) -> None:

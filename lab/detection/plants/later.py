@@ -13,6 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from data import loader
 from data.loader import IGNORED_LABEL, Batch
+from lab.detection.plants.shared import change_batches
 from lab.detection.plants.site import ATTENTION, BAD_RANK, EMBEDDING, HEAD, LAYER, MLP, Site, around, replace_forward
 from lab.detection.plants.state import after_load, each_state
 from lab.detection.plants.updates import Rule, rule
@@ -28,7 +29,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torc
 
 
 def rotary_base_of_one_layer(engine: Engine, size: float) -> None:
-    """That layer's queries and keys are turned by other angles than the table's."""
+    """The queries and keys of that layer are turned by other angles than the table's."""
     rotary: Any = engine.model.get_submodule("model.rotary_emb")
     pairs = rotary.inv_freq
 
@@ -103,7 +104,7 @@ def silu_is_gelu(engine: Engine, size: float) -> None:
 
 
 def scaled_residual(engine: Engine, size: float) -> None:
-    """What the second half of a block adds itself to, times 1 - size."""
+    """The second half of a block adds itself to its input times 1 - size."""
     kept: list[torch.Tensor] = []
     norm, block = engine.model.get_submodule(f"{LAYER}.post_attention_layernorm"), engine.model.get_submodule(LAYER)
     norm.register_forward_pre_hook(lambda module, args: kept.append(args[0]))
@@ -122,7 +123,7 @@ def head_deaf_to_gradients(engine: Engine, size: float) -> None:
 
 
 def dropout_not_scaled(engine: Engine, size: float) -> None:
-    """What is kept is not divided by the share that is."""
+    """Dropout does not divide the values that it keeps by their share."""
     module: Any = engine.model.get_submodule("transformer.h.1.mlp.dropout")
     right = module.forward
     module.forward = lambda given: right(given) * ((1 - module.p) if module.training else 1.0)
@@ -144,13 +145,8 @@ def dropout_while_evaluated(site: Site) -> None:
 # ---- data and labels
 
 
-def _change_batches(site: Site, change: Callable[[Batch], Batch]) -> None:
-    right = loader.Batches.next_step
-    site.patch(loader.Batches, "next_step", lambda self: change(right(self)))
-
-
 def shifted_labels_of_some(site: Site) -> None:
-    """Of one row in `size` each label is the token after the next one."""
+    """In one row of `size`, each label is the token after the next one."""
 
     def change(batch: Batch) -> Batch:
         rows, labels = batch.labels.shape[0] * batch.labels.shape[1], batch.labels.clone()
@@ -161,7 +157,7 @@ def shifted_labels_of_some(site: Site) -> None:
                 flat[row] = flat[row].roll(-1)
         return replace(batch, labels=labels)
 
-    _change_batches(site, change)
+    change_batches(site, change)
 
 
 def repeated_row(site: Site) -> None:
@@ -185,16 +181,16 @@ def last_label_lost(site: Site) -> None:
         labels = batch.labels.clone()
         labels[..., -1] = IGNORED_LABEL
         counted = int((labels != IGNORED_LABEL).sum())
-        known = None if batch.label_tokens_of_all is None else counted * site.world.world_size
+        known = None if batch.label_tokens_of_all is None else counted * site.ranks
         return replace(batch, labels=labels, label_tokens=counted, label_tokens_of_all=known)
 
-    _change_batches(site, change)
+    change_batches(site, change)
 
 
 def counts_ignored_labels_on_one_rank(site: Site) -> None:
     """It divides by all positions, the others by those that have a label."""
     if site.is_bad_rank:
-        _change_batches(site, lambda batch: replace(batch, label_tokens=batch.labels.numel()))
+        change_batches(site, lambda batch: replace(batch, label_tokens=batch.labels.numel()))
 
 
 # ---- gradients

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from data import loader
+from data.loader import Batch
 from lab.detection.plants.site import Site
 from modeling import parameter_groups
 from tools.parity import steps
@@ -32,18 +34,19 @@ def forgotten_final_rate(site: Site) -> None:
         site.patch(module, "scheduled_rate", wrong)
 
 
-def _change_batches(site: Site, change: Any) -> None:
+def change_batches(site: Site, change: Callable[[Batch], Batch]) -> None:
+    """Train on changed batches."""
     right = loader.Batches.next_step
     site.patch(loader.Batches, "next_step", lambda self: change(right(self)))
 
 
 def shifted_labels(site: Site) -> None:
     """Each label is the token after the next one."""
-    _change_batches(site, lambda batch: replace(batch, labels=torch.roll(batch.labels, -1, dims=-1)))
+    change_batches(site, lambda batch: replace(batch, labels=torch.roll(batch.labels, -1, dims=-1)))
 
 
 def documents_not_kept_apart(site: Site) -> None:
-    _change_batches(site, lambda batch: replace(batch, position_ids=None))
+    change_batches(site, lambda batch: replace(batch, position_ids=None))
 
 
 def swapped_batches(site: Site) -> None:

@@ -29,7 +29,7 @@ def never_grows(site: Site) -> None:
 
 
 def clamped_overflow(engine: Engine, size: float) -> None:
-    """What does not fit into the format becomes its largest number, and no step is skipped."""
+    """A gradient that does not fit into the format becomes its largest number, and no step is skipped."""
     for parameter in engine.model.parameters():
         parameter.register_hook(lambda gradient: gradient.nan_to_num().clamp(-3e4, 3e4))
 
@@ -143,4 +143,4 @@ def random_numbers_not_restored(site: Site) -> None:
 
 def same_random_numbers_on_all_ranks(site: Site) -> None:
     right = session.seed_everything
-    site.patch(session, "seed_everything", lambda seed: right(seed - site.world.rank))
+    site.patch(session, "seed_everything", lambda seed: right(seed - site.rank))

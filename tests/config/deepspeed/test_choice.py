@@ -135,11 +135,7 @@ def test_a_json_of_the_users_own_is_never_replaced_in_silence(write, capsys, doc
             [],
             "zero2_bf16.json: zero_optimization.stage = 2, but deepspeed.stage = 3 in the run config; remove",
         ),
-        (
-            "",
-            ["deepspeed={config: ds_configs/zero3_bf16.json, offload: cpu}"],
-            "offloads none, but deepspeed.offload",
-        ),
+        ("", ["deepspeed={config: ds_configs/zero3_bf16.json, offload: cpu}"], "offloads none, but deepspeed.offload"),
         (
             "precision: {compute: bf16}\n",
             ["deepspeed.config=ds_configs/zero2_fp16.json"],

@@ -18,7 +18,8 @@ STARTS_A_RANK = "import subprocess, sys; sys.exit(subprocess.call([sys.executabl
 RANK = """
 import json, signal, sys, time
 sys.path.insert(0, {repository!r})
-from config.machine.processes import end_with, launchers
+from config.machine.processes import launchers
+from training.startup import end_with
 above = launchers()
 end_with(above)
 print(json.dumps([[each.name, each.program, each.pid, each.words] for each in above]), flush=True)

@@ -10,10 +10,10 @@ import subprocess
 import numpy as np
 import pytest
 
-from config.child_jobs import free_port
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from config.errors import UserError
+from config.machine.processes import free_port
 from lab.benchmark import telemetry
 from lab.benchmark.overhead import Measured, interval, report, require_comparable
 from tests.lab.benchmark import benchmark_cases

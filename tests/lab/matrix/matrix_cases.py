@@ -20,7 +20,8 @@ from modeling.router_balance import RouterBalance
 from precision import fp8
 from tools.parity.oracle.optimizers import optimizer_of
 from training.distributed import World
-from training.engine.pieces import Pieces, ShardedPieces
+from training.engine.flat_optimizer import Pieces
+from training.engine.sharded_pieces import ShardedPieces
 from training.loss_scaler import LossScaler
 
 STEPS = 6

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import sys
 
 import pytest
 
-from config.child_jobs import job_command
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
+from lab.detection.planted import MODULE as MODULE_OF_DEFECTS
 from launch.canary.command import main
 from launch.canary.fallback import in_fp32, promoted
 from launch.canary.gate import shares
 from launch.canary.plan import read_plan
 from launch.canary.record import Journal
 from launch.canary.whole import Breach, Whole
-from tests.support.launches import SMALL, events, finish, start, wait_until
+from launch.job import job_command
+from tests.support.launches import SMALL, events, finish, start, wait_until, with_defect
 from tracking.jsonl import read_events
 from training.schedule import scheduled_rate
 
@@ -137,7 +139,7 @@ def test_a_fallback_that_the_config_refuses_gives_way_to_the_next(tmp_path):
         ("refused", "promote"),
         ("fallback", "fp32"),
     ]
-    assert "no fallback to promote: model.compile = true cannot be combined with" in journal.events[1]["text"]
+    assert "no fallback to promote: model.compile = true is not verified with" in journal.events[1]["text"]
     for name, given in (("alone", []), ("shared", ["parallel.tensor=2"])):
         other = plan_of(tmp_path / name, *given, processes=2)
         assert other.refusal(promoted(other.resolved, [MODULE], tmp_path)) is None
@@ -186,8 +188,12 @@ def test_a_journal_outlives_a_line_that_was_cut_off(tmp_path):
     assert [event["text"] for event in Journal.read(tmp_path / "c", "it").events] == ["parity", "starts"]
 
 
-def job(folder, *overrides, processes=1):
+def job(folder, *overrides, processes=1, defect=""):
+    """defect: in the canary's runs and checks, as `permanent` takes it."""
     program = [sys.executable, "-m", "launch.canary", "--config", DEMO, "--processes", str(processes)]
+    if defect:
+        launcher = shlex.join(job_command(["-m", MODULE_OF_DEFECTS, defect], processes=processes))
+        program += ["--launch", launcher, "--check-launch", launcher]
     return [*program, *given(folder, *overrides)]
 
 
@@ -200,10 +206,10 @@ def story(folder):
 @pytest.mark.slow
 def test_a_run_that_turns_bad_goes_back_and_on_with_the_module_in_fp32(tmp_path):
     """Until its defect begins it is, bit for bit, the run that was never tried."""
-    defect = f"defects=[{{kind: coarse_half, module: {MODULE}, from_step: 14}}]"
-    plain = given(tmp_path, defect, "run.name=plain")
-    finish(["python", str(REPOSITORY / "train.py"), "--config", DEMO, *plain])
-    finish(job(tmp_path, defect), seconds=PATIENCE)
+    defect = f"{{kind: coarse_half, module: {MODULE}, from_step: 14}}"
+    plain = given(tmp_path, "run.name=plain")
+    finish(with_defect(defect, ["python", str(REPOSITORY / "train.py"), "--config", DEMO, *plain]))
+    finish(job(tmp_path, defect=defect), seconds=PATIENCE)
     told, journal = story(tmp_path)
     kinds = [kind for kind, _ in told]
     assert kinds[:2] == ["gate", "started"] and kinds[-1] == "end"
@@ -222,8 +228,8 @@ def test_a_run_that_turns_bad_goes_back_and_on_with_the_module_in_fp32(tmp_path)
 
 @pytest.mark.slow
 def test_ranks_that_share_matrices_go_back_and_on_with_one_module_in_fp32(tmp_path):
-    defect = f"defects=[{{kind: coarse_half, module: {MODULE}, from_step: 14}}]"
-    finish(job(tmp_path, "parallel.tensor=2", defect, processes=2), seconds=PATIENCE)
+    defect = f"{{kind: coarse_half, module: {MODULE}, from_step: 14}}"
+    finish(job(tmp_path, "parallel.tensor=2", defect=defect, processes=2), seconds=PATIENCE)
     told, journal = story(tmp_path)
     kinds = [kind for kind, _ in told]
     assert kinds[:2] == ["gate", "started"] and kinds[-1] == "end"
@@ -257,8 +263,8 @@ def test_a_canary_on_fewer_ranks_leaves_its_state_to_all_of_the_run(tmp_path):
 
 @pytest.mark.slow
 def test_what_no_precision_cures_ends_with_exit_code_3_and_a_checkpoint_that_held(tmp_path):
-    defect = f"defects=[{{kind: coarse_output, module: {MODULE}, from_step: 14}}]"
-    finish(job(tmp_path, defect), exit_code=3, seconds=PATIENCE)
+    defect = f"{{kind: coarse_output, module: {MODULE}, from_step: 14}}"
+    finish(job(tmp_path, defect=defect), exit_code=3, seconds=PATIENCE)
     told, journal = story(tmp_path)
     assert [event["to"] for event in journal.events if event["event"] == "fallback"] == ["promote", "fp32"]
     assert [kind for kind, _ in told].count("breach") == 3
@@ -267,7 +273,7 @@ def test_what_no_precision_cures_ends_with_exit_code_3_and_a_checkpoint_that_hel
 
 @pytest.mark.slow
 def test_a_canary_without_parity_starts_nothing(tmp_path):
-    finish(job(tmp_path, f"defects=[{{kind: coarse_output, module: {MODULE}}}]"), exit_code=3, seconds=PATIENCE)
+    finish(job(tmp_path, defect=f"{{kind: coarse_output, module: {MODULE}}}"), exit_code=3, seconds=PATIENCE)
     told, journal = story(tmp_path)
     assert [kind for kind, _ in told] == ["gate"]
     assert "module_error" in journal.events[0]["text"] and not (tmp_path / "runs/it").exists()

@@ -15,7 +15,7 @@ from launch.doctor import facts as doctor_facts
 from launch.doctor.cluster_checks import check_all_reduce, check_clock, check_cluster, check_device
 from launch.doctor.host_checks import check_host, check_offload
 from launch.doctor.report import amber, green, print_findings, red
-from launch.hostfile import read_hostfile
+from launch.hosts import read_hostfile
 
 GIB = 2**30
 ADAMW = OPTIMIZERS["adamw"]

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from config.child_jobs import free_port
 from config.cli import REPOSITORY
+from config.machine.processes import free_port
 from tests.support.launches import BIN, wait_until
 
 pytestmark = pytest.mark.cluster
@@ -197,7 +197,7 @@ def test_ctrl_c_ends_what_runs():
         (["--hostfile", "{folder}/bad"], "{folder}/bad: line 2: 'node-1 slot=2' is not NAME slots=N"),
         (["--config", "{folder}/none"], "{folder}/none"),
         (["run.steps=3"], "command line: run.steps=3 changes a config; add --config FILE"),
-        (["--port", "zero"], "'zero' is not a positive whole number"),
+        (["--port", "zero"], "argument --port: zero is not a whole number of 1 or more"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, options, words):

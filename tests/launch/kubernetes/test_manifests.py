@@ -26,8 +26,8 @@ import kubernetes_validate
 import pytest
 
 from config import cli
-from config.child_jobs import free_port
 from config.cli import REPOSITORY
+from config.machine.processes import free_port
 from launch.kubernetes import alive, retryable
 from tests.support import kubernetes_image as image
 from tests.support import launches
@@ -308,7 +308,7 @@ def test_the_image_is_made_of_what_is_needed_to_train_and_nothing_to_test(machin
     assert image.sent(REPOSITORY / "requirements.txt")
     assert not image.sent(REPOSITORY / "requirements-dev.txt")
     installs = [rest for _, word, rest in image.instructions() if word == "RUN" and "pip install" in rest]
-    assert len(installs) == 1 and "requirements.txt" in installs[0] and "-dev" not in installs[0]
+    assert len(installs) == 1 and "requirements-extras.txt" in installs[0] and "-dev" not in installs[0]
 
 
 def test_the_command_lines_start_the_supervisor_itself():

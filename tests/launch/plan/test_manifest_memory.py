@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from config.cli import REPOSITORY
-from launch.plan.memory import block_bytes, peak_memory
-from launch.plan.model import shape_of
+from config.schema import ModelSection
+from launch.plan.counted import count_activations
+from launch.plan.memory import peak_memory
+from modeling.build import empty_model
 from modeling.linear_cross_entropy import label_loss_sum
 from precision.manifest import load_manifest
 from precision.regions import Regions
 from tests.launch.plan import plan_cases
-from tests.launch.plan.test_memory import MODEL, hugging_face, layout
+from tests.launch.plan.test_memory import MODEL, counted_block, hugging_face, layout
 
 TOKENS = 2 * 64
 
@@ -43,13 +44,13 @@ def kept(family: str, layers: int, manifest: str) -> int:
 
 @pytest.mark.parametrize("manifest", ["bf16", "fp8"])
 @pytest.mark.parametrize("family", ["llama", "grouped", "qwen3"])
-def test_a_block_keeps_what_the_formula_says(family: str, manifest: str) -> None:
+def test_a_block_keeps_what_is_counted(family: str, manifest: str) -> None:
     """FP8 keeps no copies of weights."""
     found = kept(family, 2, manifest) - kept(family, 1, manifest)
-    shape = shape_of(hugging_face(family, 1))
-    plan = replace(layout(f"precision.manifest=config/manifests/{manifest}.json")[1], checkpointing="none")
-    weights = 0 if plan.fp8 else 2 * shape.block_parameters
-    assert block_bytes(shape, plan) * TOKENS + weights == pytest.approx(found, rel=0.03)
+    _, plan = layout(f"precision.manifest=config/manifests/{manifest}.json")
+    said = count_activations(empty_model(ModelSection(attention="sdpa"), hugging_face(family, 1)), plan)
+    assert (said.weights == 0) == (manifest == "fp8")
+    assert counted_block(family, plan) * TOKENS + said.weights == pytest.approx(found, rel=0.003)
 
 
 @pytest.mark.slow

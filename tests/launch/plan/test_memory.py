@@ -14,12 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from config.launcher import as_launched
-from config.optimizers import OPTIMIZERS
-from config.schema import OptimizerSection
-from launch.plan.layout import layout_of
-from launch.plan.memory import activations, block_bytes, model_states, peak_memory
-from launch.plan.model import read_shape, shape_of
-from modeling.build import count_parameters
+from config.schema import AdapterSection, ModelSection, OptimizerSection
+from launch.plan.counted import count_activations
+from launch.plan.layout import Layout, layout_of
+from launch.plan.memory import activations, model_states, peak_memory
+from launch.plan.model import Shape, read_shape, sizes_of
+from modeling.build import count_parameters, empty_model
 from modeling.linear_cross_entropy import label_loss_sum
 from modeling.parameter_groups import parameter_groups
 from tests.launch.plan import plan_cases
@@ -70,16 +70,27 @@ def layout(*overrides: str, world: int = 2, on_cpu: bool = False):
     return read_shape(resolved.config, found), found
 
 
+def sizes_without_adapter(config, section: OptimizerSection | None = None) -> Shape:
+    """The sizes of a causal language model that is trained whole."""
+    return sizes_of(empty_model(ModelSection(), config), AdapterSection(), section or OptimizerSection())
+
+
+def counted_block(family: str, layout: Layout) -> float:
+    """Bytes of one token that are counted for two blocks and not for one."""
+    models = (empty_model(ModelSection(attention="sdpa"), hugging_face(family, layers)) for layers in (1, 2))
+    one, two = (count_activations(model, layout) for model in models)
+    return 2 * two.block - one.block
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("compute", ["bf16", "fp32"])
-def test_a_block_keeps_what_the_formula_says(family: str, compute: str) -> None:
+def test_a_block_keeps_what_is_counted(family: str, compute: str) -> None:
     """The difference between two blocks and one, so that nothing outside of the blocks counts."""
     dtype = torch.bfloat16 if compute == "bf16" else torch.float32
     ids = torch.randint(100, (2, 64))
     one, two = (kept_by_autograd(hugging_face(family, layers), dtype, ids) for layers in (1, 2))
     _, demo = layout()
-    said = block_bytes(shape_of(hugging_face(family, 1)), replace(demo, compute=compute))
-    assert said == pytest.approx((two - one) / ids.numel(), rel=0.003)
+    assert counted_block(family, replace(demo, compute=compute)) == pytest.approx((two - one) / ids.numel(), rel=0.003)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -87,7 +98,7 @@ def test_parameters_are_those_of_the_real_model(family: str) -> None:
     config = hugging_face(family, 3)
     model = AutoModelForCausalLM.from_config(config)
     section = OptimizerSection(name="muon")
-    shape = shape_of(config, section)
+    shape = sizes_without_adapter(config, section)
     assert shape.parameters == count_parameters(model)
     groups = parameter_groups(model, section)
     assert [(group.matrix, group.parameters) for group in shape.groups] == [
@@ -99,7 +110,7 @@ def test_parameters_are_those_of_the_real_model(family: str) -> None:
 def test_a_tensor_of_fused_experts_is_planned_as_its_matrices() -> None:
     sizes = GATED | {"num_key_value_heads": 4, "num_local_experts": 3, "num_hidden_layers": 2}
     config, section = AutoConfig.for_model("mixtral", **sizes), OptimizerSection(name="muon")
-    found, *_ = shape_of(config, section).groups
+    found, *_ = sizes_without_adapter(config, section).groups
     model = AutoModelForCausalLM.from_config(config)
     matrices, *_ = parameter_groups(model, section)
     largest = max(matrices["params"], key=torch.numel)
@@ -110,7 +121,7 @@ def test_a_tensor_of_fused_experts_is_planned_as_its_matrices() -> None:
 
 def test_muon_keeps_one_state_of_a_hidden_matrix_and_two_of_the_rest() -> None:
     shape, demo = layout("optimizer.name=muon")
-    kept = {name: model_states(shape, replace(demo, optimizer=OPTIMIZERS[name]))[0] for name in ("adamw", "muon")}
+    kept = {name: model_states(shape, replace(demo, optimizer=name))[0] for name in ("adamw", "muon")}
     saved = 4 * shape.hidden_matrix_parameters / (demo.world if demo.stage else 1)
     assert kept["adamw"]["moments"] - kept["muon"]["moments"] == saved
 

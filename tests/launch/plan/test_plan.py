@@ -20,6 +20,8 @@ from launch.plan.layout import layout_of
 from launch.plan.model import read_shape
 from launch.plan.search import Planner, communication_bound_from
 from launch.plan.speed import mfu_of, ring_bandwidth, speed
+from tests.support.synthetic_events import start_fields, step_fields
+from tracking.jsonl import encode
 
 RECIPES = REPOSITORY / "config/recipes"
 BIG = ["--config", str(RECIPES / "llama_8b_8gpu.yaml"), "model.config.vocab_size=128256"]
@@ -208,9 +210,12 @@ def test_a_measured_run_gives_its_speed(tmp_path, capsys) -> None:
     layout = layout_of(resolved, world=1, on_cpu=True)
     shape = read_shape(resolved.config, layout)
     rate = 0.25 * find_device("cpu").peak / (shape.flops_per_token(layout.sequence) * 4 / 3)
-    events = [{"event": "run_start", "world_size": 1}, {"event": "step", "tokens_per_second": 1.0}]
-    events += [{"event": "step", "tokens_per_second": rate}] * 5
-    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    steps = [("step", step_fields(1, tokens_per_second=speed)) for speed in (1.0, *[rate] * 5)]
+    events = [
+        {"event": kind, "step": 1, "time": 1.0, **fields}
+        for kind, fields in [("run_start", start_fields(world_size=1)), *steps]
+    ]
+    (tmp_path / "events.jsonl").write_bytes(b"".join(map(encode, events)))
     (tmp_path / "config.yaml").write_text((RECIPES / "demo.yaml").read_text())
     found = planned(capsys, *DEMO, "--device", "cpu", "--measured", str(tmp_path))
     assert math.isclose(found["mfu"]["measured"], 0.25, rel_tol=1e-6)

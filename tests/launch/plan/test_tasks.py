@@ -27,27 +27,25 @@ from transformers import (
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from config.launcher import as_launched
-from config.optimizers import OPTIMIZERS
 from config.schema import AdapterSection, DistillSection, ModelSection, OptimizerSection
 from config.task import MASKED_LM, SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION
 from launch.plan import command
-from launch.plan.build import adapted, new_model
 from launch.plan.codes import codes_of
 from launch.plan.counted import count_activations
 from launch.plan.gathered import Gathered, gathered
 from launch.plan.layout import Layout, layout_of
 from launch.plan.loss import loss_bytes, teacher_bytes
-from launch.plan.memory import activations, block_bytes, checkpoint_bytes, model_states, peak_memory
-from launch.plan.model import Shape, _blocks, _measured, read_shape
+from launch.plan.memory import activations, checkpoint_bytes, model_states, peak_memory
+from launch.plan.model import Shape, read_shape, sizes_of
 from launch.plan.speed import computed_flops
 from launch.plan.step import step_bytes
 from modeling.adapter import add_adapter
-from modeling.build import build_model
+from modeling.build import build_model, empty_model
 from modeling.objectives.divergence import IDS, LOG_PROBS, Distillation
 from modeling.parameter_groups import parameter_groups
 from modeling.quantised_base import quantised_layers, stored_tensors
 from tests.launch.plan import plan_cases
-from tests.launch.plan.test_memory import FAMILIES, MODEL, hugging_face
+from tests.launch.plan.test_memory import FAMILIES, MODEL, counted_block, hugging_face
 from tests.support.chats import write_base
 
 DEMO = ["--config", str(REPOSITORY / "config/recipes/demo.yaml")]
@@ -124,10 +122,10 @@ def test_activations_under_an_adapter_are_what_autograd_keeps(adapter, family, c
     section = section_of(adapter, family)
     model = AutoModelForCausalLM.from_config(hugging_face(family, 2), attn_implementation="sdpa")
     real = kept_by(add_adapter(model, section, seed=0), DTYPES[compute], input_ids=ids, **positions)
-    copy = adapted(new_model(hugging_face(family, 2)), section)
+    copy = empty_model(ModelSection(attention="sdpa"), hugging_face(family, 2))
+    sizes_of(copy, section, OptimizerSection())
     _, demo = planned(["data.sequence_length=64", "batch.micro_size=2"])
-    found = count_activations(copy, _blocks(copy), replace(demo, compute=compute, masked=masked), encoder=False)
-    assert found is not None
+    found = count_activations(copy, replace(demo, compute=compute, masked=masked))
     assert (2 * found.block + found.outside) * ids.numel() == pytest.approx(real, rel=0.003)
 
 
@@ -138,7 +136,7 @@ def test_parameters_of_an_adapter_are_those_of_the_real_model(family: str, adapt
     config = hugging_face(family, 2)
     config.tie_word_embeddings = False
     model = add_adapter(AutoModelForCausalLM.from_config(config), section, seed=0)
-    shape = _measured(new_model(config), section, optimizer)
+    shape = sizes_of(empty_model(ModelSection(), config), section, optimizer)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert shape.trained_parameters == sum(map(torch.numel, trained)) < shape.parameters
@@ -158,7 +156,7 @@ def test_an_encoder_with_an_adapter_has_the_parameters_of_the_real_one(kind: str
     config = AutoConfig.for_model("bert", hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_labels=3)
     config.num_attention_heads = 2
     model = add_adapter(getattr(transformers, name).from_config(config), section, seed=0, model_class=name)
-    shape = _measured(new_model(config, model_class=name), section, optimizer, model_class=name)
+    shape = sizes_of(empty_model(ModelSection(), config, model_class=name), section, optimizer, model_class=name)
     assert shape.trained_parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
     groups = parameter_groups(model, optimizer)
     assert [(group.matrix, group.parameters) for group in shape.groups] == [
@@ -169,18 +167,19 @@ def test_an_encoder_with_an_adapter_has_the_parameters_of_the_real_one(kind: str
 
 
 def test_a_mask_between_rows_costs_every_layer_its_own(base: Path) -> None:
-    """Rows that share a sequence: the formula of a model whose weights are all trained."""
-    shape, layout = planned(on_base(base))
-    section = AdapterSection()
+    """Rows that share a sequence, of a model whose weights are all trained."""
+    shape, layout = planned(on_base(base, "batch.micro_size=2"))
     ids = torch.randint(100, (2, 128))
     positions = torch.arange(64).repeat(2).expand(2, 128)
     one, two = (
         kept_by(AutoModelForCausalLM.from_config(config), torch.bfloat16, input_ids=ids, position_ids=positions)
         for config in (hugging_face("grouped", layers) for layers in (1, 2))
     )
-    measured = _measured(new_model(hugging_face("grouped", 1)), section, OptimizerSection())
-    assert block_bytes(measured, replace(layout, masked=True)) == pytest.approx((two - one) / ids.numel(), rel=0.003)
-    assert block_bytes(shape, replace(layout, masked=True)) > block_bytes(shape, layout)
+    found = counted_block("grouped", replace(layout, compute="bf16", masked=True))
+    assert found == pytest.approx((two - one) / ids.numel(), rel=0.003)
+    masked, _ = planned(on_base(base, "batch.micro_size=2", "data.document_masking=true"))
+    assert shape.counted is not None and masked.counted is not None
+    assert masked.counted.block > shape.counted.block
 
 
 def test_a_frozen_base_has_weights_only(base: Path) -> None:
@@ -425,7 +424,7 @@ def test_an_encoder_is_the_model_of_its_task() -> None:
     for task, labels in (("mlm", []), ("classify", ["classify.labels=[a, b, c]"])):
         shape, layout = planned(["model.architecture=bert", sizes, f"task={task}", "data.tokenizer=bytes", *labels])
         found[task] = shape
-        assert shape.vocabulary == 261 and shape.exact and shape.counted is not None
+        assert shape.vocabulary == 261
         assert loss_bytes(shape, layout) == (12 * 261 * layout.tokens if task == "mlm" else 0)
     config = AutoConfig.for_model("bert", vocab_size=261, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
     config.num_attention_heads, config.num_labels, config.max_position_embeddings = 2, 3, 256
@@ -495,7 +494,7 @@ def test_the_planner_counts_what_an_optimizer_makes(base: Path) -> None:
         ("lamb", 8 * flat + 16 * largest),
         ("stable_adamw", max(16 * flat, 12 * flat + 8 * largest)),
     ):
-        assert step_bytes(shape, replace(layout, optimizer=OPTIMIZERS[name])) == expected
+        assert step_bytes(shape, replace(layout, optimizer=name)) == expected
     muon, layout = planned(on_base(base, "precision.compute=bf16", "optimizer.name=muon"))
     # the direction, then each rank's half of the matrices as they arrived, whole, joined, and sent back
     assert step_bytes(muon, layout) == 4 * 5 * matrices / 2
@@ -539,7 +538,7 @@ def test_codes_of_layers_that_hold_inputs_first_are_those_of_the_real_ones(tmp_p
     write_base(tmp_path, "gpt2")
     section = AdapterSection(kind="lora", base=base_of)
     config = AutoConfig.from_pretrained(tmp_path)
-    codes = codes_of(new_model(config), section)
+    codes = codes_of(empty_model(ModelSection(), config), section)
     model = build_model(
         ModelSection(name_or_path=str(tmp_path)),
         config,

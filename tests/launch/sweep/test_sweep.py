@@ -26,6 +26,8 @@ from launch.sweep.slots import slot_environments
 from launch.sweep.trial import RUN_FOLDER_VARIABLE, command_of
 from tests.support import launches
 from tests.support.launches import BIN
+from tests.support.synthetic_events import start_fields, step_fields
+from tracking.jsonl import encode
 
 EXAMPLES = sorted((REPOSITORY / "launch/sweeps").glob("*.yaml"))
 DEMO = str(REPOSITORY / "config/recipes/demo.yaml")
@@ -63,7 +65,7 @@ def results(folder: Path) -> dict:
 
 
 def record(folder: Path, index: int) -> dict:
-    """What is put down of a trial."""
+    """The recorded outcome of a trial."""
     return json.loads((folder / f"runs/it/trials/{index:03d}.json").read_text())
 
 
@@ -127,12 +129,11 @@ def test_as_good_as_the_median_is_good_enough():
 
 def test_events_are_read_as_they_come_and_the_later_attempt_counts(tmp_path):
     path = tmp_path / "events.jsonl"
-    steps = [{"event": "step", "step": n, "loss": float(n), "tokens_per_second": 10.0} for n in range(1, 9)]
-    again = [{"event": "step", "step": n, "loss": "inf" if n == 6 else 100.0 + n} for n in (5, 6)]
-    lines = [{"event": "run_start", "step": 0, "world_size": 4}, *steps]
-    lines += [{"event": "run_end", "step": 8, "exit_code": 75}]
-    lines += [{"event": "run_start", "step": 4, "world_size": 2}, *again, {"event": "eval", "step": 6, "loss": 7.5}]
-    text = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+    steps = [("step", n, step_fields(n, loss=float(n))) for n in range(1, 9)]
+    again = [("step", n, step_fields(n, loss=math.inf if n == 6 else 100.0 + n)) for n in (5, 6)]
+    lines = [("run_start", 0, start_fields(world_size=4)), *steps, ("run_end", 8, {"status": "x", "exit_code": 75})]
+    lines += [("run_start", 4, start_fields(world_size=2)), *again, ("eval", 6, {"loss": 7.5, "perplexity": None})]
+    text = b"".join(encode({"event": kind, "step": step, "time": 1.0, **fields}) for kind, step, fields in lines)
     history = History(path)
     assert not history.refresh()
     for end in range(0, len(text) + 1, 37):
@@ -160,11 +161,14 @@ def test_events_are_read_as_they_come_and_the_later_attempt_counts(tmp_path):
         ({"grid": {"run.seed": [1]}, "seeds": 2}, "run.seed is set in two of"),
         ({"grid": {"run.name": ["a", "b"]}}, "run.name: the sweep gives each trial its own"),
         ({"grid": None}, "there is nothing to try; give grid:, trials: or seeds:"),
-        ({"gird": {}}, "gird: no such key of a sweep; did you mean grid?"),
-        ({"stop": {"hopeless": {"after": 3}}}, "stop.hopeless.after: no such key of a sweep; did you mean"),
-        ({"stop": {"hopeless": {"factor": 0.5}}}, "stop.hopeless.factor = 0.5 must be at least 1"),
-        ({"slots": 0}, "slots = 0 is not a whole number above 0"),
-        ({"minutes": "long"}, "minutes = 'long' is not a number above 0"),
+        ({"gird": {}}, "gird: no such key; did you mean grid?"),
+        ({"stop": {"hopeless": {"after": 3}}}, "stop.hopeless.after: no such key; did you mean"),
+        ({"stop": {"hopeless": {"factor": 0.5}}}, "stop.hopeless.factor = 0.5 is out of range; it must be at least 1"),
+        ({"slots": 0}, "slots = 0 is out of range; it must be at least 1"),
+        ({"minutes": "long"}, "minutes = 'long' is not a number"),
+        ({"seeds": 0}, "seeds = 0 is neither a whole number above 0 nor a list of seeds"),
+        ({"trials": [3]}, "trials[0] = 3 is not a mapping of names to values"),
+        ({"stop": {"hopeless": {"loss": "test"}}}, "stop.hopeless.loss = 'test' is not one of training, validation"),
         ({"name": "a/b"}, "name = 'a/b' cannot be a folder name"),
         ({"config": "nowhere.yaml"}, "config = 'nowhere.yaml' does not exist"),
         ({"launcher": ["deepspeed"]}, "launcher = 'deepspeed' does not say how many processes it starts; add proc"),

@@ -33,11 +33,7 @@ CASTS: dict[str, tuple[str, tuple[str, ...], set[str]]] = {
     # torch has no fused kernel on a CPU for dropout, nor for a bias that is trained
     "t5": ("seq2seq", (), {"SelfAttention"}),
     "bert with dropout": ("classify", ("model.config={attention_probs_dropout_prob: 0.1}",), {"self"}),
-    "bert, eager": (
-        "classify",
-        ("model.config={attention_probs_dropout_prob: 0.1}", "model.attention=eager"),
-        set(),
-    ),
+    "bert, eager": ("classify", ("model.config={attention_probs_dropout_prob: 0.1}", "model.attention=eager"), set()),
     "modernbert": ("classify", ("model.name_or_path={folder}/modernbert",), set()),
 }
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from config.errors import UserError
 from tests.support.process_group import ProcessGroup
 from tests.training.checkpoint import resume_cases as cases
-from tests.training.tasks.test_resume import SFT, folder
+from tests.training.tasks.conftest import folder
 from tools.export_hf.export import export, find_source
 from training.checkpoint.partitions import open_saved_model
 
@@ -28,7 +28,7 @@ KINDS = {
 @pytest.fixture(scope="module", params=KINDS)
 def run(pair: ProcessGroup, folder: Path, request: pytest.FixtureRequest) -> Path:
     """The last checkpoint of a BF16 run at ZeRO-3."""
-    overrides = [item.replace("{folder}", str(folder)) for item in SFT]
+    overrides = cases.task_job(folder)
     overrides += [KINDS[request.param], "precision.compute=bf16", "deepspeed.stage=3", "optimizer.learning_rate=0.01"]
     pair.run(cases.job, folder=str(folder), name=request.param, overrides=overrides, passes=None)
     return folder / "runs" / request.param / "checkpoints" / "step-10"

@@ -13,6 +13,7 @@ from peft import PeftModel
 from transformers import AutoTokenizer
 
 from tests.support import labelled, seq2seq
+from tests.support.marks import slow
 from tests.support.process_group import ProcessGroup
 from tests.training.checkpoint import resume_cases
 from tests.training.tasks.classify_cases import example
@@ -47,7 +48,7 @@ def outputs(model: Any, tokenizer: Any, rows: list[dict[str, Any]], kind: str) -
     return found
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) if k == "token" else k for k in CELLS])
+@pytest.mark.parametrize("kind", [slow(k) if k == "token" else k for k in CELLS])
 def test_what_rounding_does_to_a_merged_model(solo: ProcessGroup, tmp_path: Path, kind: str) -> None:
     if kind == "seq2seq":
         seq2seq.write_model(tmp_path / "base", "t5-v1.1")

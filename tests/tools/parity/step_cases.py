@@ -12,16 +12,17 @@ import torch
 from pytest import MonkeyPatch
 
 from config.schema import ParitySection
+from lab.detection.plants.permanent import reweight
 from modeling import parameter_groups
 from modeling.build import model_config
 from precision.inner_dtypes import promises
 from precision.observe import Observation
-from precision.signature import pooled
 from tests.support import small_run
 from tests.support.small_run import SEQUENCE, VOCABULARY, batch_of, engine_of, resolve
 from tests.training.engine.tensor_cases import MODEL, of_kind
 from tools.parity.judge_steps import Check, judge_signatures
 from tools.parity.reference import Reference
+from tools.parity.rounding import pooled
 from tools.parity.steps import StepParity
 from training.distributed import World
 from training.engine import optimizer
@@ -29,13 +30,20 @@ from training.engine.rng import generators, restore_generators
 
 
 def measured_steps(
-    world: World, *, stage: int, compute: str, steps: int, overrides: Sequence[str] = (), micro: int = 2
+    world: World,
+    *,
+    stage: int,
+    compute: str,
+    steps: int,
+    overrides: Sequence[str] = (),
+    micro: int = 2,
+    defect: str = "",
 ) -> list[dict[str, Any]]:
-    """Some real steps on random batches, each held against FP32."""
+    """Some real steps on random batches, each compared with FP32."""
     resolved = resolve(world, stage=stage, compute=compute, micro=micro, overrides=overrides)
     shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
     rows, applied = [], 0
-    with engine_of(world, resolved) as engine:
+    with engine_of(world, resolved, defect=defect) as engine:
         parity = StepParity(engine, Reference(resolved, shape, world), resolved)
         for step in range(1, steps + 1):
             batch = replace(batch_of(world, micro, seed=step), position=step - 1)  # defects begin at a step
@@ -169,11 +177,11 @@ def weighted(
     with engine_of(world, resolved) as engine:
         if planted == "micro-batches":
             wrong = counts.mean() / counts
-            engine._defects.weighted = lambda weight, index: weight * wrong[index]  # type: ignore[method-assign]
+            reweight(engine, lambda index: wrong[index])
         if planted == "ranks":
             every = float(world.sum(counts.sum()[None])[0])
             factor = every / (float(counts.sum()) * world.world_size)
-            engine._defects.weighted = lambda weight, index: weight * factor  # type: ignore[method-assign]
+            reweight(engine, lambda index: factor)
         if planted == "reported":
             right = engine.forward_backward
 
@@ -235,6 +243,7 @@ def of_shared_matrices(
     compute: str,
     steps: int,
     overrides: Sequence[str],
+    defect: str = "",
     kind: str | None = None,
     vocabulary: int = VOCABULARY,
 ) -> list[dict[str, Any]]:
@@ -250,7 +259,7 @@ def of_shared_matrices(
     shape = model_config(resolved.config.model, vocab_size=vocabulary, sequence_length=SEQUENCE)
     with MonkeyPatch.context() as patch, ExitStack() as ends:
         patch.setattr(small_run, "VOCABULARY", vocabulary)
-        engine = ends.enter_context(engine_of(world, resolved))
+        engine = ends.enter_context(engine_of(world, resolved, defect=defect))
         parity = StepParity(engine, Reference(resolved, shape, world), resolved)
         for step in range(1, steps + 1):
             batch = replace(batch_of(alone, 4, seed=step), position=step - 1)

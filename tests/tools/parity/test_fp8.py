@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from lab.detection.plants.permanent import PLANTED
 from tests.tools.parity import fp8_cases, step_cases
 from tests.tools.parity.test_steps import CLIPPED, LINEAR, failed, judged, manifest, module_of
-from tools.parity.defects import PLANTED
 
 FP8 = [*manifest("fp8"), CLIPPED]
 
@@ -49,8 +49,8 @@ def test_what_a_layer_does_otherwise_is_found_and_named(pair, wrong):
 @pytest.mark.parametrize("defect", [defect.format(norm="model.norm", linear=LINEAR) for defect, _ in PLANTED])
 def test_a_planted_defect_is_found_beside_fp8(pair, defect):
     """Those of the table, at bounds that FP8's own error has widened."""
-    overrides = [*FP8, f"defects=[{defect}]"]
-    for steps in pair.run(step_cases.measured_steps, stage=2, compute="fp32", steps=3, overrides=overrides):
+    given = {"stage": 2, "compute": "fp32", "steps": 3, "overrides": FP8, "defect": defect}
+    for steps in pair.run(step_cases.measured_steps, **given):
         checks = judged(steps)
         assert failed(checks)
         if module_of(defect):

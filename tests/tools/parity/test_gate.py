@@ -10,10 +10,11 @@ import pytest
 
 from config.cli import REPOSITORY
 from config.errors import UserError
+from lab.detection.planted import MODULE
+from launch.job import error_line_of, launch
 from tests.support import launches
 from tests.support.forked_launcher import forked_launcher
 from tests.support.synthetic_events import SCALE, TOKENS_PER_STEP, step_fields
-from tools.jobs import error_line_of, launch
 from tools.parity import gate as parity
 from tools.parity import jobs as parity_jobs
 from tools.parity.judge_runs import Settling
@@ -114,9 +115,10 @@ def test_a_run_that_the_oracle_does_not_know_fails_with_the_reason(tmp_path, jud
 
 def test_a_sabotaged_norm_fails_by_name(folder, judged):
     """The same job with a norm that squares in FP16, on one process, compared with the same FP32 runs."""
-    defect = f"defects=[{{kind: fp16_norm, module: {NORM}, factor: 30000}}]"
-    overrides = [*SMALL, f"data.cache_dir={folder}/cache", defect]
-    with forked_launcher(1) as launcher:
+    defect = f"{{kind: fp16_norm, module: {NORM}, factor: 30000}}"
+    overrides = [*SMALL, f"data.cache_dir={folder}/cache"]
+    with forked_launcher(1) as forked:
+        launcher = [*forked, "-m", MODULE, defect]
         chosen = parity.plan(DEMO, overrides, folder=folder / "bad", steps=12, processes=1, launcher=launcher)
         found = parity.gate(chosen, references=judged[1])
     assert found["verdict"] == "no parity"

@@ -1,6 +1,6 @@
 """Gradients of single sound modules over random shapes, dtypes, sizes and loss scales: what rounding makes of them.
 
-`precision.signature` says how far plain torch may be off in the plan's dtype; here is how far it is.
+`tools.parity.rounding` says how far plain torch may be off in the plan's dtype; here is how far it is.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.pytorch_utils import Conv1D
 
-from precision.signature import GRADIENT, Part, figures, findings, largest_in_plan, pooled, roundoff_of
 from precision.tolerance import unit_roundoff
+from tools.parity.rounding import GRADIENT, Part, figures, findings, largest_in_plan, pooled, roundoff_of
 from tools.parity.signature import Signatures
 
 Make = Callable[[int], torch.nn.Module]

@@ -12,7 +12,6 @@ import pytest
 
 from config.schema import LossScaleSection, ParitySection
 from precision.loss_scale import make_policy
-from precision.signature import FIELDS
 from tools.parity.judge_runs import (
     Settling,
     Trajectory,
@@ -23,6 +22,7 @@ from tools.parity.judge_runs import (
     settling_of,
 )
 from tools.parity.judge_steps import Check, Walk, first_divergence, judge_dtypes, judge_steps
+from tools.parity.rounding import FIELDS
 
 BOUNDS = ParitySection()
 

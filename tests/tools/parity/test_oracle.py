@@ -32,7 +32,7 @@ from tools.parity.gate import main
 from tools.parity.oracle.judge import FIRST_NORM, Judged, judge
 from tools.parity.oracle.optimizers import optimizer_of
 from tools.parity.oracle.rules import Mixed, loss_scale, permuted, schedule
-from training.engine.optimizer import implementation
+from training.engine.optimizer import IMPLEMENTATIONS
 from training.engine.optimizers.rule import UpdateInputs
 from training.schedule import learning_rate
 
@@ -192,7 +192,7 @@ def test_both_rules_of_an_optimizer_are_one(name: Any, family: str) -> None:
     model: Any = small_model(family, "eager" if family == "gpt_oss" else "sdpa").double()
     settings = {"betas": (0.8, 0.9)} if "betas" in OPTIMIZERS[name].settings else {}
     section = OptimizerSection(name=name, weight_decay=0.3, **settings)
-    optimizer, rule = optimizer_of(model, section), implementation(name).update
+    optimizer, rule = optimizer_of(model, section), IMPLEMENTATIONS[name].update
     groups = group_of_each(model, section)
     states = {
         name: [torch.zeros_like(p) for _ in OPTIMIZERS[section.name].states_of(matrix=groups[id(p)]["matrix"])]
@@ -276,10 +276,7 @@ TASKS: dict[str, tuple[str, ...]] = {
         *("data.validation_fraction=0.5", "evaluate={every_steps: 4, batches: null}"),
     ),
     "words": ("task=classify", "classify.kind=token", BERT, "data.path=FOLDER/token.jsonl", SHORT),
-    "regression": (
-        *("task=classify", "classify.kind=regression"),
-        *(BERT, "data.path=FOLDER/regression.jsonl", SHORT),
-    ),
+    "regression": (*("task=classify", "classify.kind=regression"), *(BERT, "data.path=FOLDER/regression.jsonl", SHORT)),
     "mlm": (*("task=mlm", BERT, "data.source=text", "data.path=FOLDER/text", SHORT, "data.validation_fraction=0.2"),),
     "mlm, by token": (
         *("task=mlm", "mlm.whole_word=false", BERT, "data.source=text", "data.path=FOLDER/text", SHORT),

@@ -14,7 +14,6 @@ from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 from modeling.objectives.label_prediction import LabelPrediction
 from modeling.objectives.objective import Scored
 from modeling.quantised_base import dequantise
-from precision.signature import findings, pooled
 from tests.modeling.test_quantised_base import eight_bits, four_bits
 from tests.tools.parity.test_signature import (
     ATTENTION,
@@ -30,6 +29,7 @@ from tests.tools.parity.test_signature import (
     named,
     trained,
 )
+from tools.parity.rounding import findings, pooled
 from tools.parity.signature import Signatures
 
 UP = f"{MLP}.up_proj"
@@ -107,8 +107,7 @@ def test_what_is_inside_in_another_layout_is_compared_as_a_whole(
 
 
 @pytest.mark.parametrize(
-    ("plant", "module"),
-    [(turned, ATTENTION), (approximated, f"{MLP}.act_fn"), (scaled_residual, LAYER)],
+    ("plant", "module"), [(turned, ATTENTION), (approximated, f"{MLP}.act_fn"), (scaled_residual, LAYER)]
 )
 def test_an_error_below_the_roundings_of_16_bits_is_named_alone(plant: Plant, module: str) -> None:
     steps = measured(plant=plant)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.forked_launcher import forked_launcher
+from tests.support.marks import slow
 from tests.support.small_run import VOCABULARY
 from tests.tools.parity import step_cases
 from tests.tools.parity.test_gate import DEMO, SMALL
@@ -45,7 +46,7 @@ def test_every_module_is_measured_and_none_is_blamed(pair, stage, compute, overr
         assert {("model.layers.0.mlp.up_proj", "output"), (LINEAR, "gradient of its input")} <= parts
 
 
-@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [2, slow(3), slow(0)])
 def test_slices_of_the_head_may_differ_by_a_row(pair, stage):
     compute = "bf16" if stage else "fp32"
     given = {"stage": stage, "compute": compute, "steps": 2, "overrides": [CLIPPED], "vocabulary": VOCABULARY - 1}
@@ -69,8 +70,8 @@ def test_other_kinds_of_models_are_measured_as_well(pair, kind):
 @pytest.mark.parametrize(("stage", "compute"), [(2, "bf16"), (3, "fp16")])
 @pytest.mark.parametrize(("defect", "check"), PLANTS, ids=KINDS)
 def test_a_planted_defect_is_found_and_named(pair, stage, compute, defect, check):
-    overrides = [CLIPPED, "precision.loss_scale.initial=1024", f"defects=[{defect}]"]
-    given = {"stage": stage, "compute": compute, "steps": 3, "overrides": overrides}
+    overrides = [CLIPPED, "precision.loss_scale.initial=1024"]
+    given = {"stage": stage, "compute": compute, "steps": 3, "overrides": overrides, "defect": defect}
     for steps in pair.run(step_cases.of_shared_matrices, **given):
         found = judged(steps)[check]
         assert not found.passed
@@ -96,7 +97,7 @@ def test_a_manifest_is_the_plan(pair, tmp_path, stage):
 @pytest.mark.one_in(9)
 @pytest.mark.parametrize(("defect", "check"), PLANTS, ids=KINDS)
 def test_a_planted_defect_is_found_and_named_under_a_manifest(pair, tmp_path, defect, check):
-    for steps in pair.run(step_cases.of_shared_matrices, **under_a_manifest(tmp_path, 2, f"defects=[{defect}]")):
+    for steps in pair.run(step_cases.of_shared_matrices, **under_a_manifest(tmp_path, 2), defect=defect):
         found = judged(steps)[check]
         assert not found.passed
         assert found.modules == (module_of(defect),) if module_of(defect) else found.note.startswith("all ")

@@ -30,7 +30,6 @@ from modeling.objectives.objective import Scored
 from precision.dtypes import DTYPES
 from precision.manifest import Manifest, Rule
 from precision.regions import Regions
-from precision.signature import figures, findings, pooled, resolution
 from precision.tolerance import unit_roundoff
 from tests.precision.test_inner_dtypes import by_hand, eager_with, widened_between
 from tests.support import labelled, seq2seq
@@ -39,6 +38,7 @@ from tests.tools.parity import step_cases
 from tools.parity.backward import OwnLoss
 from tools.parity.judge_steps import judge_signatures
 from tools.parity.outputs import OutputErrors
+from tools.parity.rounding import figures, findings, pooled, resolution
 from tools.parity.signature import Signatures
 
 Plant = Callable[[Any], None]

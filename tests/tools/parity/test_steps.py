@@ -7,10 +7,11 @@ import pytest
 from config.cli import REPOSITORY
 from config.optimizers import OPTIMIZERS
 from config.schema import ParitySection
+from lab.detection.plants.permanent import PLANTED
 from precision.inner_dtypes import LOSS_SUM, RESIDUAL, ROTARY, SOFTMAX, over_ranks
 from precision.inner_dtypes import NORM as NORMS
+from tests.support.marks import slow
 from tests.tools.parity import step_cases as parity_cases
-from tools.parity.defects import PLANTED
 from tools.parity.judge_steps import Check, Walk, first_divergence, judge_dtypes, judge_steps
 
 BOUNDS = ParitySection()
@@ -90,8 +91,8 @@ def test_a_gradient_beyond_its_bound_is_compared_with_plain_torch_in_the_same_dt
     bounds = ParitySection(gradient_error=1e-6)
     defect = f"{{kind: lost_reduction, module: {LINEAR}}}"
     overrides = ["parity.gradient_error=1e-6", "precision.loss_scale.initial=1024"]
-    for planted in ([], [f"defects=[{defect}]"]):
-        of_case = {"stage": stage, "compute": compute, "steps": 2, "overrides": [*overrides, *planted]}
+    for planted in ("", defect):
+        of_case = {"stage": stage, "compute": compute, "steps": 2, "overrides": overrides, "defect": planted}
         for steps in pair.run(parity_cases.measured_steps, **of_case):
             assert steps[0]["plain"].keys() == steps[0]["parameters"].keys()
             assert "planned" in steps[0] and not steps[0]["planned"]
@@ -125,8 +126,9 @@ PLACES = [(1, "bf16"), (2, "fp16"), (3, "bf16")]
 )
 def test_a_planted_defect_is_found_and_named(pair, stage, compute, defect, check):
     """A defect of a module is named, first and alone in its check; one of the whole step blames every module."""
-    overrides = [CLIPPED, "precision.loss_scale.initial=1024", f"defects=[{defect}]"]
-    for steps in pair.run(parity_cases.measured_steps, stage=stage, compute=compute, steps=3, overrides=overrides):
+    overrides = [CLIPPED, "precision.loss_scale.initial=1024"]
+    given = {"stage": stage, "compute": compute, "steps": 3, "overrides": overrides, "defect": defect}
+    for steps in pair.run(parity_cases.measured_steps, **given):
         found = judged(steps)[check]
         assert not found.passed
         if module_of(defect):
@@ -139,8 +141,8 @@ def test_a_planted_defect_is_found_and_named(pair, stage, compute, defect, check
 @pytest.mark.parametrize("defect", [defect for defect, _ in PLANTS if module_of(defect)])
 def test_a_planted_defect_is_found_on_the_manifest_path(pair, defect):
     """There the parameters are the masters: weights that do not follow show in the update."""
-    overrides = [*manifest("bf16"), CLIPPED, f"defects=[{defect}]"]
-    for steps in pair.run(parity_cases.measured_steps, stage=2, compute="fp32", steps=3, overrides=overrides):
+    given = {"stage": 2, "compute": "fp32", "steps": 3, "overrides": [*manifest("bf16"), CLIPPED], "defect": defect}
+    for steps in pair.run(parity_cases.measured_steps, **given):
         assert failed(judged(steps))
 
 
@@ -210,8 +212,8 @@ def test_a_model_with_dropout_is_sound_and_repeats_its_loss(pair, stage, compute
 
 def test_the_first_module_to_part_is_the_one_that_was_sabotaged(pair):
     """Later modules inherit the error and are not blamed for it."""
-    overrides = [f"defects=[{{kind: fp16_norm, module: {NORM}, factor: 30000}}]"]
-    steps = pair.run(parity_cases.measured_steps, stage=2, compute="bf16", steps=1, overrides=overrides)[0]
+    defect = f"{{kind: fp16_norm, module: {NORM}, factor: 30000}}"
+    steps = pair.run(parity_cases.measured_steps, stage=2, compute="bf16", steps=1, defect=defect)[0]
     parting = first_divergence([Walk(0, True, [{"step": 1, **steps[0]}])], BOUNDS)
     assert parting is not None
     assert parting["module"] == NORM
@@ -223,10 +225,7 @@ def test_the_first_module_to_part_is_the_one_that_was_sabotaged(pair):
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("stage", "compute", "overrides"),
-    [
-        *((stage, compute, []) for compute in ("bf16", "fp16") for stage in (2, 3, 1)),
-        (2, "fp32", manifest("bf16")),
-    ],
+    [*((stage, compute, []) for compute in ("bf16", "fp16") for stage in (2, 3, 1)), (2, "fp32", manifest("bf16"))],
 )
 def test_known_gradients_are_added_up_in_fp32_or_every_module_is_named(pair, stage, compute, overrides):
     overrides = ["precision.loss_scale.initial=1024", *overrides]
@@ -267,10 +266,7 @@ ROUTED = (
 )
 
 
-@pytest.mark.parametrize(
-    ("stage", "compute"),
-    [(2, "bf16"), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((3, "fp16"), (1, "bf16")))],
-)
+@pytest.mark.parametrize(("stage", "compute"), [(2, "bf16"), *(slow(*case) for case in ((3, "fp16"), (1, "bf16")))])
 def test_losses_of_routers_count_as_the_config_says_or_are_named(pair, stage, compute):
     """In which a z-loss that is twice what it should be is a hundredth of the routers' gradient."""
     of_case = {"stage": stage, "compute": compute, "overrides": ["precision.loss_scale.initial=1024", *ROUTED]}
@@ -304,12 +300,11 @@ def test_a_moment_that_is_kept_in_bf16_is_found_by_its_rounding(pair, stage, key
 
 @pytest.mark.parametrize("kind", ["coarse_output", "fp16_norm"])
 def test_a_defect_without_its_module_is_refused(solo, kind):
-    overrides = [f"defects=[{{kind: {kind}}}]"]
     with pytest.raises(AssertionError, match="it needs a module"):
-        solo.run(parity_cases.measured_steps, stage=0, compute="fp32", steps=1, overrides=overrides)
+        solo.run(parity_cases.measured_steps, stage=0, compute="fp32", steps=1, defect=f"{{kind: {kind}}}")
 
 
 def test_a_defect_of_no_module_is_refused(solo):
-    overrides = ["defects=[{kind: stale_weight, module: model.layers.9}]"]
+    defect = "{kind: stale_weight, module: model.layers.9}"
     with pytest.raises(AssertionError, match="the model has no such module"):
-        solo.run(parity_cases.measured_steps, stage=0, compute="fp32", steps=1, overrides=overrides)
+        solo.run(parity_cases.measured_steps, stage=0, compute="fp32", steps=1, defect=defect)

@@ -7,7 +7,8 @@ import math
 import pytest
 
 from config.schema import ParitySection
-from tests.support.launches import command, events, finish
+from tests.support.launches import command, events, finish, with_defect
+from tests.support.marks import slow
 from tests.tools.parity.test_judge_steps import part
 from tests.tools.replay import bisect_cases
 from tools.parity.steps import verdict
@@ -20,16 +21,16 @@ BF16 = ["precision.compute=bf16", "deepspeed.config=ds_configs/zero2_bf16.json",
 RUN = [*BF16, "generate.tokens=0", "telemetry.every_steps=0", "run.steps=9", "checkpoint.keep=9"]
 
 
-def bisected(folder, name, *overrides, exit_code=3, ranks=1):
+def bisected(folder, name, *overrides, defect="", exit_code=3, ranks=1):
     """A run's lines under --bisect."""
-    finish(command("python", folder, name, *RUN, *overrides), ranks=ranks)
+    finish(with_defect(defect, command("python", folder, name, *RUN, *overrides)), ranks=ranks)
     job = ["python", "-m", "tools.replay", str(folder / "runs" / name), "--bisect"]
-    return finish(job, exit_code=exit_code, ranks=ranks).splitlines()
+    return finish(with_defect(defect, job), exit_code=exit_code, ranks=ranks).splitlines()
 
 
 def test_a_defect_that_begins_at_a_step_is_found_there_and_in_its_module(tmp_path):
-    defect = f"defects=[{{kind: coarse_output, module: {MODULE}, from_step: 6}}]"
-    lines = bisected(tmp_path, "coarse", defect)
+    defect = f"{{kind: coarse_output, module: {MODULE}, from_step: 6}}"
+    lines = bisected(tmp_path, "coarse", defect=defect)
     assert lines[-1].startswith(f"the run leaves its FP32 twin at step 6, in {MODULE}: module_error 0.0")
     probed = [int(text.split()[-1][:-1]) for text in lines if text.startswith("checkpoint of step")]
     assert probed == [4, 2] or probed == [4, 6] or probed == [4]
@@ -47,15 +48,15 @@ GPT2 = (
 def test_a_run_with_dropout_is_made_again_with_the_values_it_dropped(tmp_path):
     """From the seed and from a checkpoint; what is compared with FP32 drops none."""
     module = "transformer.h.1.mlp.c_proj"
-    defect = f"defects=[{{kind: coarse_output, module: {module}, from_step: 6}}]"
-    lines = bisected(tmp_path, "drops", *GPT2, defect, "checkpoint.every_steps=4", "run.steps=6")
+    defect = f"{{kind: coarse_output, module: {module}, from_step: 6}}"
+    lines = bisected(tmp_path, "drops", *GPT2, "checkpoint.every_steps=4", "run.steps=6", defect=defect)
     assert lines[-1].startswith(f"the run leaves its FP32 twin at step 6, in {module}: module_error 0.0")
     made = [text for text in lines if text.startswith("step ")]
     assert [text.split(":")[0] for text in made] == [f"step {number}" for number in (5, 6, 1, 2, 3, 4, 5, 6)]
     assert all(", with dropout " in text and "not as the run made it" not in text for text in made)
 
 
-@pytest.mark.parametrize(("stage", "compute"), [(2, "fp16"), pytest.param(3, "bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("stage", "compute"), [(2, "fp16"), slow(3, "bf16")])
 def test_a_step_with_dropout_is_the_runs_though_it_is_measured(pair, stage, compute):
     """To the bit, whatever the passes without dropout draw; where only they overflow, no gradient is judged."""
     of_case = {"stage": stage, "compute": compute, "overrides": [*GPT2, "precision.loss_scale.initial=1024"]}
@@ -83,8 +84,8 @@ def test_a_step_with_dropout_is_the_runs_though_it_is_measured(pair, stage, comp
     ],
 )
 def test_every_kind_is_found_at_its_step(tmp_path, defect, at, ranks):
-    overrides = [f"defects=[{defect}]", "optimizer.gradient_clipping=0.5"]
-    lines = bisected(tmp_path, "it", *overrides, exit_code=3 if defect else 0, ranks=ranks)
+    given = {"defect": defect, "exit_code": 3 if defect else 0, "ranks": ranks}
+    lines = bisected(tmp_path, "it", "optimizer.gradient_clipping=0.5", **given)
     assert lines[-1].startswith(
         f"the run leaves its FP32 twin at {at}" if defect else "the run stays with its FP32 twin"
     )
@@ -104,7 +105,7 @@ def test_updates_of_a_run_with_dropout_are_judged_through_its_overflows(tmp_path
     steps = events(tmp_path, "sound", "step")
     assert sum(not event["applied"] for event in steps) > 1
     at = max(event["step"] for event in steps if event["applied"] and event["grad_norm"] > 0.5)
-    lines = bisected(tmp_path, "it", *fp16, f"defects=[{{kind: {kind}, from_step: {at - before}}}]", ranks=2)
+    lines = bisected(tmp_path, "it", *fp16, defect=f"{{kind: {kind}, from_step: {at - before}}}", ranks=2)
     assert lines[-1].startswith(f"the run leaves its FP32 twin at step {at}, in the whole step: update_error")
     assert not any("not as the run made it" in text for text in lines)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.launches import command, events, finish
+from tests.support.marks import slow
 from tools.replay.what_if import numbers
 
 SHARED = ("parallel.tensor=2", "batch.micro_size=4", "telemetry.every_steps=0", "generate.tokens=0")
@@ -19,15 +20,7 @@ def replayed(folder: Path, name: str, step: int, *, ranks: int, exit_code: int =
     return finish(run, exit_code=exit_code, ranks=ranks)
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        ("bf16", 2),
-        pytest.param(("fp32", 0), marks=pytest.mark.slow),
-        pytest.param(("fp16", 3), marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("how", [("bf16", 2), slow(("fp32", 0)), slow(("fp16", 3))], ids=str)
 def test_a_failed_step_is_reproduced_to_the_bit_with_its_rank_and_module(tmp_path, how):
     compute, stage = how
     given = [f"precision.compute={compute}", f"deepspeed.config=ds_configs/zero{stage}_{compute}.json"]

@@ -333,7 +333,7 @@ def test_globs_and_files_name_runs_and_mistakes_are_one_line(tmp_path: Path, mon
     for arguments, text in (
         (["a", "empty"], "is this a run folder"),
         (["nothing*", "a"], "no folder with an events.jsonl matches"),
-        (["a", "wandb:me/p"], "neither entity/project/run"),
+        (["a", "wandb:me/p"], "is not entity/project/run"),
     ):
         with pytest.raises(UserError, match=text):
             read_runs(arguments)

@@ -1,4 +1,4 @@
-"""A run that wandb holds is compared like its run folder: from what the real wandb wrote, and through its real client.
+"""A run that wandb holds is compared like its run folder: what the real wandb wrote, through its real client.
 
 The server is a stand-in that answers what the client asks for; it is not wandb's server.
 """
@@ -18,16 +18,18 @@ import pytest
 
 from config.cli import REPOSITORY
 from config.errors import UserError
+from tests.support import wandb_files
 from tests.support.compare_runs import CONFIG as PLAIN_CONFIG
 from tests.support.compare_runs import ENVIRONMENT, merged
 from tests.support.synthetic_events import SCALE, start_fields, step_fields
 from tests.support.wandb_server import StandIn, stand_in
 from tracking.compare.command import main
 from tracking.compare.sources import read_runs
-from tracking.compare.wandb_runs import as_events, offline, read_wandb
+from tracking.compare.wandb_runs import as_events, read_wandb
 from tracking.jsonl import JsonlSink
 from tracking.record import Record
 from tracking.run_dir import RunDir
+from tracking.run_facts import Collector
 from tracking.wandb.sink import WandbSink
 
 CONFIG = merged(PLAIN_CONFIG, {"run.hypothesis": "falls " * 12_000})  # longer than two blocks of wandb's log
@@ -66,18 +68,17 @@ class Serving(StandIn):
 
 
 @pytest.fixture
-def server(recorded: tuple[RunDir, Path]) -> Iterator[Serving]:
+def server(recorded: RunDir) -> Iterator[Serving]:
     """Up, with what the offline run holds; what is not finite as the words that wandb sends."""
-    rows, config = offline(recorded[1])
-    words = {"nan": "NaN", "inf": "Infinity"}
-    rows = [{key: words.get(str(value), value) for key, value in row.items()} for row in rows if "step" in row]
-    with stand_in(Serving(rows, config)) as served:
+    words, stored = {"nan": "NaN", "inf": "Infinity"}, wandb_files.rows(recorded.wandb)
+    rows = [{key: words.get(str(value), value) for key, value in row.items()} for row in stored if "step" in row]
+    with stand_in(Serving(rows, wandb_files.config(recorded.wandb))) as served:
         yield served
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, Path]:
-    """A run folder and its wandb folder: 6 steps, each logged, an overflow at step 3, a rollback from 5 to 4."""
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run that wandb recorded offline: 6 steps, each logged, an overflow at step 3, a rollback from 5 to 4."""
     run_dir = RunDir.create(tmp_path_factory.mktemp("runs") / "x", "demo", fresh=False)
     run_dir.write_inputs(CONFIG, {}, ENVIRONMENT)
     config = {"run": CONFIG, "deepspeed": {}, "environment": ENVIRONMENT}
@@ -92,29 +93,29 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, Path]:
     record.event("eval", step=6, tokens=600, loss=2.5, perplexity=math.exp(2.5))
     record.event("run_end", step=6, tokens=600, status="done", exit_code=0)
     record.close()
-    (folder,) = run_dir.wandb.glob("offline-run-*")
-    return run_dir, folder
+    return run_dir
 
 
-def test_an_offline_run_of_wandb_is_its_run_folder(recorded, capsys) -> None:
-    run_dir, folder = recorded
-    local, kept = read_runs([str(run_dir.path), f"wandb:{folder}"])
+def test_the_columns_of_what_wandb_holds_are_those_of_the_run_folder(recorded: RunDir, server: Serving) -> None:
+    (local,) = read_runs([str(recorded.path)])
+    collector = Collector()
+    for event in as_events(wandb_files.rows(recorded.wandb), server.kept):
+        collector.add(event)
+    kept = collector.facts("x", "wandb:x", None)
     assert kept.columns.step.tolist() == local.columns.step.tolist() == [1, 2, 3, 4, 5, 6]
     for name in ("loss", "grad_norm", "lr", "loss_scale", "tokens", "applied", "memory_bytes"):
         a, b = (getattr(run.columns, name).tolist() for run in (local, kept))
         assert a == pytest.approx(b, nan_ok=True), name
-    assert (kept.config, kept.environment, kept.abandoned) == (local.config, local.environment, 1)
+    assert kept.abandoned == local.abandoned == 1
     assert [event["loss"] for event in kept.rare_events["eval"]] == [2.5]
     assert [(event["from"], event["to"]) for event in kept.rare_events["scale"]] == [(2.0, 1.0)]
-    assert main([str(run_dir.path), f"wandb:{folder}", "--tolerance", "0"]) == 0
-    assert "identical to step 6" in capsys.readouterr().out
 
 
-def test_the_server_s_run_is_its_run_folder(recorded: tuple[RunDir, Path], server: Serving, tmp_path: Path) -> None:
+def test_the_server_s_run_is_its_run_folder(recorded: RunDir, server: Serving, tmp_path: Path) -> None:
     """In a process of its own, which holds the only login."""
     variables = {**os.environ, "HOME": str(tmp_path), "WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": server.url}
     variables |= {"WANDB_CACHE_DIR": str(tmp_path / "cache"), "WANDB_ERROR_REPORTING": "false"}
-    command = [sys.executable, "-m", "tracking.compare", str(recorded[0].path)]
+    command = [sys.executable, "-m", "tracking.compare", str(recorded.path)]
     options: dict[str, Any] = {"cwd": REPOSITORY, "env": variables, "capture_output": True, "text": True}
     done = subprocess.run([*command, "wandb:team/p/abc", "--json", "--tolerance", "0"], **options)
     assert done.returncode == 0, done.stderr
@@ -123,16 +124,6 @@ def test_the_server_s_run_is_its_run_folder(recorded: tuple[RunDir, Path], serve
     assert [run["status"] for run in printed["runs"]] == ["done", "done"] and printed["differences"] == []
     missing = subprocess.run([*command, "wandb:team/p/other"], **options)
     assert missing.returncode == 2 and missing.stderr.startswith("error: wandb:team/p/other: cannot be read")
-
-
-def test_a_torn_log_gives_what_is_whole(recorded: tuple[RunDir, Path], tmp_path: Path) -> None:
-    whole = next(recorded[1].glob("*.wandb")).read_bytes()
-    torn = tmp_path / "run.wandb"
-    counts = []
-    for share in (0.4, 0.8, 1.0):
-        torn.write_bytes(whole[: int(len(whole) * share)])
-        counts.append(len(read_wandb(str(tmp_path), "x").columns))
-    assert counts == sorted(counts) and counts[-1] == 6 and counts[0] < 6
 
 
 def test_rows_of_the_server_become_events() -> None:
@@ -153,7 +144,7 @@ def test_what_cannot_be_read_is_printed_in_one_line(tmp_path, monkeypatch, capsy
     for name in ("WANDB_API_KEY", "NETRC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    for source, why in (("wandb:me/p/abc", "wandb login"), (f"wandb:{tmp_path}", "no .wandb file")):
+    for source, why in (("wandb:me/p/abc", "wandb login"), (f"wandb:{tmp_path}", "run folder")):
         assert main([source]) == 2
         printed = capsys.readouterr().err.strip().splitlines()
         assert len(printed) == 1 and printed[0].startswith("error: wandb:") and why in printed[0]

@@ -29,8 +29,7 @@ def test_the_verdict_stands_first_in_a_frame_and_the_rest_below_it(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["https://example.org/x.png", "//example.org/x.png", "/etc/passwd", "../secret.png", "missing.png"],
+    "name", ["https://example.org/x.png", "//example.org/x.png", "/etc/passwd", "../secret.png", "missing.png"]
 )
 def test_only_pictures_beside_the_page_are_in_it(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "inside"

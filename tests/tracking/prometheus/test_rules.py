@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import yaml
 
-from config.child_jobs import deepspeed_program, free_port
 from config.cli import REPOSITORY
+from config.launcher import deepspeed_program
+from config.machine.processes import free_port
 from tests.support.prometheus_server import MONITORING, needs, prometheus_server, wait_for
 from tests.support.synthetic_events import SCALE, start_fields, step_fields
 from tracking.jsonl import read_events

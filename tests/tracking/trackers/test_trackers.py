@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 
 from config.cli import REPOSITORY
-from config.errors import UserError
-from config.load import load_config
 from tests.support.synthetic_events import TOKENS_PER_STEP, start_fields, step_fields
 from tracking.jsonl import JsonlSink
 from tracking.record import Record
@@ -191,13 +189,3 @@ def test_a_killed_training_is_recorded_to_its_last_step(tmp_path: Path) -> None:
             break
         subprocess.run(["sleep", "0.1"], check=True)
     assert [row["step"] for row in csv.DictReader(path.open())] == ["1"]
-
-
-def test_a_tracker_that_is_not_installed_is_a_mistake_of_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    demo = REPOSITORY / "config/recipes/demo.yaml"
-    monkeypatch.setattr("config.rules.find_spec", lambda name: None)
-    assert load_config(demo, ["tracking.sinks=[csv]"], None).tracking.sinks == ("csv",)
-    with pytest.raises(
-        UserError, match="tracking.sinks names trackio, which is not installed here; pip install trackio"
-    ):
-        load_config(demo, ["tracking.sinks=[csv, trackio]"], None)

@@ -13,8 +13,8 @@ from tests.support.heat_runs import modules, telemetry
 from tests.support.synthetic_events import SCALE, start_fields, step_fields
 from tracking.jsonl import encode
 from tracking.run_dir import RunDir
+from tracking.trackers.delivery import Delivered, Follower
 from tracking.wandb.charts import Rows, chart_values, histograms
-from tracking.wandb.follow import Delivered, Follower
 from tracking.wandb.tables import ALERT_EVERY_S, MAX_ROWS, STALE_S, Alerts, Tables
 from tracking.wandb.view import DEFINITION, build
 

@@ -126,7 +126,7 @@ def test_a_helper_that_was_ended_leaves_no_hole_and_no_double_after_sync(run_dir
     for step in range(1, 301):
         record.event("step", step=step, tokens=step, **step_fields(step))
         if step == 150:
-            until((run_dir.path / "wandb_delivered").exists)
+            until(lambda: bool(list(run_dir.wandb.glob("offline-run-*/*.wandb"))))
             time.sleep(1.0)
             assert sink._process is not None
             end_children(sink._process.pid, how)
@@ -136,20 +136,20 @@ def test_a_helper_that_was_ended_leaves_no_hole_and_no_double_after_sync(run_dir
     assert _axis(server) == [(step, step) for step in range(1, 301)]
 
 
-def test_a_file_that_a_power_cut_tore_is_mended_and_gone_on_from(run_dir: RunDir, server: StandIn) -> None:
-    for first, last in ((1, 100), (101, 102)):
-        sink = WandbSink(run_dir, CONFIG, mode="offline", project="p", name="demo", notes="", log_every_steps=1)
-        record = Record([JsonlSink(run_dir.events), sink])
-        record.event("run_start", step=first - 1, tokens=0, **start_fields())
-        for step in range(first, last + 1):
-            record.event("step", step=step, tokens=step, **step_fields(step))
-        record.close()
-        if first == 1:
-            (path,) = run_dir.wandb.glob("offline-run-*/*.wandb")
-            content = path.read_bytes()
-            path.write_bytes(content[: len(content) // 2] + bytes(4096))
+def test_what_a_power_cut_tore_is_delivered_by_the_command(run_dir: RunDir, server: StandIn, capsys) -> None:
+    _finished(run_dir)
+    sink = WandbSink(run_dir, CONFIG, mode="offline", project="p", name="demo", notes="", log_every_steps=1)
+    assert sink._process is not None
+    until(lambda: any(path.stat().st_size for path in run_dir.wandb.glob("offline-run-*/*.wandb")))
+    end_children(sink._process.pid, signal.SIGKILL)
+    sink._process.kill()
+    sink._process.wait()
+    for _ in range(2):
+        assert wandb_deliver.main([str(run_dir.path)]) == 0
+    assert capsys.readouterr().err == ""
     _sync(run_dir)
-    assert _axis(server) == [(step, step) for step in range(1, 103)]
+    assert _axis(server) == [(1, 1), (2, 2), (3, 3)]
+    assert [row["incident/total"] for row in server.history if "incident/total" in row] == [1, 2, 3]
 
 
 def _sync(run_dir: RunDir) -> None:

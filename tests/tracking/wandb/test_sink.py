@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -16,13 +17,13 @@ import pytest
 
 from config.cli import REPOSITORY
 from tests.support.synthetic_events import start_fields, step_fields
-from tests.support.wandb_server import until
-from tracking.compare.wandb_runs import offline, read_wandb
+from tests.support.wandb_files import config as stored_config
+from tests.support.wandb_files import records, rows, sessions
+from tests.support.wandb_server import end_children, until
 from tracking.jsonl import JsonlSink
 from tracking.record import Record
 from tracking.run_dir import RunDir
 from tracking.wandb.sink import WandbSink, run_id
-from tracking.wandb.transaction_log import _has_exit_record, last_step, repair, repair_all
 
 
 def _sink(run_dir: RunDir, mode: str = "offline", **changes: Any) -> WandbSink:
@@ -41,32 +42,13 @@ def _session(run_dir: RunDir, sink: WandbSink, first: int, last: int) -> None:
     record.close()
 
 
-def _stored(folder: Path) -> list[Any]:
-    """The protobufs in wandb's transaction log, a LevelDB log: a 7-byte header, then blocks of 32 KiB."""
-    from wandb.proto import wandb_internal_pb2
-
-    content = b"".join(path.read_bytes() for path in folder.glob("*.wandb"))  # one, or none
-    records, position, message = [], 7, b""
-    while position + 7 <= len(content):
-        if 32768 - position % 32768 < 7:  # a header never crosses blocks
-            position += 32768 - position % 32768
-        length, kind = int.from_bytes(content[position + 4 : position + 6], "little"), content[position + 6]
-        message += content[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):  # the whole message, or its last part
-            records.append(wandb_internal_pb2.Record.FromString(message))
-            message = b""
-    return records
-
-
-def _rows(folder: Path) -> list[dict[str, str]]:
-    """The history rows that wandb keeps, each value as JSON text."""
-    history = [record.history for record in _stored(folder) if record.WhichOneof("record_type") == "history"]
-    return [{item.key or "/".join(item.nested_key): item.value_json for item in row.item} for row in history]
+def _steps(run_dir: RunDir) -> list[int]:
+    """The steps that the files of all sessions hold, in their order."""
+    return [row["step"] for row in rows(run_dir.wandb) if "train/loss" in row]
 
 
 def _exit_codes(folder: Path) -> list[int]:
-    return [record.exit.exit_code for record in _stored(folder) if record.WhichOneof("record_type") == "exit"]
+    return [record.exit.exit_code for record in records(folder) if record.WhichOneof("record_type") == "exit"]
 
 
 def test_config_keys_are_not_doubled_and_the_run_is_sorted_into_its_group(run_dir: RunDir) -> None:
@@ -76,13 +58,11 @@ def test_config_keys_are_not_doubled_and_the_run_is_sorted_into_its_group(run_di
     sink = WandbSink(run_dir, config, mode="offline", **words, **sorting)
     _session(run_dir, sink, 1, 2)
     (folder,) = run_dir.wandb.glob("offline-run-*")
-    (run,) = [record.run for record in _stored(folder) if record.WhichOneof("record_type") == "run"][:1]
+    (run,) = [record.run for record in records(folder) if record.WhichOneof("record_type") == "run"][:1]
     assert (run.run_group, list(run.tags), run.job_type) == ("seeds", ["small", "fp16"], "sweep")
-    rows, known = offline(run_dir.wandb)
+    known = stored_config(run_dir.wandb)
     assert known["run"] == {"steps": 3} and known["optimizer"] == {"learning_rate": 1e-3}
     assert known["ds_config"] == {"zero": 2} and "deepspeed" not in known
-    facts = read_wandb(str(run_dir.wandb), "demo")
-    assert facts.config == config["run"] and facts.deepspeed == config["deepspeed"]
 
 
 def test_two_sessions_are_one_offline_run_on_one_axis(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,18 +70,17 @@ def test_two_sessions_are_one_offline_run_on_one_axis(run_dir: RunDir, capsys: p
     _session(run_dir, _sink(run_dir), 3, 6)
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", ""), "wandb is not heard"
-    folders = sorted(run_dir.wandb.glob("offline-run-*"))
+    folders = sessions(run_dir.wandb)
     assert len(folders) == 2 and all(folder.name.endswith(run_id(run_dir)) for folder in folders)
-    rows = [row for folder in folders for row in _rows(folder)]
-    attempts = [int(row["attempt"]) for row in rows]
+    stored = rows(run_dir.wandb)
+    attempts = [row["attempt"] for row in stored]
     assert attempts == sorted(attempts) and attempts[-1] == 8, "the axis goes on where step goes back"
-    losses = [(int(row["step"]), row["train/loss"]) for row in rows if "train/loss" in row]
-    assert [step for step, _ in losses] == [2, 4, 4, 6], "every second step, of both sessions"
-    assert [float(row["eval/loss"]) for row in rows if "eval/loss" in row] == [2.5, 2.5]
-    counters = [int(row["_step"]) for row in rows]
+    assert _steps(run_dir) == [2, 4, 4, 6], "every second step, of both sessions"
+    assert [row["eval/loss"] for row in stored if "eval/loss" in row] == [2.5, 2.5]
+    counters = [row["_step"] for row in stored]
     assert counters == sorted(set(counters)), "wandb's own counter never goes back, so wandb drops nothing"
-    stored = b"".join(path.read_bytes() for path in run_dir.path.rglob("*") if path.is_file())
-    assert b"node7" in stored and b"hunter2hunter2" not in stored
+    content = b"".join(path.read_bytes() for path in run_dir.path.rglob("*") if path.is_file())
+    assert b"node7" in content and b"hunter2hunter2" not in content
 
 
 def test_training_that_is_killed_outright_is_delivered_and_marked_as_failed(tmp_path: Path) -> None:
@@ -122,7 +101,7 @@ def test_training_that_is_killed_outright_is_delivered_and_marked_as_failed(tmp_
     until(lambda: any(map(_exit_codes, (tmp_path / "demo" / "wandb").glob("offline-run-*"))))
     (folder,) = (tmp_path / "demo" / "wandb").glob("offline-run-*")
     assert _exit_codes(folder) == [1]
-    assert [int(row["step"]) for row in _rows(folder) if "train/loss" in row] == [1, 2, 3]
+    assert _steps(RunDir(tmp_path / "demo")) == [1, 2, 3]
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU: there is nothing to bind")
@@ -186,8 +165,7 @@ def test_what_a_dead_wandb_missed_comes_with_the_next_session(run_dir, capsys) -
     _session(run_dir, sink, 1, 4)
     assert "tracking.wandb.deliver" in capsys.readouterr().err
     _session(run_dir, _sink(run_dir, log_every_steps=1), 5, 6)
-    rows = [row for folder in sorted(run_dir.wandb.glob("offline-run-*")) for row in _rows(folder)]
-    assert [int(row["step"]) for row in rows if "train/loss" in row] == [1, 2, 3, 4, 5, 6]
+    assert _steps(run_dir) == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize(("full", "words"), [("before", "no space left"), ("meanwhile", "disk")])
@@ -203,7 +181,7 @@ def test_a_full_disk_costs_one_line_and_no_event(run_dir, capsys, full, words) -
         record = Record([JsonlSink(run_dir.events), _sink(run_dir, log_every_steps=1)])
         record.event("run_start", step=0, tokens=0, **start_fields())
         if full == "meanwhile":
-            until((run_dir.path / "wandb_delivered").exists)
+            until(lambda: bool(list(run_dir.wandb.glob("offline-run-*/*.wandb"))))
             _fill(run_dir.wandb, leave=0)
         for step in range(1, 301):
             record.event("step", step=step, tokens=step, **step_fields(step))
@@ -213,8 +191,7 @@ def test_a_full_disk_costs_one_line_and_no_event(run_dir, capsys, full, words) -
         assert len(lines) == 1 and words in lines[0]
         (run_dir.wandb / "taken").unlink()
         _session(run_dir, _sink(run_dir, log_every_steps=1), 301, 301)
-        rows = [row for folder in sorted(run_dir.wandb.glob("offline-run-*")) for row in _rows(folder)]
-        assert [int(row["step"]) for row in rows if "train/loss" in row] == list(range(1, 302))
+        assert _steps(run_dir) == list(range(1, 302))
     finally:
         subprocess.run(["umount", "-l", str(run_dir.wandb)], check=False)
 
@@ -225,30 +202,27 @@ def _fill(folder: Path, *, leave: int) -> None:
             file.write(bytes(4096))
 
 
-def test_an_offline_file_that_is_cut_is_noticed_and_mended(run_dir: RunDir) -> None:
-    sink = _sink(run_dir, log_every_steps=1, notes="a record over several blocks " * 4000)
+def test_what_a_killed_session_left_is_made_again_and_what_is_whole_stays(run_dir: RunDir) -> None:
+    """The second session's worker and wandb's helper are killed, as with their machine, while its file grows."""
+    _session(run_dir, _sink(run_dir, log_every_steps=1), 1, 4)
+    (whole,) = sessions(run_dir.wandb)
+    content = b"".join(path.read_bytes() for path in whole.glob("*.wandb"))
+    sink = _sink(run_dir, log_every_steps=1)
     record = Record([JsonlSink(run_dir.events), sink])
-    for step in range(1, 301):
+    record.event("run_start", step=4, tokens=0, **start_fields())
+    for step in (5, 6):
         record.event("step", step=step, tokens=step, **step_fields(step))
+    until(lambda: len(list(run_dir.wandb.glob("offline-run-*/*.wandb"))) == 2)
+    time.sleep(1.0)
+    assert sink._process is not None
+    end_children(sink._process.pid, signal.SIGKILL)
+    sink._process.kill()
     record.close()
-    path = next(next(run_dir.wandb.glob("offline-run-*")).glob("*.wandb"))
-    content = path.read_bytes()
-    assert len(content) > 5 * 32768
-    assert _has_exit_record(path)
-    last = [row["_step"] for row in _rows(path.parent)]
-    for share in (0.3, 0.4, 0.7, 0.9, 0.99):
-        cut = int(share * len(content))
-        path.write_bytes(content[:cut])
-        assert not _has_exit_record(path)
-        left = last_step(path)
-        path.write_bytes(content[:cut] + b"\xff" * 100)
-        assert repair(path) == left
-        assert content.startswith(path.read_bytes()) and cut - 32768 < path.stat().st_size <= cut
-        assert [row["_step"] for row in _rows(path.parent)] == last[: len(_rows(path.parent))]
-        assert left == (int(_rows(path.parent)[-1]["_step"]) if share > 0.7 else left)
-    path.write_bytes(content[:100])
-    repair_all(run_dir.wandb)
-    assert not path.exists(), "a file without a run record stops `wandb sync`"
+    (torn,) = set(sessions(run_dir.wandb)) - {whole}
+    _session(run_dir, _sink(run_dir, log_every_steps=1), 7, 8)
+    assert not torn.exists() and len(sessions(run_dir.wandb)) == 2
+    assert b"".join(path.read_bytes() for path in whole.glob("*.wandb")) == content
+    assert _steps(run_dir) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def test_two_processes_never_feed_one_run(run_dir: RunDir) -> None:

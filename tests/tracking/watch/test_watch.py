@@ -27,9 +27,8 @@ from rich.console import Console
 from rich.text import Text
 
 from config.cli import REPOSITORY
-from config.errors import UserError
 from config.machine.processes import machine, pid_namespace
-from tests.support.heat_runs import growing, telemetry, write_heat_run
+from tests.support.heat_runs import growing, write_heat_run
 from tests.support.synthetic_events import TOKENS_PER_STEP, start_fields, step_fields, ticking_clock
 from tracking.events import Event
 from tracking.jsonl import JsonlSink, encode, read_events, surviving
@@ -44,7 +43,6 @@ from tracking.watch.curves import Axes, Line, draw
 from tracking.watch.screen import View, frame
 from tracking.watch.series import MOST_BUCKETS, Series
 from tracking.watch.state import WatchState
-from tracking.watch.tail import EventTail
 
 _STYLE = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -255,42 +253,6 @@ def test_steps_on_a_logarithmic_axis_give_the_start_more_room() -> None:
         assert abs(last[9:].index("▾") - place) <= 1
 
 
-def test_the_tail_gives_every_event_once_however_the_file_grows(tmp_path: Path) -> None:
-    path, noise = tmp_path / "events.jsonl", random.Random(9)
-    events = [step_event(n, loss=noise.choice([1.0, math.nan, -math.inf])) for n in range(1, 300)]
-    data = b"".join(encode(event) for event in events)
-    tail, found, written = EventTail(path), [], 0
-    assert list(tail.events(1.0)) == [] and tail.at_end
-    while written < len(data):
-        size = noise.randrange(1, 3000)
-        with path.open("ab") as file:
-            file.write(data[written : written + size])
-        written += size
-        found += list(tail.events(1.0))
-    assert repr(found) == repr(events), "numbers that are not finite are numbers again"
-    assert tail.damaged == 0 and not tail.replaced()
-
-
-def test_half_a_line_that_a_resumed_run_cuts_off_is_forgotten(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    path.write_bytes(encode(step_event(1)) + b'{"event":"step","st')
-    tail = EventTail(path)
-    assert [event["step"] for event in tail.events(1.0)] == [1]
-    sink = JsonlSink(path)  # as a resumed run opens it
-    sink.write(step_event(2))
-    sink.close()
-    assert [event["step"] for event in tail.events(1.0)] == [2] and tail.damaged == 0
-
-
-def test_damaged_lines_are_passed_over_and_long_ones_are_not_cut(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    measured = telemetry(1, 2) | {"gradients": {"x" * 3_000_000: {}}}
-    telemetry_line = encode({"event": "telemetry", "step": 1, "time": 1.0, "tokens": 0, **measured})
-    path.write_bytes(b"rubbish\n[1]\n" + telemetry_line + encode(step_event(1)))
-    tail = EventTail(path)
-    assert [event["event"] for event in tail.events(5.0)] == ["telemetry", "step"] and tail.damaged == 2
-
-
 @pytest.mark.parametrize("ascii_only", [False, True])
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (160, 50), (40, 12)])
 def test_the_layers_are_shown_over_time(tmp_path: Path, ascii_only: bool, width: int, height: int) -> None:
@@ -353,12 +315,6 @@ def test_a_folder_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[st
     assert message.startswith("error: /nowhere/run") and message.count("\n") == 1
 
 
-def test_events_that_may_not_be_read_are_the_users_to_mend(tmp_path: Path) -> None:
-    (tmp_path / "events.jsonl").mkdir()
-    with pytest.raises(UserError, match="cannot read the events"):
-        list(EventTail(tmp_path / "events.jsonl").events(1.0))
-
-
 @contextmanager
 def watching(run: Path, **variables: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """The program on a real pseudo-terminal of 120 x 40."""
@@ -379,7 +335,7 @@ def watching(run: Path, **variables: str) -> Iterator[tuple[subprocess.Popen[byt
 
 
 def until(master: int, pattern: str, seconds: float = 30.0) -> str:
-    """What the terminal gets, without colours, until this is among it."""
+    """The terminal's output without colours, up to the first match of a pattern."""
     text, deadline = "", time.monotonic() + seconds
     while not re.search(pattern, text):
         ready, _, _ = select.select([master], [], [], max(0.0, deadline - time.monotonic()))

@@ -20,7 +20,7 @@ from training.distributed import World
 from training.engine import Engine
 from training.engine.build import _gather_partitioned
 from training.engine.masters import local_masters
-from training.engine.pieces import tell_pieces
+from training.engine.sharded_pieces import attach_pieces
 from training.engine.tensors import Checksums, checksums_of, whole_master, whole_state, whole_weight
 from training.engine.weights import require_fresh_masters
 
@@ -54,7 +54,7 @@ def engine(
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)
     built = Engine(model, resolved, world)
-    tell_pieces(built)
+    attach_pieces(built)
     try:
         yield built
     finally:

@@ -111,10 +111,27 @@ def _checksum(tensors: dict[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
+FP16 = ("precision.compute=fp16", "precision.loss_scale={initial: 256, window: 3, hysteresis: 1}")
+OVERFLOW = ("faults=[{kind: inf_gradient, step: 3, rank: 1}]",)
+"""Overrides of a job whose third step overflows."""
+
+
+def task_job(folder: Path, *overrides: str, task: str = "sft", rows: str = "chats") -> list[str]:
+    """Overrides of a job that trains the base in `folder` with dropout on a file of rows there."""
+    given = [f"task={task}", f"model.name_or_path={folder}/base", f"data.path={folder}/{rows}.jsonl"]
+    given += ["model.architecture=null", "model.config={attention_dropout: 0.1}", "data.source=auto"]
+    return [*given, "data.tokenizer=model", "data.sequence_length=96", *overrides]
+
+
+def name_of(what: str) -> str:
+    """The name of a job's run."""
+    return what.replace(" ", "-").replace(",", "")
+
+
 def ends_as_whole(
     group: ProcessGroup,
     folder: Path,
-    name: str,
+    what: str,
     overrides: list[str],
     *,
     breaks: tuple[int, ...],
@@ -122,9 +139,10 @@ def ends_as_whole(
 ) -> list[dict[str, Any]]:
     """Train the job whole, and once more as `{name}-broken`, which breaks off at these forward passes of a start.
 
-    All that both end with is equal. Returns the record by step.
+    All that both end with is equal. Its third step is skipped if `what` it does has an overflow. The record by step.
     """
     how: dict[str, Any] = {"folder": str(folder), "overrides": overrides, "seconds": seconds}
+    name = name_of(what)
     whole = group.run(job, name=name, passes=None, **how)
     for passes in (*breaks, None):
         broken = group.run(job, name=f"{name}-broken", passes=passes, **how)
@@ -134,6 +152,7 @@ def ends_as_whole(
     assert broken == whole
     record = last_by_step(str(folder), name)
     assert last_by_step(str(folder), f"{name}-broken") == record
+    assert [row["step"] for row in record if not row["applied"]] == ([3] if "overflow" in what else [])
     return record
 
 

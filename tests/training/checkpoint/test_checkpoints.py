@@ -16,8 +16,7 @@ from training.engine import engine
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
-    ("stage", "compute"),
-    [(0, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16"), (1, "fp16"), (2, "fp16"), (3, "fp16")],
+    ("stage", "compute"), [(0, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16"), (1, "fp16"), (2, "fp16"), (3, "fp16")]
 )
 def test_a_resumed_run_is_bit_identical_to_an_unbroken_one(pair, tmp_path, stage, compute):
     """Losses, norms, scale, masters and moments; broken right after an overflow, with dropout."""

@@ -13,7 +13,7 @@ from data.prepare import prepare
 from tests.support import launches
 from tests.training.checkpoint import reshard_cases as cases
 from tests.training.checkpoint import resume_cases as jobs
-from training.checkpoint.pieces import Pieces
+from training.checkpoint.saved_parameters import Pieces
 from training.engine.tensors import as_text, checksum
 
 ODD = ("model.config.hidden_size=28", "model.config.intermediate_size=47", "model.config.mlp_bias=true")
@@ -62,12 +62,7 @@ def layout(stage, compute, **options):
         ("1 -> 2", (2, "fp32"), (1, "fp32"), {"overrides": TINY, "frozen": ALL_BUT_A_NORM}),
         ("2 -> 1", (2, "fp32"), (3, "fp32"), {"overrides": (*ODD, "optimizer.name=lamb")}),
         ("1 -> 2", (3, "bf16"), (1, "bf16"), {"overrides": ("optimizer.name=sgd",)}),
-        (
-            "2 -> 1",
-            (3, "fp32"),
-            (0, "fp32"),
-            {"overrides": (*UNTIED, "optimizer.name=stable_adamw")},
-        ),
+        ("2 -> 1", (3, "fp32"), (0, "fp32"), {"overrides": (*UNTIED, "optimizer.name=stable_adamw")}),
         ("1 -> 2", (0, "fp32"), (2, "fp16"), {"overrides": ("optimizer.name=lion",)}),
         ("1 -> 2", (0, "fp32"), (3, "bf16"), {"overrides": (*UNTIED, "optimizer.name=muon")}),
         ("2 -> 1", (2, "bf16"), (1, "fp32"), {"overrides": (*ODD, "optimizer.name=muon")}),

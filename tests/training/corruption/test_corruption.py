@@ -16,6 +16,7 @@ import torch
 
 from config.schema import OptimizerSection
 from data.prepare import prepare
+from tests.support.marks import slow
 from tests.support.process_group import ProcessGroup
 from tests.training import step_cost_cases
 from tests.training.checkpoint import resume_cases
@@ -150,7 +151,7 @@ MIXTURE = (
 )
 
 
-@pytest.mark.parametrize("stage", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [2, slow(1), slow(3)])
 def test_a_flip_in_shared_experts_is_named_in_the_whole_parameter(pair: ProcessGroup, stage: int) -> None:
     """Each rank checks its own. Rank 1 has the third and the fourth expert; the first value of its masters flips."""
     expert = "model.layers.1.mlp.experts"
@@ -192,10 +193,7 @@ def test_a_numeric_event_is_left_to_the_guard_and_a_broken_rank_ends_the_run(pai
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("planted", "steps", "rank"),
-    [
-        (fault("weight", 14, step=4, persists=True), [2, 4], 1),
-        (fault("master", 20, step=4), [2], 1),
-    ],
+    [(fault("weight", 14, step=4, persists=True), [2, 4], 1), (fault("master", 20, step=4), [2], 1)],
     ids=["a weight that sticks: the state is good, and saved", "a master: the older checkpoint stays the newest"],
 )
 def test_a_job_on_a_broken_machine_ends_with_its_own_code_rank_and_host(
@@ -221,7 +219,7 @@ def test_a_job_on_a_broken_machine_ends_with_its_own_code_rank_and_host(
 def test_a_healthy_step_waits_for_no_device_and_no_rank_more_often(pair: ProcessGroup) -> None:
     options = {"stage": 2, "compute": "bf16", "further": (*ON, "guard.reexecute=every 1000")}
     for counted in pair.run(step_cost_cases.waits_and_collectives, **options):
-        assert counted["ours"] == ["engine.py:health"]
+        assert counted["ours"] == ["health.py:__init__"]
         more = Counter(counted["guarded"])
         more.subtract(counted["bare"])
         assert {name: count for name, count in more.items() if count} == {"all_gather_into_tensor": 1}

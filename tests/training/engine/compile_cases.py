@@ -11,7 +11,7 @@ import torch
 from modeling.activation_checkpointing import blocks_of
 from modeling.compiling import CompiledBlock
 from precision.observe import Observation
-from tests.support.small_run import batch_of, engine_of, masters_of, resolve
+from tests.support.small_run import batch_of, engine_of, masters_of, resolve, take
 from training.attribution import attribute
 from training.distributed import World
 from training.engine import Engine
@@ -116,9 +116,7 @@ def _engine(world: World, stage: int, compute: str, overrides: Sequence[str]) ->
 
 
 def _step(engine: Engine, world: World, step: int) -> tuple[float, float]:
-    outcome = engine.forward_backward(batch_of(world, MICRO, seed=step), step=step + 1)
-    health = engine.health(outcome)
-    engine.step(health, RATE)
+    health, _ = take(engine, batch_of(world, MICRO, seed=step), step=step + 1, lr=RATE)
     return health.loss, health.grad_norm
 
 

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from config.errors import UserError
 from data.documents import document_positions
 from data.loader import IGNORED_LABEL, Batch
 from tests.support.flex_on_cpu import flex_on_cpu
-from tests.support.small_run import SEQUENCE, VOCABULARY, batch_of, engine_of, masters_of, plain_model, resolve
+from tests.support.small_run import SEQUENCE, VOCABULARY, batch_of, engine_of, masters_of, plain_model, refusal, resolve
 from training.distributed import World
 
 END = 1
@@ -82,11 +81,7 @@ def of_an_architecture(world: World, *, name: str, config: dict[str, Any]) -> st
     """What building an engine of this architecture with document masking is refused for; empty when it is not."""
     given = ", ".join(f"{key}: {value}" for key, value in config.items())
     overrides = ["data.document_masking=true", f"model.architecture={name}", f"model.config={{{given}}}"]
-    try:
-        with engine_of(world, resolve(world, stage=3, compute="bf16", overrides=overrides)):
-            return ""
-    except UserError as error:
-        return str(error)
+    return refusal(world, resolve(world, stage=3, compute="bf16", overrides=overrides))
 
 
 assert END < VOCABULARY

@@ -17,8 +17,9 @@ from modeling.linear_cross_entropy import label_loss_sum
 from modeling.parameter_groups import parameter_groups
 from precision.manifest import load_manifest
 from precision.regions import Regions
-from tests.support.small_run import batch_of, engine_of, masters_of, plain_model, resolve
+from tests.support.small_run import batch_of, engine_of, masters_of, plain_model, resolve, take
 from training.distributed import World
+from training.engine import Engine
 from training.engine.ledger import PrecisionError, read_ledger
 
 
@@ -28,8 +29,7 @@ def one_step(world: World, *, stage: int, compute: str, micro: int, mask: str, *
     with engine_of(world, resolved) as engine:
         before = masters_of(engine)
         batch = batch_of(world, micro, seed=1, mask=mask)
-        health = engine.health(engine.forward_backward(batch, step=1))
-        update = engine.step(health, 0.001)
+        health, update = take(engine, batch, step=1, lr=0.001)
         return {
             "loss": health.loss,
             "grad_norm": health.grad_norm,
@@ -66,14 +66,11 @@ def norms_over_steps(world: World, *, stage: int, compute: str, steps: int, over
     rows = []
     with engine_of(world, resolved) as engine:
         for step in range(1, steps + 1):
-            outcome = engine.forward_backward(batch_of(world, 4, seed=step), step=step)
-            health = engine.health(outcome)
-            update = engine.step(health, 0.001)
+            health, update = take(engine, batch_of(world, 4, seed=step), step=step, lr=0.001)
             rows.append(
                 {
                     "loss": health.loss,
                     "grad_norm": health.grad_norm,
-                    "scale": update.loss_scale,
                     "change": update.scale_change.reason if update.scale_change else None,
                     "momentum": engine.momentum_norm(),
                     "applied": update.applied,
@@ -90,8 +87,7 @@ def masters_over_steps(
     with engine_of(world, resolve(world, stage=stage, compute=compute, micro=micro, overrides=overrides)) as engine:
         found = [masters_of(engine)]
         for step in range(1, steps + 1):
-            health = engine.health(engine.forward_backward(batch_of(world, micro, seed=step), step=step))
-            engine.step(health, 0.01)
+            take(engine, batch_of(world, micro, seed=step), step=step, lr=0.01)
             found.append(masters_of(engine))
         return found
 
@@ -113,8 +109,7 @@ def struck_step(world: World, *, stage: int, compute: str, kind: str, rank: int)
     applied, changes, masters, momenta = [], [], [], []
     with engine_of(world, resolved) as engine:
         for step in range(1, 5):
-            health = engine.health(engine.forward_backward(batch_of(world, 4, seed=step), step=step))
-            update = engine.step(health, 0.001)
+            health, update = take(engine, batch_of(world, 4, seed=step), step=step, lr=0.001)
             applied.append(update.applied)
             changes.append(update.scale_change.reason if update.scale_change else None)
             masters.append(masters_of(engine))
@@ -156,14 +151,18 @@ def ledger(world: World, *, stage: int, compute: str, reduce: str, promise: str)
     resolved = resolve(world, stage=stage, compute=compute, overrides=[f"precision.reduce={reduce}"])
     with engine_of(world, resolved) as engine:
         read_ledger(engine, reduce=reduce)
-        health = engine.health(engine.forward_backward(batch_of(world, 4, seed=1), step=1))
-        engine.step(health, 0.001)
+        take(engine, batch_of(world, 4, seed=1), step=1, lr=0.001)
         rows = {entry.what: entry.dtype for entry in read_ledger(engine, reduce=reduce)}
-        try:
-            read_ledger(engine, reduce=promise)
-        except PrecisionError as error:
-            return rows, str(error)
-    return rows, ""
+        return rows, complaint(engine, reduce=promise)
+
+
+def complaint(engine: Engine, *, reduce: str = "fp32") -> str:
+    """What the ledger says is not as promised; empty when all is."""
+    try:
+        read_ledger(engine, reduce=reduce)
+    except PrecisionError as error:
+        return str(error)
+    return ""
 
 
 def stepped_back(world: World, *, folder: str, compute: str, secondary: int) -> dict[str, Any]:
@@ -211,11 +210,7 @@ def rounded_buffer(world: World, *, stage: int) -> tuple[dict[str, str], str]:
         rows = {entry.what: entry.dtype for entry in read_ledger(engine, reduce="fp32")}
         rotary: Any = engine.model.get_submodule("model.rotary_emb")
         rotary.inv_freq = rotary.inv_freq.bfloat16()
-        try:
-            read_ledger(engine, reduce="fp32")
-        except PrecisionError as error:
-            return rows, str(error)
-    return rows, ""
+        return rows, complaint(engine)
 
 
 def broken_master(world: World, *, stage: int) -> str:
@@ -225,8 +220,4 @@ def broken_master(world: World, *, stage: int) -> str:
         optimizer = engine.deepspeed.optimizer
         groups = optimizer.fp32_partitioned_groups_flat if stage == 3 else optimizer.single_partition_of_fp32_groups
         groups[0].data = groups[0].data.bfloat16()
-        try:
-            read_ledger(engine, reduce="fp32")
-        except PrecisionError as error:
-            return str(error)
-    return ""
+        return complaint(engine)

@@ -15,13 +15,12 @@ from deepspeed.runtime.zero import partition_parameters
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from config.errors import UserError
 from config.resolved import Resolved
 from lab.matrix.run import fp32_model
 from modeling.expert_parallel import share_experts
 from precision.dtypes import DTYPES
-from tests.support.plain_steps import EVALUATED, distance_of_updates, farthest, plain_steps
-from tests.support.small_run import batch_of, engine_of, masters_of, plain_model, resolve
+from tests.support.plain_steps import EVALUATED, distance_of_updates, farthest, plain_steps, trained
+from tests.support.small_run import batch_of, engine_of, masters_of, plain_model, refusal, resolve, take
 from training.distributed import World
 from training.engine.process_groups import forget_groups
 
@@ -44,14 +43,18 @@ MEASURED = {
 """Kind of model to what its config needs beside the sizes of all."""
 
 
+def model_of(kind: str) -> str:
+    """The override that makes a small model of a kind of MEASURED."""
+    shape = "hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2"
+    shape += f", initializer_range: 0.2, num_key_value_heads: 2, {MEASURED[kind]}"
+    return f"model={{architecture: {kind}, config: {{{shape}}}}}"
+
+
 def resolved_of(
     world: World, kind: str, *, stage: int, compute: str, ranks: int, micro: int, overrides: Sequence[str] = ()
 ) -> Resolved:
-    """A run of a small model of a kind of MEASURED, of which so many ranks share experts."""
-    shape = "hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2"
-    shape += f", initializer_range: 0.2, num_key_value_heads: 2, {MEASURED[kind]}"
-    given = [f"model.architecture={kind}", f"model.config={{{shape}}}", f"parallel.expert={ranks}"]
-    given += ["optimizer.eps=0.01", "telemetry.every_steps=0", *overrides]
+    """A run of a small model of a kind of MEASURED, whose experts are shared by this many ranks."""
+    given = [model_of(kind), f"parallel.expert={ranks}", "optimizer.eps=0.01", "telemetry.every_steps=0", *overrides]
     return resolve(world, stage=stage, compute=compute, micro=micro, overrides=given)
 
 
@@ -68,13 +71,9 @@ def against_one_rank(
     """Errors of losses, norms, the evaluation and the masters after three steps. kind: of MEASURED."""
     world = world.sharing_experts(ranks, timeout_minutes=2)
     resolved = resolved_of(world, kind, stage=stage, compute=compute, ranks=ranks, micro=micro, overrides=overrides)
-    found = []
     with engine_of(world, resolved) as engine:
         start = masters_of(engine)
-        for step in range(1, STEPS + 1):
-            health = engine.health(engine.forward_backward(batch_of(world, micro, seed=step), step=step))
-            found += [health.loss, health.grad_norm]
-            assert engine.step(health, LR / step).applied
+        found = trained(engine, lambda seed: batch_of(world, micro, seed=seed), steps=STEPS, lr=LR)
         held = sum(parameter.numel() for parameter in engine.model.parameters())
         found.append(engine.evaluate([batch_of(world, micro, seed=EVALUATED)]).loss)
         masters = masters_of(engine)
@@ -106,9 +105,9 @@ def skipped(world: World, *, stage: int, ranks: int = 2, overrides: Sequence[str
     norms, applied, held = [], [], []
     with engine_of(world, resolved) as engine:
         for step in range(1, STEPS + 1):
-            health = engine.health(engine.forward_backward(batch_of(world, 2, seed=step), step=step))
+            health, update = take(engine, batch_of(world, 2, seed=step), step=step, lr=LR / step)
             norms.append(health.grad_norm)
-            applied.append(engine.step(health, LR / step).applied)
+            applied.append(update.applied)
             tensors = [*engine.masters(), *engine.counted_states("exp_avg"), *engine.counted_states("exp_avg_sq")]
             held.append([tensor.clone() for tensor in tensors])
     same = [all(map(torch.equal, before, after)) for before, after in pairwise(held)]
@@ -141,10 +140,7 @@ def refused(world: World, *, overrides: Sequence[str]) -> str:
     shared = world.sharing_experts(2, timeout_minutes=2)
     given = resolved_of(shared, "mixtral", stage=2, compute="fp32", ranks=2, micro=2, overrides=overrides)
     try:
-        with engine_of(shared, given):
-            return ""
-    except UserError as error:
-        return str(error)
+        return refusal(shared, given)
     finally:
         forget_groups()
 

@@ -6,27 +6,21 @@ from typing import Any
 
 import torch
 
-from config.errors import UserError
 from data.loader import Batch
 from modeling.linear_cross_entropy import label_loss_sum
 from modeling.parameter_groups import parameter_groups
-from tests.support.small_run import GLOBAL, batch_of, engine_of, masters_of, plain_model, resolve
+from tests.support.small_run import GLOBAL, batch_of, engine_of, masters_of, plain_model, refusal, resolve, take
+from tests.training.engine.expert_cases import model_of
 from tools.parity.reference import Reference
 from training.distributed import World
 
-FAMILIES = {
-    "mixtral": "num_local_experts: 4",
-    "qwen3_moe": "num_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 16",
-}
 ON = ("model.balance_loss=0.5", "model.router_z_loss=0.01")
 
 
 def _resolved(
     world: World, family: str, *, stage: int, micro: int, overrides: tuple[str, ...], compute: str = "fp32"
 ) -> Any:
-    shape = "hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2"
-    shape += f", initializer_range: 0.2, num_key_value_heads: 2, {FAMILIES[family]}"
-    given = [f"model.architecture={family}", f"model.config={{{shape}}}", *overrides]
+    given = [model_of(family), *overrides]
     return resolve(world, stage=stage, compute=compute, micro=micro, overrides=given)
 
 
@@ -36,9 +30,7 @@ def one_step(world: World, *, family: str, stage: int, micro: int, overrides: tu
     with engine_of(world, resolved) as engine:
         before = masters_of(engine)
         batch = batch_of(world, micro, seed=1)
-        outcome = engine.forward_backward(batch, step=1)
-        health = engine.health(outcome)
-        engine.step(health, 0.001)
+        health, _ = take(engine, batch, step=1, lr=0.001)
         return {
             "loss": health.loss,
             "grad_norm": health.grad_norm,
@@ -67,8 +59,7 @@ def routed(world: World, *, family: str, stage: int, compute: str, routers: str)
         found = [module for module in engine.model.modules() if "Router" in type(module).__name__]
         hooks = [module.register_forward_hook(look) for module in found]
         before = masters_of(engine)
-        health = engine.health(engine.forward_backward(batch_of(world, 2, seed=1), step=1))
-        engine.step(health, 0.001)
+        take(engine, batch_of(world, 2, seed=1), step=1, lr=0.001)
         after = masters_of(engine)
         for hook in hooks:
             hook.remove()
@@ -121,10 +112,6 @@ def plain_step(world: World, *, family: str) -> dict[str, Any]:
     }
 
 
-def refusal(world: World) -> str:
+def refused(world: World) -> str:
     """What a model without routers is refused with."""
-    try:
-        with engine_of(world, resolve(world, stage=1, compute="fp32", overrides=ON)):
-            return ""
-    except UserError as error:
-        return str(error)
+    return refusal(world, resolve(world, stage=1, compute="fp32", overrides=ON))

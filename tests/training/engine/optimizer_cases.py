@@ -10,7 +10,7 @@ import torch
 from config.optimizers import OPTIMIZERS
 from tests.support.small_run import GLOBAL, batch_of, engine_of, resolve
 from training.distributed import World
-from training.engine.optimizer import implementation
+from training.engine.optimizer import IMPLEMENTATIONS
 from training.engine.optimizers import muon
 from training.engine.optimizers.rule import UpdateInputs
 from training.engine.tensors import (
@@ -85,7 +85,7 @@ def sharded_steps(
                     step=updates,
                     matrix=group["matrix"],
                 )
-                expected = implementation(name).update(given)
+                expected = IMPLEMENTATIONS[name].update(given)
                 apart = (whole_master(engine, parameter).double() - master.double() - expected).abs()
                 apart -= torch.finfo(torch.float32).eps * master.abs()
                 error = max(error, float(apart.max() / expected.abs().max().clamp(min=1e-30)))

@@ -18,9 +18,9 @@ from data.loader import IGNORED_LABEL, Batch
 from data.sequence_slices import slice_of
 from modeling.build import model_config
 from modeling.linear_cross_entropy import label_loss_sum
-from tests.support.plain_steps import EVALUATED, distance_of_updates, farthest, plain_steps
+from tests.support.plain_steps import EVALUATED, distance_of_updates, farthest, plain_steps, trained
 from tests.support.small_models import distance
-from tests.support.small_run import GLOBAL, VOCABULARY, engine_of, masters_of, plain_model, resolve
+from tests.support.small_run import GLOBAL, VOCABULARY, engine_of, faults_of, masters_of, plain_model, resolve, take
 from tools.parity.outputs import OutputErrors
 from tools.parity.reference import Reference
 from training.attribution import attribute
@@ -86,17 +86,16 @@ def against_one_rank(
     given = [MODEL[0], MODEL[1] % heads, *OVERRIDES, f"parallel.sequence={ranks}"]
     given += [f"data.document_masking={str(apart).lower()}", *overrides]
     resolved = resolve(world, stage=stage, compute=compute, micro=micro, overrides=given)
-    found = []
     known = set(ALL_ATTENTION_FUNCTIONS)
+
+    def batch_of(seed: int) -> Batch:
+        return mine_of(world, whole_batch(seed, apart=apart), micro=micro)
+
     with engine_of(world, resolved) as engine:
         start = masters_of(engine)
         plain = plain_model(resolved, start)
-        for step in range(1, STEPS + 1):
-            batch = mine_of(world, whole_batch(step, apart=apart), micro=micro)
-            health = engine.health(engine.forward_backward(batch, step=step))
-            found += [health.loss, health.grad_norm]
-            assert engine.step(health, LR / step).applied
-        found.append(engine.evaluate([mine_of(world, whole_batch(EVALUATED, apart=apart), micro=micro)]).loss)
+        found = trained(engine, batch_of, steps=STEPS, lr=LR)
+        found.append(engine.evaluate([batch_of(EVALUATED)]).loss)
         masters = masters_of(engine)
     assert set(ALL_ATTENTION_FUNCTIONS) == known, "a closed engine leaves nothing"
 
@@ -124,11 +123,7 @@ SPOILED = (
 def blamed(world: World) -> list[list[tuple[int, str]]]:
     """Ranks and modules that are blamed for each of the steps of SPOILED."""
     world = world.sharing_sequences(2, timeout_minutes=2)
-    faults = ", ".join(
-        f"{{kind: {kind}, step: {step}, rank: {rank}{f', module: {module}' if module else ''}}}"
-        for step, (rank, kind, module) in enumerate(SPOILED, 1)
-    )
-    given = [MODEL[0], MODEL[1] % 2, *OVERRIDES, f"faults=[{faults}]"]
+    given = [MODEL[0], MODEL[1] % 2, *OVERRIDES, faults_of(SPOILED)]
     found = []
     with engine_of(world, resolve(world, stage=2, compute="fp32", micro=GLOBAL // 2, overrides=given)) as engine:
         for step in range(1, len(SPOILED) + 1):
@@ -203,9 +198,8 @@ def against_no_sharing(world: World, *, overrides: Sequence[str], length: int = 
             start = masters_of(engine)
             for step in range(1, STEPS + 1):
                 batch = mine_of(there, whole_batch(step, apart=False, length=length), micro=GLOBAL // 4)
-                health = engine.health(engine.forward_backward(batch, step=step))
+                health, _ = take(engine, batch, step=step, lr=LR / step)
                 numbers += [health.loss, health.grad_norm, *health.metrics.values()]
-                engine.step(health, LR / step)
             moved = {name: master - start[name] for name, master in masters_of(engine).items()}
         runs.append((numbers, moved))
     (one, expected), (two, found) = runs

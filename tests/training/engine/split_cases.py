@@ -11,9 +11,8 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from deepspeed.utils import safe_get_full_fp32_param
 
 from config.errors import UserError
-from tests.support.small_run import batch_of, engine_of, masters_of, resolve
+from tests.support.small_run import batch_of, engine_of, masters_of, resolve, take
 from training.distributed import World
-from training.engine import Engine
 from training.engine.ledger import read_ledger
 from training.engine.tensors import checksums_of, shard_of, trainable_parameters
 
@@ -48,7 +47,7 @@ def trained(
 def held(world: World, *, stage: int) -> dict[str, Any]:
     """Where the masters are, and what reads them, after two steps."""
     with engine_of(world, _resolved(world, stage, "split")) as engine:
-        _step(engine, world, 1)
+        take(engine, batch_of(world, 2, seed=1), step=1, lr=0.01)
         rows = {entry.what: entry for entry in read_ledger(engine, reduce="fp32")}
         flats = engine.deepspeed.basic_optimizer.splits
         parameter = next(iter(trainable_parameters(engine).values()))
@@ -99,7 +98,3 @@ def started_from(world: World, *, stage: int, masters: str, folder: str) -> dict
 def _resolved(world: World, stage: int, masters: str, more: Sequence[str] = ()) -> Any:
     settings = [f"precision.masters={masters}", "optimizer.gradient_clipping=0.5", "guard.max_update_ratio=10", FAULT]
     return resolve(world, stage=stage, compute="bf16", micro=2, overrides=[*settings, *more])
-
-
-def _step(engine: Engine, world: World, step: int) -> None:
-    engine.step(engine.health(engine.forward_backward(batch_of(world, 2, seed=step), step=step)), 0.01)

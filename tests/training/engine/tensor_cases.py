@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from config.errors import UserError
 from lab.matrix.run import fp32_model
 from precision.dtypes import DTYPES
 from precision.manifest import load_manifest
@@ -22,7 +21,17 @@ from precision.observe import Observation, verify
 from precision.regions import Regions
 from tests.support.plain_steps import EVALUATED, distance_of_updates, farthest, plain_steps
 from tests.support.small_models import distance
-from tests.support.small_run import VOCABULARY, batch_of, engine_of, masters_of, plain_model, resolve
+from tests.support.small_run import (
+    VOCABULARY,
+    batch_of,
+    engine_of,
+    faults_of,
+    masters_of,
+    plain_model,
+    refusal,
+    resolve,
+    take,
+)
 from training.attribution import attribute
 from training.distributed import World
 from training.engine import Engine
@@ -120,11 +129,7 @@ def refused(world: World, *, manifest: str) -> str:
     """Why no engine is built under a manifest."""
     world = world.sharing_tensors(2, timeout_minutes=2)
     given = [*OVERRIDES, "precision.path=manifest", "precision.compute=auto", f"precision.manifest={manifest}"]
-    try:
-        with engine_of(world, resolve(world, stage=2, compute="fp32", overrides=given)):
-            return ""
-    except UserError as error:
-        return str(error)
+    return refusal(world, resolve(world, stage=2, compute="fp32", overrides=given))
 
 
 def of_kind(kind: str) -> str:
@@ -164,11 +169,7 @@ SPOILED = (
 def blamed(world: World, *, stage: int, compute: str) -> list[list[tuple[int, str]]]:
     """Ranks and modules that are blamed for each of the steps of SPOILED; a discarded step changes no master."""
     world = world.sharing_tensors(2, timeout_minutes=2)
-    faults = ", ".join(
-        f"{{kind: {kind}, step: {step}, rank: {rank}{f', module: {module}' if module else ''}}}"
-        for step, (rank, kind, module) in enumerate(SPOILED, 1)
-    )
-    given, found = [*OVERRIDES, f"faults=[{faults}]"], []
+    given, found = [*OVERRIDES, faults_of(SPOILED)], []
     with engine_of(world, resolve(world, stage=stage, compute=compute, micro=8, overrides=given)) as engine:
         start = masters_of(engine)
         for step in range(1, len(SPOILED) + 1):
@@ -176,8 +177,7 @@ def blamed(world: World, *, stage: int, compute: str) -> list[list[tuple[int, st
             outcome = engine.forward_backward(batch, step=step)
             assert not engine.health(outcome).finite
             found.append([(rank, finding.module) for rank, finding in attribute(engine, batch, outcome, step=step)])
-            health = engine.health(engine.forward_backward(batch, step=step))
-            assert not engine.step(health, LR).applied
+            assert not take(engine, batch, step=step, lr=LR)[1].applied
         assert all(torch.equal(master, start[name]) for name, master in masters_of(engine).items())
     return found
 

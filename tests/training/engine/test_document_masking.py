@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.marks import slow
 from tests.support.process_group import ProcessGroup
 from tests.training.engine import document_cases
 
@@ -18,7 +19,7 @@ from tests.training.engine import document_cases
         (2, "bf16", "full", "sdpa"),
         (3, "bf16", "chunked", "sdpa"),
         (2, "bf16", "full", "flex_attention"),
-        pytest.param(3, "fp32", "chunked", "flex_attention", marks=pytest.mark.slow),
+        slow(3, "fp32", "chunked", "flex_attention"),
     ],
 )
 def test_packed_documents_train_as_each_one_alone(

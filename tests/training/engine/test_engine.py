@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from tests.support.marks import slow
 from tests.training.engine import engine_cases
 
 STAGES = [0, 1, 2, 3]
@@ -88,11 +89,7 @@ def test_half_precision_follows_fp32(pair, stage, compute):
 
 
 @pytest.mark.parametrize(
-    ("stage", "compute"),
-    [
-        (2, "bf16"),
-        *(pytest.param(stage, compute, marks=pytest.mark.slow) for stage in (1, 3) for compute in ("bf16", "fp16")),
-    ],
+    ("stage", "compute"), [(2, "bf16"), *(slow(stage, compute) for stage in (1, 3) for compute in ("bf16", "fp16"))]
 )
 def test_offloaded_gradients_of_a_skipped_step_are_forgotten(pair, stage, compute):
     """DeepSpeed would add those of the next step to them: twice the norm here."""
@@ -180,10 +177,7 @@ def test_a_buffer_that_is_not_in_the_dtype_of_the_models_code_stops_the_run(pair
         assert error == "buffer model.rotary_emb.inv_freq is in bfloat16, the model's own code has it in float32"
 
 
-@pytest.mark.parametrize(
-    ("ranks", "compute"),
-    [("pair", "bf16"), ("four", "fp32"), pytest.param("four", "fp16", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("ranks", "compute"), [("pair", "bf16"), ("four", "fp32"), slow("four", "fp16")])
 def test_a_second_copy_of_the_weights_in_each_node_changes_no_bit(request, tmp_path, ranks, compute):
     """zero_hpz_partition_size: the copies are gathered from while they are new, and made again after a rollback."""
     group = request.getfixturevalue(ranks)

@@ -11,6 +11,7 @@ import pytest
 
 from lab.matrix.cells import RULE_BOUNDS
 from modeling.expert_parallel import MEASURED
+from tests.support.marks import slow
 from tests.support.process_group import ProcessGroup
 from tests.support.small_run import gathered
 from tests.training.engine import expert_cases
@@ -24,28 +25,18 @@ CLOSE = {"fp32": 1e-5, "bf16": 6.5e-2, "fp16": 7.8e-3}
         (2, {"overrides": ["optimizer.gradient_clipping=0.1", "model.activation_checkpointing=full"]}),
         # in BF16 routers of Mixtral choose other experts than FP32's, shared or not: masters are off by 0.19
         (1, {"compute": "bf16", "kind": "qwen3_moe"}),
-        pytest.param(1, {}, marks=pytest.mark.slow),
-        pytest.param(2, {"micro": 4, "overrides": ["optimizer.gradient_clipping=0"]}, marks=pytest.mark.slow),
-        pytest.param(
-            2, {"micro": 1, "overrides": ["model.loss=chunked", "model.loss_chunk_tokens=5"]}, marks=pytest.mark.slow
-        ),
-        *(
-            pytest.param(2, {"overrides": [f"model.activation_checkpointing={kind}"]}, marks=pytest.mark.slow)
-            for kind in ("selective", "attention")
-        ),
-        pytest.param(2, {"compute": "bf16", "kind": "qwen3_moe"}, marks=pytest.mark.slow),
-        *(pytest.param(stage, {"compute": "fp16"}, marks=pytest.mark.slow) for stage in (1, 2)),
+        slow(1, {}),
+        slow(2, {"micro": 4, "overrides": ["optimizer.gradient_clipping=0"]}),
+        slow(2, {"micro": 1, "overrides": ["model.loss=chunked", "model.loss_chunk_tokens=5"]}),
+        *(slow(2, {"overrides": [f"model.activation_checkpointing={kind}"]}) for kind in ("selective", "attention")),
+        slow(2, {"compute": "bf16", "kind": "qwen3_moe"}),
+        *(slow(stage, {"compute": "fp16"}) for stage in (1, 2)),
         (3, {"overrides": ["optimizer.gradient_clipping=0.1", "model.activation_checkpointing=full"]}),
-        pytest.param(3, {"micro": 4, "overrides": ["optimizer.gradient_clipping=0"]}, marks=pytest.mark.slow),
-        pytest.param(
-            3, {"micro": 1, "overrides": ["model.loss=chunked", "model.loss_chunk_tokens=5"]}, marks=pytest.mark.slow
-        ),
-        *(
-            pytest.param(3, {"overrides": [f"model.activation_checkpointing={kind}"]}, marks=pytest.mark.slow)
-            for kind in ("selective", "attention")
-        ),
-        pytest.param(3, {"compute": "bf16", "kind": "qwen3_moe"}, marks=pytest.mark.slow),
-        pytest.param(3, {"compute": "fp16"}, marks=pytest.mark.slow),
+        slow(3, {"micro": 4, "overrides": ["optimizer.gradient_clipping=0"]}),
+        slow(3, {"micro": 1, "overrides": ["model.loss=chunked", "model.loss_chunk_tokens=5"]}),
+        *(slow(3, {"overrides": [f"model.activation_checkpointing={kind}"]}) for kind in ("selective", "attention")),
+        slow(3, {"compute": "bf16", "kind": "qwen3_moe"}),
+        slow(3, {"compute": "fp16"}),
     ],
 )
 def test_it_trains_as_one_rank_does(pair: ProcessGroup, stage: int, given: dict[str, Any]) -> None:
@@ -63,13 +54,10 @@ def test_it_trains_as_one_rank_does(pair: ProcessGroup, stage: int, given: dict[
     [
         (2, "fp32", ["optimizer.gradient_clipping=0.1"]),
         (3, "fp32", ["optimizer.gradient_clipping=0.1"]),
-        pytest.param(1, "fp32", ["optimizer.gradient_clipping=0"], marks=pytest.mark.slow),
-        pytest.param(2, "fp32", ["optimizer.name=muon"], marks=pytest.mark.slow),
-        pytest.param(3, "fp32", ["optimizer.name=lamb"], marks=pytest.mark.slow),
-        *(
-            pytest.param(stage, compute, [], marks=pytest.mark.slow)
-            for stage, compute in ((1, "bf16"), (2, "fp16"), (3, "bf16"), (3, "fp16"))
-        ),
+        slow(1, "fp32", ["optimizer.gradient_clipping=0"]),
+        slow(2, "fp32", ["optimizer.name=muon"]),
+        slow(3, "fp32", ["optimizer.name=lamb"]),
+        *(slow(stage, compute, []) for stage, compute in ((1, "bf16"), (2, "fp16"), (3, "bf16"), (3, "fp16"))),
     ],
 )
 def test_masters_in_host_memory_are_those_of_one_rank(
@@ -100,7 +88,7 @@ def under_a_manifest(folder: Path, stage: int, *, experts: str, rest: str) -> li
     [
         (2, "bf16", "bf16"),
         *(
-            pytest.param(stage, *dtypes, marks=pytest.mark.slow)
+            slow(stage, *dtypes)
             for stage, *dtypes in (
                 (1, "bf16", "bf16"),
                 (3, "bf16", "bf16"),
@@ -140,7 +128,7 @@ def test_an_fp8_manifest_is_refused_in_one_line(pair: ProcessGroup, tmp_path: Pa
         ("muon", 2, 0.1),
         ("lamb", 3, 1.0),
         *(
-            pytest.param(name, stage, clipping, marks=pytest.mark.slow)
+            slow(name, stage, clipping)
             for name in ("muon", "lamb", "stable_adamw")
             for stage, clipping in ((1, 0), (2, 0), (3, 1.0))
         ),
@@ -210,7 +198,7 @@ def test_four_ranks_share_by_two_and_by_four(four: ProcessGroup, tmp_path: Path,
         assert (found["held"] == 0) == (stage == 3), "at ZeRO-3, none is whole between its uses"
 
 
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3])
+@pytest.mark.parametrize("stage", [*(slow(stage) for stage in (1, 2)), 3])
 def test_an_overflow_of_one_ranks_experts_is_skipped_on_all(four: ProcessGroup, tmp_path: Path, stage: int) -> None:
     overrides = [gathered(tmp_path, "fp16")] if stage == 3 else []
     for found in four.run(expert_cases.skipped, stage=stage, overrides=overrides):
@@ -222,11 +210,8 @@ def test_an_overflow_of_one_ranks_experts_is_skipped_on_all(four: ProcessGroup, 
     ("stage", "override"),
     [
         (2, "optimizer.name=muon"),
-        pytest.param(2, "optimizer.name=lamb", marks=pytest.mark.slow),
-        *(
-            pytest.param(stage, f"deepspeed.config=ds_configs/zero{stage}_fp16_offload.json", marks=pytest.mark.slow)
-            for stage in (1, 2, 3)
-        ),
+        slow(2, "optimizer.name=lamb"),
+        *(slow(stage, f"deepspeed.config=ds_configs/zero{stage}_fp16_offload.json") for stage in (1, 2, 3)),
     ],
 )
 def test_a_skipped_step_changes_no_state(pair: ProcessGroup, stage: int, override: str) -> None:

@@ -8,13 +8,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from config.schema import ModelSection
 from modeling.router_balance import RouterBalance, untrained_balance
+from tests.support.marks import slow
 from tests.training.engine import moe_cases as cases
 from tests.training.engine.test_engine import difference
 
 FIRST = "mixtral"
 
 
-@pytest.fixture(scope="module", params=[FIRST, pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[FIRST, slow("qwen3_moe")])
 def family(request):
     return request.param
 
@@ -108,14 +109,11 @@ def test_a_router_counts_once():
 
 
 def test_a_model_without_routers_is_refused(solo):
-    message = solo.run(cases.refusal)[0]
+    message = solo.run(cases.refused)[0]
     assert message.startswith("model.balance_loss = 0.5: cannot be had for model llama: it has no routers")
 
 
-@pytest.mark.parametrize(
-    ("stage", "compute"),
-    [(3, "bf16"), pytest.param(2, "fp16", marks=pytest.mark.slow), pytest.param(1, "bf16", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("stage", "compute"), [(3, "bf16"), slow(2, "fp16"), slow(1, "bf16")])
 def test_routers_choose_in_fp32_of_16_bit_weights_and_inputs(pair, family, stage, compute):
     [plain, *_] = pair.run(cases.routed, family=family, stage=stage, compute=compute, routers="compute")
     for result in pair.run(cases.routed, family=family, stage=stage, compute=compute, routers="fp32"):

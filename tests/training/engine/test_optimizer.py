@@ -13,18 +13,19 @@ import torch
 
 from config.optimizers import COUNT, OPTIMIZERS, settings_of
 from config.schema import OptimizerSection
+from tests.support.marks import slow
 from tests.support.process_group import ProcessGroup
 from tests.training.engine import optimizer_cases
-from training.engine.optimizer import build_optimizer, implementation
+from training.engine.flat_optimizer import Pieces, WholeParameterOptimizer
+from training.engine.optimizer import IMPLEMENTATIONS, build_optimizer
 from training.engine.optimizers import muon
 from training.engine.optimizers.rule import UpdateInputs
-from training.engine.pieces import Pieces, WholeParameterOptimizer
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_every_choice_of_the_config_has_a_row_and_a_file() -> None:
-    assert set(get_args(get_type_hints(OptimizerSection)["name"])) == OPTIMIZERS.keys()
+    assert set(get_args(get_type_hints(OptimizerSection)["name"])) == OPTIMIZERS.keys() == IMPLEMENTATIONS.keys()
     files = {path.stem for path in (ROOT / "training/engine/optimizers").glob("*.py")}
     assert files - {"__init__", "rule"} == OPTIMIZERS.keys()
     for spec in OPTIMIZERS.values():
@@ -51,10 +52,10 @@ def test_an_optimizer_keeps_what_its_row_says_and_updates_as_its_file_says(name:
     assert not any(optimizer.state.values())  # nothing before the first update
     if isinstance(optimizer, WholeParameterOptimizer):
         model.weight.grad = torch.ones_like(model.weight)
-        with pytest.raises(RuntimeError, match="not told where parameters begin"):
+        with pytest.raises(RuntimeError, match="does not know where parameters begin"):
             optimizer.step()
         optimizer.state.clear()
-        optimizer.told = Pieces()
+        optimizer.attached = Pieces()
     for step in range(1, 5):
         expected = {}
         for group in optimizer.param_groups:
@@ -72,7 +73,7 @@ def test_an_optimizer_keeps_what_its_row_says_and_updates_as_its_file_says(name:
                     step=step,
                     matrix=group["matrix"],
                 )
-                expected[parameter] = parameter.detach().double() + implementation(name).update(given)
+                expected[parameter] = parameter.detach().double() + IMPLEMENTATIONS[name].update(given)
         optimizer.step()
         of_matrices = {id(p): group["matrix"] for group in optimizer.param_groups for p in group["params"]}
         for parameter, value in expected.items():
@@ -128,22 +129,13 @@ OTHER_RANKS = [
 
 @pytest.mark.one_in(len(OTHER_RANKS))
 @pytest.mark.parametrize(("name", "stage", "compute", "clipping", "variant"), OTHER_RANKS)
-def test_four_ranks_move_masters_as_one_process_in_fp64(
-    four: ProcessGroup, name: str, stage: int, compute: str, clipping: float, variant: str
+@pytest.mark.parametrize("ranks", ["four", "solo"])
+def test_other_ranks_move_masters_as_one_process_in_fp64(
+    request: Any, ranks: str, name: str, stage: int, compute: str, clipping: float, variant: str
 ) -> None:
-    """Accumulated; a matrix is then in up to four pieces, and some ranks have none of a parameter."""
+    """Accumulated; of four ranks a matrix is in up to four pieces, and some ranks have none of a parameter."""
     cell = {"name": name, "stage": stage, "compute": compute, "variant": variant, "overrides": (clipped(clipping),)}
-    for result in four.run(optimizer_cases.sharded_steps, **cell):
-        require_as_in_fp64(result, clipping)
-
-
-@pytest.mark.one_in(len(OTHER_RANKS))
-@pytest.mark.parametrize(("name", "stage", "compute", "clipping", "variant"), OTHER_RANKS)
-def test_one_rank_moves_masters_as_fp64_does(
-    solo: ProcessGroup, name: str, stage: int, compute: str, clipping: float, variant: str
-) -> None:
-    cell = {"name": name, "stage": stage, "compute": compute, "variant": variant, "overrides": (clipped(clipping),)}
-    for result in solo.run(optimizer_cases.sharded_steps, **cell):
+    for result in request.getfixturevalue(ranks).run(optimizer_cases.sharded_steps, **cell):
         require_as_in_fp64(result, clipping)
 
 
@@ -246,7 +238,7 @@ def test_muon_moves_as_torchs_own() -> None:
     section = OptimizerSection(name="muon", orthogonalization="bf16")
     optimizer = muon.build([group], {"lr": 0.02, **settings_of(section)}, offload_to_host=False)
     assert isinstance(optimizer, WholeParameterOptimizer)
-    optimizer.told = Pieces()
+    optimizer.attached = Pieces()
     of_torch = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
     for _ in range(3):
         ours.grad = torch.randn(24, 40, generator=generator)
@@ -257,14 +249,7 @@ def test_muon_moves_as_torchs_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "overrides"),
-    [
-        (1, ()),
-        (2, ()),
-        (3, ()),
-        (3, optimizer_cases.EXPERTS),
-        pytest.param(2, optimizer_cases.EXPERTS, marks=pytest.mark.slow),
-    ],
+    ("stage", "overrides"), [(1, ()), (2, ()), (3, ()), (3, optimizer_cases.EXPERTS), slow(2, optimizer_cases.EXPERTS)]
 )
 def test_a_matrix_is_orthogonalized_once_and_pieces_travel_twice(
     pair: Any, stage: int, overrides: tuple[str, ...]
@@ -287,12 +272,8 @@ def test_a_matrix_is_orthogonalized_once_and_pieces_travel_twice(
 @pytest.mark.parametrize("name", ["muon", *(name for name in OPTIMIZERS if name != "muon")])
 def test_a_gradient_that_is_not_finite_reaches_no_state(pair: Any, name: str, stage: int, compute: str) -> None:
     fault = f"faults=[{{kind: inf_gradient, step: {optimizer_cases.SKIPPED}, rank: 1}}]"
-    options = {
-        "name": name,
-        "stage": stage,
-        "compute": compute,
-        "overrides": (fault, "precision.loss_scale.hysteresis=1"),
-    }
+    overrides = (fault, "precision.loss_scale.hysteresis=1")
+    options = {"name": name, "stage": stage, "compute": compute, "overrides": overrides}
     for result in pair.run(optimizer_cases.sharded_steps, **options):
         require_as_in_fp64(result, 0.05)
         assert result["clip"][optimizer_cases.SKIPPED - 1] == 0.0

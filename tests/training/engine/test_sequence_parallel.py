@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.marks import slow
 from tests.support.process_group import ProcessGroup
 from tests.training.engine import sequence_cases
 
@@ -19,20 +20,14 @@ CLOSE = {"fp32": 1e-5, "bf16": 6.5e-2}
     [
         (2, {"apart": True, "heads": 1, "overrides": ["model.loss=chunked", "model.loss_chunk_tokens=5"]}),
         (3, {"overrides": ["model.activation_checkpointing=full", "optimizer.gradient_clipping=0.1"]}),
-        *(pytest.param(stage, {"apart": True}, marks=pytest.mark.slow) for stage in (0, 1, 2, 3)),
-        *(pytest.param(stage, {"apart": False, "heads": 4}, marks=pytest.mark.slow) for stage in (0, 1, 2, 3)),
-        *(pytest.param(stage, {"apart": True, "compute": "bf16"}, marks=pytest.mark.slow) for stage in (1, 2, 3)),
+        *(slow(stage, {"apart": True}) for stage in (0, 1, 2, 3)),
+        *(slow(stage, {"apart": False, "heads": 4}) for stage in (0, 1, 2, 3)),
+        *(slow(stage, {"apart": True, "compute": "bf16"}) for stage in (1, 2, 3)),
         *(
-            pytest.param(
-                2, {"apart": True, "overrides": [f"model.activation_checkpointing={kind}"]}, marks=pytest.mark.slow
-            )
+            slow(2, {"apart": True, "overrides": [f"model.activation_checkpointing={kind}"]})
             for kind in ("selective", "attention", "ops")
         ),
-        pytest.param(
-            1,
-            {"overrides": ["model={activation_checkpointing: full, checkpointing_reentrant: true}"]},
-            marks=pytest.mark.slow,
-        ),
+        slow(1, {"overrides": ["model={activation_checkpointing: full, checkpointing_reentrant: true}"]}),
     ],
 )
 def test_it_trains_as_one_rank_does(pair: ProcessGroup, stage: int, given: dict[str, Any]) -> None:
@@ -48,10 +43,7 @@ def test_a_value_that_is_not_finite_is_blamed_on_the_rank_where_it_began(pair: P
         assert found == [[(rank, module or "loss")] for rank, _, module in sequence_cases.SPOILED]
 
 
-@pytest.mark.parametrize(
-    ("stage", "ranks", "heads"),
-    [(3, 2, 2), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in ((2, 4, 1), (0, 4, 4)))],
-)
+@pytest.mark.parametrize(("stage", "ranks", "heads"), [(3, 2, 2), *(slow(*cell) for cell in ((2, 4, 1), (0, 4, 4)))])
 def test_four_ranks_share_sequences_by_two_and_by_four(four: ProcessGroup, stage: int, ranks: int, heads: int) -> None:
     for found in four.run(sequence_cases.against_one_rank, stage=stage, apart=True, heads=heads, ranks=ranks):
         assert max(found["numbers"], found["masters"]) < CLOSE["fp32"]

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from config.cli import REPOSITORY
-from config.optimizers import SPLIT_BYTES, SPLIT_PIECE
+from precision.split_masters import SPLIT_BYTES, SPLIT_PIECE
+from tests.support.marks import slow
 from tests.training.engine import engine_cases, split_cases
 from training.engine.split_masters import SplitAdamW, SplitMaster
 
@@ -25,7 +26,7 @@ def optimizer_of(master: torch.Tensor, *, split: bool) -> tuple[SplitAdamW, torc
     return optimizer, flat, weight
 
 
-@pytest.mark.parametrize("steps", [20, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [20, slow(1000)])
 def test_adamw_on_split_masters_is_adamw_on_masters(steps: int) -> None:
     """Bit for bit, on two pieces and a part of one, from weights in FP16: one in sixteen of them is a tie that 16 bits
     confuse with another."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from modeling.tensor_parallel import MEASURED
+from tests.support.marks import slow
 from tests.support.process_group import ProcessGroup
 from tests.training.engine import tensor_cases
 
@@ -19,16 +20,13 @@ CLOSE = {"fp32": 1e-5, "bf16": 6.5e-2, "fp16": 7.8e-3}
     ("stage", "given"),
     [
         (1, {"compute": "bf16"}),
-        pytest.param(
-            2, {"tied": True, "overrides": ["model.loss=chunked", "model.loss_chunk_tokens=5"]}, marks=pytest.mark.slow
-        ),
+        slow(2, {"tied": True, "overrides": ["model.loss=chunked", "model.loss_chunk_tokens=5"]}),
         (3, {"overrides": ["model.activation_checkpointing=full", "optimizer.gradient_clipping=0.1"]}),
         (2, {"overrides": ["model.loss=chunked", "model.loss_chunk_tokens=5"]}),
         *(
-            pytest.param(
+            slow(
                 stage,
                 {"compute": compute, "kind": kind, "overrides": ["model.loss=chunked", "model.loss_chunk_tokens=5"]},
-                marks=pytest.mark.slow,
             )
             for stage, compute, kind in (
                 (3, "fp32", None),
@@ -38,26 +36,14 @@ CLOSE = {"fp32": 1e-5, "bf16": 6.5e-2, "fp16": 7.8e-3}
                 (2, "fp32", "gpt_neox"),
             )
         ),
-        *(pytest.param(stage, {}, marks=pytest.mark.slow) for stage in (0, 1, 2)),
-        *(pytest.param(stage, {"compute": "bf16"}, marks=pytest.mark.slow) for stage in (2, 3)),
-        pytest.param(2, {"compute": "bf16", "overrides": ["precision.reduce=compute"]}, marks=pytest.mark.slow),
-        pytest.param(
-            2, {"compute": "fp16", "overrides": ["precision.loss_scale.policy=adaptive"]}, marks=pytest.mark.slow
-        ),
-        *(pytest.param(stage, {"compute": "fp16"}, marks=pytest.mark.slow) for stage in (1, 2, 3)),
-        *(
-            pytest.param(2, {"overrides": [f"model.activation_checkpointing={kind}"]}, marks=pytest.mark.slow)
-            for kind in ("selective", "attention")
-        ),
-        pytest.param(
-            1,
-            {"overrides": ["model={activation_checkpointing: full, checkpointing_reentrant: true}"]},
-            marks=pytest.mark.slow,
-        ),
-        *(
-            pytest.param(2, {"overrides": [f"optimizer.gradient_clipping={limit}"]}, marks=pytest.mark.slow)
-            for limit in (0, 0.1)
-        ),
+        *(slow(stage, {}) for stage in (0, 1, 2)),
+        *(slow(stage, {"compute": "bf16"}) for stage in (2, 3)),
+        slow(2, {"compute": "bf16", "overrides": ["precision.reduce=compute"]}),
+        slow(2, {"compute": "fp16", "overrides": ["precision.loss_scale.policy=adaptive"]}),
+        *(slow(stage, {"compute": "fp16"}) for stage in (1, 2, 3)),
+        *(slow(2, {"overrides": [f"model.activation_checkpointing={kind}"]}) for kind in ("selective", "attention")),
+        slow(1, {"overrides": ["model={activation_checkpointing: full, checkpointing_reentrant: true}"]}),
+        *(slow(2, {"overrides": [f"optimizer.gradient_clipping={limit}"]}) for limit in (0, 0.1)),
     ],
 )
 def test_it_trains_as_one_rank_does(pair: ProcessGroup, stage: int, given: dict[str, Any]) -> None:
@@ -95,7 +81,7 @@ MANIFEST = {
     [
         (2, "bf16", {}),
         *(
-            pytest.param(stage, default, given, marks=pytest.mark.slow)
+            slow(stage, default, given)
             for stage, default, given in (
                 (1, "bf16", {}),
                 (3, "bf16", {}),
@@ -130,11 +116,7 @@ def test_an_fp8_manifest_is_refused_in_one_line(pair: ProcessGroup) -> None:
 
 @pytest.mark.parametrize(
     "overrides",
-    [
-        ["optimizer={name: sgd, momentum: 0.9}"],
-        pytest.param(["optimizer.name=lion"], marks=pytest.mark.slow),
-        pytest.param(["data.document_masking=true"], marks=pytest.mark.slow),
-    ],
+    [["optimizer={name: sgd, momentum: 0.9}"], slow(["optimizer.name=lion"]), slow(["data.document_masking=true"])],
 )
 def test_what_works_value_by_value_works_on_slices(pair: ProcessGroup, overrides: list[str]) -> None:
     for found in pair.run(tensor_cases.against_data_ranks, overrides=overrides):
@@ -159,9 +141,9 @@ def test_the_kinds_are_those_that_the_config_allows() -> None:
     ("stage", "compute"),
     [
         (2, "fp32"),
-        *(pytest.param(stage, "fp32", marks=pytest.mark.slow) for stage in (0, 1, 3)),
-        *(pytest.param(stage, "bf16", marks=pytest.mark.slow) for stage in (1, 2, 3)),
-        pytest.param(2, "fp16", marks=pytest.mark.slow),
+        *(slow(stage, "fp32") for stage in (0, 1, 3)),
+        *(slow(stage, "bf16") for stage in (1, 2, 3)),
+        slow(2, "fp16"),
     ],
 )
 def test_four_ranks_share_by_two_and_have_two_halves_of_the_batch(four: ProcessGroup, stage: int, compute: str) -> None:
@@ -179,15 +161,14 @@ def test_dropout_is_drawn_alike_and_a_step_finds_where_it_is_not(pair: ProcessGr
     assert "ranks that share matrices (parallel.tensor = 2) no longer compute the same" in one["found"]
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [1, slow(3)])
 def test_a_replica_that_parts_is_named_though_loss_and_norm_are_equal(pair: ProcessGroup, stage: int) -> None:
     for found in pair.run(tensor_cases.with_a_changed_replica, stage=stage):
         assert "model.embed_tokens.weight is another on rank 1" in found
 
 
 @pytest.mark.parametrize(
-    ("stage", "compute"),
-    [(2, "fp32"), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in ((0, "fp32"), (1, "bf16"), (3, "bf16")))],
+    ("stage", "compute"), [(2, "fp32"), *(slow(*cell) for cell in ((0, "fp32"), (1, "bf16"), (3, "bf16")))]
 )
 def test_a_value_that_is_not_finite_is_blamed_on_the_rank_where_it_began(
     pair: ProcessGroup, stage: int, compute: str

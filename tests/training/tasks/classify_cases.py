@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,12 @@ import torch
 import transformers
 from transformers import AutoTokenizer
 
-from config.cli import REPOSITORY
-from config.command_line import read_command_line
 from config.resolved import Resolved
-from config.schema import OptimizerSection
-from data.row_shards import RowShards
-from modeling.parameter_groups import parameter_groups
 from tests.support.labelled import LABELS, LENGTH
-from tests.training.tasks.sft_cases import CLIPPING, GLOBAL, RATE, STEPS, masters, taken
+from tests.training.tasks import sft_cases
+from tests.training.tasks.sft_cases import masters, step, taken, trained_from, trained_plainly
 from training.distributed import World
-from training.session import Session, session
+from training.session import session
 
 AUTO = {
     "sequence": "AutoModelForSequenceClassification",
@@ -28,61 +25,22 @@ AUTO = {
 }
 
 
-def resolve(
-    folder: Path, *, kind: str = "sequence", stage: int = 2, compute: str = "fp32", overrides: tuple[str, ...] = ()
-) -> Resolved:
+def resolve(folder: Path, *, kind: str = "sequence", overrides: tuple[str, ...] = (), **options: Any) -> Resolved:
     """A classification by the encoder in `folder` of its rows of one kind."""
-    return read_command_line(
-        [
-            "--config",
-            str(REPOSITORY / "config/recipes/demo.yaml"),
-            "task=classify",
-            f"classify.kind={kind}",
-            f"run.dir={folder}/runs",
-            "run.resume=auto",
-            "run.steps=6",
-            "model.architecture=null",
-            "model.config={}",
-            f"model.name_or_path={folder}/bert",
-            "model.activation_checkpointing=none",
-            "data.source=auto",
-            f"data.path={folder}/{kind}.jsonl",
-            "data.tokenizer=model",
-            f"data.sequence_length={LENGTH}",
-            "data.validation_fraction=0",
-            f"data.cache_dir={folder}/cache",
-            f"batch.global_size={GLOBAL}",
-            "batch.micro_size=2",
-            f"optimizer.learning_rate={RATE}",
-            f"optimizer.gradient_clipping={CLIPPING}",
-            "schedule={name: constant, warmup_steps: 0}",
-            f"precision.compute={compute}",
-            f"deepspeed.stage={stage}",
-            "evaluate.every_steps=0",
-            "checkpoint.every_steps=0",
-            "tracking.wandb=disabled",
-            *overrides,
-        ]
-    )
+    given = ("task=classify", f"classify.kind={kind}", f"data.path={folder}/{kind}.jsonl")
+    given = (*given, f"model.name_or_path={folder}/bert", f"data.sequence_length={LENGTH}")
+    return sft_cases.resolve(folder, overrides=(*given, *overrides), **options)
+
+
+parity_steps, telemetry, causes, regions = (
+    partial(case, resolve=resolve)
+    for case in (sft_cases.parity_steps, sft_cases.telemetry, sft_cases.causes, sft_cases.regions)
+)
 
 
 def steps(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
     """Losses, norms, metrics and rows of some steps, and the masters before and after."""
-    return taken(resolve(folder, **options), world, _step)
-
-
-def _step(opened: Session) -> dict[str, Any]:
-    engine, batch, train = opened.engine, opened.batches.next_step(), opened.corpus.train
-    assert isinstance(train, RowShards)
-    health = engine.health(engine.forward_backward(batch, step=batch.position + 1))
-    assert engine.step(health, RATE).applied
-    rows = [row for sample in batch.sample_ids for row in train.rows_of(int(sample))]
-    return {
-        "loss": health.loss,
-        "grad_norm": health.grad_norm,
-        "metrics": health.metrics,
-        "rows": rows,
-    }
+    return taken(resolve(folder, **options), world, step)
 
 
 def oracle(
@@ -105,14 +63,9 @@ def oracle(
     )
     net = trained_from(net, found["before"], adapter)
     rows = [json.loads(line) for line in (folder / f"{kind}.jsonl").read_text().splitlines()]
-    parameters = {name: item for name, item in net.named_parameters() if item.requires_grad}
-    optimizer = torch.optim.AdamW(
-        parameter_groups(net, OptimizerSection(weight_decay=0.1)), lr=RATE, betas=(0.9, 0.95), eps=1e-8
-    )
-    steps = []
-    for step in found["steps"]:
-        total, count, predicted, there = 0.0, 0, [], []
-        losses = []
+
+    def backward(step: dict[str, Any]) -> dict[str, Any]:
+        predicted, there, losses = [], [], []
         for number in step["rows"]:
             inputs, target = example(tokenizer, rows[number], kind, names, pair=pair)
             logits = net(**inputs).logits.float()
@@ -124,27 +77,13 @@ def oracle(
                 losses.append(torch.nn.functional.cross_entropy(logits, target, ignore_index=-100, reduction="sum"))
                 keep = target != -100
                 guess, real = logits.detach().argmax(-1)[keep].tolist(), target[keep].tolist()
-            count += len(real)
             predicted += guess
             there += real
-        total = torch.stack(losses).sum() / count
-        total.backward()
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters.values(), CLIPPING))
-        optimizer.step()
-        optimizer.zero_grad()
-        steps.append({"loss": float(total.detach()), "grad_norm": norm, "predicted": predicted, "there": there})
-    return {"steps": steps, "after": {name: parameter.detach().clone() for name, parameter in parameters.items()}}
+        loss = torch.stack(losses).sum() / len(there)
+        loss.backward()
+        return {"loss": float(loss.detach()), "predicted": predicted, "there": there}
 
-
-def trained_from(net: Any, before: dict[str, torch.Tensor], adapter: dict[str, Any] | None) -> Any:
-    """The model in training from the weights `before`, with the adapter that plain `peft` puts into it."""
-    if adapter is not None:
-        from peft import LoraConfig, get_peft_model
-
-        net = get_peft_model(net, LoraConfig(**adapter)).get_base_model()
-    net.load_state_dict(before, strict=False)
-    assert {name for name, item in net.named_parameters() if item.requires_grad} == before.keys()
-    return net.train()
+    return trained_plainly(net, found["steps"], backward)
 
 
 def example(
@@ -179,17 +118,6 @@ def evaluate(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
         }
 
 
-def parity_steps(world: World, *, folder: Path, **options: Any) -> list[dict[str, Any]]:
-    """Two steps, each compared with FP32 module by module."""
-    from tools.parity.reference import Reference
-    from tools.parity.steps import StepParity
-
-    with session(resolve(folder, **options), world=world) as opened:
-        resolved = opened.resolved
-        parity = StepParity(opened.engine, Reference(resolved, opened.model_config, world), resolved)
-        return [parity.step(opened.batches.next_step(), applied=step) for step in range(2)]
-
-
 def generators_after_the_reference(world: World, *, folder: Path, **options: Any) -> bool:
     """Whether a run's random numbers go on as if no FP32 reference had been built."""
     from tools.parity.reference import Reference
@@ -198,38 +126,6 @@ def generators_after_the_reference(world: World, *, folder: Path, **options: Any
         before = torch.get_rng_state()
         Reference(opened.resolved, opened.model_config, world)
         return torch.equal(before, torch.get_rng_state())
-
-
-def telemetry(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
-    """What is measured on the first step, with the probe."""
-    from training.telemetry import Telemetry
-
-    with session(resolve(folder, **options), world=world) as opened:
-        meter, batch = Telemetry(opened.engine, probe=True), opened.batches.next_step()
-        with meter.watching(batch):
-            outcome = opened.engine.forward_backward(batch, step=1)
-        opened.engine.health(outcome)
-        meter.measure()
-        return meter.finish(applied=False)
-
-
-def causes(world: World, *, folder: Path, **options: Any) -> list[tuple[int, Any]]:
-    """Who made the first step not finite."""
-    from training.attribution import attribute
-
-    with session(resolve(folder, **options), world=world) as opened:
-        batch = opened.batches.next_step()
-        outcome = opened.engine.forward_backward(batch, step=1)
-        assert not opened.engine.health(outcome).finite
-        return attribute(opened.engine, batch, outcome, step=1)
-
-
-def regions(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
-    """The dtype of each region under a manifest, and the losses of some steps."""
-    with session(resolve(folder, compute="auto", **options), world=world) as opened:
-        losses = [_step(opened)["loss"] for _ in range(STEPS)]
-        assert opened.engine.regions is not None
-        return {"dtypes": dict(opened.engine.regions.dtypes), "losses": losses}
 
 
 def surveyed(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the tests of encoders share."""
+"""What the tests of several tasks share."""
 
 from __future__ import annotations
 
@@ -6,9 +6,20 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import seq2seq
+from tests.support.chats import write_base, write_chats
 from tests.support.labelled import FAMILIES, write_encoder, write_rows
 from tests.training.tasks import classify_cases, mlm_cases
 from training.tasks.task import prepare
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base model and 60 chats."""
+    made = tmp_path_factory.mktemp("chats")
+    write_base(made / "base")
+    write_chats(made / "chats.jsonl", 60)
+    return made
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +35,13 @@ def encoders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     resolved = classify_cases.resolve(folder, overrides=mlm_cases.mlm(folder, "data.workers=1"))
     prepare(resolved.config, progress=False)
     return folder
+
+
+@pytest.fixture(scope="session")
+def sides(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An encoder-decoder of each family, and 60 rows."""
+    made = tmp_path_factory.mktemp("seq2seq")
+    for family in seq2seq.FAMILIES:
+        seq2seq.write_model(made / family, family)
+    seq2seq.write_rows(made / "rows.jsonl", 60)
+    return made

@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from config.schema import OptimizerSection
-from modeling.parameter_groups import parameter_groups
-from tests.training.tasks.sft_cases import CLIPPING, RATE, labelled, resolve
+from tests.training.tasks.sft_cases import labelled, resolve, trained_plainly
 from training.distributed import World
 from training.session import session
 
@@ -35,11 +33,8 @@ def oracle(
     model.train()
     teacher.eval()
     chats = [json.loads(line)["messages"] for line in (folder / "chats.jsonl").read_text().splitlines()]
-    optimizer = torch.optim.AdamW(
-        parameter_groups(model, OptimizerSection(weight_decay=0.1)), lr=RATE, betas=(0.9, 0.95), eps=eps
-    )
-    found = []
-    for numbers in rows_of_steps:
+
+    def backward(numbers: list[int]) -> dict[str, Any]:
         rows = [labelled(tokenizer, chats[number]) for number in numbers]
         count = sum(int((labels[1:] != -100).sum()) for _, labels in rows)
         sums = torch.zeros(4, dtype=torch.float64)
@@ -62,13 +57,11 @@ def oracle(
             (loss / count).backward()
             same = (logits.argmax(-1) == theirs.argmax(-1)).double().sum()
             sums += torch.stack([loss, kl, entropy, same]).detach()
-        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPING))
-        optimizer.step()
-        optimizer.zero_grad()
         values = dict(zip(("loss", "kl", "label_cross_entropy", "teacher_agreement"), sums.tolist(), strict=True))
         tokens = sum(len(ids) - 1 for ids, _ in rows)
-        found.append({"grad_norm": norm, "tokens": tokens} | {name: value / count for name, value in values.items()})
-    return {"steps": found, "after": {name: value.detach().clone() for name, value in model.named_parameters()}}
+        return {"tokens": tokens} | {name: value / count for name, value in values.items()}
+
+    return trained_plainly(model, rows_of_steps, backward, eps=eps)
 
 
 NAMES = ("base", "teacher")
@@ -100,15 +93,3 @@ def refused(world: World, *, folder: Path, **options: Any) -> str:
             return ""
     except UserError as error:
         return str(error)
-
-
-def parity_steps(world: World, *, folder: Path, **options: Any) -> list[dict[str, Any]]:
-    """Two steps, each compared with FP32 module by module, under the same teacher."""
-    from tools.parity.reference import Reference
-    from tools.parity.steps import StepParity
-
-    resolved = resolve(folder, **options)
-    with session(resolved, world=world) as opened:
-        reference = Reference(resolved, opened.model_config, world, opened.engine.teacher)
-        parity = StepParity(opened.engine, reference, resolved)
-        return [parity.step(opened.batches.next_step(), applied=step) for step in range(2)]

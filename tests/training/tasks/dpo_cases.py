@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from contextlib import ExitStack, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from config.resolved import Resolved
-from config.schema import OptimizerSection
 from data.row_shards import RowShards
-from modeling.parameter_groups import parameter_groups
 from tests.training.tasks import sft_cases
-from tests.training.tasks.sft_cases import CLIPPING, RATE, labelled, taken
+from tests.training.tasks.sft_cases import labelled, taken, trained_plainly
 from training.distributed import World
 from training.session import Session, session
 from training.tasks.task import prepare
@@ -44,12 +43,16 @@ def steps(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
 
 
 def _step(opened: Session) -> dict[str, Any]:
-    engine, batch, train = opened.engine, opened.batches.next_step(), opened.corpus.train
+    batch, train = opened.batches.next_step(), opened.corpus.train
     assert isinstance(train, RowShards)
-    health = engine.health(engine.forward_backward(batch, step=batch.position + 1))
-    assert engine.step(health, RATE).applied
-    found = {"loss": health.loss, "grad_norm": health.grad_norm, "tokens": batch.tokens, "metrics": health.metrics}
-    return found | {"pairs": [train.rows_of(int(sample))[0] // 2 for sample in batch.sample_ids]}
+    return sft_cases.step(opened, batch) | {
+        "pairs": [train.rows_of(int(sample))[0] // 2 for sample in batch.sample_ids]
+    }
+
+
+parity_steps, telemetry, causes = (
+    partial(case, resolve=resolve) for case in (sft_cases.parity_steps, sft_cases.telemetry, sft_cases.causes)
+)
 
 
 def first_step(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
@@ -81,12 +84,8 @@ def oracle(
     base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
     model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32) if model is None else model
     rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
-    optimizer = torch.optim.AdamW(
-        parameter_groups(model, OptimizerSection(weight_decay=0.1)), lr=RATE, betas=(0.9, 0.95), eps=eps
-    )
-    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    found = []
-    for numbers in pairs_of_steps:
+
+    def backward(numbers: list[int]) -> dict[str, Any]:
         total, tokens, preferred = 0.0, 0, 0.0
         estimates: dict[str, list[float]] = {f"{k}/{s}": [] for k in ("kl_k1", "kl_k3") for s in ("chosen", "rejected")}
         for number in numbers:
@@ -105,14 +104,10 @@ def oracle(
             (loss / len(numbers)).backward()
             total += float(loss.detach())
             preferred += 0.5 + 0.5 * float(margin.detach().sign())
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters.values(), CLIPPING))
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(
-            {"loss": total / len(numbers), "grad_norm": norm, "tokens": tokens, "accuracy": preferred / len(numbers)}
-            | {name: sum(values) / len(values) for name, values in estimates.items()}
-        )
-    return {"steps": found, "after": {name: parameter.detach().clone() for name, parameter in parameters.items()}}
+        means = {name: sum(values) / len(values) for name, values in estimates.items()}
+        return {"loss": total / len(numbers), "tokens": tokens, "accuracy": preferred / len(numbers)} | means
+
+    return trained_plainly(model, pairs_of_steps, backward, eps=eps)
 
 
 def token_log_probs(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -131,41 +126,6 @@ def written_out(given: dict[str, Any], margin: torch.Tensor) -> torch.Tensor:
         return (margin - 1 / (2 * beta)) ** 2
     right, wrong = torch.sigmoid(beta * margin).log(), torch.sigmoid(-beta * margin).log()
     return -(1 - smoothing) * right - smoothing * wrong
-
-
-def parity_steps(world: World, *, folder: Path, **options: Any) -> list[dict[str, Any]]:
-    """Two steps, each compared with FP32 module by module."""
-    from tools.parity.reference import Reference
-    from tools.parity.steps import StepParity
-
-    resolved = resolve(folder, **options)
-    with session(resolved, world=world) as opened:
-        parity = StepParity(opened.engine, Reference(resolved, opened.model_config, world), resolved)
-        return [parity.step(opened.batches.next_step(), applied=step) for step in range(2)]
-
-
-def telemetry(world: World, *, folder: Path, probe: bool, **options: Any) -> dict[str, Any]:
-    """What is measured on the first step."""
-    from training.telemetry import Telemetry
-
-    with session(resolve(folder, **options), world=world) as opened:
-        meter, batch = Telemetry(opened.engine, probe=probe), opened.batches.next_step()
-        with meter.watching(batch):
-            outcome = opened.engine.forward_backward(batch, step=1)
-        opened.engine.health(outcome)
-        meter.measure()
-        return meter.finish(applied=False)
-
-
-def causes(world: World, *, folder: Path, **options: Any) -> list[tuple[int, Any]]:
-    """Who made the first step not finite."""
-    from training.attribution import attribute
-
-    with session(resolve(folder, **options), world=world) as opened:
-        batch = opened.batches.next_step()
-        outcome = opened.engine.forward_backward(batch, step=1)
-        assert not opened.engine.health(outcome).finite
-        return attribute(opened.engine, batch, outcome, step=1)
 
 
 def killed_while_writing(world: World, *, folder: Path, **options: Any) -> None:

@@ -27,17 +27,6 @@ def loaded(folder: Path, base: str, *, double: bool = False, dtype: torch.dtype 
     return AutoModelForCausalLM.from_pretrained(folder / "base", dtype=dtype, quantization_config=chosen)
 
 
-def peft_on(model: Any, adapter: dict[str, Any], first: dict[str, torch.Tensor]) -> Any:
-    """`model` under plain `peft`, its adapter at the values `first`, by Mantissa's names."""
-    from peft import LoraConfig, get_peft_model
-
-    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **adapter)).get_base_model()
-    adapted.load_state_dict(first, strict=False)
-    trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
-    assert trained == set(first)
-    return adapted
-
-
 def steps(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
     """As `sft_cases.steps`, with what the base holds at the start, and after an evaluation at the end."""
     with session(sft_cases.resolve(folder, **options), world=world) as opened:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,11 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from config.resolved import Resolved
-from config.schema import OptimizerSection
-from modeling.parameter_groups import parameter_groups
 from tests.support.seq2seq import SOURCE, TARGET
-from tests.training.tasks import classify_cases, sft_cases
-from tests.training.tasks.sft_cases import CLIPPING, RATE, masters, taken
+from tests.training.tasks import sft_cases
+from tests.training.tasks.sft_cases import step, taken, trained_from, trained_plainly
 from training.distributed import World
-from training.session import Session, session
+from training.session import session
 
 
 def resolve(folder: Path, *, family: str = "t5", overrides: tuple[str, ...] = (), **options: Any) -> Resolved:
@@ -29,17 +28,12 @@ def resolve(folder: Path, *, family: str = "t5", overrides: tuple[str, ...] = ()
     return sft_cases.resolve(folder, overrides=(*given, *overrides), **options)
 
 
+causes = partial(sft_cases.causes, resolve=resolve)
+
+
 def steps(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
     """Losses, norms and rows of some steps, and the masters before and after."""
-    return taken(resolve(folder, **options), world, _step)
-
-
-def _step(opened: Session) -> dict[str, Any]:
-    engine, batch = opened.engine, opened.batches.next_step()
-    health = engine.health(engine.forward_backward(batch, step=batch.position + 1))
-    assert engine.step(health, RATE).applied
-    rows = [opened.corpus.train.rows_of(int(sample))[0] for sample in batch.sample_ids]  # type: ignore[union-attr]
-    return {"loss": health.loss, "grad_norm": health.grad_norm, "rows": rows, "tokens": batch.tokens}
+    return taken(resolve(folder, **options), world, step)
 
 
 def oracle(
@@ -52,29 +46,22 @@ def oracle(
     tokenizer = AutoTokenizer.from_pretrained(folder / family)
     model: Any = AutoModelForSeq2SeqLM.from_pretrained(folder / family, dtype=torch.float32).train()
     if adapter is not None:
-        model = classify_cases.trained_from(model, taken["before"], adapter)
-    parameters = {name: item for name, item in model.named_parameters() if item.requires_grad}
+        model = trained_from(model, taken["before"], adapter)
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
-    groups = parameter_groups(model, OptimizerSection(weight_decay=0.1))
-    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8)
-    found = []
-    for numbers in (step["rows"] for step in taken["steps"]):
+
+    def backward(step: dict[str, Any]) -> dict[str, Any]:
         pairs = [
             [tokenizer(rows[number][field], return_tensors="pt").input_ids for field in ("prompt", "completion")]
-            for number in numbers
+            for number in step["rows"]
         ]
-        count = sum(target.numel() for _, target in pairs)
-        total = 0.0
+        count, total = sum(target.numel() for _, target in pairs), 0.0
         for source, target in pairs:
             loss = model(input_ids=source, labels=target).loss * target.numel() / count
             loss.backward()
             total += float(loss.detach())
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters.values(), CLIPPING))
-        optimizer.step()
-        optimizer.zero_grad()
-        tokens = sum(source.numel() + target.numel() for source, target in pairs)
-        found.append({"loss": total, "grad_norm": norm, "tokens": tokens})
-    return {"steps": found, "after": {name: value.detach().clone() for name, value in parameters.items()}}
+        return {"loss": total, "tokens": sum(source.numel() + target.numel() for source, target in pairs)}
+
+    return trained_plainly(model, taken["steps"], backward)
 
 
 def mixture(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
@@ -116,12 +103,6 @@ def plain_losses(folder: Path, family: str, rows: list[dict[str, str]]) -> torch
     return found
 
 
-def start(world: World, *, folder: Path, **options: Any) -> dict[str, torch.Tensor]:
-    """The masters of a run that has just started."""
-    with session(resolve(folder, **options), world=world) as opened:
-        return masters(opened)
-
-
 def measured(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
     """A step compared with FP32 module by module, and what telemetry measures on the next one, with the probe."""
     from tools.parity.reference import Reference
@@ -138,14 +119,3 @@ def measured(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
         engine.health(outcome)
         meter.measure()
         return {"step": step, "telemetry": meter.finish(applied=False)}
-
-
-def causes(world: World, *, folder: Path, **options: Any) -> list[tuple[int, Any]]:
-    """Who made the first step not finite."""
-    from training.attribution import attribute
-
-    with session(resolve(folder, **options), world=world) as opened:
-        batch = opened.batches.next_step()
-        outcome = opened.engine.forward_backward(batch, step=1)
-        assert not opened.engine.health(outcome).finite
-        return attribute(opened.engine, batch, outcome, step=1)

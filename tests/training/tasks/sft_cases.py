@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from config.resolved import Resolved
 from config.schema import OptimizerSection
+from data.loader import Batch
 from data.row_shards import RowShards
 from modeling.parameter_groups import parameter_groups
 from tests.support.chats import LENGTH, SHAPE
@@ -32,33 +33,15 @@ def resolve(folder: Path, *, stage: int = 2, compute: str = "fp32", overrides: t
     """A fine-tuning of the base in `folder` on its chats."""
     return read_command_line(
         [
-            "--config",
-            str(REPOSITORY / "config/recipes/demo.yaml"),
-            "task=sft",
-            f"run.dir={folder}/runs",
-            "run.resume=auto",
-            "run.steps=6",
-            "model.architecture=null",
-            "model.config={}",
-            f"model.name_or_path={folder}/base",
-            "model.activation_checkpointing=none",
-            "data.source=auto",
-            f"data.path={folder}/chats.jsonl",
-            "data.tokenizer=model",
-            f"data.sequence_length={LENGTH}",
-            "data.validation_fraction=0",
-            f"data.cache_dir={folder}/cache",
-            f"batch.global_size={GLOBAL}",
-            "batch.micro_size=2",
-            f"optimizer.learning_rate={RATE}",
-            f"optimizer.gradient_clipping={CLIPPING}",
-            "schedule={name: constant, warmup_steps: 0}",
-            f"precision.compute={compute}",
-            f"deepspeed.stage={stage}",
-            "evaluate.every_steps=0",
-            "checkpoint.every_steps=0",
-            "tracking.wandb=disabled",
-            "generate.tokens=0",
+            *("--config", f"{REPOSITORY}/config/recipes/demo.yaml", "task=sft"),
+            *(f"run.dir={folder}/runs", "run.resume=auto", "run.steps=6"),
+            *("model.architecture=null", "model.config={}", "model.activation_checkpointing=none"),
+            *(f"model.name_or_path={folder}/base", f"data.path={folder}/chats.jsonl", f"data.cache_dir={folder}/cache"),
+            *("data.source=auto", "data.tokenizer=model", f"data.sequence_length={LENGTH}"),
+            *("data.validation_fraction=0", f"batch.global_size={GLOBAL}", "batch.micro_size=2"),
+            *(f"optimizer.learning_rate={RATE}", f"optimizer.gradient_clipping={CLIPPING}"),
+            *("schedule={name: constant, warmup_steps: 0}", f"precision.compute={compute}", f"deepspeed.stage={stage}"),
+            *("evaluate.every_steps=0", "checkpoint.every_steps=0", "tracking.wandb=disabled", "generate.tokens=0"),
             *overrides,
         ]
     )
@@ -93,26 +76,48 @@ def masters(opened: Session) -> dict[str, torch.Tensor]:
     return {name: whole_master(engine, parameter) for name, parameter in trainable_parameters(engine).items()}
 
 
-def _step(opened: Session) -> dict[str, Any]:
-    engine, batch, train = opened.engine, opened.batches.next_step(), opened.corpus.train
-    assert isinstance(train, RowShards)
+def step(opened: Session, batch: Batch | None = None) -> dict[str, Any]:
+    """Take a step, on the next batch unless one is given: what was measured, and the rows of a task that has rows."""
+    engine, train = opened.engine, opened.corpus.train
+    batch = batch or opened.batches.next_step()
     health = engine.health(engine.forward_backward(batch, step=batch.position + 1))
     assert engine.step(health, RATE).applied
-    rows, noise_names = [], []
+    found = {"loss": health.loss, "grad_norm": health.grad_norm, "tokens": batch.tokens, "metrics": health.metrics}
+    if isinstance(train, RowShards):
+        found["rows"] = [row for sample in batch.sample_ids for row in train.rows_of(int(sample))]
+    return found
+
+
+def _step(opened: Session) -> dict[str, Any]:
+    batch, train = opened.batches.next_step(), opened.corpus.train
+    assert isinstance(train, RowShards)
+    noise_names = []
     for sample in batch.sample_ids:
         start = 0
         for row in train.rows_of(int(sample)):
-            rows.append(row)
             noise_names.append((f"{SEED}/{sample}/{batch.position}", start))
             start += len(train.row(row)[0]) - 1
-    return {
-        "noise_names": noise_names,
-        "loss": health.loss,
-        "grad_norm": health.grad_norm,
-        "rows": rows,
-        "tokens": batch.tokens,
-        "metrics": health.metrics,
-    }
+    return step(opened, batch) | {"noise_names": noise_names}
+
+
+def trained_plainly(
+    model: Any, steps: Iterable[Any], backward: Callable[[Any], dict[str, Any]], *, eps: float = 1e-8
+) -> dict[str, Any]:
+    """Train `model` in place in plain torch, by the gradients that `backward` leaves for each of `steps`.
+
+    What `backward` returned of each step with its gradient norm, and the trained parameters afterwards. eps: of AdamW.
+    """
+    groups = parameter_groups(model, OptimizerSection(weight_decay=0.1))
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=eps)
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    found = []
+    for step in steps:
+        measured = backward(step)
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters.values(), CLIPPING))
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append({"grad_norm": norm} | measured)
+    return {"steps": found, "after": {name: parameter.detach().clone() for name, parameter in parameters.items()}}
 
 
 def oracle(
@@ -134,30 +139,24 @@ def oracle(
         model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
     model.train()
     chats = [json.loads(line)["messages"] for line in (folder / "chats.jsonl").read_text().splitlines()]
-    groups = parameter_groups(model, OptimizerSection(weight_decay=0.1))
-    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=eps)
-    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    found = []
-    for step, numbers in enumerate(rows_of_steps):
-        rows = [labelled(tokenizer, chats[number]) for number in numbers]
+
+    def backward(step: tuple[int, list[int]]) -> dict[str, Any]:
+        rows = [labelled(tokenizer, chats[number]) for number in step[1]]
         counts = [int((labels[1:] != -100).sum()) for _, labels in rows]
         total = of_labels = 0.0
         for row, ((ids, labels), count) in enumerate(zip(rows, counts, strict=True)):
             embedded = model.get_input_embeddings()(ids[None, :-1])
             if noise is not None:
-                embedded = embedded + noise(step, row, embedded.shape[1:])
+                embedded = embedded + noise(step[0], row, embedded.shape[1:])
             logits = model(inputs_embeds=embedded, use_cache=False).logits[0].float()
             loss = torch.nn.functional.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum")
             share = loss / (count * len(rows)) if by_row else loss / sum(counts)
             share.backward()
             total += float(share.detach())
             of_labels += float(loss.detach()) / sum(counts)
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters.values(), CLIPPING))
-        optimizer.step()
-        optimizer.zero_grad()
-        tokens = sum(len(ids) - 1 for ids, _ in rows)
-        found.append({"loss": total, "grad_norm": norm, "tokens": tokens, "token_loss": of_labels})
-    return {"steps": found, "after": {name: parameter.detach().clone() for name, parameter in parameters.items()}}
+        return {"loss": total, "tokens": sum(len(ids) - 1 for ids, _ in rows), "token_loss": of_labels}
+
+    return trained_plainly(model, enumerate(rows_of_steps), backward, eps=eps)
 
 
 def labelled(tokenizer: Any, turns: list[dict[str, str]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -173,35 +172,47 @@ def labelled(tokenizer: Any, turns: list[dict[str, str]]) -> tuple[torch.Tensor,
     return torch.tensor(ids), torch.tensor(labels)
 
 
-def base_of(folder: Path, adapter: dict[str, Any], first: dict[str, torch.Tensor]) -> Any:
-    """The base under plain `peft`, its adapter at the values `first`, by Mantissa's names."""
-    from peft import LoraConfig, get_peft_model
+def trained_from(model: Any, before: dict[str, torch.Tensor], adapter: dict[str, Any] | None) -> Any:
+    """The model in training from the weights `before`, with the adapter that plain `peft` puts into it.
 
+    adapter: arguments of its `LoraConfig`; None: all weights are trained.
+    """
+    if adapter is not None:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(**adapter)).get_base_model()
+    model.load_state_dict(before, strict=False)
+    assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == before.keys()
+    return model.train()
+
+
+def base_of(folder: Path, adapter: dict[str, Any], before: dict[str, torch.Tensor]) -> Any:
+    """The base under plain `peft`, its adapter at the values `before`, by Mantissa's names."""
     model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
-    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **adapter)).get_base_model()
-    adapted.load_state_dict(first, strict=False)
-    trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
-    assert trained == set(first)
-    return adapted
+    return trained_from(model, before, {"task_type": "CAUSAL_LM", **adapter})
 
 
-def parity_steps(world: World, *, folder: Path, **options: Any) -> list[dict[str, Any]]:
-    """Two steps, each compared with FP32 module by module."""
+Resolve = Callable[..., Resolved]
+"""A task's `resolve`."""
+
+
+def parity_steps(world: World, *, resolve: Resolve = resolve, folder: Path, **options: Any) -> list[dict[str, Any]]:
+    """Two steps, each compared with FP32 module by module, under the same teacher if there is one."""
     from tools.parity.reference import Reference
     from tools.parity.steps import StepParity
 
-    resolved = resolve(folder, **options)
-    with session(resolved, world=world) as opened:
-        parity = StepParity(opened.engine, Reference(resolved, opened.model_config, world), resolved)
+    with session(resolve(folder, **options), world=world) as opened:
+        reference = Reference(opened.resolved, opened.model_config, world, opened.engine.teacher)
+        parity = StepParity(opened.engine, reference, opened.resolved)
         return [parity.step(opened.batches.next_step(), applied=step) for step in range(2)]
 
 
-def telemetry(world: World, *, folder: Path, probe: bool, **options: Any) -> dict[str, Any]:
-    """What is measured on the first step."""
+def telemetry(world: World, *, resolve: Resolve = resolve, folder: Path, **options: Any) -> dict[str, Any]:
+    """What is measured on the first step, with the probe."""
     from training.telemetry import Telemetry
 
     with session(resolve(folder, **options), world=world) as opened:
-        meter, batch = Telemetry(opened.engine, probe=probe), opened.batches.next_step()
+        meter, batch = Telemetry(opened.engine, probe=True), opened.batches.next_step()
         with meter.watching(batch):
             outcome = opened.engine.forward_backward(batch, step=1)
         opened.engine.health(outcome)
@@ -209,7 +220,7 @@ def telemetry(world: World, *, folder: Path, probe: bool, **options: Any) -> dic
         return meter.finish(applied=False)
 
 
-def causes(world: World, *, folder: Path, **options: Any) -> list[tuple[int, Any]]:
+def causes(world: World, *, resolve: Resolve = resolve, folder: Path, **options: Any) -> list[tuple[int, Any]]:
     """Who made the first step not finite."""
     from training.attribution import attribute
 
@@ -225,7 +236,7 @@ def ledger(world: World, *, folder: Path, **options: Any) -> list[Any]:
     from training.engine.ledger import read_ledger
 
     with session(resolve(folder, **options), world=world) as opened:
-        _step(opened)
+        step(opened)
         return read_ledger(opened.engine, reduce="fp32")
 
 
@@ -243,13 +254,12 @@ def with_a_frozen_gradient(world: World, *, folder: Path, **options: Any) -> str
     return ""
 
 
-def regions(world: World, *, folder: Path, **options: Any) -> dict[str, str]:
-    """The dtype of each region after a step under a manifest."""
-    resolved = resolve(folder, compute="auto", **options)
-    with session(resolved, world=world) as opened:
-        _step(opened)
+def regions(world: World, *, resolve: Resolve = resolve, folder: Path, **options: Any) -> dict[str, Any]:
+    """The dtype of each region under a manifest, and the losses of some steps."""
+    with session(resolve(folder, compute="auto", **options), world=world) as opened:
+        losses = [step(opened)["loss"] for _ in range(STEPS)]
         assert opened.engine.regions is not None
-        return dict(opened.engine.regions.dtypes)
+        return {"dtypes": dict(opened.engine.regions.dtypes), "losses": losses}
 
 
 def mixture(world: World, *, folder: Path, count: int, first: int = 0, **options: Any) -> list[dict[str, Any]]:
@@ -307,7 +317,7 @@ def lost_updates(world: World, *, folder: Path, rate: float, **options: Any) -> 
     from training.telemetry import Telemetry
 
     with session(resolve(folder, **options), world=world) as opened:
-        _step(opened)
+        step(opened)
         engine, batch = opened.engine, opened.batches.next_step()
         meter, before = Telemetry(engine, probe=False), masters(opened)
         with meter.watching(batch):
@@ -318,7 +328,7 @@ def lost_updates(world: World, *, folder: Path, rate: float, **options: Any) -> 
         return {"said": meter.finish(applied=True)["lost_updates"], "before": before, "after": masters(opened)}
 
 
-def sets(world: World, *, resolve: Callable[..., Resolved] = resolve, folder: Path, **options: Any) -> dict[str, Any]:
+def sets(world: World, *, resolve: Resolve = resolve, folder: Path, **options: Any) -> dict[str, Any]:
     """Loss and metrics of each validation set, the loss of all, the first step, and how many rows are trained on."""
     with session(resolve(folder, **options), world=world) as opened:
         engine = opened.engine

@@ -8,16 +8,12 @@ from typing import Any
 
 import pytest
 
+from tests.support.plain_steps import require_equal
 from tests.support.process_group import ProcessGroup
 from tests.training.tasks import sft_cases as cases
-from tests.training.tasks.test_sft import folder, require_equal
 
-__all__ = ["folder"]
 KINDS: dict[str, tuple[list[str], dict[str, Any]]] = {
-    "lora": (
-        ["adapter={kind: lora, r: 4, alpha: 8}"],
-        {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
-    ),
+    "lora": (["adapter={kind: lora, r: 4, alpha: 8}"], {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}),
     "dora, rslora, modules": (
         ["adapter={kind: dora, r: 4, alpha: 8, rslora: true, target_modules: [q_proj, v_proj]}"],
         {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "use_dora": True, "use_rslora": True},
@@ -82,7 +78,7 @@ def test_single_steps_are_compared_with_fp32(pair: ProcessGroup, folder: Path, s
 
 
 def test_telemetry_and_its_probe_are_of_the_adapter(pair: ProcessGroup, folder: Path) -> None:
-    found = pair.run(cases.telemetry, folder=folder, probe=True, compute="bf16", overrides=(LORA,))[0]
+    found = pair.run(cases.telemetry, folder=folder, compute="bf16", overrides=(LORA,))[0]
     assert found["drift"]["maximum"] == 0
     assert found["probe"]
     assert all(".lora_" in name for name in found["probe"])
@@ -100,7 +96,7 @@ def test_rules_of_a_manifest_reach_the_adapter(pair: ProcessGroup, folder: Path,
     path = tmp_path / "manifest.json"
     rule = {"match": "*.q_proj", "compute": "fp32", "reason": "a test"}
     path.write_text(json.dumps({"default": "bf16", "rules": [rule]}))
-    regions = pair.run(cases.regions, folder=folder, overrides=(LORA, f"precision.manifest={path}"))[0]
+    regions = pair.run(cases.regions, folder=folder, overrides=(LORA, f"precision.manifest={path}"))[0]["dtypes"]
     own = {name: dtype for name, dtype in regions.items() if "q_proj" in name}
     assert {name.rpartition("q_proj.")[2] for name in own} == {"base_layer", "lora_A.default", "lora_B.default"}
     assert set(own.values()) == {"fp32"}

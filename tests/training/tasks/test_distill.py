@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.chats import write_base, write_chats
+from tests.support.plain_steps import require_equal
 from tests.support.process_group import ProcessGroup
 from tests.training.checkpoint import resume_cases
 from tests.training.tasks import distill_cases as cases
 from tests.training.tasks import sft_cases
-from tests.training.tasks.test_sft import require_equal
 
 
 @pytest.fixture(scope="module")
@@ -116,40 +116,22 @@ def test_cached_answers_are_the_live_ones(pair: ProcessGroup, folder: Path, sour
     assert len(live["losses of sources"]) == (4 if sources == 2 else 0)
 
 
-def job_of(folder: Path) -> list[str]:
-    """Overrides of a job that distils on the chats, with dropout."""
-    return [
-        *overrides_of(folder),
-        "model.architecture=null",
-        "model.config={attention_dropout: 0.1}",
-        f"model.name_or_path={folder}/base",
-        "data.source=auto",
-        f"data.path={folder}/chats.jsonl",
-        "data.tokenizer=model",
-        "data.sequence_length=96",
-    ]
-
-
 RESUMED = {
     "live": ["precision.compute=bf16", "deepspeed.stage=2"],
     "likeliest": ["precision.compute=bf16", "deepspeed.stage=3", "distill.top_k=8"],
-    "FP16, an overflow": [
-        *("precision.compute=fp16", "precision.loss_scale={initial: 256, window: 3, hysteresis: 1}"),
-        *("faults=[{kind: inf_gradient, step: 3, rank: 1}]", "deepspeed.stage=1"),
-    ],
+    "FP16, an overflow": [*resume_cases.FP16, *resume_cases.OVERFLOW, "deepspeed.stage=1"],
 }
 
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("what", RESUMED)
 def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair: ProcessGroup, folder: Path, what: str) -> None:
-    overrides, draw = [*job_of(folder), *RESUMED[what]], random.Random(what)
-    record = resume_cases.ends_as_whole(pair, folder, what, overrides, breaks=(draw.randrange(9, 16),))
-    assert [row["step"] for row in record if not row["applied"]] == ([3] if "overflow" in what else [])
+    overrides, draw = resume_cases.task_job(folder, *overrides_of(folder), *RESUMED[what]), random.Random(what)
+    resume_cases.ends_as_whole(pair, folder, what, overrides, breaks=(draw.randrange(9, 16),))
 
 
 def test_another_teacher_is_not_resumed_with(pair: ProcessGroup, folder: Path) -> None:
-    overrides = [*job_of(folder), "deepspeed.stage=2"]
+    overrides = resume_cases.task_job(folder, *overrides_of(folder), "deepspeed.stage=2")
     pair.run(resume_cases.job, folder=str(folder), name="taught", overrides=overrides, passes=12)
     write_base(folder / "other", seed=2)
     other = [item.replace(f"{folder}/teacher", f"{folder}/other") for item in overrides]
@@ -228,12 +210,12 @@ def test_half_precision_is_compared_with_fp32_under_the_same_teacher(
     pair: ProcessGroup, folder: Path, compute: str
 ) -> None:
     overrides = overrides_of(folder, temperature=2.0)
-    for step in pair.run(cases.parity_steps, folder=folder, compute=compute, overrides=overrides)[0]:
+    for step in pair.run(sft_cases.parity_steps, folder=folder, compute=compute, overrides=overrides)[0]:
         assert step["applied"]
         assert step["loss"] == pytest.approx(step["reference_loss"], rel=0.02 if compute == "bf16" else 1e-5)
 
 
 def test_the_probe_and_telemetry_have_the_teacher(pair: ProcessGroup, folder: Path) -> None:
     """Gradients in BF16 against an FP32 pass of the same batch, under the same teacher."""
-    found = pair.run(sft_cases.telemetry, folder=folder, probe=True, compute="bf16", overrides=overrides_of(folder))[0]
+    found = pair.run(sft_cases.telemetry, folder=folder, compute="bf16", overrides=overrides_of(folder))[0]
     assert found["probe"] and min(entry["cosine"] for entry in found["probe"].values()) > 0.95

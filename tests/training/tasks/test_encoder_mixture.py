@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from tests.support.labelled import write_rows
 from tests.support.process_group import ProcessGroup
 from tests.training.tasks import classify_cases as cases
-from tests.training.tasks import mlm_cases
+from tests.training.tasks import mlm_cases, sft_cases
 from training.tasks.task import prepare
 
 OTHER = ("new", "odd", "good")
@@ -38,7 +38,7 @@ def test_each_source_has_its_loss_under_one_numbering(
     names = ["number"] if kind == "regression" else ["bad", "good", "new", "odd"]
     assert kind == "regression" or found["names"] == names
     net: Any = getattr(transformers, cases.AUTO[kind]).from_pretrained(encoders / "bert", num_labels=len(names))
-    net = cases.trained_from(net, found["before"], None).eval()
+    net = sft_cases.trained_from(net, found["before"], None).eval()
     tokenizer = AutoTokenizer.from_pretrained(encoders / "bert")
     total, count = 0.0, 0
     for name, path in (("a", encoders / f"{kind}.jsonl"), ("b", second)):
@@ -77,7 +77,7 @@ def test_a_masked_language_model_counts_what_is_hidden_of_each_source(
     assert found["held out"].keys() == {"a", "b"}
     [(seen, labels, owners)] = found["seen"]
     net = transformers.AutoModelForMaskedLM.from_pretrained(encoders / "bert")
-    net = cases.trained_from(net, found["before"], None).eval()
+    net = sft_cases.trained_from(net, found["before"], None).eval()
     for number, name in enumerate(("a", "b")):
         mine = owners == number
         assert found["counts_by_source"][name] == int((labels[mine] != -100).sum()) > 0

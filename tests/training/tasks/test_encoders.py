@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from tests.support.labelled import FAMILIES, LABELS, LENGTH, sizes
 from tests.support.process_group import ProcessGroup
 from tests.training.checkpoint import resume_cases
+from tests.training.checkpoint.resume_cases import FP16, OVERFLOW
 from tests.training.tasks import classify_cases as cases
 from tests.training.tasks.mlm_cases import mlm
 from tools.export_hf.export import export, find_source
@@ -25,20 +26,18 @@ JOB = ["model.architecture=null", "model.name_or_path={folder}/bert", "data.sour
 ROWS = ["task=classify", "data.path={folder}/{kind}.jsonl", f"data.sequence_length={LENGTH}"]
 TEXT = ["task=mlm", "data.source=text", "data.path={folder}/text", "data.sequence_length=32"]
 DROPOUT = "model.config={hidden_dropout_prob: 0.1, attention_probs_dropout_prob: 0.1}"
-FP16 = ["precision.compute=fp16", "precision.loss_scale={initial: 256, window: 3, hysteresis: 1}"]
-OVERFLOW = "faults=[{kind: inf_gradient, step: 3, rank: 1}]"
 LORA = "adapter={kind: lora, r: 4, dropout: 0.1}"
 JOBS = {
     "sequence, BF16, ZeRO-3": [*ROWS, "precision.compute=bf16", "deepspeed.stage=3", DROPOUT],
-    "mlm, FP16, ZeRO-2, an overflow": [*TEXT, *FP16, OVERFLOW, "deepspeed.stage=2", DROPOUT],
+    "mlm, FP16, ZeRO-2, an overflow": [*TEXT, *FP16, *OVERFLOW, "deepspeed.stage=2", DROPOUT],
     "token, FP16, ZeRO-1, an overflow": [
-        *(*ROWS, "classify.kind=token", *FP16, OVERFLOW),
+        *(*ROWS, "classify.kind=token", *FP16, *OVERFLOW),
         *("deepspeed.stage=1", DROPOUT),
     ],
     "regression, BF16, ZeRO-2": [*ROWS, "classify.kind=regression", "precision.compute=bf16", "deepspeed.stage=2"],
     "sequence, LoRA, BF16, ZeRO-3": [*ROWS, LORA, "precision.compute=bf16", "deepspeed.stage=3", DROPOUT],
     "mlm, LoRA, FP16, ZeRO-2, an overflow": [
-        *(*TEXT, LORA[:-1] + ", modules_to_save: [cls]}", *FP16, OVERFLOW),
+        *(*TEXT, LORA[:-1] + ", modules_to_save: [cls]}", *FP16, *OVERFLOW),
         *("deepspeed.stage=2", DROPOUT),
     ],
     "regression, DoRA, BF16, ZeRO-2": [
@@ -50,13 +49,11 @@ JOBS = {
 
 def job(encoders: Path, what: str) -> tuple[list[str], str]:
     """Overrides of `resume_cases.resolve`, and a name."""
-    kind, own = (
-        what.partition(",")[0],
-        [item for item in JOB if not item.startswith("data.source") or "mlm" not in what],
-    )
+    kind = what.partition(",")[0]
+    own = [item for item in JOB if not item.startswith("data.source") or "mlm" not in what]
     overrides = [item.replace("{folder}", str(encoders)).replace("{kind}", kind) for item in [*own, *JOBS[what]]]
     given = [] if DROPOUT in overrides else ["model.config={}"]
-    return [*overrides, *given, "data.validation_fraction=0.2"], what.replace(" ", "-").replace(",", "")
+    return [*overrides, *given, "data.validation_fraction=0.2"], resume_cases.name_of(what)
 
 
 @pytest.mark.one_in(7)
@@ -64,8 +61,7 @@ def job(encoders: Path, what: str) -> tuple[list[str], str]:
 def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair: ProcessGroup, encoders: Path, what: str) -> None:
     overrides, name = job(encoders, what)
     overrides = [*overrides, "evaluate={every_steps: 5, batches: 8}"]
-    record = resume_cases.ends_as_whole(pair, encoders, name, overrides, breaks=(14,), seconds=400.0)
-    assert [row["step"] for row in record if not row["applied"]] == ([3] if "overflow" in what else [])
+    resume_cases.ends_as_whole(pair, encoders, what, overrides, breaks=(14,), seconds=400.0)
     events = list(read_events(encoders / "runs" / name / "events.jsonl"))
     evaluated = [event for event in events if event["event"] == "eval"]
     if "mlm" in what:

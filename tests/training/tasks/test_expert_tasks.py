@@ -10,15 +10,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support.chats import write_base, write_chats, write_pairs
-from tests.support.plain_steps import distance_of_updates
+from tests.support.marks import slow
+from tests.support.plain_steps import distance_of_updates, require_equal
 from tests.support.process_group import ProcessGroup
 from tests.training.checkpoint import resume_cases
+from tests.training.checkpoint.resume_cases import FP16, OVERFLOW
 from tests.training.tasks import distill_cases, dpo_cases, sft_cases
 from tests.training.tasks.test_distill import SETTINGS, overrides_of
 from tests.training.tasks.test_dpo import STARTED
 from tests.training.tasks.test_dpo import require_equal as require_equal_pairs
-from tests.training.tasks.test_resume import FP16, OVERFLOW, SFT
-from tests.training.tasks.test_sft import require_equal
 from training.checkpoint.partitions import open_saved_model
 
 SHARED = "parallel.expert=2"
@@ -60,9 +60,9 @@ def off(found: dict[str, Any], exact: dict[str, Any]) -> float:
         (1, "none", ()),
         (2, "best_fit", ("sft.loss=row",)),
         (3, "none", ("model.loss=chunked", "model.loss_chunk_tokens=7")),
-        *(pytest.param(stage, "best_fit", (), marks=pytest.mark.slow) for stage in (1, 2, 3)),
-        pytest.param(2, "none", ("model.activation_checkpointing=full", "batch.micro_size=1"), marks=pytest.mark.slow),
-        pytest.param(3, "none", ("sft.loss=row", "batch.micro_size=4"), marks=pytest.mark.slow),
+        *(slow(stage, "best_fit", ()) for stage in (1, 2, 3)),
+        slow(2, "none", ("model.activation_checkpointing=full", "batch.micro_size=1")),
+        slow(3, "none", ("sft.loss=row", "batch.micro_size=4")),
     ],
 )
 def test_chats(pair: ProcessGroup, folder: Path, stage: int, packing: str, more: tuple[str, ...]) -> None:
@@ -78,8 +78,8 @@ def test_chats(pair: ProcessGroup, folder: Path, stage: int, packing: str, more:
     ("compute", "stage", "close"),
     [
         ("bf16", 2, 6.5e-2),
-        *(pytest.param("bf16", stage, 6.5e-2, marks=pytest.mark.slow) for stage in (1, 3)),
-        *(pytest.param("fp16", stage, 7.8e-3, marks=pytest.mark.slow) for stage in (1, 2, 3)),
+        *(slow("bf16", stage, 6.5e-2) for stage in (1, 3)),
+        *(slow("fp16", stage, 7.8e-3) for stage in (1, 2, 3)),
     ],
 )
 def test_chats_in_16_bits(pair: ProcessGroup, folder: Path, compute: str, stage: int, close: float) -> None:
@@ -93,7 +93,7 @@ def test_chats_in_16_bits(pair: ProcessGroup, folder: Path, compute: str, stage:
     assert off(found, exact) < close
 
 
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3])
+@pytest.mark.parametrize("stage", [*(slow(stage) for stage in (1, 2)), 3])
 def test_pairs(pair: ProcessGroup, folder: Path, stage: int) -> None:
     given = (SHARED, f"optimizer.eps={EPS}")
     found, _ = pair.run(dpo_cases.steps, folder=folder, stage=stage, overrides=given)
@@ -105,11 +105,7 @@ def test_pairs(pair: ProcessGroup, folder: Path, stage: int) -> None:
 
 @pytest.mark.parametrize(
     ("stage", "name", "more"),
-    [
-        (2, "forward", {}),
-        pytest.param(3, "reverse", {"sharded": "true"}, marks=pytest.mark.slow),
-        pytest.param(1, "jsd, likeliest", {}, marks=pytest.mark.slow),
-    ],
+    [(2, "forward", {}), slow(3, "reverse", {"sharded": "true"}), slow(1, "jsd, likeliest", {})],
 )
 def test_a_teacher(pair: ProcessGroup, folder: Path, stage: int, name: str, more: dict[str, Any]) -> None:
     given = (SHARED, *overrides_of(folder, **SETTINGS[name], **more), f"optimizer.eps={EPS}")
@@ -138,10 +134,8 @@ JOBS = {
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("what", JOBS)
 def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair: ProcessGroup, folder: Path, what: str) -> None:
-    overrides = [*(item.replace("{folder}", str(folder)) for item in SFT), *JOBS[what], SHARED]
-    name = what.replace(" ", "-").replace(",", "")
-    record = resume_cases.ends_as_whole(pair, folder, name, overrides, breaks=(7,))
-    assert [row["step"] for row in record if not row["applied"]] == ([3] if "overflow" in what else [])
+    overrides, name = resume_cases.task_job(folder, *JOBS[what], SHARED), resume_cases.name_of(what)
+    resume_cases.ends_as_whole(pair, folder, what, overrides, breaks=(7,))
     saved = open_saved_model(folder / "runs" / name / "checkpoints" / "step-10" / "deepspeed")
     base = AutoModelForCausalLM.from_pretrained(folder / "base")
     assert {key: item.shape for key, item in saved.tensors.items()} == {

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tests.support.chats import write_base, write_chats, write_pairs
+from tests.support.plain_steps import require_equal
 from tests.support.process_group import ProcessGroup
 from tests.training.tasks import dpo_cases, sft_cases
 from tests.training.tasks.test_dpo import STARTED
-from tests.training.tasks.test_sft import require_equal
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"tie_word_embeddings": True, "sliding_window": 8, "head_dim": 16},

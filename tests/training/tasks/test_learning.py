@@ -51,10 +51,9 @@ def answered(model: Path, folder: Path) -> float:
 
 @pytest.mark.slow
 def test_questions_are_answered_to_the_letter(solo: ProcessGroup, folder: Path, tmp_path: Path) -> None:
-    overrides = ["task=sft", "model.architecture=null", "model.config={}", f"model.name_or_path={folder}/base"]
-    overrides += ["data.source=auto", f"data.path={folder}/chats.jsonl", "data.tokenizer=model"]
+    overrides = resume_cases.task_job(folder, "model.config={}")
     overrides += [f"data.validation=[{{path: {folder}/held-out.jsonl}}]", f"evaluate.every_steps={STEPS}"]
-    overrides += [f"run.steps={STEPS}", "data.sequence_length=96", "batch.micro_size=8", "checkpoint.every_steps=0"]
+    overrides += [f"run.steps={STEPS}", "batch.micro_size=8", "checkpoint.every_steps=0"]
     overrides += ["optimizer.learning_rate=0.01", "optimizer.weight_decay=0", "schedule.name=cosine"]
     before = answered(folder / "base", folder)
     [done] = solo.run(resume_cases.job, folder=str(folder), name="it", overrides=overrides, passes=None)

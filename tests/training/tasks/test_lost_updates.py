@@ -9,9 +9,6 @@ import pytest
 from precision.dtypes import DTYPES
 from tests.support.process_group import ProcessGroup
 from tests.training.tasks import sft_cases as cases
-from tests.training.tasks.test_sft import folder
-
-__all__ = ["folder"]
 
 
 @pytest.mark.one_in(3)

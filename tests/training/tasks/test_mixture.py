@@ -12,10 +12,6 @@ from tests.support.chats import write_chats
 from tests.support.process_group import ProcessGroup
 from tests.training.checkpoint import resume_cases
 from tests.training.tasks import sft_cases as cases
-from tests.training.tasks.test_resume import SFT
-from tests.training.tasks.test_sft import folder
-
-__all__ = ["folder"]
 
 
 @pytest.mark.one_in(2)
@@ -52,12 +48,9 @@ def test_a_job_on_a_mixture_records_each_source(pair: ProcessGroup, folder: Path
     from tracking.jsonl import read_events
 
     write_chats(folder / "more.jsonl", 40, seed=1)
-    overrides = [
-        item.replace("{folder}", str(folder)) for item in SFT if not item.startswith(("data.path", "data.sou"))
-    ]
     sources = f"[{{path: {folder}/chats.jsonl, name: a}}, {{path: {folder}/more.jsonl, epochs: 2, name: b}}]"
-    overrides += [f"data.sources={sources}", "data.validation_fraction=0.2", "evaluate.every_steps=5"]
-    overrides += ["data.source=stdlib", "data.path=null"]
+    overrides = resume_cases.task_job(folder, f"data.sources={sources}", "data.source=stdlib", "data.path=null")
+    overrides += ["data.validation_fraction=0.2", "evaluate.every_steps=5"]
     whole = pair.run(resume_cases.job, folder=str(folder), name="mixed", overrides=overrides, passes=None)
     pair.run(resume_cases.job, folder=str(folder), name="mixed-broken", overrides=overrides, passes=13)
     broken = pair.run(resume_cases.job, folder=str(folder), name="mixed-broken", overrides=overrides, passes=None)

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from data.loader import IGNORED_LABEL
 from tests.support.labelled import tokenizer
+from tests.support.plain_steps import require_equal
 from tests.support.process_group import ProcessGroup
-from tests.support.small_models import distance
 from tests.training.tasks import mlm_cases as cases
-
-
-def require_equal(found: dict[str, Any], exact: dict[str, Any]) -> None:
-    for mine, theirs in zip(found["steps"], exact["steps"], strict=True):
-        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
-        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
-    assert found["after"].keys() == exact["after"].keys()
-    assert distance(found["after"], exact["after"]) < 1e-5
 
 
 @pytest.mark.one_in(5)

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from modeling.embedding_noise import uniform
+from tests.support.plain_steps import require_equal
 from tests.support.process_group import ProcessGroup
 from tests.training.tasks import sft_cases as cases
-from tests.training.tasks.test_sft import folder, require_equal
 
-__all__ = ["folder"]
 ALPHA = 5.0
 
 

@@ -21,18 +21,17 @@ from transformers.pytorch_utils import Conv1D
 
 from tests.modeling.test_quantised_base import nearest
 from tests.support.chats import write_base, write_chats, write_pairs
+from tests.support.plain_steps import require_equal
 from tests.support.process_group import ProcessGroup
 from tests.tools.export_hf.test_adapter import exported
 from tests.training.checkpoint import resume_cases
 from tests.training.tasks import dpo_cases, sft_cases
 from tests.training.tasks import quantised_cases as cases
 from tests.training.tasks.test_dpo import STARTED
-from tests.training.tasks.test_resume import SFT
-from tests.training.tasks.test_sft import require_equal
-from training import generate
+from tools import generate
 from training.checkpoint.partitions import open_saved_model
 
-GIVEN = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+GIVEN = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 BASES = {
     "nf4": "adapter={kind: lora, r: 4, alpha: 8, base: nf4}",
     "nf4, double": "adapter={kind: lora, r: 4, alpha: 8, base: nf4, double_quant: true}",
@@ -57,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_ranks_equal_plain_peft(pair: ProcessGroup, folder: Path, kind: str, stage: int) -> None:
     found, *_ = pair.run(cases.steps, folder=folder, stage=stage, overrides=(BASES[kind],))
     base = cases.loaded(folder, kind.partition(",")[0], double="double" in kind)
-    model = cases.peft_on(base, GIVEN, found["before"])
+    model = sft_cases.trained_from(base, found["before"], GIVEN)
     exact = sft_cases.oracle(folder, [step["rows"] for step in found["steps"]], model)
     require_equal(found, exact)
     first, last = found["codes"]
@@ -87,7 +86,7 @@ def test_layers_that_hold_inputs_first_equal_plain_torch(
     for layer in layers:
         layer.weight.data = of_the_definition(layer.weight.data.T, kind).T.contiguous()
     assert len(found["codes"][0]) == len(layers) == 8
-    model = cases.peft_on(base, {**GIVEN, "fan_in_fan_out": True}, found["before"])
+    model = sft_cases.trained_from(base, found["before"], {**GIVEN, "fan_in_fan_out": True})
     require_equal(found, sft_cases.oracle(tmp_path, [step["rows"] for step in found["steps"]], model))
     first, last = found["codes"]
     assert first == last
@@ -122,7 +121,7 @@ def test_the_ledger_says_what_the_base_takes(pair: ProcessGroup, folder: Path, s
 
 
 def test_probe_attribution_and_meter_are_of_the_adapter(pair: ProcessGroup, folder: Path) -> None:
-    found = pair.run(sft_cases.telemetry, folder=folder, probe=True, compute="bf16", overrides=(BASES["nf4"],))[0]
+    found = pair.run(sft_cases.telemetry, folder=folder, compute="bf16", overrides=(BASES["nf4"],))[0]
     assert found["drift"]["maximum"] == 0
     assert found["probe"] and all(".lora_" in name for name in found["probe"])
     assert all(agreement["cosine"] > 0.99 for name, agreement in found["probe"].items() if ".lora_B." in name)
@@ -150,14 +149,8 @@ def test_preferences_start_from_margins_of_exactly_0(pair: ProcessGroup, folder:
 def test_a_job_resumes_bit_for_bit_and_its_adapter_loads_with_plain_peft(
     pair: ProcessGroup, folder: Path, tmp_path: Path
 ) -> None:
-    overrides = [item.replace("{folder}", str(folder)) for item in SFT]
-    overrides += ["adapter={kind: lora, r: 4, base: nf4}", "precision.compute=bf16", "deepspeed.stage=2"]
-    whole = pair.run(resume_cases.job, folder=str(folder), name="nf4", overrides=overrides, passes=None)
-    pair.run(resume_cases.job, folder=str(folder), name="nf4-broken", overrides=overrides, passes=6)
-    broken = pair.run(resume_cases.job, folder=str(folder), name="nf4-broken", overrides=overrides, passes=None)
-    assert resume_cases.sessions_resumed(str(folder), "nf4-broken") == 1
-    assert broken == whole
-    assert [result["exit_code"] for result in whole] == [0, 0]
+    overrides = ["adapter={kind: lora, r: 4, base: nf4}", "precision.compute=bf16", "deepspeed.stage=2"]
+    resume_cases.ends_as_whole(pair, folder, "nf4", resume_cases.task_job(folder, *overrides), breaks=(6,))
     checkpoint = folder / "runs/nf4/checkpoints/step-10"
     saved = open_saved_model(checkpoint / "deepspeed")
     assert all(".lora_" in name for name in saved.tensors)

@@ -9,23 +9,10 @@ import pytest
 
 from tests.support.process_group import ProcessGroup
 from tests.training.checkpoint import resume_cases as cases
-from tests.training.tasks.test_sft import folder
+from tests.training.checkpoint.resume_cases import FP16, OVERFLOW
 from training.checkpoint.partitions import open_saved_model
 
-__all__ = ["folder"]
-SFT = [
-    "task=sft",
-    "model.architecture=null",
-    "model.config={attention_dropout: 0.1}",
-    "model.name_or_path={folder}/base",
-    "data.source=auto",
-    "data.path={folder}/chats.jsonl",
-    "data.tokenizer=model",
-    "data.sequence_length=96",
-]
 NOISE = "sft={neftune_alpha: 5, loss: row}"
-FP16 = ["precision.compute=fp16", "precision.loss_scale={initial: 256, window: 3, hysteresis: 1}"]
-OVERFLOW = ["faults=[{kind: inf_gradient, step: 3, rank: 1}]"]
 JOBS = {
     "packed, BF16, ZeRO-2": ["precision.compute=bf16", "deepspeed.stage=2"],
     "padded, FP16, ZeRO-1, an overflow": [*FP16, *OVERFLOW, "deepspeed.stage=1", "data.packing=none", NOISE],
@@ -39,29 +26,13 @@ JOBS = {
 }
 
 
-def overrides_of(folder: Path, what: str) -> list[str]:
-    return [item.replace("{folder}", str(folder)) for item in [*SFT, *JOBS[what]]]
-
-
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("what", JOBS)
 def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair: ProcessGroup, folder: Path, what: str) -> None:
     """60 rows are less than 10 steps: the jobs go through them more than once, and break in the middle."""
-    overrides, name, draw = overrides_of(folder, what), what.replace(" ", "-").replace(",", ""), random.Random(what)
-    whole = pair.run(cases.job, folder=str(folder), name=name, overrides=overrides, passes=None)
-    broken, breaks = [{"exit_code": None}], 0
-    while broken[0]["exit_code"] is None:
-        passes = draw.randrange(4, 9) if breaks < 1 else None
-        broken = pair.run(cases.job, folder=str(folder), name=f"{name}-broken", overrides=overrides, passes=passes)
-        breaks += broken[0]["exit_code"] is None
-    assert breaks == 1
-    assert cases.sessions_resumed(str(folder), f"{name}-broken") == 1
-    assert [result["exit_code"] for result in whole] == [0, 0]
-    assert broken == whole
-    record = cases.last_by_step(str(folder), name)
-    assert [row["step"] for row in record if not row["applied"]] == ([3] if "overflow" in what else [])
-    assert cases.last_by_step(str(folder), f"{name}-broken") == record
-    saved = open_saved_model(folder / "runs" / name / "checkpoints" / "step-10" / "deepspeed")
+    breaks = (random.Random(what).randrange(4, 9),)
+    cases.ends_as_whole(pair, folder, what, cases.task_job(folder, *JOBS[what]), breaks=breaks)
+    saved = open_saved_model(folder / "runs" / cases.name_of(what) / "checkpoints" / "step-10" / "deepspeed")
     own = [tensor for tensor in saved.tensors if "lora_" in tensor or "modules_to_save" in tensor]
     assert own == ([] if "RA" not in what else list(saved.tensors))  # nothing of a frozen base
 
@@ -69,7 +40,7 @@ def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair: ProcessGroup, fol
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_adapter_resumes_on_fewer_ranks(pair: ProcessGroup, solo: ProcessGroup, folder: Path, stage: int) -> None:
-    overrides = [*overrides_of(folder, "packed, BF16, ZeRO-2")[:-2], "precision.compute=fp32"]
+    overrides = cases.task_job(folder, "precision.compute=fp32")
     overrides += ["adapter={kind: lora, r: 4}", f"deepspeed.stage={stage}", "model.config={}"]
     two, one = f"two{stage}", f"fewer{stage}"
     [whole, _] = pair.run(cases.job, folder=str(folder), name=two, overrides=overrides, passes=None)
@@ -86,7 +57,7 @@ def test_an_adapter_resumes_on_fewer_ranks(pair: ProcessGroup, solo: ProcessGrou
 def test_an_adapter_of_another_base_is_refused(pair: ProcessGroup, folder: Path) -> None:
     from tests.support.chats import write_base
 
-    overrides = [*overrides_of(folder, "packed, BF16, ZeRO-2"), "adapter={kind: lora, r: 4}"]
+    overrides = cases.task_job(folder, *JOBS["packed, BF16, ZeRO-2"], "adapter={kind: lora, r: 4}")
     pair.run(cases.job, folder=str(folder), name="based", overrides=overrides, passes=12)
     write_base(folder / "other", seed=1)
     other = [item.replace(f"{folder}/base", f"{folder}/other") for item in overrides]

@@ -10,36 +10,17 @@ import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
+from tests.support.marks import slow
+from tests.support.plain_steps import require_equal
 from tests.support.process_group import ProcessGroup
-from tests.support.seq2seq import FAMILIES, SOURCE, TARGET, write_model, write_rows
-from tests.support.small_models import distance
+from tests.support.seq2seq import FAMILIES, SOURCE, TARGET, write_rows
 from tests.training.checkpoint import resume_cases
+from tests.training.checkpoint.resume_cases import FP16, OVERFLOW
 from tests.training.tasks import seq2seq_cases as cases
 from tools.export_hf.export import export, find_source
 from tools.generate import main as generate
 from tracking.jsonl import read_events
 from training.checkpoint.partitions import open_saved_model
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of each family, and 60 rows."""
-    made = tmp_path_factory.mktemp("seq2seq")
-    for family in FAMILIES:
-        write_model(made / family, family)
-    write_rows(made / "rows.jsonl", 60)
-    return made
-
-
-def require_equal(found: dict[str, Any], exact: dict[str, Any]) -> None:
-    """Losses, norms, counted tokens and updated weights."""
-    for mine, theirs in zip(found["steps"], exact["steps"], strict=True):
-        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
-        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
-        assert mine["tokens"] == theirs["tokens"]
-    assert found["after"].keys() == exact["after"].keys()
-    assert distance(found["after"], exact["after"]) < 1e-5
-
 
 CELLS = [
     pytest.param(family, stage, loss, marks=() if (family, stage) == ("t5-v1.1", 3) else pytest.mark.slow)
@@ -49,44 +30,44 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("family", "stage", "loss"), CELLS)
-def test_two_ranks_equal_plain_torch(pair: ProcessGroup, folder: Path, family: str, stage: int, loss: str) -> None:
+def test_two_ranks_equal_plain_torch(pair: ProcessGroup, sides: Path, family: str, stage: int, loss: str) -> None:
     given = (f"model.loss={loss}", *(("model.loss_chunk_tokens=16",) if loss == "chunked" else ()))
-    found, other = pair.run(cases.steps, folder=folder, family=family, stage=stage, overrides=given)
+    found, other = pair.run(cases.steps, folder=sides, family=family, stage=stage, overrides=given)
     assert found["chunked"] == (loss == "chunked")
     assert ("lm_head.weight" in found["after"]) == (family == "t5-v1.1")
     assert [step["loss"] for step in other["steps"]] == [step["loss"] for step in found["steps"]]
-    require_equal(found, cases.oracle(folder, found, family=family))
+    require_equal(found, cases.oracle(sides, found, family=family))
 
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("family", "stage"), [("bart", 0), ("t5", 2), ("t5-v1.1", 3)])
-def test_one_rank_equals_plain_torch(solo: ProcessGroup, folder: Path, family: str, stage: int) -> None:
-    [found] = solo.run(cases.steps, folder=folder, family=family, stage=stage)
-    require_equal(found, cases.oracle(folder, found, family=family))
+def test_one_rank_equals_plain_torch(solo: ProcessGroup, sides: Path, family: str, stage: int) -> None:
+    [found] = solo.run(cases.steps, folder=sides, family=family, stage=stage)
+    require_equal(found, cases.oracle(sides, found, family=family))
 
 
-@pytest.mark.parametrize(("family", "loss"), [("t5", "full"), pytest.param("bart", "chunked", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("family", "loss"), [("t5", "full"), slow("bart", "chunked")])
 def test_each_source_and_each_set_has_the_loss_of_plain_torch(
-    pair: ProcessGroup, solo: ProcessGroup, folder: Path, family: str, loss: str
+    pair: ProcessGroup, solo: ProcessGroup, sides: Path, family: str, loss: str
 ) -> None:
-    write_rows(folder / "more.jsonl", 30, seed=1)
+    write_rows(sides / "more.jsonl", 30, seed=1)
     for seed, name in enumerate(("first", "second"), 2):
-        write_rows(folder / f"{name}.jsonl", 11, seed=seed)
-    files = [(f"{folder}/{name}.jsonl", name) for name in ("rows", "more", "first", "second")]
+        write_rows(sides / f"{name}.jsonl", 11, seed=seed)
+    files = [(f"{sides}/{name}.jsonl", name) for name in ("rows", "more", "first", "second")]
     named = [f"{{path: {path}, name: {name}}}" for path, name in files]
     given = ("data.path=null", f"data.sources=[{', '.join(named[:2])}]", f"data.validation=[{', '.join(named[2:])}]")
     given = (*given, "evaluate={every_steps: 1, batches: 3}", f"model.loss={loss}")
-    [alone] = solo.run(cases.mixture, folder=folder, family=family, stage=0, overrides=given)
-    found, _ = pair.run(cases.mixture, folder=folder, family=family, stage=2, overrides=given)
+    [alone] = solo.run(cases.mixture, folder=sides, family=family, stage=0, overrides=given)
+    found, _ = pair.run(cases.mixture, folder=sides, family=family, stage=2, overrides=given)
     assert found["rows"] == alone["rows"] and found["chunked"] == (loss == "chunked")
     assert found["sets"].keys() == {"first", "second"}
 
     rows = {name: [json.loads(line) for line in Path(path).read_text().splitlines()] for path, name in files}
     trained = {
-        name: cases.plain_losses(folder, family, [rows[name][number] for number in numbers])
+        name: cases.plain_losses(sides, family, [rows[name][number] for number in numbers])
         for name, numbers in found["rows"].items()
     }
-    held_out = {name: cases.plain_losses(folder, family, rows[name]) for name in ("first", "second")}
+    held_out = {name: cases.plain_losses(sides, family, rows[name]) for name in ("first", "second")}
     for mine in (found, alone):
         assert mine["loss"] == pytest.approx(mean(trained), rel=1e-5)
         assert mine["loss_by_source"] == pytest.approx(
@@ -108,34 +89,30 @@ def mean(sums: dict[str, torch.Tensor]) -> float:
 
 JOB = (
     *("task=seq2seq", "model.architecture=null", "data.source=auto", "data.tokenizer=model"),
-    *("data.path={folder}/rows.jsonl", "model.name_or_path={folder}/{family}"),
+    *("data.path={sides}/rows.jsonl", "model.name_or_path={sides}/{family}"),
     *(f"data.sequence_length={SOURCE}", f"data.target_length={TARGET}", "data.validation_fraction=0.2"),
     "evaluate={every_steps: 5, batches: 1}",
 )
 JOBS = {
     "t5-v1.1, BF16, ZeRO-2": ("precision.compute=bf16", "deepspeed.stage=2", "model.config={dropout_rate: 0.1}"),
-    "bart, FP16, ZeRO-3, an overflow": (
-        *("precision.compute=fp16", "precision.loss_scale={initial: 256, window: 3, hysteresis: 1}"),
-        *("faults=[{kind: inf_gradient, step: 3, rank: 1}]", "deepspeed.stage=3", "model.config={dropout: 0.1}"),
-    ),
+    "bart, FP16, ZeRO-3, an overflow": (*(*FP16, *OVERFLOW, "deepspeed.stage=3", "model.config={dropout: 0.1}"),),
     "t5, FP32, ZeRO-0": ("precision.compute=fp32", "deepspeed.stage=0", "model.config={}"),
 }
 
 
-def job(folder: Path, what: str) -> tuple[list[str], str]:
+def job(sides: Path, what: str, jobs: dict[str, tuple[str, ...]] = JOBS) -> tuple[list[str], str]:
     """Overrides of `resume_cases.resolve`, and a name."""
     family = what.partition(",")[0]
-    overrides = [item.replace("{folder}", str(folder)).replace("{family}", family) for item in (*JOB, *JOBS[what])]
-    return overrides, what.replace(" ", "-").replace(",", "")
+    overrides = [item.replace("{sides}", str(sides)).replace("{family}", family) for item in (*JOB, *jobs[what])]
+    return overrides, resume_cases.name_of(what)
 
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("what", JOBS)
-def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair: ProcessGroup, folder: Path, what: str) -> None:
-    overrides, name = job(folder, what)
-    record = resume_cases.ends_as_whole(pair, folder, name, overrides, breaks=(14,))
-    assert [row["step"] for row in record if not row["applied"]] == ([3] if "overflow" in what else [])
-    events = list(read_events(folder / "runs" / name / "events.jsonl"))
+def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair: ProcessGroup, sides: Path, what: str) -> None:
+    overrides, name = job(sides, what)
+    resume_cases.ends_as_whole(pair, sides, what, overrides, breaks=(14,))
+    events = list(read_events(sides / "runs" / name / "events.jsonl"))
     evaluated = [row for row in events if row["event"] == "eval"]
     assert all(row["perplexity"] > 1 for row in evaluated) and len(evaluated) == 2
     notes = [row["text"] for row in events if row["event"] == "note" and "evaluate.batches" in row["text"]]
@@ -147,36 +124,36 @@ WHAT = [pytest.param(what, marks=pytest.mark.slow if "v1.1" not in what else ())
 
 @pytest.mark.parametrize("what", WHAT)
 def test_an_export_loads_in_transformers_with_equal_logits(
-    pair: ProcessGroup, folder: Path, what: str, capsys: pytest.CaptureFixture[str]
+    pair: ProcessGroup, sides: Path, what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (overrides, name), family = job(folder, what), what.partition(",")[0]
+    (overrides, name), family = job(sides, what), what.partition(",")[0]
     overrides += ["run.steps=2", "optimizer.learning_rate=0.01", "guard.spike_sigmas=0", "faults=[]"]
     name = f"{name}-export"
-    pair.run(resume_cases.job, folder=str(folder), name=name, overrides=overrides, passes=None)
-    exported(folder, name, family)
-    answer_of_the_export(folder / name, capsys)
+    pair.run(resume_cases.job, folder=str(sides), name=name, overrides=overrides, passes=None)
+    exported(sides, name, family)
+    answer_of_the_export(sides / name, capsys)
 
 
-def exported(folder: Path, name: str, family: str) -> None:
+def exported(sides: Path, name: str, family: str) -> None:
     """The export has the masters, loads in transformers, and its logits are those of plain transformers with them."""
-    checkpoint = folder / "runs" / name / "checkpoints" / "step-2"
+    checkpoint = sides / "runs" / name / "checkpoints" / "step-2"
     source = find_source(checkpoint, run=None, tokenizer=None, parity=None)
-    export(source, folder / name, dtype="fp32", shard_size="5GB", force=False, log=lambda text: None)
-    loaded: Any = AutoModelForSeq2SeqLM.from_pretrained(folder / name)
+    export(source, sides / name, dtype="fp32", shard_size="5GB", force=False, log=lambda text: None)
+    loaded: Any = AutoModelForSeq2SeqLM.from_pretrained(sides / name)
     saved = open_saved_model(checkpoint / "deepspeed")
-    plain: Any = AutoModelForSeq2SeqLM.from_pretrained(folder / family)
-    first = plain(**asked(folder, family)).logits
+    plain: Any = AutoModelForSeq2SeqLM.from_pretrained(sides / family)
+    first = plain(**asked(sides, family)).logits
     plain.load_state_dict({key: tensor.read() for key, tensor in saved.tensors.items()}, strict=False)
     with torch.no_grad():
-        assert torch.equal(loaded(**asked(folder, family)).logits, plain.eval()(**asked(folder, family)).logits)
-        assert not torch.allclose(first, plain(**asked(folder, family)).logits, atol=0.01)
+        assert torch.equal(loaded(**asked(sides, family)).logits, plain.eval()(**asked(sides, family)).logits)
+        assert not torch.allclose(first, plain(**asked(sides, family)).logits, atol=0.01)
     assert (loaded.lm_head.weight is loaded.get_input_embeddings().weight) == (family != "t5-v1.1")
     assert loaded.config.decoder_start_token_id == loaded.generation_config.decoder_start_token_id is not None
-    assert "AutoModelForSeq2SeqLM.from_pretrained(FOLDER" in (folder / name / "README.md").read_text()
+    assert "AutoModelForSeq2SeqLM.from_pretrained(FOLDER" in (sides / name / "README.md").read_text()
 
 
-def asked(folder: Path, family: str) -> dict[str, torch.Tensor]:
-    tokenizer = AutoTokenizer.from_pretrained(folder / family)
+def asked(sides: Path, family: str) -> dict[str, torch.Tensor]:
+    tokenizer = AutoTokenizer.from_pretrained(sides / family)
     inputs = tokenizer(["a model", "the loss"], padding=True, return_tensors="pt")
     return {**inputs, "decoder_input_ids": torch.tensor([[1, 5, 6], [1, 7, 8]])}
 

@@ -10,27 +10,18 @@ import torch
 from peft import AutoPeftModelForSeq2SeqLM, PeftModel
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
+from tests.support.plain_steps import require_equal
 from tests.support.process_group import ProcessGroup
-from tests.support.seq2seq import FAMILIES, write_model, write_rows
 from tests.training.checkpoint import resume_cases
+from tests.training.checkpoint.resume_cases import FP16, OVERFLOW
 from tests.training.tasks import seq2seq_cases as cases
-from tests.training.tasks.test_seq2seq import JOB, asked, require_equal
+from tests.training.tasks.test_seq2seq import asked, job
 from tools.export_hf.export import export, find_source
 from tools.generate import main as generate
 from training.checkpoint.partitions import open_saved_model
 
 LORA = "adapter={kind: lora, r: 4, alpha: 8}"
 GIVEN = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "SEQ_2_SEQ_LM"}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of each family, and 60 rows."""
-    made = tmp_path_factory.mktemp("seq2seq_adapter")
-    for family in FAMILIES:
-        write_model(made / family, family)
-    write_rows(made / "rows.jsonl", 60)
-    return made
 
 
 CELLS: dict[str, tuple[str, int, str, dict[str, Any]]] = {
@@ -49,38 +40,38 @@ CELLS: dict[str, tuple[str, int, str, dict[str, Any]]] = {
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("what", CELLS)
-def test_two_ranks_equal_plain_peft(pair: ProcessGroup, folder: Path, what: str) -> None:
+def test_two_ranks_equal_plain_peft(pair: ProcessGroup, sides: Path, what: str) -> None:
     family, stage, adapter, given = CELLS[what]
-    found, _ = pair.run(cases.steps, folder=folder, family=family, stage=stage, overrides=(adapter,))
+    found, _ = pair.run(cases.steps, folder=sides, family=family, stage=stage, overrides=(adapter,))
     assert all("lora_" in name or "modules_to_save" in name for name in found["after"])
-    require_equal(found, cases.oracle(folder, found, family=family, adapter=given))
+    require_equal(found, cases.oracle(sides, found, family=family, adapter=given))
 
 
-def test_one_rank_equals_plain_peft(solo: ProcessGroup, folder: Path) -> None:
+def test_one_rank_equals_plain_peft(solo: ProcessGroup, sides: Path) -> None:
     family, stage, adapter, given = CELLS["bart"]
-    [found] = solo.run(cases.steps, folder=folder, family=family, stage=stage, overrides=(adapter,))
-    require_equal(found, cases.oracle(folder, found, family=family, adapter=given))
+    [found] = solo.run(cases.steps, folder=sides, family=family, stage=stage, overrides=(adapter,))
+    require_equal(found, cases.oracle(sides, found, family=family, adapter=given))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("adapter", [LORA[:-1] + ", dropout: 0.5}", ""])
-def test_single_steps_telemetry_and_attribution(pair: ProcessGroup, folder: Path, adapter: str) -> None:
+def test_single_steps_telemetry_and_attribution(pair: ProcessGroup, sides: Path, adapter: str) -> None:
     """Of an adapter, and of all weights."""
     given, drops = (adapter,) if adapter else (), "model.config={dropout_rate: 0.1}"
-    found = pair.run(cases.measured, folder=folder, stage=1, overrides=(*given, drops))[0]
+    found = pair.run(cases.measured, folder=sides, stage=1, overrides=(*given, drops))[0]
     step, telemetry = found["step"], found["telemetry"]
     assert step["loss"] == pytest.approx(step["reference_loss"], rel=1e-6)
     assert step["grad_norm"] == pytest.approx(step["reference_grad_norm"], rel=1e-5)
     assert max(step["update_error"].values()) < 1e-3
     assert all(".lora_" in name for name in step["parameters"]) == bool(adapter)
-    found = pair.run(cases.measured, folder=folder, stage=2, compute="bf16", overrides=(*given, drops))[0]
+    found = pair.run(cases.measured, folder=sides, stage=2, compute="bf16", overrides=(*given, drops))[0]
     step, telemetry = found["step"], found["telemetry"]
     assert step["loss"] == pytest.approx(step["reference_loss"], rel=0.01)
     assert max(step["drift"].values()) == telemetry["drift"]["maximum"] == 0
     assert all(".lora_" in name for name in telemetry["probe"]) == bool(adapter)
     module = "decoder.block.1.layer.1.EncDecAttention.q" + (".lora_B.default" if adapter else "")
     fault = f"faults=[{{kind: nan_activation, step: 1, rank: 1, module: {module}}}]"
-    [(rank, finding), *_], _ = pair.run(cases.causes, folder=folder, stage=2, compute="bf16", overrides=(*given, fault))
+    [(rank, finding), *_], _ = pair.run(cases.causes, folder=sides, stage=2, compute="bf16", overrides=(*given, fault))
     assert (rank, finding.module) == (1, module)
 
 
@@ -90,8 +81,7 @@ JOBS = {
         LORA[:-1] + ", dropout: 0.1}",
     ),
     "bart, LoRA, FP16, ZeRO-2, an overflow": (
-        *("precision.compute=fp16", "precision.loss_scale={initial: 256, window: 3, hysteresis: 1}"),
-        *("faults=[{kind: inf_gradient, step: 3, rank: 1}]", "deepspeed.stage=2", "model.config={dropout: 0.1}", LORA),
+        *(*FP16, *OVERFLOW, "deepspeed.stage=2", "model.config={dropout: 0.1}", LORA),
     ),
     "t5, DoRA, BF16, ZeRO-2": (
         *("precision.compute=bf16", "deepspeed.stage=2", "model.config={}"),
@@ -100,31 +90,23 @@ JOBS = {
 }
 
 
-def job(folder: Path, what: str) -> tuple[list[str], str]:
-    """Overrides of `resume_cases.resolve`, and a name."""
-    family = what.partition(",")[0]
-    overrides = [item.replace("{folder}", str(folder)).replace("{family}", family) for item in (*JOB, *JOBS[what])]
-    return overrides, what.replace(" ", "-").replace(",", "")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("what", JOBS)
-def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair: ProcessGroup, folder: Path, what: str) -> None:
-    overrides, name = job(folder, what)
-    record = resume_cases.ends_as_whole(pair, folder, name, overrides, breaks=(14,))
-    assert [row["step"] for row in record if not row["applied"]] == ([3] if "overflow" in what else [])
+def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair: ProcessGroup, sides: Path, what: str) -> None:
+    overrides, _ = job(sides, what, JOBS)
+    resume_cases.ends_as_whole(pair, sides, what, overrides, breaks=(14,))
 
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("what", JOBS)
 def test_an_export_is_a_folder_of_plain_peft_and_a_merged_model(
-    pair: ProcessGroup, folder: Path, tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]
+    pair: ProcessGroup, sides: Path, tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From the masters: equal logits in plain `peft` and in plain transformers, and the same answers."""
-    (overrides, name), family = job(folder, what), what.partition(",")[0]
+    (overrides, name), family = job(sides, what, JOBS), what.partition(",")[0]
     overrides += ["run.steps=2", "optimizer.learning_rate=0.05", "guard.spike_sigmas=0", "faults=[]"]
-    pair.run(resume_cases.job, folder=str(folder), name=f"{name}-export", overrides=overrides, passes=None)
-    checkpoint = folder / "runs" / f"{name}-export" / "checkpoints" / "step-2"
+    pair.run(resume_cases.job, folder=str(sides), name=f"{name}-export", overrides=overrides, passes=None)
+    checkpoint = sides / "runs" / f"{name}-export" / "checkpoints" / "step-2"
     source = find_source(checkpoint, run=None, tokenizer=None, parity=None)
     given: dict[str, Any] = {"dtype": "fp32", "shard_size": "5GB", "force": False}
     said: list[str] = []
@@ -132,7 +114,7 @@ def test_an_export_is_a_folder_of_plain_peft_and_a_merged_model(
     export(source, tmp_path / "merged", merged=True, log=said.append, **given)
 
     computed = torch.float16 if "FP16" in what else torch.bfloat16
-    base: Any = AutoModelForSeq2SeqLM.from_pretrained(folder / family, dtype=computed).float()
+    base: Any = AutoModelForSeq2SeqLM.from_pretrained(sides / family, dtype=computed).float()
     model = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     saved = open_saved_model(checkpoint / "deepspeed")
     loaded = dict(model.get_base_model().named_parameters())
@@ -141,7 +123,7 @@ def test_an_export_is_a_folder_of_plain_peft_and_a_merged_model(
     for key in saved.tensors:
         assert torch.equal(loaded[key], saved.tensors[key].read()), key
     merged: Any = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "merged").eval()
-    inputs = asked(folder, family)
+    inputs = asked(sides, family)
     with torch.no_grad():
         mine, theirs = (net(**inputs).logits for net in (merged, model))
         with model.disable_adapter():
@@ -156,7 +138,7 @@ def test_an_export_is_a_folder_of_plain_peft_and_a_merged_model(
 
 
 def answered(adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`tools.generate` says of the adapter's folder what `generate` of plain `peft` says to the same source."""
+    """`tools.generate` says of the adapter's sides what `generate` of plain `peft` says to the same source."""
     assert generate([str(adapter), "--prompt", "a model loss", "--tokens", "8"]) == 0
     said = capsys.readouterr().out
     model: Any = AutoPeftModelForSeq2SeqLM.from_pretrained(str(adapter))

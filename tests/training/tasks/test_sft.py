@@ -3,32 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.chats import write_base, write_chats
+from tests.support.plain_steps import require_equal
 from tests.support.process_group import ProcessGroup
-from tests.support.small_models import distance
 from tests.training.tasks import sft_cases as cases
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base model and 60 chats."""
-    made = tmp_path_factory.mktemp("sft")
-    write_base(made / "base")
-    write_chats(made / "chats.jsonl", 60)
-    return made
-
-
-def require_equal(found: dict[str, Any], exact: dict[str, Any]) -> None:
-    for mine, theirs in zip(found["steps"], exact["steps"], strict=True):
-        assert mine["tokens"] == theirs["tokens"]
-        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
-        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
-    assert found["after"].keys() == exact["after"].keys()
-    assert distance(found["after"], exact["after"]) < 1e-5
 
 
 @pytest.mark.one_in(2)

@@ -21,13 +21,10 @@ from tests.training.checkpoint import resume_cases
 from tests.training.tasks import classify_cases, dpo_cases
 from tests.training.tasks import sft_cases as cases
 from tests.training.tasks.mlm_cases import mlm, write_text
-from tests.training.tasks.test_resume import SFT
-from tests.training.tasks.test_sft import folder
 from tracking.jsonl import read_events
 from training.session import check_validation
 from training.tasks.task import prepare
 
-__all__ = ["folder"]
 ALL = "evaluate={every_steps: 1, batches: 100}"
 
 
@@ -142,8 +139,8 @@ def test_a_job_records_each_set_and_names_what_it_left_out(pair: ProcessGroup, f
     with (folder / "easy.jsonl").open("a") as file:
         long = {"role": "assistant", "content": "model " * 200}
         file.write(json.dumps({"messages": [{"role": "user", "content": "a"}, long]}) + "\n")
-    overrides = [item.replace("{folder}", str(folder)) for item in SFT]
-    overrides += [sets_of(folder, "easy"), "data.validation_fraction=0", "evaluate={every_steps: 5, at_start: true}"]
+    overrides = resume_cases.task_job(folder, sets_of(folder, "easy"), "data.validation_fraction=0")
+    overrides += ["evaluate={every_steps: 5, at_start: true}"]
     pair.run(resume_cases.job, folder=str(folder), name="sets", overrides=overrides, passes=None)
     events = list(read_events(folder / "runs" / "sets" / "events.jsonl"))
     evaluated = [event for event in events if event["event"] == "eval"]

@@ -53,12 +53,13 @@ def steps_of(
     with engine_of(world, resolved) as engine:
         batches, progress, rows, seconds = Repeated(world, wait), Progress(), [], []
         checkpoints = Checkpoints(Path(folder), keep=Retention(1), identity={}, world=world)
-        tracing = None
+        tracing, targets = None, (engine, batches, checkpoints)
+        own = _own_methods(targets)  # of the engine those that faults wrap
         if endpoint is not None:
             facts = {"run": "a test", "rank": world.rank}
             session = world.from_main(os.urandom(8).hex())
             tracing = Tracing(endpoint, facts, session=session, rank=world.rank, tokens=TOKENS, note=notes.append)
-            tracing.follow(engine, batches, checkpoints)
+            tracing.follow(*targets)
         for step in range(1, steps + 1):
             started = time.perf_counter()
             with tracing.step(progress) if tracing else nullcontext():
@@ -85,10 +86,15 @@ def steps_of(
             "notes": notes,
             "saves": [str(type(outcome).__name__) for outcome in outcomes],
             "save_seconds": [getattr(outcome, "seconds", None) for outcome in outcomes],
-            "left": [name for target in (engine, batches, checkpoints) for name in vars(target) if name in _METHODS],
+            "left": sorted(_own_methods(targets) ^ own),
             "masters": {name: tensor.double().sum().item() for name, tensor in masters_of(engine).items()},
             "python_random": random.random(),
         }
+
+
+def _own_methods(targets: tuple[Any, ...]) -> set[tuple[str, int]]:
+    """Methods that objects have themselves, by name and identity."""
+    return {(name, id(vars(target)[name])) for target in targets for name in _METHODS if name in vars(target)}
 
 
 _METHODS = ("forward_backward", "health", "step", "evaluate", "next_step", "start_save", "outcomes")

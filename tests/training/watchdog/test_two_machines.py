@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from config.child_jobs import deepspeed_program
 from config.cli import REPOSITORY
+from config.launcher import deepspeed_program
 from tests.support.launches import BIN, command, events, finish
 from tests.support.machines import SKIP, Machine, two_machines
 

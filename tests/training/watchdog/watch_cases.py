@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from config.child_jobs import free_port
 from config.cli import CONFIG_ERROR
 from config.errors import UserError, report_error
+from config.machine.processes import free_port
 from tests.support import forked
 from training import distributed
 from training.distributed import World

@@ -30,12 +30,12 @@ from data.corpus import Corpus
 from modeling.build import build_model, dropout_keys
 from modeling.quantised_base import dequantise
 from precision.dtypes import DTYPES
-from precision.signature import ROUNDOFF_FP8
 from precision.tolerance import unit_roundoff
 from tools.parity.oracle.low_rank import add_low_rank
 from tools.parity.oracle.optimizers import optimizer_of
 from tools.parity.oracle.rules import loss_scale, schedule
 from tools.parity.oracle.tasks import TASKS, DroppedOut, Task, undropped
+from tools.parity.rounding import ROUNDOFF_FP8
 from tracking.jsonl import read_run_events, surviving
 from tracking.pages.markdown import Table
 from tracking.run_dir import RunDir

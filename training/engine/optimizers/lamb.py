@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from config.optimizers import OPTIMIZERS
+from training.engine.flat_optimizer import WholeParameterOptimizer
 from training.engine.optimizers.rule import UpdateInputs, adam_averages, advance_adam
-from training.engine.pieces import WholeParameterOptimizer
 
 
 class Lamb(WholeParameterOptimizer):

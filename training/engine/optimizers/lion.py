@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from config.optimizers import OPTIMIZERS
+from training.engine.flat_optimizer import FlatOptimizer
 from training.engine.optimizers.rule import UpdateInputs
-from training.engine.pieces import FlatOptimizer
 
 (AVERAGE,) = OPTIMIZERS["lion"].states
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from config.optimizers import COUNT, OPTIMIZERS, settings_of
+from training.engine.flat_optimizer import WholeParameterOptimizer
 from training.engine.optimizers.rule import UpdateInputs, adam_averages, advance_adam
-from training.engine.pieces import WholeParameterOptimizer
 
 (AVERAGE,) = OPTIMIZERS["muon"].states_of(matrix=True)
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic; singular values end between about 0.7 and 1.2."""
+"""Coefficients of the quintic; singular values end between about 0.7 and 1.2."""
 ITERATIONS = 5
 RMS = 0.2
 """Root mean square of an update, as AdamW's typically is (section 2.2 of Liu et al.)."""

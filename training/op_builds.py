@@ -1,4 +1,4 @@
-"""Where DeepSpeed's ops are built, and the locks of builds that were killed. The standard library only.
+"""Where DeepSpeed's ops are built, one at a time, and the locks of builds that were killed. The standard library only.
 
 torch builds an op under a lock file, and waits for an existing one for ever and silently. A building process keeps the
 file open (`torch.utils.file_baton`), so a lock that no process has open was left by a killed build; but processes of
@@ -19,11 +19,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from config.machine import processes
+
 YOUNG_SECONDS = 900.0
 """A build that changed a file this recently may be that of a process that cannot be seen, in another container and
 without a marker. A file of DeepSpeed's takes six minutes to compile on a busy machine."""
-_LOCAL = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "overlay", "tmpfs")
-"""File systems of one machine only."""
 
 
 def extensions_folder() -> Path:
@@ -60,7 +60,7 @@ def locks(folder: Path, op: str = "*") -> list[dict[str, Any]]:
             age = time.time() - path.stat().st_mtime
         except OSError:  # its build has just ended
             continue
-        unsure = hidden or not is_local(path)
+        unsure = hidden or not processes.is_local(path)
         facts.append({"path": str(path), "pid": holders.get(real), "age": age, "unsure": unsure})
     return facts
 
@@ -94,7 +94,8 @@ def clear_abandoned(op: str, log: Callable[[str], None], young_seconds: float = 
             log(line)
         logged.add(line)
 
-    while not all(_settled(lock, log_once, young_seconds) for lock in locks(extensions_folder(), op)):
+    folder = extensions_folder()
+    while not all(_settled(lock, log_once, young_seconds) for lock in locks(folder, op)):
         time.sleep(0.5)
 
 
@@ -187,19 +188,3 @@ def _compilers() -> list[str | None]:
         except OSError:  # it has ended
             continue
     return found
-
-
-def is_local(path: Path) -> bool:
-    """Whether the path is on a file system that no other machine writes to."""
-    return mount_of(path)["filesystem"] in _LOCAL
-
-
-def mount_of(path: Path) -> dict[str, str]:
-    """The file system that holds `path`, as /proc/self/mounts names it."""
-    best = ("", "?")
-    for line in os.fsdecode(Path("/proc/self/mounts").read_bytes()).splitlines():
-        _, point, kind, *_ = line.split()
-        point = point.replace("\\040", " ")
-        if (path.resolve() == Path(point) or Path(point) in path.resolve().parents) and len(point) >= len(best[0]):
-            best = (point, kind)
-    return {"mount": best[0], "filesystem": best[1]}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from config.machine.caches import use_writable_caches
+from training.startup import use_writable_caches
 
 NOBODY = 54_321
 """A user without an entry in /etc/passwd, as containers have them."""

@@ -1,6 +1,6 @@
 """Run the parity gate on a recipe with each planted defect, against one FP32 twin, and tabulate what it found.
 
-    python -m tools.parity.defects [--config FILE] [--steps N] [--report DIR] [key.sub=value ...]
+    python -m lab.detection.gate [--config FILE] [--steps N] [--report DIR] [key.sub=value ...]
 
 Exit code 0 when the sound run passes and every defect is found, named where it has a module; 3 otherwise.
 """
@@ -14,31 +14,20 @@ from pathlib import Path
 
 from config.cli import REPOSITORY, Arguments, entry_point, positive_int
 from config.files import write_atomically
-from tools.jobs import add_processes_option
+from lab.detection.planted import MODULE
+from lab.detection.plants.permanent import PLANTED
+from launch.job import add_processes_option, default_processes, job_command
 from tools.parity.gate import NO_PARITY, PARITY, gate
 from tools.parity.jobs import plan, train_references
 from tracking.pages.markdown import Table
 
-PLANTED = (
-    ("{{kind: fp16_norm, module: {norm}, factor: 30000}}", "module_error"),
-    ("{{kind: coarse_output, module: {linear}}}", "module_error"),
-    ("{{kind: flushed_gradient, module: {linear}}}", "sign_agreement"),
-    ("{{kind: lost_reduction, module: {linear}}}", "gradient_error"),
-    ("{{kind: stale_weight, module: {linear}}}", "weight_drift"),
-    ("{{kind: wrong_unscaling, factor: 2}}", "gradient_error"),
-    ("{{kind: skipped_accumulation}}", "gradient_error"),
-    ("{{kind: unclipped_update}}", "update_error"),
-    ("{{kind: silent_skip}}", "update_error"),
-)
-"""Each defect as the config writes it, where {norm} and {linear} stand for modules of the model, and the check that has
-to find it."""
 HEAD = ("planted", "found by", "modules named", "validation loss against FP32")
 
 
 @entry_point()
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
-    parser = Arguments("python -m tools.parity.defects", __doc__)
+    parser = Arguments("python -m lab.detection.gate", __doc__)
     parser.add_argument("--config", default=str(REPOSITORY / "config/recipes/demo.yaml"))
     parser.add_argument("--steps", type=positive_int, default=60)
     parser.add_argument("--report", type=Path, default=Path("runs/parity-defects"))
@@ -58,12 +47,13 @@ def run_all(options: argparse.Namespace) -> tuple[list[tuple[str, ...]], bool]:
     """A row for the sound run and for each defect, and whether every result is as expected."""
     rows: list[tuple[str, ...]] = []
     references, as_expected = None, True
+    processes = options.processes or default_processes()
     for defect, caught_by in (("", ""), *PLANTED):
         text = defect.format(norm=options.norm, linear=options.linear)
         kind = text.removeprefix("{kind: ").rstrip("}").partition(",")[0] or "nothing"
-        overrides = [*options.overrides, f"defects=[{text}]"]
-        folder, size = options.report / kind, {"steps": options.steps, "processes": options.processes}
-        chosen = plan(options.config, overrides, folder=folder, **size)
+        launcher = job_command(["-m", MODULE, text], processes=processes) if defect else ()
+        how = {"folder": options.report / kind, "steps": options.steps, "processes": processes, "launcher": launcher}
+        chosen = plan(options.config, options.overrides, **how)
         references = references or train_references(chosen, print)
         found = gate(chosen, references=references)
         checks = {check["name"]: check for check in found["checks"]}

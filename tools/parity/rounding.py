@@ -165,12 +165,12 @@ class Finding:
     part: str
     why: str
     excess: float
-    """[factor] How far beyond what is explained; for the order."""
+    """[factor] Distance beyond what rounding explains; findings are sorted by it."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one computation of a part."""
+    """Error figures of one computation of a part."""
 
     size: float
     """E, relative."""
@@ -212,9 +212,9 @@ def resolution(part: Part) -> float:
 
 
 def resolutions(parts: Sequence[Part], *, backward: bool = False) -> dict[str, float]:
-    """By kind the coarsest `resolution` of its modules.
+    """Coarsest `resolution` among the modules of each kind.
 
-    Of each module that of the part which resolves least; backward: of its gradients the one that resolves best, since a
+    A module's is that of the part which resolves least; backward: that of the gradient which resolves best, since a
     wrong constant there is in all of them.
     """
     modules: dict[tuple[str, str], float] = {}
@@ -307,7 +307,7 @@ def _beyond_chance(part: Part, run: Figures, plan: Figures) -> float:
 
 
 def _standard_error(part: Part, who: Who) -> float:
-    """Of a bias, by rows, whose errors are independent of each other; not below that of one rounding a value."""
+    """Standard error of a bias over rows, taken as independent; at least that of one rounding per value."""
     size = part.sums["xx"]
     apart = _scatter(part.sums, who, part.sums[f"{who}_rx"] / size) if size else 0.0
     return max(math.sqrt(apart) / size if size else 0.0, _least_error(part))

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from config.machine.binding import Binding, RankCpus, choose_binding
-from config.machine.cores import UNKNOWN, cpus_text, parse_cpus
-from tests.config.machine.test_cores import machine, two_sockets
+from config.machine.binding import Binding
+from tests.training.test_cores import machine, two_sockets
+from training.cores import UNKNOWN, RankCpus, choose_binding, cpus_text, parse_cpus
 
 MODES = ("auto", "always", "never")
 
@@ -134,7 +134,8 @@ def test_a_job_in_a_cpuset_divides_that(tmp_path):
 PROGRAM = """
 import json, os, subprocess, sys, threading
 from pathlib import Path
-from config.machine.binding import Binding, RankCpus, apply_binding, binding_outcome, unbind
+from config.machine.binding import Binding, apply_binding, binding_outcome, unbind
+from training.cores import RankCpus
 
 def masks():
     return [sorted(os.sched_getaffinity(int(task.name))) for task in Path("/proc/self/task").iterdir()]

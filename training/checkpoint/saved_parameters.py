@@ -41,7 +41,7 @@ class JoinedPieces:
 
     slices: Sequence[AnyPieces]
     widths: Sequence[int]
-    """[values] Of a run, of each rank."""
+    """[values] Length of a run of values, by rank."""
     numel: int
 
     def slice(self, start: int, length: int) -> torch.Tensor:

@@ -1,17 +1,23 @@
-"""The cores of a machine, and how its ranks divide them. The standard library only.
+"""How the ranks of a machine divide its cores, and which of them a rank is bound to. The standard library only.
 
 Linux lists in /sys/devices/system which hardware threads make up a core and which NUMA node a core or a GPU is at
 (Documentation/ABI/stable/sysfs-devices-node, sysfs-devices-system-cpu). Cores are never split. A CPU is what the kernel
-calls one: a hardware thread.
+calls one: a hardware thread. DeepSpeed's launcher (`--bind_cores_to_rank`) and torchrun (`--numa-binding`) can bind
+ranks with numactl; here the ranks do it themselves, under every launcher, once each knows which CPUs the others may
+use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+import os
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+
+from config.machine.binding import Binding, usable_cpus
+from config.machine.processes import machine
 
 Core = frozenset[int]
 """The CPUs of one core: its hardware threads."""
@@ -19,6 +25,28 @@ UNKNOWN = -1
 """The kernel's value for a device of unknown NUMA node, as in most virtual machines."""
 _SYS = Path("/sys")
 T = TypeVar("T")
+OPENMP_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+"""Variables that make OpenMP bind its threads itself, the main one included."""
+LEAST_CORES, LEAST_CORES_WITH_GPU = 2, 4
+"""With auto a rank whose own share is smaller is bound to its NUMA node or its GPU's socket, shared with the ranks
+there: threads beside its step (autograd, gloo or NCCL, reading and saving) must not wait for the step's own core."""
+
+
+@dataclass(frozen=True)
+class RankCpus:
+    """The CPUs that a rank may use, as it tells the other ranks."""
+
+    machine: str
+    """Equal for processes under one kernel, in whatever containers."""
+    cpus: frozenset[int]
+    """CPUs it may use, as it was started."""
+    gpu_node: int | None
+    """NUMA node of its GPU, or UNKNOWN; None: it computes on the CPU."""
+
+    @classmethod
+    def here(cls, gpu: str | None = None) -> RankCpus:
+        """This process's claim. gpu: PCI address of its GPU, as in `0000:dc:00.0`."""
+        return cls(machine(), usable_cpus(), None if gpu is None else gpu_node(gpu))
 
 
 @dataclass(frozen=True)
@@ -32,7 +60,7 @@ class Share:
 
     @property
     def cpus(self) -> frozenset[int]:
-        """Those of `own`."""
+        """All CPUs of `own`."""
         return frozenset[int]().union(*self.own)
 
 
@@ -106,7 +134,7 @@ def divide_cores(nodes: dict[int, list[Core]], ranks: int, near: Sequence[Sequen
 
 
 def near_gpus(gpu_nodes: Sequence[int], nodes: Iterable[int], root: Path = _SYS) -> list[tuple[int, ...]]:
-    """Those of `nodes` in the socket of each rank's GPU, the GPU's own first. gpu_nodes: the node of each rank's GPU.
+    """The `nodes` in the socket of each rank's GPU, the GPU's own first. gpu_nodes: the node of each rank's GPU.
 
     Not the GPU's node alone: where sockets are divided into more nodes than have GPUs (AMD's NPS4, as in a DGX A100)
     the cores of the other nodes would stay unused.
@@ -115,6 +143,62 @@ def near_gpus(gpu_nodes: Sequence[int], nodes: Iterable[int], root: Path = _SYS)
     return [
         (own, *sorted(node for node in sockets if node != own and sockets[node] == sockets[own])) for own in gpu_nodes
     ]
+
+
+def choose_binding(
+    mode: str,
+    claims: Sequence[RankCpus],
+    rank: int,
+    *,
+    environment: Mapping[str, str] = os.environ,
+    root: Path = Path("/sys"),
+) -> Binding:
+    """The CPUs that a rank is bound to, and its number of threads.
+
+    mode: auto, always or never, as `run.bind_cores`. claims: every rank's, in rank order. The threads are the same in
+    every mode, except where GPUs decide which cores are near. Nothing is bound where the ranks of a machine may use
+    different CPUs, because a launcher has bound them, nor where OpenMP is set to bind its threads.
+    """
+    mine = claims[rank]
+    here = [other for other, claim in enumerate(claims) if claim.machine == mine.machine]
+    alike = [other for other in here if claims[other].cpus == mine.cpus]
+    nodes = read_cores(mine.cpus, root)
+    by_openmp = [name for name in OPENMP_VARIABLES if environment.get(name, "false").lower() != "false"]
+    near = None if len(alike) < len(here) else _near([claims[other].gpu_node for other in alike], nodes, root)
+    share = divide_cores(nodes, len(alike), near if mode != "never" else None)[alike.index(rank)]
+    threads, with_gpu = max(1, len(share.own)), mine.gpu_node is not None
+
+    def not_bound(reason: str, logged: bool = True) -> Binding:
+        return Binding(threads, None, reason, logged)
+
+    if mode == "never":
+        return not_bound("run.bind_cores = never", logged=False)
+    if by_openmp:
+        return not_bound(f"OpenMP binds its threads by {' and '.join(by_openmp)}")
+    if len(alike) < len(here):
+        return not_bound("the ranks were given cores of their own when they were started")
+    if mode == "auto" and len(nodes) == 1:
+        return not_bound("one NUMA node", logged=False)
+    if mode == "auto" and with_gpu and near is None:
+        return not_bound("the kernel does not report which NUMA nodes the GPUs are at, or their cores may not be used")
+    least = 1 if mode == "always" else LEAST_CORES_WITH_GPU if with_gpu else LEAST_CORES
+    shared = len(share.own) < least
+    cpus = share.around if shared else share.cpus
+    if cpus == mine.cpus:
+        return not_bound("these are all the cores that the ranks may use", logged=mode == "always")
+    return Binding(threads, cpus, _describe_cpus(cpus, nodes, near is not None, shared), True)
+
+
+def _near(gpu_nodes: Sequence[int | None], nodes: Mapping[int, object], root: Path) -> list[tuple[int, ...]] | None:
+    """Nodes near each rank's GPU; None without GPUs, or when one is at a node whose cores may not be used."""
+    found = [node for node in gpu_nodes if node is not None and node in nodes]
+    return near_gpus(found, nodes, root) if len(found) == len(gpu_nodes) else None
+
+
+def _describe_cpus(cpus: frozenset[int], nodes: Mapping[int, Sequence[Core]], near_gpu: bool, shared: bool) -> str:
+    at = [str(node) for node, cores in nodes.items() if any(core & cpus for core in cores)]
+    where = f"CPU{'s' * (len(cpus) > 1)} {cpus_text(cpus)} of NUMA node{'s' * (len(at) > 1)} {', '.join(at)}"
+    return where + (", near its GPU" if near_gpu else "") + (", with other ranks" if shared else "")
 
 
 def _homes(nodes: dict[int, list[Core]], ranks: int) -> list[tuple[int, ...]]:
@@ -128,7 +212,7 @@ def _homes(nodes: dict[int, list[Core]], ranks: int) -> list[tuple[int, ...]]:
 
 
 def _socket(node: int, root: Path) -> str:
-    """Id of its socket; the node itself where that is unknown."""
+    """Id of a node's socket; the node itself where that is unknown."""
     with suppress(OSError, ValueError):
         first = min(parse_cpus((root / f"devices/system/node/node{node}/cpulist").read_text(encoding="utf-8")))
         return (

@@ -1,4 +1,4 @@
-"""What a teacher said of every sequence of a corpus, on disk: its k likeliest tokens at every place.
+"""A teacher's answers to every sequence of a corpus, on disk: its k likeliest tokens at every place.
 
 A folder beside the corpus, published whole by one rename, named after the corpus and everything that decides its
 content. Of each split two arrays: `<split>-ids.npy` (sequences, places, k) int32, the likeliest first, and

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from config.machine import op_builds
+from training import op_builds
 
 OP = "deepspeed_shm_comm"
 
@@ -78,7 +78,7 @@ def test_a_build_of_a_moment_ago_is_given_time(lock):
 
 
 def test_a_lock_on_a_shared_file_system_may_be_another_machines(lock, monkeypatch):
-    monkeypatch.setattr(op_builds, "mount_of", lambda path: {"mount": "/", "filesystem": "nfs4"})
+    monkeypatch.setattr(op_builds.processes, "mount_of", lambda path: {"mount": "/", "filesystem": "nfs4"})
     assert clear() == [
         f"waiting for {lock}: another process builds {OP}; if none does, on any machine, remove that file"
     ]
@@ -110,7 +110,7 @@ def test_a_compiler_that_a_killed_build_left_running_is_waited_for(lock, monkeyp
     ]
 
 
-def test_compilers_elsewhere_are_nobodys_business(lock, tmp_path, monkeypatch):
+def testcompilers_elsewhere_are_nobodys_business(lock, tmp_path, monkeypatch):
     other = start_compiler(lock, monkeypatch, 60, cwd=tmp_path)
     try:
         assert clear()[-1].startswith("removed")
@@ -130,7 +130,7 @@ def take(lock: Path, seconds: float) -> subprocess.Popen[str]:
     program = (
         "import os, sys, time\n"
         "from pathlib import Path\n"
-        "from config.machine import op_builds\n"
+        "from training import op_builds\n"
         "op_builds._compilers = list\n"
         "lock = Path(sys.argv[1])\n"
         "with op_builds.exclusive_build(lock.parent.name, lambda line: print(line, flush=True)):\n"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from config.machine.cores import UNKNOWN, cpus_text, divide_cores, gpu_node, near_gpus, parse_cpus, read_cores
+from training.cores import UNKNOWN, cpus_text, divide_cores, gpu_node, near_gpus, parse_cpus, read_cores
 
 
 def machine(

@@ -26,9 +26,9 @@ from precision.dtypes import DTYPES
 from precision.findings import tensors_of
 from precision.manifest import RegionKind, find_regions
 from precision.regions import Regions
-from precision.signature import FIELDS, ROUNDOFF_FP8, Kind
 from precision.tolerance import unit_roundoff
 from tools.parity.plain_flex import plain_flex
+from tools.parity.rounding import FIELDS, ROUNDOFF_FP8, Kind
 
 COMPUTED_IN = (None, torch.float32, torch.float64)
 """Dtypes in which the reference recomputes a call: the plan's (None), FP32, and FP64, which counts as exact."""
@@ -433,7 +433,7 @@ def rounded(call: Call) -> Call:
 
 
 def row_of(name: str, part: str, kind: Kind, roundoff: float, terms: int, sums: list[float]) -> list[dict[str, Any]]:
-    """The row of a module's part for `precision.signature.pooled`; none of one that the module hands on as it was."""
+    """The row of a module's part for `tools.parity.rounding.pooled`; none of one that the module hands on as it was."""
     if part != "output" and not any(sums[FIELDS.index(f"{who}_rr")] for who in ("run", "plan", "own")):
         return []
     return [{"module": name, "part": part, "kind": kind, "roundoff": roundoff, "terms": terms, "sums": sums}]

@@ -1,79 +1,20 @@
-"""Which values of an optimizer's flat tensors belong to which parameter, for optimizers that look at whole ones.
-
-ZeRO gives an optimizer flat tensors of many parameters, which may be cut anywhere. Where a rule takes the norm or the
-mean of a whole parameter, each rank computes its piece's share of it, and the shares are added up.
-"""
+"""Whole parameters for an optimizer of ZeRO's flat tensors: each rank's pieces, and matrices put together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
 from math import ceil
-from typing import Any
 
 import torch
 
 from config.optimizers import EXCHANGED_VALUES
 from modeling.tensor_parallel import cut
 from training.engine.engine import Engine
+from training.engine.flat_optimizer import Piece, Pieces, Rule, WholeParameterOptimizer
 from training.engine.tensors import first_of_slice, flat_masters, shard_of, trainable_parameters, whole_shape_of
-
-Rule = Callable[[torch.Tensor], torch.Tensor]
-"""A whole matrix to what replaces it."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """This rank's values of one parameter in a flat tensor."""
-
-    row: int
-    """Number of the parameter."""
-    at: int
-    """Of its first value in the flat tensor."""
-    start: int
-    """Of its first value in the parameter."""
-    length: int
-    numel: int
-    """Values of the whole parameter, on all ranks."""
-
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """(length,) view of the piece in a tensor laid out as the flat master is."""
-        return flat.view(-1)[self.at : self.at + self.length]
-
-
-class Pieces:
-    """Of parameters that are whole on every rank, as torch gives them to an optimizer."""
-
-    def of(self, flat: torch.Tensor) -> list[Piece]:
-        """The pieces in a flat tensor that the optimizer updates."""
-        return [Piece(0, 0, 0, flat.numel(), flat.numel())]
-
-    def sums(self, parts: Iterable[tuple[Piece, torch.Tensor]], like: torch.Tensor) -> torch.Tensor:
-        """(parameters,) sums over all ranks of the scalars that this rank's pieces give, FP64, on the device of `like`.
-
-        A collective where the parameters are shared out: ranks call it equally often, also for a flat tensor in which
-        they have no piece.
-        """
-        total = torch.zeros(self._parameters, dtype=torch.float64, device=like.device)
-        for piece, value in parts:
-            total[piece.row] += value
-        return total
-
-    def replace_matrices(self, flat: torch.Tensor, values: torch.Tensor, rule: Rule) -> torch.Tensor:
-        """`values`, laid out as `flat` is, in which `rule` has replaced every whole matrix.
-
-        A tensor of three dimensions is of fused experts: a matrix for each of them. A collective where the parameters
-        are shared out, as `sums` is. Each matrix is computed once, by one rank, whose result the others get.
-        """
-        if values.dim() < 3:
-            return rule(values)
-        for matrix in values:
-            matrix.copy_(rule(matrix))
-        return values
-
-    _parameters = 1
 
 
 @dataclass(frozen=True)
@@ -81,7 +22,7 @@ class Batch:
     """Matrices of one flat tensor that travel at once."""
 
     shapes: dict[int, torch.Size]
-    """Of those that this rank computes, by their numbers."""
+    """Shapes of those that this rank computes, by their numbers."""
     mine: list[list[Piece]]
     """This rank's pieces, by the rank that computes their matrices. A piece's `row` is its matrix' number here."""
     theirs: list[list[Piece]]
@@ -89,7 +30,7 @@ class Batch:
 
 
 class ShardedPieces(Pieces):
-    """Of parameters that ZeRO cut up and shared out, and of experts of which a rank has some (`parallel.expert`).
+    """The pieces of parameters that ZeRO cut up, and of experts that ranks share (`parallel.expert`).
 
     A rank's experts are consecutive rows of the whole parameter, so that its pieces are pieces of that.
     """
@@ -132,7 +73,7 @@ class ShardedPieces(Pieces):
 
     @cached_property
     def _matrix_shapes(self) -> list[torch.Size]:
-        """By the matrix' number."""
+        """Shape by the matrix' number."""
         return [
             torch.Size(shape[1:]) if len(shape) == 3 else shape
             for shape, matrices in zip(self._shapes, self._matrices, strict=True)
@@ -222,39 +163,8 @@ def _spread(values: torch.Tensor, places: list[torch.Tensor]) -> None:
         place.copy_(part)
 
 
-class FlatOptimizer(torch.optim.Optimizer):
-    """An optimizer that is given flat tensors, one after the other."""
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every flat tensor that has a gradient."""
-        for group in self.param_groups:
-            for flat in group["params"]:
-                if flat.grad is not None:
-                    self.update_flat(flat, self.state[flat], group)
-
-    def update_flat(self, flat: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """Update one of them in place. state: empty before the first update. group: its settings, `lr` of this step."""
-        raise NotImplementedError
-
-
-class WholeParameterOptimizer(FlatOptimizer):
-    """One whose rule looks at whole parameters, so that above ZeRO-0 a step is a collective."""
-
-    def __init__(self, groups: list[dict[str, Any]], options: dict[str, Any]) -> None:
-        super().__init__(groups, options)
-        self.told: Pieces | None = None
-
-    @property
-    def pieces(self) -> Pieces:
-        """Which values belong to which parameter. Raises RuntimeError before `tell_pieces`: a guess would be wrong."""
-        if self.told is None:
-            raise RuntimeError("the optimizer was not told where parameters begin and end: call tell_pieces first")
-        return self.told
-
-
-def tell_pieces(engine: Engine) -> None:
-    """Tell the optimizer, where it asks, which values belong to which parameter. Before the first update."""
+def attach_pieces(engine: Engine) -> None:
+    """Let an optimizer of whole parameters know which values belong to which one. Before the first update."""
     optimizer = engine.deepspeed.basic_optimizer
     if isinstance(optimizer, WholeParameterOptimizer):
-        optimizer.told = ShardedPieces(engine) if engine.stage > 0 else Pieces()
+        optimizer.attached = ShardedPieces(engine) if engine.stage > 0 else Pieces()

@@ -1,20 +1,16 @@
-"""A launcher is started by this interpreter's module, since its program cannot start from a path with a space."""
+"""How jobs start: a launcher by this interpreter's module, since its program cannot start from a path with a space."""
 
 from __future__ import annotations
 
-import shlex
 import sys
 from pathlib import Path
 
 import pytest
 
-from config.child_jobs import by_interpreter
-from config.cli import REPOSITORY
-from config.launcher import RankEnv, launch_command
+from launch.job import by_interpreter
 from tests.support.launches import finish
 
 OWN = str(Path(sys.executable).parent)
-RANK_0 = RankEnv(rank=0, world_size=2, local_rank=0)
 
 
 @pytest.mark.parametrize(
@@ -43,18 +39,3 @@ def test_the_modules_are_there_to_be_started() -> None:
         interpreter, *module = by_interpreter(launcher, OWN)
         assert interpreter == sys.executable
         assert "usage:" in finish(["python", *module, "--help"]).lower()
-
-
-def test_the_command_that_resumes_names_train_py_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "executable", "/work/.venv/bin/python")
-    expected = ["deepspeed", "--num_gpus", "2", f"{REPOSITORY}/train.py", "a=1"]
-    assert shlex.split(launch_command(RANK_0, {}, ["a=1"])) == expected
-
-
-def test_the_command_that_resumes_can_be_pasted_where_the_path_has_a_space(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/work/.venv/bin/python")
-    assert launch_command(RANK_0, {}, ["a=1"]) == "deepspeed --num_gpus 2 train.py a=1"
-    monkeypatch.setattr(sys, "executable", "/my work/.venv/bin/python")
-    command = launch_command(RANK_0, {}, ["a=1"])
-    assert command == "'/my work/.venv/bin/python' -m deepspeed.launcher.runner --num_gpus 2 train.py a=1"

@@ -1,0 +1,188 @@
+"""Run every suite of tests one after another, or a short check of the installed versions, and write what passed.
+
+    python -m lab.suites [--out docs/tested.md] [--only TARGET] [--again]
+    python -m lab.suites --compatibility [--out docs/compatibility.md]
+
+A suite is a target of make. Results are kept in FOLDER by commit, so that hours of tests may be interrupted. The check
+of versions is the demo, the tests that start no process, and one cell of the precision matrix at each ZeRO stage; its
+row replaces the one of the same versions in the page. Exit code 0: nothing failed; 1: something did.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from pathlib import Path
+
+from config.cli import CRASH, DONE, REPOSITORY, Arguments, entry_point
+from config.errors import UserError
+from tracking.environment import environment
+
+SUITES = {
+    "test": "every test without a marker",
+    "test-long": "long jobs, the rest of the matrices",
+    "test-cluster": "two machines made of network namespaces, a Slurm of two nodes",
+    "test-machines": "whole jobs on strange and broken machines",
+    "chaos": "saves killed at every phase",
+    "test-kernels": "Liger's kernels in Triton's interpreter",
+    "test-titan": "torchtitan beside Mantissa",
+    "test-trl": "TRL's trainers beside Mantissa",
+}
+"""Target of make to what it tests, in the order in which they run."""
+CELLS = [f"BF16, ZeRO-{stage}, accumulation 4, clipping on, checkpointing full" for stage in range(4)]
+VERSIONS = ("python", "torch", "transformers", "deepspeed")
+_COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
+
+
+@dataclass
+class Result:
+    """What one command said."""
+
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
+    failures: list[str] = field(default_factory=list)
+    """Names of failed tests; for a command that printed no summary, its exit code."""
+
+    @property
+    def words(self) -> str:
+        """Counts as in pytest's summary."""
+        counts = {"passed": self.passed, "failed": self.failed, "skipped": self.skipped}
+        return ", ".join(f"{number:,} {name}" for name, number in counts.items() if number or name != "skipped")
+
+
+def run(command: Sequence[str], log: Path) -> Result:
+    """Run a command in Mantissa's folder with its output in a file, and read how it ended."""
+    began = time.monotonic()
+    with log.open("w", encoding="utf-8") as output:
+        done = subprocess.run(command, cwd=REPOSITORY, stdout=output, stderr=subprocess.STDOUT, check=False)
+    result = read(log.read_text(encoding="utf-8", errors="replace"), done.returncode)
+    result.seconds = time.monotonic() - began
+    return result
+
+
+def read(text: str, code: int) -> Result:
+    """The result in pytest's last summary line; without one a command passed or failed as a whole."""
+    summaries = [line for line in text.splitlines() if re.match(r"=* ?\d+ (passed|failed|skipped|error)", line)]
+    counts = {name.rstrip("s"): int(number) for number, name in _COUNT.findall(summaries[-1] if summaries else "")}
+    failures = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
+    if not summaries and code == 0:
+        return Result(passed=1)
+    if code and not failures:
+        failures = [f"exit code {code}"]
+    return Result(counts.get("passed", 0), len(failures), counts.get("skipped", 0), failures=failures)
+
+
+def run_suites(folder: Path, page: Path, only: str | None, *, again: bool) -> int:
+    """Run what has no result of this commit yet; the page is written after every suite. The exit code."""
+    facts = environment({})
+    changed = ["git", "diff", "--quiet", "HEAD", "--", ".", f":!{page.resolve().relative_to(REPOSITORY)}"]
+    if facts["git"] is None or subprocess.run(changed, cwd=REPOSITORY, check=False).returncode:
+        raise UserError("the suites are recorded with their commit: commit or stash what has changed first")
+    kept = folder / facts["git"]["commit"][:12]
+    kept.mkdir(parents=True, exist_ok=True)
+    results = {}
+    for target in SUITES:
+        path = kept / f"{target}.json"
+        if only in (None, target) and (again or not path.exists()):
+            print(f"make {target}; tail -f {kept / target}.log", flush=True)
+            path.write_text(json.dumps(asdict(run(["make", target], kept / f"{target}.log"))), encoding="utf-8")
+        if path.exists():
+            results[target] = Result(**json.loads(path.read_text(encoding="utf-8")))
+            page.write_text(tested_page(results, facts), encoding="utf-8")
+    return CRASH if any(result.failed for result in results.values()) else DONE
+
+
+def tested_page(results: dict[str, Result], facts: dict) -> str:
+    """The page of all suites: what passed, failed and was skipped, and the names of what failed."""
+    versions = ", ".join(f"{name} {facts['versions'][name]}" for name in VERSIONS)
+    rows = [
+        f"| `make {target}` | {what} | {results[target].words} | {results[target].seconds / 60:.0f} min |"
+        if target in results
+        else f"| `make {target}` | {what} | not run | |"
+        for target, what in SUITES.items()
+    ]
+    failed = [f"- `{name}`" for result in results.values() for name in result.failures]
+    return "\n".join(
+        [
+            "# What was tested",
+            "",
+            "Every suite of tests, one after another, by `make test-all`. Do not edit this page.",
+            "",
+            f"Commit {facts['git']['commit'][:12]}, {date.today()}; {facts['cpu']['usable_cores']} cores of "
+            f"{facts['cpu']['model']}; {versions}.",
+            "",
+            "| suite | what it tests | result | time |",
+            "|---|---|---|---|",
+            *rows,
+            *(["", "Failed:", "", *failed] if failed else []),
+            "",
+        ]
+    )
+
+
+def check_versions(folder: Path, page: Path) -> int:
+    """Run the demo, the fast tests and four cells on what is installed, and put their row into the page."""
+    facts = environment({})
+    versions = [facts["versions"][name] for name in VERSIONS]
+    folder = folder / "-".join(versions)
+    folder.mkdir(parents=True, exist_ok=True)
+    python, runs = sys.executable, str(folder / "runs")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    launcher = [python, "-m", "deepspeed.launcher.runner", "--quiet", "--num_gpus", "2", "--master_port", "29731"]
+    demo = run(
+        [*launcher, "train.py", "--config", "config/recipes/demo.yaml", f"run.dir={runs}", "tracking.wandb=disabled"],
+        folder / "demo.log",
+    )
+    losses = re.findall(r"validation loss ([\d.]+)", (folder / "demo.log").read_text(encoding="utf-8"))
+    fast = run([python, "-m", "pytest", "-n", "2", "--no-processes"], folder / "tests.log")
+    cells = [
+        run([python, "-m", "lab.matrix", "--only", cell, "--folder", str(folder / "cells")], folder / "cells.log")
+        for cell in CELLS
+    ]
+    as_expected = sum(result.failed == 0 for result in cells)
+    row = [*versions, f"validation {losses[-1]}" if losses and not demo.failed else "failed", fast.words]
+    row += [f"{as_expected} of {len(cells)} as expected", str(date.today())]
+    written = page.read_text(encoding="utf-8") if page.exists() else _COMPATIBILITY
+    others = [line for line in written.splitlines() if line.startswith("| 3.")]
+    rows = [line for line in others if not line.startswith(f"| {' | '.join(versions)} |")]
+    page.write_text(_COMPATIBILITY + "".join(f"{line}\n" for line in sorted([*rows, f"| {' | '.join(row)} |"])))
+    return CRASH if demo.failed or fast.failed or as_expected < len(cells) else DONE
+
+
+_COMPATIBILITY = """# Versions that were tested
+
+Rows are written by `make compatibility` on the versions that are installed: the demo to its end, the tests that start
+no process, and one cell of the [precision matrix](precision-matrix.md) at each ZeRO stage. `requirements.txt` pins the
+versions that [every suite](tested.md) ran on.
+
+| Python | torch | transformers | DeepSpeed | demo | fast tests | matrix | date |
+|---|---|---|---|---|---|---|---|
+"""
+
+
+@entry_point()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the suites or the check of versions."""
+    parser = Arguments("python -m lab.suites", __doc__)
+    parser.add_argument("--compatibility", action="store_true", help="the check of the installed versions")
+    parser.add_argument("--out", type=Path, help="the page (default: docs/tested.md or docs/compatibility.md)")
+    parser.add_argument("--only", choices=[*SUITES], help="only this suite")
+    parser.add_argument("--again", action="store_true", help="also suites that have a result of this commit")
+    parser.add_argument("--folder", type=Path, default=Path("runs/suites"), help="folder of results and logs")
+    options = parser.parse_args(arguments)
+    if options.compatibility:
+        return check_versions(options.folder, options.out or REPOSITORY / "docs/compatibility.md")
+    return run_suites(options.folder, options.out or REPOSITORY / "docs/tested.md", options.only, again=options.again)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

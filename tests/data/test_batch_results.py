@@ -1,0 +1,186 @@
+"""A preparation that is killed goes on where it was: its bytes are those of an undisturbed one."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import data.prepare
+from config.schema import DataSection
+from data import batch_results
+from data.batch_results import kept_folder, read_result, result_path, write_result
+from data.encode import Encoded, EncodedCodec
+from data.prepare import prepare
+from data.prepare_rows import RowsCodec
+from data.row_formats import BadRow
+from data.row_preparation import EncodedRows
+from tests.support.launches import finish, start
+
+# A program: prepares with `section`, and prints how many batches its workers computed. argv[1]: after how many results
+# it is killed, 0: never.
+PROGRAM = """
+import os, signal, sys
+import data.batch_results, data.prepare, data.prepare_rows, data.row_preparation
+from config.schema import DataSection
+if __name__ == "__main__":
+    data.prepare.BATCH_CHARACTERS = 2000
+    data.row_preparation.BATCH_ROWS, data.prepare_rows._BATCHES_HERE = 8, 2
+    computed, results, submit = [], data.batch_results.results, data.batch_results.Workers.submit
+
+    def counted(pool, function, *arguments):
+        computed.extend([1] * (function is data.batch_results._compute))
+        return submit(pool, function, *arguments)
+
+    def killed(*arguments):
+        for number, result in enumerate(results(*arguments), start=1):
+            if number == int(sys.argv[1]):
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield result
+
+    data.batch_results.Workers.submit = counted
+    data.prepare.results = data.prepare_rows.results = killed
+    section = DataSection(**SECTION)
+    make = data.prepare.prepare if section.source == "text" else data.prepare_rows.prepare_rows
+    corpus = make(section, progress=False)
+    print(corpus.fingerprint, len(computed))
+"""
+
+
+@pytest.fixture
+def section(tmp_path: Path) -> DataSection:
+    """A section of a hundred documents, one of which is empty and one no text."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    generator = random.Random(0)
+    for number in range(98):
+        words = [generator.choice(["alpha", "beta", "γάμμα", "delta\n"]) for _ in range(generator.randint(1, 300))]
+        (folder / f"{number:03d}.txt").write_bytes(" ".join(words).encode())
+    (folder / "050b.txt").touch()
+    (folder / "060b.txt").write_bytes(b"\xff")
+    folders = {"path": str(folder), "cache_dir": str(tmp_path / "alone")}
+    return DataSection(source="text", **folders, tokenizer="bpe:300", validation_fraction=0.2, workers=1)
+
+
+def files(cache: str | Path, fingerprint: str) -> dict[str, bytes]:
+    """Everything in the folder of a corpus."""
+    folder = Path(cache) / fingerprint
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def program(section: DataSection, tmp_path: Path, killed_after: int = 0) -> list[str]:
+    given = {key: getattr(section, key) for key in DataSection.__dataclass_fields__}
+    (tmp_path / "program.py").write_text(PROGRAM.replace("**SECTION", f"**{given!r}"), encoding="utf-8")
+    return ["python", str(tmp_path / "program.py"), str(killed_after)]
+
+
+def computed(printed: str) -> int:
+    """Batches that a process computed."""
+    return int(printed.splitlines()[-1].split()[1])
+
+
+def batches(section: DataSection, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(data.prepare, "BATCH_CHARACTERS", 2000)
+    return len(list(data.prepare._batches(data.prepare.open_source(section).documents(Counter()))))
+
+
+def test_who_waits_goes_on_where_a_killed_process_was(section, tmp_path, monkeypatch) -> None:
+    alone = prepare(section, progress=False)
+    shared = replace(section, cache_dir=str(tmp_path / "shared"))
+    cache = Path(shared.cache_dir)
+    first = start(program(shared, tmp_path, killed_after=6))
+    while not list(cache.glob("*.partial-*")) and first.poll() is None:
+        pass
+    second = start(program(shared, tmp_path))
+    printed = [process.communicate(timeout=200)[0] for process in (first, second)]
+    assert [first.returncode, second.returncode] == [-9, 0], printed
+    assert computed(printed[1]) <= batches(section, monkeypatch) - 6, "what the killed one had is not computed again"
+    assert files(shared.cache_dir, alone.fingerprint) == files(section.cache_dir, alone.fingerprint)
+    assert not list(cache.glob("*.p*")), "neither partial folders nor kept results are left"
+
+
+def test_a_killed_preparation_goes_on_and_damaged_results_are_computed_again(section, tmp_path, monkeypatch) -> None:
+    alone = prepare(section, progress=False)
+    killed = replace(section, cache_dir=str(tmp_path / "killed"))
+    process = start(program(killed, tmp_path, killed_after=6))
+    process.communicate()
+    assert process.returncode == -9
+    kept = sorted(kept_folder(Path(killed.cache_dir) / alone.fingerprint).rglob("??/*"))
+    assert len(kept) >= 6
+    for path, content in zip(kept, (b"", kept[1].read_bytes()[:-1], kept[2].read_bytes()[:-1] + b"\7"), strict=False):
+        path.write_bytes(content)  # the last two are cut short, and changed
+    total, counted = batches(section, monkeypatch), []
+    submit = batch_results.Workers.submit
+    monkeypatch.setattr(
+        batch_results.Workers, "submit", lambda pool, *given: counted.append(given[0]) or submit(pool, *given)
+    )
+    prepare(killed, progress=False)
+    assert counted.count(batch_results._compute) == total - len(kept) + 3
+    assert files(killed.cache_dir, alone.fingerprint) == files(section.cache_dir, alone.fingerprint)
+
+
+def test_a_result_belongs_to_its_batch_and_its_work(tmp_path: Path) -> None:
+    names = {result_path(tmp_path, work, packed) for work in ("a", "b") for packed in (b"", b"x", b"y")}
+    assert len(names) == 6
+    assert read_result(tmp_path / "nothing") is None
+
+
+def test_results_come_back_as_they_were(tmp_path: Path) -> None:
+    encoded = (Encoded(np.arange(5, dtype=np.uint16), 2, 70), Encoded(np.empty(0, dtype=np.uint16), 0, 0))
+    write_result(tmp_path / "it", *EncodedCodec().tensors(encoded))
+    kept = read_result(tmp_path / "it")
+    assert kept is not None
+    for mine, other in zip(EncodedCodec().result(*kept), encoded, strict=True):
+        assert mine.tokens.dtype == other.tokens.dtype and np.array_equal(mine.tokens, other.tokens)
+        assert (mine.documents, mine.text_bytes) == (other.documents, other.text_bytes)
+
+    codec = RowsCodec()
+    assert codec.pack([("f:2", BadRow("x", "is not there"))]) != codec.pack([("f:2", {"x": "is not there"})])
+    with pytest.raises(TypeError):
+        codec.pack([("f:1", {"a": b"bytes"})])
+    for lengths in ((), (3,), (2, 4, 1)):
+        kept_rows = [{"tokens": np.arange(n), "trained": (np.arange(n) > 0).astype(np.uint8)} for n in lengths]
+        given = EncodedRows(kept_rows, [n == 4 for n in lengths])
+        given.counts.update({"rows": 7, "dropped": 2})
+        others = {"longest": 9, "longest_source": 6, "longest_target": 3, "first_bad": "f:2: x"}
+        for name, value in others.items():
+            setattr(given, name, value)
+        write_result(tmp_path / f"rows{len(lengths)}", *codec.tensors(given))
+        kept = read_result(tmp_path / f"rows{len(lengths)}")
+        assert kept is not None
+        found = codec.result(*kept)
+        for mine, other in zip(found.rows, given.rows, strict=True):
+            for name in ("tokens", "trained"):
+                assert mine[name].dtype == other[name].dtype and np.array_equal(mine[name], other[name])
+        assert {field.name for field in fields(found)} == {*others, "rows", "held_out", "counts"}
+        assert found.held_out == given.held_out and {name: getattr(found, name) for name in others} == others
+        assert list(found.counts.items()) == [("rows", 7), ("dropped", 2)]
+
+
+@pytest.mark.slow
+def test_rows_of_a_killed_preparation_are_those_of_an_undisturbed_one(tmp_path: Path) -> None:
+    generator = random.Random(1)
+    lines = [f'{{"prompt": "p {n}", "completion": "{"c " * generator.randint(1, 40)}"}}' for n in range(200)]
+    lines[77] = '{"prompt": 3}'
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    section = DataSection(
+        source="jsonl",
+        path=str(tmp_path / "rows.jsonl"),
+        cache_dir=str(tmp_path / "alone"),
+        tokenizer="bpe:300",
+        sequence_length=64,
+        validation_fraction=0.2,
+        on_bad_row="skip",
+        workers=1,
+    )
+    fingerprint, count = finish(program(section, tmp_path)).splitlines()[-1].split()
+    assert int(count) == 25
+    killed = replace(section, cache_dir=str(tmp_path / "killed"))
+    start(program(killed, tmp_path, killed_after=10)).communicate()
+    assert computed(finish(program(killed, tmp_path))) <= 15
+    assert files(killed.cache_dir, fingerprint) == files(section.cache_dir, fingerprint)
+    assert not kept_folder(Path(killed.cache_dir) / fingerprint).exists()

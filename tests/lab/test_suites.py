@@ -1,0 +1,94 @@
+"""What a suite's output is read as, and the pages of what was tested."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from config.cli import CRASH, DONE, REPOSITORY
+from config.errors import UserError
+from lab import suites
+from lab.suites import SUITES, Result
+
+FAILED = """
+FAILED tests/a.py::test_b[1] - AssertionError
+ERROR tests/c.py - ImportError
+= 1 failed, 1913 passed, 14 skipped, 46 warnings, 1 error in 545.45s (0:09:05) =
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "result"),
+    [
+        (FAILED, 1, Result(1913, 2, 14, failures=["tests/a.py::test_b[1]", "tests/c.py"])),
+        ("= 62 passed, 3 deselected in 9.1s =", 0, Result(62)),
+        ("3 passed in 0.1s", 0, Result(3)),
+        ("done after 450 steps", 0, Result(1)),
+        ("make: *** [x] Error 2", 2, Result(0, 1, failures=["exit code 2"])),
+        ("= 3 passed in 1.0s =\nmake: *** Error 1", 1, Result(3, 1, failures=["exit code 1"])),
+    ],
+)
+def test_the_result_of_a_suite_is_what_its_summary_says(text: str, code: int, result: Result) -> None:
+    assert suites.read(text, code) == result
+
+
+def test_suites_are_targets_of_make() -> None:
+    targets = (REPOSITORY / "Makefile").read_text()
+    assert [name for name in SUITES if f"\n{name}: " not in targets] == []
+
+
+def test_a_suite_is_run_once_a_commit_and_the_page_names_what_failed(tmp_path: Path, monkeypatch) -> None:
+    ran: list[str] = []
+
+    def run(command: list[str], log: Path) -> Result:
+        ran.append(command[1])
+        return Result(5, 1, 2, 60.0, ["tests/a.py::test_b"]) if command[1] == "chaos" else Result(7)
+
+    page = REPOSITORY / "docs/tested.md"
+    clean = subprocess.CompletedProcess([], 0)
+    monkeypatch.setattr(suites, "run", run)
+    monkeypatch.setattr(suites, "environment", lambda extra: FACTS)
+    monkeypatch.setattr(suites.subprocess, "run", lambda *words, **options: clean)
+    monkeypatch.setattr(suites, "REPOSITORY", tmp_path)
+    page = tmp_path / "tested.md"
+    assert suites.run_suites(tmp_path, page, "test", again=False) == DONE
+    assert ran == ["test"] and "| `make chaos` | saves killed at every phase | not run | |" in page.read_text()
+    assert suites.run_suites(tmp_path, page, None, again=False) == CRASH
+    assert ran == [*SUITES]
+    assert (
+        "5 passed, 1 failed, 2 skipped | 1 min |" in page.read_text() and "- `tests/a.py::test_b`" in page.read_text()
+    )
+
+
+FACTS = {
+    "git": {"commit": "0123456789abcdef"},
+    "cpu": {"usable_cores": 2, "model": "A"},
+    "versions": {"python": "3.11.7", "torch": "2.13.0", "transformers": "5.23.0", "deepspeed": "0.19.8"},
+}
+
+
+def test_what_is_not_committed_is_not_recorded(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(suites, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(suites, "environment", lambda extra: FACTS | {"git": None})
+    with pytest.raises(UserError, match="commit"):
+        suites.run_suites(tmp_path, tmp_path / "tested.md", None, again=False)
+
+
+def test_the_row_of_the_same_versions_is_replaced(tmp_path: Path, monkeypatch) -> None:
+    page = tmp_path / "compatibility.md"
+    said = {"demo": "step 450: validation loss 4.0959, perplexity 60", "tests": "", "cells": ""}
+
+    def run(command: list[str], log: Path) -> Result:
+        log.write_text(said[log.stem])
+        return Result(3, 0, 1)
+
+    monkeypatch.setattr(suites, "run", run)
+    for torch in ("2.13.0", "2.11.0", "2.13.0"):
+        facts = FACTS | {"versions": FACTS["versions"] | {"torch": torch}}
+        monkeypatch.setattr(suites, "environment", lambda extra, facts=facts: facts)
+        assert suites.check_versions(tmp_path, page) == DONE
+    rows = [line for line in page.read_text().splitlines() if line.startswith("| 3.")]
+    assert [row.split(" | ")[1] for row in rows] == ["2.11.0", "2.13.0"]
+    assert "| validation 4.0959 | 3 passed, 0 failed, 1 skipped | 4 of 4 as expected |" in rows[0]

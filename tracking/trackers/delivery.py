@@ -1,0 +1,181 @@
+"""The process beside training that follows `events.jsonl` and gives each event to one client.
+
+Started by `tracking.trackers.process`, never by hand. Standard input brings one line of JSON (the job) and later the
+line "end"; standard output carries one-line messages: "log: ..." for the user, "failed: ..." before the process exits.
+Standard error is the client's log in the run folder. What a session could not deliver, because the client or the
+machine died, the next session delivers: a file in the run folder holds how many lines the client has stored.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from config.errors import one_line
+from config.files import write_atomically
+from config.printable import printable
+from config.redact import Redactor
+from tracking.events import Event, fault_in
+from tracking.file_lock import exclusive_lock
+from tracking.jsonl import decode
+from tracking.wandb.charts import Rows
+
+POLL_S = 0.5
+
+
+class Line(NamedTuple):
+    """One whole line of the events."""
+
+    number: int
+    """Counted from 1."""
+    text: bytes
+
+
+class Follower:
+    """Reads the whole lines of a growing file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: BinaryIO | None = None
+        self._number = 0
+
+    def new_lines(self, most: int = 10_000) -> list[Line]:
+        """The lines that were completed since the last call, at most `most`."""
+        if self._file is None:
+            if not self._path.exists():
+                return []
+            self._file = self._path.open("rb")
+        lines: list[Line] = []
+        while len(lines) < most:
+            start = self._file.tell()
+            text = self._file.readline()
+            if not text.endswith(b"\n"):
+                self._file.seek(start)  # still being written: wait for the rest
+                break
+            self._number += 1
+            lines.append(Line(self._number, text))
+        return lines
+
+
+class Delivered:
+    """Keeps the number of lines of the events that a client has stored, over all sessions."""
+
+    def __init__(self, path: Path) -> None:
+        """path: the file of the number."""
+        self._path = path
+        try:
+            self.lines = max(0, int(path.read_bytes()))
+        except (OSError, ValueError):
+            self.lines = 0
+
+    def save(self, lines: int) -> None:
+        """Record that the client has stored this many lines."""
+        self.lines = lines
+        try:
+            write_atomically(self._path, str(self.lines).encode())
+        except OSError:
+            return  # a full disk; at worst the next session delivers some lines again
+
+
+class Delivery(ABC):
+    """Gives new events to a client; those of earlier sessions are only counted."""
+
+    def __init__(self, log_every_steps: int, delivered: int) -> None:
+        """delivered: lines that the client has from earlier sessions."""
+        self._every, self._skip = log_every_steps, delivered
+        self._redactor = Redactor()
+        self.rows = Rows()
+        self.line = 0
+        """Number of the newest line."""
+        self.end: Event | None = None
+        """The `run_end` of the newest session."""
+
+    def add(self, line: Line) -> None:
+        """Take one line of the events."""
+        earlier, self.line = line.number <= self._skip, line.number
+        if earlier and self.rows.pass_step(line.text):
+            return
+        event = self._redactor.value("", decode(line.text))
+        if event is None or fault_in(event) is not None:
+            return  # readers of the file report a damaged line; the rest is logged
+        if event["event"] in ("run_start", "run_end"):
+            self.end = event if event["event"] == "run_end" else None
+        if earlier:
+            self.pass_event(event)
+            return
+        row = self.rows.row(event)
+        if event["event"] != "step" or event["step"] % self._every == 0 or not event["applied"]:
+            self.log(event, row)
+
+    def pass_event(self, event: Event) -> None:
+        """Count an event that the client has from an earlier session; not called for steps."""
+        self.rows.pass_event(event)
+
+    @abstractmethod
+    def log(self, event: Event, row: dict[str, Any]) -> None:
+        """Give the client an event with its row of charts (`tracking.wandb.charts`)."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Have the client store what it was given. Called at least twice a second."""
+
+    @abstractmethod
+    def close(self, exit_code: int) -> None:
+        """End the client's run as training ended; one without a `run_end` has crashed, with exit code 1."""
+
+    def follow(self, job: dict[str, Any]) -> None:
+        """Deliver events as they come; returns when training said "end" or is gone and every event is delivered."""
+        follower, last_round = Follower(Path(job["events"])), False
+        while not last_round:
+            ready, _, _ = select.select([sys.stdin], [], [], POLL_S)
+            last_round = bool(ready) or os.getppid() != job["training_pid"]
+            while lines := follower.new_lines():
+                for line in lines:
+                    self.add(line)
+            self.flush()
+        self.close(1 if self.end is None else int(self.end["exit_code"]))
+
+
+def run_client(deliver: Callable[[dict[str, Any]], None]) -> int:
+    """Read the job and run it as the only process that delivers this run to the client; 1 after any failure.
+
+    It waits for its turn, since the process of a session that just ended may still be delivering.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # a scheduler signals the whole job; the last events are still to come
+    job = json.loads(sys.stdin.readline())
+    messages = os.dup(1)
+    os.dup2(2, 1)  # a client may print: into its log
+    sys.stdout = os.fdopen(messages, "w", encoding="utf-8")
+    lock = Path(job["lock"])
+    try:
+        with exclusive_lock(lock, job["lock_wait_s"]) as acquired:
+            if not acquired:
+                raise RuntimeError(f"another process is already delivering {lock.parent}")
+            deliver(job)
+    except Exception as error:
+        log_traceback()
+        report("failed", Redactor().text(f"{type(error).__name__}: {one_line(error, 200)}"))
+        return 1
+    return 0
+
+
+def log_traceback() -> None:
+    """Write the exception under way to the client's log, without secrets."""
+    sys.stderr.write(printable(Redactor().text(traceback.format_exc())))
+
+
+def report(kind: str, text: str) -> None:
+    """Send one line to training, which may be gone already."""
+    try:
+        print(f"{kind}: {text}", flush=True)
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123 - the interpreter fails at exit
