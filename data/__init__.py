@@ -1,14 +1,15 @@
 """Text in, fixed-length token batches out.
 
-The stages, each in its own module and each usable alone:
+The stages, each in its own package and each usable alone:
 
-1. `sources`     where the documents come from: files, also behind URLs (`remote`), or a hub, as a stream.
-2. `tokenizer`   bytes, a byte-level BPE trained on the data, or any Hugging Face fast tokenizer.
-3. `prepare`     runs 1 and 2 once over the corpus, in parallel (`encode` in `workers`), and publishes it atomically.
-                 What is tokenized already is checked and copied (`token_ids`, `megatron`).
-4. `shards`      what was published: memory-mapped, checksummed token files, read as windows of fixed length.
-5. `sampler`     which windows make global batch number n. A pure function: nothing to save, nothing to restore.
-6. `loader`      the windows of this rank as tensors, read one step ahead.
+1. `sources`  where documents and rows come from, and their formats: files, also behind URLs (`remote`), or a hub.
+2. `text`     documents are tokenized once, in parallel (`encode` in `workers`), and published atomically (`prepare`).
+              `tokenizer`: bytes, a byte-level BPE trained on the data, or any Hugging Face fast tokenizer. What is
+              tokenized already is checked and copied (`token_ids`).
+3. `rows`     the same for rows: chats, pairs, sources with targets, labelled texts.
+4. `corpora`  what was published: memory-mapped, checksummed files (`shards`, `row_shards`), and which sequences make
+              global batch number n (`sampler`): a pure function, nothing to save, nothing to restore.
+5. `batches`  this rank's sequences as tensors, read one step ahead (`loader`).
 
 At a trillion tokens
 --------------------

@@ -177,9 +177,9 @@ STARTS_WITH = {
     "tracking.report.command": {"yaml", "numpy", "orjson", "rich"},
     "tracking.watch.command": {"yaml", "numpy", "orjson", "rich"},
     "training.checkpoint.tool": set(),
-    "training.cores": set(),
-    "training.op_builds": set(),
-    "training.startup": set(),
+    "training.start.cores": set(),
+    "training.start.op_builds": set(),
+    "training.start.process": set(),
     "training.watchdog.witness": set(),
 }
 
@@ -220,6 +220,15 @@ def test_only_the_engine_touches_deepspeeds_engine() -> None:
     inside = (REPOSITORY / "training" / "engine", REPOSITORY / "lab" / "detection" / "plants")
     outside = [path for path in source_files(REPOSITORY) if not any(path.is_relative_to(folder) for folder in inside)]
     assert [path.name for path in outside if re.search(r"engine\.deepspeed\b", path.read_text())] == []
+
+
+def test_no_folder_of_code_has_more_than_thirty_entries() -> None:
+    entries: dict[Path, set[str]] = {}
+    for path in [*source_files(REPOSITORY), *(REPOSITORY / "tests").rglob("*.py")]:
+        inside = path.relative_to(REPOSITORY)
+        for parent, child in zip(inside.parents, (inside, *inside.parents), strict=False):
+            entries.setdefault(parent, set()).add(child.name)
+    assert {str(folder): len(names) for folder, names in entries.items() if len(names) > 30} == {}
 
 
 def test_every_folder_of_code_is_held() -> None:

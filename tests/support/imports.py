@@ -19,7 +19,7 @@ MAY_IMPORT = {
 }
 # The order inside training/, from below: a file or package imports itself and what stands on floors below its own.
 FLOORS = (
-    ("cores", "moved", "op_builds", "rendezvous", "startup", "tasks"),
+    ("moved", "start", "tasks"),
     ("distributed", "progress", "schedule", "promotions", "loss_scaler", "preemption"),
     ("engine", "watchdog"),
     ("checkpoint", "telemetry", "attribution", "corruption", "sinks", "references", "early_warnings"),

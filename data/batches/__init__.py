@@ -1,0 +1,1 @@
+"""Batches of a corpus as tensors, for each task."""

@@ -1,0 +1,1 @@
+"""Rows rendered, tokenized and packed once, and published as a corpus."""

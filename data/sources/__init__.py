@@ -1,0 +1,1 @@
+"""Where documents and rows are read from, and in which formats."""

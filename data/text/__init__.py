@@ -1,0 +1,1 @@
+"""Documents tokenized once, and published as a corpus."""
