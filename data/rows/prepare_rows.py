@@ -240,7 +240,7 @@ def with_format(data: DataSection, source: Source) -> DataSection:
                 raise UserError(f"{where}: is a pair of answers, which task=sft does not read; set task=dpo")
             if found == "text" and data.target_length is not None:
                 raise UserError(f"{where}: is one text, which task=seq2seq has no source and target of; set task=sft")
-            return replace(data, format=found)  # one of its choices
+            return replace(data, format=found)  # type: ignore[arg-type]  # one of its choices
         except BadRow as error:
             problem = f"{where}: {error}; {FIX}, or name its form with data.format"
             if data.on_bad_row == "error":
