@@ -43,7 +43,7 @@ _COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
 
 @dataclass
 class Result:
-    """What one command said."""
+    """The result of one command."""
 
     passed: int = 0
     failed: int = 0

@@ -46,7 +46,7 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("model", type=Path, help="exported folder, adapter's folder or checkpoints/step-N folder")
     parser.add_argument("--prompt", help="what to continue, or with --chat what the user says")
     parser.add_argument("--chat", action="store_true", help="render turns with the chat template")
-    parser.add_argument("--tokens", type=positive_int, default=128, help="at most so many new ones (default 128)")
+    parser.add_argument("--tokens", type=positive_int, default=128, help="largest number of new ones (default 128)")
     parser.add_argument("--temperature", type=positive_number, help="sample at this temperature (default: greedy)")
     parser.add_argument("--seed", type=int, default=0, help="of sampling (default 0)")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="to compute in")

@@ -36,7 +36,7 @@ from tracking.pages.markdown import Table
 
 GIB = 2**30
 SHARE = 0.9
-"""What a job may take of the machine's free memory by default."""
+"""Default share of the machine's free memory that a job may take."""
 
 
 class HostMemory:

@@ -37,7 +37,7 @@ def compare(
     peak: float | None,
     tolerance: float,
 ) -> dict[str, Any]:
-    """By contestant its measurements, and its ratios to the baseline. runs: by contestant, in order of rounds.
+    """Each contestant's measurements and its ratios to the baseline. runs: by contestant, in order of rounds.
 
     tokens: of a step, over all ranks. peak: [FLOP/s] of all devices. Where either rate of FLOP is None there is no MFU.
     The baseline is the bare loop, where it took part, else the first contestant. Losses are compared with the first

@@ -5,11 +5,12 @@ setting at one peak learning rate. Three questions about trials, all on plain nu
 
 - Has it failed by itself (`DivergenceWatch`)? It has when a step is not finite (an FP16 overflow that the loss scale
   handles does not count), when too many steps in a row are skipped, or when the running median of its loss is more than
-  RISE above the lowest it has been, the first loss included. FP32 is stable where this does not happen. - Is it within
-  parity (`parity_failure`)? Where FP32 is stable at the same setting and rate, the running median of its training loss
-  has to stay within `loss_gap` of FP32's at every step, and its last validation loss within `validation_delta`. - Which
-  is the largest rate (`climb`)? Rates are tried from the smallest up until two in a row fail. The largest rate is the
-  last one below the first failure: everything tried up to it passed. Larger rates that passed between failures are
+  RISE above the lowest it has been, the first loss included. FP32 is stable where this does not happen.
+- Is it within parity (`parity_failure`)? Where FP32 is stable at the same setting and rate, the running median of its
+  training loss has to stay within `loss_gap` of FP32's at every step, and its last validation loss within
+  `validation_delta`.
+- Which is the largest rate (`climb`)? Rates are tried from the smallest up until two in a row fail. The largest rate is
+  the last one below the first failure: everything tried up to it passed. Larger rates that passed between failures are
   reported as lucky.
 """
 
@@ -39,7 +40,7 @@ class Setting:
     depth: int
     """[layers]"""
     batch: int
-    """[sequences] In one optimizer step over all ranks."""
+    """[sequences] Size of one optimizer step over all ranks."""
     precision: str
     """fp32, control, bf16 or fp16"""
     policy: str | None = None
@@ -57,7 +58,7 @@ class Setting:
 
     @property
     def reference(self) -> Setting:
-        """The same setting in FP32."""
+        """This setting in FP32."""
         return Setting(self.depth, self.batch, "fp32")
 
 
@@ -82,9 +83,9 @@ class Bounds:
     """The bounds of parity; the keys of the same name in the config's `parity:` section."""
 
     loss_gap: float
-    """[fraction] Of the running median of the training loss, at every step."""
+    """[fraction] Bound on the running median of the training loss, at every step."""
     validation_delta: float
-    """[fraction] Of the last validation loss."""
+    """[fraction] Bound on the last validation loss."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class Cell:
 
     setting: Setting
     tried: tuple[Tried, ...]
-    """By ascending rate."""
+    """Results in ascending order of the rate."""
 
     @property
     def largest(self) -> float | None:
@@ -134,7 +135,7 @@ class Cell:
 
 
 def window_of(steps: int) -> int:
-    """[steps] Length of the running median for runs of so many steps: an eighth of them, at least 5."""
+    """[steps] Length of the running median for a run of `steps` steps: an eighth of them, at least 5."""
     return max(5, steps // 8)
 
 

@@ -46,7 +46,7 @@ class Study:
     """The settings and rates to explore; written by `lab.envelope`, read by every process."""
 
     folder: str
-    """[path] Where trials.jsonl is."""
+    """[path] Folder of trials.jsonl."""
     config: str
     """[path] Run config."""
     overrides: tuple[str, ...]

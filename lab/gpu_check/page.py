@@ -44,7 +44,7 @@ def page(check: Check, number: int, part: Part, not_run: Mapping[str, str]) -> s
 
 
 def all_goals(check: Check) -> str:
-    """goals.md: the goals of all parts, by what earlier calls measured, too."""
+    """goals.md: the goals of all parts, with the results of earlier calls."""
     sections = []
     for number, part in PARTS.items():
         results = {item.name: check.result(number, item) for item in part.items}
@@ -80,7 +80,7 @@ def is_shown(name: str, value: object) -> bool:
 
 
 def loss_difference(mine: list[Any], other: list[Any]) -> str:
-    """Largest relative difference of a step's loss, in words."""
+    """Largest relative difference of a step's loss, as text."""
     if len(mine) != len(other) or any(isinstance(loss, str) for loss in (*mine, *other)):
         return "cannot be compared"  # one is not finite
     return f"{max(abs(a / b - 1) for a, b in zip(mine, other, strict=True)):.1e}"

@@ -52,7 +52,7 @@ class Limits:
     flushed: float = 0.01
     """[fraction] Share of the non-zero values of a kind that FP16 may round to zero."""
     pays: float = 2.0
-    """[factor] By which FP16's error has to be below BF16's."""
+    """[factor] Least ratio of BF16's error to FP16's for which FP16 is chosen."""
     demands: float = 2.0
     """[factor] Share of the error over share of the FLOPs from which on a region is a candidate for FP32."""
     noticed: float = 0.05
@@ -97,11 +97,11 @@ class Proposal:
     loss_scale: float | None
     """A power of two that the ranges allow; None without FP16."""
     low_precision_share: float
-    """[fraction] Of the matmul FLOPs of a forward pass, those in 16 bits or fewer."""
+    """[fraction] Share of a forward pass's matmul FLOPs in 16 bits or fewer."""
     predicted_error: float
     """[fraction] Root of the sum of the units' squared errors."""
     fp8_share: float = 0.0
-    """[fraction] Of the matmul FLOPs of a forward pass, those in FP8."""
+    """[fraction] Share of a forward pass's matmul FLOPs in FP8."""
 
 
 def pattern_of(name: str) -> str:

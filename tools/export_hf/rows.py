@@ -1,4 +1,4 @@
-"""Rows to compare two models on: of the run's own data, of a config's, or of a file."""
+"""Rows on which two models are compared: from the run's own data, a config's, or a file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from training.tasks.task import prepare, task_of
 ROWS = 8
 """Rows that are read by default."""
 _TOKENS = 512
-"""At most this many of each row, and no more than a sequence of the run has: the model knows no further positions."""
+"""Most tokens taken of a row; never more than a sequence of the run, since the model knows no further positions."""
 _CONFIGS = (".yaml", ".yml")
 _COMPRESSED = (".gz", ".zst")
 

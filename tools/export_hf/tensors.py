@@ -47,7 +47,7 @@ class Tensors:
         self._planned = planned
 
     def plan(self, shard_size: str) -> StateDictSplit:
-        """Which tensor goes into which file."""
+        """The assignment of tensors to files."""
         try:
             return split_torch_state_dict_into_shards(
                 self._planned, filename_pattern=PATTERN, max_shard_size=shard_size

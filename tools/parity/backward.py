@@ -1,9 +1,9 @@
-"""The backward pass of a step's first micro-batch, module by module, and of the loss: what is computed again of it.
+"""The backward pass of a step's first micro-batch recomputed module by module, and that of the loss.
 
 As soon as the pass is over each module of the reference is called on what the run's got, in FP64, in FP32 and in the
-dtype that the plan says, and differentiated with the gradients that came to the run's module. Compared is what it
-makes of them: the gradients of what it got, of what those inside returned, and of its own parameters. Those inside take
-part by what they did in the run: what they returned, and the gradients that they made for what they got.
+dtype that the plan says, and differentiated with the gradients that came to the run's module. Compared are the
+gradients that it computes: of its inputs, of the outputs of modules inside it, and of its own parameters. Modules
+inside contribute what they did in the run: their outputs, and the gradients that they computed for their inputs.
 
 The loss is one more module, `(loss)`: the model's own code after its output embedding, and the objective. Where the
 engine computes it in chunks the embedding is part of it, since no logits are kept. The run's own model and loss are
@@ -154,7 +154,7 @@ class Backward:
         return rows, blind
 
     def _views(self, tree: Any, gradients: dict[int, torch.Tensor]) -> Any:
-        """The same tree; the gradients of its floats, by their number, are kept when they come."""
+        """A copy of the tree whose floats are views; their gradients are kept by number when they arrive."""
         numbers = itertools.count()
 
         def view(value: torch.Tensor) -> torch.Tensor:
@@ -184,7 +184,7 @@ class Backward:
             return []
         _require_unchanged(call)
         if is_router(self._plan.modules[call.name]):
-            raise ValueError("it chooses experts: a near tie that FP64 decides otherwise is no rounding")
+            raise ValueError("it chooses experts: a near tie that FP64 decides differently is no rounding")
         kind = self._plan.kind(call.name)
         if kind == "functional":  # another implementation calls what is inside as often as it likes
             call.inside = []
@@ -204,7 +204,7 @@ class Backward:
     def _compare_loss(self, objective: Objective, inputs: dict[str, Any], labels: torch.Tensor) -> list[dict[str, Any]]:
         whole, head = self._whole and self._slices.call(self._whole), self._chunked_head()
         if whole is None or not isinstance(objective, LabelPrediction):
-            raise ValueError("only the cross-entropy of labels is computed again")
+            raise ValueError("only the cross-entropy of labels is recomputed")
         if head is not None and not self._plan.computes_as_default(head):
             raise ValueError("chunked, under a manifest that gives the output embedding a dtype of its own")
         _require_unchanged(whole)
@@ -306,7 +306,7 @@ class Backward:
         return found
 
     def _parameters(self, name: str) -> list[tuple[str, torch.Tensor]]:
-        """Parameters of a module and its children; none for what is no module, such as the loss."""
+        """Parameters of a module and its children; none for names that are no module, such as the loss."""
         module = self._plan.modules.get(name)
         return [] if module is None else list(module.named_parameters(remove_duplicate=False))
 
@@ -350,11 +350,11 @@ class Backward:
 
 _INPUT, _OUTPUT = f"{GRADIENT}its input", "output"
 HALF_OF_SMALLEST = torch.finfo(torch.float16).smallest_normal * 2.0**-11
-"""Half of FP16's smallest number: what rounding to nearest may be off by below the smallest normal one."""
+"""Half of FP16's smallest number: the largest error of rounding to nearest below the smallest normal one."""
 
 
 def _returned(call: Call, place: int) -> str:
-    """The part that is what a module inside returned."""
+    """The name of the part that a module inside returned."""
     inner = call.inside[place]
     before = sum(other.name == inner.name for other in call.inside[:place])
     name = f"{GRADIENT}what {inner.name.removeprefix(f'{call.name}.')} returned"
@@ -374,7 +374,7 @@ def _given(output: Any, **_: Any) -> Any:
 
 
 def _require_unchanged(call: Call) -> None:
-    """Raises ValueError where what was got or returned is not any more what it was."""
+    """Raises ValueError where an input or output was changed in place since the call."""
     changed = next((one.name for one in (call, *call.inside) if one.versions != one.now()), None)
     if changed is not None:
         raise ValueError(f"what {changed or 'the model'} got or returned was changed in place")

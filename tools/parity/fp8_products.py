@@ -1,4 +1,4 @@
-"""The three products of every FP8 layer of a run, held against FP8 by its definition on what the run's layer got.
+"""The three products of every FP8 layer of a run compared with FP8 by its definition on the layer's own inputs.
 
 Of a step's first micro-batch: the output from the input, and in the backward pass the gradients of input and weight
 from the gradient that arrived. Rounding has to be the same bit for bit (`precision.fp8_reference`), so only the sums

@@ -25,7 +25,7 @@ from tracking.run_dir import RunDir
 from tracking.summary import Summary, summarise
 
 TWIN = "fp32-"
-"""How the names of the FP32 runs begin."""
+"""Prefix of the names of the FP32 runs."""
 WALK = 2
 """Applied steps compared at each point: the first shows wrong computation, the second a wrong state after the first."""
 
@@ -118,11 +118,9 @@ def train_references(chosen: Plan, log: Log) -> References:
 def train_twin(
     chosen: Plan, seed: int, log: Log, *, control: int | None = None, settling: Settling | None = None
 ) -> Run:
-    """The same job in FP32; with a slightly larger learning rate as the control of that index.
+    """Train the job in FP32. Raises UserError when it fails: then there is nothing to compare with.
 
-    settling: whose steps it does not apply either.
-
-    Raises UserError when it fails: then there is nothing to compare with.
+    control: its index, by which the learning rate differs slightly. settling: its steps are not applied here either.
     """
     twin = chosen.folder / "fp32_twin.json"
     write_in_fp32(chosen.resolved.deepspeed_path, twin)

@@ -5,8 +5,8 @@ those of FP32 runs among themselves: from seed to seed, or from *controls*, FP32
 about BF16's rounding error.
 
 A loss scale that starts high comes down by skipping steps, each of which lowers it. That is how it is found, not a
-defect: these steps are counted apart from those skipped later, and the run is compared with a twin that did not apply
-them either, so that both have made the same updates on the same batches.
+defect: these steps are counted separately from those skipped later, and the run is compared with a twin that did not
+apply them either, so that both have made the same updates on the same batches.
 """
 
 from __future__ import annotations

@@ -27,12 +27,12 @@ NORM_ROUNDING = 1e-4
 FP32 values, so that a share of 1.4% of the norm that is left out shows."""
 
 FP8_MARGIN = 1.5
-"""[factor] How much larger an error may be than plain torch's with nothing but FP8's rounding. The run's other
+"""[factor] Largest ratio of an error to that of plain torch with nothing but FP8's rounding. The run's other
 roundings tip some values to another FP8 number, so that its errors are of the same size and not the same."""
 
 PLAIN_MARGIN = 1.5
-"""[factor] How much larger a gradient's error may be than that of plain torch in the run's dtype, where a bound for all
-is passed. Both are errors of the same roundings in another order: of the same size and not the same."""
+"""[factor] Largest ratio of a gradient's error to that of plain torch in the run's dtype, where it is beyond the bound
+for all. Both are errors of the same roundings in another order: of the same size and not the same."""
 PLAIN_MOST = 0.5
 """[fraction] Relative error of plain torch's gradient beyond which it explains nothing: `PLAIN_MARGIN` times as much is
 still less than the error of a gradient that is lost, which is 1."""
@@ -47,7 +47,7 @@ _Values = Callable[[Mapping[str, Any]], Iterable[tuple[str, float]]]
 WHOLE_GRADIENT = "(gradient norm)"
 """The name used where the norm over all modules is wrong."""
 WHOLE_LOSS = "(loss)"
-"""The same of the loss that is reported."""
+"""The name used where the reported loss is wrong."""
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ def _gradient_note(steps: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _plain_note(steps: Sequence[Mapping[str, Any]]) -> str:
-    """Which gradients are left out, as plain torch's are no closer to FP32's."""
+    """Note on gradients that are left out since plain torch's are no closer to FP32's."""
     names = {
         name: float(plain["relative_error"])
         for step in steps

@@ -1,4 +1,4 @@
-"""The run's own module once more, in FP32, on what it got: is its code right, whatever 16 bits hide?
+"""The run's own module called again in FP32 on its inputs: is its code right, whatever 16 bits hide?
 
 A wrong constant below the roundings of 16 bits cannot be told from them, and neither can an error without a direction,
 such as a rotation by a slightly wrong angle. In FP32 the roundings are 2^13 to 2^16 times smaller, and an error that is

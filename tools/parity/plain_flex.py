@@ -1,4 +1,4 @@
-"""FlexAttention by its definition, in plain torch and any dtype: what its compiled kernel is compared with.
+"""FlexAttention by its definition, in plain torch and any dtype: the reference for its compiled kernel.
 
 The kernel computes neither FP32's products as FP32 (on a GPU they are TF32 unless told otherwise) nor FP64, and is
 compiled for each of them. Here are its scores in FP32, or FP64 of FP64, its softmax in the same, and the probabilities
@@ -101,7 +101,7 @@ class _Chosen(torch.autograd.Function):
 
 
 def _everywhere(function: Callable[..., torch.Tensor], before: tuple[int, ...] = ()) -> Callable[..., torch.Tensor]:
-    """`function` of a sample, a head, a query and a key, at all of them."""
+    """`function` of a sample, a head, a query and a key, vectorised over all of them."""
     for places in _PLACES:
         function = torch.vmap(function, in_dims=(*before, *places))
     return function

@@ -53,7 +53,7 @@ def detectable(scatter: float, pairs: int, degrees: int, *, power: float = POWER
 
 
 def pairs_needed(scatter: float, effect: float, *, controls: int = 0, power: float = POWER) -> int | None:
-    """The fewest pairs, beside so many controls, that find a shift of `effect`; None where MOST_PAIRS do not."""
+    """The fewest pairs, beside `controls` controls, that find a shift of `effect`; None where MOST_PAIRS do not."""
     low, high = max(1, 2 - controls), MOST_PAIRS  # at least one degree of freedom
     if detectable(scatter, high, high - 1 + controls, power=power) > effect:
         return None

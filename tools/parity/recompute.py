@@ -1,4 +1,4 @@
-"""A module's call in a run, and the same computed again on the reference's module, in any dtype.
+"""A module's call in a run, and its recomputation on the reference's module in any dtype.
 
 The reference is freshly built by transformers, never patched by the engine, by regions or by kernels. Its weights are
 the masters, rounded as the plan says. Modules inside return what they returned in the run.
@@ -33,7 +33,7 @@ from tools.parity.rounding import FIELDS, ROUNDOFF_FP8, Kind
 COMPUTED_IN = (None, torch.float32, torch.float64)
 """Dtypes in which the reference recomputes a call: the plan's (None), FP32, and FP64, which counts as exact."""
 MOST_VALUES = 2**22
-"""At most this many values of a linear layer's output are compared, those of evenly spread rows."""
+"""Most values of a linear layer's output that are compared, taken from evenly spread rows."""
 
 _KINDS: dict[RegionKind, Kind] = {
     "matmul": "linear",
@@ -62,7 +62,7 @@ class Call:
     came: dict[int, torch.Tensor] = field(default_factory=dict)
     """The gradients that came to it in the backward pass, by the number of the output among its floats."""
     made: dict[int, torch.Tensor] = field(default_factory=dict)
-    """The gradients that it made for what it got, by the number of the input among its floats."""
+    """The gradients that it computed for its inputs, by the number of the input among its floats."""
     followed: bool = False
     """Whether gradients are kept."""
 
@@ -104,7 +104,7 @@ def again(
     *,
     code: Mapping[str, torch.nn.Module] | None = None,
 ) -> dict[str, Any]:
-    """The call on the reference's module, in `dtype` or as the plan says: by part what came out.
+    """Recompute a call on the reference's module, in `dtype` or as the plan says; its results by part.
 
     leaves: filled, so that it can be differentiated. code: other modules by the same names, which are called with the
     reference's weights and with their own buffers, without what checkpointing does around them.
@@ -312,7 +312,7 @@ class Plan:
         return _converted(output, given if kind == "norm" else ambient)
 
     def _by_ranks(self, name: str, module: Any, own: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """A module's result, of what each rank that has a slice of it makes."""
+        """A module's result, composed as the ranks that have slices of it compute it."""
         how = self._cuts.get(f"{name}.weight")
         if how is not None:
             return _by_slices(how, own, args[0] if args else kwargs["input"])
@@ -326,7 +326,7 @@ class Plan:
 def _by_slices(how: Cut, own: Any, given: torch.Tensor) -> torch.Tensor:
     """A linear layer of ranks that share its weight: sums over them are of what each has rounded.
 
-    Forwards where each has some of the columns, and backwards, of the gradients of what it got, where it has rows.
+    The forward pass sums where each rank has columns; the backward pass sums gradients of inputs where each has rows.
     """
     weights, bias = own["weight"].split(how.sizes, how.dimension), own.get("bias")
     if how.dimension == 0:

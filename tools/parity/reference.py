@@ -84,7 +84,7 @@ class Reference:
         return loss, found
 
     def gradients_in(self, dtype: torch.dtype, batch: Batch, *, loss_scale: float) -> dict[str, torch.Tensor]:
-        """The same gradients by name, FP32, where weights and activations are in `dtype`: what rounding makes of them.
+        """The gradients by name, FP32, with weights and activations in `dtype`, so that they show its rounding.
 
         Sums over micro-batches and ranks are FP32's. loss_scale: what the loss is multiplied by meanwhile. The weights
         are FP32's again afterwards, bit for bit. A collective.

@@ -1,19 +1,19 @@
-"""Every module of a run computed four times on the same inputs: what `tools.parity.rounding` judges.
+"""Every module of a run computed four times on the same inputs, for `tools.parity.rounding` to judge.
 
 In the forward pass of a step's first micro-batch, as soon as a module of the run has returned, the same module of the
 reference (`tools.parity.reference`: freshly built by transformers, never patched by the engine, by regions or by
-kernels) is called on what the run's module got: in FP64, which counts as exact, in FP32, and in the dtype that the plan
-says. Its weights are the masters, rounded as the plan says, so that the rounding of a weight is nobody's error.
+kernels) is called on the inputs of the run's module: in FP64, which counts as exact, in FP32, and in the dtype that the
+plan says. Its weights are the masters, rounded as the plan says, so that the rounding of a weight is nobody's error.
 
-The run's own module is called again, too, in FP32, where that can be had (`tools.parity.own_code`), and its loss.
+The run's own module and its loss are also called in FP32, where that is possible (`tools.parity.own_code`).
 
 A module with modules inside is compared without their errors: those inside return what they returned in the run, and
 what it hands to them is compared, besides its own output. So each part has but a handful of roundings: of attention
 the rotation, the scores, the softmax and its product with the values, as what `o_proj` gets.
 
-The backward pass is compared the same way, after it: each module gets the gradients that came to it in the run, and
-what it made of them, for what it got, for what those inside returned and for its own parameters, is computed again
-three times. So is the loss, with the gradient of its logits, or chunked with those of hidden states and head
+The backward pass is compared the same way once it is over: each module gets the gradients that arrived at it in the
+run, and the gradients of its inputs, of the outputs of modules inside it and of its own parameters are recomputed three
+times. So is the loss, with the gradient of its logits, or in chunks with those of hidden states and head
 (`tools.parity.backward`).
 
 All three are independent of what was changed in the run's model. They are not independent of transformers' code: a
@@ -138,7 +138,7 @@ class Signatures:
             self._done.add(call.name)  # neither later micro-batches nor a recomputation
             self._backward.leave(call)
             if in_place:
-                self._not_measured[call.name] = "it changes in place what it got"
+                self._not_measured[call.name] = "it changes its inputs in place"
             elif call.name:
                 self._compare(call)
         call.inside = []

@@ -259,8 +259,8 @@ class StepParity:
     def weighting_errors(self, batch: Batch) -> dict[str, Any]:
         """Errors of the weights that a step gives to its micro-batches' and ranks' parts of the global batch.
 
-        weighting_error: by parameter, the relative distance of the reduced gradient from the one that is put together
-        here of the same passes, in which each label (pair, row) counts the same however many are in its micro-batch.
+        weighting_error: by parameter, the relative distance of the reduced gradient from the one that is summed here
+        over the same passes, in which each label (pair, row) counts the same however many are in its micro-batch.
         loss_error: the same of the loss that is reported. Both pass the same roundings, so that a weight which is wrong
         by less than any rounding of 16 bits shows. What routers add is computed anew of their logits and the config's
         factors. Where passes differ from run to run, they may be off by four times as much. Empty where gradients are
@@ -414,7 +414,7 @@ def walk(steps: StepParity, batches: Batches, progress: Progress, *, length: int
 
 
 class Recomputed:
-    """A run that is made again from its checkpoints, beside FP32. Every method is a collective."""
+    """A run recomputed from its checkpoints, beside FP32. Every method is a collective."""
 
     def __init__(self, opened: Session, run_dir: RunDir) -> None:
         engine, resolved = opened.engine, opened.resolved

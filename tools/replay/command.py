@@ -34,7 +34,7 @@ from tracking.jsonl import read_run_events
 from tracking.run_dir import RunDir
 
 AFTER = 8
-"""[steps] What --steps is unless it is given: enough for a loss scale of 65536 to fall to 256."""
+"""[steps] Default of --steps: enough for a loss scale of 65536 to fall to 256."""
 
 
 @entry_point(launched=True)

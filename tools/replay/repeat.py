@@ -111,7 +111,7 @@ def repeat(run_dir: RunDir, resolved: Resolved, recorded: Recorded, log: Log) ->
 
 
 def describe(cause: Event) -> str:
-    """A `nonfinite` event in words."""
+    """A `nonfinite` event as human-readable text."""
     largest = f", largest finite value {cause['largest_finite']:.4g}" if cause["largest_finite"] is not None else ""
     return line(
         f"rank {cause['rank']}, {cause['module']}: {cause['count']} {cause['kind']} in its {cause['tensor']}"

@@ -45,7 +45,7 @@ from training.tasks.shape import settle_labels, shape_of_model
 from training.tasks.task import prepare
 
 STEPS = 10
-"""Recomputed unless told otherwise."""
+"""Default number of steps that are recomputed."""
 _NOTHING = 1e-7
 """Share of the whole gradient's norm below which a parameter's is FP32's rounding."""
 UNKNOWN = "the oracle does not compute it"
@@ -292,7 +292,7 @@ class _Oracle:
     def compare_evaluation(
         self, held_out: Task, run_dir: RunDir, events: Sequence[Mapping[str, Any]], compared: dict[str, Comparison]
     ) -> str:
-        """The newest evaluation whose weights are there, made again from its checkpoint's masters; and which it is.
+        """Recompute the newest evaluation whose checkpoint exists, from that one's masters; a note that names it.
 
         It need not be of the steps that were recomputed. Nothing else says which samples an evaluation is of and what
         its mean is taken over: both twins of a gate share that. The difference is a share of the loss, or of the first

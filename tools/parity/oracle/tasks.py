@@ -1,4 +1,4 @@
-"""The objective of each task, written down a second time: sample by sample, unpadded, in FP64.
+"""Independent implementations of each task's objective: sample by sample, unpadded, in FP64.
 
 A task gives the *parts* of a global batch: each with how much of it counts, and its loss, summed over that. The loss of
 the step is their sum over everything that counts. Inputs, labels and losses are derived from prepared rows and windows
@@ -47,7 +47,7 @@ class Task:
         self.order = self._order(by_source=corpus.mixture.samples if corpus.mixture is not None else ())
 
     def held_out(self) -> Task:
-        """The same of the validation set, whose batches `Order.evaluated` has."""
+        """This task on the validation set, whose batches `Order.evaluated` yields."""
         found = copy.copy(self)
         found._shards = self._corpus.validation
         found.order = found._order()
@@ -65,11 +65,11 @@ class Task:
                 yield self._of_labels(sample, count, inputs, labels)
 
     def tokens(self, ids: Sequence[int]) -> int:
-        """[tokens] That the run counts of these samples."""
+        """Tokens that the run counts for these samples."""
         return self.order.places(ids)
 
     def _places(self) -> Callable[[int], int] | None:
-        """The inputs of a sample, by which samples of similar length are put together; None: those of sequences."""
+        """The number of inputs of a sample, by which samples are grouped; None: those of next-token sequences."""
         return None
 
     def _of_labels(self, sample: int, count: int, inputs: torch.Tensor, labels: torch.Tensor) -> Part:
@@ -247,7 +247,7 @@ class Translated(Task):
             yield Part(sample, len(target), _later(self._summed, target, **inputs))
 
     def tokens(self, ids: Sequence[int]) -> int:
-        """[tokens] Of both sides."""
+        """Tokens of source and target together."""
         return sum(len(tokens) for sample in ids for tokens, _ in self._shards.sequence(sample))
 
 
