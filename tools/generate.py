@@ -175,6 +175,9 @@ def generate(model: Any, tokenizer: Any, ids: list[int], options: argparse.Names
 
     torch.manual_seed(options.seed)
     given = torch.tensor([ids], device=model.device)
+    ends = {tokenizer.eos_token_id}
+    if options.chat and not model.config.is_encoder_decoder:
+        ends.update(tokenizer.all_special_ids)  # one of them ends a turn, and none is part of one
     sampling = {"do_sample": False}
     if options.temperature is not None:
         sampling = {"do_sample": True, "temperature": options.temperature}
@@ -185,16 +188,11 @@ def generate(model: Any, tokenizer: Any, ids: list[int], options: argparse.Names
             max_new_tokens=options.tokens,
             pad_token_id=tokenizer.eos_token_id,
             use_cache=can_cache(model.config),
-            eos_token_id=_ends(tokenizer, chat=options.chat and not model.config.is_encoder_decoder),
+            eos_token_id=sorted(ends),
             **sampling,
         )
     new = found[0] if model.config.is_encoder_decoder else found[0, len(ids) :]
     return str(tokenizer.decode(new, skip_special_tokens=True))
-
-
-def _ends(tokenizer: Any, *, chat: bool) -> list[int]:
-    """The end of a document, and in a chat every control token: one of them ends a turn, and none is part of one."""
-    return sorted({tokenizer.eos_token_id, *(tokenizer.all_special_ids if chat else ())})
 
 
 def _typed() -> Iterator[str]:

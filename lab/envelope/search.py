@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 from tools.parity.judge_runs import Trajectory, first_departure
@@ -210,23 +211,17 @@ def explore(
     settings: FP32 is added where it is missing. rates: ascending. Other settings are tried only up to FP32's largest
     rate, since above it there is nothing to compare with.
     """
+
+    def tried(setting: Setting, rate: float) -> Tried:
+        trial = run(setting, rate)
+        reference = trial if setting == setting.reference else run(setting.reference, rate)
+        failed = parity_failure(trial, reference, bounds)
+        return Tried(rate, failed, trial.skipped, len(trial.losses))
+
     for fp32 in dict.fromkeys(setting.reference for setting in settings):
-
-        def try_fp32(rate: float, fp32: Setting = fp32) -> Tried:
-            trial = run(fp32, rate)
-            failed = Failure(trial.failed_step, trial.why or "it failed") if trial.failed_step is not None else None
-            return Tried(rate, failed, trial.skipped, len(trial.losses))
-
-        fp32_cell = Cell(fp32, climb(rates, try_fp32))
-        yield fp32_cell
-        stable = [rate for rate in rates if fp32_cell.largest is not None and rate <= fp32_cell.largest]
+        cell = Cell(fp32, climb(rates, partial(tried, fp32)))
+        yield cell
+        stable = [rate for rate in rates if cell.largest is not None and rate <= cell.largest]
         for setting in settings:
-            if setting.reference != fp32 or setting == fp32:
-                continue
-
-            def try_setting(rate: float, setting: Setting = setting) -> Tried:
-                trial = run(setting, rate)
-                failed = parity_failure(trial, run(setting.reference, rate), bounds)
-                return Tried(rate, failed, trial.skipped, len(trial.losses))
-
-            yield Cell(setting, climb(stable, try_setting))
+            if setting.reference == fp32 and setting != fp32:
+                yield Cell(setting, climb(stable, partial(tried, setting)))

@@ -244,10 +244,7 @@ def _reported(bench: Bench, module: str, *arguments: str, rows: Callable[[Any], 
     out = bench.folder / name
     with bench.keeping(lambda: rows(_json(out / f"{name}.json"))):
         bench.tool(
-            module,
-            *("--processes", str(bench.processes), "--out", str(out), *arguments),
-            codes=(0, 3),
-            leads=True,
+            module, *("--processes", str(bench.processes), "--out", str(out), *arguments), codes=(0, 3), leads=True
         )
         found = _json(out / f"{name}.json")
         if found.get("failed"):

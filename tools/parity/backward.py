@@ -80,7 +80,7 @@ class Backward:
         self._loss: tuple[Objective, dict[str, Any], torch.Tensor] | None = None
         self._own_loss: OwnLoss | None = None
         self._made_loss: torch.Tensor | None = None
-        self._of_loss: torch.Tensor | None = None
+        self._of_loss: dict[int, torch.Tensor] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -113,15 +113,19 @@ class Backward:
             self._whole = replace(call)
 
     def watch_loss(
-        self, objective: Objective, inputs: dict[str, Any], labels: torch.Tensor, own: OwnLoss | None
+        self, objective: Objective, inputs: dict[str, Any], labels: torch.Tensor, own: OwnLoss | None = None
     ) -> Callable[[Any], None]:
-        """The function to call with the loss before its backward pass."""
+        """The function to call with the candidate's loss before its backward pass, so that it is compared as `(loss)`.
+
+        objective: the reference's. inputs, labels: of the first micro-batch. own: how the candidate computes its loss;
+        None where its code is not to be called in FP32.
+        """
         self._loss, self._own_loss = (objective, inputs, labels), own
 
         def watch(loss: torch.Tensor) -> None:
             if self._made_loss is None:
                 self._made_loss = loss.detach()
-                loss.register_hook(self._keep_of_loss)
+                loss.register_hook(partial(self._keep, self._of_loss, 0))
 
         return watch
 
@@ -141,7 +145,7 @@ class Backward:
                 rows += self._compare(call)
             except Exception as error:  # a module that cannot be differentiated again is left out, by name
                 blind[call.name] = f"backward: {one_line(error, 200)}"
-        if self._loss is not None and self._of_loss is not None:
+        if self._loss is not None and self._of_loss:
             head = self._chunked_head()
             if head is not None:
                 blind[head] = "computed with the loss, some tokens at a time; see (loss)"
@@ -170,10 +174,6 @@ class Backward:
     def _keep(self, found: dict[int, torch.Tensor], number: int, gradient: torch.Tensor) -> None:
         self._began = True
         found[number] = gradient.detach().clone()
-
-    def _keep_of_loss(self, gradient: torch.Tensor) -> None:
-        self._began = True
-        self._of_loss = gradient.detach().clone()
 
     def _of_parameter(self, name: str, gradient: torch.Tensor) -> None:
         if name not in self._of_parameters:  # of later micro-batches
@@ -209,7 +209,7 @@ class Backward:
             raise ValueError("chunked, under a manifest that gives the output embedding a dtype of its own")
         _require_unchanged(whole)
         call = replace(whole, inside=[inner for inner in whole.inside if inner.name != head], came={})
-        assert self._made_loss is not None and self._of_loss is not None
+        assert self._made_loss is not None
         run, computed = {_OUTPUT: self._made_loss, **self._of_run(call)}, []
         for dtype in COMPUTED_IN:
             leaves = Leaves()
@@ -217,8 +217,8 @@ class Backward:
                 output = again(self._plan, call, dtype, leaves)["output"]
             # not around the call: its weights are rounded as the plan says
             with torch.enable_grad(), as_fp64() if dtype is torch.float64 else nullcontext():
-                loss = objective.score(partial(_given, output), inputs, labels).loss
-            found = self._gradients(call, leaves, [(loss, self._of_loss)])
+                loss = objective.score(lambda output=output, **_: output, inputs, labels).loss
+            found = self._gradients(call, leaves, [(loss, self._of_loss[0])])
             computed.append({_OUTPUT: loss.detach(), **found})
         own = self._own_code_of_loss(call, inputs, labels)
         logits = computed[0][_OUTPUT] if head is not None else self._made_loss
@@ -233,8 +233,8 @@ class Backward:
 
     def _own_code_of_loss(self, call: Call, inputs: dict[str, Any], labels: torch.Tensor) -> _Gradients:
         """The results of the run's own model and loss in FP32; empty where they cannot be computed."""
-        came, leaves = self._of_loss, Leaves()
-        if self._own_loss is None or came is None or self._slices.group is not None:
+        came, leaves = self._of_loss[0], Leaves()
+        if self._own_loss is None or self._slices.group is not None:
             return {}
 
         def forward(**_: Any) -> Any:
@@ -367,10 +367,6 @@ def _numbered(part: str, number: int) -> str:
 
 def _mean_square(values: torch.Tensor) -> float:
     return float(values.double().square().mean()) if values.numel() else 0.0
-
-
-def _given(output: Any, **_: Any) -> Any:
-    return output
 
 
 def _require_unchanged(call: Call) -> None:

@@ -53,9 +53,7 @@ class Plan:
     def points(self) -> list[int]:
         """Attempted steps after which single steps are compared, the first being 0."""
         config = self.resolved.config
-        return [
-            self.interval * index for index in range(config.parity.points) if self.interval * index < config.run.steps
-        ]
+        return list(range(0, config.run.steps, self.interval))[: config.parity.points]
 
 
 @dataclass(frozen=True)
@@ -168,12 +166,10 @@ def _train(chosen: Plan, name: str, seed: int, overrides: Sequence[str], log: Lo
     before, output = joules(), _log(chosen, name)
     launch(program, processes=chosen.processes, log=output, launcher=chosen.launcher)
     energy = used(before, joules())
-    ends = (
-        [event for event in read_events(folder.events) if event["event"] == "run_end"] if folder.events.exists() else []
-    )
-    finished = bool(ends) and ends[-1]["exit_code"] == 0
-    reason = ends[-1].get("reason") if ends else None
-    return Run(folder, finished, "" if finished else reason or error_line_of(output), energy)
+    events = read_events(folder.events) if folder.events.exists() else ()
+    end: dict[str, Any] = next((event for event in reversed([*events]) if event["event"] == "run_end"), {})
+    finished = end.get("exit_code") == 0
+    return Run(folder, finished, "" if finished else end.get("reason") or error_line_of(output), energy)
 
 
 def walk_steps(chosen: Plan, run: Run, *, keep: bool = False) -> list[Walk]:

@@ -202,10 +202,7 @@ def _skipped(runs: Sequence[Trajectory], bounds: ParitySection) -> Check:
 
 
 def _validation(
-    pairs: list[tuple[Trajectory, Trajectory]],
-    bounds: ParitySection,
-    controls: Sequence[Trajectory],
-    whole: Trajectory,
+    pairs: list[tuple[Trajectory, Trajectory]], bounds: ParitySection, controls: Sequence[Trajectory], whole: Trajectory
 ) -> Check:
     """The mean delta, compared with the bound or with the differences among FP32 runs, whichever is larger."""
     found = [_delta(*pair) for pair in pairs]

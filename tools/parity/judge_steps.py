@@ -8,8 +8,9 @@ evidence, and it names modules. Whole runs are judged in `tools.parity.judge_run
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -83,46 +84,13 @@ class Walk:
     """Loss scale that the run itself recorded on the first of these steps."""
 
 
-@dataclass
-class _Worst:
-    """The worst value over modules and steps, and every module beyond the bound."""
-
-    bound: float
-    at_least: bool
-    value: float | None = None
-    where: str = ""
-    beyond: dict[str, float] = field(default_factory=dict)
-    seen: set[str] = field(default_factory=set)
-
-    def add(self, name: str, value: float, step: int) -> None:
-        if math.isnan(value):
-            value = -math.inf if self.at_least else math.inf
-        self.seen.add(name)
-        worse = self.value is None or (value < self.value if self.at_least else value > self.value)
-        if worse:
-            self.value, self.where = value, f"{name} at step {step}"
-        if value < self.bound if self.at_least else value > self.bound:
-            known = self.beyond.get(name)
-            worst = min if self.at_least else max
-            self.beyond[name] = value if known is None else worst(known, value)
-
-    def check(self, name: str, note: str = "") -> Check:
-        measured = self.value if self.value is not None else math.nan
-        order = sorted(self.beyond, key=lambda item: self.beyond[item], reverse=not self.at_least)
-        if len(order) > 1 and len(order) == len(self.seen):
-            note = f"all {len(order)} modules{'; ' + note if note else ''}"
-        elif len(order) > MOST_NAMED:
-            note = f"{len(order)} of {len(self.seen)} modules{'; ' + note if note else ''}"
-        passed = self.value is not None and not self.beyond
-        return Check(name, measured, self.bound, passed, self.at_least, self.where, tuple(order[:MOST_NAMED]), note)
-
-
 def judge_steps(walks: Sequence[Walk], bounds: ParitySection) -> list[Check]:
     """The checks of single steps."""
     attempted = [step for walk in walks for step in walk.steps]
     taken = [step for step in attempted if step["applied"]]
+    planned = [float(error) for step in attempted for error in step.get("planned_error", {}).values()]
     checks = [
-        _over(attempted, "module_error", bounds.module_error, module_errors, note=_own_note(attempted)),
+        _over(attempted, "module_error", bounds.module_error, module_errors, note=_fp8_note(planned)),
         _over(attempted, "accumulation_error", bounds.accumulation_error, _figures("accumulation_error"), floor=0.0),
         _over(attempted, "weighting_error", bounds.weighting_error, _figures("weighting_error"), floor=0.0),
         _over(attempted, "loss_error", bounds.loss_error, _of_loss("loss_error"), floor=0.0),
@@ -231,11 +199,25 @@ def _over(
     note: str = "",
     floor: float | None = None,
 ) -> Check:
-    worst = _Worst(bound, at_least, value=floor)
+    """The check of the worst value over modules and steps. floor: the least value; None: one has to be measured."""
+    worse, nan = (operator.lt, -math.inf) if at_least else (operator.gt, math.inf)
+    measured, where = floor, ""
+    seen: set[str] = set()
+    beyond: dict[str, float] = {}
     for step in steps:
-        for module, value in values(step):
-            worst.add(module, float(value), step["step"])
-    return worst.check(name, note)
+        for module, found in values(step):
+            value = nan if math.isnan(found) else float(found)
+            seen.add(module)
+            if measured is None or worse(value, measured):
+                measured, where = value, f"{module} at step {step['step']}"
+            if worse(value, beyond.get(module, bound)):
+                beyond[module] = value
+    order = sorted(beyond, key=lambda module: beyond[module], reverse=not at_least)
+    if 1 < len(order) == len(seen) or len(order) > MOST_NAMED:
+        count = f"all {len(order)}" if len(order) == len(seen) else f"{len(order)} of {len(seen)}"
+        note = "; ".join(filter(None, (f"{count} modules", note)))
+    passed, named = measured is not None and not beyond, tuple(order[:MOST_NAMED])
+    return Check(name, math.nan if measured is None else measured, bound, passed, at_least, where, named, note)
 
 
 def module_errors(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
@@ -250,10 +232,6 @@ def _own_error(step: Mapping[str, Any], name: str) -> float:
 def _beyond(value: float, planned: float) -> float:
     """An error without FP8_MARGIN times that of FP8's rounding alone."""
     return value if math.isnan(value) else max(0.0, value - FP8_MARGIN * planned) if planned else value
-
-
-def _own_note(steps: Sequence[Mapping[str, Any]]) -> str:
-    return _fp8_note([float(error) for step in steps for error in step.get("planned_error", {}).values()])
 
 
 def _gradient_note(steps: Sequence[Mapping[str, Any]]) -> str:

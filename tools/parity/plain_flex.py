@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers.integrations.flex_attention as of_transformers
@@ -29,13 +30,8 @@ def plain_flex(module: torch.nn.Module) -> Iterator[None]:
     if getattr(getattr(module, "config", None), "_attn_implementation", None) != "flex_attention":
         yield
         return
-    namespace: Any = of_transformers
-    before = namespace.WrappedFlexAttention
-    namespace.WrappedFlexAttention = lambda training: lambda: flex_attention
-    try:
+    with patch.object(of_transformers, "WrappedFlexAttention", lambda training: lambda: flex_attention):
         yield
-    finally:
-        namespace.WrappedFlexAttention = before
 
 
 def flex_attention(

@@ -181,12 +181,17 @@ class Figures:
 
 def pooled(steps: Iterable[Mapping[str, Any]]) -> list[Part]:
     """The parts with their sums over all steps. steps: what `tools.parity.signature` measured of each."""
+    rows = summed(row for step in steps for row in step["parts"])
+    return [Part(**{**row, "sums": dict(zip(FIELDS, row["sums"], strict=True))}) for row in rows]
+
+
+def summed(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows with the sums of each part added up, over ranks or steps."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
-    for step in steps:
-        for row in step["parts"]:
-            known = found.setdefault((row["module"], row["part"]), {**row, "sums": [0.0] * len(FIELDS)})
-            known["sums"] = [float(a) + float(b) for a, b in zip(known["sums"], row["sums"], strict=True)]
-    return [Part(**{**row, "sums": dict(zip(FIELDS, row["sums"], strict=True))}) for row in found.values()]
+    for row in rows:
+        known = found.setdefault((row["module"], row["part"]), {**row, "sums": [0.0] * len(FIELDS)})
+        known["sums"] = [float(a) + float(b) for a, b in zip(known["sums"], row["sums"], strict=True)]
+    return list(found.values())
 
 
 def figures(part: Part, who: Who) -> Figures:
@@ -262,7 +267,8 @@ def _unexplained(part: Part) -> list[Finding]:
         found.append(Finding(part.module, part.part, why, excess))
 
     chance = 1 + OTHER_KERNEL + _chance(part)
-    allowed = chance * plan.size + _in_fp32(part)
+    in_another_order = CONFIDENCE * math.sqrt(part.terms) * unit_roundoff(torch.float32)  # FP32's roundings within
+    allowed = chance * plan.size + in_another_order
     if run.size > allowed:
         name(f"error {run.size:.2e}, where the plan's dtype makes {plan.size:.2e}", run.size / allowed)
     beyond = _beyond_chance(part, run, plan)
@@ -325,8 +331,3 @@ def _least_error(part: Part) -> float:
 def _chance(part: Part) -> float:
     """Relative scatter of a root mean square over that many independent rows, SURE times."""
     return SURE / math.sqrt(2 * max(1.0, part.sums["rows"]))
-
-
-def _in_fp32(part: Part) -> float:
-    """The error that FP32's inner roundings may add when their order differs."""
-    return CONFIDENCE * math.sqrt(part.terms) * unit_roundoff(torch.float32)

@@ -24,20 +24,20 @@ FP32's error (see `tools.parity.rounding`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from config.errors import one_line
 from modeling.adapter import is_off
-from modeling.objectives.objective import Objective
 from precision.regions import Regions
-from tools.parity.backward import Backward, OwnLoss
+from tools.parity.backward import Backward
 from tools.parity.own_code import own_code
 from tools.parity.recompute import COMPUTED_IN, Call, Plan, again, fewer_rows, floats_of, parts_of, row_of, terms_of
-from tools.parity.rounding import sums_of
+from tools.parity.rounding import summed, sums_of
 from tools.parity.slices import Slices, cuts_of
 from training.distributed import World
 
@@ -72,6 +72,7 @@ class Signatures:
         self._rows: list[dict[str, Any]] = []
         self._not_measured: dict[str, str] = {}
         self._backward = Backward(self._plan, candidate, self._slices)
+        self.watch_loss = self._backward.watch_loss
 
     @contextmanager
     def of_candidate(self) -> Iterator[None]:
@@ -79,53 +80,34 @@ class Signatures:
         with ExitStack() as stack:
             stack.enter_context(self._backward.watching())
             for name, module in self._candidate.items():
-                before = module.register_forward_pre_hook(self._entering(name), with_kwargs=True)
+                enter = partial(self._enter, name)
+                stack.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
                 # always_call: checkpointing ends a recomputation early with an exception
-                after = module.register_forward_hook(self._leaving, with_kwargs=True, always_call=True)
-                stack.callback(before.remove)
-                stack.callback(after.remove)
+                stack.enter_context(module.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
             yield
         self._running.clear()
         rows, blind = self._backward.compared()
         self._rows += rows
         self._not_measured |= blind
 
-    def watch_loss(
-        self, objective: Objective, inputs: dict[str, Any], labels: torch.Tensor, own: OwnLoss | None = None
-    ) -> Callable[[Any], None]:
-        """The function to call with the candidate's loss before its backward pass, so that it is compared as `(loss)`.
-
-        objective: the reference's. inputs, labels: of the first micro-batch. own: how the candidate computes its loss;
-        None where its code is not to be called in FP32.
-        """
-        return self._backward.watch_loss(objective, inputs, labels, own)
-
     def measured(self) -> dict[str, Any]:
         """{"parts": rows for `tools.parity.rounding.pooled`, "not_measured": reason by module}. A collective."""
         ranks = [self._rows] if self._world is None else self._world.gather_objects(self._rows)
         group = self._slices.group
         ranks = ranks[:: group.size] if group is not None else ranks  # each of a group has measured the same
-        found: dict[tuple[str, str], dict[str, Any]] = {}
-        for row in (row for rows in ranks for row in rows):
-            known = found.setdefault((row["module"], row["part"]), row)
-            if known is not row:
-                known["sums"] = [a + b for a, b in zip(known["sums"], row["sums"], strict=True)]
-        return {"parts": list(found.values()), "not_measured": self._not_measured}
+        return {"parts": summed(row for rows in ranks for row in rows), "not_measured": self._not_measured}
 
-    def _entering(self, name: str) -> Any:
-        def enter(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-            call = Call(name, args, kwargs)
-            if not any(map(is_off, self._adapted)):
-                self._backward.use(name)
-                if name not in self._done:
-                    self._backward.enter(call)
-            call.versions = call.now()
-            self._running.append(call)
-            return call.args, call.kwargs
+    def _enter(self, name: str, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        call = Call(name, args, kwargs)
+        if not any(map(is_off, self._adapted)):
+            self._backward.use(name)
+            if name not in self._done:
+                self._backward.enter(call)
+        call.versions = call.now()
+        self._running.append(call)
+        return call.args, call.kwargs
 
-        return enter
-
-    def _leaving(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def _leave(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         call = self._running.pop()
         if any(map(is_off, self._adapted)):  # the reference's adapter is on
             return output

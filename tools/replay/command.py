@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
         again = ["-m", "tools.replay", *(sys.argv[1:] if arguments is None else arguments)]
         os.execv(sys.executable, [sys.executable, *launch, *again])
-    log = print if is_rank_0() else _silent
+    log = print if is_rank_0() else lambda text: None
     if other is not None:
         from tools.replay.what_if import what_if
 
@@ -83,7 +83,3 @@ def main(arguments: list[str] | None = None) -> int:
     from tools.replay.repeat import repeat
 
     return repeat(run_dir, resolved, recorded, log)
-
-
-def _silent(text: str) -> None:
-    """The log of ranks other than 0."""

@@ -82,12 +82,7 @@ def restored(
         if new_scale and state is not None:
             state = {**state, "scaler": None}
         parts, progress = assemble(
-            resolved,
-            opened.engine,
-            opened.batches,
-            record=Record([collector]),
-            checkpoints=checkpoints,
-            state=state,
+            resolved, opened.engine, opened.batches, record=Record([collector]), checkpoints=checkpoints, state=state
         )
         log(f"from {found or 'the seed'}, {target - progress.step} steps to go")
         steps = [event for event in recorded.steps if event["step"] > progress.step]

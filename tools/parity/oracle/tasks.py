@@ -12,6 +12,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -148,7 +149,7 @@ class Masked(Task):
             count = sum(label != IGNORED for label in labels)
             if count:
                 inputs = {"input_ids": torch.tensor(seen), "attention_mask": torch.ones(len(seen), dtype=torch.int64)}
-                yield Part(sample, count, _later(self._summed, torch.tensor(labels), **inputs))
+                yield Part(sample, count, partial(self._summed, torch.tensor(labels), **inputs))
 
     def _hidden(self, tokens: list[int], key: str) -> tuple[list[int], list[int]]:
         chosen, fate, other = (_drawn(f"{key}/{what}", len(tokens)) for what in ("chosen", "fate", "other"))
@@ -202,13 +203,13 @@ class Classified(Task):
             if self._typed:
                 inputs["token_type_ids"] = _int64(row.types)
             if kind == "regression":
-                yield Part(sample, 1, _later(self._squared, float(np.float32(row.target)), **inputs))
+                yield Part(sample, 1, partial(self._squared, float(np.float32(row.target)), **inputs))
                 continue
             given = row.target if kind == "token" else row.target[None]
             labels = torch.tensor([IGNORED if one == IGNORED else self._numbers[int(one)] for one in given])
             count = int((labels != IGNORED).sum())
             if count:
-                yield Part(sample, count, _later(self._labelled, labels, **inputs))
+                yield Part(sample, count, partial(self._labelled, labels, **inputs))
 
     def _row(self, sample: int) -> Any:
         assert isinstance(self._shards, LabelledShards)
@@ -244,7 +245,7 @@ class Translated(Task):
                 "attention_mask": torch.ones_like(source),
                 "decoder_input_ids": torch.cat([torch.tensor([self._start]), target[:-1]]),
             }
-            yield Part(sample, len(target), _later(self._summed, target, **inputs))
+            yield Part(sample, len(target), partial(self._summed, target, **inputs))
 
     def tokens(self, ids: Sequence[int]) -> int:
         """Tokens of source and target together."""
@@ -265,7 +266,7 @@ class Preferred(Task):
     def parts(self, ids: Sequence[int], position: int) -> Iterator[Part]:
         """A pair each."""
         for sample in ids:
-            yield Part(sample, 1, _later(self._of_pair, list(self._shards.sequence(sample))))
+            yield Part(sample, 1, partial(self._of_pair, list(self._shards.sequence(sample))))
 
     def _of_pair(self, pair: list[tuple[np.ndarray, np.ndarray]]) -> torch.Tensor:
         section = self._config.preference
@@ -311,7 +312,7 @@ class Distilled(Task):
         self._teacher = teacher.double().eval().requires_grad_(False)
 
     def _of_labels(self, sample: int, count: int, inputs: torch.Tensor, labels: torch.Tensor) -> Part:
-        return Part(sample, count, _later(self._apart, inputs, labels))
+        return Part(sample, count, partial(self._apart, inputs, labels))
 
     def _apart(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         section, counts = self._config.distill, labels != IGNORED
@@ -361,10 +362,6 @@ def undropped(config: Config, device: str) -> str | None:
 def _logits(model: Any, **inputs: torch.Tensor) -> torch.Tensor:
     found: torch.Tensor = model(**{name: value[None] for name, value in inputs.items()}).logits[0]
     return found.double()
-
-
-def _later(function: Callable[..., torch.Tensor], *given: Any, **named: Any) -> Callable[[], torch.Tensor]:
-    return lambda: function(*given, **named)
 
 
 def _int64(values: np.ndarray) -> torch.Tensor:
