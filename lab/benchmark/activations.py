@@ -83,7 +83,7 @@ def benchmark(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def tell(run: Run) -> str:
-    """A run on one line."""
+    """One line about a run: step time and memory."""
     return f"{median(run.steps):8.3f} s a step, {run.result.memory_bytes / 2**30:6.2f} GiB"
 
 

@@ -56,7 +56,7 @@ class Bench:
     device: str = "cpu"
     """Name of the first GPU, as the driver reports it."""
     device_bytes: int | None = None
-    """Its memory; None without one."""
+    """[bytes] Memory of the first GPU; None without one."""
     commands: list[str] = field(default_factory=list)
     """Command lines of the jobs so far."""
     found: dict[str, Any] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class Bench:
         return events
 
     def start(self, name: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
-        """A run of train.py that goes on; to be ended with `launch.job.kill`."""
+        """Start a run of train.py in the background; `launch.job.kill` ends it."""
         program = training_program(arguments, self.folder, name)
         self._note(program)
         return start(program, processes=self.processes, log=self.folder / "logs" / f"{name}.log")

@@ -20,10 +20,10 @@ class Item:
     """A row of a part's table, or several of one kind."""
 
     name: str
-    """Unique in its part; names its files."""
+    """Name that is unique in the part; the item's files are named by it."""
     what: str
     seconds: float
-    """Expected."""
+    """[s] Expected duration."""
     measure: Callable[[Bench], measure.Figures]
     against: str | None = None
     """The item of the same part whose losses its own are compared with."""

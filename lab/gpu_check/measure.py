@@ -40,7 +40,7 @@ POISONED = "model.layers.1.mlp.down_proj"
 
 
 def demo(bench: Bench, recipe: str) -> Figures:
-    """A recipe as it is."""
+    """A recipe run unchanged."""
     size = bench.either((), ("run.steps=6", "schedule.warmup_steps=1", "evaluate.every_steps=6", "generate.tokens=4"))
     return trained(bench.train("demo", bench.arguments(recipe, "tracking.wandb=disabled", *size)))
 

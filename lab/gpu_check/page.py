@@ -64,19 +64,15 @@ def lines(
     figures: Mapping[str, Any], *, against: str | None = None, reference: Mapping[str, Any] | None = None
 ) -> Iterator[str]:
     """Markdown: the item's own figures on one line, then a line for each of its variants."""
-    own = [f"{text(name)} {words(value)}" for name, value in figures.items() if is_shown(name, value)]
+    own = {name: value for name, value in figures.items() if name != "losses" and not isinstance(value, Mapping)}
+    said = [f"{text(name)} {words(value)}" for name, value in own.items()]
     if reference is not None and "losses" in reference and "losses" in figures:
-        own.append(f"losses {loss_difference(figures['losses'], reference['losses'])} from those of {code(against)}")
-    if own:
-        yield ", ".join(own)
+        said.append(f"losses {loss_difference(figures['losses'], reference['losses'])} from those of {code(against)}")
+    if said:
+        yield ", ".join(said)
     for name, value in figures.items():
         if isinstance(value, Mapping):
             yield f"**{text(name)}**: " + ", ".join(f"{text(key)} {words(each)}" for key, each in value.items())
-
-
-def is_shown(name: str, value: object) -> bool:
-    """Whether a figure is among the item's own."""
-    return name != "losses" and not isinstance(value, Mapping)
 
 
 def loss_difference(mine: list[Any], other: list[Any]) -> str:

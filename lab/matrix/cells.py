@@ -159,7 +159,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Unique, and the same in every matrix."""
+        """Unique name, the same in every matrix."""
         parts = [str(self.combination), f"accumulation {self.accumulation}"]
         parts += [f"clipping {'on' if self.clipping else 'off'}", f"checkpointing {self.checkpointing}"]
         parts += [f"setting {self.setting}"] if self.setting else []

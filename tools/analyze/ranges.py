@@ -62,7 +62,7 @@ NOTHING = Spread(0, (), 0, 0, 0.0)
 
 
 def merged(spreads: Iterable[Spread]) -> Spread:
-    """All values of several spreads in one."""
+    """One spread of all values of several."""
     parts = list(spreads)
     counts: dict[int, int] = defaultdict(int)
     for part in parts:

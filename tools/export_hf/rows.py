@@ -38,15 +38,15 @@ class Row:
     inputs: dict[str, Any]
     """Arguments of a model; the tensors among them are (1, n) int64."""
     places: torch.Tensor
-    """(m,) int64: of the outputs, in their order."""
+    """(m,) int64: positions among the outputs, in their order."""
     labels: torch.Tensor
-    """(m,) int64: what is right at each of these places, IGNORED_LABEL where nothing is."""
+    """(m,) int64: the right label at each of these places, IGNORED_LABEL where there is none."""
     unit: Unit = "token"
     """The unit of an output: logits of a token, or of the label of a word or text, or a predicted number."""
 
     @classmethod
     def of_text(cls, ids: torch.Tensor) -> Self:
-        """All of a text, as a causal language model reads it. ids: (n,) int64."""
+        """A whole text, as a causal language model reads it. ids: (n,) int64."""
         following = torch.cat([ids[1:], ids.new_tensor([IGNORED_LABEL])])
         return cls({"input_ids": ids[None], "use_cache": False}, torch.arange(len(ids)), following)
 

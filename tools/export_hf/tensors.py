@@ -58,17 +58,15 @@ class Tensors:
         """The tensors of these names, rounded, in an order that reads each parameter once."""
         wanted = set(keys)
         for name in dict.fromkeys(self._source[key] for key in keys):
-            for key, piece in self._pieces(name, self._rounded(name)).items():
+            value = self._saved.buffers.get(name)
+            if value is None:
+                value = rounded(name, self._saved.tensors[name].read(), self.dtype)
+            for key, piece in self._pieces(name, value).items():
                 if key in wanted:
                     yield key, piece
 
     def _pieces(self, name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
         return on_disk(self._skeleton, name, value) if self._converts else {name: value}
-
-    def _rounded(self, name: str) -> torch.Tensor:
-        if name in self._saved.buffers:
-            return self._saved.buffers[name]
-        return rounded(name, self._saved.tensors[name].read(), self.dtype)
 
 
 def untie(model: PreTrainedModel, saved: SavedModel) -> None:

@@ -48,6 +48,7 @@ from tools.parity.recompute import (
 )
 from tools.parity.rounding import GRADIENT, Kind, sums_of
 from tools.parity.slices import Slices
+from training.engine.tensor_slices import joined_in
 
 LOSS = "(loss)"
 _Gradients = dict[str, torch.Tensor]
@@ -138,7 +139,7 @@ class Backward:
             blind["(backward pass)"] = "the first pass through the modules had no gradients"
         for name in self._trained:
             if name in self._of_parameters:
-                whole = self._slices.parameter(self._of_parameters[name], self._trained[name])
+                whole = joined_in(self._slices.group, self._of_parameters[name], self._trained[name])
                 self._of_parameters[name] = whole
         for call in map(self._slices.call, calls):
             try:

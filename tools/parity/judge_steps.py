@@ -270,11 +270,6 @@ def _fp8_products(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
     return found.items()
 
 
-def gradient_errors(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
-    """The worst relative error of each module's gradients in a step, for those that are more than noise."""
-    return _gradients("relative_error")(step)
-
-
 def worst_of(steps: Sequence[Mapping[str, Any]], values: _Values) -> dict[str, float]:
     """Each module's worst value over steps, which a check compares with its bound; a nan counts as inf."""
     found: dict[str, float] = {}
@@ -299,6 +294,10 @@ def _gradients(what: str) -> _Values:
         return _by_module(agreement, worst=max if what == "relative_error" else min).items()
 
     return values
+
+
+gradient_errors = _gradients("relative_error")
+"""The worst relative error of each module's gradients in a step, for those that are more than noise."""
 
 
 def beyond_bounds(

@@ -65,7 +65,7 @@ class Call:
     made: dict[int, torch.Tensor] = field(default_factory=dict)
     """The gradients that it computed for its inputs, by the number of the input among its floats."""
     followed: bool = False
-    """Whether gradients are kept."""
+    """Whether the call's gradients are recorded."""
 
     def now(self) -> list[int]:
         """`versions`, as they are now."""
@@ -370,7 +370,7 @@ def _into(name: str, inside: str, known: Collection[str]) -> str:
 
 
 def fewer_rows(call: Call) -> Call:
-    """A linear layer's call, with its gradients, on as many rows as make MOST_VALUES."""
+    """A linear layer's call, with its gradients, reduced to evenly spread rows of at most about MOST_VALUES values."""
     given, output = call.args[0] if call.args else None, call.output
     if given is None or not isinstance(output, torch.Tensor) or output.numel() <= MOST_VALUES:
         return call
@@ -426,7 +426,7 @@ def floats_of(tree: Any) -> list[torch.Tensor]:
 
 
 def _converted(tree: Any, dtype: torch.dtype | None) -> Any:
-    """A copy with all floating-point tensors in `dtype`; in their own without one."""
+    """A copy whose floating-point tensors are in `dtype`, or in their own dtype for None."""
     return map_floats(lambda value: value.to(dtype or value.dtype, copy=True), tree)  # some modules work in place
 
 

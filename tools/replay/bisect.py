@@ -1,4 +1,4 @@
-"""Find the first step at which a run leaves its FP32 twin, and the first module within that step.
+"""Find the first step at which a run departs from its FP32 twin, and the first module within that step.
 
 A run is never compared with another trajectory, since healthy ones drift apart: each step is recomputed as the run made
 it, and beside it in plain FP32 from the same masters on the same batch (`tools.parity.steps`), judged by the
@@ -41,7 +41,7 @@ class Leaving:
     step: int
     check: str
     module: str
-    """Its module; empty where the whole step is beyond."""
+    """The module beyond the bound; empty where the whole step is."""
     measured: float
     bound: float
     note: str

@@ -37,7 +37,7 @@ class Collector:
         self.events.append(event)
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Does nothing: there is nothing to close."""
 
     def of_kind(self, kind: str, step: int | None = None) -> list[Event]:
         """The events of one kind so far; of one step only, where it is given."""

@@ -32,10 +32,10 @@ class Tried:
     """A step under the other precision."""
 
     event: Event
-    """Its `step` event."""
+    """The `step` event."""
     judgement: Judgement
     causes: Sequence[Event] = ()
-    """Its `nonfinite` events."""
+    """The `nonfinite` events."""
     faults: Sequence[Event] = ()
     """The `fault` events: what `faults:` of the config planted into it."""
     recorded: Event | None = None

@@ -102,7 +102,7 @@ class DroppedOut(Task):
             self._states[rank] = torch.Generator().manual_seed(self._config.run.seed + rank).get_state()
 
     def parts(self, ids: Sequence[int], position: int) -> Iterator[Part]:
-        """A micro-batch each; its sample is the first. They have to be computed in this order."""
+        """One part per micro-batch, named by its first sample. They have to be computed in this order."""
         micro = self._config.batch.micro_size
         for number in range(len(ids) // micro):
             own = [self.order.window(sample) for sample in ids[number * micro : (number + 1) * micro]]
@@ -140,7 +140,7 @@ class Masked(Task):
         self._byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()} if by_bytes else {}
 
     def parts(self, ids: Sequence[int], position: int) -> Iterator[Part]:
-        """A window each, with what is hidden of it at this position."""
+        """One part per window, with the tokens hidden at this position."""
         for sample in ids:
             tokens = [int(token) for token in self.order.window(sample)[:-1]]
             if self._edges is not None:
@@ -195,7 +195,7 @@ class Classified(Task):
         return lambda sample: len(self._row(sample).tokens)
 
     def parts(self, ids: Sequence[int], position: int) -> Iterator[Part]:
-        """A text each."""
+        """One part per text."""
         kind = self._config.classify.kind
         for sample in ids:
             row = self._row(sample)
@@ -234,7 +234,7 @@ class Translated(Task):
         self._pad = corpus.end_of_document if shape.pad_token_id is None else shape.pad_token_id
 
     def parts(self, ids: Sequence[int], position: int) -> Iterator[Part]:
-        """A row each."""
+        """One part per row."""
         for sample in ids:
             [(tokens, trained)] = self._shards.sequence(sample)
             start = next(place for place, label in enumerate(trained) if label)
@@ -264,7 +264,7 @@ class Preferred(Task):
         self._before = copy.deepcopy(model).requires_grad_(False)
 
     def parts(self, ids: Sequence[int], position: int) -> Iterator[Part]:
-        """A pair each."""
+        """One part per pair."""
         for sample in ids:
             yield Part(sample, 1, partial(self._of_pair, list(self._shards.sequence(sample))))
 
