@@ -1,1 +1,1 @@
-"""How the maintainers know: the precision matrix, benchmarks, the GPU check, the learning-rate envelope, detection."""
+"""Evidence for the maintainers: precision matrix, benchmarks, GPU check, learning-rate envelope, defect detection."""

@@ -24,6 +24,7 @@ from pathlib import Path
 from config.cli import CRASH, DONE, REPOSITORY, Arguments, entry_point
 from config.errors import UserError
 from tracking.environment import environment
+from tracking.pages import markdown
 
 SUITES = {
     "test": "every test without a marker",
@@ -43,7 +44,7 @@ _COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
 
 @dataclass
 class Result:
-    """What one command said."""
+    """The result of one command."""
 
     passed: int = 0
     failed: int = 0
@@ -110,22 +111,15 @@ def tested_page(results: dict[str, Result], facts: dict) -> str:
         else f"| `make {target}` | {what} | not run | |"
         for target, what in SUITES.items()
     ]
-    failed = [f"- `{name}`" for result in results.values() for name in result.failures]
-    return "\n".join(
-        [
-            "# What was tested",
-            "",
-            "Every suite of tests, one after another, by `make test-all`. Do not edit this page.",
-            "",
-            f"Commit {facts['git']['commit'][:12]}, {date.today()}; {facts['cpu']['usable_cores']} cores of "
-            f"{facts['cpu']['model']}; {versions}.",
-            "",
-            "| suite | what it tests | result | time |",
-            "|---|---|---|---|",
-            *rows,
-            *(["", "Failed:", "", *failed] if failed else []),
-            "",
-        ]
+    failed = [f"`{name}`" for result in results.values() for name in result.failures]
+    cores = f"{facts['cpu']['usable_cores']} cores of {facts['cpu']['model']}"
+    return markdown.page(
+        "# What was tested",
+        "Every suite of tests, one after another, by `make test-all`. Do not edit this page.",
+        f"Commit {facts['git']['commit'][:12]}, {date.today()}; {cores}; {versions}.",
+        "\n".join(["| suite | what it tests | result | time |", "|---|---|---|---|", *rows]),
+        "Failed:" if failed else "",
+        failed,
     )
 
 

@@ -46,7 +46,7 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("model", type=Path, help="exported folder, adapter's folder or checkpoints/step-N folder")
     parser.add_argument("--prompt", help="what to continue, or with --chat what the user says")
     parser.add_argument("--chat", action="store_true", help="render turns with the chat template")
-    parser.add_argument("--tokens", type=positive_int, default=128, help="at most so many new ones (default 128)")
+    parser.add_argument("--tokens", type=positive_int, default=128, help="largest number of new ones (default 128)")
     parser.add_argument("--temperature", type=positive_number, help="sample at this temperature (default: greedy)")
     parser.add_argument("--seed", type=int, default=0, help="of sampling (default 0)")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="to compute in")
@@ -175,6 +175,9 @@ def generate(model: Any, tokenizer: Any, ids: list[int], options: argparse.Names
 
     torch.manual_seed(options.seed)
     given = torch.tensor([ids], device=model.device)
+    ends = {tokenizer.eos_token_id}
+    if options.chat and not model.config.is_encoder_decoder:
+        ends.update(tokenizer.all_special_ids)  # one of them ends a turn, and none is part of one
     sampling = {"do_sample": False}
     if options.temperature is not None:
         sampling = {"do_sample": True, "temperature": options.temperature}
@@ -185,16 +188,11 @@ def generate(model: Any, tokenizer: Any, ids: list[int], options: argparse.Names
             max_new_tokens=options.tokens,
             pad_token_id=tokenizer.eos_token_id,
             use_cache=can_cache(model.config),
-            eos_token_id=_ends(tokenizer, chat=options.chat and not model.config.is_encoder_decoder),
+            eos_token_id=sorted(ends),
             **sampling,
         )
     new = found[0] if model.config.is_encoder_decoder else found[0, len(ids) :]
     return str(tokenizer.decode(new, skip_special_tokens=True))
-
-
-def _ends(tokenizer: Any, *, chat: bool) -> list[int]:
-    """The end of a document, and in a chat every control token: one of them ends a turn, and none is part of one."""
-    return sorted({tokenizer.eos_token_id, *(tokenizer.all_special_ids if chat else ())})
 
 
 def _typed() -> Iterator[str]:

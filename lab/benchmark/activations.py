@@ -29,19 +29,10 @@ from config.cli import entry_point
 from config.command_line import read_command_line
 from config.launcher import as_launched
 from lab.benchmark.contestants import COMMON_OVERRIDES
-from lab.benchmark.harness import (
-    ALL_HOLD,
-    FAILED,
-    Jobs,
-    Report,
-    Run,
-    conditions,
-    in_rounds,
-    in_words,
-    job_options,
-)
+from lab.benchmark.harness import ALL_HOLD, FAILED, Jobs, Report, Run, conditions, in_rounds, in_words, job_options
 from lab.benchmark.report import loss_difference
 from launch.job import default_processes
+from tracking.pages import markdown
 from tracking.pages.markdown import Table
 
 MODES = "none,ops,attention,selective:4,selective:2,full,full:reentrant"
@@ -92,7 +83,7 @@ def benchmark(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def tell(run: Run) -> str:
-    """A run on one line."""
+    """One line about a run: step time and memory."""
     return f"{median(run.steps):8.3f} s a step, {run.result.memory_bytes / 2**30:6.2f} GiB"
 
 
@@ -122,12 +113,11 @@ def page(result: Mapping[str, Any]) -> str:
         )
         for mode, row in modes.items()
     ]
-    lines = ["# Activation checkpointing: time against memory", "", f"`{about['command']}`", "", in_words(about), ""]
-    lines.append(f"{Table(['mode', 'step', f'against {first}', 'peak memory', f'less than {first}'], rows)}\n")
-    lines += [f"{reason}." for reason in result["failed"].values()]
-    if result["part"]:
-        lines.append(f"Losses differ from those of {first}: {', '.join(result['part'])}")
-    return "\n".join(lines).rstrip() + "\n"
+    table = Table(["mode", "step", f"against {first}", "peak memory", f"less than {first}"], rows)
+    notes = [f"{reason}." for reason in result["failed"].values()]
+    notes += [f"Losses differ from those of {first}: {', '.join(result['part'])}"] if result["part"] else []
+    title = "# Activation checkpointing: time against memory"
+    return markdown.page(title, f"`{about['command']}`", in_words(about), table, "\n".join(notes))
 
 
 @entry_point()

@@ -202,7 +202,7 @@ def benchmark(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def tell(run: Run) -> str:
-    """A run on one line."""
+    """One line about a run: step time, start-up and loss."""
     return (
         f"{run.step_seconds * 1e3:9.1f} ms a step, first step after {run.first_step_seconds:.1f} s, "
         f"loss {run.result.losses[-1]:.4f}"

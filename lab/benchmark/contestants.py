@@ -63,7 +63,7 @@ class Peer(NamedTuple):
     """A loop of another library."""
 
     module: str
-    """In `lab.benchmark.peers`."""
+    """Module of `lab.benchmark.peers`."""
     tasks: tuple[str, ...] = ("pretrain",)
     """The tasks that it trains."""
     arguments: tuple[str, ...] = ()

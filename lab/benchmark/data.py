@@ -1,14 +1,14 @@
-"""How fast text becomes a corpus, and in how much memory: by tokenizer, amount of text and number of processes.
+"""Speed and memory of turning text into a corpus, by tokenizer, amount of text and number of processes.
 
     python -m lab.benchmark.data [--path FILES] [--tokenizers bytes,bpe:4096] [--megabytes 4,8,16,32] [--processes 1,2]
         [--json FILE]
 
-FILES is a text file, a folder or a glob, as in data.path; without it the running Python's standard library is read. Of
-its documents the first so many megabytes are prepared, each amount in a process of its own with an empty cache. A BPE
-is trained first and counted apart, because its sample stops growing at 32 MiB; the MB/s are those of the rest: reading,
-tokenizing, writing, checking. CPU seconds hardly depend on what else runs on the machine, and their ratio is the number
-of workers that one reader keeps busy. Memory is the peak resident set, of the process that reads and writes and of the
-largest of the workers that tokenize.
+FILES is a text file, a folder or a glob, as in data.path; without it the running Python's standard library is read.
+Each amount is prepared from the first documents, in a process of its own with an empty cache. A BPE is trained first
+and timed separately, because its sample stops growing at 32 MiB; MB/s covers the rest: reading, tokenizing, writing,
+checking. CPU seconds hardly depend on what else runs on the machine, and their ratio is the number of workers that one
+reader keeps busy. Memory is the peak resident set, of the process that reads and writes and of the largest of the
+workers that tokenize.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Row:
     reader_cpu_seconds: float
     """CPU time of the process that reads and writes, in the rest."""
     worker_cpu_seconds: float
-    """The same of all workers."""
+    """CPU time of all workers together, in the rest."""
     reader_bytes: int
     """Peak memory of the process that reads and writes."""
     worker_bytes: int

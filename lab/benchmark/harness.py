@@ -1,4 +1,4 @@
-"""The harness of the benchmarks: what is compared takes turns, in one process or as jobs, and how a result is told.
+"""The harness of the benchmarks: contestants take turns, in one process or as jobs, and results are reported alike.
 
 In one process (`alternate`, `seconds_of`, `estimate`, `conclude`) blocks of steps alternate, and which kind comes first
 changes from pair to pair, so that a machine whose speed drifts disturbs both alike. As jobs (`Jobs`, `in_rounds`,
@@ -56,7 +56,7 @@ def alternate(first: Callable[[], T], second: Callable[[], T], *, pairs: int) ->
 
 
 def seconds_of(block: Callable[[], object], device: torch.device, *, times: int = 1) -> float:
-    """How long so many calls take; on a GPU until its work is done."""
+    """[s] Duration of `times` calls; on a GPU until its work is done."""
     started = time.perf_counter()
     for _ in range(times):
         block()
@@ -80,7 +80,7 @@ def estimate(statistic: Callable[[np.ndarray], np.ndarray], seconds: np.ndarray)
 
 
 def paired_options(module: str, description: str | None, *, pairs: int) -> Arguments:
-    """The options that all paired benchmarks have; what they do not know is the run config's."""
+    """The options that all paired benchmarks have; unknown ones belong to the run config."""
     parser = Arguments(f"lab.benchmark.{module}", description)
     parser.add_argument("--pairs", type=positive_int, default=pairs, help=f"pairs of blocks ({pairs})")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there, too")
@@ -99,7 +99,7 @@ def conclude(lines: Sequence[str], found: Any, file: Path | None, *, wrong: str 
 
 
 def write_json(path: Path, found: Any) -> Any:
-    """Write plain JSON and return what it says."""
+    """Write plain JSON and return its content."""
     found = plain(found)
     write_atomically(path, (json.dumps(found, indent=1) + "\n").encode())
     return found
@@ -129,14 +129,14 @@ class Run:
     launched: float
     """[seconds since the epoch]"""
     job_seconds: float
-    """From the launcher's start to its end."""
+    """Seconds from the launcher's start to its end."""
     warm_up: int
     """[steps] Not timed."""
     result: Result
 
     @property
     def first_step_seconds(self) -> float:
-        """From the launcher's start to the end of the first step."""
+        """Seconds from the launcher's start to the end of the first step."""
         return self.result.stamps[0] - self.launched
 
     @property
@@ -266,7 +266,7 @@ def in_own_process(function: Callable[..., T], *arguments: Any, **options: Any) 
 
 @contextmanager
 def polling(look: Callable[[], object], *, seconds: float) -> Iterator[None]:
-    """Look at something every few seconds, in a thread, while the body runs, and once more at its end."""
+    """Call `look` every `seconds` in a thread while the body runs, and once more at its end."""
     over = threading.Event()
 
     def poll() -> None:

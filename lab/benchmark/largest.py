@@ -32,11 +32,12 @@ from config.launcher import as_launched
 from lab.benchmark.contestants import COMMON_OVERRIDES
 from lab.benchmark.harness import ALL_HOLD, FAILED, Report, conditions, in_words, job_options, polling
 from launch.job import default_processes, error_line_of, train
+from tracking.pages import markdown
 from tracking.pages.markdown import Table
 
 GIB = 2**30
 SHARE = 0.9
-"""What a job may take of the machine's free memory by default."""
+"""Default share of the machine's free memory that a job may take."""
 
 
 class HostMemory:
@@ -143,8 +144,8 @@ def cells(depth: int | str, row: Mapping[str, Any]) -> list[str]:
 def page(result: Mapping[str, Any]) -> str:
     """largest.md."""
     about, head = result["conditions"], ["layers", "parameters", "a step", "device memory, GiB", "host memory, GiB"]
-    lines = ["# The largest model", "", f"`{about['command']}`", "", in_words(about), ""]
-    return "\n".join([*lines, f"{Table(head, [cells(*each) for each in result['depths'].items()])}\n"])
+    table = Table(head, [cells(*each) for each in result["depths"].items()])
+    return markdown.page("# The largest model", f"`{about['command']}`", in_words(about), table)
 
 
 @entry_point()

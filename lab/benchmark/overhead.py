@@ -78,7 +78,7 @@ from training.sinks import open_record
 from training.step import train_step
 
 SEQUENCE = 16
-"""[tokens] Of the one sequence that a rank trains on in a step of a model of `--parameters`."""
+"""[tokens] Length of the one sequence that a rank trains on in a step of a model of `--parameters`."""
 MIN_PARAMETERS = 100_000
 """A model of two blocks and the narrowest width, 32, has 80,000."""
 
@@ -179,7 +179,7 @@ def median_ratio(seconds: np.ndarray) -> np.ndarray:
 
 
 def ratio_of_sums(seconds: np.ndarray) -> np.ndarray:
-    """The same of all their seconds together."""
+    """Tokens per second of the second kind over the first's, over all seconds together. seconds: (..., pairs, 2)."""
     return seconds[..., 0].sum(-1) / seconds[..., 1].sum(-1)
 
 
@@ -287,7 +287,7 @@ def stage_milliseconds(parts: Parts, step: Callable[[], None]) -> dict[str, floa
 
 
 def llama_shape(parameters: float, *, layers: int) -> dict[str, Any]:
-    """model.config of a Llama of about so many parameters: at width h the embedding's 64 h^2 and 7 h^2 a block."""
+    """model.config of a Llama with about this many parameters: at width h the embedding's 64 h^2 and 7 h^2 a block."""
     width = max(32, round((parameters / (64 + 7 * layers)) ** 0.5 / 16) * 16)
     return {
         "hidden_size": width,
@@ -359,7 +359,7 @@ def llama_parts(resolved: Resolved, world: World) -> Iterator[Parts]:
 
 
 def read_options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """The command line, and what of it is the run config's. Raises UserError."""
+    """The command line, and its arguments for the run config. Raises UserError."""
     parser = paired_options("overhead", __doc__, pairs=100)
     parser.add_argument("--steps", type=positive_int, default=1, help="steps in a block")
     parser.add_argument("--at-least", type=float, help="exit code 3 where tokens/s over bare is surely below")
@@ -372,7 +372,7 @@ def read_options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, l
 
 
 def size(text: str) -> float:
-    """For `type=` of an option: a number of parameters."""
+    """An argparse type: a number of parameters."""
     value = positive_number(text)
     if value < MIN_PARAMETERS:
         raise argparse.ArgumentTypeError(f"{text} is not a number from {MIN_PARAMETERS:,}")

@@ -26,7 +26,7 @@ LEAST, SECONDS = 20, 1.0
 
 
 def matmul_rate(dtype: torch.dtype, device: torch.device, size: int) -> float:
-    """[FLOP/s] Of the fastest product of two (size, size) matrices."""
+    """Rate of the fastest product of two (size, size) matrices [FLOP/s]."""
     left, right = torch.randn(2, size, size, device=device).to(dtype).unbind()
     fastest, count, started = float("inf"), 0, time.perf_counter()
     while count < LEAST or time.perf_counter() - started < SECONDS:

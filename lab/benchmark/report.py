@@ -9,6 +9,7 @@ from typing import Any
 
 from lab.benchmark.contestants import OWN
 from lab.benchmark.harness import Run
+from tracking.pages import markdown
 from tracking.pages.markdown import Table
 
 STAGES = ("data", "forward", "backward", "collectives", "step", "health", "tracking", "other")
@@ -37,7 +38,7 @@ def compare(
     peak: float | None,
     tolerance: float,
 ) -> dict[str, Any]:
-    """By contestant its measurements, and its ratios to the baseline. runs: by contestant, in order of rounds.
+    """Each contestant's measurements and its ratios to the baseline. runs: by contestant, in order of rounds.
 
     tokens: of a step, over all ranks. peak: [FLOP/s] of all devices. Where either rate of FLOP is None there is no MFU.
     The baseline is the bare loop, where it took part, else the first contestant. Losses are compared with the first
@@ -113,21 +114,19 @@ def page(found: Mapping[str, Any]) -> str:
         )
         for name, mine in contestants.items()
     ]
-    lines = [
+    work = (
         f"{conditions['task']}{conditions['adapter']}, {conditions['model']}, {conditions['parameters']:,} parameters; "
         f"ZeRO-{conditions['zero_stage']}, {conditions['compute']}, {conditions['processes']} processes"
         f"{_shared(found)}, {conditions['tokens']:,.0f} tokens a step; "
         f"{conditions['rounds']} rounds of {conditions['timed_steps']} timed steps after {conditions['warm_up']} "
-        "others; medians of the rounds [least to most].",
-        "",
-        *_mfu(found),
-        f"{Table(head, rows)}\n",
-        *(f"{name}: not measured, {reason}." for name, reason in found["passed_over"].items()),
-        *(f"{reason}." for reason in found["failed"].values()),
-        *_splits(contestants),
-        *(f"{check['of']} >= {check['least']}: {_verdict(check)}" for check in found["bounds"]),
-    ]
-    return "\n".join(lines).rstrip() + "\n"
+        "others; medians of the rounds [least to most]."
+    )
+    missing = [f"{name}: not measured, {reason}." for name, reason in found["passed_over"].items()]
+    missing += [f"{reason}." for reason in found["failed"].values()]
+    bounds = [f"{check['of']} >= {check['least']}: {_verdict(check)}" for check in found["bounds"]]
+    return markdown.page(
+        work, _mfu(found), Table(head, rows), "\n".join(missing), _splits(contestants), "\n".join(bounds)
+    )
 
 
 def _shared(found: Mapping[str, Any]) -> str:
@@ -135,33 +134,31 @@ def _shared(found: Mapping[str, Any]) -> str:
     return f", {ranks} to a matrix (parallel.tensor)" if ranks > 1 else ""
 
 
-def _mfu(found: Mapping[str, Any]) -> list[str]:
+def _mfu(found: Mapping[str, Any]) -> str:
     if found["flops_per_token"] is None:
-        return ["tokens/s: inputs that are not padding, in the mean over the timed steps.", ""]
-    return [
+        return "tokens/s: inputs that are not padding, in the mean over the timed steps."
+    return (
         f"MFU: tokens/s x {found['flops_per_token'] / 1e6:,.1f} MFLOP a token (6 a weight of linear layers, 4 a "
         "frozen one, and 12 x layers x heads x head size x sequence; nothing recomputed) over "
-        f"{found['peak']['flops'] / 1e12:,.3f} TFLOP/s ({found['peak']['how']}).",
-        "",
-    ]
+        f"{found['peak']['flops'] / 1e12:,.3f} TFLOP/s ({found['peak']['how']})."
+    )
 
 
-def _splits(contestants: Mapping[str, Any]) -> list[str]:
+def _splits(contestants: Mapping[str, Any]) -> str:
     split = {name: mine["split"] for name, mine in contestants.items() if mine.get("split")}
     if not split:
-        return []
+        return ""
     rows = []
     for name, mine in split.items():
         seconds, calls, sent = (mine[key] for key in ("seconds", "calls", "bytes_sent"))
         times = [f"{seconds.get(stage, 0.0) * 1e3:,.2f}" for stage in STAGES]
         total = f"{sum(seconds.values()) * 1e3:,.1f}"
         rows.append([name, *times, total, f"{sum(calls.values()):g}", f"{sum(sent.values()) / 1e6:,.2f}"])
-    return [
+    return markdown.page(
         "One more run each, rank 0, with every stage timed: milliseconds a step, and megabytes a step that a rank "
         "sends if every collective is a ring. Collectives include the wait for the other ranks.",
-        "",
-        f"{Table(['', *STAGES, 'sum', 'collectives', 'MB sent'], rows)}\n",
-    ]
+        Table(["", *STAGES, "sum", "collectives", "MB sent"], rows),
+    )
 
 
 def _with_range(values: Mapping[str, Any], form: str, factor: float = 1.0) -> str:

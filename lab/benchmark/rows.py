@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ def write_rows(resolved: Resolved, corpus: Corpus, folder: Path, *, warm_up: int
 
     config, shards = resolved.config, corpus.train
     assert isinstance(shards, RowShards)
-    batches = Batches(
+    made = Batches(
         shards,
         sequence_length=config.data.sequence_length,
         seed=config.run.seed,
@@ -39,13 +40,11 @@ def write_rows(resolved: Resolved, corpus: Corpus, folder: Path, *, warm_up: int
         make_batch=task_of(config).make_batch(config, corpus),
     )
     samples, inputs = [], []
-    try:
+    with closing(made) as batches:
         for _ in range(config.run.steps):
             batch = batches.next_step()
             inputs.append(batch.tokens)
             samples += [_sample(list(shards.sequence(int(number)))) for number in batch.sample_ids]
-    finally:
-        batches.close()
     Dataset.from_list(samples).save_to_disk(str(folder))
     return float(np.mean(inputs[warm_up:]))
 

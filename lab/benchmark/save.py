@@ -1,4 +1,4 @@
-"""How long a checkpoint takes, and for how much of that time training waits.
+"""Duration of a checkpoint, and the share of it for which training waits.
 
     deepspeed --module lab.benchmark.save --config config/recipes/demo.yaml [--saves 5] [key.sub=value ...]
 

@@ -25,7 +25,7 @@ class _File:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """From the file that `write` made."""
+        """The inverse of `write`."""
         return cls(**json.loads(path.read_text(encoding="utf-8")))
 
     def write(self, path: Path) -> None:
@@ -55,7 +55,7 @@ class Spec(_File):
     """The run config's section."""
     offload: str
     learning_rates: list[float]
-    """By step."""
+    """Learning rate of each step."""
     seed: int
     split: bool = False
     """Time a step by stage and count the bytes of collectives; such a run is not timed as a whole."""
@@ -70,17 +70,17 @@ class Spec(_File):
 
     @property
     def tensor(self) -> int:
-        """How many consecutive ranks share each matrix, and the sequences; 1: each has whole ones."""
+        """Number of consecutive ranks that share each matrix, and the sequences; 1: each has whole ones."""
         return int(self.deepspeed.get("tensor_parallel", {}).get("autotp_size", 1))
 
     @property
     def micro_size(self) -> int:
-        """[sequences] Of one forward pass on one rank."""
+        """[sequences] Size of one forward pass on one rank."""
         return self.deepspeed["train_micro_batch_size_per_gpu"]
 
     @property
     def accumulation(self) -> int:
-        """[micro-batches] Of one step on one rank."""
+        """[micro-batches] Number in one step on one rank."""
         return self.deepspeed["gradient_accumulation_steps"]
 
     @property
@@ -99,9 +99,9 @@ class Result(_File):
     """The result of a contestant."""
 
     losses: list[float]
-    """[nats] Of every step: mean over the label tokens of the global batch."""
+    """[nats] Loss of every step: mean over the label tokens of the global batch."""
     stamps: list[float]
-    """[seconds since the epoch] When each step was done; on a GPU exact for the first, the last and the last untimed
+    """[seconds since the epoch] End of each step; on a GPU exact for the first, the last and the last untimed
     step, where the device is waited for."""
     memory_bytes: int
     """Largest peak of any rank: device memory, or resident memory on a CPU."""
@@ -118,7 +118,7 @@ class Work:
     spec: Spec
     parameters: int
     tokens_per_step: float
-    """[tokens] Of a timed step over all ranks, padding aside; of rows, the mean over the timed steps."""
+    """[tokens] Size of a timed step over all ranks without padding; with rows, the mean over the timed steps."""
     flops_per_token: float | None
     """[FLOP] See `flops_per_token`; None for fine-tuning, whose steps differ."""
 

@@ -48,7 +48,7 @@ USUALLY_EVERY: dict[Kind, int] = {
     "save": 1000,
     "checks": 0,
 }
-"""[steps] Between two, unless --every says otherwise; a save has no default interval, and checks are in every step of
+"""[steps] Default of --every, the interval between two; a save has no such default, and checks are in every step of
 their block."""
 WARM_UP_BLOCKS: dict[Kind, int] = {"save": 1, "checks": 1}
 """Works that are timed in blocks of several steps, and how many blocks come before the first pair."""
@@ -97,7 +97,7 @@ def _both(parts: Parts, of: Kind) -> tuple[Parts, Parts]:
 
 
 def _observing(parts: Parts, every: int) -> Parts:
-    """The same parts, of a run whose dtypes are observed every so many steps."""
+    """The same parts, with dtypes observed every `every` steps."""
     config = parts.resolved.config
     precision = dataclasses.replace(config.precision, verify_every_steps=every)
     resolved = dataclasses.replace(parts.resolved, config=dataclasses.replace(config, precision=precision))

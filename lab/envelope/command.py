@@ -153,7 +153,7 @@ def make_study(options: argparse.Namespace) -> Study:
 
 
 def model_of_depth(config: Config, depth: int) -> dict[str, Any]:
-    """model.config with so many layers, under the architecture's own name for them.
+    """model.config with `depth` layers, under the architecture's own name for them.
 
     Raises UserError where the architecture has no such key, or the model is a saved one of another depth.
     """

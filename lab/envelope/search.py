@@ -5,11 +5,12 @@ setting at one peak learning rate. Three questions about trials, all on plain nu
 
 - Has it failed by itself (`DivergenceWatch`)? It has when a step is not finite (an FP16 overflow that the loss scale
   handles does not count), when too many steps in a row are skipped, or when the running median of its loss is more than
-  RISE above the lowest it has been, the first loss included. FP32 is stable where this does not happen. - Is it within
-  parity (`parity_failure`)? Where FP32 is stable at the same setting and rate, the running median of its training loss
-  has to stay within `loss_gap` of FP32's at every step, and its last validation loss within `validation_delta`. - Which
-  is the largest rate (`climb`)? Rates are tried from the smallest up until two in a row fail. The largest rate is the
-  last one below the first failure: everything tried up to it passed. Larger rates that passed between failures are
+  RISE above the lowest it has been, the first loss included. FP32 is stable where this does not happen.
+- Is it within parity (`parity_failure`)? Where FP32 is stable at the same setting and rate, the running median of its
+  training loss has to stay within `loss_gap` of FP32's at every step, and its last validation loss within
+  `validation_delta`.
+- Which is the largest rate (`climb`)? Rates are tried from the smallest up until two in a row fail. The largest rate is
+  the last one below the first failure: everything tried up to it passed. Larger rates that passed between failures are
   reported as lucky.
 """
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 from tools.parity.judge_runs import Trajectory, first_departure
@@ -39,7 +41,7 @@ class Setting:
     depth: int
     """[layers]"""
     batch: int
-    """[sequences] In one optimizer step over all ranks."""
+    """[sequences] Size of one optimizer step over all ranks."""
     precision: str
     """fp32, control, bf16 or fp16"""
     policy: str | None = None
@@ -57,7 +59,7 @@ class Setting:
 
     @property
     def reference(self) -> Setting:
-        """The same setting in FP32."""
+        """This setting in FP32."""
         return Setting(self.depth, self.batch, "fp32")
 
 
@@ -82,9 +84,9 @@ class Bounds:
     """The bounds of parity; the keys of the same name in the config's `parity:` section."""
 
     loss_gap: float
-    """[fraction] Of the running median of the training loss, at every step."""
+    """[fraction] Bound on the running median of the training loss, at every step."""
     validation_delta: float
-    """[fraction] Of the last validation loss."""
+    """[fraction] Bound on the last validation loss."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class Cell:
 
     setting: Setting
     tried: tuple[Tried, ...]
-    """By ascending rate."""
+    """Results in ascending order of the rate."""
 
     @property
     def largest(self) -> float | None:
@@ -134,7 +136,7 @@ class Cell:
 
 
 def window_of(steps: int) -> int:
-    """[steps] Length of the running median for runs of so many steps: an eighth of them, at least 5."""
+    """[steps] Length of the running median for a run of `steps` steps: an eighth of them, at least 5."""
     return max(5, steps // 8)
 
 
@@ -209,23 +211,17 @@ def explore(
     settings: FP32 is added where it is missing. rates: ascending. Other settings are tried only up to FP32's largest
     rate, since above it there is nothing to compare with.
     """
+
+    def tried(setting: Setting, rate: float) -> Tried:
+        trial = run(setting, rate)
+        reference = trial if setting == setting.reference else run(setting.reference, rate)
+        failed = parity_failure(trial, reference, bounds)
+        return Tried(rate, failed, trial.skipped, len(trial.losses))
+
     for fp32 in dict.fromkeys(setting.reference for setting in settings):
-
-        def try_fp32(rate: float, fp32: Setting = fp32) -> Tried:
-            trial = run(fp32, rate)
-            failed = Failure(trial.failed_step, trial.why or "it failed") if trial.failed_step is not None else None
-            return Tried(rate, failed, trial.skipped, len(trial.losses))
-
-        fp32_cell = Cell(fp32, climb(rates, try_fp32))
-        yield fp32_cell
-        stable = [rate for rate in rates if fp32_cell.largest is not None and rate <= fp32_cell.largest]
+        cell = Cell(fp32, climb(rates, partial(tried, fp32)))
+        yield cell
+        stable = [rate for rate in rates if cell.largest is not None and rate <= cell.largest]
         for setting in settings:
-            if setting.reference != fp32 or setting == fp32:
-                continue
-
-            def try_setting(rate: float, setting: Setting = setting) -> Tried:
-                trial = run(setting, rate)
-                failed = parity_failure(trial, run(setting.reference, rate), bounds)
-                return Tried(rate, failed, trial.skipped, len(trial.losses))
-
-            yield Cell(setting, climb(stable, try_setting))
+            if setting.reference == fp32 and setting != fp32:
+                yield Cell(setting, climb(stable, partial(tried, setting)))

@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -46,7 +47,7 @@ class Study:
     """The settings and rates to explore; written by `lab.envelope`, read by every process."""
 
     folder: str
-    """[path] Where trials.jsonl is."""
+    """[path] Folder of trials.jsonl."""
     config: str
     """[path] Run config."""
     overrides: tuple[str, ...]
@@ -126,11 +127,8 @@ def read_trials(folder: Path) -> dict[str, Trial]:
 def append_trial(folder: Path, key: str, setting: Setting, rate: float, trial: Trial, seconds: float) -> None:
     """Write one line to trials.jsonl and flush it to disk."""
     line = {"event": "trial", "key": key, **dataclasses.asdict(setting), "rate": rate, **dataclasses.asdict(trial)}
-    sink = JsonlSink(folder / TRIALS)
-    try:
+    with closing(JsonlSink(folder / TRIALS)) as sink:
         sink.write({**line, "seconds": seconds})
-    finally:
-        sink.close()
 
 
 def device_name() -> str:
@@ -196,7 +194,7 @@ def work(study: Study, corpus: Corpus, world: World, log: Callable[[str], Any] =
 
 
 def describe(setting: Setting, rate: float, trial: Trial) -> str:
-    """A trial on one line."""
+    """One line about a trial."""
     ending = f"failed at step {trial.failed_step}: {trial.why}" if trial.why else f"loss {trial.losses[-1]:.3f}"
     skips = f", {trial.skipped} skipped" if trial.skipped else ""
     return f"{setting.depth} layers, batch {setting.batch}, {setting.label}, rate {rate:g}: {ending}{skips}"

@@ -1,4 +1,4 @@
-"""Where an item of the GPU check runs its jobs: its folder, its time limit, and the size of its work.
+"""The workbench of an item of the GPU check: its folder, its time limit, and the size of its work.
 
 Every job is a process of its own, with a log. What is still running when the item's time is over is killed.
 """
@@ -52,11 +52,11 @@ class Bench:
     tiny: bool
     """Rehearse: the same jobs, on a model of a few thousand parameters."""
     limit: float
-    """[seconds] From now, for all of its jobs together."""
+    """[seconds] Time for all of its jobs together, counted from now."""
     device: str = "cpu"
     """Name of the first GPU, as the driver reports it."""
     device_bytes: int | None = None
-    """Its memory; None without one."""
+    """[bytes] Memory of the first GPU; None without one."""
     commands: list[str] = field(default_factory=list)
     """Command lines of the jobs so far."""
     found: dict[str, Any] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Bench:
 
     @property
     def left(self) -> float:
-        """[seconds] Until the item's time is over; more than 0."""
+        """[seconds] Time left for the item; more than 0."""
         return max(0.01, self._ends - time.monotonic())
 
     def either(self, full: T, tiny: T) -> T:
@@ -84,7 +84,7 @@ class Bench:
 
     @contextmanager
     def keeping(self, read: Callable[[], dict[str, Any]]) -> Iterator[None]:
-        """Where what runs inside fails or is killed, keep the figures that `read` finds by then."""
+        """Keep the figures that `read` finds if the body fails or is killed."""
         try:
             yield
         except (ItemFailed, subprocess.TimeoutExpired):
@@ -101,7 +101,7 @@ class Bench:
         return events
 
     def start(self, name: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
-        """A run of train.py that goes on; to be ended with `launch.job.kill`."""
+        """Start a run of train.py in the background; `launch.job.kill` ends it."""
         program = training_program(arguments, self.folder, name)
         self._note(program)
         return start(program, processes=self.processes, log=self.folder / "logs" / f"{name}.log")

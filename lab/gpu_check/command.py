@@ -126,7 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = set(filter(None, options.items.split(",")))
     unknown = wanted - {item.name for part in parts.values() for item in part.items}
     if unknown:
-        raise UserError(f"--items: there is no {', '.join(sorted(unknown))} in {_named(parts)}")
+        where = f"part {', '.join(map(str, parts))}; see lab/gpu_check/items.py"
+        raise UserError(f"--items: there is no {', '.join(sorted(unknown))} in {where}")
     for line in end_leftovers(out / "work"):
         print(line, flush=True)
     machine = look_at_machine(out)
@@ -152,7 +153,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         complete &= all(result is not None and result["status"] in (DONE, SKIPPED) for result in results)
         started = time.monotonic()
     return ALL_DONE if complete else INCOMPLETE
-
-
-def _named(parts: dict[int, Any]) -> str:
-    return f"part {', '.join(map(str, parts))}; see lab/gpu_check/items.py"

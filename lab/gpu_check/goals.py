@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,14 +98,6 @@ GOALS = (
 """The goals of docs/performance.md and docs/gpu-check.md, and further ones that the parts should meet."""
 
 
-def rows(part: int, results: Mapping[str, Mapping[str, Any] | None], *, tiny: bool) -> Iterator[list[str]]:
-    """A part's goals: what, its bound, what was measured, and whether that is enough. results: by item, or None."""
-    for goal in GOALS:
-        if goal.part == part:
-            found = [value for name in goal.items if (value := _value(goal, results.get(name))) is not None]
-            yield [text(goal.what), text(goal.bound), text(_shown(found, goal, results)), verdict(goal, found, tiny)]
-
-
 def verdict(goal: Goal, found: list[Any], tiny: bool) -> str:
     """Whether a goal is reached, by all that was measured for it. A rehearsal reaches none."""
     if not found:
@@ -119,8 +111,16 @@ def verdict(goal: Goal, found: list[Any], tiny: bool) -> str:
 
 
 def goals_table(part: int, results: Mapping[str, Mapping[str, Any] | None], *, tiny: bool) -> Table:
-    """Empty for a part without a goal."""
-    return Table(["goal", "bound", "measured", "outcome"], rows(part, results, tiny=tiny))
+    """A part's goals: each with its bound, what was measured, and whether that is enough; empty without a goal.
+
+    results: by item, or None.
+    """
+    table = Table(["goal", "bound", "measured", "outcome"])
+    for goal in GOALS:
+        if goal.part == part:
+            found = [value for name in goal.items if (value := _value(goal, results.get(name))) is not None]
+            table.add(text(goal.what), text(goal.bound), text(_shown(found, goal, results)), verdict(goal, found, tiny))
+    return table
 
 
 def _value(goal: Goal, result: Mapping[str, Any] | None) -> Any:

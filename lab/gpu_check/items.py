@@ -20,10 +20,10 @@ class Item:
     """A row of a part's table, or several of one kind."""
 
     name: str
-    """Unique in its part; names its files."""
+    """Name that is unique in the part; the item's files are named by it."""
     what: str
     seconds: float
-    """Expected."""
+    """[s] Expected duration."""
     measure: Callable[[Bench], measure.Figures]
     against: str | None = None
     """The item of the same part whose losses its own are compared with."""
@@ -190,7 +190,7 @@ SPEED = (
 
 SMALL_BATCH = ("batch.micro_size=4", "batch.global_size=8")
 PLAIN = (*SMALL_BATCH, TORCH)
-"""With the kernels of a plain loop."""
+"""Torch's kernels, as a plain loop has them."""
 SIX_STEPS: dict[str, Any] = {"count": 6}
 DTYPES = "mantissa-bf16,mantissa-fp32,mantissa-fp16"
 MANIFESTS, AT_ZERO_3 = "mantissa-bf16,mantissa-manifest", ("deepspeed.stage=3", *SMALL_BATCH)
@@ -202,7 +202,7 @@ PRECISION = (
 )
 
 ON_DEVICE = {16: 20, 48: 57, 56: 66, 64: 75, 96: 111, 112: 130}
-"""[GiB] Planned for so many layers of the 1B shape at ZeRO-1."""
+"""[GiB] Planned memory by number of layers of the 1B shape at ZeRO-1."""
 ONE_SEQUENCE = ("model.activation_checkpointing=full", "batch.micro_size=1", "batch.global_size=2")
 OFFLOADED = ("deepspeed.stage=3", "deepspeed.offload=cpu", *ONE_SEQUENCE)
 MEMORY = (

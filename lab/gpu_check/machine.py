@@ -20,7 +20,7 @@ from modeling.kernels import unavailable_reason
 from tracking.environment import environment, package_version
 
 PACKAGES = ("triton", "liger-kernel", "flash-attn", "torchtitan", "peft")
-"""Beside those of every run's environment.json."""
+"""Packages whose versions are recorded besides those of every run's environment.json."""
 
 
 def machine() -> dict[str, Any]:

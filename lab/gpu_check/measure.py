@@ -1,4 +1,4 @@
-"""How each item of the GPU check is measured: real jobs of Mantissa's own tools, and the figures of their results.
+"""The measurement of each item of the GPU check: real jobs of Mantissa's own tools, and the figures of their results.
 
 Every function runs on a `Bench` and returns the item's figures: a number, a word or a list by name, or by variant a
 dict of them. `losses` are those of every step, to be compared with another item's.
@@ -40,7 +40,7 @@ POISONED = "model.layers.1.mlp.down_proj"
 
 
 def demo(bench: Bench, recipe: str) -> Figures:
-    """A recipe as it is."""
+    """A recipe run unchanged."""
     size = bench.either((), ("run.steps=6", "schedule.warmup_steps=1", "evaluate.every_steps=6", "generate.tokens=4"))
     return trained(bench.train("demo", bench.arguments(recipe, "tracking.wandb=disabled", *size)))
 
@@ -83,7 +83,7 @@ def attributed(bench: Bench, *overrides: str) -> Figures:
 
 
 def replayed(bench: Bench) -> Figures:
-    """The same, and the step repeated from the run's record."""
+    """A NaN in one module's output: which module the run names, and whether replay repeats the step."""
     events = bench.train("poisoned", _poisoned(bench))
     said = bench.tool("tools.replay", str(bench.folder / "runs/poisoned"), "--step", "5", codes=(0, 1, 3), leads=True)
     if "reproduced" not in said:
@@ -244,10 +244,7 @@ def _reported(bench: Bench, module: str, *arguments: str, rows: Callable[[Any], 
     out = bench.folder / name
     with bench.keeping(lambda: rows(_json(out / f"{name}.json"))):
         bench.tool(
-            module,
-            *("--processes", str(bench.processes), "--out", str(out), *arguments),
-            codes=(0, 3),
-            leads=True,
+            module, *("--processes", str(bench.processes), "--out", str(out), *arguments), codes=(0, 3), leads=True
         )
         found = _json(out / f"{name}.json")
         if found.get("failed"):

@@ -94,7 +94,7 @@ def is_installed(name: str) -> bool:
 
 
 def normalised(name: str) -> str:
-    """PEP 503."""
+    """The package name normalised as PEP 503 defines."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 

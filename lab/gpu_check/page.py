@@ -44,7 +44,7 @@ def page(check: Check, number: int, part: Part, not_run: Mapping[str, str]) -> s
 
 
 def all_goals(check: Check) -> str:
-    """goals.md: the goals of all parts, by what earlier calls measured, too."""
+    """goals.md: the goals of all parts, with the results of earlier calls."""
     sections = []
     for number, part in PARTS.items():
         results = {item.name: check.result(number, item) for item in part.items}
@@ -64,23 +64,19 @@ def lines(
     figures: Mapping[str, Any], *, against: str | None = None, reference: Mapping[str, Any] | None = None
 ) -> Iterator[str]:
     """Markdown: the item's own figures on one line, then a line for each of its variants."""
-    own = [f"{text(name)} {words(value)}" for name, value in figures.items() if is_shown(name, value)]
+    own = {name: value for name, value in figures.items() if name != "losses" and not isinstance(value, Mapping)}
+    said = [f"{text(name)} {words(value)}" for name, value in own.items()]
     if reference is not None and "losses" in reference and "losses" in figures:
-        own.append(f"losses {loss_difference(figures['losses'], reference['losses'])} from those of {code(against)}")
-    if own:
-        yield ", ".join(own)
+        said.append(f"losses {loss_difference(figures['losses'], reference['losses'])} from those of {code(against)}")
+    if said:
+        yield ", ".join(said)
     for name, value in figures.items():
         if isinstance(value, Mapping):
             yield f"**{text(name)}**: " + ", ".join(f"{text(key)} {words(each)}" for key, each in value.items())
 
 
-def is_shown(name: str, value: object) -> bool:
-    """Whether a figure is among the item's own."""
-    return name != "losses" and not isinstance(value, Mapping)
-
-
 def loss_difference(mine: list[Any], other: list[Any]) -> str:
-    """Largest relative difference of a step's loss, in words."""
+    """Largest relative difference of a step's loss, as text."""
     if len(mine) != len(other) or any(isinstance(loss, str) for loss in (*mine, *other)):
         return "cannot be compared"  # one is not finite
     return f"{max(abs(a / b - 1) for a, b in zip(mine, other, strict=True)):.1e}"

@@ -39,7 +39,7 @@ MARK = "MANTISSA_GPU_CHECK"
 TOGETHER = 3
 """Items that time nothing at once: their jobs start for most of their time, and leave most of a GPU idle."""
 PATIENCE, GRACE = 3.0, 60.0
-"""An item may take so many times what is expected, and so many seconds more, before it is killed."""
+"""An item is killed after PATIENCE times its expected seconds and GRACE seconds more."""
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ never find a step too long, and be AdamW."""
 IN_16_BITS = ("muon", "lamb")
 """Also measured in BF16 and FP16."""
 WHOLE = ("lamb", "stable_adamw")
-"""Their update depends on a norm or mean over a parameter. DeepSpeed gives them flat shards of many."""
+"""Optimizers whose update depends on a norm or mean over a parameter. DeepSpeed gives them flat shards of many."""
 RULE_BOUNDS = {"muon": 1e-4, "lion": 0.03, "lamb": 1e-5, "stable_adamw": 1e-5, "sgd": 1e-5}
 """[fraction] The least that may be asked of a rule, above what rounding gradients does: masters are rounded to FP32,
 which counts where they move little. Muon's quintic steps enlarge what a direction has the least of up to 485 times.
@@ -78,8 +78,9 @@ _MIXTURE = (
     "num_key_value_heads: 2, head_dim: 16, num_experts: 4, num_experts_per_tok: %d, moe_intermediate_size: 16}}"
 )
 _TAKEN = {"parallel.expert": 4, "model.balance_loss": 2}
-"""[experts] Of four, that a token takes in cells of these settings, whose model is _MIXTURE in place of the Llama: all
-where ranks share them, so that rounding does not choose others; two where they are balanced, as taking all would be."""
+"""[experts] Number out of four that a token takes in cells of these settings, whose model is _MIXTURE instead of the
+Llama: all where ranks share them, so that rounding cannot choose others; two where they are balanced, since taking all
+is always balanced."""
 _SMALL = {"reduce_bucket_size": 4096, "allgather_bucket_size": 4096}
 _SMALL_ZERO3 = {
     "reduce_bucket_size": 4096,
@@ -116,7 +117,7 @@ class Cell:
     optimizer: str = "adamw"
     """optimizer.name."""
     ranks: int | None = None
-    """[processes] None: as many as the matrix is started on."""
+    """[processes] Number of ranks; None: as many as the matrix is started on."""
 
     @property
     def dtype(self) -> str:
@@ -151,14 +152,14 @@ class Cell:
 
     @property
     def sharing(self) -> int:
-        """[processes] That share each sequence, or each matrix."""
+        """[processes] Number that share each sequence, or each matrix."""
         return (
             self.setting.other if self.setting and self.setting.key in ("parallel.sequence", "parallel.tensor") else 1
         )
 
     @property
     def name(self) -> str:
-        """Unique, and the same in every matrix."""
+        """Unique name, the same in every matrix."""
         parts = [str(self.combination), f"accumulation {self.accumulation}"]
         parts += [f"clipping {'on' if self.clipping else 'off'}", f"checkpointing {self.checkpointing}"]
         parts += [f"setting {self.setting}"] if self.setting else []

@@ -135,7 +135,7 @@ def lead(options: argparse.Namespace) -> int:
 
 
 def _missing(options: argparse.Namespace, now: dict[str, Any], processes: int | None = None) -> list[Cell]:
-    """Cells without a result, of those that are measured on so many processes, or of all."""
+    """Cells without a result: those measured on `processes` processes, or all."""
     done, usual = results(options.folder / "results.jsonl", now), now["processes"]
     wanted = (cell for cell in all_cells() if processes in (None, cell.ranks or usual))
     return [cell for cell in wanted if options.only in cell.name and cell.name not in done]

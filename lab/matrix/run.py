@@ -118,7 +118,7 @@ def problems(cell: Cell, run: Trajectory, expected: Trajectory) -> list[str]:
 
 
 def learning_rate(base: float, step: int) -> float:
-    """Falls a little at every step, so that an engine that ignores it has an error."""
+    """A rate that falls a little at every step, so that an engine that ignores it has an error."""
     return base * (1 - 0.05 * step)
 
 

@@ -1,4 +1,4 @@
-"""What a suite's output is read as, and the pages of what was tested."""
+"""How a suite's output is read, and the pages of what was tested."""
 
 import subprocess
 from pathlib import Path

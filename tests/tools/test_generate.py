@@ -19,7 +19,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def greedy(folder: Path, text: str, tokens: int) -> str:
-    """By hand: the most probable token, one after another, up to the end of the document."""
+    """Greedy decoding by hand: the most probable token, one after another, up to the end of the document."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
     ids = tokenizer(text, add_special_tokens=False).input_ids
     start = len(ids)

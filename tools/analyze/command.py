@@ -35,13 +35,14 @@ from config.redact import redact_arguments
 from config.resolved import Resolved
 from launch.job import add_processes_option, default_processes, error_line_of, launch
 from precision.manifest import load_manifest
-from tools.analyze.page import write_page
 from tools.analyze.plot import plot_ranges
 from tools.analyze.proposal import Limits, pattern_of
 from tools.parity.gate import gate
 from tools.parity.jobs import plan
 from tracking.jsonl import plain
-from tracking.pages.markdown import Table
+from tracking.pages import markdown
+from tracking.pages.document import write_document
+from tracking.pages.markdown import Table, code, section, text
 
 WRITTEN, CRASHED, REJECTED = 0, 1, 3
 _NO_MANIFEST = {"default": "fp32", "rules": []}
@@ -213,7 +214,7 @@ def _publish(out: Path, result: dict[str, Any]) -> int:
     target.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     load_manifest(target)
     regions = regions_table(result)
-    write_page(out, result, reason=reason, verdict=verdict(result), regions=regions)
+    _write_page(out, result, reason, regions)
     rules = [f"{rule['match']}: {rule['reason']}" for rule in manifest["rules"]]
     print("\n".join(map(line, [*regions.lines(), "", *rules, "", *verdict(result)])))
     if "parity" in result:
@@ -221,6 +222,35 @@ def _publish(out: Path, result: dict[str, Any]) -> int:
         print(f"tools.parity over {parity['steps']} steps: {parity['verdict']}; see {parity['report']}")
     print(f"wrote {target}" if reason is None else f"rejected: {reason}; see {target}")
     return WRITTEN if reason is None else REJECTED
+
+
+def _write_page(out: Path, result: dict[str, Any], reason: str | None, regions: Table) -> None:
+    """Write OUT.analysis.md and .html: the verdict on the manifest first, how it was measured last.
+
+    reason: why the proposal is rejected; None when it is not.
+    """
+    parity = result.get("parity")
+    judged = f" `tools.parity` over {parity['steps']} steps: {text(parity['verdict'])}." if parity else ""
+    outcome = f"**rejected**: {text(reason)}." if reason else f"**accepted**: written to {code(out.name)}."
+    alone = "FP8" if result["limits"]["fp8"] else "BF16"
+    rules = [f"{code(rule['match'])}: {text(rule['reason'])}" for rule in result["proposal"]["manifest"]["rules"]]
+    content = markdown.page(
+        f"# Precision manifest for {text(Path(result['config']).name)}",
+        f"{outcome}{judged}",
+        [text(line) for line in verdict(result)],
+        f"![exponent ranges of every region](<{out.with_suffix('.png').name}>)",
+        section("Rules", rules or "None: one dtype for all."),
+        section("Regions", Table(regions.head, [(code(cells[0]), *map(text, cells[1:])) for cells, _ in regions.rows])),
+        section(
+            "How it was measured",
+            "The gradient error is the relative distance of the gradients from FP32's on held-out batches. A region's "
+            f"share of {alone}'s squared error is measured with that region alone in {alone}. docs/analyze.md has the "
+            "method" + (", and docs/fp8.md says what FP8 is." if result["limits"]["fp8"] else "."),
+            f"Config {code(result['config'])}, overrides {code(' '.join(result['overrides']) or 'none')}, "
+            f"{result['steps']} FP32 steps before the measurement.",
+        ),
+    )
+    write_document(out.with_suffix(".analysis.md"), content, tone="bad" if reason else "good")
 
 
 def _fp32_arguments(options: argparse.Namespace, overrides: Sequence[str], work: Path) -> list[str]:

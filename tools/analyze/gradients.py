@@ -43,7 +43,7 @@ class GradientError:
     parameter: str
     """Parameter whose gradient has the largest relative error."""
     parameter_error: float
-    """[fraction] That error."""
+    """[fraction] The relative error of `parameter`'s gradient."""
     loss: float
     """[fraction] |loss - FP32's| / |FP32's|."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,16 +78,9 @@ def extent(lowest: int, counts: list[int]) -> tuple[int, int, int, int]:
 
     counts: by power of two from 2^lowest on, without empty ends, at least one.
     """
-    total, seen, low, high = sum(counts), 0, None, lowest
-    for index, count in enumerate(counts):
-        seen += count
-        if low is None and seen >= _TAIL * total:
-            low = lowest + index
-        high = lowest + index
-        if seen >= (1 - _TAIL) * total:
-            break
-    assert low is not None
-    return lowest, low, high, lowest + len(counts) - 1
+    seen = list(accumulate(counts))
+    low, high = (bisect_left(seen, share * seen[-1]) for share in (_TAIL, 1 - _TAIL))
+    return lowest, lowest + low, lowest + high, lowest + len(counts) - 1
 
 
 def _draw(axis: Axes, rows: list[tuple[str, str, Any]], kind: str, *, shift: float) -> None:

@@ -25,7 +25,7 @@ FP16 only where no range of any region passes its end.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -52,7 +52,7 @@ class Limits:
     flushed: float = 0.01
     """[fraction] Share of the non-zero values of a kind that FP16 may round to zero."""
     pays: float = 2.0
-    """[factor] By which FP16's error has to be below BF16's."""
+    """[factor] Least ratio of BF16's error to FP16's for which FP16 is chosen."""
     demands: float = 2.0
     """[factor] Share of the error over share of the FLOPs from which on a region is a candidate for FP32."""
     noticed: float = 0.05
@@ -97,11 +97,11 @@ class Proposal:
     loss_scale: float | None
     """A power of two that the ranges allow; None without FP16."""
     low_precision_share: float
-    """[fraction] Of the matmul FLOPs of a forward pass, those in 16 bits or fewer."""
+    """[fraction] Share of a forward pass's matmul FLOPs in 16 bits or fewer."""
     predicted_error: float
     """[fraction] Root of the sum of the units' squared errors."""
     fp8_share: float = 0.0
-    """[fraction] Of the matmul FLOPs of a forward pass, those in FP8."""
+    """[fraction] Share of a forward pass's matmul FLOPs in FP8."""
 
 
 def pattern_of(name: str) -> str:
@@ -199,7 +199,7 @@ def propose(
         choices=choices,
         loss_scale=scale if uses_fp16 else None,
         low_precision_share=low / max(total, 1),
-        predicted_error=math.sqrt(sum(_error(unit, choices) ** 2 for unit in units)),
+        predicted_error=math.hypot(*(_error(unit, choices) for unit in units)),
     )
 
 
@@ -225,7 +225,7 @@ def propose_fp8(
         with_it = errors | {unit.names: unit.errors["fp8"]}
         of_flops, of_error = unit.flops / total, unit.errors["fp8"] ** 2 / everywhere
         measured = f"{of_error:.1%} of FP8's squared gradient error at {of_flops:.1%} of the FLOPs: {_fp8_errors(unit)}"
-        bears = _root_of_squares(with_it.values()) <= largest_error
+        bears = math.hypot(*with_it.values()) <= largest_error
         for name in unit.names:
             if bears:
                 choices[name] = Choice("fp8", f"bears FP8: {measured}", shares[name], unit.errors["fp8"])
@@ -244,17 +244,13 @@ def propose_fp8(
         choices=choices,
         loss_scale=None,
         low_precision_share=sum(unit.flops * _low_share(unit, choices) for unit in units) / total,
-        predicted_error=_root_of_squares(errors.values()),
+        predicted_error=math.hypot(*errors.values()),
         fp8_share=in_fp8 / total,
     )
 
 
 def _fp8_errors(unit: Unit) -> str:
     return f"gradient error {unit.errors['fp8']:.2g} alone in FP8, {unit.errors['bf16']:.2g} in BF16"
-
-
-def _root_of_squares(errors: Iterable[float]) -> float:
-    return math.sqrt(sum(error**2 for error in errors))
 
 
 def rules_for(choices: Mapping[str, Choice]) -> list[dict[str, str]]:

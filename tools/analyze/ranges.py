@@ -6,15 +6,16 @@ inputs; *weights*; and *weight_gradients*, of one micro-batch on one rank before
 pass makes them. Gradients are unscaled as long as the loss is.
 
 `OperandMeter` sees the operands below autograd and autocast, as `precision.observe` does, so the queries, keys and
-values of a fused attention kernel are measured and not guessed. `GradientMeter` hooks tensors: an input that several
-modules read (q, k and v projections) has one gradient, the sum of theirs, which counts for each of them. What is
-inside an attention module counts for it too, because the gradients of its kernel are those of its projections.
+values of a fused attention kernel are measured and not guessed. `gradients_counted` hooks tensors: an input that
+several modules read (q, k and v projections) has one gradient, the sum of theirs, which counts for each of them. What
+is inside an attention module counts for it too, because the gradients of its kernel are those of its projections.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -61,7 +62,7 @@ NOTHING = Spread(0, (), 0, 0, 0.0)
 
 
 def merged(spreads: Iterable[Spread]) -> Spread:
-    """All values of several spreads in one."""
+    """One spread of all values of several."""
     parts = list(spreads)
     counts: dict[int, int] = defaultdict(int)
     for part in parts:
@@ -171,47 +172,33 @@ class OperandMeter(Observation):
                     self._ranges.add(where, "activations", tensor)
 
 
-class GradientMeter:
-    """Context manager around forward and backward passes: gradients and weight gradients of every region.
+@contextmanager
+def gradients_counted(model: torch.nn.Module, kinds: Mapping[str, RegionKind], ranges: Ranges) -> Iterator[None]:
+    """Context around forward and backward passes that counts gradients and weight gradients of every region.
 
     With activation checkpointing of either kind each gradient is seen once: only the tensors that the backward pass
     goes through have one.
     """
 
-    def __init__(self, model: torch.nn.Module, kinds: Mapping[str, RegionKind], ranges: Ranges) -> None:
-        self._ranges = ranges
-        self._handles: list[Any] = []
-        self._regions = {name: module for name, module in model.named_modules() if name in kinds}
-        self._kinds = kinds
+    def count(names: list[str], kind: str, gradient: torch.Tensor) -> None:
+        for name in names:
+            ranges.add(name, kind, gradient)
 
-    def __enter__(self) -> GradientMeter:
-        readers: dict[torch.nn.Parameter, list[str]] = defaultdict(list)
-        for name, module in self._regions.items():
-            names = [name, *self._attention_around(name)]
-            self._handles.append(module.register_forward_hook(partial(self._watch, names), with_kwargs=True))
+    def watch(names: list[str], module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        for tensor in tensors_of((args, kwargs, output)):
+            if tensor.requires_grad and tensor.is_floating_point():
+                tensor.register_hook(partial(count, names, "gradients"))
+
+    readers: dict[torch.nn.Parameter, list[str]] = defaultdict(list)
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if name not in kinds:
+                continue
+            attention = [around for around in kinds if kinds[around] == "attention" and name.startswith(f"{around}.")]
+            stack.enter_context(module.register_forward_hook(partial(watch, [name, *attention]), with_kwargs=True))
             for weight in module.parameters(recurse=False):
                 readers[weight].append(name)
         for weight, names in readers.items():
             if weight.requires_grad:
-                self._handles.append(weight.register_hook(partial(self._count, names, "weight_gradients")))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-    def _watch(self, names: list[str], module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        for tensor in tensors_of((args, kwargs, output)):
-            if tensor.requires_grad and tensor.is_floating_point():
-                tensor.register_hook(partial(self._count, names, "gradients"))
-
-    def _attention_around(self, name: str) -> list[str]:
-        parents = [name.rpartition(".")[0]]
-        while parents[-1]:
-            parents.append(parents[-1].rpartition(".")[0])
-        return [parent for parent in parents if self._kinds.get(parent) == "attention"]
-
-    def _count(self, names: list[str], kind: str, gradient: torch.Tensor) -> None:
-        for name in names:
-            self._ranges.add(name, kind, gradient)
+                stack.enter_context(weight.register_hook(partial(count, names, "weight_gradients")))
+        yield

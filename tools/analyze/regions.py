@@ -13,7 +13,7 @@ from precision.manifest import can_be_fp8, find_regions
 from precision.observe import Observation
 from tools.analyze.gradients import Fp32Gradients
 from tools.analyze.proposal import Limits, Unit, largest_scale, pattern_of
-from tools.analyze.ranges import GradientMeter, OperandMeter, Ranges, Spread, merged
+from tools.analyze.ranges import OperandMeter, Ranges, Spread, gradients_counted, merged
 from training.engine import Engine
 
 
@@ -52,7 +52,7 @@ def measure(engine: Engine, batch: Batch, units: Sequence[Unit], *, step: int, l
     with torch.no_grad(), OperandMeter(model, kinds, ranges) as operands:
         for inputs, labels in batch.micro_batches(world.device):
             engine.score(inputs, labels)
-    with GradientMeter(model, kinds, ranges):
+    with gradients_counted(model, kinds, ranges):
         reference = Fp32Gradients(engine, batch)
     world.sum(ranges.counts)
     rows = world.gather(ranges.maxima.reshape(-1))

@@ -120,11 +120,7 @@ def _train(engine: Engine, batch: Batch, resolved: Resolved, step: int) -> float
 
 
 def _decide(
-    engine: Engine,
-    batch: Batch,
-    units: Sequence[Unit],
-    spreads: dict[str, dict[str, Spread]],
-    given: dict[str, Any],
+    engine: Engine, batch: Batch, units: Sequence[Unit], spreads: dict[str, dict[str, Spread]], given: dict[str, Any]
 ) -> tuple[Proposal, dict[str, float]]:
     """The best of a few proposals, on a batch that was measured before; their errors and those of uniform dtypes.
 
@@ -146,11 +142,7 @@ def _decide(
 
 
 def _decide_fp8(
-    engine: Engine,
-    batch: Batch,
-    units: Sequence[Unit],
-    spreads: dict[str, dict[str, Spread]],
-    given: dict[str, Any],
+    engine: Engine, batch: Batch, units: Sequence[Unit], spreads: dict[str, dict[str, Spread]], given: dict[str, Any]
 ) -> tuple[Proposal, dict[str, float]]:
     """The proposal with the most FP8 whose measured error is allowed, on a batch that was measured before; the last one
     where none is. All errors that were measured. given: as `_decide` has it."""

@@ -78,10 +78,10 @@ def trained(saved: SavedModel) -> list[str]:
 
 @dataclass(frozen=True)
 class Merged:
-    """A merged model, and what rounding did to it."""
+    """A merged model, and the effect of rounding on it."""
 
     saved: SavedModel
-    """Its FP32 weights in place of a checkpoint's."""
+    """FP32 weights of the merged model in place of a checkpoint's."""
     facts: dict[str, Any]
     tied: bool
     """Whether its embedding and its output head are still one weight; a head that was trained as a copy is another."""

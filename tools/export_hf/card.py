@@ -26,13 +26,6 @@ def model_card(facts: Mapping[str, Any]) -> str:
     A number that was not recorded is left out.
     """
     model, adapter = facts["model"], facts.get("adapter")
-    example = _EXAMPLE.format(model["auto_class"])
-    if adapter is not None and adapter["merged"] is None:
-        causal = model["auto_class"] == CAUSAL_LM
-        labels = f", num_labels={len(adapter['labels']) or 1}" if adapter["labels"] is not None else ""
-        example = _ADAPTER_EXAMPLE if causal else _BASE_EXAMPLE.format(model["auto_class"], labels)
-        if adapter.get("base", "compute") != "compute":
-            example = _QUANTISED_EXAMPLES[adapter["base"]].format(adapter["double_quant"])
     held = {key: _listed(value) for key, value in (adapter or {}).items() if key != "merged"}
     return page(
         _front_matter(facts),
@@ -40,7 +33,7 @@ def model_card(facts: Mapping[str, Any]) -> str:
         f"{text(model['class'])} with {model['parameters']:,} parameters, {facts['export']['dtype']}, from step "
         f"{facts['training']['step']} of the run {code(facts['run'])}.",
         f"The run started from the weights of {code(model['base'])}." if model["base"] else "",
-        f"```python\n{example}```",
+        f"```python\n{_example(model, adapter)}```",
         section("Adapter", _facts(held)),
         section("Training", _facts(facts["training"])),
         section("Data", _facts(facts["data"])),
@@ -52,42 +45,26 @@ def model_card(facts: Mapping[str, Any]) -> str:
     )
 
 
-_EXAMPLE = """from transformers import {0}, AutoTokenizer
-
-model = {0}.from_pretrained(FOLDER, dtype="auto")
-tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-"""
-
-
-_ADAPTER_EXAMPLE = """from peft import AutoPeftModelForCausalLM
-from transformers import AutoTokenizer
-
-model = AutoPeftModelForCausalLM.from_pretrained(FOLDER)
-tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-"""
-
-
-_QUANTISED_EXAMPLE = """from peft import AutoPeftModelForCausalLM
-from transformers import AutoTokenizer, BitsAndBytesConfig
-
-held = BitsAndBytesConfig({0})
-model = AutoPeftModelForCausalLM.from_pretrained(FOLDER, quantization_config=held)
-tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-"""
-_QUANTISED_EXAMPLES = {
-    "nf4": _QUANTISED_EXAMPLE.format('load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant={0}'),
-    "int8": _QUANTISED_EXAMPLE.format("load_in_8bit=True"),
-}
-"""The example for each quantised adapter.base."""
-
-
-_BASE_EXAMPLE = """from peft import PeftModel
-from transformers import {0}, AutoTokenizer
-
-base = {0}.from_pretrained(BASE{1})
-model = PeftModel.from_pretrained(base, FOLDER)
-tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-"""
+def _example(model: Mapping[str, Any], adapter: Mapping[str, Any] | None) -> str:
+    """Python that loads the export."""
+    auto, peft = model["auto_class"], "from peft import AutoPeftModelForCausalLM"
+    imports = [f"from transformers import {auto}, AutoTokenizer"]
+    if adapter is None or adapter["merged"] is not None:
+        load = [f'model = {auto}.from_pretrained(FOLDER, dtype="auto")']
+    elif adapter.get("base", "compute") != "compute":
+        nf4 = f'load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant={adapter["double_quant"]}'
+        held = {"nf4": nf4, "int8": "load_in_8bit=True"}[adapter["base"]]
+        imports = [peft, "from transformers import AutoTokenizer, BitsAndBytesConfig"]
+        load = [f"held = BitsAndBytesConfig({held})"]
+        load.append("model = AutoPeftModelForCausalLM.from_pretrained(FOLDER, quantization_config=held)")
+    elif auto == CAUSAL_LM:
+        imports = [peft, "from transformers import AutoTokenizer"]
+        load = ["model = AutoPeftModelForCausalLM.from_pretrained(FOLDER)"]
+    else:
+        labels = f", num_labels={len(adapter['labels']) or 1}" if adapter["labels"] is not None else ""
+        imports = ["from peft import PeftModel", *imports]
+        load = [f"base = {auto}.from_pretrained(BASE{labels})", "model = PeftModel.from_pretrained(base, FOLDER)"]
+    return "\n".join([*imports, "", *load, "tokenizer = AutoTokenizer.from_pretrained(FOLDER)", ""])
 
 
 def _listed(value: Any) -> Any:

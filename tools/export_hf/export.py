@@ -8,6 +8,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from config.task import ENCODER_TASKS, model_class_of
 from data.corpora.corpus import TOKENIZER
 from data.text.tokenizer import load_tokenizer, vocabulary_size
 from modeling.adapter import whole_modules
-from modeling.build import model_config
+from modeling.build import count_parameters, model_config
 from precision.dtypes import DTYPES
 from tools.export_hf import facts as export_facts
 from tools.export_hf.adapter import merge, trained, words_of, write_adapter
@@ -33,14 +34,7 @@ from tools.export_hf.card import model_card
 from tools.export_hf.gap import Comparison, measure, of_masters, require_within
 from tools.export_hf.gap import words_of as gap_words
 from tools.export_hf.rows import Row, rows_of_data, rows_of_run
-from tools.export_hf.tensors import (
-    Tensors,
-    TensorsDiffer,
-    compare_with_second_copy,
-    parameter_count,
-    untie,
-    write_shards,
-)
+from tools.export_hf.tensors import Tensors, TensorsDiffer, compare_with_second_copy, untie, write_shards
 from tracking.jsonl import encode
 from tracking.run_dir import RunDir
 from tracking.summary import read_inputs
@@ -237,10 +231,8 @@ def _write_settings(folder: Path, config: Config, shape: PretrainedConfig, token
         return
     generation = None
     if section.name_or_path is not None:
-        try:
+        with suppress(OSError):
             generation = GenerationConfig.from_pretrained(section.name_or_path)
-        except OSError:
-            generation = None
     if generation is None and config.task == "seq2seq":
         generation = GenerationConfig.from_model_config(shape)
     if generation is None:
@@ -279,7 +271,7 @@ def _facts(
             "class": type(skeleton).__name__,
             "auto_class": model_class_of(config),
             "type": skeleton.config.model_type,
-            "parameters": parameter_count(skeleton),
+            "parameters": count_parameters(skeleton),
             "base": export_facts.without_path(base) if base else None,
             "frozen": sorted(saved.frozen),
         },

@@ -85,7 +85,7 @@ def data_facts(config: Config, environment: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_path(spec: str) -> str:
-    """A hub id or other name unchanged; of a local path only the last component."""
+    """A hub id or other name unchanged; only the last component of a local path."""
     looks_local = spec.startswith(("/", ".", "~")) or Path(spec).exists()
     return Path(spec).name if looks_local else spec
 

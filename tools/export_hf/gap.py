@@ -28,7 +28,7 @@ from tools.parity.outputs import OutputErrors
 from training.checkpoint.partitions import SavedModel
 
 _CHUNK = 64
-"""[tokens] Of which log-probabilities are in memory at once."""
+"""[tokens] Number whose log-probabilities are in memory at once."""
 _MODULES = 5
 """Modules that are named, those of the largest own error."""
 
@@ -42,9 +42,9 @@ class Bounds:
     """Bounds at any token or label, or for any number; None: anything finite."""
 
     kl: float | None = None
-    """[nats] Of KL(masters || export)."""
+    """[nats] Bound on KL(masters || export)."""
     difference: float | None = None
-    """[nats] Of a log-probability; of a predicted number, in its unit."""
+    """[nats] Bound on the difference of a log-probability; for a predicted number, in its unit."""
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,15 @@ class RowGap:
 
     row: Row
     difference: torch.Tensor
-    """(m,) [nats] The largest of any log-probability; of a number, its own, in its unit."""
+    """(m,) [nats] The largest difference of any log-probability; for a predicted number, its own, in its unit."""
     kl: torch.Tensor
-    """(m,) [nats]; (0,) of a number, which has no probabilities."""
+    """(m,) [nats]; (0,) for a predicted number, which has no probabilities."""
     of_label: torch.Tensor
-    """(m or fewer,) [nats] Of the log-probability of the label, at the places that have one; (0,) of a number."""
+    """(m or fewer,) [nats] Difference of the label's log-probability, at positions that have one; (0,) for a number."""
 
     @property
     def size(self) -> torch.Tensor:
-        """(m,) What is largest where the models are furthest apart."""
+        """(m,) The distance by which rows are ranked: KL, or the difference of a predicted number."""
         return self.difference if self.row.unit == "number" else self.kl
 
 
@@ -95,7 +95,7 @@ def row_gap(exact: Any, found: Any, row: Row) -> RowGap:
 
 
 def _finite(values: torch.Tensor) -> torch.Tensor:
-    """The values, inf for those that are none."""
+    """The values, with inf for those that are not finite."""
     return values.nan_to_num(nan=math.inf, posinf=math.inf)
 
 
@@ -214,7 +214,7 @@ def figures_in_words(facts: Mapping[str, Any]) -> str:
 
 
 def _have_positions(gaps: Sequence[RowGap]) -> bool:
-    """Whether outputs are of places in a row, and not of the whole of it."""
+    """Whether outputs belong to positions in a row, and not to the row as a whole."""
     return any(bool(gap.row.places.any()) for gap in gaps)
 
 

@@ -1,4 +1,4 @@
-"""Rows to compare two models on: of the run's own data, of a config's, or of a file."""
+"""Rows on which two models are compared: from the run's own data, a config's, or a file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from training.tasks.task import prepare, task_of
 ROWS = 8
 """Rows that are read by default."""
 _TOKENS = 512
-"""At most this many of each row, and no more than a sequence of the run has: the model knows no further positions."""
+"""Most tokens taken of a row; never more than a sequence of the run, since the model knows no further positions."""
 _CONFIGS = (".yaml", ".yml")
 _COMPRESSED = (".gz", ".zst")
 
@@ -38,15 +38,15 @@ class Row:
     inputs: dict[str, Any]
     """Arguments of a model; the tensors among them are (1, n) int64."""
     places: torch.Tensor
-    """(m,) int64: of the outputs, in their order."""
+    """(m,) int64: positions among the outputs, in their order."""
     labels: torch.Tensor
-    """(m,) int64: what is right at each of these places, IGNORED_LABEL where nothing is."""
+    """(m,) int64: the right label at each of these places, IGNORED_LABEL where there is none."""
     unit: Unit = "token"
     """The unit of an output: logits of a token, or of the label of a word or text, or a predicted number."""
 
     @classmethod
     def of_text(cls, ids: torch.Tensor) -> Self:
-        """All of a text, as a causal language model reads it. ids: (n,) int64."""
+        """A whole text, as a causal language model reads it. ids: (n,) int64."""
         following = torch.cat([ids[1:], ids.new_tensor([IGNORED_LABEL])])
         return cls({"input_ids": ids[None], "use_cache": False}, torch.arange(len(ids)), following)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,7 +46,7 @@ class Tensors:
         self._planned = planned
 
     def plan(self, shard_size: str) -> StateDictSplit:
-        """Which tensor goes into which file."""
+        """The assignment of tensors to files."""
         try:
             return split_torch_state_dict_into_shards(
                 self._planned, filename_pattern=PATTERN, max_shard_size=shard_size
@@ -59,17 +58,15 @@ class Tensors:
         """The tensors of these names, rounded, in an order that reads each parameter once."""
         wanted = set(keys)
         for name in dict.fromkeys(self._source[key] for key in keys):
-            for key, piece in self._pieces(name, self._rounded(name)).items():
+            value = self._saved.buffers.get(name)
+            if value is None:
+                value = rounded(name, self._saved.tensors[name].read(), self.dtype)
+            for key, piece in self._pieces(name, value).items():
                 if key in wanted:
                     yield key, piece
 
     def _pieces(self, name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
         return on_disk(self._skeleton, name, value) if self._converts else {name: value}
-
-    def _rounded(self, name: str) -> torch.Tensor:
-        if name in self._saved.buffers:
-            return self._saved.buffers[name]
-        return rounded(name, self._saved.tensors[name].read(), self.dtype)
 
 
 def untie(model: PreTrainedModel, saved: SavedModel) -> None:
@@ -165,12 +162,4 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Bitwise equality: nan equals itself, and 0 differs from -0."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    if not one.dtype.is_floating_point:
-        return torch.equal(one, other)
-    bits = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[one.element_size()]
-    return torch.equal(one.contiguous().view(bits), other.contiguous().view(bits))
-
-
-def parameter_count(skeleton: PreTrainedModel) -> int:
-    """Parameters, tied ones once."""
-    return sum(math.prod(value.shape) for value in skeleton.parameters())
+    return torch.equal(*(values.contiguous().reshape(-1).view(torch.uint8) for values in (one, other)))

@@ -1,9 +1,9 @@
-"""The backward pass of a step's first micro-batch, module by module, and of the loss: what is computed again of it.
+"""The backward pass of a step's first micro-batch recomputed module by module, and that of the loss.
 
 As soon as the pass is over each module of the reference is called on what the run's got, in FP64, in FP32 and in the
-dtype that the plan says, and differentiated with the gradients that came to the run's module. Compared is what it
-makes of them: the gradients of what it got, of what those inside returned, and of its own parameters. Those inside take
-part by what they did in the run: what they returned, and the gradients that they made for what they got.
+dtype that the plan says, and differentiated with the gradients that came to the run's module. Compared are the
+gradients that it computes: of its inputs, of the outputs of modules inside it, and of its own parameters. Modules
+inside contribute what they did in the run: their outputs, and the gradients that they computed for their inputs.
 
 The loss is one more module, `(loss)`: the model's own code after its output embedding, and the objective. Where the
 engine computes it in chunks the embedding is part of it, since no logits are kept. The run's own model and loss are
@@ -48,6 +48,7 @@ from tools.parity.recompute import (
 )
 from tools.parity.rounding import GRADIENT, Kind, sums_of
 from tools.parity.slices import Slices
+from training.engine.tensor_slices import joined_in
 
 LOSS = "(loss)"
 _Gradients = dict[str, torch.Tensor]
@@ -80,7 +81,7 @@ class Backward:
         self._loss: tuple[Objective, dict[str, Any], torch.Tensor] | None = None
         self._own_loss: OwnLoss | None = None
         self._made_loss: torch.Tensor | None = None
-        self._of_loss: torch.Tensor | None = None
+        self._of_loss: dict[int, torch.Tensor] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -113,15 +114,19 @@ class Backward:
             self._whole = replace(call)
 
     def watch_loss(
-        self, objective: Objective, inputs: dict[str, Any], labels: torch.Tensor, own: OwnLoss | None
+        self, objective: Objective, inputs: dict[str, Any], labels: torch.Tensor, own: OwnLoss | None = None
     ) -> Callable[[Any], None]:
-        """The function to call with the loss before its backward pass."""
+        """The function to call with the candidate's loss before its backward pass, so that it is compared as `(loss)`.
+
+        objective: the reference's. inputs, labels: of the first micro-batch. own: how the candidate computes its loss;
+        None where its code is not to be called in FP32.
+        """
         self._loss, self._own_loss = (objective, inputs, labels), own
 
         def watch(loss: torch.Tensor) -> None:
             if self._made_loss is None:
                 self._made_loss = loss.detach()
-                loss.register_hook(self._keep_of_loss)
+                loss.register_hook(partial(self._keep, self._of_loss, 0))
 
         return watch
 
@@ -134,14 +139,14 @@ class Backward:
             blind["(backward pass)"] = "the first pass through the modules had no gradients"
         for name in self._trained:
             if name in self._of_parameters:
-                whole = self._slices.parameter(self._of_parameters[name], self._trained[name])
+                whole = joined_in(self._slices.group, self._of_parameters[name], self._trained[name])
                 self._of_parameters[name] = whole
         for call in map(self._slices.call, calls):
             try:
                 rows += self._compare(call)
             except Exception as error:  # a module that cannot be differentiated again is left out, by name
                 blind[call.name] = f"backward: {one_line(error, 200)}"
-        if self._loss is not None and self._of_loss is not None:
+        if self._loss is not None and self._of_loss:
             head = self._chunked_head()
             if head is not None:
                 blind[head] = "computed with the loss, some tokens at a time; see (loss)"
@@ -154,7 +159,7 @@ class Backward:
         return rows, blind
 
     def _views(self, tree: Any, gradients: dict[int, torch.Tensor]) -> Any:
-        """The same tree; the gradients of its floats, by their number, are kept when they come."""
+        """A copy of the tree whose floats are views; their gradients are kept by number when they arrive."""
         numbers = itertools.count()
 
         def view(value: torch.Tensor) -> torch.Tensor:
@@ -171,10 +176,6 @@ class Backward:
         self._began = True
         found[number] = gradient.detach().clone()
 
-    def _keep_of_loss(self, gradient: torch.Tensor) -> None:
-        self._began = True
-        self._of_loss = gradient.detach().clone()
-
     def _of_parameter(self, name: str, gradient: torch.Tensor) -> None:
         if name not in self._of_parameters:  # of later micro-batches
             self._of_parameters[name] = gradient.detach().clone()
@@ -184,7 +185,7 @@ class Backward:
             return []
         _require_unchanged(call)
         if is_router(self._plan.modules[call.name]):
-            raise ValueError("it chooses experts: a near tie that FP64 decides otherwise is no rounding")
+            raise ValueError("it chooses experts: a near tie that FP64 decides differently is no rounding")
         kind = self._plan.kind(call.name)
         if kind == "functional":  # another implementation calls what is inside as often as it likes
             call.inside = []
@@ -204,12 +205,12 @@ class Backward:
     def _compare_loss(self, objective: Objective, inputs: dict[str, Any], labels: torch.Tensor) -> list[dict[str, Any]]:
         whole, head = self._whole and self._slices.call(self._whole), self._chunked_head()
         if whole is None or not isinstance(objective, LabelPrediction):
-            raise ValueError("only the cross-entropy of labels is computed again")
+            raise ValueError("only the cross-entropy of labels is recomputed")
         if head is not None and not self._plan.computes_as_default(head):
             raise ValueError("chunked, under a manifest that gives the output embedding a dtype of its own")
         _require_unchanged(whole)
         call = replace(whole, inside=[inner for inner in whole.inside if inner.name != head], came={})
-        assert self._made_loss is not None and self._of_loss is not None
+        assert self._made_loss is not None
         run, computed = {_OUTPUT: self._made_loss, **self._of_run(call)}, []
         for dtype in COMPUTED_IN:
             leaves = Leaves()
@@ -217,8 +218,8 @@ class Backward:
                 output = again(self._plan, call, dtype, leaves)["output"]
             # not around the call: its weights are rounded as the plan says
             with torch.enable_grad(), as_fp64() if dtype is torch.float64 else nullcontext():
-                loss = objective.score(partial(_given, output), inputs, labels).loss
-            found = self._gradients(call, leaves, [(loss, self._of_loss)])
+                loss = objective.score(lambda output=output, **_: output, inputs, labels).loss
+            found = self._gradients(call, leaves, [(loss, self._of_loss[0])])
             computed.append({_OUTPUT: loss.detach(), **found})
         own = self._own_code_of_loss(call, inputs, labels)
         logits = computed[0][_OUTPUT] if head is not None else self._made_loss
@@ -233,8 +234,8 @@ class Backward:
 
     def _own_code_of_loss(self, call: Call, inputs: dict[str, Any], labels: torch.Tensor) -> _Gradients:
         """The results of the run's own model and loss in FP32; empty where they cannot be computed."""
-        came, leaves = self._of_loss, Leaves()
-        if self._own_loss is None or came is None or self._slices.group is not None:
+        came, leaves = self._of_loss[0], Leaves()
+        if self._own_loss is None or self._slices.group is not None:
             return {}
 
         def forward(**_: Any) -> Any:
@@ -306,7 +307,7 @@ class Backward:
         return found
 
     def _parameters(self, name: str) -> list[tuple[str, torch.Tensor]]:
-        """Parameters of a module and its children; none for what is no module, such as the loss."""
+        """Parameters of a module and its children; none for names that are no module, such as the loss."""
         module = self._plan.modules.get(name)
         return [] if module is None else list(module.named_parameters(remove_duplicate=False))
 
@@ -350,11 +351,11 @@ class Backward:
 
 _INPUT, _OUTPUT = f"{GRADIENT}its input", "output"
 HALF_OF_SMALLEST = torch.finfo(torch.float16).smallest_normal * 2.0**-11
-"""Half of FP16's smallest number: what rounding to nearest may be off by below the smallest normal one."""
+"""Half of FP16's smallest number: the largest error of rounding to nearest below the smallest normal one."""
 
 
 def _returned(call: Call, place: int) -> str:
-    """The part that is what a module inside returned."""
+    """The name of the part that a module inside returned."""
     inner = call.inside[place]
     before = sum(other.name == inner.name for other in call.inside[:place])
     name = f"{GRADIENT}what {inner.name.removeprefix(f'{call.name}.')} returned"
@@ -369,12 +370,8 @@ def _mean_square(values: torch.Tensor) -> float:
     return float(values.double().square().mean()) if values.numel() else 0.0
 
 
-def _given(output: Any, **_: Any) -> Any:
-    return output
-
-
 def _require_unchanged(call: Call) -> None:
-    """Raises ValueError where what was got or returned is not any more what it was."""
+    """Raises ValueError where an input or output was changed in place since the call."""
     changed = next((one.name for one in (call, *call.inside) if one.versions != one.now()), None)
     if changed is not None:
         raise ValueError(f"what {changed or 'the model'} got or returned was changed in place")

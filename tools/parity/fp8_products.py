@@ -1,4 +1,4 @@
-"""The three products of every FP8 layer of a run, held against FP8 by its definition on what the run's layer got.
+"""The three products of every FP8 layer of a run compared with FP8 by its definition on the layer's own inputs.
 
 Of a step's first micro-batch: the output from the input, and in the backward pass the gradients of input and weight
 from the gradient that arrived. Rounding has to be the same bit for bit (`precision.fp8_reference`), so only the sums
@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,16 +19,6 @@ from precision.dtypes import DTYPES
 from precision.fp8_reference import Product, off_by, operands
 from precision.regions import Regions
 from training.distributed import World
-
-
-@dataclass
-class _Layer:
-    """The recorded tensors of one layer's first call that has gradients."""
-
-    inputs: torch.Tensor
-    """(tokens, in), in the dtype around the layer."""
-    gradient: torch.Tensor | None = None
-    """(tokens, out)"""
 
 
 class Fp8Products:
@@ -51,7 +40,10 @@ class Fp8Products:
         self._modules: dict[str, Any] = {name: candidate.get_submodule(name) for name in names}
         self._references: dict[str, Any] = {name: reference.get_submodule(name) for name in names}
         self._regions, self._world = regions, world
-        self._layers: dict[str, _Layer] = {}
+        self._inputs: dict[str, torch.Tensor] = {}
+        """(tokens, in) of each layer's first call that has gradients, in the dtype around the layer."""
+        self._gradients: dict[str, torch.Tensor] = {}
+        """(tokens, out), those that arrived at the same calls."""
         self._found: dict[tuple[str, Product], tuple[float, float]] = {}
 
     @contextmanager
@@ -67,7 +59,8 @@ class Fp8Products:
                     of_weight = functools.partial(self._backward, name, "weight gradient")
                     stack.callback(module.weight.register_hook(of_weight).remove)
             yield
-        self._layers.clear()
+        self._inputs.clear()
+        self._gradients.clear()
 
     def measured(self) -> list[dict[str, Any]]:
         """Rows {"module", "part", "off", "allowed"}: the norm of the difference, and what rounding may make it, over
@@ -86,7 +79,7 @@ class Fp8Products:
     def _entering(self, name: str, module: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Gives the layer a view of its input, which others read as well: the gradient of the view is this layer's."""
         given = args[0] if args else kwargs["input"]
-        if not (torch.is_grad_enabled() and given.requires_grad) or name in self._layers:
+        if not (torch.is_grad_enabled() and given.requires_grad) or name in self._inputs:
             return None
         own = given.view_as(given)
         own.register_hook(functools.partial(self._backward, name, "input gradient"))
@@ -95,22 +88,21 @@ class Fp8Products:
     @torch.no_grad()
     def _leaving(self, name: str, module: Any, args: tuple, kwargs: dict[str, Any], output: torch.Tensor) -> None:
         given = (args[0] if args else kwargs["input"]).detach()
-        if name not in self._layers:
+        if name not in self._inputs:
             inputs = given.flatten(0, -2).to(self._ambient(name))
             if (name, "output") not in self._found:
                 self._compare(name, "output", inputs, output.detach().flatten(0, -2), None)
             if output.requires_grad:
-                self._layers[name] = _Layer(inputs)
+                self._inputs[name] = inputs
                 output.register_hook(functools.partial(self._output_gradient, name))
 
     def _output_gradient(self, name: str, gradient: torch.Tensor) -> None:
-        self._layers[name].gradient = gradient.detach().flatten(0, -2)
+        self._gradients[name] = gradient.detach().flatten(0, -2)
 
     @torch.no_grad()
     def _backward(self, name: str, part: Product, found: torch.Tensor) -> None:
-        layer = self._layers.get(name)
-        if layer is not None and layer.gradient is not None and (name, part) not in self._found:
-            self._compare(name, part, layer.inputs, found.detach().flatten(0, -2), layer.gradient)
+        if name in self._gradients and (name, part) not in self._found:
+            self._compare(name, part, self._inputs[name], found.detach().flatten(0, -2), self._gradients[name])
 
     def _compare(
         self, name: str, part: Product, inputs: torch.Tensor, found: torch.Tensor, gradient: torch.Tensor | None

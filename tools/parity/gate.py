@@ -45,13 +45,7 @@ from tools.parity.jobs import (
     trajectory,
     walk_steps,
 )
-from tools.parity.judge_runs import (
-    Trajectory,
-    confidence,
-    confidence_line,
-    first_departure,
-    judge_trajectories,
-)
+from tools.parity.judge_runs import Trajectory, confidence, confidence_line, first_departure, judge_trajectories
 from tools.parity.judge_steps import Check, first_divergence, judge_dtypes, judge_steps
 from tools.parity.oracle.judge import STEPS, Comparison, judge
 from tools.parity.power import MOST_PAIRS, POWER, pairs_needed

@@ -25,7 +25,7 @@ from tracking.run_dir import RunDir
 from tracking.summary import Summary, summarise
 
 TWIN = "fp32-"
-"""How the names of the FP32 runs begin."""
+"""Prefix of the names of the FP32 runs."""
 WALK = 2
 """Applied steps compared at each point: the first shows wrong computation, the second a wrong state after the first."""
 
@@ -53,9 +53,7 @@ class Plan:
     def points(self) -> list[int]:
         """Attempted steps after which single steps are compared, the first being 0."""
         config = self.resolved.config
-        return [
-            self.interval * index for index in range(config.parity.points) if self.interval * index < config.run.steps
-        ]
+        return list(range(0, config.run.steps, self.interval))[: config.parity.points]
 
 
 @dataclass(frozen=True)
@@ -118,11 +116,9 @@ def train_references(chosen: Plan, log: Log) -> References:
 def train_twin(
     chosen: Plan, seed: int, log: Log, *, control: int | None = None, settling: Settling | None = None
 ) -> Run:
-    """The same job in FP32; with a slightly larger learning rate as the control of that index.
+    """Train the job in FP32. Raises UserError when it fails: then there is nothing to compare with.
 
-    settling: whose steps it does not apply either.
-
-    Raises UserError when it fails: then there is nothing to compare with.
+    control: its index, by which the learning rate differs slightly. settling: its steps are not applied here either.
     """
     twin = chosen.folder / "fp32_twin.json"
     write_in_fp32(chosen.resolved.deepspeed_path, twin)
@@ -170,12 +166,10 @@ def _train(chosen: Plan, name: str, seed: int, overrides: Sequence[str], log: Lo
     before, output = joules(), _log(chosen, name)
     launch(program, processes=chosen.processes, log=output, launcher=chosen.launcher)
     energy = used(before, joules())
-    ends = (
-        [event for event in read_events(folder.events) if event["event"] == "run_end"] if folder.events.exists() else []
-    )
-    finished = bool(ends) and ends[-1]["exit_code"] == 0
-    reason = ends[-1].get("reason") if ends else None
-    return Run(folder, finished, "" if finished else reason or error_line_of(output), energy)
+    events = read_events(folder.events) if folder.events.exists() else ()
+    end: dict[str, Any] = next((event for event in reversed([*events]) if event["event"] == "run_end"), {})
+    finished = end.get("exit_code") == 0
+    return Run(folder, finished, "" if finished else end.get("reason") or error_line_of(output), energy)
 
 
 def walk_steps(chosen: Plan, run: Run, *, keep: bool = False) -> list[Walk]:

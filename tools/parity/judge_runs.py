@@ -5,8 +5,8 @@ those of FP32 runs among themselves: from seed to seed, or from *controls*, FP32
 about BF16's rounding error.
 
 A loss scale that starts high comes down by skipping steps, each of which lowers it. That is how it is found, not a
-defect: these steps are counted apart from those skipped later, and the run is compared with a twin that did not apply
-them either, so that both have made the same updates on the same batches.
+defect: these steps are counted separately from those skipped later, and the run is compared with a twin that did not
+apply them either, so that both have made the same updates on the same batches.
 """
 
 from __future__ import annotations
@@ -202,10 +202,7 @@ def _skipped(runs: Sequence[Trajectory], bounds: ParitySection) -> Check:
 
 
 def _validation(
-    pairs: list[tuple[Trajectory, Trajectory]],
-    bounds: ParitySection,
-    controls: Sequence[Trajectory],
-    whole: Trajectory,
+    pairs: list[tuple[Trajectory, Trajectory]], bounds: ParitySection, controls: Sequence[Trajectory], whole: Trajectory
 ) -> Check:
     """The mean delta, compared with the bound or with the differences among FP32 runs, whichever is larger."""
     found = [_delta(*pair) for pair in pairs]

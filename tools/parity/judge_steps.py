@@ -8,8 +8,9 @@ evidence, and it names modules. Whole runs are judged in `tools.parity.judge_run
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -27,12 +28,12 @@ NORM_ROUNDING = 1e-4
 FP32 values, so that a share of 1.4% of the norm that is left out shows."""
 
 FP8_MARGIN = 1.5
-"""[factor] How much larger an error may be than plain torch's with nothing but FP8's rounding. The run's other
+"""[factor] Largest ratio of an error to that of plain torch with nothing but FP8's rounding. The run's other
 roundings tip some values to another FP8 number, so that its errors are of the same size and not the same."""
 
 PLAIN_MARGIN = 1.5
-"""[factor] How much larger a gradient's error may be than that of plain torch in the run's dtype, where a bound for all
-is passed. Both are errors of the same roundings in another order: of the same size and not the same."""
+"""[factor] Largest ratio of a gradient's error to that of plain torch in the run's dtype, where it is beyond the bound
+for all. Both are errors of the same roundings in another order: of the same size and not the same."""
 PLAIN_MOST = 0.5
 """[fraction] Relative error of plain torch's gradient beyond which it explains nothing: `PLAIN_MARGIN` times as much is
 still less than the error of a gradient that is lost, which is 1."""
@@ -47,7 +48,7 @@ _Values = Callable[[Mapping[str, Any]], Iterable[tuple[str, float]]]
 WHOLE_GRADIENT = "(gradient norm)"
 """The name used where the norm over all modules is wrong."""
 WHOLE_LOSS = "(loss)"
-"""The same of the loss that is reported."""
+"""The name used where the reported loss is wrong."""
 
 
 @dataclass(frozen=True)
@@ -83,46 +84,13 @@ class Walk:
     """Loss scale that the run itself recorded on the first of these steps."""
 
 
-@dataclass
-class _Worst:
-    """The worst value over modules and steps, and every module beyond the bound."""
-
-    bound: float
-    at_least: bool
-    value: float | None = None
-    where: str = ""
-    beyond: dict[str, float] = field(default_factory=dict)
-    seen: set[str] = field(default_factory=set)
-
-    def add(self, name: str, value: float, step: int) -> None:
-        if math.isnan(value):
-            value = -math.inf if self.at_least else math.inf
-        self.seen.add(name)
-        worse = self.value is None or (value < self.value if self.at_least else value > self.value)
-        if worse:
-            self.value, self.where = value, f"{name} at step {step}"
-        if value < self.bound if self.at_least else value > self.bound:
-            known = self.beyond.get(name)
-            worst = min if self.at_least else max
-            self.beyond[name] = value if known is None else worst(known, value)
-
-    def check(self, name: str, note: str = "") -> Check:
-        measured = self.value if self.value is not None else math.nan
-        order = sorted(self.beyond, key=lambda item: self.beyond[item], reverse=not self.at_least)
-        if len(order) > 1 and len(order) == len(self.seen):
-            note = f"all {len(order)} modules{'; ' + note if note else ''}"
-        elif len(order) > MOST_NAMED:
-            note = f"{len(order)} of {len(self.seen)} modules{'; ' + note if note else ''}"
-        passed = self.value is not None and not self.beyond
-        return Check(name, measured, self.bound, passed, self.at_least, self.where, tuple(order[:MOST_NAMED]), note)
-
-
 def judge_steps(walks: Sequence[Walk], bounds: ParitySection) -> list[Check]:
     """The checks of single steps."""
     attempted = [step for walk in walks for step in walk.steps]
     taken = [step for step in attempted if step["applied"]]
+    planned = [float(error) for step in attempted for error in step.get("planned_error", {}).values()]
     checks = [
-        _over(attempted, "module_error", bounds.module_error, module_errors, note=_own_note(attempted)),
+        _over(attempted, "module_error", bounds.module_error, module_errors, note=_fp8_note(planned)),
         _over(attempted, "accumulation_error", bounds.accumulation_error, _figures("accumulation_error"), floor=0.0),
         _over(attempted, "weighting_error", bounds.weighting_error, _figures("weighting_error"), floor=0.0),
         _over(attempted, "loss_error", bounds.loss_error, _of_loss("loss_error"), floor=0.0),
@@ -231,11 +199,25 @@ def _over(
     note: str = "",
     floor: float | None = None,
 ) -> Check:
-    worst = _Worst(bound, at_least, value=floor)
+    """The check of the worst value over modules and steps. floor: the least value; None: one has to be measured."""
+    worse, nan = (operator.lt, -math.inf) if at_least else (operator.gt, math.inf)
+    measured, where = floor, ""
+    seen: set[str] = set()
+    beyond: dict[str, float] = {}
     for step in steps:
-        for module, value in values(step):
-            worst.add(module, float(value), step["step"])
-    return worst.check(name, note)
+        for module, found in values(step):
+            value = nan if math.isnan(found) else float(found)
+            seen.add(module)
+            if measured is None or worse(value, measured):
+                measured, where = value, f"{module} at step {step['step']}"
+            if worse(value, beyond.get(module, bound)):
+                beyond[module] = value
+    order = sorted(beyond, key=lambda module: beyond[module], reverse=not at_least)
+    if 1 < len(order) == len(seen) or len(order) > MOST_NAMED:
+        count = f"all {len(order)}" if len(order) == len(seen) else f"{len(order)} of {len(seen)}"
+        note = "; ".join(filter(None, (f"{count} modules", note)))
+    passed, named = measured is not None and not beyond, tuple(order[:MOST_NAMED])
+    return Check(name, math.nan if measured is None else measured, bound, passed, at_least, where, named, note)
 
 
 def module_errors(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
@@ -252,10 +234,6 @@ def _beyond(value: float, planned: float) -> float:
     return value if math.isnan(value) else max(0.0, value - FP8_MARGIN * planned) if planned else value
 
 
-def _own_note(steps: Sequence[Mapping[str, Any]]) -> str:
-    return _fp8_note([float(error) for step in steps for error in step.get("planned_error", {}).values()])
-
-
 def _gradient_note(steps: Sequence[Mapping[str, Any]]) -> str:
     planned = [found for step in steps for found in step.get("planned", {}).values()]
     fp8 = _fp8_note([float(found["relative_error"]) for found in planned])
@@ -264,7 +242,7 @@ def _gradient_note(steps: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _plain_note(steps: Sequence[Mapping[str, Any]]) -> str:
-    """Which gradients are left out, as plain torch's are no closer to FP32's."""
+    """Note on gradients that are left out since plain torch's are no closer to FP32's."""
     names = {
         name: float(plain["relative_error"])
         for step in steps
@@ -292,11 +270,6 @@ def _fp8_products(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
     return found.items()
 
 
-def gradient_errors(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
-    """The worst relative error of each module's gradients in a step, for those that are more than noise."""
-    return _gradients("relative_error")(step)
-
-
 def worst_of(steps: Sequence[Mapping[str, Any]], values: _Values) -> dict[str, float]:
     """Each module's worst value over steps, which a check compares with its bound; a nan counts as inf."""
     found: dict[str, float] = {}
@@ -321,6 +294,10 @@ def _gradients(what: str) -> _Values:
         return _by_module(agreement, worst=max if what == "relative_error" else min).items()
 
     return values
+
+
+gradient_errors = _gradients("relative_error")
+"""The worst relative error of each module's gradients in a step, for those that are more than noise."""
 
 
 def beyond_bounds(

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import Context
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,17 +99,14 @@ class OutputErrors:
 
     @contextmanager
     def _hooks(self, modules: dict[str, torch.nn.Module], callback: Any) -> Iterator[None]:
-        adapted = self._adapted
+        def hook(name: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+            if not any(map(is_off, self._adapted)):  # a pass without adapters is the base's, not the one that trains
+                # outside of the context in which transformers collects what the run's modules make
+                Context().run(callback, name, args, kwargs, _first(output))
+
         with ExitStack() as stack:
             for name in self._candidate:
-
-                def hook(module: Any, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
-                    if not any(map(is_off, adapted)):  # a pass without adapters is the base's, not the one that trains
-                        # outside of the context in which transformers collects what the run's modules make
-                        Context().run(callback, name, args, kwargs, _first(output))
-
-                handle = modules[name].register_forward_hook(hook, with_kwargs=True)
-                stack.callback(handle.remove)
+                stack.enter_context(modules[name].register_forward_hook(partial(hook, name), with_kwargs=True))
             yield
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The run's own module once more, in FP32, on what it got: is its code right, whatever 16 bits hide?
+"""The run's own module called again in FP32 on its inputs: is its code right, whatever 16 bits hide?
 
 A wrong constant below the roundings of 16 bits cannot be told from them, and neither can an error without a direction,
 such as a rotation by a slightly wrong angle. In FP32 the roundings are 2^13 to 2^16 times smaller, and an error that is
@@ -14,9 +14,10 @@ weights from codes, in the dtype that it computes in.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
+from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -34,7 +35,7 @@ def own_code(
     module = candidate[call.name]
     if plan.has_regions or plan.computes_in_fp32 or plan.kind(call.name) == "functional":
         return None
-    if any(map(_is_compiled, module.modules())):
+    if any(item._compiled_call_impl is not None for item in module.modules()):
         return None
     attention = getattr(getattr(module, "config", None), "_attn_implementation", None)
     if plan.kind(call.name) == "attention" and str(attention).startswith(_OF_16_BITS):
@@ -46,30 +47,15 @@ def own_code(
     if any(_is_elsewhere(parameter) or id(parameter) in codes for parameter in own):
         return None
     try:
-        with _without_hooks(module):
+        with ExitStack() as stack:
+            for item, hooks in product(module.modules(), _HOOKS):  # those of the engine and of observers
+                stack.enter_context(patch.object(item, hooks, OrderedDict()))
             return again(plan, call, torch.float32, leaves, code=candidate)
     except Exception:  # kernels for 16 bits only, whatever they say
         return None
-
-
-def _is_compiled(module: torch.nn.Module) -> bool:
-    return module._compiled_call_impl is not None
 
 
 def _is_elsewhere(parameter: Any) -> bool:
     """Partitioned by ZeRO-3 and not gathered."""
     status = getattr(parameter, "ds_status", None)
     return status is not None and status.name != "AVAILABLE"
-
-
-@contextmanager
-def _without_hooks(module: torch.nn.Module) -> Iterator[None]:
-    """Context without the hooks of the engine and of observers."""
-    kept = [(item, name, getattr(item, name)) for item in module.modules() for name in _HOOKS]
-    try:
-        for item, name, _ in kept:
-            setattr(item, name, OrderedDict())
-        yield
-    finally:
-        for item, name, hooks in kept:
-            setattr(item, name, hooks)

@@ -1,4 +1,4 @@
-"""FlexAttention by its definition, in plain torch and any dtype: what its compiled kernel is compared with.
+"""FlexAttention by its definition, in plain torch and any dtype: the reference for its compiled kernel.
 
 The kernel computes neither FP32's products as FP32 (on a GPU they are TF32 unless told otherwise) nor FP64, and is
 compiled for each of them. Here are its scores in FP32, or FP64 of FP64, its softmax in the same, and the probabilities
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers.integrations.flex_attention as of_transformers
@@ -29,13 +30,8 @@ def plain_flex(module: torch.nn.Module) -> Iterator[None]:
     if getattr(getattr(module, "config", None), "_attn_implementation", None) != "flex_attention":
         yield
         return
-    namespace: Any = of_transformers
-    before = namespace.WrappedFlexAttention
-    namespace.WrappedFlexAttention = lambda training: lambda: flex_attention
-    try:
+    with patch.object(of_transformers, "WrappedFlexAttention", lambda training: lambda: flex_attention):
         yield
-    finally:
-        namespace.WrappedFlexAttention = before
 
 
 def flex_attention(
@@ -101,7 +97,7 @@ class _Chosen(torch.autograd.Function):
 
 
 def _everywhere(function: Callable[..., torch.Tensor], before: tuple[int, ...] = ()) -> Callable[..., torch.Tensor]:
-    """`function` of a sample, a head, a query and a key, at all of them."""
+    """`function` of a sample, a head, a query and a key, vectorised over all of them."""
     for places in _PLACES:
         function = torch.vmap(function, in_dims=(*before, *places))
     return function

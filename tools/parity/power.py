@@ -10,6 +10,7 @@ Detectable Effects", Evaluation Review 19(5)), which is near the noncentral t's 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 
 ALPHA = 0.05
 """Probability that chance alone is taken for a shift, and that a shift of the bound is taken for equivalence."""
@@ -53,14 +54,11 @@ def detectable(scatter: float, pairs: int, degrees: int, *, power: float = POWER
 
 
 def pairs_needed(scatter: float, effect: float, *, controls: int = 0, power: float = POWER) -> int | None:
-    """The fewest pairs, beside so many controls, that find a shift of `effect`; None where MOST_PAIRS do not."""
-    low, high = max(1, 2 - controls), MOST_PAIRS  # at least one degree of freedom
-    if detectable(scatter, high, high - 1 + controls, power=power) > effect:
-        return None
-    while low < high:  # each pair more finds smaller shifts
-        middle = (low + high) // 2
-        if detectable(scatter, middle, middle - 1 + controls, power=power) <= effect:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    """The fewest pairs, beside `controls` controls, that find a shift of `effect`; None where MOST_PAIRS do not."""
+    numbers = range(max(1, 2 - controls), MOST_PAIRS + 1)  # at least one degree of freedom
+
+    def finds(pairs: int) -> bool:
+        return detectable(scatter, pairs, pairs - 1 + controls, power=power) <= effect
+
+    place = bisect_left(numbers, True, key=finds)  # each pair more finds smaller shifts
+    return numbers[place] if place < len(numbers) else None

@@ -1,4 +1,4 @@
-"""A module's call in a run, and the same computed again on the reference's module, in any dtype.
+"""A module's call in a run, and its recomputation on the reference's module in any dtype.
 
 The reference is freshly built by transformers, never patched by the engine, by regions or by kernels. Its weights are
 the masters, rounded as the plan says. Modules inside return what they returned in the run.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from contextvars import Context
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.func import functional_call
@@ -33,7 +34,7 @@ from tools.parity.rounding import FIELDS, ROUNDOFF_FP8, Kind
 COMPUTED_IN = (None, torch.float32, torch.float64)
 """Dtypes in which the reference recomputes a call: the plan's (None), FP32, and FP64, which counts as exact."""
 MOST_VALUES = 2**22
-"""At most this many values of a linear layer's output are compared, those of evenly spread rows."""
+"""Most values of a linear layer's output that are compared, taken from evenly spread rows."""
 
 _KINDS: dict[RegionKind, Kind] = {
     "matmul": "linear",
@@ -62,9 +63,9 @@ class Call:
     came: dict[int, torch.Tensor] = field(default_factory=dict)
     """The gradients that came to it in the backward pass, by the number of the output among its floats."""
     made: dict[int, torch.Tensor] = field(default_factory=dict)
-    """The gradients that it made for what it got, by the number of the input among its floats."""
+    """The gradients that it computed for its inputs, by the number of the input among its floats."""
     followed: bool = False
-    """Whether gradients are kept."""
+    """Whether the call's gradients are recorded."""
 
     def now(self) -> list[int]:
         """`versions`, as they are now."""
@@ -104,7 +105,7 @@ def again(
     *,
     code: Mapping[str, torch.nn.Module] | None = None,
 ) -> dict[str, Any]:
-    """The call on the reference's module, in `dtype` or as the plan says: by part what came out.
+    """Recompute a call on the reference's module, in `dtype` or as the plan says; its results by part.
 
     leaves: filled, so that it can be differentiated. code: other modules by the same names, which are called with the
     reference's weights and with their own buffers, without what checkpointing does around them.
@@ -114,11 +115,7 @@ def again(
 
 
 def _again(
-    plan: Plan,
-    call: Call,
-    dtype: torch.dtype | None,
-    leaves: Leaves | None,
-    code: Mapping[str, torch.nn.Module] | None,
+    plan: Plan, call: Call, dtype: torch.dtype | None, leaves: Leaves | None, code: Mapping[str, torch.nn.Module] | None
 ) -> dict[str, Any]:
     modules = plan.modules if code is None else code
     module, name = modules[call.name], call.name
@@ -144,7 +141,7 @@ def _again(
     with ExitStack() as stack:
         for inside in list(left):
             inner_module: Any = modules[inside]
-            stack.enter_context(_replaced_forward(inner_module, returning(inside, inner_module.forward)))
+            stack.enter_context(patch.object(inner_module, "forward", returning(inside, inner_module.forward)))
         own = plan.tensors(name, dtype, without=tuple(f"{inside}." for inside in left))
         stack.enter_context(plain_flex(module))
         device = next((tensor.device.type for tensor in tensors_of((call.args, call.kwargs))), "cpu")
@@ -160,7 +157,11 @@ def _again(
             stack.enter_context(torch.autocast(device, enabled=False))
             if dtype is torch.float64:
                 stack.enter_context(as_fp64())
-                stack.enter_context(_experts_one_by_one(module))
+                config: Any = getattr(module, "config", None)
+                experts = getattr(config, "_experts_implementation", None)
+                if experts is not None:  # grouped matmuls do not support FP64
+                    stack.callback(setattr, config, "_experts_implementation", experts)
+                    config._experts_implementation = "eager"
             if code is not None:
                 named = module.named_parameters(remove_duplicate=False)
                 once = {id(item): key for key, item in named if key in own}  # one name of each that several share
@@ -206,7 +207,8 @@ class Plan:
         self._dtypes = regions.dtypes if regions else {}
         find_head: Any = getattr(reference, "get_output_embeddings", lambda: None)
         head = find_head()
-        self._heads = {name for name, module in self.modules.items() if head is not None and module is head}
+        self.head = next((name for name, module in self.modules.items() if module is head), None)
+        """Name of the output embedding; None where there is none."""
 
     @property
     def computes_in_fp32(self) -> bool:
@@ -217,11 +219,6 @@ class Plan:
     def has_regions(self) -> bool:
         """Whether modules have dtypes of their own: the manifest path."""
         return self._regions is not None
-
-    @property
-    def head(self) -> str | None:
-        """The output embedding."""
-        return next(iter(self._heads), None)
 
     def computes_as_default(self, name: str) -> bool:
         """Whether a module has no dtype of its own."""
@@ -273,10 +270,9 @@ class Plan:
             full = f"{name}.{key}" if name else key
             if full.startswith(without):
                 continue
-            rounded = (
-                parameter.to(self._weights(full.rpartition(".")[0])) if parameter.is_floating_point() else parameter
-            )
-            found[key] = rounded if dtype is None else _converted(rounded, dtype)
+            if parameter.is_floating_point():
+                parameter = parameter.to(self._weights(full.rpartition(".")[0]))
+            found[key] = parameter if dtype is None else _converted(parameter, dtype)
         if dtype is not None:
             found |= {key: _converted(item, dtype) for key, item in module.named_buffers()}
         return found
@@ -307,12 +303,12 @@ class Plan:
             args, kwargs = _converted((args, kwargs), dtype)
         with _autocast(device, "fp32" if kind == "norm" else compute):
             output = self._by_ranks(name, module, own, args, kwargs)
-        if name in self._heads:
+        if name == self.head:
             return output
         return _converted(output, given if kind == "norm" else ambient)
 
     def _by_ranks(self, name: str, module: Any, own: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """A module's result, of what each rank that has a slice of it makes."""
+        """A module's result, composed as the ranks that have slices of it compute it."""
         how = self._cuts.get(f"{name}.weight")
         if how is not None:
             return _by_slices(how, own, args[0] if args else kwargs["input"])
@@ -326,7 +322,7 @@ class Plan:
 def _by_slices(how: Cut, own: Any, given: torch.Tensor) -> torch.Tensor:
     """A linear layer of ranks that share its weight: sums over them are of what each has rounded.
 
-    Forwards where each has some of the columns, and backwards, of the gradients of what it got, where it has rows.
+    The forward pass sums where each rank has columns; the backward pass sums gradients of inputs where each has rows.
     """
     weights, bias = own["weight"].split(how.sizes, how.dimension), own.get("bias")
     if how.dimension == 0:
@@ -353,34 +349,6 @@ class as_fp64(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-@contextmanager
-def _replaced_forward(module: torch.nn.Module, forward: Any) -> Iterator[None]:
-    before = module.__dict__.get("forward")
-    module.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        if before is None:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = before
-
-
-@contextmanager
-def _experts_one_by_one(module: Any) -> Iterator[None]:
-    """Context without grouped matmuls, which do not support FP64."""
-    config, key = getattr(module, "config", None), "_experts_implementation"
-    before = getattr(config, key, None)
-    if before is None:
-        yield
-        return
-    setattr(config, key, "eager")
-    try:
-        yield
-    finally:
-        setattr(config, key, before)
-
-
 def _autocast(device: str, compute: str) -> torch.autocast:
     enabled = compute != "fp32"
     return torch.autocast(device, dtype=DTYPES[compute] if enabled else None, enabled=enabled, cache_enabled=False)
@@ -397,14 +365,12 @@ def parts_of(call: Call) -> dict[str, Any]:
 def _into(name: str, inside: str, known: Collection[str]) -> str:
     """The name of the part that goes into a module inside; `known` has the names given before."""
     part = f"into {inside.removeprefix(f'{name}.')}"
-    number = next(
-        number for number in itertools.count(1) if (part if number == 1 else f"{part} #{number}") not in known
-    )
-    return part if number == 1 else f"{part} #{number}"
+    names = itertools.chain([part], (f"{part} #{number}" for number in itertools.count(2)))
+    return next(each for each in names if each not in known)
 
 
 def fewer_rows(call: Call) -> Call:
-    """A linear layer's call, with its gradients, on as many rows as make MOST_VALUES."""
+    """A linear layer's call, with its gradients, reduced to evenly spread rows of at most about MOST_VALUES values."""
     given, output = call.args[0] if call.args else None, call.output
     if given is None or not isinstance(output, torch.Tensor) or output.numel() <= MOST_VALUES:
         return call
@@ -460,7 +426,7 @@ def floats_of(tree: Any) -> list[torch.Tensor]:
 
 
 def _converted(tree: Any, dtype: torch.dtype | None) -> Any:
-    """A copy with all floating-point tensors in `dtype`; in their own without one."""
+    """A copy whose floating-point tensors are in `dtype`, or in their own dtype for None."""
     return map_floats(lambda value: value.to(dtype or value.dtype, copy=True), tree)  # some modules work in place
 
 

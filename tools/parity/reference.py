@@ -8,7 +8,7 @@ activation checkpointing).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from modeling.adapter import add_adapter
 from modeling.build import build_model
 from modeling.objectives.objective import Forward
 from modeling.quantised_base import dequantise
-from modeling.router_balance import router_balance
+from modeling.router_balance import RouterBalance, router_balance
 from modeling.sequence_parallel import SequenceAttention
 from training.distributed import World
 from training.engine.rng import generators, restore_generators
@@ -42,11 +42,7 @@ class Reference:
         section, seed = resolved.config.model, resolved.config.run.seed
         model_class = model_class_of(resolved.config)
         self.model: PreTrainedModel = build_model(
-            section,
-            shape,
-            seed=seed,
-            model_class=model_class,
-            adapter=resolved.config.adapter,
+            section, shape, seed=seed, model_class=model_class, adapter=resolved.config.adapter
         )
         dequantise(self.model)
         if resolved.config.adapter.kind != "none":
@@ -84,7 +80,7 @@ class Reference:
         return loss, found
 
     def gradients_in(self, dtype: torch.dtype, batch: Batch, *, loss_scale: float) -> dict[str, torch.Tensor]:
-        """The same gradients by name, FP32, where weights and activations are in `dtype`: what rounding makes of them.
+        """The gradients by name, FP32, with weights and activations in `dtype`, so that they show its rounding.
 
         Sums over micro-batches and ranks are FP32's. loss_scale: what the loss is multiplied by meanwhile. The weights
         are FP32's again afterwards, bit for bit. A collective.
@@ -114,7 +110,9 @@ class Reference:
         """Forward and backward of this rank's share of the global batch, whose mean loss in nats is returned."""
         device = self._world.device
         self.model.zero_grad()
-        experts = self._tokens_by_expert(batch) if self._router is not None else None
+        experts = None
+        if self._router is not None:
+            experts = tokens_by_expert(self._router, partial(self.objective.score, self._forward), batch, self._world)
         totals = torch.tensor([0.0, float(batch.label_tokens)], dtype=torch.float64, device=device)
         tokens = self._world.sum(totals.clone())[1].clamp_(min=1.0)
         for inputs, labels in batch.micro_batches(device):
@@ -128,15 +126,18 @@ class Reference:
             self._attention.begin(batch.further[WHOLE_POSITIONS][0].to(device))
         return float(self._world.sum(totals)[0] / tokens)
 
-    @torch.no_grad()
-    def _tokens_by_expert(self, batch: Batch) -> torch.Tensor:
-        """(layers, experts) float64, over the whole global batch. A collective."""
-        assert self._router is not None
-        found: Any = 0
-        for inputs, labels in batch.micro_batches(self._world.device):
-            self.objective.score(self._forward, inputs, labels)
-            found = found + self._router.counts()
-        return self._world.sum(found)
+
+@torch.no_grad()
+def tokens_by_expert(
+    router: RouterBalance, score: Callable[[Any, torch.Tensor], object], batch: Batch, world: World
+) -> torch.Tensor:
+    """(layers, experts) float64, over the whole global batch. A collective. score: passes a micro-batch to the router's
+    model, given its inputs and labels."""
+    found: Any = 0
+    for inputs, labels in batch.micro_batches(world.device):
+        score(inputs, labels)
+        found = found + router.counts()
+    return world.sum(found)
 
 
 def _move(into: torch.Tensor, parameter: torch.Tensor) -> None:

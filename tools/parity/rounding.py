@@ -22,8 +22,8 @@ Verdicts are without a size below which an error is forgiven:
    condition, k the roundings to the plan's dtype that the module's kind has (`ROUNDINGS`). This is what finds a cast
    inside the architecture's own code, which all of them share.
 
-   The run's own module is called once more in FP32, where that can be had (`tools.parity.own_code`), and is held to
-   FP32's bound. What 16 bits hide shows there: a constant or an angle that is wrong by less than their roundings.
+   The run's own module is also called in FP32, where that is possible (`tools.parity.own_code`), and judged by FP32's
+   bound. Errors hidden by 16 bits show there: a constant or an angle that is wrong by less than their roundings.
 
    A parameter's gradient is a sum over all positions, and torch's LayerNorm and embedding on a CPU keep that sum in the
    parameter's dtype. Recursive summation rounds each partial sum T_k once: its error is the sum of d_k T_k, |d_k| <= u
@@ -77,14 +77,14 @@ SURE = 6.0
 FEWEST_ROWS = 30
 """Rows from whose scatter chance can be known; a bias of fewer is not judged."""
 OTHER_KERNEL = 0.15
-"""[fraction] How much larger E and coherence of a kernel with the same roundings in another order may be."""
+"""[fraction] Tolerated excess of E and coherence of a kernel with the same roundings in another order."""
 ROUNDED_SCORES = 1.25
-"""[factor] How much more the errors within a head may go together where a kernel of attention rounds the scores, as
+"""[factor] Tolerated excess of coherence within a head where an attention kernel rounds the scores, as
 eager attention does: measured against sdpa's, 1.06 times beyond chance at most."""
 ONE_ROUNDING = 3**-0.5
 """Largest root mean square of the error of one rounding to nearest, in u: that of values just above a power of two."""
 GRADIENT = "gradient of "
-"""What the parts of the backward pass begin with."""
+"""Prefix of the parts of the backward pass."""
 FIELDS = (
     *("rows", "values", "xx", "x4"),
     *(f"{who}_{what}" for who in ("run", "plan", "fp32") for what in ("rr", "rx2", "rx", "rx_rx", "rx_xx")),
@@ -159,7 +159,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Finding:
-    """What rounding does not explain in one part."""
+    """An error in one part that rounding does not explain."""
 
     module: str
     part: str
@@ -181,12 +181,17 @@ class Figures:
 
 def pooled(steps: Iterable[Mapping[str, Any]]) -> list[Part]:
     """The parts with their sums over all steps. steps: what `tools.parity.signature` measured of each."""
+    rows = summed(row for step in steps for row in step["parts"])
+    return [Part(**{**row, "sums": dict(zip(FIELDS, row["sums"], strict=True))}) for row in rows]
+
+
+def summed(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows with the sums of each part added up, over ranks or steps."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
-    for step in steps:
-        for row in step["parts"]:
-            known = found.setdefault((row["module"], row["part"]), {**row, "sums": [0.0] * len(FIELDS)})
-            known["sums"] = [float(a) + float(b) for a, b in zip(known["sums"], row["sums"], strict=True)]
-    return [Part(**{**row, "sums": dict(zip(FIELDS, row["sums"], strict=True))}) for row in found.values()]
+    for row in rows:
+        known = found.setdefault((row["module"], row["part"]), {**row, "sums": [0.0] * len(FIELDS)})
+        known["sums"] = [float(a) + float(b) for a, b in zip(known["sums"], row["sums"], strict=True)]
+    return list(found.values())
 
 
 def figures(part: Part, who: Who) -> Figures:
@@ -201,13 +206,13 @@ def figures(part: Part, who: Who) -> Figures:
 
 
 def findings(parts: Sequence[Part]) -> list[Finding]:
-    """What rounding does not explain, the worst first."""
+    """Errors that rounding does not explain, the worst first."""
     found = [item for part in parts for item in _unexplained(part)]
     return sorted(found, key=lambda item: -item.excess)
 
 
 def resolution(part: Part) -> float:
-    """The smallest factor on the part, less 1, that would be named: a wrong constant's relative size."""
+    """The relative size of the smallest wrong constant in the part that would be reported."""
     return abs(figures(part, "plan").bias) + SURE * _standard_error(part, "plan")
 
 
@@ -229,13 +234,13 @@ def resolutions(parts: Sequence[Part], *, backward: bool = False) -> dict[str, f
 
 
 def roundoff_of(part: Part) -> float:
-    """u, and beside it what a subnormal number's rounding is of the values' root mean square."""
+    """u combined with the rounding of subnormal numbers relative to the values' root mean square."""
     size = part.sums["xx"]
     return math.hypot(part.roundoff, math.sqrt(part.sums["floor"] / size) if size else 0.0)
 
 
 def largest_in_plan(part: Part) -> float:
-    """[roundings] What explains an error in the plan's dtype: those of the kind, times FP32's condition, and the sum's.
+    """[roundings] The explained error in the plan's dtype: the kind's roundings times FP32's condition, and the sum's.
 
     The square of the sum's: that of all its partial sums that are rounded, relative to that of the values.
     """
@@ -262,7 +267,8 @@ def _unexplained(part: Part) -> list[Finding]:
         found.append(Finding(part.module, part.part, why, excess))
 
     chance = 1 + OTHER_KERNEL + _chance(part)
-    allowed = chance * plan.size + _in_fp32(part)
+    in_another_order = CONFIDENCE * math.sqrt(part.terms) * unit_roundoff(torch.float32)  # FP32's roundings within
+    allowed = chance * plan.size + in_another_order
     if run.size > allowed:
         name(f"error {run.size:.2e}, where the plan's dtype makes {plan.size:.2e}", run.size / allowed)
     beyond = _beyond_chance(part, run, plan)
@@ -325,8 +331,3 @@ def _least_error(part: Part) -> float:
 def _chance(part: Part) -> float:
     """Relative scatter of a root mean square over that many independent rows, SURE times."""
     return SURE / math.sqrt(2 * max(1.0, part.sums["rows"]))
-
-
-def _in_fp32(part: Part) -> float:
-    """What FP32's roundings within may add, in another order."""
-    return CONFIDENCE * math.sqrt(part.terms) * unit_roundoff(torch.float32)

@@ -1,19 +1,19 @@
-"""Every module of a run computed four times on the same inputs: what `tools.parity.rounding` judges.
+"""Every module of a run computed four times on the same inputs, for `tools.parity.rounding` to judge.
 
 In the forward pass of a step's first micro-batch, as soon as a module of the run has returned, the same module of the
 reference (`tools.parity.reference`: freshly built by transformers, never patched by the engine, by regions or by
-kernels) is called on what the run's module got: in FP64, which counts as exact, in FP32, and in the dtype that the plan
-says. Its weights are the masters, rounded as the plan says, so that the rounding of a weight is nobody's error.
+kernels) is called on the inputs of the run's module: in FP64, which counts as exact, in FP32, and in the dtype that the
+plan says. Its weights are the masters, rounded as the plan says, so that the rounding of a weight is nobody's error.
 
-The run's own module is called again, too, in FP32, where that can be had (`tools.parity.own_code`), and its loss.
+The run's own module and its loss are also called in FP32, where that is possible (`tools.parity.own_code`).
 
 A module with modules inside is compared without their errors: those inside return what they returned in the run, and
 what it hands to them is compared, besides its own output. So each part has but a handful of roundings: of attention
 the rotation, the scores, the softmax and its product with the values, as what `o_proj` gets.
 
-The backward pass is compared the same way, after it: each module gets the gradients that came to it in the run, and
-what it made of them, for what it got, for what those inside returned and for its own parameters, is computed again
-three times. So is the loss, with the gradient of its logits, or chunked with those of hidden states and head
+The backward pass is compared the same way once it is over: each module gets the gradients that arrived at it in the
+run, and the gradients of its inputs, of the outputs of modules inside it and of its own parameters are recomputed three
+times. So is the loss, with the gradient of its logits, or in chunks with those of hidden states and head
 (`tools.parity.backward`).
 
 All three are independent of what was changed in the run's model. They are not independent of transformers' code: a
@@ -24,20 +24,20 @@ FP32's error (see `tools.parity.rounding`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from config.errors import one_line
 from modeling.adapter import is_off
-from modeling.objectives.objective import Objective
 from precision.regions import Regions
-from tools.parity.backward import Backward, OwnLoss
+from tools.parity.backward import Backward
 from tools.parity.own_code import own_code
 from tools.parity.recompute import COMPUTED_IN, Call, Plan, again, fewer_rows, floats_of, parts_of, row_of, terms_of
-from tools.parity.rounding import sums_of
+from tools.parity.rounding import summed, sums_of
 from tools.parity.slices import Slices, cuts_of
 from training.distributed import World
 
@@ -72,6 +72,7 @@ class Signatures:
         self._rows: list[dict[str, Any]] = []
         self._not_measured: dict[str, str] = {}
         self._backward = Backward(self._plan, candidate, self._slices)
+        self.watch_loss = self._backward.watch_loss
 
     @contextmanager
     def of_candidate(self) -> Iterator[None]:
@@ -79,53 +80,34 @@ class Signatures:
         with ExitStack() as stack:
             stack.enter_context(self._backward.watching())
             for name, module in self._candidate.items():
-                before = module.register_forward_pre_hook(self._entering(name), with_kwargs=True)
+                enter = partial(self._enter, name)
+                stack.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
                 # always_call: checkpointing ends a recomputation early with an exception
-                after = module.register_forward_hook(self._leaving, with_kwargs=True, always_call=True)
-                stack.callback(before.remove)
-                stack.callback(after.remove)
+                stack.enter_context(module.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
             yield
         self._running.clear()
         rows, blind = self._backward.compared()
         self._rows += rows
         self._not_measured |= blind
 
-    def watch_loss(
-        self, objective: Objective, inputs: dict[str, Any], labels: torch.Tensor, own: OwnLoss | None = None
-    ) -> Callable[[Any], None]:
-        """The function to call with the candidate's loss before its backward pass, so that it is compared as `(loss)`.
-
-        objective: the reference's. inputs, labels: of the first micro-batch. own: how the candidate computes its loss;
-        None where its code is not to be called in FP32.
-        """
-        return self._backward.watch_loss(objective, inputs, labels, own)
-
     def measured(self) -> dict[str, Any]:
         """{"parts": rows for `tools.parity.rounding.pooled`, "not_measured": reason by module}. A collective."""
         ranks = [self._rows] if self._world is None else self._world.gather_objects(self._rows)
         group = self._slices.group
         ranks = ranks[:: group.size] if group is not None else ranks  # each of a group has measured the same
-        found: dict[tuple[str, str], dict[str, Any]] = {}
-        for row in (row for rows in ranks for row in rows):
-            known = found.setdefault((row["module"], row["part"]), row)
-            if known is not row:
-                known["sums"] = [a + b for a, b in zip(known["sums"], row["sums"], strict=True)]
-        return {"parts": list(found.values()), "not_measured": self._not_measured}
+        return {"parts": summed(row for rows in ranks for row in rows), "not_measured": self._not_measured}
 
-    def _entering(self, name: str) -> Any:
-        def enter(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-            call = Call(name, args, kwargs)
-            if not any(map(is_off, self._adapted)):
-                self._backward.use(name)
-                if name not in self._done:
-                    self._backward.enter(call)
-            call.versions = call.now()
-            self._running.append(call)
-            return call.args, call.kwargs
+    def _enter(self, name: str, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        call = Call(name, args, kwargs)
+        if not any(map(is_off, self._adapted)):
+            self._backward.use(name)
+            if name not in self._done:
+                self._backward.enter(call)
+        call.versions = call.now()
+        self._running.append(call)
+        return call.args, call.kwargs
 
-        return enter
-
-    def _leaving(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def _leave(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         call = self._running.pop()
         if any(map(is_off, self._adapted)):  # the reference's adapter is on
             return output
@@ -138,7 +120,7 @@ class Signatures:
             self._done.add(call.name)  # neither later micro-batches nor a recomputation
             self._backward.leave(call)
             if in_place:
-                self._not_measured[call.name] = "it changes in place what it got"
+                self._not_measured[call.name] = "it changes its inputs in place"
             elif call.name:
                 self._compare(call)
         call.inside = []

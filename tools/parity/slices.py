@@ -16,7 +16,6 @@ import torch
 from modeling.tensor_parallel import Cut, cut
 from tools.parity.recompute import Call, leaves_of, map_floats
 from training.distributed import TensorGroup
-from training.engine.tensor_slices import joined_in
 
 _Shapes = Sequence[torch.Size]
 
@@ -78,10 +77,6 @@ class Slices:
         )
         found.versions = found.now() if call.versions == call.now() else []
         return found
-
-    def parameter(self, gradient: torch.Tensor, parameter: Any) -> torch.Tensor:
-        """The gradient of a whole parameter, of that of this rank's slice."""
-        return joined_in(self.group, gradient, parameter)
 
     def _tree(self, tree: Any, shapes: _Shapes) -> Any:
         if self.group is None or len(leaves_of(tree)) != len(shapes):

@@ -47,7 +47,8 @@ from config.resolved import Resolved
 from config.schema import ParitySection
 from data.batches.loader import Batch, Batches
 from modeling.build import dropouts
-from modeling.router_balance import RouterBalance, router_balance
+from modeling.objectives.objective import Scored
+from modeling.router_balance import router_balance
 from precision.dtypes import DTYPES
 from precision.fp8_reference import in_fp8
 from precision.statistics import compare_gradients, master_drift, to_plain
@@ -56,7 +57,7 @@ from tools.parity.fp8_products import Fp8Products
 from tools.parity.judge_steps import Walk, beyond_bounds, blamed, first_divergence, judge_steps
 from tools.parity.oracle.optimizers import decay_and_factor
 from tools.parity.outputs import OutputErrors
-from tools.parity.reference import Reference, clip_coefficient
+from tools.parity.reference import Reference, clip_coefficient, tokens_by_expert
 from tools.parity.signature import Signatures
 from tools.parity.slices import Slices
 from tracking.record import Record
@@ -103,13 +104,7 @@ class StepParity:
         """Compare without dropout: which values a kernel drops may depend on the dtype."""
 
     def step(
-        self,
-        batch: Batch,
-        *,
-        applied: int,
-        lr: float | None = None,
-        apply: bool = True,
-        dropped: bool = False,
+        self, batch: Batch, *, applied: int, lr: float | None = None, apply: bool = True, dropped: bool = False
     ) -> dict[str, Any]:
         """Take one real step and measure it.
 
@@ -214,11 +209,7 @@ class StepParity:
         return to_plain(compare_gradients(rounded.items(), gradients.items()))
 
     def _plain_agreement(
-        self,
-        batch: Batch,
-        gradients: dict[str, torch.Tensor],
-        agreement: Mapping[str, Any],
-        norms: Mapping[str, float],
+        self, batch: Batch, gradients: dict[str, torch.Tensor], agreement: Mapping[str, Any], norms: Mapping[str, float]
     ) -> dict[str, Any]:
         """Agreement of plain torch's gradients in the run's dtype with FP32's, for parameters whose own do not agree.
 
@@ -251,16 +242,14 @@ class StepParity:
             return {}
         found = {name: _distance(both[name], gradient + second[name]) for name, gradient in first.items()}
         if max(found.values(), default=0.0) > self._resolved.config.parity.accumulation_error:
-            again = self._summed(batch, (1.0, 0.0))
-            noise = {name: _distance(again[name], gradient) for name, gradient in first.items()}
-            found = {name: max(0.0, off - 4.0 * noise[name]) for name, off in found.items()}
+            found = _beyond_noise(found, first, self._summed(batch, (1.0, 0.0)))
         return found
 
     def weighting_errors(self, batch: Batch) -> dict[str, Any]:
         """Errors of the weights that a step gives to its micro-batches' and ranks' parts of the global batch.
 
-        weighting_error: by parameter, the relative distance of the reduced gradient from the one that is put together
-        here of the same passes, in which each label (pair, row) counts the same however many are in its micro-batch.
+        weighting_error: by parameter, the relative distance of the reduced gradient from the one that is summed here
+        over the same passes, in which each label (pair, row) counts the same however many are in its micro-batch.
         loss_error: the same of the loss that is reported. Both pass the same roundings, so that a weight which is wrong
         by less than any rounding of 16 bits shows. What routers add is computed anew of their logits and the config's
         factors. Where passes differ from run to run, they may be off by four times as much. Empty where gradients are
@@ -278,8 +267,7 @@ class StepParity:
         bounds = self._resolved.config.parity
         if off > bounds.loss_error or max(found.values(), default=0.0) > bounds.weighting_error:
             again, repeated = self._put_together(batch)
-            noise = {name: _distance(repeated[name], gradient) for name, gradient in expected.items()}
-            found = {name: max(0.0, value - 4.0 * noise[name]) for name, value in found.items()}
+            found = _beyond_noise(found, expected, repeated)
             off = max(0.0, off - 4.0 * relative(abs(again - mean), abs(mean)))
         return {"weighting_error": found, "loss_error": off}
 
@@ -290,29 +278,24 @@ class StepParity:
         total = world.sum(world.numbers([float(batch.counted.sum())]))[0].clamp_(min=1.0) / copies
         weight = (world.zero_ranks / total).float()
         losses = torch.zeros((), dtype=torch.float64, device=world.device)
-        micro_batches = list(batch.micro_batches(world.device))
         router = router_balance(engine.model, self._resolved.config.model)
-        experts = None if router is None else self._tokens_by_expert(router, micro_batches)
-        for index, (inputs, labels) in enumerate(micro_batches):
-            scored = engine.loss_path.score(inputs, labels, weight * engine.loss_scale, inspected=True)
+
+        def score(inputs: dict[str, Any], labels: torch.Tensor, scale: torch.Tensor | float = 0.0) -> Scored:
+            scored = engine.loss_path.score(inputs, labels, scale, inspected=True)
+            if router is not None:
+                router.logits = engine.router_logits
+            return scored
+
+        experts = None if router is None else tokens_by_expert(router, score, batch, world)
+        for index, (inputs, labels) in enumerate(batch.micro_batches(world.device)):
+            scored = score(inputs, labels, weight * engine.loss_scale)
             loss = scored.loss * weight
             if router is not None and experts is not None:
-                router.logits = engine.router_logits
                 loss = loss + router.loss(experts)[0] * world.world_size  # over which gradients are averaged
-            engine.backward(loss, last=index == len(micro_batches) - 1)
+            engine.backward(loss, last=index == len(batch.input_ids) - 1)
             losses += scored.loss.detach().double()
         gradients = self._taken_gradients()
         return float(world.sum(losses[None])[0] / copies / total), gradients
-
-    @torch.no_grad()
-    def _tokens_by_expert(self, router: RouterBalance, micro_batches: Sequence[Any]) -> torch.Tensor:
-        """(layers, experts) float64, over the whole global batch."""
-        found: Any = 0
-        for inputs, labels in micro_batches:
-            self._engine.loss_path.score(inputs, labels, 0.0, inspected=True)
-            router.logits = self._engine.router_logits
-            found = found + router.counts()
-        return self._engine.world.sum(found)
 
     def _summed(self, batch: Batch, weights: Sequence[float]) -> dict[str, torch.Tensor]:
         """The reduced gradient of the batch's first micro-batch, as often as there are weights."""
@@ -414,7 +397,7 @@ def walk(steps: StepParity, batches: Batches, progress: Progress, *, length: int
 
 
 class Recomputed:
-    """A run that is made again from its checkpoints, beside FP32. Every method is a collective."""
+    """A run recomputed from its checkpoints, beside FP32. Every method is a collective."""
 
     def __init__(self, opened: Session, run_dir: RunDir) -> None:
         engine, resolved = opened.engine, opened.resolved
@@ -475,6 +458,13 @@ def verdict(found: Sequence[Mapping[str, Any]], bounds: ParitySection) -> dict[s
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     """||found - expected|| / ||expected||."""
     return relative(float((found - expected).norm()), float(expected.norm()))
+
+
+def _beyond_noise(
+    found: Mapping[str, float], first: Mapping[str, torch.Tensor], again: Mapping[str, torch.Tensor]
+) -> dict[str, float]:
+    """Errors less 4 times the distance between two passes over the same batch."""
+    return {name: max(0.0, off - 4.0 * _distance(again[name], first[name])) for name, off in found.items()}
 
 
 def _norm(gradients: dict[str, torch.Tensor]) -> float:

@@ -1,6 +1,6 @@
-"""Find the first step at which a run leaves its FP32 twin, and the first module within that step.
+"""Find the first step at which a run departs from its FP32 twin, and the first module within that step.
 
-A run is never compared with another trajectory, since healthy ones drift apart: each step is made again as the run made
+A run is never compared with another trajectory, since healthy ones drift apart: each step is recomputed as the run made
 it, and beside it in plain FP32 from the same masters on the same batch (`tools.parity.steps`), judged by the
 `parity:` bounds of the run's config. Of a model with dropout, what is compared with FP32 is the same step without it,
 and its update is that of the values that the run dropped. First the checkpoints are searched by halves for the first
@@ -41,7 +41,7 @@ class Leaving:
     step: int
     check: str
     module: str
-    """Its module; empty where the whole step is beyond."""
+    """The module beyond the bound; empty where the whole step is."""
     measured: float
     bound: float
     note: str
@@ -134,7 +134,7 @@ class Walker:
             yield measured, found
 
     def leaves(self, point: int, last: int) -> int | None:
-        """The step at which those after a checkpoint leave, of PROBED applied ones; None where they hold."""
+        """The step at which the run leaves FP32, out of PROBED applied ones after a checkpoint; None: it does not."""
         self._log(f"checkpoint of step {point}:")
         applied = 0
         for measured, found in self.walk(point, last):

@@ -34,7 +34,7 @@ from tracking.jsonl import read_run_events
 from tracking.run_dir import RunDir
 
 AFTER = 8
-"""[steps] What --steps is unless it is given: enough for a loss scale of 65536 to fall to 256."""
+"""[steps] Default of --steps: enough for a loss scale of 65536 to fall to 256."""
 
 
 @entry_point(launched=True)
@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
         again = ["-m", "tools.replay", *(sys.argv[1:] if arguments is None else arguments)]
         os.execv(sys.executable, [sys.executable, *launch, *again])
-    log = print if is_rank_0() else _silent
+    log = print if is_rank_0() else lambda text: None
     if other is not None:
         from tools.replay.what_if import what_if
 
@@ -83,7 +83,3 @@ def main(arguments: list[str] | None = None) -> int:
     from tools.replay.repeat import repeat
 
     return repeat(run_dir, resolved, recorded, log)
-
-
-def _silent(text: str) -> None:
-    """The log of ranks other than 0."""

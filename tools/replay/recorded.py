@@ -19,9 +19,9 @@ class Recorded:
     after: list[Event]
     """The `step` events right after it, as far as they took the batches right after its own."""
     incident: Event | None
-    """The guard's, where the step was one."""
+    """The guard's `incident` event, where the step was one."""
     causes: list[Event]
-    """Its `nonfinite` events."""
+    """The `nonfinite` events of the step."""
     session: Event
     """The `run_start` of the session that made it: a run may resume in another layout."""
 

@@ -37,7 +37,7 @@ class Collector:
         self.events.append(event)
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Does nothing: there is nothing to close."""
 
     def of_kind(self, kind: str, step: int | None = None) -> list[Event]:
         """The events of one kind so far; of one step only, where it is given."""
@@ -82,12 +82,7 @@ def restored(
         if new_scale and state is not None:
             state = {**state, "scaler": None}
         parts, progress = assemble(
-            resolved,
-            opened.engine,
-            opened.batches,
-            record=Record([collector]),
-            checkpoints=checkpoints,
-            state=state,
+            resolved, opened.engine, opened.batches, record=Record([collector]), checkpoints=checkpoints, state=state
         )
         log(f"from {found or 'the seed'}, {target - progress.step} steps to go")
         steps = [event for event in recorded.steps if event["step"] > progress.step]
@@ -111,7 +106,7 @@ def repeat(run_dir: RunDir, resolved: Resolved, recorded: Recorded, log: Log) ->
 
 
 def describe(cause: Event) -> str:
-    """A `nonfinite` event in words."""
+    """A `nonfinite` event as human-readable text."""
     largest = f", largest finite value {cause['largest_finite']:.4g}" if cause["largest_finite"] is not None else ""
     return line(
         f"rank {cause['rank']}, {cause['module']}: {cause['count']} {cause['kind']} in its {cause['tensor']}"

@@ -32,10 +32,10 @@ class Tried:
     """A step under the other precision."""
 
     event: Event
-    """Its `step` event."""
+    """The `step` event."""
     judgement: Judgement
     causes: Sequence[Event] = ()
-    """Its `nonfinite` events."""
+    """The `nonfinite` events."""
     faults: Sequence[Event] = ()
     """The `fault` events: what `faults:` of the config planted into it."""
     recorded: Event | None = None
@@ -109,7 +109,7 @@ def what_if(
 
 
 def verdict(tried: Sequence[Tried], recorded: Recorded) -> tuple[bool, str]:
-    """Whether the run would have survived, and that in words. tried: from before the recorded step on."""
+    """Whether the run would have survived, and a sentence that says so. tried: from before the recorded step on."""
     target, before = recorded.step, recorded.steps[-1]
     bad = next((step for step in tried if step.incident), None)
     at = next((step for step in tried if step.event["step"] == target), None)

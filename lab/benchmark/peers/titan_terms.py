@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 VERSION = "0.3.0"
 """The release of torchtitan that is supported: its configuration changes from one to the next."""
 LEAST_TORCH = {"cuda": (2, 11), "cpu": (2, 13)}
-"""By device. 2.11 has all names that torchtitan 0.3.0 imports, except those of `titan_loop.add_missing_names`; its
-backward pass ends with a segmentation fault on a CPU. Tested with 2.13 on a CPU."""
+"""Oldest torch by device. 2.11 has all names that torchtitan 0.3.0 imports, except those of
+`titan_loop.add_missing_names`; its backward pass ends with a segmentation fault on a CPU. Tested with 2.13 on a CPU."""
 NEEDED = (
     ("torchtitan", "torchdata", "torch_checkpointing", "spmd_types", "tyro", "docstring_parser")
     + ("tensorboard", "absl")
@@ -25,7 +25,7 @@ NEEDED = (
 UNDECAYED = r"(^|[._])norm\.weight$|\.bias$|^tok_embeddings\."
 """Names in its Llama, which ties the output's weight to `tok_embeddings.weight`; see `modeling.parameter_groups`."""
 RESHARD = {0: "never", 1: "never", 2: "never", 3: "always"}
-"""By ZeRO stage: whether a block's weights are resharded after its forward pass and gathered again for its backward
+"""Whether, by ZeRO stage, a block's weights are resharded after its forward pass and gathered again for its backward
 pass. Its FSDP2 shards gradients and the optimizer's state at every stage but 0, and between steps the weights, too."""
 PARAMETERS = {"fp32": "float32", "bf16": "bfloat16"}
 """Its `mixed_precision_param`, by compute. Gradients are reduced in float32, its only choice."""

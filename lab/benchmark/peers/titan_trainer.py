@@ -57,11 +57,11 @@ class Windows(BaseDataLoader):
             yield {"input": batch["input_ids"], "positions": self._positions}, batch["labels"]
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: it is never saved."""
+        """An empty state: the loader is never saved."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing."""
+        """Does nothing: the loader is never saved."""
 
 
 class NoTokenizer(BaseTokenizer):
@@ -74,39 +74,33 @@ class NoTokenizer(BaseTokenizer):
     def __init__(self, config: Config, *, tokenizer_path: str) -> None:
         super().__init__()
 
-    def encode(self, *_: Any, **__: Any) -> list[int]:
+    def encode(self, *_: Any, **__: Any) -> Any:
         """Raises NotImplementedError."""
         raise NotImplementedError
 
-    def decode(self, *_: Any, **__: Any) -> str:
-        """Raises NotImplementedError."""
-        raise NotImplementedError
-
-    def get_vocab_size(self) -> int:
-        """Raises NotImplementedError."""
-        raise NotImplementedError
+    decode = get_vocab_size = encode
 
 
 class GivenRates(LRSchedulersContainer):
-    """Its container of schedulers, with the job's learning rates instead of a formula."""
+    """torchtitan's container of schedulers, with the job's learning rates instead of a formula."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(LRSchedulersContainer.Config):
         of_peak: Callable[[int], float]
 
         def build(self, *, optimizers: OptimizersContainer, training_steps: int) -> LRSchedulersContainer:
-            """Its own scheduler, but with a given function instead of a calculated one."""
+            """torchtitan's scheduler with a given function instead of a calculated one."""
             return LRSchedulersContainer(optimizers, self.of_peak)
 
 
 class Measured(Trainer):
-    """Its Trainer, which reports every step to the job and keeps each micro-batch's loss without a device sync."""
+    """torchtitan's Trainer, which reports steps to the job and keeps each micro-batch's loss without a device sync."""
 
     job: Job
     computed_in: set[torch.dtype]
 
     def forward_backward_step(self, **work: Any) -> torch.Tensor:
-        """Its own, of one micro-batch: the sum over this rank's tokens, divided by the tokens of the whole step."""
+        """torchtitan's loss of one micro-batch: the sum over this rank's tokens over the tokens of the whole step."""
         loss = super().forward_backward_step(**work)
         # a new tensor: with CUDA graphs the next replay overwrites the loss
         self.job.loss(loss.detach() * self.job.world_size)
@@ -115,13 +109,13 @@ class Measured(Trainer):
         return loss
 
     def train_step(self, data_iterator: Any) -> None:
-        """Its own."""
+        """torchtitan's step, which the job is told of."""
         super().train_step(data_iterator)
         self.job.step_done()
 
 
 def trainer_of(job: Job, folder: Path) -> Measured:
-    """Its Trainer on the job's work. folder: for its output files."""
+    """torchtitan's Trainer on the job's work. folder: for its output files."""
     trainer = Measured(trainer_config(job, folder))
     trainer.job, trainer.computed_in = job, set()
     block = next(iter(trainer.model_parts[0].layers.values()))
@@ -135,7 +129,7 @@ def trainer_of(job: Job, folder: Path) -> Measured:
 
 
 def trainer_config(job: Job, folder: Path) -> Trainer.Config:
-    """The work as its configuration; everything else is its default."""
+    """The work as torchtitan's configuration; everything else is its default."""
     spec, world = job.spec, job.world_size
     shape = AutoConfig.from_pretrained(spec.model)
     weights = cached_file(spec.model, "config.json")
@@ -184,7 +178,7 @@ def trainer_config(job: Job, folder: Path) -> Trainer.Config:
 
 
 def optimizer_of(spec: Spec) -> OptimizersContainer.Config:
-    """Its AdamW, fused, that does not decay norms, biases and embeddings."""
+    """torchtitan's fused AdamW, which does not decay norms, biases and embeddings."""
     section = spec.optimizer
     options = {"lr": section["learning_rate"], "betas": tuple(section["betas"]), "eps": section["eps"]}
     decays = ((UNDECAYED, 0.0), (".*", section["weight_decay"]))  # the first pattern that matches counts
@@ -199,7 +193,7 @@ def optimizer_of(spec: Spec) -> OptimizersContainer.Config:
 
 
 def model_of(shape: PretrainedConfig, *, length: int, on_cuda: bool) -> Llama3Model.Config:
-    """Its Llama, with queries, keys and values from one matmul as in all its sizes.
+    """torchtitan's Llama, with queries, keys and values from one matmul as in all its sizes.
 
     length: [tokens] of a sequence. Attention is its default, FlexAttention, on a GPU. On a CPU, where that has no
     backward pass, it is SDPA, without a mask: every window is one document.

@@ -29,7 +29,7 @@ class Measured(TrainerCallback):
         self._job = job
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """After the optimizer step."""
+        """Called after the optimizer step."""
         self._job.step_done()
 
 
@@ -45,13 +45,13 @@ class InOrder:
     train_dataset: Any
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """The work's."""
+        """The work's optimizer."""
         if self.optimizer is None:
             self.optimizer = self.job.optimizer(self.job.model)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The work's."""
+        """The work's schedule."""
         scheduler = self.lr_scheduler = self.job.scheduler(optimizer or self.optimizer)
         return scheduler
 
@@ -59,7 +59,7 @@ class InOrder:
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
     def compute_loss(self, *arguments: Any, **options: Any) -> Any:
-        """Its own loss: normalised by the labels of the whole step, times the processes that DeepSpeed divides by."""
+        """The Trainer's loss: over the labels of the whole step, times the processes that DeepSpeed divides by."""
         loss: Any = super().compute_loss(*arguments, **options)  # type: ignore[misc]
         self.job.loss(loss)
         return loss

@@ -30,7 +30,7 @@ class OrderedDPO(InOrder, DPOTrainer):
         return dataset
 
     def compute_loss(self, *arguments: Any, **options: Any) -> Any:
-        """Its own loss: the mean over the pairs of a micro-batch, which the Trainer divides by the accumulation."""
+        """The DPOTrainer's loss: the mean over a micro-batch's pairs, which the Trainer divides by the accumulation."""
         loss: Any = DPOTrainer.compute_loss(self, *arguments, **options)
         self.job.loss(loss / self.job.spec.accumulation)
         return loss

@@ -55,7 +55,7 @@ def watched(stages: Stages) -> Iterator[None]:
 
 
 def known_collectives(world: World) -> dict[str, Any]:
-    """Of one call each, of known sizes."""
+    """Bytes counted for one call of each collective, with known sizes."""
     stages = Stages(world.device, warm_up=0, steps=1)
     with watched(stages):
         dist.all_reduce(torch.ones(100))
@@ -68,7 +68,7 @@ def known_collectives(world: World) -> dict[str, Any]:
 
 
 def steps_of_an_engine(world: World, *, warm_up: int, steps: int) -> tuple[dict[str, Any], int]:
-    """Of Mantissa's engine at ZeRO-2 in FP32, and how many parameters it has."""
+    """Stages of Mantissa's engine at ZeRO-2 in FP32, and its number of parameters."""
     resolved = resolve(world, stage=2, compute="fp32", micro=2)
     with engine_of(world, resolved) as engine:
         parameters = sum(parameter.numel() for parameter in engine.model.parameters())
@@ -82,7 +82,7 @@ def steps_of_an_engine(world: World, *, warm_up: int, steps: int) -> tuple[dict[
 
 
 def optional_work(world: World, *, pairs: int) -> dict[str, dict[str, Any]]:
-    """By what is timed: the seconds' shape, how often it and the others were done, and the newest checkpoint."""
+    """For each kind of work: the seconds' shape, how often it and the others were done, and the newest checkpoint."""
     found: dict[str, dict[str, Any]] = {}
     arguments = ["--config", str(REPOSITORY / "config/recipes/demo.yaml"), "precision.compute=fp32"]
     resolved = resolve_llama([*arguments, "telemetry.every_steps=1", *CHECKS], 1e5)

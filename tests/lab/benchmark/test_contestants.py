@@ -49,7 +49,7 @@ def test_every_contestant_trains_the_same(stage, compute, contestants, tolerance
 
 @pytest.mark.parametrize(("stage", "compute", "ranks"), [(2, "fp32", 2), (3, "bf16", 2), (1, "bf16", 4)])
 def test_ranks_that_share_matrices_train_as_deepspeeds_autotp_does(stage, compute, ranks, tmp_path, cache) -> None:
-    """On four ranks, two to a matrix: each pair of them has sequences of its own."""
+    """Four ranks, two to a matrix: each pair of them has sequences of its own."""
     names, given = "mantissa,mantissa-off,bare,trainer,mantissa-manifest", ["--processes", str(ranks), cache]
     found = benchmarked(tmp_path, names, *given, "parallel.tensor=2", stage=stage, compute=compute)
     assert list(found["contestants"]) == ["mantissa", "mantissa-off", "bare"]

@@ -123,7 +123,7 @@ def test_no_clipping_is_a_norm_that_is_never_reached(tmp_path) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_it_decays_what_mantissa_decays(tied) -> None:
-    """As many numbers in each group: its names, and ours for the same model."""
+    """Both optimizers have equally many numbers in each group: its names, and ours for the same model."""
     config = LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=tied)
     model = LlamaForCausalLM(config)
     ours = [

@@ -1,4 +1,4 @@
-"""What runs in real processes for test_command.py."""
+"""Functions that run in real processes for test_command.py."""
 
 import os
 from pathlib import Path

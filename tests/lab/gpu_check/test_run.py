@@ -64,7 +64,7 @@ def ran(check: Check, part: Part, *, seconds: float = 100.0) -> tuple[list[str],
 
 
 def fails(bench: Bench) -> dict[str, Any]:
-    """As a job that ends with a UserError."""
+    """An item whose job ends with a UserError."""
     bench.tool("config.version_that_is_not_there")
     raise AssertionError
 
@@ -310,7 +310,7 @@ def check_that_hangs(folder: Path) -> None:
 
 
 def test_an_interrupted_check_kills_its_jobs_and_writes_no_result_for_them(tmp_path) -> None:
-    """In a process of its own, since it kills whatever that one has started."""
+    """Runs in a process of its own, since it kills whatever that one has started."""
     (tmp_path / "sleeps.py").write_text(SLEEPS)
     test = f"from pathlib import Path; from {__name__} import *; check_that_hangs(Path({str(tmp_path)!r}))"
     check = subprocess.Popen([sys.executable, "-c", test], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)

@@ -1,4 +1,4 @@
-"""What runs inside the processes of test_analyze.py."""
+"""Functions that run inside the processes of test_analyze.py."""
 
 import json
 from pathlib import Path

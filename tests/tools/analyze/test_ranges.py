@@ -10,7 +10,7 @@ from modeling.activation_checkpointing import apply_activation_checkpointing
 from precision.manifest import find_regions
 from tests.support.models.gradient_oracle import underflow_share
 from tests.support.models.small_models import small_model
-from tools.analyze.ranges import NOTHING, GradientMeter, OperandMeter, Ranges, Spread, merged
+from tools.analyze.ranges import NOTHING, OperandMeter, Ranges, Spread, gradients_counted, merged
 
 SHAPE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -96,7 +96,7 @@ def test_gradients_are_seen_once_and_whole(checkpointing):
     model, ids = llama(checkpointing), tokens(2)
     kinds = find_regions(model)
     ranges = Ranges(kinds, torch.device("cpu"))
-    with GradientMeter(model, kinds, ranges):
+    with gradients_counted(model, kinds, ranges):
         logits = model(input_ids=ids, use_cache=False).logits
         logits.retain_grad()
         logits.square().mean().backward()
@@ -122,7 +122,7 @@ def test_nothing_stays_behind():
     ranges = Ranges(kinds, torch.device("cpu"))
     with torch.no_grad(), OperandMeter(model, kinds, ranges):
         model(input_ids=ids)
-    with GradientMeter(model, kinds, ranges):
+    with gradients_counted(model, kinds, ranges):
         model(input_ids=ids).logits.sum().backward()
     before = ranges.counts.clone()
     model(input_ids=ids).logits.sum().backward()

@@ -1,4 +1,4 @@
-"""What runs inside the processes of test_export.py. Every function is called on every rank."""
+"""Functions that run inside the processes of test_export.py. Every function is called on every rank."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

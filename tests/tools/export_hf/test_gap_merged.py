@@ -1,4 +1,4 @@
-"""What rounding does to a merged encoder or encoder-decoder equals plain `peft`, plain transformers and FP64."""
+"""The effect of rounding on a merged encoder or encoder-decoder equals plain `peft`, plain transformers and FP64."""
 
 import json
 from pathlib import Path

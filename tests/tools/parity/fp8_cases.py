@@ -1,4 +1,4 @@
-"""What runs inside the processes of test_fp8.py. Every function is called on every rank."""
+"""Functions that run inside the processes of test_fp8.py. Every function is called on every rank."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -124,4 +124,4 @@ WRONG: dict[str, Callable[[Any], Callable[..., Any]]] = {
     "5% of a gradient lost": _lost_gradient,
     "not in fp8": _in_bf16,
 }
-"""By what is wrong: the forward pass of a layer. Each is another arithmetic than the plan's, some as near to FP32."""
+"""Wrong forward passes of a layer by name. Each is another arithmetic than the plan's, some as near to FP32."""

@@ -1,4 +1,4 @@
-"""What runs inside the processes of test_steps.py. Every function is called on every rank."""
+"""Functions that run inside the processes of test_steps.py. Every function is called on every rank."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -245,7 +245,7 @@ def of_shared_matrices(
     kind: str | None = None,
     vocabulary: int = VOCABULARY,
 ) -> list[dict[str, Any]]:
-    """As `measured_steps`, of two ranks that share every matrix and so have the same sequences. kind: of model.
+    """`measured_steps` for two ranks that share every matrix and so have the same sequences. kind: of model.
 
     vocabulary: an odd one gives one rank a row more of the head.
     """

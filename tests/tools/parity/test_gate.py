@@ -131,7 +131,7 @@ def test_a_sabotaged_norm_fails_by_name(folder, judged):
 @pytest.mark.slow
 @pytest.mark.parametrize(("window", "failed"), [(1000, set()), (2, {"skipped_share"})])
 def test_a_scale_that_settles_is_told_from_one_that_keeps_skipping(tmp_path, window, failed):
-    """From 2^24, in 24 steps: the first skips some at the start, the second every third from there on, too."""
+    """A loss scale from 2^24, in 24 steps: the first run skips some at the start, the second every third step later."""
     scale = f"precision.loss_scale={{initial: 16777216, window: {window}, hysteresis: 1}}"
     given = [*SMALL, f"data.cache_dir={tmp_path}/cache", "precision.compute=fp16", "parity.points=1", scale]
     with forked_launcher(2) as launcher:

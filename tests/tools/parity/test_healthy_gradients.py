@@ -42,8 +42,9 @@ class Model(torch.nn.Module):
 
 
 def parts_of(kind: str, dtype: torch.dtype, seed: int, *, most: int = 2048, wrong: float = 1.0) -> list[Part]:
-    """Of one module's gradients: 8 to `most` positions, a size of the gradients that falls below FP16's normal numbers,
-    and terms that are of one sign, of either, or that cancel, as those of a softmax do.
+    """The parts of one module's gradients over 8 to `most` positions.
+
+    Gradients may fall below FP16's normal numbers; terms are of one sign, of either, or cancel as those of a softmax.
 
     In BF16 at most 256, 1 / u: a longer sum of terms of one sign comes to a standstill, which is no rounding of mean
     zero any more (2,048 were 44% off), and it is right that it is named. wrong: a factor on the run's gradients of its

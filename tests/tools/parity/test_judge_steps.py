@@ -151,7 +151,7 @@ def test_the_settling_of_a_scale_that_starts_high_is_no_skipping(
 
 
 def test_a_run_that_settled_is_compared_with_the_updates_that_it_made() -> None:
-    """In its first steps a loss falls by far more than the bound: so do 40 steps less three."""
+    """A loss falls by far more than the bound in its first steps: so do 40 steps less three."""
     falling = [7.0 * 0.9**step for step in range(40)]
     norms = [2.0 * 0.9**step for step in range(40)]
     whole = run(steps=range(1, 41), losses=falling, grad_norms=norms, validation=0.1)
@@ -277,7 +277,7 @@ def test_gradients_that_are_rounding_noise_are_not_judged() -> None:
 
 
 def test_a_gradient_is_no_failure_where_plain_torch_is_as_far_off_in_the_same_dtype() -> None:
-    """As where its terms cancel; but never one that may as well be lost, nor one that is further off than rounding."""
+    """Terms that cancel explain a gradient's error, but not one that may as well be lost or is beyond rounding."""
     good = step()["parameters"]["a.weight"]
 
     def measured(error: float, plain: float) -> dict[str, Any]:

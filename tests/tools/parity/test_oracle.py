@@ -185,7 +185,7 @@ def test_a_mistake_in_them_is_named(folder: Path, what: str, mistake: str, named
     ("name", "family"), [*((name, "llama") for name in OPTIMIZERS), ("muon", "mixtral"), ("muon", "gpt_oss")]
 )
 def test_both_rules_of_an_optimizer_are_one(name: Any, family: str) -> None:
-    """On random gradients, of a matrix, of fused experts and their biases, of the head, an embedding and a norm."""
+    """Random gradients of a matrix, of fused experts and their biases, of the head, an embedding and a norm."""
     torch.manual_seed(0)
     model: Any = small_model(family, "eager" if family == "gpt_oss" else "sdpa").double()
     settings = {"betas": (0.8, 0.9)} if "betas" in OPTIMIZERS[name].settings else {}

@@ -1,4 +1,4 @@
-"""What 16 bits hide: an error of a module's code that is smaller than its roundings, or has no direction."""
+"""Errors that 16 bits hide: an error of a module's code that is smaller than its roundings, or has no direction."""
 
 from collections.abc import Callable
 from functools import partial
@@ -33,7 +33,7 @@ from tools.parity.signature import Signatures
 UP = f"{MLP}.up_proj"
 
 CAP = 30.0
-"""On the final logits, of Gemma 2's config."""
+"""Cap on the final logits in Gemma 2's config."""
 
 
 def turned(run: Any) -> None:
@@ -62,7 +62,7 @@ def approximated(run: Any) -> None:
 
 
 def scaled_residual(run: Any) -> None:
-    """By 2^-14, a thirty-second of BF16's smallest step."""
+    """Scales by 1 + 2^-14, a thirty-second of BF16's smallest step."""
     module = run.get_submodule(LAYER)
     right = module.forward
 
@@ -117,7 +117,7 @@ class Uncapped(LabelPrediction):
     """The loss of logits that were not capped, as a kernel of head and loss in one that knows of no cap."""
 
     def score(self, forward: Any, inputs: dict[str, Any], labels: torch.Tensor) -> Scored:
-        """As the parent does."""
+        """Same signature as the parent."""
 
         def uncapped(**given: Any) -> Any:
             output = forward(**given)

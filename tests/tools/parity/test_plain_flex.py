@@ -17,7 +17,7 @@ from tools.parity.plain_flex import flex_attention
 
 
 def in_blocks(query: Any, key: Any, value: Any, *, score_mod: Any, block_mask: Any, scale: float, **_: Any) -> Any:
-    """As a fused kernel may round: exponentials that are not divided yet are 16-bit; sums, the product and gradients
+    """Rounds as a fused kernel may: exponentials that are not divided yet are 16-bit; sums, the product and gradients
     of the scores FP32."""
     key, value = (item.repeat_interleave(query.shape[1] // item.shape[1], dim=1) for item in (key, value))
     scores = query.float() @ key.float().transpose(2, 3) * scale

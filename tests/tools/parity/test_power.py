@@ -1,4 +1,4 @@
-"""How sure a verdict on whole runs is: Student's t and its tables, power and chance, alarms over sound pairs."""
+"""Confidence in a verdict on whole runs: Student's t and its tables, power and chance, alarms over sound pairs."""
 
 import math
 import random
@@ -27,7 +27,7 @@ def test_students_t_is_that_of_the_tables(probability: float, degrees: int, expe
 
 @pytest.mark.parametrize("pairs", [4, 10])
 def test_what_is_said_to_be_found_is_found_that_often_and_chance_no_more_than_it_is_allowed(pairs: int) -> None:
-    """On normal deltas it finds the stated shift in 9 of 10 series, and none where there is none in 19 of 20."""
+    """Normal deltas: it finds the stated shift in 9 of 10 series, and none where there is none in 19 of 20."""
     draw = random.Random(pairs)
 
     def share_found(shift: float, series: int = 4000) -> float:

@@ -41,7 +41,7 @@ from tools.parity.signature import Signatures
 
 Plant = Callable[[Any], None]
 Times = Callable[[torch.Tensor, float], torch.Tensor]
-"""How a factor is planted: into the values, or into their gradients alone."""
+"""Ways to plant a factor: into the values, or into their gradients alone."""
 BOUNDS = ParitySection()
 VOCABULARY = 250
 SCALE = 4096.0
@@ -79,7 +79,7 @@ def measured(
     steps: int = 1,
     objective: LabelPrediction | None = None,
 ) -> list[dict[str, Any]]:
-    """What is measured of some forward passes on random tokens, as steps have it.
+    """Measurements of some forward passes on random tokens, as in a step.
 
     plant: what is done to the run; both: to the reference, too, before the run is cast.
     """
@@ -111,7 +111,7 @@ def _own(objective: LabelPrediction) -> OwnLoss:
 
 
 def test_a_pass_of_the_base_alone_is_not_compared_with_the_adapted_reference() -> None:
-    """As DPO makes one, before the pass that learns."""
+    """The reference pass that DPO makes before the pass that learns."""
     reference, run = (
         add_adapter(trained("llama", "sdpa", 1), AdapterSection(kind="lora", r=4), seed=0) for _ in range(2)
     )
@@ -222,7 +222,7 @@ def scaled_attention(factor: float, times: Times = mul) -> Plant:
 
 
 def attention_output(factor: float) -> Plant:
-    """What the issue of a wrong constant looks like from outside: the module's output, after its last rounding."""
+    """A wrong constant seen from outside: the module's output, after its last rounding."""
 
     def plant(run: Any) -> None:
         module = run.get_submodule(ATTENTION)
@@ -256,7 +256,7 @@ SCALED: dict[str, tuple[Callable[..., Plant], str]] = {
     "embedding": (embedding, EMBEDDING),
     "head": (partial(linear, HEAD), HEAD),
 }
-"""By kind: a factor within the module, before its result is rounded."""
+"""A factor within the module by kind, before its result is rounded."""
 
 
 @pytest.mark.parametrize(
@@ -296,12 +296,12 @@ def test_rounding_explains_a_sound_model(family: str, compute: str, manifest: Ma
     ],
 )
 def test_an_error_that_is_not_rounding_is_named_alone(plant: Plant, compute: str, module: str) -> None:
-    """At 64 tokens and in one step, where the run's loss shows nothing."""
+    """A factor at 64 tokens and in one step, where the run's loss shows nothing."""
     assert named(measured(compute=compute, plant=plant)) == (module,)
 
 
 class _Scaled(torch.autograd.Function):
-    """The same values, whose gradient is multiplied."""
+    """Identity whose gradient is multiplied."""
 
     @staticmethod
     def forward(ctx: Any, given: torch.Tensor, factor: float) -> torch.Tensor:
@@ -360,7 +360,7 @@ class InLogits(LabelPrediction):
         self._dtype, self._factor = dtype, factor
 
     def score(self, forward: Any, inputs: dict[str, Any], labels: torch.Tensor) -> Scored:
-        """As the parent does."""
+        """Same signature as the parent."""
         logits = _scaled(forward(**inputs, use_cache=False).logits.to(self._dtype), self._factor).flatten(0, 1)
         logits = logits - logits.amax(-1, keepdim=True).detach()
         targets = logits.gather(1, labels.flatten()[:, None]).squeeze(1)
@@ -398,11 +398,11 @@ class Chunked(LabelPrediction):
     head: ChunkedHead
 
     def of(self, run: Any) -> None:
-        """As a plant: of this model."""
+        """Plants the factor into this model."""
         self.head = ChunkedHead(run, chunk_tokens=16)
 
     def score(self, forward: Any, inputs: dict[str, Any], labels: torch.Tensor) -> Scored:
-        """As the parent does."""
+        """Same signature as the parent."""
         with self.head.loss_of(labels, SCALE / labels.numel()):
             loss = forward(**inputs, use_cache=False).logits.sum()
         return Scored(loss)
@@ -596,7 +596,7 @@ def test_the_smallest_constant_that_is_found_in_the_backward_pass(
 @pytest.mark.slow
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])
 def test_the_smallest_constant_that_is_found(compute: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """By kind, halving the factor until it is not named: near what `resolution` says."""
+    """Each kind, halving the factor until it is not named: near what `resolution` says."""
     for kind, (plant, module) in SCALED.items():
         found = 2.0**-6
         while module in named(measured(compute=compute, plant=plant(1 + found / 2), steps=2)):

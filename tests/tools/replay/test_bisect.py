@@ -44,7 +44,7 @@ GPT2 = (
 
 
 def test_a_run_with_dropout_is_made_again_with_the_values_it_dropped(tmp_path):
-    """From the seed and from a checkpoint; what is compared with FP32 drops none."""
+    """Starts from the seed and from a checkpoint; what is compared with FP32 drops none."""
     module = "transformer.h.1.mlp.c_proj"
     defect = f"{{kind: coarse_output, module: {module}, from_step: 6}}"
     lines = bisected(tmp_path, "drops", *GPT2, "checkpoint.every_steps=4", "run.steps=6", defect=defect)
@@ -92,7 +92,7 @@ def test_every_kind_is_found_at_its_step(tmp_path, defect, at, ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "before"), [("silent_skip", 1), ("unclipped_update", 0)])
 def test_updates_of_a_run_with_dropout_are_judged_through_its_overflows(tmp_path, kind, before):
-    """In FP16, whose scale is the run's at every step, though the passes without dropout may overflow, too.
+    """A run in FP16, whose scale is the run's at every step, though the passes without dropout may overflow, too.
 
     before: steps from the defect's begin to its first effect. Which steps overflow a sound run tells.
     """

@@ -172,7 +172,7 @@ def test_mistakes_are_one_line(overflowed, capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_a_run_with_dropout_is_repeated_and_tried_with_the_values_it_dropped(tmp_path):
-    """From a checkpoint and from the seed; under a key of `precision:` that changes no number all of them are equal."""
+    """From a checkpoint and from the seed; under a key of `precision:` that changes no number all steps are equal."""
     dropout = "model.config={n_embd: 32, n_layer: 2, n_head: 2, resid_pdrop: 0.1, attn_pdrop: 0.1, embd_pdrop: 0.1}"
     bf16 = ["precision.compute=bf16", "deepspeed.config=ds_configs/zero2_bf16.json", "evaluate.every_steps=3"]
     every = ["run.steps=8", "checkpoint.every_steps=4", "checkpoint.keep=9", "telemetry.every_steps=2"]

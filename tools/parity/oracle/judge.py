@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ from training.tasks.shape import settle_labels, shape_of_model
 from training.tasks.task import prepare
 
 STEPS = 10
-"""Recomputed unless told otherwise."""
+"""Default number of steps that are recomputed."""
 _NOTHING = 1e-7
 """Share of the whole gradient's norm below which a parameter's is FP32's rounding."""
 UNKNOWN = "the oracle does not compute it"
@@ -122,11 +122,7 @@ def judge(run: Path, *, steps: int | None = None, log: Log = print) -> Judged:
         raise UserError(f"{run}: the model has {drops[0]} = {getattr(shape, drops[0])}; {why}")
     shape.use_cache = False
     model = build_model(
-        config.model,
-        shape,
-        seed=config.run.seed,
-        model_class=model_class_of(config),
-        adapter=config.adapter,
+        config.model, shape, seed=config.run.seed, model_class=model_class_of(config), adapter=config.adapter
     )
     dequantise(model)
     if getattr(shape.get_text_config(), "_experts_implementation", None) is not None:
@@ -242,7 +238,8 @@ class _Oracle:
         norm = math.sqrt(sum(value**2 for value in norms.values()))
         for name, value in norms.items():
             self._weight[name] = max(self._weight[name], value / norm if norm else 0.0)
-        compared["samples"].add(float(event["sample_ids_sha256"] != _sha256(ids)), where)
+        digest = hashlib.sha256(np.array(ids, dtype="<i8").tobytes()).hexdigest()
+        compared["samples"].add(float(event["sample_ids_sha256"] != digest), where)
         compared["tokens"].add(float(event["tokens"] != self._tokens), where)
         compared["learning rate"].add(_relative(event["lr"], rate), where)
         if self._scale is not None and "loss scale" in compared:
@@ -292,7 +289,7 @@ class _Oracle:
     def compare_evaluation(
         self, held_out: Task, run_dir: RunDir, events: Sequence[Mapping[str, Any]], compared: dict[str, Comparison]
     ) -> str:
-        """The newest evaluation whose weights are there, made again from its checkpoint's masters; and which it is.
+        """Recompute the newest evaluation whose checkpoint exists, from that one's masters; a note that names it.
 
         It need not be of the steps that were recomputed. Nothing else says which samples an evaluation is of and what
         its mean is taken over: both twins of a gate share that. The difference is a share of the loss, or of the first
@@ -345,7 +342,3 @@ def _relative(found: float, expected: float) -> float:
     """|found - expected| / |expected|; 0 where both are 0, nan where the run recorded no number."""
     difference = abs(found - expected)
     return difference / abs(expected) if expected else (0.0 if difference == 0 else math.inf)
-
-
-def _sha256(ids: Iterable[int]) -> str:
-    return hashlib.sha256(np.array(list(ids), dtype="<i8").tobytes()).hexdigest()

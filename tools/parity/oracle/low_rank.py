@@ -1,4 +1,4 @@
-"""LoRA written down a second time: W x + factor B A x on a frozen W, without the library peft."""
+"""An independent implementation of LoRA: W x + factor B A x on a frozen W, without the library peft."""
 
 from __future__ import annotations
 

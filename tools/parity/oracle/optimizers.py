@@ -1,4 +1,4 @@
-"""Update rules written down a second time, in FP64, and what each is given.
+"""Independent implementations of the update rules, in FP64, and of the settings that each parameter gets.
 
 AdamW and SGD are torch's. The others are from their papers, nothing of them from training/engine/optimizers, and where
 a rule has two forms in the other one: averages that start at zero with corrected betas, not corrected averages, and

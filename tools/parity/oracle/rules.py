@@ -1,4 +1,4 @@
-"""Data order and learning rate of a config, written down a second time.
+"""Independent implementations of a config's data order and learning rate.
 
 Nothing here is taken from data/corpora/sampler.py, its mixture.py, training/schedule.py or the engine, on purpose: what
 both sides share is never found wrong. The order is that of docs/data.md in plain Python integers, the schedules are
@@ -30,7 +30,7 @@ IGNORED = -100
 
 
 class Order:
-    """Which samples make the global batch at a position, and their sequences."""
+    """The samples of the global batch at each position, and their sequences."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Order:
         self._mixed = Mixed(config.data.sources, by_source, seed=self._seed) if by_source else None
 
     def source(self, sample: int) -> int:
-        """Which of data.sources a sample is of."""
+        """The number of the data source that a sample belongs to."""
         return next(number for number, end in enumerate(self._ends) if sample < end)
 
     def batch(self, position: int) -> list[int]:
@@ -196,7 +196,7 @@ def unit_interval(state: int, place: int) -> float:
 
 
 def schedule(section: ScheduleSection, *, peak: float, total: int) -> Callable[[int], float]:
-    """Learning rate of the update after so many applied ones, of `total` planned, from transformers' schedules.
+    """Learning rate of the update after a number of applied ones, out of `total` planned, from transformers' schedules.
 
     Theirs start at 0 and end one step after the last; docs/numerics.md says how the two are lined up.
     """

@@ -1,4 +1,4 @@
-"""The objective of each task, written down a second time: sample by sample, unpadded, in FP64.
+"""Independent implementations of each task's objective: sample by sample, unpadded, in FP64.
 
 A task gives the *parts* of a global batch: each with how much of it counts, and its loss, summed over that. The loss of
 the step is their sum over everything that counts. Inputs, labels and losses are derived from prepared rows and windows
@@ -12,6 +12,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,7 +48,7 @@ class Task:
         self.order = self._order(by_source=corpus.mixture.samples if corpus.mixture is not None else ())
 
     def held_out(self) -> Task:
-        """The same of the validation set, whose batches `Order.evaluated` has."""
+        """This task on the validation set, whose batches `Order.evaluated` yields."""
         found = copy.copy(self)
         found._shards = self._corpus.validation
         found.order = found._order()
@@ -65,11 +66,11 @@ class Task:
                 yield self._of_labels(sample, count, inputs, labels)
 
     def tokens(self, ids: Sequence[int]) -> int:
-        """[tokens] That the run counts of these samples."""
+        """Tokens that the run counts for these samples."""
         return self.order.places(ids)
 
     def _places(self) -> Callable[[int], int] | None:
-        """The inputs of a sample, by which samples of similar length are put together; None: those of sequences."""
+        """The number of inputs of a sample, by which samples are grouped; None: those of next-token sequences."""
         return None
 
     def _of_labels(self, sample: int, count: int, inputs: torch.Tensor, labels: torch.Tensor) -> Part:
@@ -101,7 +102,7 @@ class DroppedOut(Task):
             self._states[rank] = torch.Generator().manual_seed(self._config.run.seed + rank).get_state()
 
     def parts(self, ids: Sequence[int], position: int) -> Iterator[Part]:
-        """A micro-batch each; its sample is the first. They have to be computed in this order."""
+        """One part per micro-batch, named by its first sample. They have to be computed in this order."""
         micro = self._config.batch.micro_size
         for number in range(len(ids) // micro):
             own = [self.order.window(sample) for sample in ids[number * micro : (number + 1) * micro]]
@@ -139,7 +140,7 @@ class Masked(Task):
         self._byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()} if by_bytes else {}
 
     def parts(self, ids: Sequence[int], position: int) -> Iterator[Part]:
-        """A window each, with what is hidden of it at this position."""
+        """One part per window, with the tokens hidden at this position."""
         for sample in ids:
             tokens = [int(token) for token in self.order.window(sample)[:-1]]
             if self._edges is not None:
@@ -148,7 +149,7 @@ class Masked(Task):
             count = sum(label != IGNORED for label in labels)
             if count:
                 inputs = {"input_ids": torch.tensor(seen), "attention_mask": torch.ones(len(seen), dtype=torch.int64)}
-                yield Part(sample, count, _later(self._summed, torch.tensor(labels), **inputs))
+                yield Part(sample, count, partial(self._summed, torch.tensor(labels), **inputs))
 
     def _hidden(self, tokens: list[int], key: str) -> tuple[list[int], list[int]]:
         chosen, fate, other = (_drawn(f"{key}/{what}", len(tokens)) for what in ("chosen", "fate", "other"))
@@ -194,7 +195,7 @@ class Classified(Task):
         return lambda sample: len(self._row(sample).tokens)
 
     def parts(self, ids: Sequence[int], position: int) -> Iterator[Part]:
-        """A text each."""
+        """One part per text."""
         kind = self._config.classify.kind
         for sample in ids:
             row = self._row(sample)
@@ -202,13 +203,13 @@ class Classified(Task):
             if self._typed:
                 inputs["token_type_ids"] = _int64(row.types)
             if kind == "regression":
-                yield Part(sample, 1, _later(self._squared, float(np.float32(row.target)), **inputs))
+                yield Part(sample, 1, partial(self._squared, float(np.float32(row.target)), **inputs))
                 continue
             given = row.target if kind == "token" else row.target[None]
             labels = torch.tensor([IGNORED if one == IGNORED else self._numbers[int(one)] for one in given])
             count = int((labels != IGNORED).sum())
             if count:
-                yield Part(sample, count, _later(self._labelled, labels, **inputs))
+                yield Part(sample, count, partial(self._labelled, labels, **inputs))
 
     def _row(self, sample: int) -> Any:
         assert isinstance(self._shards, LabelledShards)
@@ -233,7 +234,7 @@ class Translated(Task):
         self._pad = corpus.end_of_document if shape.pad_token_id is None else shape.pad_token_id
 
     def parts(self, ids: Sequence[int], position: int) -> Iterator[Part]:
-        """A row each."""
+        """One part per row."""
         for sample in ids:
             [(tokens, trained)] = self._shards.sequence(sample)
             start = next(place for place, label in enumerate(trained) if label)
@@ -244,10 +245,10 @@ class Translated(Task):
                 "attention_mask": torch.ones_like(source),
                 "decoder_input_ids": torch.cat([torch.tensor([self._start]), target[:-1]]),
             }
-            yield Part(sample, len(target), _later(self._summed, target, **inputs))
+            yield Part(sample, len(target), partial(self._summed, target, **inputs))
 
     def tokens(self, ids: Sequence[int]) -> int:
-        """[tokens] Of both sides."""
+        """Tokens of source and target together."""
         return sum(len(tokens) for sample in ids for tokens, _ in self._shards.sequence(sample))
 
 
@@ -263,9 +264,9 @@ class Preferred(Task):
         self._before = copy.deepcopy(model).requires_grad_(False)
 
     def parts(self, ids: Sequence[int], position: int) -> Iterator[Part]:
-        """A pair each."""
+        """One part per pair."""
         for sample in ids:
-            yield Part(sample, 1, _later(self._of_pair, list(self._shards.sequence(sample))))
+            yield Part(sample, 1, partial(self._of_pair, list(self._shards.sequence(sample))))
 
     def _of_pair(self, pair: list[tuple[np.ndarray, np.ndarray]]) -> torch.Tensor:
         section = self._config.preference
@@ -311,7 +312,7 @@ class Distilled(Task):
         self._teacher = teacher.double().eval().requires_grad_(False)
 
     def _of_labels(self, sample: int, count: int, inputs: torch.Tensor, labels: torch.Tensor) -> Part:
-        return Part(sample, count, _later(self._apart, inputs, labels))
+        return Part(sample, count, partial(self._apart, inputs, labels))
 
     def _apart(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         section, counts = self._config.distill, labels != IGNORED
@@ -361,10 +362,6 @@ def undropped(config: Config, device: str) -> str | None:
 def _logits(model: Any, **inputs: torch.Tensor) -> torch.Tensor:
     found: torch.Tensor = model(**{name: value[None] for name, value in inputs.items()}).logits[0]
     return found.double()
-
-
-def _later(function: Callable[..., torch.Tensor], *given: Any, **named: Any) -> Callable[[], torch.Tensor]:
-    return lambda: function(*given, **named)
 
 
 def _int64(values: np.ndarray) -> torch.Tensor:
