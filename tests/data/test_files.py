@@ -15,7 +15,7 @@ def test_pieces_are_those_of_split(separator: bytes, monkeypatch: pytest.MonkeyP
     draw = random.Random(0)
     alphabet = sorted({separator[i : i + 1] for i in range(len(separator))} | {b"c", separator})
     for size in (1, 2, 3, 5, 64):
-        monkeypatch.setattr(data.files, "BLOCK_BYTES", size)
+        monkeypatch.setattr(data.sources.files, "BLOCK_BYTES", size)
         for length in (0, 1, *range(30, 300, 10)):
             content = b"".join(draw.choices(alphabet, k=length))
             assert list(pieces(io.BytesIO(content), separator)) == content.split(separator)

@@ -177,7 +177,7 @@ def test_stdlib_is_sorted_deduplicated_and_without_site_packages(tmp_path, monke
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"# {Path(name).name}\n")
     (tmp_path / "bad.py").write_bytes(b"# \xff\xfe\n")
-    monkeypatch.setattr(data.sources.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(data.sources.sources.sysconfig, "get_path", lambda name: str(tmp_path))
     assert read(section("stdlib", None)) == (["# a.py\n", "# b.py\n"], {"duplicate": 1, "not utf-8": 1})
 
 
@@ -250,7 +250,7 @@ def test_a_file_that_is_not_what_it_says_is_told_in_one_line(tmp_path: Path) -> 
 def test_an_unreachable_hub_is_told_in_one_line() -> None:
     program = (
         "from collections import Counter\nfrom config.schema import DataSection\n"
-        "from data.sources import open_source\n"
+        "from data.sources.sources import open_source\n"
         "source = open_source(DataSection(source='hub', path='nobody/nothing'))\n"
         "try: list(source.documents(Counter()))\n"
         "except Exception as error: print(type(error).__name__, error)\n"
@@ -263,7 +263,7 @@ def test_an_unreachable_hub_is_told_in_one_line() -> None:
 
 @pytest.mark.parametrize("hashed_bytes", [1 << 30, 0])
 def test_identity_follows_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hashed_bytes: int) -> None:
-    monkeypatch.setattr(data.sources, "HASHED_BYTES", hashed_bytes)
+    monkeypatch.setattr(data.sources.sources, "HASHED_BYTES", hashed_bytes)
     path = tmp_path / "a.txt"
     path.write_text("one")
     seen = [open_source(section("text", tmp_path)).identity]

@@ -74,7 +74,7 @@ def test_the_sample_is_bounded_deterministic_and_without_validation_documents(so
     whole = draw_sample(source, 0.0)
     sizes = [len(text.encode()) for text in whole]
     limit = sum(sizes) // 2
-    monkeypatch.setattr(data.tokenizer, "SAMPLE_BYTES", limit)
+    monkeypatch.setattr(data.text.tokenizer, "SAMPLE_BYTES", limit)
     part = draw_sample(source, 0.0)
     assert part == whole[: len(part)] == draw_sample(source, 0.0)
     assert 0 < sum(sizes[: len(part)]) <= limit
@@ -82,7 +82,7 @@ def test_the_sample_is_bounded_deterministic_and_without_validation_documents(so
     kept = draw_sample(source, 0.5)
     assert kept == [text for text in whole if not is_validation(text, 0.5)]
     assert 0 < len(kept) < len(whole)
-    monkeypatch.setattr(data.tokenizer, "SCANNED_BYTES", 1)
+    monkeypatch.setattr(data.text.tokenizer, "SCANNED_BYTES", 1)
     assert len(draw_sample(source, 0.0)) == 1
 
 
@@ -96,7 +96,7 @@ def test_the_sample_is_the_documents_of_the_smallest_hashes_in_any_order_of_arri
             (folder / f"{index:02d}.txt").write_text(f"{index}-{case} " + "x" * generator.choice([3, 30, 300]))
         texts = open_source(DataSection(source="text", path=str(folder)))
         whole = draw_sample(texts, 0.0)
-        monkeypatch.setattr(data.tokenizer, "SAMPLE_BYTES", sum(len(text) for text in whole) // 2)
+        monkeypatch.setattr(data.text.tokenizer, "SAMPLE_BYTES", sum(len(text) for text in whole) // 2)
         part = draw_sample(texts, 0.0)
         assert part == whole[: len(part)]
         monkeypatch.undo()
