@@ -74,9 +74,9 @@ def _examine(scope: Scope) -> Iterator[Finding]:
     if not hosts:
         return
     for host in hosts:
-        facts[host.name]["builds"] = bool(_ops(scope) and facts[host.name]["gpus"]["list"])
-        facts[host.name]["processes"] = _processes(scope, host, facts[host.name])
-        yield from check_host(host.name, facts[host.name])
+        one, gpus = facts[host.name], facts[host.name]["gpus"]["list"]
+        one |= {"builds": bool(_ops(scope) and gpus), "processes": scope.processes or host.slots or len(gpus) or 2}
+        yield from check_host(host.name, one)
     yield from check_cluster(facts, port=scope.port)
     yield from _wandb(scope, facts)
     if len(scope.hosts) > 1:
@@ -117,10 +117,6 @@ def _facts(scope: Scope, hosts: list[Host]) -> tuple[dict[str, Answers], list[Fi
     fix = "look at that machine by hand: a disk or a network folder that hangs does this"
     lost = [red("facts", str(item), fix, name) for name, item in answers.items() if isinstance(item, Unreachable)]
     return {name: item for name, item in answers.items() if not isinstance(item, Unreachable)}, lost
-
-
-def _processes(scope: Scope, host: Host, facts: Answers) -> int:
-    return scope.processes or host.slots or len(facts["gpus"]["list"]) or 2
 
 
 def _wandb(scope: Scope, facts: Mapping[str, Answers]) -> Iterator[Finding]:
