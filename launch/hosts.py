@@ -25,7 +25,7 @@ JOB_ID_VARIABLE = "PYTHON_SUPERVISED_BY"
 CONNECT_SECONDS = 10
 POLL_SECONDS = 10.0
 KILL_AFTER_SECONDS = 15
-"""How long the job's processes on a machine have to end after SIGTERM before SIGKILL."""
+"""[seconds] Time that the job's processes on a machine have between SIGTERM and SIGKILL."""
 _HOSTFILE_OPTIONS = ("--hostfile", "-H")
 _SELECTION_OPTIONS = (
     *("--include", "-i", "--exclude", "-e", "--num_nodes", "--num_gpus", "--num_accelerators"),
@@ -137,7 +137,7 @@ class HostSelection:
     fits: Callable[[int], bool]
     """Whether the global batch divides among that many processes."""
     min_nodes: int | None
-    """Machines that a start needs; None: all of the hostfile, and the first start does not probe them."""
+    """[machines] Smallest number for a start; None: all of the hostfile, and the first start does not probe them."""
     wait_minutes: float
     log: Callable[[str], None]
     stopped: Callable[[], bool]
