@@ -29,6 +29,7 @@ from config.command_line import parse
 from config.errors import UserError
 from config.load import load_config
 from config.machine.processes import describe_exit
+from config.schema import Config
 from launch.hosts import Hosts, HostSelection
 from launch.job import Job, log
 
@@ -56,14 +57,7 @@ class Session:
 class Run:
     """The run that a command line starts."""
 
-    events: Path
-    max_minutes: float | None
-    global_size: int
-    micro_size: int
-    sequence: int = 1
-    """[processes] Size of a group that shares a sequence, or matrices."""
-    expert: int = 1
-    """[processes] Size of a group that shares experts."""
+    config: Config
 
     @classmethod
     def of_command(cls, command: Sequence[str]) -> Run:
@@ -73,16 +67,19 @@ class Run:
             example = "python -m launch.supervise -- torchrun train.py"
             raise UserError(f"command line: no train.py after --; example: {example}")
         options = parse(command[script + 1 :])
-        config = load_config(Path(options.config), options.overrides, options.deepspeed_config)
-        run, batch = config.run, config.batch
-        sharing = config.parallel.sequence * config.parallel.tensor
-        events = Path(run.dir).expanduser() / run.name / "events.jsonl"
-        return cls(events, run.max_minutes, batch.global_size, batch.micro_size, sharing, config.parallel.expert)
+        return cls(load_config(Path(options.config), options.overrides, options.deepspeed_config))
+
+    @property
+    def events(self) -> Path:
+        """Its events.jsonl."""
+        return Path(self.config.run.dir).expanduser() / self.config.run.name / "events.jsonl"
 
     def fits(self, processes: int) -> bool:
         """Whether the global batch divides among this many processes."""
-        groups, left_over = divmod(processes, self.sequence)
-        return not left_over and processes % self.expert == 0 and self.global_size % (self.micro_size * groups) == 0
+        parallel, batch = self.config.parallel, self.config.batch
+        groups, left_over = divmod(processes, parallel.sequence * parallel.tensor)
+        whole = not left_over and processes % parallel.expert == 0
+        return whole and batch.global_size % (batch.micro_size * groups) == 0
 
     def events_end(self) -> tuple[int, int]:
         """Inode and size of events.jsonl now: what is written after it is the next session's."""
@@ -162,7 +159,7 @@ class Supervisor:
             session = self._run.session_since(position)
             codes = [code, *filter(None, [job.failed_code()])]
             final = final_exit_code(
-                session, codes, stop_requested=self._stop_requested, max_minutes=self._run.max_minutes
+                session, codes, stop_requested=self._stop_requested, max_minutes=self._run.config.run.max_minutes
             )
             if final is not None:
                 return final

@@ -118,15 +118,18 @@ try:
     require_extras(config)
 except UserError as error:
     answer["config"] = str(error)
-if given["count"] and not answer["config"]:
+if given["count"] and not answer["config"] and config.model.architecture is not None:
+    from dataclasses import replace
     from launch.plan.build import model_of
     from modeling.build import count_parameters
 
+    shape = {"vocab_size": 32000, **config.model.config}  # a tokenizer, like a model of a name, may have to be fetched
     try:
-        answer["parameters"] = count_parameters(model_of(config))
+        answer["parameters"] = count_parameters(model_of(replace(config, model=replace(config.model, config=shape))))
     except (UserError, OSError, ValueError):
         pass  # the check of offload is left out
 print("DOCTOR " + json.dumps(answer), flush=True)
 """
 """given: `config` and `overrides`; `key`, the encryption key's setting, `store` and `storage_options`, null where there
-is none; `count`: whether to count the model's parameters."""
+is none; `count`: whether to count the model's parameters, with a vocabulary of 32,000 where the config leaves it to the
+tokenizer."""

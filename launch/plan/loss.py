@@ -18,12 +18,12 @@ _CACHED_TENSORS = 7
 def loss_bytes(shape: Shape, layout: Layout) -> float:
     """[bytes] Peak size of logits and what is made of them."""
     logits, width = float(shape.vocabulary * layout.label_tokens), layout.width
-    if layout.task == "classify":
+    if layout.config.task == "classify":
         return 0.0  # a number or two for a token, at most
-    if layout.task == "dpo":
+    if layout.config.task == "dpo":
         # the logits and their gradient, and a chunk in FP32, beside which 16 bits are widened
         return 2 * width * logits + (8 if width == 2 else 4) * min(logits, log_probs.CHUNK_VALUES)
-    if layout.task == "distill":
+    if layout.config.task == "distill":
         return _distillation(shape, layout)
     return _label_prediction(shape, layout)
 
@@ -35,7 +35,7 @@ def _label_prediction(shape: Shape, layout: Layout) -> float:
     that of the hidden states.
     """
     tokens = layout.label_tokens
-    chunk = min(loss_chunk(layout.model, tokens=tokens, vocabulary=shape.vocabulary), tokens)
+    chunk = min(loss_chunk(layout.config.model, tokens=tokens, vocabulary=shape.vocabulary), tokens)
     if not chunk or not shape.plain_head:
         return 12.0 * shape.vocabulary * tokens
     sixteen, rows = layout.manifest or layout.width == 2, shape.vocabulary / shape.head_share
@@ -50,10 +50,10 @@ def _distillation(shape: Shape, layout: Layout) -> float:
     """The student's logits and the gradient of the chunks that are done, what the teacher said, and a chunk in FP32."""
     logits, width = float(shape.vocabulary * layout.tokens), layout.width
     chunk = min(logits, divergence.CHUNK_VALUES)
-    known, tensors = (8 * layout.distill.top_k + 4) * float(layout.tokens), _CACHED_TENSORS
+    known, tensors = (8 * layout.config.distill.top_k + 4) * float(layout.tokens), _CACHED_TENSORS
     if shape.teacher is not None:
         known = shape.teacher.width * logits
-        tensors = _DIVERGENCE_TENSORS[layout.distill.loss] + (width == 2)  # widened first
+        tensors = _DIVERGENCE_TENSORS[layout.config.distill.loss] + (width == 2)  # widened first
     return known + width * (2 * logits - chunk) + 4 * tensors * chunk
 
 
@@ -62,6 +62,6 @@ def teacher_bytes(shape: Shape, layout: Layout) -> float:
     if shape.teacher is None:
         return 0.0
     whole = float(shape.teacher.width * shape.teacher.shape.parameters)
-    if not layout.distill.sharded:
+    if not layout.config.distill.sharded:
         return whole
     return whole / layout.zero_ranks + min(whole, shape.teacher.width * ZERO_DEFAULTS["stage3_max_live_parameters"])

@@ -93,7 +93,7 @@ def _leaving(ranks: int) -> float:
 def _with_sums(found: Traffic, shape: Shape, layout: Layout) -> Traffic:
     """Add what ranks that share matrices sum up, twice around the ring, and gather, once."""
     # Recomputation stops at the last tensor that is needed, before the block's last sum; a reentrant one does not.
-    each = shape.rows if layout.model.checkpointing_reentrant else shape.rows - 1
+    each = shape.rows if layout.config.model.checkpointing_reentrant else shape.rows - 1
     again = recomputed_blocks(shape, layout) * float(each)
     cut_head = shape.head_share > 1
     outputs, inputs = shape.layers * shape.rows + again, shape.layers * shape.columns + cut_head
@@ -101,7 +101,7 @@ def _with_sums(found: Traffic, shape: Shape, layout: Layout) -> Traffic:
     # Under a manifest what slices return is in 16 bits; the residual stream, so the gradients of inputs, is FP32.
     output_width = 2 if layout.manifest else layout.width
     sent = 2 * layout.tokens * float(shape.hidden) * (outputs * output_width + inputs * layout.width)
-    chunk = loss_chunk(layout.model, tokens=layout.tokens, vocabulary=shape.vocabulary)
+    chunk = loss_chunk(layout.config.model, tokens=layout.tokens, vocabulary=shape.vocabulary)
     if cut_head and chunk:  # the largest logit and two sums of each token, in FP32
         sent, reductions = sent + 2 * 12.0 * layout.tokens, reductions + 2 * math.ceil(layout.tokens / chunk)
     elif cut_head:
@@ -180,7 +180,7 @@ def _exchanged(shape: Shape, layout: Layout) -> float:
 
 def _teacher_traffic(shape: Shape, layout: Layout) -> float:
     """[bytes] A sharded teacher's parameters, gathered in every micro-batch."""
-    if shape.teacher is None or not layout.distill.sharded:
+    if shape.teacher is None or not layout.config.distill.sharded:
         return 0.0
     gathered = float(layout.accumulation * shape.teacher.width * shape.teacher.shape.parameters)
     return gathered * _leaving(layout.zero_ranks)
