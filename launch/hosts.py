@@ -131,7 +131,7 @@ class Hosts:
 
 @dataclass(frozen=True)
 class HostSelection:
-    """The machines that each start runs on: as many of the reachable ones as make a number of processes that fits."""
+    """The machines that each start runs on: the largest number of the reachable ones whose processes fit the batch."""
 
     hosts: Hosts
     fits: Callable[[int], bool]

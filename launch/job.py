@@ -30,6 +30,7 @@ from config.errors import UserError
 from config.machine.processes import describe_exit
 from config.printable import shown
 from config.redact import redact_arguments
+from launch.doctor.facts import run_program
 from launch.hosts import Hosts
 
 if TYPE_CHECKING:
@@ -77,13 +78,8 @@ def visible_gpus() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, encoding="utf-8", errors="replace", check=False, timeout=60
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return [str(n) for n in range(sum(line.startswith("GPU ") for line in done.stdout.splitlines()))]
+    _, listed = run_program(["nvidia-smi", "-L"], 60.0)
+    return [str(n) for n in range(sum(line.startswith("GPU ") for line in listed.splitlines()))]
 
 
 def with_project(environment: Mapping[str, str]) -> dict[str, str]:
@@ -170,7 +166,7 @@ def start(
 
 
 def kill(job: subprocess.Popen[bytes], number: int = signal.SIGKILL) -> None:
-    """Send a signal to a job and to all that it started, in whatever session, and wait for the job.
+    """Send a signal to a job and to all that it started, in any session, and wait for the job.
 
     Launchers put ranks into sessions of their own.
     """

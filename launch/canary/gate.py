@@ -78,7 +78,7 @@ def run_gate(plan: Plan, journal: Journal) -> int:
 
 
 def shares(plan: Plan, conditions: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """How much the canary saw of the run's data and of the corpus, in words and as fields of its event."""
+    """The canary's share of the run's data and of the corpus: (text, fields of its event)."""
     share, tokens, epoch = plan.steps / plan.resolved.config.run.steps, conditions["tokens"], conditions["epoch_tokens"]
     of_epoch = tokens / epoch if epoch else None
     said = f"{100 * share:.3g}% of the run's, {tokens:,} tokens"

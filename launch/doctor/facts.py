@@ -73,7 +73,8 @@ def collect(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _packages() -> dict[str, str]:
-    found = {str(item.name): item.version for item in metadata.distributions()}
+    # of two with one name the first on the path is imported
+    found = {str(item.name): item.version for item in reversed([*metadata.distributions()])}
     return {name: found[name] for name in sorted(found) if name in PACKAGES or "nvidia-nccl" in name}
 
 

@@ -139,7 +139,7 @@ class Host:
 
 
 def hosts_of(slots: Mapping[str, int]) -> list[Host]:
-    """The machines of a hostfile. A single one is local: the deepspeed launcher starts it here, whatever its name."""
+    """The machines of a hostfile. A single one is local: the deepspeed launcher starts it here under any name."""
     return [Host(name, count, local=len(slots) == 1) for name, count in slots.items()]
 
 

@@ -19,12 +19,12 @@ ZERO_DEFAULTS = {
 }
 """[elements] DeepSpeed's own defaults, for keys that its JSON leaves out."""
 BUFFERED_ALLREDUCE = 500_000_000
-"""[elements] DeepSpeed flattens so many gradients for one all-reduce where no ZeRO bucket does (engine.py)."""
+"""[elements] Gradients that DeepSpeed flattens for one all-reduce where no ZeRO bucket does (engine.py)."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a run is spread over ranks, and in which dtypes."""
+    """Distribution of a run over ranks, and its dtypes."""
 
     config: Config
     stage: int
@@ -60,7 +60,7 @@ class Layout:
     zero: dict[str, Any]
     """The zero_optimization section."""
     on_cpu: bool
-    """Buffers take memory only as far as they are written, and the process itself counts."""
+    """Ranks run on a CPU: buffers take memory only as far as they are written, and the process itself counts."""
     background_save: bool
     """Checkpoints are written from a copy in host memory."""
 
@@ -71,13 +71,13 @@ class Layout:
 
     @property
     def block_tokens(self) -> int:
-        """[tokens] The part of these that one block sees at most."""
+        """[tokens] Largest part of these that one block sees."""
         longest = max(self.sequence, self.targets)
         return self.micro * self.rows * slice_length(longest, self.sharing)
 
     @property
     def label_tokens(self) -> int:
-        """[tokens] The part of these that has logits."""
+        """[tokens] Part of these that has logits."""
         return self.micro * self.rows * slice_length(self.targets or self.sequence, self.sharing)
 
     @property
@@ -87,7 +87,7 @@ class Layout:
 
     @property
     def zero_ranks(self) -> int:
-        """[ranks] Over which ZeRO partitions, and averages gradients: those with the same slices of matrices."""
+        """[ranks] Number over which ZeRO partitions and averages gradients: those with the same slices of matrices."""
         return self.world // self.tensor
 
     @property

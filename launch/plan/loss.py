@@ -12,7 +12,7 @@ _DIVERGENCE_TENSORS = {"forward_kl": 7, "reverse_kl": 8, "jsd": 11}
 """[FP32 tensors] Peak number for a chunk of logits while its divergence from a live teacher is recomputed and
 differentiated; counted by the profiler, as tests/launch/plan/test_tasks.py does."""
 _CACHED_TENSORS = 7
-"""[FP32 tensors] The same under cached answers, whatever the divergence."""
+"""[FP32 tensors] Peak number with cached answers, for any divergence."""
 
 
 def loss_bytes(shape: Shape, layout: Layout) -> float:

@@ -20,7 +20,7 @@ from precision.split_masters import SPLIT_BYTES
 
 @dataclass(frozen=True)
 class Memory:
-    """What one rank needs at its peak."""
+    """Peak memory of one rank."""
 
     device: dict[str, float]
     """Item to bytes on the accelerator at the peak."""
@@ -80,7 +80,7 @@ def activations(shape: Shape, layout: Layout) -> tuple[float, float, float]:
 
 
 def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory:
-    """What one rank needs at its peak. process: bytes of the process itself, for ranks on a CPU."""
+    """Peak memory of one rank. process: bytes of the process itself, for ranks on a CPU."""
     whole_shape, shape = shape, shape.own
     device, host = model_states(shape, layout)
     trained = shape.trained_parameters

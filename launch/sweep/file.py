@@ -171,7 +171,7 @@ def _resolved(
         raise UserError(f"{path}: fixed: run.name: the sweep gives each trial its own; leave it out")
     trials: list[Trial] = []
     for overrides in combinations:
-        label = " ".join(f"{key}={as_setting(value)}" for key, value in overrides.items()) or "as the config says"
+        label = label_of(overrides)
         # Fixed keys come first: a trial may change one key of a mapping among them.
         settings = tuple(f"{key}={as_setting(value)}" for key, value in {**fixed, **overrides}.items())
         try:
@@ -188,6 +188,11 @@ def _resolved(
         settings = tuple(item for item in settings if not item.startswith("run.dir="))
         trials.append(Trial(label, dict(overrides), settings, resolved))
     return trials
+
+
+def label_of(overrides: Mapping[str, Any]) -> str:
+    """The overrides on one line."""
+    return " ".join(f"{key}={as_setting(value)}" for key, value in overrides.items()) or "as the config says"
 
 
 def as_setting(value: Any) -> str:
