@@ -61,7 +61,7 @@ class Run:
 
     @classmethod
     def of_command(cls, command: Sequence[str]) -> Run:
-        """Raises UserError: the command has no train.py with a --config, or the config is wrong."""
+        """The run of a command line. Raises UserError: it has no train.py with a --config, or the config is wrong."""
         script = next((index for index, word in enumerate(command) if word.endswith(".py")), None)
         if script is None:
             example = "python -m launch.supervise -- torchrun train.py"
@@ -71,7 +71,7 @@ class Run:
 
     @property
     def events(self) -> Path:
-        """Its events.jsonl."""
+        """The run's events.jsonl."""
         return Path(self.config.run.dir).expanduser() / self.config.run.name / "events.jsonl"
 
     def fits(self, processes: int) -> bool:
@@ -176,7 +176,7 @@ class Supervisor:
                 return PREEMPTED
 
     def _start(self, saved: int) -> Job | None:
-        """None when too few machines are reachable, or a stop was requested while it waited for more."""
+        """The job, started; None when too few machines are reachable, or a stop came while it waited for more."""
         # A run started anew or from a given checkpoint resumes from its own, once it has saved one.
         resume = ["run.resume=auto"] if saved >= 0 else []
         if self._selection is None:
@@ -192,7 +192,7 @@ class Supervisor:
         return self._job
 
     def _reason_to_give_up(self, without_progress: int, furthest: int) -> str | None:
-        """None when the job may be restarted."""
+        """Text for the log; None when the job may be restarted."""
         if without_progress >= MAX_STARTS_WITHOUT_PROGRESS:
             where = f"beyond step {furthest}" if furthest >= 0 else "to a first step"
             return f"{without_progress} starts in a row did not get {where}: given up"

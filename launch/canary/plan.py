@@ -88,7 +88,7 @@ class Plan:
 def read_plan(
     config: str, overrides: Sequence[str], *, processes: int, launch: Sequence[str], check_launch: Sequence[str]
 ) -> Plan:
-    """Raises UserError: the config is wrong, or its canary is none."""
+    """The plan of a command line. Raises UserError: the config is wrong, or leaves nothing for a canary to precede."""
     arguments = ("--config", config, *overrides)
     resolved = read_command_line(arguments, as_launched(processes))
     section, whole = resolved.config.canary, resolved.config

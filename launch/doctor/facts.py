@@ -41,7 +41,7 @@ _CODE = ("train.py", "config", "data", "launch", "modeling", "precision", "track
 
 
 def collect(request: dict[str, Any]) -> dict[str, Any]:
-    """Everything about this machine.
+    """The facts about this machine.
 
     request: `folders` {role: path}, `hosts` [name], `port`, `cwd`, `marks` [name of a file in the run folder].
     """

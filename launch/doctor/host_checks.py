@@ -20,7 +20,7 @@ SMALL_SHM, GOOD_SHM = 64 * 2**20, 512 * 2**20
 
 
 def check_host(host: str, facts: Facts) -> Iterator[Finding]:
-    """Every check that concerns one machine alone."""
+    """The checks that concern one machine alone."""
     yield from _compilers(host, facts)
     yield from _ninjas(host, facts)
     yield from _nvcc(host, facts)

@@ -39,13 +39,13 @@ class Counted:
     """[bytes] One token's share of the micro-batch that was counted. Those of blocks are means over the blocks."""
 
     block: float
-    """Kept in a block of which nothing is recomputed."""
+    """Activations kept in a block of which nothing is recomputed."""
     attention: float
     """The part of these in its attention module, the module's input included."""
     matmuls: float
     """Results of its matmuls and of fused attention, kept or not."""
     outside: float
-    """Kept outside of the blocks, without the logits."""
+    """Activations kept outside of the blocks, without the logits."""
     weights: float
     """[bytes] 16-bit copies of one block's weights that autocast keeps, whatever the number of tokens."""
     weight_flops: float

@@ -51,7 +51,7 @@ class Layout:
     masked: bool
     """Rows that share a sequence do not see each other, so that attention gets a mask."""
     reference_pass: bool
-    """Each micro-batch also runs through the model without its adapter."""
+    """Whether each micro-batch also runs through the model without its adapter."""
     optimizer: str
     """A name of config/optimizers.py, which says what is kept beside the masters."""
     offload: str

@@ -29,8 +29,10 @@ def loss_bytes(shape: Shape, layout: Layout) -> float:
 
 
 def _label_prediction(shape: Shape, layout: Layout) -> float:
-    """All at once: the logits in the dtype they come in, their FP32 log-softmax and its gradients; three FP32 tensors
-    of the vocabulary's width at most. In chunks: the FP32 logits of a chunk, which become their gradient, and that in
+    """[bytes] Memory of a loss over labels.
+
+    All at once: the logits in the dtype they come in, their FP32 log-softmax and its gradients; at most three FP32
+    tensors of the vocabulary's width. In chunks: the FP32 logits of a chunk, which become their gradient, and that in
     16 bits; the gradient of the head's weight where that is trained, in FP32 and, once summed, in the weight's dtype;
     that of the hidden states.
     """

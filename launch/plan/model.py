@@ -99,7 +99,7 @@ class Shape:
     attention: str = "sdpa"
     """transformers' implementation."""
     counted: Counted | None = None
-    """Its activations; None of a teacher, which keeps none."""
+    """Activations that the model keeps; None for a teacher, which keeps none."""
     teacher: Teacher | None = None
     """The model that answers in every micro-batch."""
     codes: Codes | None = None
@@ -143,7 +143,7 @@ class Shape:
 
     @property
     def hidden_matrix_parameters(self) -> int:
-        """[parameters] Trained, in matrices other than embeddings and the head: those that Muon updates."""
+        """[parameters] Number trained in matrices other than embeddings and the head: those that Muon updates."""
         return sum(group.parameters for group in self.groups if group.matrix)
 
     @property

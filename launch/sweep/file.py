@@ -41,7 +41,7 @@ class Trial:
     overrides: dict[str, Any]
     """Dotted key to value, for the keys in which it differs from the other trials."""
     settings: tuple[str, ...]
-    """All of its `key=value` arguments but those for its folder."""
+    """The trial's `key=value` arguments, without those for its folder."""
     resolved: dict[str, Any]
     """The whole run config without run.name."""
 

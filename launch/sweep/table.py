@@ -27,7 +27,7 @@ class Row:
     loss: float | None
     """[nats] Loss that it is ranked by."""
     cost: float | None
-    """[money]"""
+    """[money] Price of its device hours; None without a price."""
 
     @property
     def hours(self) -> float:
@@ -54,7 +54,7 @@ class Results:
         return sum(row.outcome.status in ENDED for row in self.rows)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, for JSON; what is not known is null, what is not finite a string."""
+        """The results for JSON; unknown values are null, those that are not finite strings."""
         spent = None if self.plan.price is None else self.plan.price * self.device_hours
         trials = [
             {
