@@ -132,8 +132,8 @@ def test_a_restart_goes_on_once_there_is_a_checkpoint(tmp_path, capsys):
     (tmp_path / "a/checkpoints/step-2").mkdir(parents=True)
     (tmp_path / "a/checkpoints/step-2/manifest.json").write_text("{}")
     events = tmp_path / "a/events.jsonl"
-    ended = {"event": "run_end", "step": 2, "time": 1.0, "tokens": 0, "status": "diverged", "exit_code": 3}
-    events.write_bytes(encode(ended))
+    ended = {"status": "diverged", "exit_code": 3}
+    events.write_bytes(encode({"event": "run_end", "step": 2, "tokens": 8, "time": 1.0, **ended}))
     assert main(["begin", "--restarts", "0", *words]) == 0
     mark = f"{events.stat().st_ino}:{events.stat().st_size}"
     assert capsys.readouterr().out == f"{mark}\n"  # the first start is the user's to say
@@ -141,9 +141,9 @@ def test_a_restart_goes_on_once_there_is_a_checkpoint(tmp_path, capsys):
     assert capsys.readouterr().out == f"{mark} run.resume=auto\n"
     assert main(["end", "--mark", mark, "--code", "69", *words]) == 0
     assert capsys.readouterr().out.startswith("69 end ")  # what is before the mark was an earlier start
-    saved = {"path": "checkpoints/step-4", "seconds": 1.0, "stall_seconds": 1.0, "bytes": 1, "verified": None}
+    saved = {"path": "a", "seconds": 1.0, "stall_seconds": 0.1, "bytes": 9, "verified": True}
     with events.open("ab") as file:
-        file.write(encode({"event": "checkpoint", "step": 4, "time": 2.0, "tokens": 0, **saved}))
+        file.write(encode({"event": "checkpoint", "step": 4, "tokens": 16, "time": 2.0, **saved}))
     assert main(["end", "--mark", mark, "--code", "69", *words]) == 0
     assert capsys.readouterr().out.startswith("69 requeue ")
 
