@@ -25,7 +25,7 @@ JOB_ID_VARIABLE = "PYTHON_SUPERVISED_BY"
 CONNECT_SECONDS = 10
 POLL_SECONDS = 10.0
 KILL_AFTER_SECONDS = 15
-"""How long the job's processes on a machine have to end after SIGTERM before SIGKILL."""
+"""[seconds] Time that the job's processes on a machine have between SIGTERM and SIGKILL."""
 _HOSTFILE_OPTIONS = ("--hostfile", "-H")
 _SELECTION_OPTIONS = (
     *("--include", "-i", "--exclude", "-e", "--num_nodes", "--num_gpus", "--num_accelerators"),
@@ -58,7 +58,10 @@ class Hosts:
 
     @classmethod
     def of_command(cls, command: Sequence[str]) -> Hosts | None:
-        """None when it is not `deepspeed` with a hostfile. Raises UserError: the hostfile cannot be read."""
+        """The machines of a command line; None when it is not `deepspeed` with a hostfile.
+
+        Raises UserError: the hostfile cannot be read.
+        """
         script = next((index for index, word in enumerate(command) if word.endswith(".py")), len(command))
         launcher = list(command[:script])
         path = option_value(launcher, *_HOSTFILE_OPTIONS)
@@ -70,7 +73,7 @@ class Hosts:
         return cls(slots, tuple(launcher), tuple(command[script:]), ssh)
 
     def require_no_selection(self) -> None:
-        """Raises UserError when the command line itself selects machines, which --min-nodes has to do."""
+        """Refuse, by UserError, a command line that itself selects machines, which --min-nodes has to do."""
         for word in self.launcher:
             if word.partition("=")[0] in _SELECTION_OPTIONS:
                 raise UserError(f"--min-nodes: {word} selects the machines already; use only one of the two")
@@ -131,19 +134,19 @@ class Hosts:
 
 @dataclass(frozen=True)
 class HostSelection:
-    """The machines that each start runs on: as many of the reachable ones as make a number of processes that fits."""
+    """The machines that each start runs on: the largest number of the reachable ones whose processes fit the batch."""
 
     hosts: Hosts
     fits: Callable[[int], bool]
     """Whether the global batch divides among that many processes."""
     min_nodes: int | None
-    """Machines that a start needs; None: all of the hostfile, and the first start does not probe them."""
+    """[machines] Smallest number for a start; None: all of the hostfile, and the first start does not probe them."""
     wait_minutes: float
     log: Callable[[str], None]
     stopped: Callable[[], bool]
 
     def __post_init__(self) -> None:
-        """Raises UserError: --min-nodes does not fit the hostfile or the command."""
+        """Check `min_nodes`. Raises UserError: it does not fit the hostfile or the command."""
         if self.min_nodes is not None:
             count = len(self.hosts.slots)
             if not 1 <= self.min_nodes <= count:
@@ -151,7 +154,7 @@ class HostSelection:
             self.hosts.require_no_selection()
 
     def for_first_start(self) -> list[str]:
-        """Raises UserError: too few machines are reachable."""
+        """The machines of the first start. Raises UserError: too few are reachable."""
         if self.min_nodes is None:
             return list(self.hosts.slots)
         names, reachable = self._probe()
@@ -161,7 +164,7 @@ class HostSelection:
         return names
 
     def for_restart(self) -> list[str] | None:
-        """Waits until enough machines are reachable. None when that took too long, or the wait was stopped."""
+        """The machines of a restart, once enough are reachable; None when that takes too long or is stopped."""
         needed, ends = self.min_nodes or len(self.hosts.slots), time.monotonic() + 60 * self.wait_minutes
         logged = False
         while not self.stopped():

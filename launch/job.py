@@ -30,6 +30,7 @@ from config.errors import UserError
 from config.machine.processes import describe_exit
 from config.printable import shown
 from config.redact import redact_arguments
+from launch.doctor.facts import run_program
 from launch.hosts import Hosts
 
 if TYPE_CHECKING:
@@ -39,10 +40,10 @@ if TYPE_CHECKING:
 TRAIN = (str(REPOSITORY / "train.py"),)
 """The program of a training job."""
 KILL_AFTER_SECONDS = 15.0
-"""How long processes that outlive their launcher have to end after SIGTERM before SIGKILL."""
+"""[seconds] Time that processes that outlive their launcher have between SIGTERM and SIGKILL."""
 LINGER_SECONDS = 60.0
-"""How long a launcher may keep running after a rank was lost and none runs here. pdsh waits for ever for a machine that
-is cut off; the deepspeed launcher and torchrun end within 30 s."""
+"""[seconds] Time that a launcher may keep running after a rank was lost and none runs here. pdsh waits forever for a
+machine that is cut off; the deepspeed launcher and torchrun end within 30 s."""
 _PR_SET_CHILD_SUBREAPER = 36
 _KEPT_LINES = 400
 _LOST_LINE = re.compile(r"error: (rank \d+ .*?); rank \d+ stops, exit code")
@@ -77,13 +78,8 @@ def visible_gpus() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, encoding="utf-8", errors="replace", check=False, timeout=60
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return [str(n) for n in range(sum(line.startswith("GPU ") for line in done.stdout.splitlines()))]
+    _, listed = run_program(["nvidia-smi", "-L"], 60.0)
+    return [str(n) for n in range(sum(line.startswith("GPU ") for line in listed.splitlines()))]
 
 
 def with_project(environment: Mapping[str, str]) -> dict[str, str]:
@@ -133,7 +129,8 @@ def launch(
 ) -> int:
     """Run `program` to its end and return the launcher's exit code, which may be 1 for every failure of the program.
 
-    As `start`. seconds: after which the job is killed with all that it started, and subprocess.TimeoutExpired raised.
+    Other arguments are those of `start`. seconds: time limit, after which the job is killed with all that it started
+    and subprocess.TimeoutExpired is raised.
     """
     job = start(program, processes=processes, log=log, launcher=launcher)
     try:
@@ -169,7 +166,7 @@ def start(
 
 
 def kill(job: subprocess.Popen[bytes], number: int = signal.SIGKILL) -> None:
-    """Send a signal to a job and to all that it started, in whatever session, and wait for the job.
+    """Send a signal to a job and to all that it started, in any session, and wait for the job.
 
     Launchers put ranks into sessions of their own.
     """
@@ -296,10 +293,9 @@ class Job:
 
     def failure_cause(self) -> str | None:
         """The output's account of the rank that was lost: train.py's own line, else torchrun's report."""
-        text = "".join(self._lines)
-        ours = _LOST_LINE.findall(text)
+        ours = _LOST_LINE.search("".join(self._lines))
         if ours:
-            return str(ours[0])
+            return ours[1]
         reported = self._torchrun_report()
         return f"rank {reported[0]} {describe_exit(reported[1])}" if reported else None
 

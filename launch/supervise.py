@@ -13,6 +13,7 @@ SIGTERM, SIGUSR1 or Ctrl-C: the run saves and ends with exit code 75. A second o
 
 from __future__ import annotations
 
+import argparse
 import signal
 import sys
 import tempfile
@@ -28,24 +29,13 @@ from config.command_line import parse
 from config.errors import UserError
 from config.load import load_config
 from config.machine.processes import describe_exit
+from config.schema import Config
 from launch.hosts import Hosts, HostSelection
 from launch.job import Job, log
 
 MAX_STARTS_WITHOUT_PROGRESS = 2
 """Starts in a row without a new step or checkpoint after which the supervisor gives up."""
 LONGEST_WAIT_SECONDS = 300.0
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How often to restart, and with how many machines."""
-
-    restarts: int = 5
-    within_minutes: float = 60.0
-    wait_seconds: float = 5.0
-    min_nodes: int | None = None
-    """Machines of the hostfile that a start needs; None: all."""
-    node_wait_minutes: float = 30.0
 
 
 @dataclass(frozen=True)
@@ -60,41 +50,36 @@ class Session:
     """The one in the run_end event; None without such an event, and when it says that the run crashed."""
     reason: str = ""
     seconds: float = 0.0
-    """Time from its first event to its last."""
+    """[seconds] Time from its first event to its last."""
 
 
 @dataclass(frozen=True)
 class Run:
     """The run that a command line starts."""
 
-    events: Path
-    max_minutes: float | None
-    global_size: int
-    micro_size: int
-    sequence: int = 1
-    """[processes] Size of a group that shares a sequence, or matrices."""
-    expert: int = 1
-    """[processes] Size of a group that shares experts."""
+    config: Config
 
     @classmethod
     def of_command(cls, command: Sequence[str]) -> Run:
-        """Raises UserError: the command has no train.py with a --config, or the config is wrong."""
+        """The run of a command line. Raises UserError: it has no train.py with a --config, or the config is wrong."""
         script = next((index for index, word in enumerate(command) if word.endswith(".py")), None)
         if script is None:
-            raise UserError(
-                "command line: no train.py after --; example: python -m launch.supervise -- torchrun train.py"
-            )
+            example = "python -m launch.supervise -- torchrun train.py"
+            raise UserError(f"command line: no train.py after --; example: {example}")
         options = parse(command[script + 1 :])
-        config = load_config(Path(options.config), options.overrides, options.deepspeed_config)
-        run, batch = config.run, config.batch
-        sharing = config.parallel.sequence * config.parallel.tensor
-        events = Path(run.dir).expanduser() / run.name / "events.jsonl"
-        return cls(events, run.max_minutes, batch.global_size, batch.micro_size, sharing, config.parallel.expert)
+        return cls(load_config(Path(options.config), options.overrides, options.deepspeed_config))
+
+    @property
+    def events(self) -> Path:
+        """The run's events.jsonl."""
+        return Path(self.config.run.dir).expanduser() / self.config.run.name / "events.jsonl"
 
     def fits(self, processes: int) -> bool:
         """Whether the global batch divides among this many processes."""
-        groups, left_over = divmod(processes, self.sequence)
-        return not left_over and processes % self.expert == 0 and self.global_size % (self.micro_size * groups) == 0
+        parallel, batch = self.config.parallel, self.config.batch
+        groups, left_over = divmod(processes, parallel.sequence * parallel.tensor)
+        whole = not left_over and processes % parallel.expert == 0
+        return whole and batch.global_size % (batch.micro_size * groups) == 0
 
     def events_end(self) -> tuple[int, int]:
         """Inode and size of events.jsonl now: what is written after it is the next session's."""
@@ -142,19 +127,20 @@ def final_exit_code(
 class Supervisor:
     """Starts one job again until it has ended, its restarts are used up, or it makes no progress."""
 
-    def __init__(self, command: Sequence[str], run: Run, limits: Limits, folder: Path) -> None:
-        """folder: for the hostfile of a restart.
+    def __init__(self, command: Sequence[str], options: argparse.Namespace, folder: Path) -> None:
+        """options: those of the command line. folder: for the hostfile of a restart.
 
-        Raises UserError: `limits` does not fit the command, or its hostfile cannot be read.
+        Raises UserError: `options` do not fit the command, or its config or hostfile cannot be read.
         """
-        self._command, self._run, self._limits, self._folder = command, run, limits, folder
+        self._command, self._options, self._folder = command, options, folder
+        self._run = Run.of_command(command)
         self._job: Job | None = None
         self._stop_requested = False
-        hosts, least = Hosts.of_command(command), limits.min_nodes
+        hosts, least = Hosts.of_command(command), options.min_nodes
         if hosts is None and least is not None:
             raise UserError("--min-nodes: needs deepspeed --hostfile FILE after --; other launchers start nothing")
-        wait, stopped = limits.node_wait_minutes, lambda: self._stop_requested
-        self._selection = HostSelection(hosts, run.fits, least, wait, log, stopped) if hosts else None
+        wait, stopped = options.wait_nodes, lambda: self._stop_requested
+        self._selection = HostSelection(hosts, self._run.fits, least, wait, log, stopped) if hosts else None
         self._restarted_at: list[float] = []
 
     def run(self) -> int:
@@ -173,7 +159,7 @@ class Supervisor:
             session = self._run.session_since(position)
             codes = [code, *filter(None, [job.failed_code()])]
             final = final_exit_code(
-                session, codes, stop_requested=self._stop_requested, max_minutes=self._run.max_minutes
+                session, codes, stop_requested=self._stop_requested, max_minutes=self._run.config.run.max_minutes
             )
             if final is not None:
                 return final
@@ -190,7 +176,7 @@ class Supervisor:
                 return PREEMPTED
 
     def _start(self, saved: int) -> Job | None:
-        """None when too few machines are reachable, or a stop was requested while it waited for more."""
+        """The job, started; None when too few machines are reachable, or a stop came while it waited for more."""
         # A run started anew or from a given checkpoint resumes from its own, once it has saved one.
         resume = ["run.resume=auto"] if saved >= 0 else []
         if self._selection is None:
@@ -206,24 +192,22 @@ class Supervisor:
         return self._job
 
     def _reason_to_give_up(self, without_progress: int, furthest: int) -> str | None:
-        """None when the job may be restarted."""
+        """Text for the log; None when the job may be restarted."""
         if without_progress >= MAX_STARTS_WITHOUT_PROGRESS:
             where = f"beyond step {furthest}" if furthest >= 0 else "to a first step"
             return f"{without_progress} starts in a row did not get {where}: given up"
-        now, within = time.monotonic(), self._limits.within_minutes
+        now, within = time.monotonic(), self._options.within
         self._restarted_at = [moment for moment in self._restarted_at if now - moment < 60 * within]
-        if len(self._restarted_at) >= self._limits.restarts:
+        if len(self._restarted_at) >= self._options.restarts:
             return f"given up after {len(self._restarted_at)} restarts within {within:g} minutes (--restarts, --within)"
         return None
 
     def _wait_before_restart(self, why: str, saved: int, without_progress: int) -> None:
-        seconds = min(LONGEST_WAIT_SECONDS, self._limits.wait_seconds * 2**without_progress)
+        seconds = min(LONGEST_WAIT_SECONDS, self._options.wait * 2**without_progress)
         self._restarted_at.append(time.monotonic())
-        count = f"restart {len(self._restarted_at)} of {self._limits.restarts}"
-        where = (
-            f"from the newest checkpoint, step {saved}" if saved >= 0 else "from the newest checkpoint, if there is one"
-        )
-        log(f"{why}; {count} in {seconds:g} s, {where}")
+        count = f"restart {len(self._restarted_at)} of {self._options.restarts}"
+        which = f"step {saved}" if saved >= 0 else "if there is one"
+        log(f"{why}; {count} in {seconds:g} s, from the newest checkpoint, {which}")
         ends = time.monotonic() + seconds
         while not self._stop_requested and time.monotonic() < ends:
             time.sleep(min(0.2, seconds))
@@ -244,26 +228,16 @@ class Supervisor:
 def main(arguments: Sequence[str]) -> int:
     """Supervise the command after `--`; returns the exit code."""
     parser = Arguments("python -m launch.supervise", __doc__)
-    parser.add_argument("--restarts", type=int, default=Limits.restarts, help="at most so many (%(default)s) ...")
-    parser.add_argument(
-        "--within", type=float, default=Limits.within_minutes, help="... in so many minutes (%(default)g)"
-    )
-    parser.add_argument(
-        "--wait", type=float, default=Limits.wait_seconds, help="seconds before a restart (%(default)g)"
-    )
-    parser.add_argument(
-        "--min-nodes", type=int, help="continue with so many machines of the hostfile when others are lost (all)"
-    )
-    parser.add_argument(
-        "--wait-nodes", type=float, default=Limits.node_wait_minutes, help="minutes to wait for that many (%(default)g)"
-    )
+    number = parser.add_argument
+    number("--restarts", type=int, default=5, help="largest number of restarts (%(default)s) ...")
+    number("--within", type=float, default=60.0, help="... within this many minutes (%(default)g)")
+    number("--wait", type=float, default=5.0, help="seconds before a restart (%(default)g)")
+    number("--min-nodes", type=int, help="machines of the hostfile to continue with when others are lost (all)")
+    number("--wait-nodes", type=float, default=30.0, help="minutes to wait for that many (%(default)g)")
     split = arguments.index("--") if "--" in arguments else len(arguments)
     options = parser.parse_args(arguments[:split])
-    command = list(arguments[split + 1 :])
-    run = Run.of_command(command)
-    limits = Limits(options.restarts, options.within, options.wait, options.min_nodes, options.wait_nodes)
     with tempfile.TemporaryDirectory(prefix="supervise-") as folder:
-        return Supervisor(command, run, limits, Path(folder)).run()
+        return Supervisor(arguments[split + 1 :], options, Path(folder)).run()
 
 
 if __name__ == "__main__":

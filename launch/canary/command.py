@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _open(plan: Plan) -> Journal:
-    """Raises UserError: a run of that name is there, and no canary of it."""
+    """The canary's journal. Raises UserError: a run of that name exists, and no canary of it."""
     fresh = not (plan.folder / "canary.jsonl").exists()
     if fresh and (plan.run_folder / "events.jsonl").exists():
         problem = "was started without a canary; give another run.name, or resume it with train.py"

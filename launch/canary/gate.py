@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import shlex
 import shutil
 import signal
@@ -30,11 +31,10 @@ def run_gate(plan: Plan, journal: Journal) -> int:
         command += ["--launch", shlex.join(plan.launcher)]
     command += [f"run.steps={plan.steps}", f"schedule.steps={config.scheduled_steps}", "checkpoint.at_end=true"]
     started, job = time.monotonic(), Job([*command, *plan.bounds])
-    left = None if section.device_hours is None else max(0.0, section.device_hours - journal.spent())
-    timer = None if left is None else threading.Timer(3600 * left / plan.ranks, job.kill)
-    if timer is not None:
-        timer.daemon = True
-        timer.start()
+    left = math.inf if section.device_hours is None else max(0.0, section.device_hours - journal.spent())
+    timer = threading.Timer(min(3600 * left / plan.ranks, threading.TIMEOUT_MAX), job.kill)
+    timer.daemon = True
+    timer.start()
     stopped: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -44,8 +44,7 @@ def run_gate(plan: Plan, journal: Journal) -> int:
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, stop)
     code = job.wait()
-    if timer is not None:
-        timer.cancel()
+    timer.cancel()
     hours = (time.monotonic() - started) * plan.ranks / 3600
     found = read_json(folder / "parity.json")
     further: dict[str, Any] = {"device_hours": hours, "report": str(folder / "parity.md")}
@@ -53,7 +52,7 @@ def run_gate(plan: Plan, journal: Journal) -> int:
         text = f"{signal.Signals(stopped[0]).name}: the canary was ended without a verdict; nothing started"
         journal.add("gate", 0, text, verdict="none", device_hours=hours)
         return PREEMPTED
-    if code < 0 and left is not None and hours >= left:
+    if code < 0 and hours >= left:
         text = f"the canary took more than canary.device_hours = {section.device_hours:g}: no verdict, nothing started"
         journal.add("gate", 0, text, verdict="none", **further)
         return DIVERGED
@@ -79,7 +78,7 @@ def run_gate(plan: Plan, journal: Journal) -> int:
 
 
 def shares(plan: Plan, conditions: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """How much the canary saw of the run's data and of the corpus, in words and as fields of its event."""
+    """The canary's share of the run's data and of the corpus: (text, fields of its event)."""
     share, tokens, epoch = plan.steps / plan.resolved.config.run.steps, conditions["tokens"], conditions["epoch_tokens"]
     of_epoch = tokens / epoch if epoch else None
     said = f"{100 * share:.3g}% of the run's, {tokens:,} tokens"

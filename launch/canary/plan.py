@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def first_checkpoint(self) -> Path:
-        """Where the canary leaves its state."""
+        """The checkpoint in which the canary leaves its state."""
         seed = self.resolved.config.run.seed
         return self.folder / f"gate/runs/candidate-seed-{seed}/checkpoints/step-{self.steps}"
 
@@ -75,7 +75,8 @@ class Plan:
 
     def whole_command(self, overrides: Sequence[str], resume: str) -> list[str]:
         """Trains the whole run, from `resume` on."""
-        every = [] if self.resolved.config.checkpoint.every_steps else [f"checkpoint.every_steps={self._interval}"]
+        interval = self.section.check_every or self.steps
+        every = [] if self.resolved.config.checkpoint.every_steps else [f"checkpoint.every_steps={interval}"]
         train = [str(REPOSITORY / "train.py"), *self.arguments, *every, *overrides, f"run.resume={resume}"]
         return job_command(train, processes=self.processes, launcher=self.launcher)
 
@@ -83,15 +84,11 @@ class Plan:
         """Why the whole run cannot be started with these overrides; None where its config can be resolved."""
         return refusal([*self.arguments, *overrides], as_launched(self.processes))
 
-    @property
-    def _interval(self) -> int:
-        return self.section.check_every or self.steps
-
 
 def read_plan(
     config: str, overrides: Sequence[str], *, processes: int, launch: Sequence[str], check_launch: Sequence[str]
 ) -> Plan:
-    """Raises UserError: the config is wrong, or its canary is none."""
+    """The plan of a command line. Raises UserError: the config is wrong, or leaves nothing for a canary to precede."""
     arguments = ("--config", config, *overrides)
     resolved = read_command_line(arguments, as_launched(processes))
     section, whole = resolved.config.canary, resolved.config
@@ -103,10 +100,9 @@ def read_plan(
     if section.ranks is not None:
         read_command_line(arguments, as_launched(section.ranks))
         if whole.parallel.tensor > 1 and resolved.zero_stage == 0 and section.ranks != processes:
-            problem = (
-                f"ranks that share matrices without ZeRO resume on as many; leave it out, or set it to {processes}"
-            )
-            raise UserError(f"{config}: canary.ranks = {section.ranks}: {problem}")
+            fix = f"leave it out, or set it to {processes}"
+            problem = f"canary.ranks = {section.ranks}: ranks that share matrices without ZeRO resume on as many"
+            raise UserError(f"{config}: {problem}; {fix}")
     refuse_sharing(resolved.batch, but=("sequence", "tensor"), why="the FP32 twin is verified with {what} on each rank")
     if whole.checkpoint.dir is not None:
         raise UserError(f"{config}: checkpoint.dir: the canary goes back in the run folder only; leave it out")

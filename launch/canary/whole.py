@@ -34,7 +34,7 @@ _NAME = re.compile(r"step-(\d+)")
 
 @dataclass(frozen=True)
 class Breach:
-    """Why the run may not go on as it is."""
+    """A reason why the run may not go on as it is."""
 
     step: int
     text: str
@@ -64,7 +64,7 @@ class Whole:
         good = next(event for event in reversed(journal.events) if "judged" in event)
         self._good, self._good_step = Path(good["judged"]), int(good["step"])
         self._unchecked: set[int] = set()
-        """Steps whose check could not be made."""
+        """Steps that could not be checked."""
 
     def run(self) -> int:
         """The exit code: of the run, or 3 when no fallback is left."""
@@ -116,17 +116,18 @@ class Whole:
     def _newest(self, *, last: bool) -> int | None:
         """Step of the newest checkpoint that is due to be checked. last: the run has ended."""
         every = 0 if last else self._plan.section.check_every
-        due = [
-            step
-            for step in self._published()
-            if step >= self._good_step + max(every, 1) and step not in self._unchecked
-        ]
+        after = self._good_step + max(every, 1)
+        due = [step for step in self._published() if step >= after and step not in self._unchecked]
         return max(due, default=None) if not self._over_budget() else None
 
+    def _checkpoints(self) -> list[tuple[int, Path]]:
+        """(step, path) of the folders in the run's checkpoints; none of those that were set aside."""
+        paths = self._plan.run_folder.glob("checkpoints/step-*")
+        return [(int(found[1]), path) for path in paths if (found := _NAME.fullmatch(path.name))]
+
     def _published(self) -> list[int]:
-        """Steps of the run's checkpoints; none of those that were set aside."""
-        manifests = self._plan.run_folder.glob("checkpoints/step-*/manifest.json")
-        return [int(found[1]) for path in manifests if (found := _NAME.fullmatch(path.parent.name))]
+        """Steps of the checkpoints that are complete."""
+        return [step for step, path in self._checkpoints() if (path / "manifest.json").is_file()]
 
     def _over_budget(self) -> bool:
         limit = self._plan.section.device_hours
@@ -204,11 +205,7 @@ class Whole:
     def _go_back(self, breach: Breach) -> None:
         """Set aside what was saved after the last checkpoint that held."""
         self._journal.add("breach", breach.step, f"breach: {breach.text}", modules=breach.modules)
-        later = [
-            path
-            for path in self._plan.run_folder.glob("checkpoints/step-*")
-            if (found := _NAME.fullmatch(path.name)) and int(found[1]) > self._good_step
-        ]
+        later = [path for step, path in self._checkpoints() if step > self._good_step]
         rollbacks = sum(event["event"] == "rolled_back" for event in self._journal.events)
         aside = self._plan.folder / "left" / str(rollbacks + 1)
         aside.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ _MUST_AGREE = {"python", "torch", "CUDA of torch", "deepspeed", "transformers", 
 
 
 def check_cluster(facts: Mapping[str, Facts], *, port: int) -> Iterator[Finding]:
-    """Every check that compares facts. facts: host to its facts; rank 0 runs on the first."""
+    """The checks that compare facts. facts: host to its facts; rank 0 runs on the first."""
     yield from _versions(facts)
     yield from _names(facts)
     first = next(iter(facts))

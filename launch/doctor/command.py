@@ -46,12 +46,7 @@ def read_scope(options: argparse.Namespace) -> Scope:
     return Scope(
         hosts=hosts,
         folders={role: path if path.startswith("~") else str(Path(path).absolute()) for role, path in folders.items()},
-        ssh=shlex.split(options.ssh),
-        port=options.port,
-        processes=options.processes,
-        quick=options.quick,
-        all_reduce_bytes=int(options.all_reduce * 2**20),
-        expected=None if options.expect is None else options.expect * 1e9,
+        options=options,
         **of_run,
     )
 
@@ -81,9 +76,7 @@ def _of_run(config: Config, options: argparse.Namespace) -> dict[str, Any]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Arguments("python -m launch.doctor", __doc__)
-    parser.add_argument(
-        "--hostfile", metavar="FILE", help="DeepSpeed's: `name slots=N` a line; else this machine alone"
-    )
+    parser.add_argument("--hostfile", metavar="FILE", help="DeepSpeed's: `name slots=N` a line (this machine alone)")
     parser.add_argument("--config", metavar="FILE", help="the run's: its folders, dtype, offload, store, key and wandb")
     parser.add_argument("--deepspeed_config", "--deepspeed-config", metavar="FILE", help="as for train.py")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py")
@@ -96,7 +89,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--processes", type=positive_int, metavar="N", help="a host; else the slots, the GPUs, or 2")
     parser.add_argument("--all-reduce", type=float, default=64.0, metavar="MIB", help="size of it (%(default)g)")
     parser.add_argument("--expect", type=float, metavar="GB/S", help="amber when its bus bandwidth is lower")
-    parser.add_argument("--ssh", default="ssh", metavar="COMMAND", help="such as 'ssh -F file' (%(default)s)")
+    parser.add_argument(
+        "--ssh", type=shlex.split, default="ssh", metavar="COMMAND", help="such as 'ssh -F file' (%(default)s)"
+    )
     return parser
 
 

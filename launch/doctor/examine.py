@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import secrets
 import shutil
 import time
@@ -29,16 +30,8 @@ class Scope:
     hosts: list[Host]
     folders: dict[str, str]
     """Role, `run` and `data cache`, to path."""
-    ssh: Sequence[str] = ("ssh",)
-    port: int = 29500
-    """The launcher's port on the first host."""
-    processes: int | None = None
-    """Processes on each host; None: the hostfile's slots, else one per GPU, else two."""
-    quick: bool = False
-    """Skip the checks that import torch."""
-    all_reduce_bytes: int = 64 * 2**20
-    expected: float | None = None
-    """Bytes per second of bus bandwidth that an all-reduce has to reach."""
+    options: argparse.Namespace
+    """The command line's."""
     compute: str | None = None
     """Dtype of the run; None without a config."""
     offload: str = "none"
@@ -58,11 +51,11 @@ def examine(scope: Scope) -> list[Finding]:
 
 
 def _examine(scope: Scope) -> Iterator[Finding]:
-    connected = on_all(scope.hosts, lambda host: host.connect(scope.ssh))
+    connected = on_all(scope.hosts, lambda host: host.connect(scope.options.ssh))
     hosts = [host for host in scope.hosts if not isinstance(connected[host.name], Unreachable)]
     for host in scope.hosts:
         if not host.local:
-            yield _connection(host, connected[host.name], scope.ssh)
+            yield _connection(host, connected[host.name], scope.options.ssh)
     if len(scope.hosts) > 1 and shutil.which("pdsh") is None:
         fix = "apt-get install pdsh, or start with torchrun or Slurm"
         yield amber("pdsh", "it is not on the PATH here, and the deepspeed launcher uses it", fix)
@@ -74,15 +67,18 @@ def _examine(scope: Scope) -> Iterator[Finding]:
     if not hosts:
         return
     for host in hosts:
-        facts[host.name]["builds"] = bool(_ops(scope) and facts[host.name]["gpus"]["list"])
-        facts[host.name]["processes"] = _processes(scope, host, facts[host.name])
-        yield from check_host(host.name, facts[host.name])
-    yield from check_cluster(facts, port=scope.port)
+        one, gpus = facts[host.name], facts[host.name]["gpus"]["list"]
+        one |= {
+            "builds": bool(_ops(scope) and gpus),
+            "processes": scope.options.processes or host.slots or len(gpus) or 2,
+        }
+        yield from check_host(host.name, one)
+    yield from check_cluster(facts, port=scope.options.port)
     yield from _wandb(scope, facts)
     if len(scope.hosts) > 1:
         yield from _clocks(hosts)
         yield from _reach(hosts)
-    if not scope.quick:
+    if not scope.options.quick:
         yield from _with_torch(scope, hosts, facts)
 
 
@@ -107,7 +103,7 @@ def _facts(scope: Scope, hosts: list[Host]) -> tuple[dict[str, Answers], list[Fi
             _FACTS_SECONDS,
             folders=scope.folders,
             hosts=[one.name for one in scope.hosts if not one.local],
-            port=scope.port,
+            port=scope.options.port,
             cwd=str(Path.cwd()),
             marks=list(marks.values()) if several else [],
         ),
@@ -117,10 +113,6 @@ def _facts(scope: Scope, hosts: list[Host]) -> tuple[dict[str, Answers], list[Fi
     fix = "look at that machine by hand: a disk or a network folder that hangs does this"
     lost = [red("facts", str(item), fix, name) for name, item in answers.items() if isinstance(item, Unreachable)]
     return {name: item for name, item in answers.items() if not isinstance(item, Unreachable)}, lost
-
-
-def _processes(scope: Scope, host: Host, facts: Answers) -> int:
-    return scope.processes or host.slots or len(facts["gpus"]["list"]) or 2
 
 
 def _wandb(scope: Scope, facts: Mapping[str, Answers]) -> Iterator[Finding]:
@@ -224,13 +216,13 @@ def _all_reduce(scope: Scope, hosts: list[Host], facts: Mapping[str, Answers]) -
         rendezvous = ["--standalone"]
         if several:
             rendezvous = ["--nnodes", str(len(hosts)), "--node_rank", str(hosts.index(host))]
-            rendezvous += ["--master_addr", hosts[0].name, "--master_port", str(scope.port)]
+            rendezvous += ["--master_addr", hosts[0].name, "--master_port", str(scope.options.port)]
         seconds = _PROGRAM_SECONDS / 2
         return host.ask(
             "run",
             seconds + 30,
             program=ALL_REDUCE,
-            given={"bytes": scope.all_reduce_bytes, "seconds": seconds / 2},
+            given={"bytes": int(scope.options.all_reduce * 2**20), "seconds": seconds / 2},
             launcher=["-m", "torch.distributed.run", *rendezvous, "--nproc_per_node", str(min(counts.values()))],
             limit=seconds,
             cwd=str(Path.cwd()),
@@ -243,4 +235,5 @@ def _all_reduce(scope: Scope, hosts: list[Host], facts: Mapping[str, Answers]) -
         for name, item in done.items()
         if isinstance(item, Unreachable) or item["code"]
     ]
-    yield from check_all_reduce(answer, "; ".join(failures[:3]) or "no rank answered", scope.expected)
+    expected = None if scope.options.expect is None else 1e9 * scope.options.expect
+    yield from check_all_reduce(answer, "; ".join(failures[:3]) or "no rank answered", expected)

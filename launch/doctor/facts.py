@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from config.machine.processes import mount_of
+from config.machine.processes import mount_of, read
 from training.start import op_builds
 
 SPEED_BYTES = 64 * 2**20
@@ -41,13 +41,13 @@ _CODE = ("train.py", "config", "data", "launch", "modeling", "precision", "track
 
 
 def collect(request: dict[str, Any]) -> dict[str, Any]:
-    """Everything about this machine.
+    """The facts about this machine.
 
     request: `folders` {role: path}, `hosts` [name], `port`, `cwd`, `marks` [name of a file in the run folder].
     """
     run = nearest_existing(request["folders"]["run"])
     extensions = op_builds.extensions_folder()
-    folders = {**request["folders"], "op builds": str(extensions)}
+    folders, measured = {**request["folders"], "op builds": str(extensions)}, set[str]()
     return {
         "hostname": socket.gethostname(),
         "python": platform.python_version(),
@@ -56,12 +56,12 @@ def collect(request: dict[str, Any]) -> dict[str, Any]:
         "code": _code(Path(request["cwd"])),
         "cores": len(os.sched_getaffinity(0)),
         "environment": {key: os.environ[key] for key in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME") if key in os.environ},
-        "programs": {"c++": _compilers(), "ninja": _ninjas(), "nvcc": _nvccs()},
+        "programs": _programs(),
         "limits": _limits(),
         "memory": _memory(),
-        "shm": _space("/dev/shm"),
+        "shm": _shared_memory(),
         "infiniband": Path("/dev/infiniband").exists(),
-        "folders": examine_folders(folders),
+        "folders": {role: _folder(path, measured) for role, path in folders.items()},
         "shared": [name for name in request["marks"] if (run / name).exists()],
         "locks": op_builds.locks(extensions),
         "built": sorted({path.stem for path in extensions.glob("**/*.so")}),
@@ -73,14 +73,9 @@ def collect(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _packages() -> dict[str, str]:
-    names = set(PACKAGES) | {str(item.name) for item in metadata.distributions() if "nvidia-nccl" in str(item.name)}
-    found = {}
-    for name in sorted(names):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    # of two with one name the first on the path is imported
+    found = {str(item.name): item.version for item in reversed([*metadata.distributions()])}
+    return {name: found[name] for name in sorted(found) if name in PACKAGES or "nvidia-nccl" in name}
 
 
 def _torch_cuda() -> str | None:
@@ -121,37 +116,27 @@ def run_program(command: list[str], seconds: float = 10.0) -> tuple[int, str]:
     return done.returncode, done.stdout.strip()
 
 
-def _on_path(name: str) -> list[str]:
-    """Every program of that name on the PATH, in order; links to the same file count once."""
-    found: dict[str, str] = {}
-    for folder in os.environ.get("PATH", "").split(os.pathsep):
-        path = shutil.which(name, path=folder) if folder else None
-        if path:
-            found.setdefault(str(Path(path).resolve()), path)
-    return list(found.values())
+def _programs() -> dict[str, list[dict[str, str | None]]]:
+    """Path and version of the programs that build ops: those found, the one that a shell would start first.
 
-
-def _version(path: str, pattern: str) -> dict[str, str | None]:
-    code, text = run_program([path, "--version"])
-    match = re.search(pattern, text)
-    return {"path": path, "version": match[1] if code == 0 and match else None}
-
-
-def _compilers() -> list[dict[str, str | None]]:
-    return [_version(path, r"(\d+\.\d+[.\d]*)") for path in _on_path(os.environ.get("CXX", "c++"))[:1]]
-
-
-def _ninjas() -> list[dict[str, Any]]:
-    """Programs on the PATH, in order; `own` marks the one of this Python's environment, which training puts first."""
-    own = shutil.which("ninja", path=str(Path(sys.executable).parent))
-    paths = dict.fromkeys([*_on_path("ninja"), *([own] if own else [])])
-    return [{**_version(path, r"([\d.]+\d)"), "own": path == own} for path in paths]
-
-
-def _nvccs() -> list[dict[str, str | None]]:
+    A second ninja is that of this Python's environment, which training puts first.
+    """
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    path = shutil.which("nvcc", path=f"{home}/bin") or next(iter(_on_path("nvcc")), None)
-    return [_version(path, r"release (\d+\.\d+)")] if path else []
+    own = str(Path(sys.executable).parent)
+    return {
+        "c++": _versions(r"(\d+\.\d+[.\d]*)", shutil.which(os.environ.get("CXX", "c++"))),
+        "ninja": _versions(r"([\d.]+\d)", shutil.which("ninja"), shutil.which("ninja", path=own)),
+        "nvcc": _versions(r"release (\d+\.\d+)", shutil.which("nvcc", path=f"{home}/bin") or shutil.which("nvcc")),
+    }
+
+
+def _versions(pattern: str, *paths: str | None) -> list[dict[str, str | None]]:
+    found: list[dict[str, str | None]] = []
+    for path in filter(None, dict.fromkeys(paths)):
+        code, text = run_program([path, "--version"])
+        match = re.search(pattern, text)
+        found.append({"path": path, "version": match[1] if code == 0 and match else None})
+    return found
 
 
 def _limits() -> dict[str, int | None]:
@@ -164,30 +149,25 @@ def _limits() -> dict[str, int | None]:
 def _memory() -> dict[str, int | None]:
     text = Path("/proc/meminfo").read_text(encoding="utf-8")
     of = {name: int(value) * 1024 for name, value in re.findall(r"^(\w+): +(\d+) kB", text, re.MULTILINE)}
-    limit = None
-    for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+    limits = []
+    for line in read("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        root, name = ("/sys/fs/cgroup", "memory.max") if not controllers else ("/sys/fs/cgroup/memory", "")
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        folder = Path(root + path)
-        for one in (folder, *folder.parents):
-            file = one / (name or "memory.limit_in_bytes")
-            if (
-                file.is_file()
-                and (value := file.read_text(encoding="utf-8").strip()).isdigit()
-                and int(value) < of["MemTotal"]
-            ):
-                limit = min(limit or int(value), int(value))
-    return {"total": of["MemTotal"], "available": of["MemAvailable"], "cgroup_limit": limit}
+        version_1 = "memory" in controllers.split(",")
+        if version_1 or not controllers:
+            folder = Path(f"/sys/fs/cgroup/memory{path}" if version_1 else f"/sys/fs/cgroup{path}")
+            name = "memory.limit_in_bytes" if version_1 else "memory.max"
+            limits += [read(f"{one}/{name}").strip() for one in (folder, *folder.parents)]
+    lower = [int(limit) for limit in limits if limit.isdigit() and int(limit) < of["MemTotal"]]
+    return {"total": of["MemTotal"], "available": of["MemAvailable"], "cgroup_limit": min(lower, default=None)}
 
 
-def _space(folder: str) -> dict[str, int] | None:
+def _shared_memory() -> dict[str, int] | None:
+    """[bytes] Size of /dev/shm and what is free of it; None without it."""
     try:
-        of = os.statvfs(folder)
+        found = shutil.disk_usage("/dev/shm")
     except OSError:
         return None
-    return {"bytes": of.f_frsize * of.f_blocks, "free": of.f_frsize * of.f_bavail, "files": of.f_favail or -1}
+    return {"bytes": found.total, "free": found.free}
 
 
 def gpus() -> dict[str, Any]:
@@ -208,26 +188,23 @@ def gpus() -> dict[str, Any]:
 
 def _addresses(name: str) -> dict[str, Any]:
     """Addresses that a name resolves to here, and the names that the first address resolves back to."""
+    facts: dict[str, Any] = {"addresses": [], "error": None, "back": None}
     try:
         found = sorted({str(item[4][0]) for item in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
     except OSError as error:
-        return {"addresses": [], "error": error.strerror or str(error), "back": None}
-    try:
+        return facts | {"error": error.strerror or str(error)}
+    with suppress(OSError):
         back, aliases, _ = socket.gethostbyaddr(found[0])
-        return {"addresses": found, "error": None, "back": [back, *aliases]}
-    except OSError:
-        return {"addresses": found, "error": None, "back": None}
+        facts["back"] = [back, *aliases]
+    return facts | {"addresses": found}
 
 
 def _port(number: int) -> str | None:
     """Why the port cannot be listened on; None: it can."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", number))
-            probe.listen()
-        except OSError as error:
-            return error.strerror or str(error)
+    try:
+        socket.create_server(("", number)).close()
+    except OSError as error:
+        return os.strerror(error.errno) if error.errno else str(error)
     return None
 
 
@@ -242,13 +219,7 @@ def _wandb_login() -> bool:
         return False
 
 
-def examine_folders(paths: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """Role to facts of its folder; each mount point is timed once."""
-    seen: set[str] = set()
-    return {role: examine_folder(path, seen) for role, path in paths.items()}
-
-
-def examine_folder(name: str, measured: set[str]) -> dict[str, Any]:
+def _folder(name: str, measured: set[str]) -> dict[str, Any]:
     """Space, kind of file system, and the speed of writing, flushing and reading back a file.
 
     measured: mount points that have been timed; this one's is added.

@@ -17,11 +17,10 @@ GOOD_SPEED = 50e6
 """Bytes per second below which a save takes long."""
 SMALL_SHM, GOOD_SHM = 64 * 2**20, 512 * 2**20
 """Bytes of /dev/shm: a container's default, and the size below which DeepSpeed's own report warns."""
-_NEEDED_FOR = "offload from a GPU and model.compile need one"
 
 
 def check_host(host: str, facts: Facts) -> Iterator[Finding]:
-    """Every check that concerns one machine alone."""
+    """The checks that concern one machine alone."""
     yield from _compilers(host, facts)
     yield from _ninjas(host, facts)
     yield from _nvcc(host, facts)
@@ -35,14 +34,13 @@ def check_host(host: str, facts: Facts) -> Iterator[Finding]:
 
 
 def _compilers(host: str, facts: Facts) -> Iterator[Finding]:
-    built = facts["built"]
     if not facts["programs"]["c++"]:
         what = "there is none on the PATH"
         fix = "apt-get install g++, or set CXX; over ssh set PATH in .deepspeed_env"
         if not facts["builds"]:
-            yield amber("c++ compiler", f"{what}; {_NEEDED_FOR}", fix, host)
-        elif built:
-            yield amber("c++ compiler", f"{what}; {', '.join(built)} are built already", fix, host)
+            yield amber("c++ compiler", f"{what}; offload from a GPU and model.compile need one", fix, host)
+        elif facts["built"]:
+            yield amber("c++ compiler", f"{what}; {', '.join(facts['built'])} are built already", fix, host)
         else:
             yield red("c++ compiler", f"{what}, and DeepSpeed builds its op for offload with it", fix, host)
         return
@@ -63,7 +61,7 @@ def _ninjas(host: str, facts: Facts) -> Iterator[Finding]:
             yield amber("ninja", "none runs; offload from a GPU needs one", fix, host)
         return
     first = ninjas[0]
-    own = next((item for item in ninjas if item["own"]), first)
+    own = ninjas[-1]
     if first["version"] != own["version"]:
         what = f"{first['path']} {first['version']} comes before {own['path']} {own['version']} on the PATH: "
         fix = f"put {own['path'].rpartition('/')[0]} first on the PATH, over ssh in .deepspeed_env"
@@ -110,7 +108,7 @@ def _limits(host: str, facts: Facts) -> Iterator[Finding]:
     files, processes, locked = limits["nofile"], limits["nproc"], limits["memlock"]
     if files is not None and files < GOOD_OPEN_FILES:
         what = f"ulimit -n is {files}: sockets, shards and workers need more"
-        fix = f"ulimit -n {65536}, or LimitNOFILE= of the service, or /etc/security/limits.conf"
+        fix = "ulimit -n 65536, or LimitNOFILE= of the service, or /etc/security/limits.conf"
         yield (red if files < MIN_OPEN_FILES else amber)("open files", what, fix, host)
     else:
         yield green("open files", f"ulimit -n is {files or 'unlimited'}", host)

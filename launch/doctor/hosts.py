@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 from launch.doctor.agent import bootstrap
 
@@ -51,7 +52,7 @@ class Host:
     local: bool = False
     _process: subprocess.Popen[bytes] | None = None
     _lines: queue.Queue[bytes] = field(default_factory=queue.Queue)
-    _stderr_lines: list[str] = field(default_factory=list)
+    _stderr: IO[bytes] = field(default_factory=TemporaryFile)
 
     def connect(self, ssh: Sequence[str]) -> None:
         """Start the agent. Raises Unreachable: ssh fails, or there is no such Python."""
@@ -59,12 +60,11 @@ class Host:
         command = ["/bin/sh", "-c", f"exec {shell}"] if self.local else [*ssh, *_SSH_OPTIONS, self.name, _remote(shell)]
         try:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, start_new_session=True
             )
         except OSError as error:
             raise Unreachable(f"cannot start {command[0]}: {error.strerror}") from error
         threading.Thread(target=self._read_stdout, args=(self._process,), daemon=True).start()
-        threading.Thread(target=self._read_stderr, args=(self._process,), daemon=True).start()
         top = Path(__file__).parents[2]
         files = {name: top / f"{name.replace('.', '/')}.py" for name in _SENT_MODULES}
         sources = [[name, file.read_text(encoding="utf-8") if file.is_file() else ""] for name, file in files.items()]
@@ -91,7 +91,7 @@ class Host:
         return answer["result"]
 
     def clock(self) -> tuple[float, float]:
-        """How far its clock is ahead of ours, and the error of that, both in seconds; the best of five tries."""
+        """[seconds] (lead of its clock over ours, error of that measurement), the best of five tries."""
         tries = []
         for _ in range(5):
             before = time.time()
@@ -125,8 +125,9 @@ class Host:
         assert self._process is not None
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=5)
-        time.sleep(0.1)  # for the last lines of stderr
-        last = next((line for line in reversed(self._stderr_lines) if line.strip()), "no output")
+        self._stderr.seek(0)
+        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
+        last = lines[-1].strip()[:300] if lines else "no output"
         if self._process.returncode == 127:
             return f"it has no {sys.executable}: {last}"
         return f"{last} (exit code {self._process.returncode})"
@@ -137,14 +138,9 @@ class Host:
             self._lines.put(line)
         self._lines.put(b"")
 
-    def _read_stderr(self, process: subprocess.Popen[bytes]) -> None:
-        assert process.stderr is not None
-        for line in iter(process.stderr.readline, b""):
-            self._stderr_lines.append(line.decode(errors="replace").strip()[:300])
-
 
 def hosts_of(slots: Mapping[str, int]) -> list[Host]:
-    """The machines of a hostfile. A single one is local: the deepspeed launcher starts it here, whatever its name."""
+    """The machines of a hostfile. A single one is local: the deepspeed launcher starts it here under any name."""
     return [Host(name, count, local=len(slots) == 1) for name, count in slots.items()]
 
 

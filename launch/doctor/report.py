@@ -28,7 +28,7 @@ class Finding:
     fix: str = ""
     """Advice; empty when green."""
     host: str = ""
-    """Where; empty when it concerns all of them together."""
+    """Name of the host; empty when it concerns all of them together."""
 
 
 def green(check: str, what: str, host: str = "") -> Finding:

@@ -39,13 +39,13 @@ class Counted:
     """[bytes] One token's share of the micro-batch that was counted. Those of blocks are means over the blocks."""
 
     block: float
-    """Kept in a block of which nothing is recomputed."""
+    """Activations kept in a block of which nothing is recomputed."""
     attention: float
     """The part of these in its attention module, the module's input included."""
     matmuls: float
     """Results of its matmuls and of fused attention, kept or not."""
     outside: float
-    """Kept outside of the blocks, without the logits."""
+    """Activations kept outside of the blocks, without the logits."""
     weights: float
     """[bytes] 16-bit copies of one block's weights that autocast keeps, whatever the number of tokens."""
     weight_flops: float
@@ -63,20 +63,20 @@ def count_activations(model: Any, layout: Layout) -> Counted:
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu").train()
         if layout.manifest:
-            manifest = load_manifest(REPOSITORY / str(layout.precision.manifest))
-            Regions(model, manifest, layout.precision.fp8)
+            manifest = load_manifest(REPOSITORY / str(layout.config.precision.manifest))
+            Regions(model, manifest, layout.config.precision.fp8)
         if layout.sharing > 1:
             group: Any = SimpleNamespace(rank=0, size=layout.sharing, exchange=torch.empty_like)
             SequenceAttention(model, group, apart=layout.masked)
         blocks, counter = blocks_of(model), _Counter(model, on_cpu=layout.on_cpu)
-        padded = layout.task == "classify" or bool(layout.targets)
+        padded = layout.config.task == "classify" or bool(layout.targets)
         try:
             with counter.watching(blocks), _answering(not (padded or layout.masked), counter):
                 alive = model(**_inputs(layout))
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
             # What torch and a model's own code raise where they ask a tensor for its values.
             raise UserError(
-                f"task = {layout.task}: launch.plan cannot count {model.config.model_type} without its values "
+                f"task = {layout.config.task}: launch.plan cannot count {model.config.model_type} without its values "
                 f"({one_line(error)}); try a step with the longest rows"
             ) from error
         found = counter.sizes()
@@ -99,7 +99,7 @@ def _inputs(layout: Layout) -> dict[str, Any]:
     An encoder gets an attention mask, which masks something where rows are padded, and so does one that reads sources
     for a decoder.
     """
-    encoder = layout.task in ENCODER_TASKS
+    encoder = layout.config.task in ENCODER_TASKS
     rows = layout.micro * layout.rows
     read = layout.sequence if layout.targets else layout.tokens // rows
     ids = torch.zeros(rows, read, dtype=torch.int64)

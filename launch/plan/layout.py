@@ -8,7 +8,7 @@ from typing import Any
 from config.batch import slice_length
 from config.deepspeed.document import offload, zero_stage
 from config.resolved import Resolved
-from config.schema import Config, DistillSection, ModelSection, PrecisionSection
+from config.schema import Config
 
 ZERO_DEFAULTS = {
     "reduce_bucket_size": 5e8,
@@ -19,13 +19,14 @@ ZERO_DEFAULTS = {
 }
 """[elements] DeepSpeed's own defaults, for keys that its JSON leaves out."""
 BUFFERED_ALLREDUCE = 500_000_000
-"""[elements] DeepSpeed flattens so many gradients for one all-reduce where no ZeRO bucket does (engine.py)."""
+"""[elements] Gradients that DeepSpeed flattens for one all-reduce where no ZeRO bucket does (engine.py)."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a run is spread over ranks, and in which dtypes."""
+    """Distribution of a run over ranks, and its dtypes."""
 
+    config: Config
     stage: int
     world: int
     micro: int
@@ -45,40 +46,23 @@ class Layout:
     """[sequences] Number in one sample: two for a pair of answers."""
     compute: str
     """fp32, bf16 or fp16: dtype of parameters and activations on the cast path."""
-    precision: PrecisionSection
-    """Names the manifest."""
     reduced: int
     """[bytes] Size of one gradient value on the network."""
-    checkpointing: str
-    """none, full, selective, attention, ops or budget."""
     masked: bool
     """Rows that share a sequence do not see each other, so that attention gets a mask."""
-    task: str
     reference_pass: bool
-    """Each micro-batch also runs through the model without its adapter."""
-    passes_before: bool
-    """Something runs through the model before the first step, without a backward pass."""
-    distill: DistillSection
-    """Says what a student learns from."""
-    model: ModelSection
-    """Says whether the loss is computed in chunks."""
+    """Whether each micro-batch also runs through the model without its adapter."""
     optimizer: str
     """A name of config/optimizers.py, which says what is kept beside the masters."""
-    bf16_matrices: bool
-    """Whole matrices are orthogonalized in BF16."""
-    split_masters: bool
-    """FP32 masters are held as 16-bit weights and remainders."""
     offload: str
     """none, optimizer, param or optimizer+param."""
     overlap: bool
     zero: dict[str, Any]
     """The zero_optimization section."""
     on_cpu: bool
-    """Buffers take memory only as far as they are written, and the process itself counts."""
+    """Ranks run on a CPU: buffers take memory only as far as they are written, and the process itself counts."""
     background_save: bool
     """Checkpoints are written from a copy in host memory."""
-    saves_between: bool
-    """Checkpoints are written during training, not only at its end."""
 
     @property
     def tokens(self) -> int:
@@ -87,13 +71,13 @@ class Layout:
 
     @property
     def block_tokens(self) -> int:
-        """[tokens] The part of these that one block sees at most."""
+        """[tokens] Largest part of these that one block sees."""
         longest = max(self.sequence, self.targets)
         return self.micro * self.rows * slice_length(longest, self.sharing)
 
     @property
     def label_tokens(self) -> int:
-        """[tokens] The part of these that has logits."""
+        """[tokens] Part of these that has logits."""
         return self.micro * self.rows * slice_length(self.targets or self.sequence, self.sharing)
 
     @property
@@ -103,13 +87,32 @@ class Layout:
 
     @property
     def zero_ranks(self) -> int:
-        """[ranks] Over which ZeRO partitions, and averages gradients: those with the same slices of matrices."""
+        """[ranks] Number over which ZeRO partitions and averages gradients: those with the same slices of matrices."""
         return self.world // self.tensor
 
     @property
     def manifest(self) -> bool:
         """Whether parameters are FP32 and matmuls run in 16 bits under autocast."""
-        return self.precision.path == "manifest"
+        return self.config.precision.path == "manifest"
+
+    @property
+    def checkpointing(self) -> str:
+        """none, full, selective, attention, ops or budget."""
+        return self.config.model.activation_checkpointing
+
+    @property
+    def passes_before(self) -> bool:
+        """Whether a forward pass alone precedes the first step: a reference's, an evaluation, the tests of rows and of
+        slices, the measurement for an activation budget, or one to compile."""
+        config = self.config
+        return bool(
+            config.precomputes_reference
+            or config.evaluate.at_start
+            or config.keeps_documents_apart
+            or config.parallel.sequence > 1
+            or config.model.activation_memory_gib is not None
+            or config.model.compile
+        )
 
     @property
     def width(self) -> int:
@@ -124,7 +127,8 @@ class Layout:
     @property
     def counting_pass(self) -> bool:
         """A step's micro-batches go through the model once more, ahead, to count each expert's tokens (docs/moe.md)."""
-        return self.accumulation > 1 and (self.model.balance_loss > 0 or self.model.router_z_loss > 0)
+        model = self.config.model
+        return self.accumulation > 1 and (model.balance_loss > 0 or model.router_z_loss > 0)
 
     @property
     def secondary(self) -> int:
@@ -143,6 +147,7 @@ def layout_of(resolved: Resolved, *, world: int, on_cpu: bool) -> Layout:
     zero = resolved.deepspeed.get("zero_optimization", {})
     kept_on_host = offload(resolved.deepspeed)
     return Layout(
+        config=config,
         stage=zero_stage(resolved.deepspeed),
         world=world,
         micro=resolved.batch.micro_size,
@@ -154,36 +159,14 @@ def layout_of(resolved: Resolved, *, world: int, on_cpu: bool) -> Layout:
         expert=resolved.batch.expert,
         rows=2 if config.task == "dpo" else 1,
         compute=resolved.compute,
-        precision=config.precision,
         reduced=4 if config.precision.reduce == "fp32" or resolved.compute == "fp32" else 2,
-        checkpointing=config.model.activation_checkpointing,
         masked=config.keeps_documents_apart,
-        task=config.task,
         reference_pass=config.task == "dpo" and config.preference.reference == "adapter_off",
-        passes_before=_passes_before(config),
-        distill=config.distill,
-        model=config.model,
         optimizer=config.optimizer.name,
-        bf16_matrices=config.optimizer.orthogonalization == "bf16",
-        split_masters=config.precision.masters == "split",
         offload=kept_on_host,
         overlap=bool(zero.get("overlap_comm", False)),
         zero=zero,
         on_cpu=on_cpu,
         background_save=config.checkpoint.background == "always"
         or (config.checkpoint.background == "auto" and kept_on_host == "none"),
-        saves_between=config.checkpoint.every_steps > 0,
-    )
-
-
-def _passes_before(config: Config) -> bool:
-    """Whether a forward pass alone comes first: a reference's, an evaluation, the tests of rows and of slices, the
-    measurement for an activation budget, or one to compile."""
-    return bool(
-        config.precomputes_reference
-        or config.evaluate.at_start
-        or config.keeps_documents_apart
-        or config.parallel.sequence > 1
-        or config.model.activation_memory_gib is not None
-        or config.model.compile
     )

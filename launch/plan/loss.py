@@ -12,30 +12,32 @@ _DIVERGENCE_TENSORS = {"forward_kl": 7, "reverse_kl": 8, "jsd": 11}
 """[FP32 tensors] Peak number for a chunk of logits while its divergence from a live teacher is recomputed and
 differentiated; counted by the profiler, as tests/launch/plan/test_tasks.py does."""
 _CACHED_TENSORS = 7
-"""[FP32 tensors] The same under cached answers, whatever the divergence."""
+"""[FP32 tensors] Peak number with cached answers, for any divergence."""
 
 
 def loss_bytes(shape: Shape, layout: Layout) -> float:
     """[bytes] Peak size of logits and what is made of them."""
     logits, width = float(shape.vocabulary * layout.label_tokens), layout.width
-    if layout.task == "classify":
+    if layout.config.task == "classify":
         return 0.0  # a number or two for a token, at most
-    if layout.task == "dpo":
+    if layout.config.task == "dpo":
         # the logits and their gradient, and a chunk in FP32, beside which 16 bits are widened
         return 2 * width * logits + (8 if width == 2 else 4) * min(logits, log_probs.CHUNK_VALUES)
-    if layout.task == "distill":
+    if layout.config.task == "distill":
         return _distillation(shape, layout)
     return _label_prediction(shape, layout)
 
 
 def _label_prediction(shape: Shape, layout: Layout) -> float:
-    """All at once: the logits in the dtype they come in, their FP32 log-softmax and its gradients; three FP32 tensors
-    of the vocabulary's width at most. In chunks: the FP32 logits of a chunk, which become their gradient, and that in
+    """[bytes] Memory of a loss over labels.
+
+    All at once: the logits in the dtype they come in, their FP32 log-softmax and its gradients; at most three FP32
+    tensors of the vocabulary's width. In chunks: the FP32 logits of a chunk, which become their gradient, and that in
     16 bits; the gradient of the head's weight where that is trained, in FP32 and, once summed, in the weight's dtype;
     that of the hidden states.
     """
     tokens = layout.label_tokens
-    chunk = min(loss_chunk(layout.model, tokens=tokens, vocabulary=shape.vocabulary), tokens)
+    chunk = min(loss_chunk(layout.config.model, tokens=tokens, vocabulary=shape.vocabulary), tokens)
     if not chunk or not shape.plain_head:
         return 12.0 * shape.vocabulary * tokens
     sixteen, rows = layout.manifest or layout.width == 2, shape.vocabulary / shape.head_share
@@ -50,10 +52,10 @@ def _distillation(shape: Shape, layout: Layout) -> float:
     """The student's logits and the gradient of the chunks that are done, what the teacher said, and a chunk in FP32."""
     logits, width = float(shape.vocabulary * layout.tokens), layout.width
     chunk = min(logits, divergence.CHUNK_VALUES)
-    known, tensors = (8 * layout.distill.top_k + 4) * float(layout.tokens), _CACHED_TENSORS
+    known, tensors = (8 * layout.config.distill.top_k + 4) * float(layout.tokens), _CACHED_TENSORS
     if shape.teacher is not None:
         known = shape.teacher.width * logits
-        tensors = _DIVERGENCE_TENSORS[layout.distill.loss] + (width == 2)  # widened first
+        tensors = _DIVERGENCE_TENSORS[layout.config.distill.loss] + (width == 2)  # widened first
     return known + width * (2 * logits - chunk) + 4 * tensors * chunk
 
 
@@ -62,6 +64,6 @@ def teacher_bytes(shape: Shape, layout: Layout) -> float:
     if shape.teacher is None:
         return 0.0
     whole = float(shape.teacher.width * shape.teacher.shape.parameters)
-    if not layout.distill.sharded:
+    if not layout.config.distill.sharded:
         return whole
     return whole / layout.zero_ranks + min(whole, shape.teacher.width * ZERO_DEFAULTS["stage3_max_live_parameters"])

@@ -20,7 +20,7 @@ from precision.split_masters import SPLIT_BYTES
 
 @dataclass(frozen=True)
 class Memory:
-    """What one rank needs at its peak."""
+    """Peak memory of one rank."""
 
     device: dict[str, float]
     """Item to bytes on the accelerator at the peak."""
@@ -50,7 +50,7 @@ def model_states(shape: Shape, layout: Layout) -> tuple[dict[str, float], dict[s
     else:
         items = {
             "parameters": shape.weight_bytes(layout.width, ranks=layout.zero_ranks if layout.stage == 3 else 1),
-            "masters": (SPLIT_BYTES if layout.split_masters else 4) * part,
+            "masters": (SPLIT_BYTES if layout.config.precision.masters == "split" else 4) * part,
             "moments": kept / layout.zero_ranks,
             "gradients": gradients,
         }
@@ -80,7 +80,7 @@ def activations(shape: Shape, layout: Layout) -> tuple[float, float, float]:
 
 
 def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory:
-    """What one rank needs at its peak. process: bytes of the process itself, for ranks on a CPU."""
+    """Peak memory of one rank. process: bytes of the process itself, for ranks on a CPU."""
     whole_shape, shape = shape, shape.own
     device, host = model_states(shape, layout)
     trained = shape.trained_parameters
@@ -145,7 +145,7 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
         saved = saved_bytes(shape, layout)
         if not layout.on_cpu:
             host["checkpoint copy"] = saved
-        elif layout.saves_between:
+        elif layout.config.checkpoint.every_steps > 0:
             items["checkpoint copy"] = saved
     return Memory(items, host, moment)
 

@@ -73,8 +73,6 @@ class Shape:
     """[parameters] Shared ones once, those of an adapter included."""
     trained_parameters: int
     """[parameters] Number that have masters, moments and gradients: all, or those of an adapter."""
-    largest_parameter: int
-    """[elements] Size of the largest single tensor."""
     largest_trained: int
     """[elements] Size of the largest single tensor that is trained."""
     trained_block: int
@@ -101,7 +99,7 @@ class Shape:
     attention: str = "sdpa"
     """transformers' implementation."""
     counted: Counted | None = None
-    """Its activations; None of a teacher, which keeps none."""
+    """Activations that the model keeps; None for a teacher, which keeps none."""
     teacher: Teacher | None = None
     """The model that answers in every micro-batch."""
     codes: Codes | None = None
@@ -111,7 +109,7 @@ class Shape:
     slice: Shape | None = None
     """The part of one of the ranks that share matrices or experts; None where none do."""
     trained_by_all: int = 0
-    """[parameters] Trained on all ranks that share experts, over all of which ZeRO divides them; 0 where none do."""
+    """[parameters] Number trained on all ranks that share experts, over which ZeRO divides them; 0 where none do."""
     expert_parameters: int = 0
     """[parameters] Size of this rank's experts, where ranks share them."""
     expert_layers: int = 0
@@ -145,7 +143,7 @@ class Shape:
 
     @property
     def hidden_matrix_parameters(self) -> int:
-        """[parameters] Trained, in matrices other than embeddings and the head: those that Muon updates."""
+        """[parameters] Number trained in matrices other than embeddings and the head: those that Muon updates."""
         return sum(group.parameters for group in self.groups if group.matrix)
 
     @property
@@ -294,7 +292,6 @@ def sizes_of(
         architecture=model.config.model_type,
         parameters=sum(size for _, size in parameters.values()),
         trained_parameters=sum(trained),
-        largest_parameter=max(size for _, size in parameters.values()),
         largest_trained=max(trained),
         trained_block=sum(item.numel() for item in inside if item.requires_grad),
         matmul_parameters=sum(size for _, size in matmuls),
@@ -341,7 +338,7 @@ def _tables(model: Any) -> set[int]:
 
 
 def _groups(model: Any, section: OptimizerSection, *, ranks: int = 1) -> Iterator[Group]:
-    """Sizes of the groups of `modeling.parameter_groups`, of experts that so many ranks share the whole ones.
+    """Sizes of the groups of `modeling.parameter_groups`; of experts that `ranks` ranks share, those of the whole ones.
 
     Raises UserError for a group of the config without parameters.
     """

@@ -74,7 +74,7 @@ def make_plan(options: argparse.Namespace, arguments: Sequence[str]) -> Plan:
     timed = partial(
         speed, shape, device=device, mfu=mfu, efficiency=options.efficiency, latency=options.latency_us * 1e-6
     )
-    planner = Planner(shape, device, usable, process, timed)
+    planner = Planner(shape, usable, process, timed)
     configured = planner.option(layout)
     stages = planner.stages(layout)
     return Plan(
@@ -102,8 +102,8 @@ def _device(options: argparse.Namespace) -> Device:
         "per_node": options.per_node,
     }
     if device.is_cpu:
-        given = {"memory": device.memory / options.gpus, **{name: value for name, value in given.items() if value}}
-    return replace(device, **{name: value for name, value in given.items() if value is not None})
+        device = replace(device, memory=device.memory / options.gpus)
+    return replace(device, **{name: value for name, value in given.items() if value})
 
 
 def _measured_mfu(folder: Path, device: Device) -> tuple[float, str]:

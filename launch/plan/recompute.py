@@ -36,7 +36,7 @@ def recomputed_blocks(shape: Shape, layout: Layout) -> int:
 
     The trainer counts what stays of the loss until the backward pass: FP32 log-softmax, or gradients of chunks.
     """
-    model, layers, tokens = layout.model, shape.layers, layout.tokens
+    model, layers, tokens = layout.config.model, shape.layers, layout.tokens
     if layout.checkpointing == "budget":
         assert shape.counted is not None
         loss = min(4.0 * shape.vocabulary * tokens, 4.0 * shape.hidden * (shape.vocabulary + tokens))

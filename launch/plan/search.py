@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from config.batch import divisors
 from config.deepspeed.combinations import OFFLOADS, STAGES, Combination, refusal
-from launch.plan.devices import Device
 from launch.plan.layout import Layout
 from launch.plan.memory import Memory, peak_memory
 from launch.plan.model import Shape
@@ -32,7 +31,6 @@ class Planner:
     """Evaluates layouts of one model on one device."""
 
     shape: Shape
-    device: Device
     usable: float
     """[bytes] Memory of a device, without --reserve."""
     process: float

@@ -1,4 +1,4 @@
-"""How long a step takes: matmuls at an assumed share of the peak, and bytes over the links, for any number of ranks.
+"""Duration of a step: matmuls at an assumed share of the peak, and bytes over the links, for any number of ranks.
 
 A ring moves (n - 1) / n of a tensor through every rank for a reduce-scatter or an all-gather, and twice that for an
 all-reduce (Thakur et al. 2005; what nccl-tests call bus bandwidth). Within a node it runs at the speed of a link; over
@@ -86,14 +86,14 @@ def traffic(shape: Shape, layout: Layout) -> Traffic:
 
 
 def _leaving(ranks: int) -> float:
-    """The share of a tensor that leaves a rank, of so many that gather it or reduce and scatter it in a ring."""
+    """[fraction] Share of a tensor that leaves each of `ranks` that gather it, or reduce and scatter it, in a ring."""
     return (ranks - 1) / ranks
 
 
 def _with_sums(found: Traffic, shape: Shape, layout: Layout) -> Traffic:
     """Add what ranks that share matrices sum up, twice around the ring, and gather, once."""
     # Recomputation stops at the last tensor that is needed, before the block's last sum; a reentrant one does not.
-    each = shape.rows if layout.model.checkpointing_reentrant else shape.rows - 1
+    each = shape.rows if layout.config.model.checkpointing_reentrant else shape.rows - 1
     again = recomputed_blocks(shape, layout) * float(each)
     cut_head = shape.head_share > 1
     outputs, inputs = shape.layers * shape.rows + again, shape.layers * shape.columns + cut_head
@@ -101,7 +101,7 @@ def _with_sums(found: Traffic, shape: Shape, layout: Layout) -> Traffic:
     # Under a manifest what slices return is in 16 bits; the residual stream, so the gradients of inputs, is FP32.
     output_width = 2 if layout.manifest else layout.width
     sent = 2 * layout.tokens * float(shape.hidden) * (outputs * output_width + inputs * layout.width)
-    chunk = loss_chunk(layout.model, tokens=layout.tokens, vocabulary=shape.vocabulary)
+    chunk = loss_chunk(layout.config.model, tokens=layout.tokens, vocabulary=shape.vocabulary)
     if cut_head and chunk:  # the largest logit and two sums of each token, in FP32
         sent, reductions = sent + 2 * 12.0 * layout.tokens, reductions + 2 * math.ceil(layout.tokens / chunk)
     elif cut_head:
@@ -180,7 +180,7 @@ def _exchanged(shape: Shape, layout: Layout) -> float:
 
 def _teacher_traffic(shape: Shape, layout: Layout) -> float:
     """[bytes] A sharded teacher's parameters, gathered in every micro-batch."""
-    if shape.teacher is None or not layout.distill.sharded:
+    if shape.teacher is None or not layout.config.distill.sharded:
         return 0.0
     gathered = float(layout.accumulation * shape.teacher.width * shape.teacher.shape.parameters)
     return gathered * _leaving(layout.zero_ranks)
@@ -193,9 +193,8 @@ def ring_bandwidth(device: Device, world: int) -> float:
 
 @dataclass(frozen=True)
 class Speed:
-    """One optimizer step of a run on `world` devices."""
+    """One optimizer step of a run."""
 
-    world: int
     compute_seconds: float
     communication_seconds: float
     step_seconds: float
@@ -221,17 +220,14 @@ def speed(
     efficiency: float = 0.8,
     latency: float = LATENCY_SECONDS,
 ) -> Speed:
-    """How long one step takes.
+    """Duration of one step.
 
     mfu: share of the peak that the computed FLOPs reach, recomputed ones included. efficiency: share of the links'
     data sheet that collectives reach. Without overlap_comm DeepSpeed communicates between the matmuls; with it, the
     longer of the two counts.
     """
-    world = layout.world
-    tokens = layout.tokens * layout.accumulation
-    peak = matmul_peak(layout, device)
-    flops = tokens * computed_flops(shape, layout)
-    compute, moved = flops / (peak * mfu), traffic(shape, layout)
+    tokens, moved = layout.tokens * layout.accumulation, traffic(shape, layout)
+    compute = tokens * computed_flops(shape, layout) / (matmul_peak(layout, device) * mfu)
 
     def seconds(sent: float, collectives: float, *, ranks: int, across: int) -> float:
         """Duration among `ranks` ranks that lie within `across` consecutive ones."""
@@ -239,13 +235,13 @@ def speed(
 
     # a rank's neighbours in the ring of ZeRO are as many ranks apart as share matrices
     states = moved.gradients + moved.parameters + moved.of_experts
-    communication = seconds(states, moved.collectives, ranks=layout.zero_ranks, across=world)
+    communication = seconds(states, moved.collectives, ranks=layout.zero_ranks, across=layout.world)
     communication += seconds(moved.second_copy, 0.0, ranks=layout.secondary, across=layout.secondary)
     communication += seconds(moved.sequences, moved.trades, ranks=layout.sharing, across=layout.sharing)
     communication += seconds(moved.sums, moved.reductions, ranks=layout.tensor, across=layout.tensor)
     communication += seconds(moved.tokens, moved.dispatches, ranks=layout.expert, across=layout.expert)
     step = max(compute, communication) if layout.overlap else compute + communication
-    return Speed(world, compute, communication, step, tokens * layout.zero_ranks)
+    return Speed(compute, communication, step, tokens * layout.zero_ranks)
 
 
 def matmul_peak(layout: Layout, device: Device) -> float:
@@ -255,9 +251,7 @@ def matmul_peak(layout: Layout, device: Device) -> float:
 
 def mfu_of(tokens_per_second: float, shape: Shape, layout: Layout, device: Device) -> float:
     """The `mfu` at which `speed` gives a measured throughput, with communication counted as computing."""
-    peak = matmul_peak(layout, device)
-    flops = computed_flops(shape, layout)
-    return tokens_per_second / layout.zero_ranks * flops / peak
+    return tokens_per_second / layout.zero_ranks * computed_flops(shape, layout) / matmul_peak(layout, device)
 
 
 def computed_flops(shape: Shape, layout: Layout) -> float:

@@ -29,7 +29,7 @@ def step_bytes(shape: Shape, layout: Layout) -> float:
     one stays until the update is done.
     """
     rule = max((_rule_bytes(group, layout) for group in shape.groups), default=0.0)
-    if layout.split_masters:
+    if layout.config.precision.masters == "split":
         piece = SPLIT_PIECE if layout.on_cpu else SPLIT_PIECE_ON_A_GPU
         rule += _OF_A_PIECE * min(piece, shape.divided / layout.zero_ranks)
     return _copied_gradients(shape, layout) + rule
@@ -76,7 +76,7 @@ def _exchange_bytes(group: Group, layout: Layout) -> float:
     """
     short, long = group.sides
     matrix = short * long
-    iteration = 10.0 * matrix if layout.bf16_matrices else 8.0 * matrix + 8.0 * short**2
+    iteration = 10.0 * matrix if layout.config.optimizer.orthogonalization == "bf16" else 8.0 * matrix + 8.0 * short**2
     if layout.stage == 0:
         return iteration
     batch = min(group.parameters, max(EXCHANGED_VALUES * layout.zero_ranks, matrix))

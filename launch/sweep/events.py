@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,7 +74,7 @@ class History:
 
     @property
     def steps(self) -> int:
-        """[steps] Attempted."""
+        """[steps] Number attempted."""
         return max(self.losses, default=0)
 
     @property
@@ -101,11 +100,3 @@ def read_history(path: Path) -> History:
     history = History(path / "events.jsonl")
     history.refresh()
     return history
-
-
-def refreshed(histories: Iterable[History]) -> list[History]:
-    """The histories, brought up to date."""
-    found = list(histories)
-    for history in found:
-        history.refresh()
-    return found

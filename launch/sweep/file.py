@@ -36,17 +36,14 @@ _PROCESS_OPTIONS = ("--num-gpus", "--nproc-per-node", "--num-processes")
 class Trial:
     """One run of a sweep."""
 
+    label: str
+    """The overrides on one line."""
     overrides: dict[str, Any]
-    """Dotted key to value: how it differs from the other trials."""
+    """Dotted key to value, for the keys in which it differs from the other trials."""
     settings: tuple[str, ...]
-    """All of its `key=value` arguments but those for its folder."""
+    """The trial's `key=value` arguments, without those for its folder."""
     resolved: dict[str, Any]
     """The whole run config without run.name."""
-
-    @property
-    def label(self) -> str:
-        """How it differs from the other trials, on one line."""
-        return " ".join(f"{key}={as_setting(value)}" for key, value in self.overrides.items()) or "as the config says"
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ class Settings:
     processes: int
     """[processes] Processes of each trial."""
     slots: int
-    """[trials] How many run at a time, at most."""
+    """[trials] Largest number that run at a time."""
     minutes: float | None
     """[minutes] Time limit of one start of the sweep."""
     price: float | None
@@ -174,6 +171,7 @@ def _resolved(
         raise UserError(f"{path}: fixed: run.name: the sweep gives each trial its own; leave it out")
     trials: list[Trial] = []
     for overrides in combinations:
+        label = label_of(overrides)
         # Fixed keys come first: a trial may change one key of a mapping among them.
         settings = tuple(f"{key}={as_setting(value)}" for key, value in {**fixed, **overrides}.items())
         try:
@@ -181,16 +179,20 @@ def _resolved(
             resolved = to_dict(resolve_run(options, as_launched(processes)).config)
         except UserError as error:
             text = str(error)
-            if text.startswith("command line: "):
-                raise UserError(f"{path}: {text.removeprefix('command line: ')}") from error
-            raise UserError(f"{path}: {Trial(dict(overrides), (), {}).label}: {text}") from error
+            text = text.removeprefix("command line: ") if text.startswith("command line: ") else f"{label}: {text}"
+            raise UserError(f"{path}: {text}") from error
         del resolved["run"]["name"]
-        trial = Trial(dict(overrides), tuple(item for item in settings if not item.startswith("run.dir=")), resolved)
         same = next((other for other in trials if other.resolved == resolved), None)
         if same is not None:
-            raise UserError(f"{path}: two trials are the same run, {same.label} and {trial.label}; remove one")
-        trials.append(trial)
+            raise UserError(f"{path}: two trials are the same run, {same.label} and {label}; remove one")
+        settings = tuple(item for item in settings if not item.startswith("run.dir="))
+        trials.append(Trial(label, dict(overrides), settings, resolved))
     return trials
+
+
+def label_of(overrides: Mapping[str, Any]) -> str:
+    """The overrides on one line."""
+    return " ".join(f"{key}={as_setting(value)}" for key, value in overrides.items()) or "as the config says"
 
 
 def as_setting(value: Any) -> str:

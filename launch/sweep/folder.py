@@ -21,7 +21,7 @@ from typing import Any, Literal
 from config.errors import UserError
 from config.files import write_atomically
 from config.load import show
-from launch.sweep.file import Settings, Sweep
+from launch.sweep.file import Settings, Sweep, Trial
 from launch.sweep.rule import Hopeless
 
 Status = Literal["waiting", "running", "done", "hopeless", "diverged", "stopped", "refused", "crashed"]
@@ -44,16 +44,12 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Entry:
+class Entry(Trial):
     """A trial of the plan."""
 
     index: int
     name: str
     """Name of its run and run folder."""
-    label: str
-    overrides: dict[str, Any]
-    settings: tuple[str, ...]
-    resolved: dict[str, Any]
     removed: bool = False
     """No longer in the sweep file."""
 
@@ -80,15 +76,16 @@ class Plan(Settings):
     def outcome(self, entry: Entry) -> Outcome:
         """The recorded outcome of a trial."""
         try:
-            return Outcome(
-                **json.loads((self.folder / "trials" / f"{entry.index:03d}.json").read_text(encoding="utf-8"))
-            )
+            return Outcome(**json.loads(self._record(entry).read_text(encoding="utf-8")))
         except FileNotFoundError:
             return Outcome()
 
     def record(self, entry: Entry, outcome: Outcome) -> None:
         """Write the outcome of a trial."""
-        write_json_atomically(self.folder / "trials" / f"{entry.index:03d}.json", dataclasses.asdict(outcome))
+        write_json_atomically(self._record(entry), dataclasses.asdict(outcome))
+
+    def _record(self, entry: Entry) -> Path:
+        return self.folder / "trials" / f"{entry.index:03d}.json"
 
 
 def prepare(sweep: Sweep) -> tuple[Plan, list[str]]:
@@ -114,8 +111,7 @@ def prepare(sweep: Sweep) -> tuple[Plan, list[str]]:
                     f"{sweep.path}: trial {index} ({trial.label}) has begun with {change}; trials that differ in more "
                     f"than the sweep says cannot be ranked: put it back, or give the sweep another name"
                 )
-        name = f"{sweep.name}-{index:03d}"
-        entries.append(Entry(index, name, trial.label, trial.overrides, trial.settings, trial.resolved))
+        entries.append(Entry(**vars(trial), index=index, name=f"{sweep.name}-{index:03d}"))
     if old is not None:
         new = [entry for entry in entries if entry.index not in {one.index for one in old.trials}]
         notes += [f"trial {entry.index} ({entry.label}) is new" for entry in new]

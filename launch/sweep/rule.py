@@ -1,9 +1,9 @@
-"""When a trial is hopeless: the median stopping rule of Vizier. Pure.
+"""The median stopping rule of Vizier, by which a trial is hopeless. Pure functions.
 
 Golovin et al. 2017, Google Vizier: A Service for Black-Box Optimization, section 3.2.2: a trial is stopped at step s
 when its best objective by s is strictly worse than the median of the running averages up to s of the other trials'
-objectives. Here the objective is a loss, reported every so many steps; the others are all trials that have reached step
-s, ended or not (Vizier takes the completed ones); and there is a factor of tolerance, which Vizier does not have.
+objectives. Here the objective is a loss, reported at an interval of steps; the others are all trials that have reached
+step s, ended or not (Vizier takes the completed ones); and there is a factor of tolerance, which Vizier does not have.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Hopeless:
     every_steps: int = limit(10, at_least=1)
     """[steps] Steps per report, which is their mean training loss."""
     factor: float = limit(1.0, at_least=1.0)
-    """[factor] How much larger than the median of the others the best loss may be."""
+    """[factor] Largest ratio of the best loss to the median of the others."""
     trials: int = limit(3, at_least=1)
     """[trials] Others that must have reached the step."""
     loss: Literal["training", "validation"] = "training"

@@ -9,7 +9,7 @@ from typing import Any
 
 from config.redact import redact
 from launch.sweep.events import LAST_STEPS, History, read_history
-from launch.sweep.file import as_setting
+from launch.sweep.file import as_setting, label_of
 from launch.sweep.folder import ENDED, Entry, Outcome, Plan
 from tracking.pages.markdown import Table, page, text
 
@@ -27,7 +27,7 @@ class Row:
     loss: float | None
     """[nats] Loss that it is ranked by."""
     cost: float | None
-    """[money]"""
+    """[money] Price of its device hours; None without a price."""
 
     @property
     def hours(self) -> float:
@@ -54,7 +54,7 @@ class Results:
         return sum(row.outcome.status in ENDED for row in self.rows)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, for JSON; what is not known is null, what is not finite a string."""
+        """The results for JSON; unknown values are null, those that are not finite strings."""
         spent = None if self.plan.price is None else self.plan.price * self.device_hours
         trials = [
             {
@@ -150,9 +150,9 @@ def _over_seeds(results: Results) -> Table:
     """Mean and spread over trials that differ only in run.seed; empty when there are none."""
     groups: dict[str, list[float]] = {}
     for row in results.rows:
-        rest = " ".join(f"{key}={_value(row.entry.overrides, key)}" for key in row.entry.overrides if key != "run.seed")
+        rest = label_of({key: value for key, value in row.entry.overrides.items() if key != "run.seed"})
         if row.outcome.status == "done" and row.loss is not None and "run.seed" in row.entry.overrides:
-            groups.setdefault(rest or "as the config says", []).append(row.loss)
+            groups.setdefault(rest, []).append(row.loss)
     table = Table(("over seeds", "runs done", "mean loss", "standard deviation"))
     if any(len(losses) > 1 for losses in groups.values()):
         for name, losses in sorted(groups.items(), key=lambda item: fmean(item[1])):

@@ -24,7 +24,7 @@ from config.redact import redact_arguments
 from launch import job
 from launch.hosts import without_options
 from launch.job import KILL_AFTER_SECONDS, TRAIN, Job, error_line, job_command, job_environment
-from launch.sweep.events import History, refreshed
+from launch.sweep.events import History
 from launch.sweep.file import as_setting
 from launch.sweep.folder import ENDED, Entry, Outcome, Plan, Status
 from launch.sweep.rule import hopeless_reason
@@ -83,10 +83,9 @@ class _Running:
 
     def __init__(self, plan: Plan, entry: Entry, before: Outcome) -> None:
         self._plan, self._entry, self._before = plan, entry, before
-        self._history = History(plan.run_folder(entry) / "events.jsonl")
-        self._others = [
-            History(plan.run_folder(other) / "events.jsonl") for other in plan.trials if other.index != entry.index
-        ]
+        histories = {other.index: History(plan.run_folder(other) / "events.jsonl") for other in plan.trials}
+        self._history = histories.pop(entry.index)
+        self._others = list(histories.values())
         self._judged_step = 0
         self._hopeless: str | None = None
         self._stop_requested = self._terminated = self._kill = False
@@ -150,7 +149,9 @@ class _Running:
         fresh = [count for count, report in enumerate(reports, start=1) if report.step > self._judged_step]
         if not fresh:
             return
-        others = [history.reports(rule) for history in refreshed(self._others)]
+        for history in self._others:
+            history.refresh()
+        others = [history.reports(rule) for history in self._others]
         for count in fresh:
             self._judged_step = reports[count - 1].step
             self._hopeless = hopeless_reason(reports[:count], others, rule)

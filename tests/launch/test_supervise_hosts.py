@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from config.cli import REPOSITORY
+from config.schema import BatchSection, Config, ParallelSection
 from launch.hosts import Hosts, most_that_fit
 from launch.supervise import Run
 from tests.support.jobs import launches
@@ -156,7 +157,7 @@ def test_the_largest_number_of_machines_that_fits():
 
 
 def test_ranks_that_share_sequences_are_restarted_in_whole_groups():
-    run = Run(Path("events.jsonl"), None, global_size=8, micro_size=2, sequence=2)
+    run = Run(Config(batch=BatchSection(8, 2), parallel=ParallelSection(sequence=2)))
     assert [number for number in range(1, 9) if run.fits(number)] == [2, 4, 8]
 
 

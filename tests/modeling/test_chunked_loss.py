@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from config.cli import REPOSITORY
-from config.schema import ModelSection
+from config.schema import Config, ModelSection
 from launch.plan.loss import loss_bytes
 from modeling.chunked_head import AUTO_FROM_LOGITS, CHUNK_LOGITS, ChunkedHead, loss_chunk
 from modeling.linear_cross_entropy import (
@@ -268,7 +268,7 @@ def test_logits_of_a_large_vocabulary_take_what_the_planner_says(way: str, compu
     width = {"fp32": 4, "bf16": 2}[compute]
     model = ModelSection(loss=way)
     sizes = {"tokens": 1024, "label_tokens": 1024, "width": width}
-    layout: Any = SimpleNamespace(task="pretrain", manifest=False, model=model, **sizes)
+    layout: Any = SimpleNamespace(config=Config(model=model), manifest=False, **sizes)
     said = loss_bytes(shape, layout)
     assert said <= {"full": 3, "chunked": 0.8}[way] * 512 * 2**20
     assert int(done.stdout) == pytest.approx(said, rel=0.1)

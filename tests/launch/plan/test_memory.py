@@ -248,7 +248,7 @@ def test_states_agree_with_deepspeeds_estimators(nodes: int, gpus: int) -> None:
     _, theirs = estimate_zero2_model_states_mem_needs(shape.parameters, **hosts)
     ours, _ = model_states(shape, replace(demo, world=world))
     assert sum(ours.values()) + 2 * part == pytest.approx(theirs, rel=1e-6)
-    sizes = (shape.parameters, shape.largest_parameter)
+    sizes = (shape.parameters, shape.largest_trained)
     _, theirs, layer = estimate_zero3_model_states_mem_needs(*sizes, **hosts, cpu_offload_params=False)
     ours, _ = model_states(shape, replace(demo, stage=3, world=world))
     assert sum(ours.values()) == pytest.approx(theirs - layer, rel=1e-6)
@@ -257,7 +257,7 @@ def test_states_agree_with_deepspeeds_estimators(nodes: int, gpus: int) -> None:
 def test_offload_moves_states_to_the_host_as_deepspeed_says() -> None:
     shape, demo = layout("deepspeed.config=ds_configs/zero3_bf16_offload.json", world=1)
     host, theirs, layer = estimate_zero3_model_states_mem_needs(
-        shape.parameters, shape.largest_parameter, num_gpus_per_node=8, additional_buffer_factor=1
+        shape.parameters, shape.largest_trained, num_gpus_per_node=8, additional_buffer_factor=1
     )
     device, on_host = model_states(shape, replace(demo, world=8))
     assert sum(device.values()) == pytest.approx(theirs - layer, abs=1)

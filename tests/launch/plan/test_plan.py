@@ -34,7 +34,7 @@ def big():
 
 def planner_of(shape, device=DEVICES["h100"]) -> Planner:
     """With 72 GiB of an H100 and nothing reserved."""
-    return Planner(shape, DEVICES["h100"], 72 * GIB, 0.0, partial(speed, shape, device=device))
+    return Planner(shape, 72 * GIB, 0.0, partial(speed, shape, device=device))
 
 
 def planned(capsys, *arguments: str) -> dict:

@@ -25,7 +25,7 @@ from transformers import (
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from config.launcher import as_launched
-from config.schema import AdapterSection, DistillSection, ModelSection, OptimizerSection
+from config.schema import AdapterSection, Config, DistillSection, ModelSection, OptimizerSection
 from config.task import MASKED_LM, SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION
 from launch.plan import command
 from launch.plan.codes import codes_of
@@ -381,10 +381,8 @@ def test_a_divergence_takes_what_the_planner_says(kind: Any, top_k: int, compute
         measured = divergence_peak(kind, top_k, dtype, tokens, vocabulary)
         teacher = None if top_k else SimpleNamespace(width=4)
         shape: Any = SimpleNamespace(vocabulary=vocabulary, teacher=teacher)
-        section = DistillSection(loss=kind, top_k=top_k)
-        layout: Any = SimpleNamespace(
-            tokens=tokens, label_tokens=tokens, width=dtype.itemsize, task="distill", distill=section
-        )
+        config = Config(task="distill", distill=DistillSection(loss=kind, top_k=top_k))
+        layout: Any = SimpleNamespace(config=config, tokens=tokens, label_tokens=tokens, width=dtype.itemsize)
         assert loss_bytes(shape, layout) == pytest.approx(measured, rel=0.02)
 
 
@@ -413,7 +411,8 @@ def test_a_teacher_is_whole_on_every_rank_or_divided(base: Path, dtype: str, wid
     shape, layout = planned(on_base(base, *given))
     alone, _ = planned(on_base(base))
     assert teacher_bytes(shape, layout) == width * shape.parameters
-    sharded = replace(layout, distill=replace(layout.distill, sharded=True))
+    of_student = replace(layout.config, distill=replace(layout.config.distill, sharded=True))
+    sharded = replace(layout, config=of_student)
     assert teacher_bytes(shape, sharded) == width * shape.parameters * 1.5  # gathered as a whole, so small is it
     assert computed_flops(shape, layout) - computed_flops(alone, layout) == shape.forward_flops(128)
     asked_before, _ = planned(on_base(base, *given, "distill.top_k=8"))
