@@ -54,7 +54,7 @@ _STYLE: dict[Any, Any] = {
 def plot_run(events: Path, png: Path) -> Path:
     """Draw the run recorded in `events` to `png` (1560 x 975 pixels, 455 more for two kinds of metrics); returns it.
 
-    Of a step attempted more than once the last attempt is drawn. Non-finite values are gaps, and every
+    The last attempt at a step is drawn. Non-finite values are gaps, and every
     skipped step is a red line. Raises UserError when there is no step to draw.
     """
     timeline = surviving(read_run_events(events))

@@ -1,8 +1,8 @@
 """One run as columns: `events.jsonl` read in one pass and kept at 136 bytes a step.
 
-The numbers of steps are arrays, so that two runs of a million steps can be compared exactly; rare events (scale
-changes, evaluations, checkpoints, incidents) stay whole. Of a step attempted more than once (resume, rollback) the last
-attempt counts, as in `tracking.jsonl.surviving`.
+Per-step numbers are arrays, so that two runs of a million steps can be compared exactly; rare events (scale changes,
+evaluations, checkpoints, incidents) stay whole. The last attempt at a step counts (after a resume or rollback), as in
+`tracking.jsonl.surviving`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tracking.jsonl import Follower, beginnings, event_on
 from tracking.status import Status
 
 MAX_RARE_EVENTS = 20_000
-"""Events of one kind that are kept; of more, the first and the newest half."""
+"""Most events of one kind that are kept: the first half and the newest half."""
 
 _NUMBERS = (
     *("time", "tokens", "loss", "grad_norm", "clip_coefficient", "lr", "loss_scale"),
@@ -116,12 +116,12 @@ class RunFacts:
 
     @property
     def cause(self) -> str:
-        """Why it ended early, or for how long a running one has been silent; empty where there is nothing to say."""
+        """Reason for an early end, or how long a running run has been silent; otherwise empty."""
         return self.checked.cause if self.checked else one_line(self.end.get("reason") or "") if self.end else ""
 
     @property
     def status_and_cause(self) -> str:
-        """Both in one line."""
+        """Status and cause in one line."""
         return f"{self.status}: {self.cause}" if self.cause else self.status
 
     @property

@@ -38,7 +38,7 @@ class Summary:
         self.status = facts.status
         """done, preempted, aborted, crashed or running."""
         self.cause = facts.cause
-        """Why it ended early, or for how long a running one has been silent; empty where there is nothing to say."""
+        """Reason for an early end, or how long a running run has been silent; otherwise empty."""
         self.exit_code: int | None = facts.end["exit_code"] if facts.end else None
         self.sessions = facts.counts["run_start"]
         self.start = facts.start

@@ -26,12 +26,12 @@ _DIGITS = 7
 
 
 def curve(run: RunFacts) -> dict[str, list[float | None]]:
-    """Axes and drawn columns at the chosen steps; what is not finite is None."""
+    """Axes and drawn columns at the chosen steps; None where a value is not finite."""
     return _columns(run, _chosen(run))
 
 
 def means(run: RunFacts) -> dict[str, list[float | None]]:
-    """The same columns averaged over BUCKETS segments of all steps, for smoothing; what is not finite is left out."""
+    """Axes and drawn columns averaged over BUCKETS segments of all steps, for smoothing; without non-finite values."""
     columns, edges = run.columns, _edges(len(run.columns))
     found: dict[str, list[float | None]] = {}
     for name in (*_AXES, *_DRAWN):
@@ -84,7 +84,7 @@ def _columns(run: RunFacts, chosen: np.ndarray) -> dict[str, list[float | None]]
 
 
 def plain_list(values: np.ndarray) -> list[float | None]:
-    """For JSON: None for what is not finite, whole numbers as such, else seven digits."""
+    """Values for JSON: None where not finite, whole numbers as integers, anything else with seven digits."""
     return [
         None if not math.isfinite(value) else int(value) if value.is_integer() else float(f"{value:.{_DIGITS}g}")
         for value in values.tolist()
@@ -99,7 +99,7 @@ def validation(run: RunFacts) -> dict[str, list[float | None]]:
 def band(runs: Sequence[RunFacts]) -> dict[str, Any]:
     """Repeats of one setting: axes, and of each drawn column mean, lowest and highest over the runs; {} for one run.
 
-    Over the steps that all of them have made, at the means of BUCKETS segments, interpolated between them.
+    Covers the steps that every run reached. Values are interpolated between the means of BUCKETS segments.
     """
     known = [means(run) for run in runs if len(run.columns)]
     if len(known) < 2:

@@ -20,7 +20,7 @@ WINDOW = 0.05
 """Share of the tokens, or of the time, up to a point over which a training loss is averaged."""
 
 FEWEST = 10
-"""A training loss is averaged over at least so many steps, where there are as many."""
+"""A training loss is averaged over at least this many steps, where the run has them."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class Measure:
     values: tuple[float | str, ...]
     noise: tuple[float, ...] = ()
     withheld: str = ""
-    """Why no value is called the best, though one is lower or higher; see `tracking.compare.winners`."""
+    """Reason that no value is called the best although they differ; see `tracking.compare.winners`."""
 
     @property
     def best(self) -> tuple[int, ...]:
-        """Indices of the best value; none when all are the same, neither is better, or that cannot be said."""
+        """Indices of the best value; empty when all are equal, neither direction is better, or it is withheld."""
         known = [float(value) for value in self.values if _finite(value)]
         if not self.better or self.withheld or len(set(known)) < 2:
             return ()
@@ -85,7 +85,7 @@ def _each(runs: Sequence[RunFacts], value: Callable[[RunFacts], float]) -> tuple
 
 
 def _shared(runs: Sequence[RunFacts], axis: Callable[[RunFacts], np.ndarray]) -> float:
-    """How far along `axis` every run with steps has come; 0 when none has any."""
+    """Largest value on `axis` that every run with steps has reached; 0 when no run has steps."""
     return min((float(axis(run)[-1]) for run in runs if len(run.columns)), default=0.0)
 
 

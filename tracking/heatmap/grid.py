@@ -1,7 +1,7 @@
-"""The events of a run as arrays of module by step: what the heat maps are drawn from.
+"""Events of a run as (modules, steps) arrays, from which the heat maps are drawn.
 
-Of a step attempted more than once the last attempt counts, as in `tracking.jsonl.surviving`. Memory is bounded: of more
-than MOST_COLUMNS measured steps, neighbours share a column, merged as their panel says.
+The last attempt at a step counts, as in `tracking.jsonl.surviving`. Memory is bounded: beyond MOST_COLUMNS measured
+steps, neighbours share a column, merged as their panel says.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Heat:
         return panel in self.panels and bool(np.isfinite(self.panels[panel]).any())
 
     def folded(self, fold: Fold, opened: Iterable[str] = ()) -> Heat:
-        """The same with one row for each block, or for each kind of module; those in `opened` stay unfolded below it.
+        """Fold to one row per block, or per kind of module; modules of folds in `opened` are listed below their fold.
 
         A folded cell holds the largest, the sum or a mean of its modules.
         """
@@ -80,13 +80,12 @@ class Heat:
         return replace(self, rows=tuple(rows), panels=panels)
 
     def chosen(self, rows: Sequence[int]) -> Heat:
-        """The same with only these rows, in this order."""
+        """Select `rows`, in this order."""
         panels = {key: values[list(rows)] for key, values in self.panels.items()}
         return replace(self, rows=tuple(self.rows[row] for row in rows), panels=panels)
 
     def by_kind(self, panel: str) -> Heat:
-        """The same with modules of one kind next to each other, their blocks in order; without those of which `panel`
-        has no value."""
+        """Order modules by kind, then block; modules without a value in `panel` are dropped."""
         first: dict[str, int] = {}
         for index, name in enumerate(self.rows):
             first.setdefault(folded_name(name, "kinds"), index)
@@ -94,7 +93,7 @@ class Heat:
         return self.chosen(sorted(known.tolist(), key=lambda row: (first[folded_name(self.rows[row], "kinds")], row)))
 
     def narrowed(self, most: int) -> Heat:
-        """The same in at most `most` columns."""
+        """Merge neighbouring columns until at most `most` are left."""
         count = len(self.edges) - 1
         if count <= most:
             return self
@@ -109,7 +108,7 @@ class Heat:
 
 
 def merged(panel: str, values: np.ndarray, axis: int) -> np.ndarray:
-    """Values that share a cell as one, over `axis`; nan where none is known."""
+    """Merge values that share a cell along `axis`; nan where none is known."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of slices without a value
         if panel == "dtype":  # the narrowest that is used: it is what can overflow
@@ -138,7 +137,7 @@ class _Column:
 
 @dataclass
 class _Names:
-    """The keys of the last event's mapping, and the rows that they are."""
+    """Keys of the last event's mapping, and their rows."""
 
     keys: list[str] = field(default_factory=list)
     rows: np.ndarray = field(default_factory=lambda: np.zeros(0, int))
@@ -269,7 +268,7 @@ class HeatCollector:
         return Heat(names, edges, panels, computes, sum(column.measured for column in self._columns))
 
     def _ordered(self) -> tuple[str, ...]:
-        """Rows in the order of the forward pass; those that are only known from elsewhere come last."""
+        """Rows in the order of the forward pass; modules that were never measured come last."""
         known = dict.fromkeys(name for name in [*self._forward, *self._rows] if name in self._rows)
         unmeasured = (module for _, module, _ in self._nonfinite)
         return tuple(dict.fromkeys([*known, *unmeasured]))[:MOST_ROWS]
@@ -292,7 +291,7 @@ class HeatCollector:
         return grid
 
     def _dtype_grid(self, names: Sequence[str], rows: dict[str, int], edges: np.ndarray) -> np.ndarray:
-        """Positions in DTYPES. Under a manifest what is in no region is FP32, as the residual stream is."""
+        """Positions in DTYPES. Under a manifest, modules outside of all regions are FP32, as is the residual stream."""
         default = "fp32" if self._regions else self._default
         code = DTYPES.index(default) if default in DTYPES else 0
         grid = np.full((len(names), len(edges) - 1), float(code) if code else np.nan, np.float32)

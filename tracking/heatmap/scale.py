@@ -1,4 +1,4 @@
-"""Which panels are worth a picture, and the values at the ends of their colours."""
+"""Selection of the panels that are worth drawing, and the limits of their colour scales."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tracking.heatmap.panels import PANELS
 
 
 def drawn_panels(heat: Heat) -> list[str]:
-    """Panels worth a picture: those with a value, without one that is the same everywhere."""
+    """Panels worth drawing: those with a value, except flags that are constant everywhere."""
     return [
         key
         for key in PANELS
@@ -19,7 +19,7 @@ def drawn_panels(heat: Heat) -> list[str]:
 
 
 def limits(heat: Heat, key: str) -> tuple[float, float]:
-    """Values at the ends of a panel's colours; never the same, and above 0 on a logarithmic scale."""
+    """Lower and upper limit of a panel's colour scale; never equal, and above 0 on a logarithmic scale."""
     panel, values = PANELS[key], heat.panels[key]
     known = values[np.isfinite(values) & ((values > 0) | (not panel.log))]
     if known.size:

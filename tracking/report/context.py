@@ -63,7 +63,7 @@ LIMITS = {
     "low_precision": Limit("low-precision FLOP share", 0.95, "least", "at least {:%} of the FLOPs", chosen=True),
     "drift": Limit("drift from the masters", 0.0, "most", "at most {:g}", chosen=True),
 }
-"""By measure, in the order of a report."""
+"""Limits by measure, in the order of a report."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Run:
 
 @dataclass(frozen=True)
 class MeasureContext:
-    """A run, and all that its measures are compared with.
+    """A run, and everything that its measures are compared with.
 
     price: money per device and hour; None leaves costs out. peak: FLOP/s of one device; None uses the data sheet's.
     now: seconds since the epoch.

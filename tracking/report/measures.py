@@ -31,7 +31,7 @@ def all_measures(context: MeasureContext) -> list[Finding]:
 
 
 def count_verdicts(findings: Sequence[Finding]) -> str:
-    """How many passed, failed and were not measured, as a sentence."""
+    """Sentence with the number of measures that passed, failed and were not measured."""
     count = Counter(finding.verdict for finding in findings)
     failed = f"{count['fail']} failed" if count["fail"] else "none failed"
     return f"{count['pass']} of {len(findings)} measures pass, {failed}, {count['not measured']} not measured"

@@ -111,7 +111,7 @@ def validation_delta(context: MeasureContext) -> Measured:
 
 
 def norm_variance(context: MeasureContext) -> Measured:
-    """How much gradient norms vary, against the baseline's."""
+    """Relative variance of gradient norms against the baseline's."""
     how = "variance of the finite gradient norms over their squared mean, over the second half of the applied steps"
     own, count = _relative_variance(context.run.facts)
     if count < _FEWEST_NORMS:

@@ -53,7 +53,7 @@ class Entry:
     hypothesis: str
     planned: int | None
     group: str
-    """The same for runs that differ in nothing but their seed; empty without a config."""
+    """Key shared by runs that differ only in their seed; empty without a config."""
     changed: float
     """[seconds since the epoch] Time of the last change of its events."""
 

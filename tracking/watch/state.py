@@ -17,7 +17,7 @@ _CURVES = ("loss", "grad_norm", "loss_scale", "tokens_per_second", "lr")
 
 
 class WatchState:
-    """A run up to its newest event. Of a step attempted twice the last attempt counts."""
+    """A run up to its newest event. The last attempt at a step counts."""
 
     def __init__(self) -> None:
         self.start: Event | None = None
@@ -27,7 +27,7 @@ class WatchState:
         self.step = 0
         self.tokens = 0
         self.time: float | None = None
-        """Of the newest event, in seconds since the epoch."""
+        """[seconds since the epoch] Time of the newest event."""
         self.session_time: float | None = None
         self.curves = {name: Series() for name in _CURVES}
         self.validation = Series()
@@ -36,7 +36,7 @@ class WatchState:
         self.counts: Counter[tuple[str, str]] = Counter()
         """Events over all sessions, by (event, kind): ("incident", "SKIP"), ("scale", "overflow") and so on."""
         self.causes: Counter[str] = Counter()
-        """How often each module, of the first few hundred, was found to hold inf or nan."""
+        """Number of inf or nan findings by module, for the first few hundred modules."""
         self.checkpoint: Event | None = None
         self.validated: Event | None = None
         self.flop_share: dict[str, float] = {}
