@@ -7,6 +7,7 @@ there. A validation loss is interpolated between the two evaluations around the 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -146,9 +147,7 @@ def _scale(run: RunFacts) -> str:
     scales = run.columns.loss_scale[np.isfinite(run.columns.loss_scale)]
     if not scales.size or (np.all(scales == scales[0]) and not run.counts["scale"]):
         return "" if not scales.size or scales[0] == 1.0 else f"{format_scale(float(scales[0]))}, never changed"
-    reasons: dict[str, int] = {}
-    for event in run.rare_events.get("scale", ()):
-        reasons[event["reason"]] = reasons.get(event["reason"], 0) + 1
+    reasons = Counter(event["reason"] for event in run.rare_events.get("scale", ()))
     why = ", ".join(f"{count} x {reason}" for reason, count in sorted(reasons.items()))
     first, last = (format_scale(float(scales[index])) for index in (0, -1))
     return f"{first} -> {last} ({why or 'set by the config'})"

@@ -6,10 +6,9 @@ import numpy as np
 from rich.text import Text
 
 from config.printable import line
-from tracking.heatmap.grid import Heat
+from tracking.heatmap.grid import Heat, limits
 from tracking.heatmap.modules import short_name
 from tracking.heatmap.panels import DTYPES, PANELS
-from tracking.heatmap.scale import limits
 
 _LABEL = 24
 _SHADES = " .:-=+*#%@"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,12 +107,35 @@ class Heat:
         return replace(self, edges=self.edges[starts], panels=panels)
 
 
+def drawn_panels(heat: Heat) -> list[str]:
+    """Panels worth drawing: those with a value, except flags that are constant everywhere."""
+    return [
+        key
+        for key in PANELS
+        if heat.has(key)
+        and (key not in ("drift", "nonfinite", "dtype") or np.unique(np.nan_to_num(heat.panels[key])).size > 1)
+    ]
+
+
+def limits(heat: Heat, key: str) -> tuple[float, float]:
+    """Lower and upper limit of a panel's colour scale; never equal, and above 0 on a logarithmic scale."""
+    panel, values = PANELS[key], heat.panels[key]
+    known = values[np.isfinite(values) & ((values > 0) | (not panel.log))]
+    if known.size:
+        low, high = float(known.min()), float(known.max())
+    else:
+        low, high = (1e-12, 1.0) if panel.log else (0.0, 1.0)
+    if panel.low is not None:
+        low = panel.low
+    if panel.high is not None:
+        high = panel.high if key == "dtype" or not panel.percent or panel.log else max(min(panel.high, high), 0.01)
+    return (low, high) if high > low else (low, low * 2 if panel.log else low + 1.0)
+
+
 def merged(panel: str, values: np.ndarray, axis: int) -> np.ndarray:
     """Merge values that share a cell along `axis`; nan where none is known."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of slices without a value
-        if panel == "dtype":  # the narrowest that is used: it is what can overflow
-            return np.nanmax(values, axis=axis)
         match PANELS[panel].merge:
             case "largest":
                 return np.nanmax(values, axis=axis)
@@ -135,14 +158,6 @@ class _Column:
     measured: int = 1
 
 
-@dataclass
-class _Names:
-    """Keys of the last event's mapping, and their rows."""
-
-    keys: list[str] = field(default_factory=list)
-    rows: np.ndarray = field(default_factory=lambda: np.zeros(0, int))
-
-
 class HeatCollector:
     """Takes events in file order; `heat` gives the arrays so far, at any time."""
 
@@ -150,14 +165,12 @@ class HeatCollector:
         self._rows: dict[str, int] = {}
         self._columns: list[_Column] = []
         self._share = 1  # measured steps that share a column
-        self._seen: dict[str, _Names] = {}
+        self._seen: dict[str, tuple[list[str], np.ndarray]] = {}  # keys of the last event's mappings, and their rows
         self._forward: list[str] = []
         self._nonfinite: list[tuple[int, str, float]] = []
         self._changes: list[tuple[int, dict[str, str]]] = []  # step, module to dtype from then on
         self._default = ""
         self._regions = False
-        self.last_step = 0
-        """The newest step that was passed to `add` or `passed`."""
 
     def add(self, event: Event) -> None:
         """Add one event of any kind. Unknown or damaged values become nan."""
@@ -179,7 +192,6 @@ class HeatCollector:
             self._keep_change(step, {str(name): event["promoted_to"] for name in names})
         elif kind == "note" and event.get("demoted"):
             self._keep_change(step, _texts(event["demoted"]))
-        self.last_step = max(self.last_step, step)
 
     def _keep_change(self, step: int, change: dict[str, str]) -> None:
         if change and len(self._changes) < _MOST_CHANGES:
@@ -193,15 +205,14 @@ class HeatCollector:
         activations = _mapping(event.get("activation_max"))
         if activations:
             self._forward = list(activations)
+        updates, lost = _mapping(event.get("update_ratios")), _mapping(event.get("lost_updates"))
         found = {
             "activation": self._spread("activations", activations, list(activations.values())),
             "gradient": self._spread("gradients", gradients, [item.get("rms") for item in measures]),
             "underflow": self._spread("gradients", gradients, [item.get("below_normal") for item in measures]),
+            "update": self._spread("updates", updates, list(updates.values())),
+            "lost": self._spread("lost", lost, list(lost.values())),
         }
-        updates = _mapping(event.get("update_ratios"))
-        found["update"] = self._spread("updates", updates, list(updates.values()))
-        lost = _mapping(event.get("lost_updates"))
-        found["lost"] = self._spread("lost", lost, list(lost.values()))
         drift = _mapping(event.get("drift"))
         if "by_module" in drift:  # has only the modules whose weights are not their rounded masters
             apart = _mapping(drift["by_module"])
@@ -218,13 +229,14 @@ class HeatCollector:
 
     def _spread(self, what: str, named: dict[str, Any], values: list[Any]) -> np.ndarray:
         """Values of named modules as an array by row."""
-        seen = self._seen.setdefault(what, _Names())
         keys = list(named)
-        if keys != seen.keys:
+        seen, rows = self._seen.get(what, ([], np.zeros(0, int)))
+        if keys != seen:
             for key in keys:
-                if key not in self._rows and len(self._rows) < MOST_ROWS:
-                    self._rows[key] = len(self._rows)
-            self._seen[what] = seen = _Names(keys, np.array([self._rows.get(key, -1) for key in keys], int))
+                if len(self._rows) < MOST_ROWS:
+                    self._rows.setdefault(key, len(self._rows))
+            rows = np.array([self._rows.get(key, -1) for key in keys], int)
+            self._seen[what] = keys, rows
         spread = np.full(len(self._rows), np.nan, np.float32)
         if keys:
             try:
@@ -232,7 +244,7 @@ class HeatCollector:
             except (TypeError, ValueError, OverflowError):
                 numbers = np.array([_number(value) for value in values])
             with np.errstate(over="ignore"):
-                spread[seen.rows[seen.rows >= 0]] = numbers[seen.rows >= 0]
+                spread[rows[rows >= 0]] = numbers[rows >= 0]
         return spread
 
     def _joined(self, columns: Sequence[_Column]) -> _Column:

@@ -36,6 +36,7 @@ PANELS = {
     "update": Panel("Update over weights, ratio of norms", True, "mean"),
     "lost": Panel("Updates that changed no bit of the weight that computes", False, "average", 0.0, 1.0, percent=True),
     "nonfinite": Panel("Values that were inf or nan", True, "sum"),
+    # The largest code is the narrowest dtype, which is the one that can overflow.
     "dtype": Panel("Dtype in force", False, "largest", 0.0, len(DTYPES) - 1.0),
 }
 """Panels by key, in display order."""

@@ -15,10 +15,9 @@ from config.files import write_atomically
 from config.redact import redact
 from tracking.console import duration, human
 from tracking.events import Event, describe_event, format_scale
-from tracking.heatmap.grid import read_heat
+from tracking.heatmap.grid import drawn_panels, read_heat
 from tracking.heatmap.panels import PANELS
 from tracking.heatmap.picture import draw_heat
-from tracking.heatmap.scale import drawn_panels
 from tracking.heatmap.words import sentences
 from tracking.observed_dtypes import computed, lower_than_promised, unobserved
 from tracking.pages.markdown import Table, code, fenced, page, section

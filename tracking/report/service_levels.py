@@ -19,8 +19,8 @@ from typing import Any
 
 from config.cli import DIVERGED
 from config.errors import UserError
-from tracking.report.absolute import GOOD_ENDINGS
 from tracking.report.context import Verdict, percent
+from tracking.report.measures import GOOD_ENDINGS
 from tracking.report.sessions import RunHistory, read_history
 from tracking.run_dir import RunDir, matching
 from tracking.status import Status, run_status

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -105,9 +107,7 @@ def table(entries: Sequence[Entry], asked: Asked, *, now: float) -> Table:
     groups = _groups(wanted) if asked.by_seed else [[entry] for entry in wanted]
     value = _VALUES[asked.sort]
     ranked = sorted(groups, key=lambda group: _rank(value(group), descending=asked.descending))
-    states: dict[str, int] = {}
-    for entry in entries:
-        states[entry.status.state] = states.get(entry.status.state, 0) + 1
+    states: dict[str, int] = Counter(entry.status.state for entry in entries)
     lines = [_line(group, keys, now) for group in ranked]
     return Table(lines, asked, len(entries), len(wanted), states, COLUMNS, len(keys))
 
@@ -185,11 +185,9 @@ def _rank(value: Any, *, descending: bool) -> tuple[bool, Any]:
 def _line(group: Sequence[Entry], keys: Sequence[str], now: float) -> Line:
     first = group[0]
     skims = [entry.skim for entry in group]
-    incidents: dict[str, int] = {}
+    incidents: Counter[str] = Counter()
     for skim in skims:
-        for kind, count in skim.counts.items():
-            if kind.startswith("incident "):
-                incidents[kind.removeprefix("incident ")] = incidents.get(kind.removeprefix("incident "), 0) + count
+        incidents.update({kind[9:]: n for kind, n in skim.counts.items() if kind.startswith("incident ")})
     worst = min(group, key=lambda entry: _ORDER[entry.status.state])
     seeds = sorted({str(entry.settings.get("run.seed")) for entry in group})
     own = [(key, _value(first.settings[key])) for key in keys if key in first.settings]
@@ -249,9 +247,7 @@ def scale_text(scale: float) -> str:
 
 def _common(names: Sequence[str]) -> str:
     """Common prefix of the names, without a trailing separator or number."""
-    low, high = min(names), max(names)
-    count = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
-    return low[:count].rstrip("-_.0123456789/ ") or names[0]
+    return os.path.commonprefix(names).rstrip("-_.0123456789/ ") or names[0]
 
 
 def _sparkline(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[str, str]:

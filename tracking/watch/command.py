@@ -23,9 +23,8 @@ from config.cli import Arguments, entry_point
 from config.errors import UserError
 from config.printable import shown
 from tracking import terminal
-from tracking.heatmap.grid import USED, HeatCollector
+from tracking.heatmap.grid import USED, HeatCollector, drawn_panels
 from tracking.heatmap.panels import PANELS
-from tracking.heatmap.scale import drawn_panels
 from tracking.heatmap.still import still_sentence, warmup_of
 from tracking.jsonl import Follower
 from tracking.run_dir import RunDir
