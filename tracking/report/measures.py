@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from config.errors import UserError
-from tracking.console import format_seconds, human
+from tracking.console import format_seconds, gib, human
 from tracking.heatmap.still import still_of_run
 from tracking.report.context import WIDE, Finding, MeasureContext, Measured, NotMeasured, Run, find
 from tracking.report.sessions import read_history
@@ -144,15 +144,11 @@ def peak_memory(context: MeasureContext) -> Measured:
     own = context.run.facts.peak_memory_bytes
     if not own > 0:
         raise NotMeasured("no step recorded its memory", how)
-    baseline = comparable_baseline(context, same=SAME_MEMORY, how=how, shown=_gib(own))
+    baseline = comparable_baseline(context, same=SAME_MEMORY, how=how, shown=gib(own))
     base = baseline.facts.peak_memory_bytes
     if not base > 0:
-        raise NotMeasured(f"{baseline.name} recorded no memory", how, _gib(own))
-    return Measured(own / base, f"{own / base:.3f}x ({_gib(own)}; baseline {_gib(base)})", how)
-
-
-def _gib(value: float) -> str:
-    return f"{value / 2**30:.2f} GiB"
+        raise NotMeasured(f"{baseline.name} recorded no memory", how, gib(own))
+    return Measured(own / base, f"{own / base:.3f}x ({gib(own)}; baseline {gib(base)})", how)
 
 
 def validation_delta(context: MeasureContext) -> Measured:

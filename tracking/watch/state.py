@@ -13,6 +13,8 @@ from tracking.watch.series import Series
 
 _RECENT_STEPS = 50  # the speed and the ETA are medians over these
 _MAX_LINES = 200
+_LOGGED = {"nonfinite": "bad", "incident": "bad", "checkpoint": "good", "warning": "warn", "fault": "warn"}
+"""Level by event of those that are always logged."""
 _CURVES = ("loss", "grad_norm", "loss_scale", "tokens_per_second", "lr")
 
 
@@ -50,6 +52,8 @@ class WatchState:
         handler = getattr(self, f"_on_{event['event']}", None)
         try:
             self.time = event["time"]
+            if event["event"] in _LOGGED:
+                self._log(event, _LOGGED[event["event"]])
             if handler is not None:
                 handler(event)
         except (KeyError, TypeError, AttributeError, ValueError):
@@ -114,11 +118,9 @@ class WatchState:
         cause = "loss" if event["tensor"] == "loss" else line(event["module"])
         if cause in self.causes or len(self.causes) < _MAX_LINES:
             self.causes[cause] += 1
-        self._log(event, "bad")
 
     def _on_incident(self, event: Event) -> None:
         self.counts["incident", event["verdict"]] += 1
-        self._log(event, "bad")
         if "rolled_back_to" in event:
             self._log(event, "warn", f"rolled back to {Path(event['rolled_back_to']).name}")
 
@@ -129,20 +131,15 @@ class WatchState:
 
     def _on_checkpoint(self, event: Event) -> None:
         self.checkpoint = event
-        self._log(event, "good")
 
     def _on_note(self, event: Event) -> None:
         self._log(event, "warn", event["text"])
 
     def _on_warning(self, event: Event) -> None:
         self.counts["warning", event["signal"]] += 1
-        self._log(event, "warn")
 
     def _on_telemetry(self, event: Event) -> None:
         self.counts["telemetry", ""] += 1
-
-    def _on_fault(self, event: Event) -> None:
-        self._log(event, "warn")
 
     def _on_precision(self, event: Event) -> None:
         self.flop_share = {line(dtype): share for dtype, share in (event["flop_share"] or {}).items()}
