@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from precision import statistics, tolerance
-from tests.support.gradient_oracle import gradient_statistics, underflow_share
+from tests.support.models.gradient_oracle import gradient_statistics, underflow_share
 
 HALF = torch.float16, torch.bfloat16
 
