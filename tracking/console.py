@@ -174,11 +174,10 @@ class ConsoleSink:
 
     def _cells(self, event: Event) -> list[str]:
         first = f" from {self._first_loss:.3f}" if self._first_loss is not None else ""
-        memory = event["memory_bytes"]
         return [
             f"{human(event['tokens_per_second']):>6} tok/s",
             f"ETA {duration(self._eta(event['step'])):<6}",
-            f"{memory / 2**30:.2f} GiB" if memory else "",
+            gib(event["memory_bytes"]),
             f"loss {event['loss']:7.4f}{first}",
             sparkline(self._losses, _SPARK_WIDTH, self._blocks),
             f"grad norm {_short(event['grad_norm']):>8}",
@@ -228,6 +227,11 @@ def human(value: float) -> str:
         if abs(value) >= bound:
             return f"{value / bound:.1f}{unit}"
     return f"{value:.0f}"
+
+
+def gib(size: float | None) -> str:
+    """A size in bytes as 1.50 GiB; empty where it is 0 or unknown."""
+    return f"{size / 2**30:.2f} GiB" if size else ""
 
 
 def duration(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""The events of `events.jsonl`: which exist, which fields each one must carry, and each in one line of text.
+"""The events of `events.jsonl`: their names, the fields that each must carry, and a one-line description of each.
 
 Every event has `event`, `step` (optimizer steps attempted so far), `time` (seconds since the epoch) and `tokens`
 (global, so far). The further fields below are required; an event may carry more. Units:
@@ -91,7 +91,7 @@ def check(event: str, fields: dict[str, Any]) -> None:
 
 
 def fault_in(event: Event) -> str | None:
-    """Why `event`, read from a file, is none of the above, such as "has no loss"; None when it can be used."""
+    """Reason that `event`, read from a file, is not a valid event, such as "has no loss"; None when it is valid."""
     kind = event.get("event")
     if not isinstance(kind, str):
         return "has no name"

@@ -1,4 +1,4 @@
-"""What a `precision` event says about the sums inside a step, as text: `precision/inner_dtypes.py` writes it."""
+"""Text for the dtypes of sums inside a step, from a `precision` event (written by `precision/inner_dtypes.py`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ NAMED = 3
 
 
 def lower_than_promised(event: dict[str, Any]) -> list[str]:
-    """What was computed in a lower dtype than promised, a line each with its modules; none in a sound run."""
+    """A line for each operation computed in a lower dtype than promised, with its modules; empty in a sound run."""
     return [
         f"{entry['what']} in {entry['computed']} where {entry['promised']} is promised: {_some(entry['modules'])}"
         for entry in _part(event, "lower", list)
@@ -17,7 +17,7 @@ def lower_than_promised(event: dict[str, Any]) -> list[str]:
 
 
 def computed(event: dict[str, Any]) -> dict[str, dict[str, int]]:
-    """What, to the dtypes that it was computed in, to the modules that did."""
+    """Modules by dtype by operation."""
     found: dict[str, dict[str, int]] = _part(event, "computed", dict)
     return found
 

@@ -54,7 +54,7 @@ _STYLE: dict[Any, Any] = {
 def plot_run(events: Path, png: Path) -> Path:
     """Draw the run recorded in `events` to `png` (1560 x 975 pixels, 455 more for two kinds of metrics); returns it.
 
-    Of a step attempted more than once the last attempt is drawn. Non-finite values are gaps, and every
+    The last attempt at a step is drawn. Non-finite values are gaps, and every
     skipped step is a red line. Raises UserError when there is no step to draw.
     """
     timeline = surviving(read_run_events(events))
@@ -73,10 +73,7 @@ def plot_run(events: Path, png: Path) -> Path:
         _draw_loss(axes[0][0], steps, evals, starts[-1].get("loss_unit"))
         _draw_grad_norm(axes[0][1], steps)
         _draw_lr(axes[1][0], steps)
-        if starts[-1]["compute"] == "fp16":
-            _draw_scale(axes[1][1], steps)
-        else:
-            _draw_speed(axes[1][1], steps)
+        (_draw_scale if starts[-1]["compute"] == "fp16" else _draw_speed)(axes[1][1], steps)
         for axis, (title, names) in zip(axes[2:].flat, metrics, strict=False):
             _draw_metrics(axis, steps, evals, title, names)
         for axis in axes[-1][1:] if len(metrics) % 2 else ():
@@ -144,17 +141,14 @@ def _curve(axis: Axes, x: list[int], y: list[float], label: str) -> None:
 
 
 def _running_median(values: list[float], width: int) -> tuple[list[int], list[float]]:
-    """Median of the finite values in a centred window, at up to 1000 places: (index of the place, median or nan)."""
+    """Median of the values that are not nan in a centred window, at up to 1000 places: (their indices, medians)."""
     import numpy
 
-    array, half = numpy.asarray(values), width // 2
+    array = numpy.asarray(values)
     centres = sorted({round(place) for place in numpy.linspace(0, len(values) - 1, min(1000, len(values)))})
-    medians = []
-    for centre in centres:
-        window = array[max(0, centre - half) : centre + half + 1]
-        window = window[numpy.isfinite(window)]
-        medians.append(float(numpy.median(window)) if window.size else math.nan)
-    return centres, medians
+    windows = (array[max(0, centre - width // 2) : centre + width // 2 + 1] for centre in centres)
+    known = (window[~numpy.isnan(window)] for window in windows)
+    return centres, [float(numpy.median(window)) if window.size else math.nan for window in known]
 
 
 def _mark_skips(axis: Axes, steps: list[Event]) -> None:

@@ -20,7 +20,7 @@ class Spread:
     rank: int
     """The rank with the most."""
     all: tuple[float, ...]
-    """By rank; empty in runs of which only the other fields were recorded."""
+    """Values by rank; empty where only the other fields were recorded."""
 
 
 def spread(event: Event, measure: str) -> Spread | None:

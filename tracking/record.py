@@ -57,22 +57,9 @@ class Record:
             fields = self._redactor.value("", fields)
         self._fan_out({"event": event, "step": step, "time": self._clock(), "tokens": tokens, **fields})
 
-    def scale(
-        self,
-        *,
-        step: int,
-        tokens: int,
-        previous: float,
-        new: float,
-        reason: str,
-        consecutive_overflows: int,
-        lr: float,
-        momentum_norm: float | None,
-        **fields: Any,
-    ) -> None:
-        """Record a `scale` event; a helper because its field `from` is a Python keyword."""
-        fields.update({"from": previous, "to": new, "reason": reason, "consecutive_overflows": consecutive_overflows})
-        self.event("scale", step=step, tokens=tokens, lr=lr, momentum_norm=momentum_norm, **fields)
+    def scale(self, *, previous: float, new: float, **fields: Any) -> None:
+        """Record a `scale` event; a helper because its field `from` is a Python keyword. fields: all the others."""
+        self.event("scale", **fields | {"from": previous, "to": new})
 
     def note(self, text: str, **fields: Any) -> None:
         """Record a free-text `note` at the newest step, such as a failed sink. fields: further fields, for programs."""

@@ -1,8 +1,8 @@
 """One run as columns: `events.jsonl` read in one pass and kept at 136 bytes a step.
 
-The numbers of steps are arrays, so that two runs of a million steps can be compared exactly; rare events (scale
-changes, evaluations, checkpoints, incidents) stay whole. Of a step attempted more than once (resume, rollback) the last
-attempt counts, as in `tracking.jsonl.surviving`.
+Per-step numbers are arrays, so that two runs of a million steps can be compared exactly; rare events (scale changes,
+evaluations, checkpoints, incidents) stay whole. The last attempt at a step counts (after a resume or rollback), as in
+`tracking.jsonl.surviving`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from tracking.jsonl import Follower, beginnings, event_on
 from tracking.status import Status
 
 MAX_RARE_EVENTS = 20_000
-"""Events of one kind that are kept; of more, the first and the newest half."""
+"""Most events of one kind that are kept: the first half and the newest half."""
 
 _NUMBERS = (
     *("time", "tokens", "loss", "grad_norm", "clip_coefficient", "lr", "loss_scale"),
     *("step_seconds", "tokens_per_second", "memory_bytes", "data_seconds"),
 )
+_TYPES = dict.fromkeys((*_NUMBERS, "seconds"), "d") | dict.fromkeys(("step", "order", "offset"), "q") | {"applied": "b"}
 _STATE = ("scale", "eval", "checkpoint")  # dropped with the attempt that recorded them
 _STEP, _TELEMETRY = beginnings("step", "telemetry")
 _HASH_DIGITS = 15  # of sample_ids_sha256: 60 bits, so that they fit a signed 64-bit integer
@@ -116,12 +117,12 @@ class RunFacts:
 
     @property
     def cause(self) -> str:
-        """Why it ended early, or for how long a running one has been silent; empty where there is nothing to say."""
+        """Reason for an early end, or how long a running run has been silent; otherwise empty."""
         return self.checked.cause if self.checked else one_line(self.end.get("reason") or "") if self.end else ""
 
     @property
     def status_and_cause(self) -> str:
-        """Both in one line."""
+        """Status and cause in one line."""
         return f"{self.status}: {self.cause}" if self.cause else self.status
 
     @property
@@ -158,9 +159,8 @@ class Collector:
     """Takes events in file order and keeps the history that survives."""
 
     def __init__(self) -> None:
-        self._numbers = {name: array("d") for name in _NUMBERS}
-        self._seconds, self._step, self._order, self._offset = array("d"), array("q"), array("q"), array("q")
-        self._applied = array("b")
+        self._columns = {name: array(code) for name, code in _TYPES.items()}
+        self._step = self._columns["step"]
         self._state: dict[str, list[tuple[int, Event]]] = {kind: [] for kind in _STATE}
         self._events: dict[str, list[Event]] = {}
         self._serial = self._began = 0  # events so far; the step that the session started from
@@ -220,18 +220,16 @@ class Collector:
             raise ValueError(f"step {step}")
         if self._step and step <= self._step[-1]:
             self._drop_steps(step, also_newest=False)
-        for name, column in self._numbers.items():
-            value = event.get(name)
-            column.append(math.nan if value is None else float(value))
-        seconds = self._numbers["step_seconds"][-1]
-        covered = max(1, step - (self._step[-1] if self._step else self._began))  # wandb leaves steps out
-        self._running += seconds * covered if math.isfinite(seconds) else 0.0
-        self._seconds.append(self._running)
-        self._step.append(step)
-        self._applied.append(bool(event.get("applied", True)))
+        row: dict[str, Any] = {
+            name: math.nan if (value := event.get(name)) is None else float(value) for name in _NUMBERS
+        }
         order = event.get("sample_ids_sha256")
-        self._order.append(int(order[:_HASH_DIGITS], 16) if order else -1)
-        self._offset.append(offset)
+        row["order"] = int(order[:_HASH_DIGITS], 16) if order else -1
+        covered = max(1, step - (self._step[-1] if self._step else self._began))  # wandb leaves steps out
+        self._running += row["step_seconds"] * covered if math.isfinite(row["step_seconds"]) else 0.0
+        row |= {"step": step, "seconds": self._running, "applied": bool(event.get("applied", True)), "offset": offset}
+        for name, value in row.items():
+            self._columns[name].append(value)
         self._serials.append(self._serial)
 
     def _drop_steps(self, step: int, *, also_newest: bool) -> None:
@@ -242,10 +240,8 @@ class Collector:
         kept = int(np.searchsorted(np.frombuffer(self._step, np.int64), step)) if self._step else 0
         self.abandoned += len(self._step) - kept
         newest = self._serials[-1] if self._serials else 0
-        for column in (self._seconds, self._step, self._applied, self._order, self._offset, self._serials):
+        for column in (*self._columns.values(), self._serials):
             del column[kept:]
-        for numbers in self._numbers.values():
-            del numbers[kept:]
         for kind, events in self._state.items():
             self._state[kind] = [
                 (serial, event)
@@ -262,22 +258,15 @@ class Collector:
 
     def facts(self, label: str, source: str, events: Path | None) -> RunFacts:
         """The run so far; nothing may be added afterwards."""
-        numbers = {name: np.frombuffer(column, np.float64) for name, column in self._numbers.items()}
-        columns = Columns(
-            step=np.frombuffer(self._step, np.int64),
-            seconds=np.frombuffer(self._seconds, np.float64),
-            applied=np.frombuffer(self._applied, np.int8).astype(bool),
-            order=np.frombuffer(self._order, np.int64),
-            offset=np.frombuffer(self._offset, np.int64),
-            **numbers,
-        )
+        columns = {name: np.frombuffer(column, column.typecode) for name, column in self._columns.items()}
+        columns["applied"] = columns["applied"].astype(bool)
         state = {kind: [event for _, event in kept] for kind, kept in self._state.items()}
         began = self._last_time if self._session_began is None else self._session_began
         return RunFacts(
             label=label,
             source=source,
             events=events,
-            columns=columns,
+            columns=Columns(**columns),
             rare_events={kind: kept for kind, kept in {**state, **self._events}.items() if kept},
             counts=self.counts,
             scale_reasons=self.scale_reasons,

@@ -38,14 +38,14 @@ ENDING_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that a run folder's lock names, as far as that can be seen from here."""
+    """The process that holds a run folder's lock, as far as this machine can tell."""
 
     words: str
-    """Such as "pid 312 on node-7"."""
+    """Process and machine, such as "pid 312 on node-7"."""
     alive: bool
-    """Whether it still runs. Of another machine or container: whether it touched the lock lately."""
+    """Whether it still runs; on another machine or container, whether it touched the lock lately."""
     since: float | None
-    """[seconds since the epoch] When it took the lock."""
+    """[seconds since the epoch] Time at which it took the lock."""
 
 
 def holder(folder: Path) -> Holder | None:
@@ -182,7 +182,7 @@ def _wait_for_silence(folder: Path, owner: dict[str, Any]) -> None:
 
 
 def _touched(path: Path) -> int:
-    """The time of the last write, 0: there is no file. A network file system may show an older time unless opened."""
+    """Time of the last write [ns]; 0 without a file. A network file system may show an older time unless opened."""
     try:
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_mtime_ns
@@ -213,7 +213,7 @@ def _write(handle: int) -> None:
 
 
 def _owner(handle: int) -> dict[str, Any]:
-    """The text that its holder wrote into the lock; empty when there is nothing, or it cannot be read."""
+    """Owner recorded in the lock; empty when there is none, or it cannot be read."""
     try:
         found = json.loads(os.pread(handle, 4096, 0))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Whether a run runs, and how it ended, checked: a run without an end in its events is looked for among the processes.
+"""Checked status of a run: where its events have no end, its process is looked up.
 
 `events.jsonl` alone cannot say that a run was killed: nobody was left to write it. The lock of the run folder names the
 process of rank 0; where that process is gone the run has crashed. Cheap enough to be asked for hundreds of runs: the
@@ -25,7 +25,7 @@ STATES: dict[str, State] = {"done": "finished", "preempted": "stopped", "aborted
 with a diagnosis (numerics, checkpoints that cannot be written); lost a rank, or met an error of the code."""
 
 SILENT_STEPS = 10
-"""A running run is reported as silent once it recorded nothing for so many of its steps, and for SILENT_SECONDS."""
+"""A running run is reported as silent after this many of its steps, and SILENT_SECONDS, without an event."""
 
 _TELEMETRY = beginnings("telemetry")
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from config import json_text, yaml_text
-from config.errors import UserError
+from config.errors import UserError, one_line
 from tracking.events import Event
 from tracking.run_dir import RunDir
 from tracking.run_facts import RunFacts, read_facts
@@ -38,7 +38,7 @@ class Summary:
         self.status = facts.status
         """done, preempted, aborted, crashed or running."""
         self.cause = facts.cause
-        """Why it ended early, or for how long a running one has been silent; empty where there is nothing to say."""
+        """Reason for an early end, or how long a running run has been silent; otherwise empty."""
         self.exit_code: int | None = facts.end["exit_code"] if facts.end else None
         self.sessions = facts.counts["run_start"]
         self.start = facts.start
@@ -132,9 +132,7 @@ def _load(path: Path, parse: Any, kinds: Mapping[str, type]) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path}: cannot be read ({' '.join(str(error).split())[:200]}); restore or remove it"
-        ) from error
+        raise UserError(f"{path}: cannot be read ({one_line(error, 200)}); restore or remove it") from error
     if not isinstance(content, dict):
         return {}
     for name, kind in kinds.items():

@@ -21,7 +21,7 @@ from lab.gpu_check.bench import Bench, ItemFailed, newest_log
 from launch.job import kill
 from tracking.events import Event
 from tracking.jsonl import read_events, surviving
-from tracking.report.relative import peak_flops
+from tracking.report.measures import peak_flops
 
 Figures = dict[str, Any]
 GIB = 2**30

@@ -1,4 +1,4 @@
-"""Why two runs diverge where they do, in plain words, from what both recorded. The first rule that fits answers.
+"""Explain in plain words why two runs diverge at a step, from what both recorded. The first rule that applies answers.
 
 The rules go from what happened in one run only (a fault, a promotion) over what drives a step from outside (data order,
 learning rate, loss scale) to what only the settings can explain. Where nothing recorded explains it, the answer says so
@@ -85,7 +85,7 @@ def _order(divergence: Divergence, step: int, found: Sequence[Difference]) -> st
 
 
 def _shift(divergence: Divergence, step: int) -> str:
-    """Whether the sequences that the run sees at `step` are those of another step of the baseline."""
+    """Name the step of the baseline that has the sequences of the run's `step`; empty when there is none."""
     a, b = divergence.baseline.columns, divergence.run.columns
     wanted = b.order[np.searchsorted(b.step, step)]
     same = np.flatnonzero(a.order == wanted)
@@ -155,7 +155,7 @@ def _rate(divergence: Divergence, step: int, found: Sequence[Difference]) -> str
 
 
 def _first_step(divergence: Divergence, step: int, found: Sequence[Difference]) -> str:
-    """From the start: everything that was set differently and affects a first loss."""
+    """Runs that differ from their first step: every changed setting that affects a first loss."""
     if step != divergence.first_step or divergence.first_differences.get("loss") != step:
         return ""
     order, keys = _order(divergence, step, found), _settings(found, (*_MODEL_KEYS, *_GRADIENT_KEYS))
@@ -189,7 +189,7 @@ _RULES: tuple[Callable[[Divergence, int, Sequence[Difference]], str], ...] = (
 
 
 def _only_in_one_run(divergence: Divergence, kind: str, low: int, high: int) -> Iterator[tuple[RunFacts, Event]]:
-    """Events of that kind within these steps that the other run has none like."""
+    """Events of one kind in steps `low` to `high` without a counterpart in the other run."""
     runs = (divergence.baseline, divergence.run)
     own = [[event for event in run.rare_events.get(kind, ()) if low <= event["step"] <= high] for run in runs]
     for run, events, others in zip(runs, own, reversed(own), strict=True):
@@ -224,7 +224,7 @@ def _join_settings(keys: Sequence[str]) -> str:
 
 
 def _describe_speed(divergence: Divergence, found: Sequence[Difference]) -> str:
-    """How the speeds compare, and what the difference may come from."""
+    """Compare the speeds and name a likely source of the difference."""
     runs = (divergence.baseline.columns, divergence.run.columns)
     a, b = (median(columns.step_seconds) for columns in runs)
     if not (a > 0 and b > 0) or 1 / _SAME_SPEED < b / a < _SAME_SPEED:

@@ -26,24 +26,23 @@ _DIGITS = 7
 
 
 def curve(run: RunFacts) -> dict[str, list[float | None]]:
-    """Axes and drawn columns at the chosen steps; what is not finite is None."""
+    """Axes and drawn columns at the chosen steps; None where a value is not finite."""
     return _columns(run, _chosen(run))
 
 
 def means(run: RunFacts) -> dict[str, list[float | None]]:
-    """The same columns averaged over BUCKETS segments of all steps, for smoothing; what is not finite is left out."""
-    columns, edges = run.columns, _edges(len(run.columns))
-    found: dict[str, list[float | None]] = {}
-    for name in (*_AXES, *_DRAWN):
-        values = np.asarray(getattr(columns, name), float)
-        finite = np.isfinite(values)
-        if not values.size:
-            found[name] = []
-            continue
-        sums = np.add.reduceat(np.where(finite, values, 0.0), edges[:-1])
-        counts = np.add.reduceat(finite.astype(float), edges[:-1])
-        found[name] = plain_list(np.divide(sums, counts, out=np.full(len(sums), math.nan), where=counts > 0))
-    return found
+    """Axes and drawn columns averaged over BUCKETS segments of all steps, for smoothing; without non-finite values."""
+    return {name: _means(np.asarray(getattr(run.columns, name), float)) for name in (*_AXES, *_DRAWN)}
+
+
+def _means(values: np.ndarray) -> list[float | None]:
+    """Mean of the finite values of each segment of (steps,) values; None where a segment has none."""
+    if not values.size:
+        return []
+    edges, finite = _edges(len(values)), np.isfinite(values)
+    sums = np.add.reduceat(np.where(finite, values, 0.0), edges[:-1])
+    counts = np.add.reduceat(finite.astype(float), edges[:-1])
+    return plain_list(np.divide(sums, counts, out=np.full(len(sums), math.nan), where=counts > 0))
 
 
 def _edges(steps: int) -> np.ndarray:
@@ -79,12 +78,14 @@ def thin_out(values: np.ndarray, most: int) -> np.ndarray:
     return values[np.unique(np.linspace(0, len(values) - 1, most).astype(int))]
 
 
-def _columns(run: RunFacts, chosen: np.ndarray) -> dict[str, list[float | None]]:
-    return {name: plain_list(np.asarray(getattr(run.columns, name), float)[chosen]) for name in (*_AXES, *_DRAWN)}
+def _columns(
+    run: RunFacts, chosen: np.ndarray, names: Sequence[str] = (*_AXES, *_DRAWN)
+) -> dict[str, list[float | None]]:
+    return {name: plain_list(np.asarray(getattr(run.columns, name), float)[chosen]) for name in names}
 
 
 def plain_list(values: np.ndarray) -> list[float | None]:
-    """For JSON: None for what is not finite, whole numbers as such, else seven digits."""
+    """Values for JSON: None where not finite, whole numbers as integers, anything else with seven digits."""
     return [
         None if not math.isfinite(value) else int(value) if value.is_integer() else float(f"{value:.{_DIGITS}g}")
         for value in values.tolist()
@@ -99,7 +100,7 @@ def validation(run: RunFacts) -> dict[str, list[float | None]]:
 def band(runs: Sequence[RunFacts]) -> dict[str, Any]:
     """Repeats of one setting: axes, and of each drawn column mean, lowest and highest over the runs; {} for one run.
 
-    Over the steps that all of them have made, at the means of BUCKETS segments, interpolated between them.
+    Covers the steps that every run reached. Values are interpolated between the means of BUCKETS segments.
     """
     known = [means(run) for run in runs if len(run.columns)]
     if len(known) < 2:
@@ -127,16 +128,8 @@ def gap_means(divergence: Divergence) -> dict[str, list[float | None]]:
     """The signed mean of each segment of `gap`, which smoothing averages."""
     steps, share = _gap(divergence)
     edges = _edges(len(share))
-    finite = np.isfinite(share)
-    if not share.size:
-        return {**{name: [] for name in _AXES}, "gap": []}
-    sums = np.add.reduceat(np.where(finite, share, 0.0), edges[:-1])
-    counts = np.add.reduceat(finite.astype(float), edges[:-1])
     middle = (edges[:-1] + edges[1:] - 1) // 2
-    columns = {
-        name: plain_list(np.asarray(getattr(divergence.run.columns, name), float)[steps[middle]]) for name in _AXES
-    }
-    return {**columns, "gap": plain_list(np.divide(sums, counts, out=np.full(len(sums), math.nan), where=counts > 0))}
+    return _columns(divergence.run, steps[middle], _AXES) | {"gap": _means(share)}
 
 
 def _gap(divergence: Divergence) -> tuple[np.ndarray, np.ndarray]:
@@ -158,9 +151,7 @@ def gap(divergence: Divergence) -> dict[str, list[float | None]]:
         part = np.abs(share[low:high])
         chosen.append(low + (int(np.nanargmax(part)) if np.isfinite(part).any() else 0))
     at = np.array(chosen, int)
-    run = divergence.run.columns
-    columns = {name: plain_list(np.asarray(getattr(run, name), float)[steps[at]]) for name in _AXES}
-    return {**columns, "gap": plain_list(share[at])}
+    return _columns(divergence.run, steps[at], _AXES) | {"gap": plain_list(share[at])}
 
 
 def marks(run: RunFacts) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What differs between runs before they start: config, data, versions, hardware; and the caveats that follow.
+"""Differences between runs before they start (config, data, versions, hardware), and the caveats that follow.
 
 Only what differs is listed. Values that look like secrets are blanked before anything compares or shows them.
 """
@@ -36,7 +36,7 @@ class Difference:
 
 
 def differences(runs: Sequence[RunFacts]) -> list[Difference]:
-    """Every recorded fact that differs between `runs`, the config first; what no run recorded is left out."""
+    """Every recorded fact that differs between `runs`, the config first; facts that no run recorded are left out."""
     tables = [dict(_facts(run)) for run in runs]
     found = []
     for group, key in dict.fromkeys(name for table in tables for name in table):
@@ -117,7 +117,7 @@ def flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class Caveat:
-    """Why runs are not directly comparable. voids: keys of the measures by which none of them can be called better."""
+    """A reason that runs are not directly comparable. voids: keys of the measures that it makes meaningless."""
 
     text: str
     voids: tuple[str, ...] = ()
@@ -129,7 +129,7 @@ class Caveat:
 
 
 def caveats(runs: Sequence[RunFacts], found: Sequence[Difference]) -> list[Caveat]:
-    """Why these runs are not directly comparable; none when they are."""
+    """Reasons that these runs are not directly comparable; empty when they are."""
     by_key = {item.key: item for item in found}
     known = []
     for keys, consequence, voids in _CONSEQUENCES:
@@ -185,7 +185,7 @@ _CONSEQUENCES: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
 
 
 def _event_caveats(runs: Sequence[RunFacts]) -> Iterator[str]:
-    """What only the events show: data order and tokens seen; and configs that are missing."""
+    """Caveats that only the events show (data order, tokens seen), and missing configs."""
     first = runs[0]
     for run in runs[1:]:
         step = first_order_difference(first, run)
@@ -201,7 +201,7 @@ def _event_caveats(runs: Sequence[RunFacts]) -> Iterator[str]:
 
 
 def first_order_difference(first: RunFacts, other: RunFacts) -> int | None:
-    """First step that both runs have and on which they saw different sequences; None when there is none."""
+    """First step recorded by both runs in which they saw different sequences; None when there is none."""
     _, left, right = np.intersect1d(first.columns.step, other.columns.step, assume_unique=True, return_indices=True)
     a, b = first.columns.order[left], other.columns.order[right]
     differing = np.flatnonzero((a != b) & (a >= 0) & (b >= 0))

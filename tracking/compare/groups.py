@@ -1,7 +1,7 @@
 """Runs that are repeats of one another: the same work with another seed, or with a learning rate nudged by a hair.
 
 How far repeats are apart is the noise that every other difference has to exceed. Two runs with the same seed and rate
-are no repeats: what makes them differ is what one wants to know.
+are no repeats: the cause of their difference is the question.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def seed_groups(runs: Sequence[RunFacts]) -> list[Group]:
 
 
 def _work(run: RunFacts) -> Any:
-    """What the run computes and with which code, without its seed and learning rate; None where it is unknown."""
+    """Settings, data and code of the run without its seed and learning rate; None where the config is unknown."""
     if not run.config:
         return None
     settings = {
@@ -78,7 +78,7 @@ def _near(a: float | None, b: float | None) -> bool:
 
 
 def _label(names: Sequence[str]) -> str:
-    """What the names begin with, without a number or the word seed at its end."""
+    """Common prefix of the names, without a trailing number or the word seed."""
     if len(names) == 1:
         return names[0]
     return _SEED.sub("", os.path.commonprefix(names)) or names[0]

@@ -73,7 +73,7 @@ def _layers(comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def data(comparison: Comparison) -> dict[str, Any]:
-    """What the script draws, for JSON."""
+    """Curves, marks and divergences for the page's script, ready for JSON."""
     return {
         "runs": [_drawn(run) for run in comparison.runs],
         "gaps": [gap(pair.divergence) for pair in comparison.pairs],
@@ -90,7 +90,7 @@ def data(comparison: Comparison) -> dict[str, Any]:
 
 
 def run_data(run: RunFacts) -> dict[str, Any]:
-    """What the script draws of one run, for JSON."""
+    """Curves and marks of one run for the page's script, ready for JSON."""
     return {"runs": [_drawn(run)], "gaps": [], "gap_means": [], "groups": [], "divergences": []}
 
 
@@ -106,7 +106,7 @@ def _places(pair: Pair) -> list[int]:
 
 
 def _sort_key(row: Measure, index: int) -> str:
-    """What the table of runs sorts a cell by; what was not recorded comes last."""
+    """Sort key of a cell in the table of runs; unrecorded values come last."""
     value = row.values[index]
     return value if isinstance(value, str) else repr(value) if math.isfinite(value) else "1e308"
 

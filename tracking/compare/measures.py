@@ -7,6 +7,7 @@ there. A validation loss is interpolated between the two evaluations around the 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ WINDOW = 0.05
 """Share of the tokens, or of the time, up to a point over which a training loss is averaged."""
 
 FEWEST = 10
-"""A training loss is averaged over at least so many steps, where there are as many."""
+"""A training loss is averaged over at least this many steps, where the run has them."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,11 @@ class Measure:
     values: tuple[float | str, ...]
     noise: tuple[float, ...] = ()
     withheld: str = ""
-    """Why no value is called the best, though one is lower or higher; see `tracking.compare.winners`."""
+    """Reason that no value is called the best although they differ; see `tracking.compare.winners`."""
 
     @property
     def best(self) -> tuple[int, ...]:
-        """Indices of the best value; none when all are the same, neither is better, or that cannot be said."""
+        """Indices of the best value; empty when all are equal, neither direction is better, or it is withheld."""
         known = [float(value) for value in self.values if _finite(value)]
         if not self.better or self.withheld or len(set(known)) < 2:
             return ()
@@ -85,7 +86,7 @@ def _each(runs: Sequence[RunFacts], value: Callable[[RunFacts], float]) -> tuple
 
 
 def _shared(runs: Sequence[RunFacts], axis: Callable[[RunFacts], np.ndarray]) -> float:
-    """How far along `axis` every run with steps has come; 0 when none has any."""
+    """Largest value on `axis` that every run with steps has reached; 0 when no run has steps."""
     return min((float(axis(run)[-1]) for run in runs if len(run.columns)), default=0.0)
 
 
@@ -146,9 +147,7 @@ def _scale(run: RunFacts) -> str:
     scales = run.columns.loss_scale[np.isfinite(run.columns.loss_scale)]
     if not scales.size or (np.all(scales == scales[0]) and not run.counts["scale"]):
         return "" if not scales.size or scales[0] == 1.0 else f"{format_scale(float(scales[0]))}, never changed"
-    reasons: dict[str, int] = {}
-    for event in run.rare_events.get("scale", ()):
-        reasons[event["reason"]] = reasons.get(event["reason"], 0) + 1
+    reasons = Counter(event["reason"] for event in run.rare_events.get("scale", ()))
     why = ", ".join(f"{count} x {reason}" for reason, count in sorted(reasons.items()))
     first, last = (format_scale(float(scales[index])) for index in (0, -1))
     return f"{first} -> {last} ({why or 'set by the config'})"

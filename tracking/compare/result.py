@@ -79,7 +79,7 @@ def compare(runs: Sequence[RunFacts], *, tolerance: Tolerance, price: float | No
 
 
 def headline(divergence: Divergence) -> str:
-    """Where the run diverges from the baseline: bit by bit, then beyond the tolerance."""
+    """Sentence about the first difference from the baseline, and the first loss beyond the tolerance."""
     if divergence.first_step is None:
         return "no step in common"
     of = len(divergence.baseline.columns), len(divergence.run.columns)

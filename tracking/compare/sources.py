@@ -51,7 +51,7 @@ def _read(source: str, label: str) -> RunFacts:
 
 
 def labels(sources: Sequence[str]) -> list[str]:
-    """For each source the fewest last parts of its path that no other source ends with."""
+    """Labels of the sources: each one's shortest path suffix that no other source ends with."""
     parts = [
         source.removeprefix(WANDB).split("/") if source.startswith(WANDB) else list(Path(source).resolve().parts)
         for source in sources

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from config.errors import UserError
+from config.errors import UserError, one_line
 from tracking.events import Event
 from tracking.run_facts import Collector, RunFacts
 
@@ -102,7 +102,5 @@ def _online(path: str) -> tuple[Iterable[dict[str, Any]], dict[str, Any], str]:
         run = wandb.Api(timeout=20).run(path)
         return sorted(run.scan_history(), key=lambda row: row.get("_step", 0)), dict(run.config), run.state
     except Exception as error:  # no login, no network, no such run: the client has a class of its own for each
-        why = " ".join(str(error).split())[:200] or type(error).__name__
-        raise UserError(
-            f"wandb:{path}: cannot be read ({why}); check the name, `wandb login` and the network"
-        ) from None
+        advice = "check the name, `wandb login` and the network"
+        raise UserError(f"wandb:{path}: cannot be read ({one_line(error, 200)}); {advice}") from None

@@ -1,4 +1,4 @@
-"""Which run is better, and where that cannot be said: a caveat voids the measure, or the difference is noise."""
+"""Decide which run is better, or why there is no winner: a caveat voids the measure, or the difference is noise."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Side:
     label: str
     value: float
     noise: float
-    """How far the value may be off by chance, two standard errors; nan where that is not known."""
+    """Two standard errors of the value; nan where unknown."""
     runs: tuple[int, ...]
 
 
@@ -83,7 +83,7 @@ def _judge(runs: Sequence[RunFacts], row: Measure, groups: Sequence[Group]) -> t
 
 
 def _sides(runs: Sequence[RunFacts], row: Measure, groups: Sequence[Group]) -> tuple[list[_Side], float | None]:
-    """What is compared: groups of repeats where there are any, else runs; and the repeats' relative deviation."""
+    """Compared sides (groups of repeats where there are any, else runs), and the repeats' relative deviation."""
     found: list[_Side] = []
     squares, freedom = 0.0, 0
     for group in groups:

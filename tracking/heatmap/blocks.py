@@ -6,10 +6,9 @@ import numpy as np
 from rich.text import Text
 
 from config.printable import line
-from tracking.heatmap.grid import Heat
+from tracking.heatmap.grid import Heat, limits
 from tracking.heatmap.modules import short_name
 from tracking.heatmap.panels import DTYPES, PANELS
-from tracking.heatmap.scale import limits
 
 _LABEL = 24
 _SHADES = " .:-=+*#%@"
@@ -55,7 +54,7 @@ def draw_blocks(heat: Heat, key: str, *, width: int, height: int, ascii_only: bo
 
 
 def legend(heat: Heat, key: str, *, ascii_only: bool = False) -> Text:
-    """What the colours of a panel mean."""
+    """Legend of a panel's colours."""
     text = Text(no_wrap=True)
     if key == "dtype":
         for code, name in enumerate(DTYPES):
@@ -73,7 +72,7 @@ def legend(heat: Heat, key: str, *, ascii_only: bool = False) -> Text:
 
 
 def _levels(heat: Heat, key: str, values: np.ndarray) -> np.ndarray:
-    """0 to 7 by value, -1 where there is none; of dtypes the position in DTYPES."""
+    """Colour index 0 to 7 of each value, or a dtype's position in DTYPES; -1 where there is no value."""
     if key == "dtype":
         return np.where(np.isfinite(values), np.nan_to_num(values), -1).astype(int)
     low, high = limits(heat, key)

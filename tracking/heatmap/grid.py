@@ -1,14 +1,14 @@
-"""The events of a run as arrays of module by step: what the heat maps are drawn from.
+"""Events of a run as (modules, steps) arrays, from which the heat maps are drawn.
 
-Of a step attempted more than once the last attempt counts, as in `tracking.jsonl.surviving`. Memory is bounded: of more
-than MOST_COLUMNS measured steps, neighbours share a column, merged as their panel says.
+The last attempt at a step counts, as in `tracking.jsonl.surviving`. Memory is bounded: beyond MOST_COLUMNS measured
+steps, neighbours share a column, merged as their panel says.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ class Heat:
         return panel in self.panels and bool(np.isfinite(self.panels[panel]).any())
 
     def folded(self, fold: Fold, opened: Iterable[str] = ()) -> Heat:
-        """The same with one row for each block, or for each kind of module; those in `opened` stay unfolded below it.
+        """Fold to one row per block, or per kind of module; modules of folds in `opened` are listed below their fold.
 
         A folded cell holds the largest, the sum or a mean of its modules.
         """
@@ -80,13 +80,12 @@ class Heat:
         return replace(self, rows=tuple(rows), panels=panels)
 
     def chosen(self, rows: Sequence[int]) -> Heat:
-        """The same with only these rows, in this order."""
+        """Select `rows`, in this order."""
         panels = {key: values[list(rows)] for key, values in self.panels.items()}
         return replace(self, rows=tuple(self.rows[row] for row in rows), panels=panels)
 
     def by_kind(self, panel: str) -> Heat:
-        """The same with modules of one kind next to each other, their blocks in order; without those of which `panel`
-        has no value."""
+        """Order modules by kind, then block; modules without a value in `panel` are dropped."""
         first: dict[str, int] = {}
         for index, name in enumerate(self.rows):
             first.setdefault(folded_name(name, "kinds"), index)
@@ -94,7 +93,7 @@ class Heat:
         return self.chosen(sorted(known.tolist(), key=lambda row: (first[folded_name(self.rows[row], "kinds")], row)))
 
     def narrowed(self, most: int) -> Heat:
-        """The same in at most `most` columns."""
+        """Merge neighbouring columns until at most `most` are left."""
         count = len(self.edges) - 1
         if count <= most:
             return self
@@ -108,12 +107,35 @@ class Heat:
         return replace(self, edges=self.edges[starts], panels=panels)
 
 
+def drawn_panels(heat: Heat) -> list[str]:
+    """Panels worth drawing: those with a value, except flags that are constant everywhere."""
+    return [
+        key
+        for key in PANELS
+        if heat.has(key)
+        and (key not in ("drift", "nonfinite", "dtype") or np.unique(np.nan_to_num(heat.panels[key])).size > 1)
+    ]
+
+
+def limits(heat: Heat, key: str) -> tuple[float, float]:
+    """Lower and upper limit of a panel's colour scale; never equal, and above 0 on a logarithmic scale."""
+    panel, values = PANELS[key], heat.panels[key]
+    known = values[np.isfinite(values) & ((values > 0) | (not panel.log))]
+    if known.size:
+        low, high = float(known.min()), float(known.max())
+    else:
+        low, high = (1e-12, 1.0) if panel.log else (0.0, 1.0)
+    if panel.low is not None:
+        low = panel.low
+    if panel.high is not None:
+        high = panel.high if key == "dtype" or not panel.percent or panel.log else max(min(panel.high, high), 0.01)
+    return (low, high) if high > low else (low, low * 2 if panel.log else low + 1.0)
+
+
 def merged(panel: str, values: np.ndarray, axis: int) -> np.ndarray:
-    """Values that share a cell as one, over `axis`; nan where none is known."""
+    """Merge values that share a cell along `axis`; nan where none is known."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of slices without a value
-        if panel == "dtype":  # the narrowest that is used: it is what can overflow
-            return np.nanmax(values, axis=axis)
         match PANELS[panel].merge:
             case "largest":
                 return np.nanmax(values, axis=axis)
@@ -136,14 +158,6 @@ class _Column:
     measured: int = 1
 
 
-@dataclass
-class _Names:
-    """The keys of the last event's mapping, and the rows that they are."""
-
-    keys: list[str] = field(default_factory=list)
-    rows: np.ndarray = field(default_factory=lambda: np.zeros(0, int))
-
-
 class HeatCollector:
     """Takes events in file order; `heat` gives the arrays so far, at any time."""
 
@@ -151,14 +165,12 @@ class HeatCollector:
         self._rows: dict[str, int] = {}
         self._columns: list[_Column] = []
         self._share = 1  # measured steps that share a column
-        self._seen: dict[str, _Names] = {}
+        self._seen: dict[str, tuple[list[str], np.ndarray]] = {}  # keys of the last event's mappings, and their rows
         self._forward: list[str] = []
         self._nonfinite: list[tuple[int, str, float]] = []
         self._changes: list[tuple[int, dict[str, str]]] = []  # step, module to dtype from then on
         self._default = ""
         self._regions = False
-        self.last_step = 0
-        """The newest step that was passed to `add` or `passed`."""
 
     def add(self, event: Event) -> None:
         """Add one event of any kind. Unknown or damaged values become nan."""
@@ -180,7 +192,6 @@ class HeatCollector:
             self._keep_change(step, {str(name): event["promoted_to"] for name in names})
         elif kind == "note" and event.get("demoted"):
             self._keep_change(step, _texts(event["demoted"]))
-        self.last_step = max(self.last_step, step)
 
     def _keep_change(self, step: int, change: dict[str, str]) -> None:
         if change and len(self._changes) < _MOST_CHANGES:
@@ -194,15 +205,14 @@ class HeatCollector:
         activations = _mapping(event.get("activation_max"))
         if activations:
             self._forward = list(activations)
+        updates, lost = _mapping(event.get("update_ratios")), _mapping(event.get("lost_updates"))
         found = {
             "activation": self._spread("activations", activations, list(activations.values())),
             "gradient": self._spread("gradients", gradients, [item.get("rms") for item in measures]),
             "underflow": self._spread("gradients", gradients, [item.get("below_normal") for item in measures]),
+            "update": self._spread("updates", updates, list(updates.values())),
+            "lost": self._spread("lost", lost, list(lost.values())),
         }
-        updates = _mapping(event.get("update_ratios"))
-        found["update"] = self._spread("updates", updates, list(updates.values()))
-        lost = _mapping(event.get("lost_updates"))
-        found["lost"] = self._spread("lost", lost, list(lost.values()))
         drift = _mapping(event.get("drift"))
         if "by_module" in drift:  # has only the modules whose weights are not their rounded masters
             apart = _mapping(drift["by_module"])
@@ -219,13 +229,14 @@ class HeatCollector:
 
     def _spread(self, what: str, named: dict[str, Any], values: list[Any]) -> np.ndarray:
         """Values of named modules as an array by row."""
-        seen = self._seen.setdefault(what, _Names())
         keys = list(named)
-        if keys != seen.keys:
+        seen, rows = self._seen.get(what, ([], np.zeros(0, int)))
+        if keys != seen:
             for key in keys:
-                if key not in self._rows and len(self._rows) < MOST_ROWS:
-                    self._rows[key] = len(self._rows)
-            self._seen[what] = seen = _Names(keys, np.array([self._rows.get(key, -1) for key in keys], int))
+                if len(self._rows) < MOST_ROWS:
+                    self._rows.setdefault(key, len(self._rows))
+            rows = np.array([self._rows.get(key, -1) for key in keys], int)
+            self._seen[what] = keys, rows
         spread = np.full(len(self._rows), np.nan, np.float32)
         if keys:
             try:
@@ -233,7 +244,7 @@ class HeatCollector:
             except (TypeError, ValueError, OverflowError):
                 numbers = np.array([_number(value) for value in values])
             with np.errstate(over="ignore"):
-                spread[seen.rows[seen.rows >= 0]] = numbers[seen.rows >= 0]
+                spread[rows[rows >= 0]] = numbers[rows >= 0]
         return spread
 
     def _joined(self, columns: Sequence[_Column]) -> _Column:
@@ -269,7 +280,7 @@ class HeatCollector:
         return Heat(names, edges, panels, computes, sum(column.measured for column in self._columns))
 
     def _ordered(self) -> tuple[str, ...]:
-        """Rows in the order of the forward pass; those that are only known from elsewhere come last."""
+        """Rows in the order of the forward pass; modules that were never measured come last."""
         known = dict.fromkeys(name for name in [*self._forward, *self._rows] if name in self._rows)
         unmeasured = (module for _, module, _ in self._nonfinite)
         return tuple(dict.fromkeys([*known, *unmeasured]))[:MOST_ROWS]
@@ -292,7 +303,7 @@ class HeatCollector:
         return grid
 
     def _dtype_grid(self, names: Sequence[str], rows: dict[str, int], edges: np.ndarray) -> np.ndarray:
-        """Positions in DTYPES. Under a manifest what is in no region is FP32, as the residual stream is."""
+        """Positions in DTYPES. Under a manifest, modules outside of all regions are FP32, as is the residual stream."""
         default = "fp32" if self._regions else self._default
         code = DTYPES.index(default) if default in DTYPES else 0
         grid = np.full((len(names), len(edges) - 1), float(code) if code else np.nan, np.float32)

@@ -17,7 +17,7 @@ FOLDS: tuple[Fold, ...] = ("blocks", "kinds", "modules")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a module is: `model.layers.3.mlp.experts.5.up_proj` is in block 3 of `model.layers`, of kind
+    """Position of a module: `model.layers.3.mlp.experts.5.up_proj` is in block 3 of `model.layers`, of kind
     `mlp.experts.*.up_proj`. index is None outside the blocks; kind is empty for a whole block."""
 
     stem: str
@@ -42,13 +42,13 @@ def folded_name(name: str, fold: Fold) -> str:
 
 
 def short_name(name: str, most: int) -> str:
-    """At most `most` characters of a row's name, the end of it: `mlp.down_proj` of a folded row."""
+    """The last `most` characters of a row's name; a folded row is named by its kind, such as `mlp.down_proj`."""
     short = re.sub(r"^.*\.\*\.", "", name).removeprefix("model.")
     return short if len(short) <= most else "..." + short[3 - most :]
 
 
 def leaves(names: Sequence[str]) -> list[bool]:
-    """Of each name whether no other lies inside it; whole blocks and models contain others."""
+    """Mask of the names that contain no other module; blocks and whole models do."""
     parents = {name[:end] for name in names for end in range(len(name)) if name[end] == "."}
     return [name not in parents and "." in name or name not in parents and len(names) == 1 for name in names]
 
@@ -71,7 +71,7 @@ def in_words(names: Iterable[str], most: int = 3) -> str:
 
 
 def _last(kind: str) -> str:
-    """What a kind is called: `down_proj`, and of an adapter's module `q_proj.lora_A`, not its adapter's name."""
+    """Last name of a kind, such as `down_proj`; `q_proj.lora_A` for an adapter's module, without the adapter's name."""
     inside, _, last = kind.rpartition(".")
     layer, _, adapter = inside.rpartition(".")
     if adapter.startswith("lora_"):

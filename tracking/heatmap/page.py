@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from tracking.heatmap.grid import Heat
+from tracking.heatmap.grid import Heat, drawn_panels, limits
 from tracking.heatmap.modules import Fold, short_name
 from tracking.heatmap.panels import DTYPES, PANELS
-from tracking.heatmap.scale import drawn_panels, limits
 from tracking.heatmap.words import sentences
 
 MOST_COLUMNS = 240

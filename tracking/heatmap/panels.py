@@ -1,4 +1,4 @@
-"""The panels of a heat map: what each shows, on which scale, and what becomes of values that share a cell."""
+"""The panels of a heat map: contents, scale, and how values that share a cell are merged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Panel:
     log: bool
     merge: Literal["largest", "sum", "mean", "average"]
     low: float | None = None
-    """Where the colours begin; None: at the smallest value."""
+    """Lower end of the colour scale; None: the smallest value."""
     high: float | None = None
     percent: bool = False
 
@@ -36,6 +36,7 @@ PANELS = {
     "update": Panel("Update over weights, ratio of norms", True, "mean"),
     "lost": Panel("Updates that changed no bit of the weight that computes", False, "average", 0.0, 1.0, percent=True),
     "nonfinite": Panel("Values that were inf or nan", True, "sum"),
+    # The largest code is the narrowest dtype, which is the one that can overflow.
     "dtype": Panel("Dtype in force", False, "largest", 0.0, len(DTYPES) - 1.0),
 }
-"""By key, in the order in which they are shown."""
+"""Panels by key, in display order."""

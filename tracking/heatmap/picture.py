@@ -10,10 +10,9 @@ import numpy as np
 
 from config.errors import UserError
 from tracking import plots
-from tracking.heatmap.grid import Heat
+from tracking.heatmap.grid import Heat, drawn_panels, limits
 from tracking.heatmap.modules import folded_name, short_name
 from tracking.heatmap.panels import DTYPES, PANELS
-from tracking.heatmap.scale import drawn_panels, limits
 from tracking.heatmap.words import sentences
 
 if TYPE_CHECKING:

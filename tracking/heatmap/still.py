@@ -34,18 +34,18 @@ class Still:
 
     modules: list[str]
     share: float
-    """Of their updates that changed no bit, on average since then."""
+    """[fraction] Updates that changed no bit, on average since `since`."""
     since: int
     """First step from which on all of them were measured at STILL or above."""
     dtype: str
-    """What they compute in; empty where that is not known."""
+    """Dtype that they compute in; empty where unknown."""
 
 
 def still_modules(heat: Heat, *, after: int = 0) -> list[Still]:
-    """Those that stand still at the last measured step, worst first; none unless at least half of the modules do.
+    """Modules that stand still at the last measured step, worst first; empty unless at least half of them do.
 
     after: the end of the warm-up, which is left out. A module stands still for three measurements and half of all at
-    least: what is lost while a schedule ends says nothing about the run. Norms are left out. Their weights are near 1,
+    least: updates lost as a schedule ends say nothing about the run. Norms are left out. Their weights are near 1,
     where the numbers of 16 bits lie far apart, and lose 91 to 100% in the demo, which learns.
     """
     if not heat.has("lost"):
@@ -77,7 +77,7 @@ def _together(group: list[Still]) -> Still:
 
 
 def still_sentence(heat: Heat, *, after: int = 0) -> str:
-    """What stands still, in words; empty where the run moves. after: as for `still_modules`."""
+    """Sentence about the modules that stand still; empty while the run moves. after: as for `still_modules`."""
     kinds = still_modules(heat, after=after)
     if not kinds:
         return ""

@@ -1,4 +1,4 @@
-"""How a magnitude grows, and when it reaches a limit."""
+"""Growth of a magnitude, and the step at which it reaches a limit."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Trend:
     """Growth of a positive magnitude over its newest points."""
 
     value: float
-    """At the last point, on the line through them."""
+    """Value of the fitted line at the last point."""
     last: float
-    """[step] Of the last point."""
+    """[step] Position of the last point."""
     rate: float
     """[per step] Logarithmic growth at the last point."""
     linear: bool
@@ -32,7 +32,7 @@ class Trend:
         return 100 * self.rate if self.linear else math.expm1(min(100 * self.rate, 100.0))
 
     def reaches(self, limit: float) -> float:
-        """The step at which it reaches `limit` when it goes on like this."""
+        """The step at which it reaches `limit` if the growth continues."""
         if self.linear:
             return self.last + (limit / self.value - 1) / self.rate
         return self.last + math.log(limit / self.value) / self.rate

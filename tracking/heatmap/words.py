@@ -1,4 +1,4 @@
-"""The line under each panel: what stands out in it, in words."""
+"""The line under each panel, which names what stands out."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Danger:
 
     modules: list[str]
     share: float
-    """Of FP16's range, the largest of them at the last measured step."""
+    """[fraction of FP16's range] Largest activation at the last measured step."""
     since: int | None
     """First step of the last stretch in which they were above NEAR."""
     growth: float | None
@@ -54,10 +54,10 @@ def sentences(heat: Heat) -> dict[str, str]:
 
 
 def dangers(heat: Heat) -> list[Danger]:
-    """What is near FP16's range or grows towards it, soonest overflow first.
+    """Modules near the end of FP16's range or growing towards it, soonest overflow first.
 
-    Modules of one kind that are alike are one danger. A block shows what its modules pass on, so of modules and
-    the blocks that contain them only the modules are named.
+    Modules of one kind that are alike are one danger. A block repeats what its modules pass on, so it is left
+    out where modules were found.
     """
     shares = heat.panels.get("activation")
     if shares is None or not shares.size:

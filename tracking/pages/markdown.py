@@ -1,6 +1,6 @@
 """Text, tables and whole pages that the tools write, in Markdown; tables for a terminal, too.
 
-What comes from a run is text in them, never markup, and never a secret.
+Values from a run are text in them, never markup, and never a secret.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Table:
         return grid
 
     def _right(self) -> list[bool]:
-        """Which columns hold nothing but numbers, or a dash where there is none."""
+        """Mask of the columns that hold only numbers, or dashes for missing ones."""
         columns = zip(*(cells for cells, _ in self.rows), strict=True) if self.rows else ((),) * len(self.head)
         said = [[str(cell) for cell in column if str(cell)] for column in columns]
         return [bool(column) and all(map(_NUMBER.match, column)) for column in said]

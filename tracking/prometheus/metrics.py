@@ -103,6 +103,16 @@ _STEP_GAUGES = {  # metric -> field of the step event
     "memory_peak_bytes": "memory_bytes",
 }
 
+_COUNTERS = {  # event -> counters, each with the fields of the event that are its labels
+    "scale": (("scale_changes_total", "reason"),),
+    "incident": (("incidents_total", "verdict"),),
+    "nonfinite": (("nonfinite_total", "tensor", "kind"), ("nonfinite_by_rank_total", "rank")),
+    "fault": (("injected_faults_total",),),
+    "warning": (("early_warnings_total", "signal"),),
+    "note": (("notes_total",),),
+}
+_CHECKPOINT_GAUGES = {"checkpoint_bytes": "bytes", "checkpoint_step": "step", "checkpoint_timestamp_seconds": "time"}
+
 
 class Metrics:
     """The metrics of one run in a registry of their own. Not thread-safe for writers: one thread calls `update`."""
@@ -132,6 +142,8 @@ class Metrics:
     def update(self, event: Event) -> None:
         """Update the metrics with one event."""
         self._of("last_event_timestamp_seconds").set(event["time"])
+        for name, *labels in _COUNTERS.get(event["event"], ()):
+            self._of(name, *(str(event[label]) for label in labels)).inc()
         handler = getattr(self, f"_on_{event['event']}", None)
         if handler is not None:
             handler(event)
@@ -174,26 +186,11 @@ class Metrics:
             for rank, value in enumerate(found.all if found else ()):
                 self._of(name, str(rank)).set(value)
 
-    def _on_scale(self, event: Event) -> None:
-        self._of("scale_changes_total", event["reason"]).inc()
-
     def _on_incident(self, event: Event) -> None:
-        self._of("incidents_total", event["verdict"]).inc()
         if event.get("position") is not None and event["verdict"] == "ROLLBACK":
             self._consecutive = 0
 
-    def _on_nonfinite(self, event: Event) -> None:
-        self._of("nonfinite_total", event["tensor"], event["kind"]).inc()
-        self._of("nonfinite_by_rank_total", str(event["rank"])).inc()
-
-    def _on_fault(self, event: Event) -> None:
-        self._of("injected_faults_total").inc()
-
-    def _on_warning(self, event: Event) -> None:
-        self._of("early_warnings_total", event["signal"]).inc()
-
     def _on_note(self, event: Event) -> None:
-        self._of("notes_total").inc()
         if event.get("failed") == "checkpoint":
             self._of("checkpoint_failures_total").inc()
 
@@ -204,9 +201,8 @@ class Metrics:
         self._of("checkpoints_total", "true" if event["verified"] else "false").inc()
         self._of("checkpoint_seconds").observe(event["seconds"])
         self._of("checkpoint_stall_seconds_total").inc(event["stall_seconds"])
-        self._of("checkpoint_bytes").set(event["bytes"])
-        self._of("checkpoint_step").set(event["step"])
-        self._of("checkpoint_timestamp_seconds").set(event["time"])
+        for name, field in _CHECKPOINT_GAUGES.items():
+            self._of(name).set(event[field])
 
     def _on_precision(self, event: Event) -> None:
         shares = event["flop_share"] or {}

@@ -27,16 +27,16 @@ from prometheus_client.exposition import choose_encoder
 PATH = "/metrics"
 MOST_CONNECTIONS = 8
 LONGEST_SECONDS = 5.0
-"""From accepting a connection to its end."""
+"""Lifetime of a connection."""
 MOST_REQUEST_BYTES = 8192
-"""Request line and headers."""
+"""Size limit of request line and headers together."""
 _IDLE_SHARE = 9  # so many times what collecting took passes before the next one
 _ACCEPT_PAUSE_S = 0.01  # at most a hundred connections a second
 _RETRY_S = 1.0  # before the next attempt when a connection could not be accepted
 
 
 class MetricsServer(ThreadingMixIn, TCPServer):
-    """Answers `GET` and `HEAD` of `PATH` with what a registry collects, and nothing else."""
+    """Answers `GET` and `HEAD` of `PATH` with the metrics of a registry, and nothing else."""
 
     daemon_threads = True
     allow_reuse_address = True
@@ -70,7 +70,7 @@ class MetricsServer(ThreadingMixIn, TCPServer):
         self._end_connections(older_than=0.0)
 
     def collect(self, accept: str, names: list[str]) -> tuple[str, bytes]:
-        """Content type and text of the metrics. names: of the only metrics to give; none gives all."""
+        """Content type and text of the metrics. names: the metrics to return; an empty list returns all."""
         with self._collecting:
             time.sleep(max(0.0, self._next_collection - time.monotonic()))
             started = time.thread_time()
@@ -81,8 +81,8 @@ class MetricsServer(ThreadingMixIn, TCPServer):
         return content_type, text
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """Accept a connection. When that fails, such as for want of file descriptors, it is said once, and not tried
-        again at once: the failure lasts, and the waiting client would keep this thread busy."""
+        """Accept a connection. A failure, such as a lack of file descriptors, is printed once and followed by a pause:
+        it lasts, and the waiting client would keep this thread busy."""
         try:
             return super().get_request()
         except OSError as error:

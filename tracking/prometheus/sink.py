@@ -94,7 +94,7 @@ class _Scrapes:
         self._seen.set()
 
     def reset(self) -> None:
-        """From now on only a later scrape counts."""
+        """Ignore the scrapes so far in `wait`."""
         self._seen.clear()
 
     def wait(self) -> bool:

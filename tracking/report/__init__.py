@@ -1,5 +1,5 @@
 """A run judged by its numbers: `python -m tracking.report RUN`.
 
-Read command.py, measures.py (the twelve measures: absolute.py and relative.py), context.py and sessions.py (what they
-are computed from), service_levels.py (many runs); text.py, page.py and html.py show them.
+Read command.py, measures.py (the twelve measures), context.py and sessions.py (their inputs), service_levels.py (many
+runs); page.py and html.py write the pages.
 """

@@ -12,27 +12,40 @@ import argparse
 import math
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
+from rich.text import Text
 
 from config.cli import Arguments, entry_point, positive_number
 from config.errors import UserError
 from config.printable import shown
 from config.redact import redact
 from tracking.jsonl import encode
-from tracking.report.context import MeasureContext, limits_from
+from tracking.pages.markdown import Table
+from tracking.report.context import Finding, MeasureContext, Verdict, limits_from, percent
 from tracking.report.measures import all_measures, caveats, count_verdicts, read_run
 from tracking.report.page import resume_command_of, summary_table, write_report
-from tracking.report.service_levels import objectives_from, run_folders, service_levels
-from tracking.report.text import show_findings, show_levels
+from tracking.report.service_levels import (
+    Level,
+    ServiceLevels,
+    format_budget,
+    format_level,
+    objectives_from,
+    run_folders,
+    service_levels,
+)
 from tracking.run_dir import RunDir, write_page
 from tracking.summary import Summary
-from tracking.terminal import console
+from tracking.terminal import console, words
 
 FAILED = 3
 _DAY = 86400.0
 _COLUMNS = 140
+STYLES: dict[Verdict, str] = {"pass": "green", "fail": "bold red", "not measured": "dim"}
 
 
 @entry_point()
@@ -100,6 +113,50 @@ def _many(options: argparse.Namespace) -> bool:
     if options.html is not None:
         print(options.html)
     return found.failed
+
+
+def show_findings(findings: Sequence[Finding], remarks: Sequence[str], console: Console) -> None:
+    """Print the measures with their verdicts."""
+    table = Table(("measure", "value", "limit", "verdict"), title="Measures")
+    for item in findings:
+        verdict = Text(item.verdict, style=STYLES[item.verdict])
+        if item.reason:
+            verdict.append(shown(f": {item.reason}"), style="" if item.verdict == "fail" else "dim")
+        table.add(item.title, item.shown or "-", item.limit, verdict)
+    console.print(table.grid())
+    for remark in remarks:
+        console.print(words(f"! {remark}", "yellow"))
+
+
+def show_levels(found: ServiceLevels, console: Console) -> None:
+    """Print service levels, the weeks, and what went wrong."""
+    head = ("level", "objective", "good", "level reached", "error budget left", "verdict")
+    table = Table(head, title=f"Service levels of {found.ended} ended runs")
+    for level in found.levels:
+        verdict = Text(level.verdict, style=STYLES[level.verdict])
+        good = f"{level.total.good:,} of {level.total.count:,}"
+        objective = f"at least {percent(level.objective)}"
+        table.add(level.title, objective, good, format_level(level), format_budget(level), verdict)
+    console.print(table.grid())
+    weeks = sorted({week for level in found.levels for week in level.weeks})
+    rows = [(week, *(_week(level, week) for level in found.levels)) for week in weeks]
+    by_week = Table(("week", *(level.title for level in found.levels)), rows, title="By week (UTC, of a run's end)")
+    console.print(by_week.grid())
+    for failure in found.failures:
+        console.print(words(f"{failure.when}  {failure.run}: {failure.what}"), soft_wrap=True)
+    if found.more_failures:
+        console.print(Text(f"and {found.more_failures:,} more; the newest are shown", style="dim"))
+    for remark in found.remarks:
+        console.print(words(f"! {remark}", "yellow"), soft_wrap=True)
+
+
+def _week(level: Level, week: str) -> str:
+    tally = level.weeks.get(week)
+    if tally is None:
+        return "-"
+    burn = level.burn_rate(tally)
+    rate = "" if burn is None or not tally.bad else f", burn rate {burn:.3g}"
+    return f"{tally.good:,} of {tally.count:,}{rate}"
 
 
 def _print_json(content: dict[str, Any]) -> None:

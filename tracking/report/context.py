@@ -63,7 +63,7 @@ LIMITS = {
     "low_precision": Limit("low-precision FLOP share", 0.95, "least", "at least {:%} of the FLOPs", chosen=True),
     "drift": Limit("drift from the masters", 0.0, "most", "at most {:g}", chosen=True),
 }
-"""By measure, in the order of a report."""
+"""Limits by measure, in the order of a report."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Run:
 
 @dataclass(frozen=True)
 class MeasureContext:
-    """A run, and all that its measures are compared with.
+    """A run, and everything that its measures are compared with.
 
     price: money per device and hour; None leaves costs out. peak: FLOP/s of one device; None uses the data sheet's.
     now: seconds since the epoch.
@@ -192,28 +192,3 @@ def find(measure: Callable[[MeasureContext], Measured], context: MeasureContext)
     verdict: Verdict = "pass" if passed else "fail"
     why = "" if passed else found.why
     return Finding(key, limit.title, found.value, found.shown, str(limit), verdict, found.how + own, why)
-
-
-def comparable_baseline(context: MeasureContext, *, same: tuple[str, ...], how: str, shown: str, hint: str = "") -> Run:
-    """The baseline. Raises NotMeasured: there is none, or it differs from the run in one of `same`."""
-    baseline = context.baseline
-    if baseline is None:
-        raise NotMeasured(f"no baseline; give one with --baseline{hint}", how, shown)
-    for what in same:
-        mine, its = _COMPARED[what](context.run), _COMPARED[what](baseline)
-        if mine is not None and its is not None and mine != its:
-            raise NotMeasured(f"{baseline.name} has a different {what}: {its}, not {mine}{hint}", how, shown)
-    return baseline
-
-
-_COMPARED: dict[str, Callable[[Run], Any]] = {
-    "number of parameters": lambda run: run.facts.start.get("parameters"),
-    "training set": lambda run: (run.facts.environment.get("data") or {}).get("fingerprint"),
-    "sequence length": lambda run: run.setting("data.sequence_length"),
-    "micro-batch": lambda run: run.setting("batch.micro_size"),
-    "number of processes": lambda run: run.facts.world_size,
-    "device": lambda run: run.facts.environment.get("accelerator") and run.device,
-}
-SAME_SPEED = ("number of parameters", "sequence length", "number of processes", "device")
-SAME_MEMORY = (*SAME_SPEED, "micro-batch")
-SAME_DATA = ("training set", "sequence length")

@@ -1,4 +1,4 @@
-"""What a run minimises, and over what, in the words of its resolved config."""
+"""Descriptions of a run's task, adapter and samples, from its resolved config."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def adapter_in_words(config: dict[str, Any]) -> str:
 
 
 def samples_in_words(config: dict[str, Any]) -> str:
-    """What a batch is counted in, and how long one is."""
+    """Unit that a batch is counted in, with its length."""
     task, length = setting(config, "task"), setting(config, "data.sequence_length")
     if task == "dpo":
         return f"pairs of at most {length} tokens a side"

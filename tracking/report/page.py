@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 from config import json_text
 from config.files import write_atomically
 from config.redact import redact
-from tracking.console import duration, human
+from tracking.console import duration, gib, human
 from tracking.events import Event, describe_event, format_scale
-from tracking.heatmap.grid import read_heat
+from tracking.heatmap.grid import drawn_panels, read_heat
 from tracking.heatmap.panels import PANELS
 from tracking.heatmap.picture import draw_heat
-from tracking.heatmap.scale import drawn_panels
 from tracking.heatmap.words import sentences
 from tracking.observed_dtypes import computed, lower_than_promised, unobserved
 from tracking.pages.markdown import Table, code, fenced, page, section
@@ -185,7 +184,7 @@ def results(summary: Summary) -> list[tuple[str, str]]:
         ("tokens", f"{summary.tokens:,}"),
         ("speed (median)", _speed(summary)),
         ("wall time", duration(summary.wall_seconds)),
-        ("peak memory (largest rank)", _gib(summary.memory_bytes)),
+        ("peak memory (largest rank)", gib(summary.memory_bytes)),
         ("checkpoint", summary.checkpoint or ""),
     ]
     return [row for row in rows if row[1]]
@@ -310,10 +309,6 @@ def _observed(event: dict[str, Any]) -> str:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
-
-
-def _gib(value: int | None) -> str:
-    return f"{value / 2**30:.2f} GiB" if value else ""
 
 
 def resume_command_of(run_dir: RunDir) -> str:

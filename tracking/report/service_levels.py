@@ -19,14 +19,14 @@ from typing import Any
 
 from config.cli import DIVERGED
 from config.errors import UserError
-from tracking.report.absolute import GOOD_ENDINGS
 from tracking.report.context import Verdict, percent
+from tracking.report.measures import GOOD_ENDINGS
 from tracking.report.sessions import RunHistory, read_history
 from tracking.run_dir import RunDir, matching
 from tracking.status import Status, run_status
 
 OBJECTIVES = {"job_success": 0.99, "no_divergence": 0.99, "restore_success": 1.0}
-"""Least share of good events by level. That of job success and of restores is the field's, the other was chosen."""
+"""Least share of good events by level. Job success and restores follow industry practice; the other was chosen."""
 
 TITLES = {
     "job_success": "jobs that ended as they should",
@@ -132,7 +132,7 @@ class ServiceLevels:
 
     @property
     def remarks(self) -> list[str]:
-        """What was not counted, and why."""
+        """Sentences about runs that were not counted."""
         found = [f"{self.running:,} runs may still be running and are not counted"] if self.running else []
         if self.left_out:
             found.append(f"{self.left_out:,} runs ended before the period and are not counted")
@@ -231,7 +231,7 @@ def _diverged(history: RunHistory) -> bool:
 
 
 def _failures(history: RunHistory, status: Status) -> list[str]:
-    """What went wrong, one line each; a run that diverged gets one line."""
+    """One line for each failure; a run that diverged gets one line."""
     restored, due = history.restores
     lines = []
     if history.end is None:

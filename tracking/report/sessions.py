@@ -40,7 +40,7 @@ class Session:
 
     @property
     def crashed(self) -> bool:
-        """Whether it ended without a word, or with one of who was left. Not for one that may still run."""
+        """Whether it ended without a `run_end`, or with one written by another rank. Meaningless while it runs."""
         return self.end is None or self.end["status"] == CRASHED
 
     @property
@@ -80,7 +80,7 @@ class RunHistory:
 
     @property
     def diverged(self) -> str | None:
-        """Why the guard stopped the run, in any of its sessions; None when it never did."""
+        """Reason that the guard stopped any session of the run; None when it never did."""
         return next((session.aborted for session in self.sessions if session.aborted is not None), None)
 
     @property
@@ -132,7 +132,7 @@ class _Reader:
         self.history.attempts += 1
 
     def end_session(self) -> None:
-        """The line before, or the last one of the file, is the session's newest."""
+        """Date the session by the newest line: the one before the next session, or the last of the file."""
         event = event_on(self._newest)
         if event is not None and self.history.sessions:
             self.history.sessions[-1].last = event["time"]

@@ -19,7 +19,7 @@ from typing import Any
 
 from config.errors import UserError
 from config.redact import redact
-from tracking.compare.differences import flat
+from tracking.compare.differences import CHANGE_NO_NUMBER, flat
 from tracking.run_dir import RunDir
 from tracking.run_lock import LOCK
 from tracking.serve.live import LiveRun
@@ -35,8 +35,6 @@ _LOOK_S = 5.0  # between two searches for new folders
 _CHECK_S = 10.0  # between two looks at the processes of a run whose events do not change
 _OPEN_RUNS = 4  # whole runs kept in memory
 _PASSED_OVER = frozenset({"checkpoints", "plots", "wandb", "profile"})
-_NO_SETTINGS = ("run.name", "run.dir", "run.resume", "run.hypothesis", "tracking.", "data.cache_dir", "parity.")
-"""Settings that change no number of a run."""
 _SEED = "run.seed"
 
 
@@ -53,7 +51,7 @@ class Entry:
     hypothesis: str
     planned: int | None
     group: str
-    """The same for runs that differ in nothing but their seed; empty without a config."""
+    """Key shared by runs that differ only in their seed; empty without a config."""
     changed: float
     """[seconds since the epoch] Time of the last change of its events."""
 
@@ -86,7 +84,7 @@ class _Run:
         before = self.entry
         if before is not None and not changed and before.status == status:
             return False
-        settings = {key: value for key, value in flat(config) if not key.startswith(_NO_SETTINGS)}
+        settings = {key: value for key, value in flat(config) if not key.startswith(CHANGE_NO_NUMBER)}
         run = config.get("run") or {}
         steps = run.get("steps")
         self.entry = Entry(

@@ -1,8 +1,10 @@
-"""What the overview shows: a line for each run, or for each group of runs that differ in nothing but their seed."""
+"""Contents of the overview: a line for each run, or for each group of runs that differ only in their seed."""
 
 from __future__ import annotations
 
 import math
+import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +17,7 @@ from tracking.report.context import percent
 from tracking.serve.library import Entry
 
 WIDTH, HEIGHT = 140, 30
-"""[pixels] Of a sparkline."""
+"""[pixels] Size of a sparkline."""
 _PLACES = 60
 _MOST_SETTINGS = 4
 COLUMNS = {
@@ -30,7 +32,7 @@ COLUMNS = {
     "incidents": "incidents",
     "changed": "changed",
 }
-"""By which one can sort, and the heads of the columns."""
+"""Columns that the table can be sorted by, and their headings."""
 _DESCENDING = frozenset({"step", "speed", "skips", "scale", "incidents", "changed"})
 _ORDER = {"running": 0, "crashed": 1, "failed": 2, "stopped": 3, "finished": 4}
 _CONFIG_FIRST = ("precision.", "optimizer.", "deepspeed.", "model.", "batch.", "data.", "run.")
@@ -38,17 +40,17 @@ _CONFIG_FIRST = ("precision.", "optimizer.", "deepspeed.", "model.", "batch.", "
 
 @dataclass(frozen=True)
 class Asked:
-    """What the reader wants to see."""
+    """Search, order and grouping that the reader asked for."""
 
     search: str
-    """Words that each have to be in the run's name, status, hypothesis or settings."""
+    """Words, all of which must occur in the run's name, status, hypothesis or settings."""
     sort: str
     descending: bool
     by_seed: bool
 
     @classmethod
     def of(cls, search: str, sort: str, group: str) -> Asked:
-        """From a query's fields. sort: a column, with `-` before it for the other direction."""
+        """Parse a query's fields. sort: a column, with `-` before it for the opposite direction."""
         column = sort.removeprefix("-")
         column = column if column in COLUMNS else "changed"
         return cls(search.strip()[:200], column, (column in _DESCENDING) != sort.startswith("-"), group == "seed")
@@ -65,12 +67,12 @@ class Line:
     hypothesis: str
     step: str
     done: float
-    """[fraction] Of the planned steps; 0 where they are not known."""
+    """[fraction] Share of the planned steps; 0 where unknown."""
     loss: str
     points: str
     """The sparkline, as the points of an SVG polyline."""
     band: str
-    """Around it from the lowest to the highest of a group, as the points of a polygon; empty for one run."""
+    """Band from the lowest to the highest curve of a group, as the points of a polygon; empty for one run."""
     validation: str
     speed: str
     skips: str
@@ -78,7 +80,7 @@ class Line:
     incidents: tuple[tuple[str, int], ...]
     changed: str
     settings: tuple[tuple[str, str], ...]
-    """Of those that are not the same in all runs shown, the first few."""
+    """First few settings that differ between the runs shown."""
     more_settings: int
     all_settings: str
 
@@ -90,12 +92,12 @@ class Table:
     lines: list[Line]
     asked: Asked
     runs: int
-    """In the folder."""
+    """Number of runs in the folder."""
     shown: int
     states: dict[str, int]
     columns: dict[str, str]
     differing: int
-    """Settings that are not the same in all runs shown."""
+    """Number of settings that differ between the runs shown."""
 
 
 def table(entries: Sequence[Entry], asked: Asked, *, now: float) -> Table:
@@ -105,9 +107,7 @@ def table(entries: Sequence[Entry], asked: Asked, *, now: float) -> Table:
     groups = _groups(wanted) if asked.by_seed else [[entry] for entry in wanted]
     value = _VALUES[asked.sort]
     ranked = sorted(groups, key=lambda group: _rank(value(group), descending=asked.descending))
-    states: dict[str, int] = {}
-    for entry in entries:
-        states[entry.status.state] = states.get(entry.status.state, 0) + 1
+    states: dict[str, int] = Counter(entry.status.state for entry in entries)
     lines = [_line(group, keys, now) for group in ranked]
     return Table(lines, asked, len(entries), len(wanted), states, COLUMNS, len(keys))
 
@@ -175,7 +175,7 @@ _VALUES: dict[str, Any] = {
 
 
 def _rank(value: Any, *, descending: bool) -> tuple[bool, Any]:
-    """What is not known comes last in both directions."""
+    """Sort key; unknown values come last in both directions."""
     if isinstance(value, str):
         return False, [-ord(letter) for letter in value] + [1] if descending else [ord(letter) for letter in value]
     unknown = not math.isfinite(value)
@@ -185,11 +185,9 @@ def _rank(value: Any, *, descending: bool) -> tuple[bool, Any]:
 def _line(group: Sequence[Entry], keys: Sequence[str], now: float) -> Line:
     first = group[0]
     skims = [entry.skim for entry in group]
-    incidents: dict[str, int] = {}
+    incidents: Counter[str] = Counter()
     for skim in skims:
-        for kind, count in skim.counts.items():
-            if kind.startswith("incident "):
-                incidents[kind.removeprefix("incident ")] = incidents.get(kind.removeprefix("incident "), 0) + count
+        incidents.update({kind[9:]: n for kind, n in skim.counts.items() if kind.startswith("incident ")})
     worst = min(group, key=lambda entry: _ORDER[entry.status.state])
     seeds = sorted({str(entry.settings.get("run.seed")) for entry in group})
     own = [(key, _value(first.settings[key])) for key in keys if key in first.settings]
@@ -248,10 +246,8 @@ def scale_text(scale: float) -> str:
 
 
 def _common(names: Sequence[str]) -> str:
-    """The beginning that names share, without a dangling separator."""
-    low, high = min(names), max(names)
-    count = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
-    return low[:count].rstrip("-_.0123456789/ ") or names[0]
+    """Common prefix of the names, without a trailing separator or number."""
+    return os.path.commonprefix(names).rstrip("-_.0123456789/ ") or names[0]
 
 
 def _sparkline(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[str, str]:

@@ -110,20 +110,20 @@ class Pages:
         entry = self._entry(query)
         return self._render("state.html", entry=entry, state=run_page.state(entry, now=time.time()))
 
-    def _live(self, query: Query) -> LiveRun:
-        live = self._library.live(one(query, "key"))
+    def _live(self, key: str) -> LiveRun:
+        live = self._library.live(key)
         if live is None:
             raise NotFound("There is no such run.")
         return live
 
     def _curves(self, query: Query) -> Reply:
-        live = self._live(query)
+        live = self._live(one(query, "key"))
         if live.ready():
             return _json(run_page.curves(live.facts()) | {"sketch": False})
         return _json(run_page.curves(sketch(live.folder, live.label)) | {"sketch": True})
 
     def _heat(self, query: Query) -> Reply:
-        heat = self._live(query).heat()
+        heat = self._live(one(query, "key")).heat()
         return _json(run_page.heat(heat, one(query, "panel"), one(query, "fold"), query.get("open", [])))
 
     def _report(self, query: Query) -> Reply:
@@ -144,11 +144,9 @@ class Pages:
         return Reply(page(found).encode(errors="replace"), _HTML, policy="single")
 
     def _facts(self, key: str) -> RunFacts:
-        entry, live = self._library.entry(key), self._library.live(key)
-        if entry is None or live is None:
-            raise NotFound("There is no such run.")
-        require_inside(entry.folder, self._library.root)
-        config, deepspeed, environment = read_inputs(RunDir(entry.folder))
+        live = self._live(key)
+        require_inside(live.folder, self._library.root)
+        config, deepspeed, environment = read_inputs(RunDir(live.folder))
         return replace(live.facts(), config=config, deepspeed=deepspeed, environment=environment)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tracking.compare.html import run_data
-from tracking.console import duration, human
+from tracking.console import duration, gib, human
 from tracking.events import describe_event
 from tracking.heatmap.grid import Heat
 from tracking.heatmap.modules import FOLDS, Fold
@@ -54,7 +54,7 @@ def state(entry: Entry, *, now: float) -> State:
         ("skipped", f"{skipped:,}" + (f" ({skipped / step:.2%})" if skipped and step else "") if last else ""),
         ("loss scale", scale_text(float(last.get("loss_scale") or math.nan))),
         ("tokens", human(last["tokens"]) if last else ""),
-        ("memory", f"{last['memory_bytes'] / 2**30:.2f} GiB" if last.get("memory_bytes") else ""),
+        ("memory", gib(last.get("memory_bytes"))),
         (
             "computes in",
             "+".join(sorted(set((start.get("regions") or {}).values())) or [str(start.get("compute", ""))]),

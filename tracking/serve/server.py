@@ -48,7 +48,7 @@ class PageServer(ThreadingHTTPServer):
         self.address_family = found[0][0]
         self.pages = Pages(library)
         self.names: frozenset[str] | None = None
-        """What a request's Host may be; None for any."""
+        """Accepted values of a request's Host header; None accepts any."""
         super().__init__((str(found[0][4][0]), port), _Handler)
         if ipaddress.ip_address(str(self.server_address[0])).is_loopback:
             self.names = frozenset({host, "localhost", "127.0.0.1", "[::1]"})

@@ -27,7 +27,7 @@ _MOST_EVENTS = 2000  # of one kind that are kept
 
 @dataclass
 class Skim:
-    """The findings in one `events.jsonl` so far."""
+    """Overview of one `events.jsonl` so far."""
 
     start: Event = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
@@ -86,7 +86,7 @@ def _surviving_losses(steps: Iterable[Event]) -> list[tuple[int, float]]:
 
 
 def steps_at(path: Path, places: int) -> list[Event]:
-    """The steps at so many even places of a file and the newest, in file order, each once. Raises OSError."""
+    """Steps at `places` evenly spaced offsets and the newest one, in file order without repeats. Raises OSError."""
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         found = [_step_at(file.fileno(), size * place // places, size) for place in range(places)]

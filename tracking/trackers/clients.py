@@ -28,7 +28,7 @@ class Client(Protocol):
         """Numbers by name, some not finite, at one place of the axis. time: seconds since the epoch."""
 
     def flush(self) -> None:
-        """Have what was logged stored."""
+        """Store everything logged so far."""
 
     def close(self, exit_code: int) -> None:
         """The run has ended, or crashed (then not 0)."""
@@ -155,7 +155,7 @@ class Csv:
             self._file.write("\n")
 
     def log(self, numbers: dict[str, float], attempt: int, time: float) -> None:
-        """One row; what is neither of a step nor of an evaluation is left out."""
+        """Write a row for a step or an evaluation; other events are left out."""
         if "train/loss" in numbers or "eval/loss" in numbers:
             self._writer.writerow({**numbers, "attempt": attempt, "time": time, "step": int(numbers["step"])})
 

@@ -1,9 +1,9 @@
 """The process beside training that follows `events.jsonl` and gives each event to one client.
 
-Started by `tracking.trackers.process`, never by hand. Standard input brings one line of JSON (the job) and later the
+Started by `tracking.trackers.sink`, never by hand. Standard input brings one line of JSON (the job) and later the
 line "end"; standard output carries one-line messages: "log: ..." for the user, "failed: ..." before the process exits.
-Standard error is the client's log in the run folder. What a session could not deliver, because the client or the
-machine died, the next session delivers: a file in the run folder holds how many lines the client has stored.
+Standard error is the client's log in the run folder. Events that a session could not deliver, because the client or
+the machine died, are delivered by the next one: a file in the run folder holds how many lines the client has stored.
 """
 
 from __future__ import annotations

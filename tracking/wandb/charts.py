@@ -32,7 +32,7 @@ class Rows:
     """Events in file order as rows of charts. Events of earlier sessions have to be passed too: they are counted."""
 
     def __init__(self) -> None:
-        """No event was seen yet. `attempts`: step events so far."""
+        """Start without events. `attempts`: step events so far."""
         self.attempts = 0
         self._applied: int | None = None  # unknown until the first step
         self._totals: dict[str, int] = {}
@@ -73,7 +73,7 @@ def _counted(event: Event) -> tuple[str, ...]:
 
 
 def chart_values(event: Event) -> dict[str, Any]:
-    """What one event adds to the charts: `train/...` for a step, else a group of its own such as `scale/...`.
+    """Values that one event adds to the charts: `train/...` for a step, else its own group such as `scale/...`.
 
     Values that are not finite stay so (wandb shows them as such); what was not recorded (None) is left out.
     """
@@ -98,7 +98,7 @@ def chart_values(event: Event) -> dict[str, Any]:
 
 
 def histograms(event: Event) -> dict[str, Any]:
-    """Of a telemetry event: the gradient values by power of two, and how each measure is spread over the modules.
+    """Histograms of a telemetry event: gradient values by power of two, and each measure over the modules.
 
     wandb draws a histogram over steps as a heat map, so a model of any size has these few panels. Which module is where
     is in the run's own heat maps.
@@ -122,7 +122,7 @@ def histograms(event: Event) -> dict[str, Any]:
 
 
 def _flatten(event: Event) -> Iterator[tuple[str, Any]]:
-    """Numbers of a telemetry event over all modules: the largest of what is a danger, the smallest cosine."""
+    """Scalars of a telemetry event over all modules: largest magnitudes, smallest cosine."""
     yield "telemetry/update_ratio", event["update_ratio"]
     for name, value in (event["drift"] or {}).items():
         yield f"telemetry/drift/{name}", value

@@ -24,7 +24,7 @@ _SHORT = 12  # characters of a hash
 
 
 def checkpoint_facts(event: Event, config: dict[str, Any]) -> dict[str, Any]:
-    """What to record of the checkpoint of a `checkpoint` event. Its hash is None when the manifest cannot be read."""
+    """Facts to record about a `checkpoint` event's checkpoint. Its hash is None when the manifest is unreadable."""
     return _checkpoint(event["path"], event["step"], config) | {
         "tokens": event["tokens"],
         "bytes": event["bytes"],
@@ -33,7 +33,7 @@ def checkpoint_facts(event: Event, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def named_checkpoint_facts(folder: Path, config: dict[str, Any], parity: dict[str, Any] | None) -> dict[str, Any]:
-    """What to record of a checkpoint folder, with a parity verdict. Raises UserError when it is none."""
+    """Facts to record about a checkpoint folder, with a parity verdict. Raises UserError for any other folder."""
     step = re.fullmatch(r"step-(\d+)", folder.resolve().name)
     if step is None or not (folder / "manifest.json").is_file():
         raise UserError(f"--checkpoint {folder}: is not a whole checkpoint; give a checkpoints/step-N folder")
@@ -58,7 +58,7 @@ def _checkpoint(path: str, step: int, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def export_facts(folder: Path) -> dict[str, Any]:
-    """What to record of a folder that tools.export_hf wrote. Raises UserError when it is none."""
+    """Facts to record about a folder written by tools.export_hf. Raises UserError for any other folder."""
     try:
         known = json.loads((folder / "mantissa.json").read_text(encoding="utf-8"))
         return {

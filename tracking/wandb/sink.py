@@ -17,7 +17,7 @@ from config.files import why_not_writable, write_atomically
 from config.printable import printable, shown
 from config.redact import redact
 from tracking.run_dir import RunDir
-from tracking.trackers.process import ClientSink
+from tracking.trackers.sink import ClientSink
 
 INIT_TIMEOUT_S = 20.0
 FINISH_TIMEOUT_S = 30.0

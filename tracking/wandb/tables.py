@@ -70,7 +70,7 @@ def _cell(value: Any) -> Any:
 
 
 class Alerts:
-    """At most one alert per verdict in ALERT_EVERY_S; those left out are counted in the next one."""
+    """Limits alerts to one per verdict in ALERT_EVERY_S; suppressed ones are counted in the next."""
 
     def __init__(self) -> None:
         self._last: dict[str, float] = {}

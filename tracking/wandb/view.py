@@ -17,7 +17,7 @@ from typing import Any
 
 from config import yaml_text
 from config.cli import REPOSITORY, Arguments, entry_point
-from config.errors import UserError
+from config.errors import UserError, one_line
 from config.extras import require
 
 DEFINITION = REPOSITORY / "docs" / "wandb" / "saved_view.yaml"
@@ -44,7 +44,7 @@ def build(entity: str, project: str, definition: dict[str, Any]) -> Any:
             auto_generate_panels=True,  # below ours: telemetry, histograms
         )
     except (KeyError, TypeError, ValueError) as error:
-        why = " ".join(str(error).split())[:200]
+        why = one_line(error, 200)
         raise UserError(f"the definition of the view is wrong ({type(error).__name__}: {why}); correct it") from None
 
 
@@ -81,7 +81,7 @@ def _create_view(path: str, definition: Path, *, show: bool) -> str:
     try:
         parsed = yaml_text.parse(definition.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"--definition {definition}: cannot be read ({' '.join(str(error).split())[:200]})") from None
+        raise UserError(f"--definition {definition}: cannot be read ({one_line(error, 200)})") from None
     view = build(entity, project, parsed)
     if show:
         return json.dumps(view._to_model().model_dump(by_alias=True, exclude_none=True, mode="json"), indent=1)
@@ -89,7 +89,7 @@ def _create_view(path: str, definition: Path, *, show: bool) -> str:
         view.save()
         return str(view.url)
     except Exception as error:  # no login, no network, no such project: the client has a class of its own for each
-        why = " ".join(str(error).split())[:200] or type(error).__name__
+        why = one_line(error, 200)
         raise UserError(f"{path}: not saved ({why}); check the name, `wandb login` and the network") from None
 
 

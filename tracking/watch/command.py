@@ -23,9 +23,8 @@ from config.cli import Arguments, entry_point
 from config.errors import UserError
 from config.printable import shown
 from tracking import terminal
-from tracking.heatmap.grid import USED, HeatCollector
+from tracking.heatmap.grid import USED, HeatCollector, drawn_panels
 from tracking.heatmap.panels import PANELS
-from tracking.heatmap.scale import drawn_panels
 from tracking.heatmap.still import still_sentence, warmup_of
 from tracking.jsonl import Follower
 from tracking.run_dir import RunDir
@@ -138,7 +137,7 @@ def live(watch: Watch, console: Console) -> None:
 
 
 def print_repeatedly(watch: Watch, console: Console) -> None:
-    """For a terminal that cannot move its cursor: a frame every 10 s, until the run has ended."""
+    """Print a frame every 10 s until the run has ended, on a terminal that cannot move its cursor."""
     while True:
         while watch.read(_DUMB_REFRESH_S):
             pass
@@ -150,7 +149,7 @@ def print_repeatedly(watch: Watch, console: Console) -> None:
 
 @contextmanager
 def _keys() -> Iterator[Any]:
-    """A function that waits for a key, at most so many seconds, and returns it or None. Without a keyboard it waits."""
+    """Yield a function that waits some seconds for a key and returns it, or None; without a keyboard it sleeps."""
     if not sys.stdin.isatty():
         yield time.sleep
         return

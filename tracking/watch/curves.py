@@ -24,12 +24,12 @@ class Line:
     series: Series
     style: str
     points: bool = False
-    """Only points, one per bucket: for what is measured now and then."""
+    """Whether to draw only points, one per bucket, for rare measurements."""
 
 
 @dataclass(frozen=True)
 class Axes:
-    """How a panel is drawn."""
+    """Size and scales of a panel."""
 
     width: int
     """[characters] The labels included."""

@@ -41,7 +41,7 @@ _SLOW = 1.3  # times the median from which the slowest rank is highlighted
 
 @dataclass(frozen=True)
 class View:
-    """What one frame is drawn with besides the state."""
+    """Settings of one frame besides the state."""
 
     name: str
     planned_steps: int | None
@@ -52,7 +52,7 @@ class View:
     log_steps: bool = False
     ascii: bool = False
     read: float = 1.0
-    """[fraction] Of the events file that has been read."""
+    """[fraction] Share of the events file read so far."""
     damaged: int = 0
     keys: bool = False
     """Whether keys are read, so that the help for them is shown."""
@@ -60,9 +60,9 @@ class View:
     panel: str = ""
     """The heat map to show instead of curves."""
     heat: Heat | None = None
-    """What it is drawn from."""
+    """Data of that panel."""
     alert: str = ""
-    """What the run is doing wrong though nothing has failed."""
+    """Warning about a run that has not failed."""
 
     @property
     def room(self) -> int:
@@ -282,7 +282,7 @@ def _facts(state: WatchState, view: View) -> list[tuple[str, str, str]]:
 
 
 def _tail(text: str, width: int) -> str:
-    """At most `width` characters of a module's name, the end of it."""
+    """The last `width` characters of a module's name."""
     return text if len(text) <= width else "..." + text[3 - width :]
 
 

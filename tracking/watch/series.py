@@ -70,7 +70,7 @@ class Series:
             self.buckets = merged
 
     def cut(self, step: int) -> None:
-        """Drop what comes after `step`: a resumed or rolled-back run attempts it again.
+        """Drop values after `step`: a resumed or rolled-back run attempts those steps again.
 
         The bucket that contains `step` keeps its numbers, dropped steps included.
         """

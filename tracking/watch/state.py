@@ -13,11 +13,13 @@ from tracking.watch.series import Series
 
 _RECENT_STEPS = 50  # the speed and the ETA are medians over these
 _MAX_LINES = 200
+_LOGGED = {"nonfinite": "bad", "incident": "bad", "checkpoint": "good", "warning": "warn", "fault": "warn"}
+"""Level by event of those that are always logged."""
 _CURVES = ("loss", "grad_norm", "loss_scale", "tokens_per_second", "lr")
 
 
 class WatchState:
-    """A run up to its newest event. Of a step attempted twice the last attempt counts."""
+    """A run up to its newest event. The last attempt at a step counts."""
 
     def __init__(self) -> None:
         self.start: Event | None = None
@@ -27,7 +29,7 @@ class WatchState:
         self.step = 0
         self.tokens = 0
         self.time: float | None = None
-        """Of the newest event, in seconds since the epoch."""
+        """[seconds since the epoch] Time of the newest event."""
         self.session_time: float | None = None
         self.curves = {name: Series() for name in _CURVES}
         self.validation = Series()
@@ -36,7 +38,7 @@ class WatchState:
         self.counts: Counter[tuple[str, str]] = Counter()
         """Events over all sessions, by (event, kind): ("incident", "SKIP"), ("scale", "overflow") and so on."""
         self.causes: Counter[str] = Counter()
-        """How often each module, of the first few hundred, was found to hold inf or nan."""
+        """Number of inf or nan findings by module, for the first few hundred modules."""
         self.checkpoint: Event | None = None
         self.validated: Event | None = None
         self.flop_share: dict[str, float] = {}
@@ -50,6 +52,8 @@ class WatchState:
         handler = getattr(self, f"_on_{event['event']}", None)
         try:
             self.time = event["time"]
+            if event["event"] in _LOGGED:
+                self._log(event, _LOGGED[event["event"]])
             if handler is not None:
                 handler(event)
         except (KeyError, TypeError, AttributeError, ValueError):
@@ -114,11 +118,9 @@ class WatchState:
         cause = "loss" if event["tensor"] == "loss" else line(event["module"])
         if cause in self.causes or len(self.causes) < _MAX_LINES:
             self.causes[cause] += 1
-        self._log(event, "bad")
 
     def _on_incident(self, event: Event) -> None:
         self.counts["incident", event["verdict"]] += 1
-        self._log(event, "bad")
         if "rolled_back_to" in event:
             self._log(event, "warn", f"rolled back to {Path(event['rolled_back_to']).name}")
 
@@ -129,20 +131,15 @@ class WatchState:
 
     def _on_checkpoint(self, event: Event) -> None:
         self.checkpoint = event
-        self._log(event, "good")
 
     def _on_note(self, event: Event) -> None:
         self._log(event, "warn", event["text"])
 
     def _on_warning(self, event: Event) -> None:
         self.counts["warning", event["signal"]] += 1
-        self._log(event, "warn")
 
     def _on_telemetry(self, event: Event) -> None:
         self.counts["telemetry", ""] += 1
-
-    def _on_fault(self, event: Event) -> None:
-        self._log(event, "warn")
 
     def _on_precision(self, event: Event) -> None:
         self.flop_share = {line(dtype): share for dtype, share in (event["flop_share"] or {}).items()}

@@ -12,10 +12,9 @@ from tests.support.runs.heat_runs import growing, write_heat_run
 from tests.support.servers.browser import tab
 from tracking.compare.command import main as compare
 from tracking.heatmap.difference import difference_data, differences_of
-from tracking.heatmap.grid import HeatCollector, read_heat
+from tracking.heatmap.grid import HeatCollector, drawn_panels, read_heat
 from tracking.heatmap.page import panel_data, panels_of
 from tracking.heatmap.picture import draw_heat
-from tracking.heatmap.scale import drawn_panels
 from tracking.report.command import main as report
 
 

@@ -13,8 +13,7 @@ from tests.support.runs.report_runs import CONFIG, ENVIRONMENT, session, simple_
 from tests.support.runs.synthetic_events import TELEMETRY, TOKENS_PER_STEP
 from tracking.jsonl import read_events
 from tracking.report.context import LIMITS, Finding, MeasureContext, limits_from
-from tracking.report.measures import all_measures, caveats, read_run
-from tracking.report.relative import peak_flops
+from tracking.report.measures import all_measures, caveats, peak_flops, read_run
 from tracking.run_dir import RunDir
 
 NOW = 2e9
