@@ -9,7 +9,7 @@ from typing import BinaryIO, cast
 from config.task import is_url
 
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
-"""By the end of a file's name."""
+"""Compression by file suffix."""
 BLOCK_BYTES = 1 << 20
 """[bytes] Size of the blocks in which a file that is cut is read."""
 

@@ -37,7 +37,7 @@ class Masking:
     """Masks one tokenizer's tokens."""
 
     mask: int
-    """[id] Of the mask token."""
+    """[id] The mask token."""
     special: np.ndarray
     """(vocabulary,) bool: tokens that are never chosen, nor put in another's place."""
     begins: np.ndarray

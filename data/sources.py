@@ -193,7 +193,7 @@ def _local(root: Path, files: list[Path], source: str) -> _Files:
 
 
 def _order(name: PurePath, source: str) -> Any:
-    """By the text of the name, or for rows folder by folder: the tokens of prepared corpora have these orders."""
+    """Sort key: the whole name for text, folder by folder for rows. Corpora already prepared have these orders."""
     return name.as_posix() if source == "text" else name.parts
 
 

@@ -154,7 +154,7 @@ class ActivationMeter:
 
 
 def to_plain(measured: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with Python numbers for tensors and dicts for named tuples, after one copy from each device.
+    """`measured` with Python numbers for tensors and dicts for named tuples, after one copy from each device.
 
     measured: mappings and named tuples, nested, of () or (n,) tensors and plain values.
     """

@@ -172,21 +172,21 @@ class World:
         return result
 
     def sharing_sequences(self, ranks: int, *, timeout_minutes: float) -> World:
-        """The same ranks, so many of which share each sequence. A collective."""
+        """This world with groups of `ranks` consecutive ranks that share each sequence. A collective."""
         if ranks == 1:
             return self
         group = self._consecutive(ranks, timeout_minutes)
         return replace(self, sequence=SequenceGroup(self.rank % ranks, ranks, group))
 
     def sharing_tensors(self, ranks: int, *, timeout_minutes: float) -> World:
-        """The same ranks, so many of which share each matrix. A collective."""
+        """This world with groups of `ranks` consecutive ranks that share each matrix. A collective."""
         if ranks == 1:
             return self
         group = self._consecutive(ranks, timeout_minutes)
         return replace(self, tensor=TensorGroup(self.rank % ranks, ranks, group))
 
     def sharing_experts(self, ranks: int, *, timeout_minutes: float) -> World:
-        """The same ranks, so many of which share the experts of each layer. A collective."""
+        """This world with groups of `ranks` consecutive ranks that share the experts of each layer. A collective."""
         if ranks == 1:
             return self
         group, timeout = self._consecutive(ranks, timeout_minutes), timedelta(minutes=timeout_minutes)
@@ -195,14 +195,14 @@ class World:
         return replace(self, experts=ExpertGroup(own, ranks, group, apart[own]))
 
     def _consecutive(self, ranks: int, timeout_minutes: float) -> Any:
-        """This rank's group of so many consecutive ones, which divide all. A collective: each rank makes each group."""
+        """This rank's process group of `ranks` consecutive ranks. A collective: each rank creates each group."""
         timeout = timedelta(minutes=timeout_minutes)
         firsts = range(0, self.world_size, ranks)
         groups = [dist.new_group(list(range(first, first + ranks)), timeout=timeout) for first in firsts]
         return groups[self.rank // ranks]
 
     def on_own_group(self) -> World:
-        """The same ranks on a new gloo group, whose collectives may run in a thread at the same time as training's.
+        """This world on a new gloo group, whose collectives may run in a thread at the same time as training's.
 
         Its time-out is a day: a rank with more to write may reach a collective hours after the others. A collective.
         """

@@ -138,7 +138,7 @@ def _restarted_by_torchrun() -> bool:
 
 
 def _another_port() -> str:
-    """How to have the launcher of this process use a port that is free, in words."""
+    """Human-readable advice on making this process's launcher use a free port."""
     environment, free = os.environ, free_port()
     if environment.get("MANTISSA_START") or "SLURM_JOB_ID" in environment:
         return f"set MASTER_PORT={free} for all of its ranks"

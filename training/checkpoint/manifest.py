@@ -24,7 +24,7 @@ BLOCK = 1 << 22
 """[bytes] Read at a time when hashing."""
 
 NAME = re.compile(r"step-(0|[1-9][0-9]*)")
-"""Of a published checkpoint; the group is its step."""
+"""Folder name of a published checkpoint; the group is its step."""
 _FIELDS = {
     "step": int,
     "written": str,

@@ -27,9 +27,9 @@ class Saved:
     step: int
     tokens: int
     seconds: float
-    """From the call until it was published and, where configured, read back and uploaded."""
+    """[s] From the call until it was published and, where configured, read back and uploaded."""
     stall_seconds: float
-    """For which the training thread was blocked: copying to host memory, and any wait for the end."""
+    """[s] How long the training thread was blocked: copying to host memory, and any wait for the end."""
     bytes: int
     verified: bool
     """Whether every file was read back, from the disk or the store, with the hash of what was written."""

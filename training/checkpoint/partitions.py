@@ -49,7 +49,7 @@ class SavedTensor:
     read: Read
     """The whole FP32 master; of a frozen parameter, which has none, its weight in the dtype it was saved in."""
     second_copy: Read | None = None
-    """The same tensor read from elsewhere in the checkpoint, in the dtype there; None where there is no other."""
+    """Reads the tensor's other copy in the checkpoint, in that copy's dtype; None where there is no other."""
     master: AnyPieces | None = None
     """The FP32 master by parts; None for a frozen parameter."""
     state: OptimizerState | None = None

@@ -52,7 +52,7 @@ class Save:
     def __init__(self, request: SaveRequest, files: Files, world: World, reached: Callable[[str], None]) -> None:
         """world: on a process group that nothing else uses meanwhile. reached: called with each phase on each rank."""
         self.stall_seconds = 0.0
-        """For which it has blocked the training thread so far."""
+        """[s] How long the save has blocked the training thread so far."""
         self._request, self._files, self._world, self._reached = request, files, world, reached
         self._outcome: Saved | BaseException | None = None
         self._published = threading.Event()

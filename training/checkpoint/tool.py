@@ -86,7 +86,7 @@ def verify(given: argparse.Namespace, say: Say) -> int:
 
 
 def list_run(given: argparse.Namespace, say: Say) -> int:
-    """What is in a run's checkpoints folder; sizes are checked, hashes are not."""
+    """List a run's checkpoints folder; sizes are checked, hashes are not."""
     folder = _folder(given.path)
     named, table = latest_name(folder), Table(("", "", "", ""))
     for path in by_step(folder):
@@ -108,7 +108,7 @@ def list_run(given: argparse.Namespace, say: Say) -> int:
 
 
 def inspect(given: argparse.Namespace, say: Say) -> int:
-    """What a checkpoint holds: dtype by dtype, rank by rank."""
+    """Describe a checkpoint's content by dtype and by rank."""
     path = given.path if _is_checkpoint(given.path) else newest(_folder(given.path))
     if path is None:
         raise UserError(f"{given.path}: no whole checkpoint there; `verify` says what is wrong with those there are")

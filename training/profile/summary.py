@@ -174,7 +174,7 @@ def _casts(timeline: Timeline) -> list[dict[str, Any]]:
 
 
 def _time_matmuls(matmuls: list[Matmul], timeline: Timeline, on_device: bool) -> None:
-    """On a GPU, set each matmul's time to that of the kernels that it launched."""
+    """Set each matmul's time to that of the kernels it launched. GPU only."""
     if not on_device:
         return
     by_event = {id(found.event): found for found in matmuls}

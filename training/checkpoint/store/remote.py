@@ -78,7 +78,7 @@ class Remote:
             log(f"passed over checkpoint {self.url_of(step)}: {problem}")
 
     def orders(self, world: World) -> list[Order]:
-        """Of all checkpoints in the store. Raises UserError, on every rank, when the store cannot be reached."""
+        """Orders of all checkpoints in the store. Raises UserError, on every rank, when the store cannot be reached."""
         found: list[Order] | str = []
         if world.is_main:
             try:

@@ -28,7 +28,7 @@ class Lamb(WholeParameterOptimizer):
 
 
 def build(groups: list[dict[str, Any]], options: dict[str, Any], *, offload_to_host: bool) -> torch.optim.Optimizer:
-    """The same on every device."""
+    """LAMB over `groups`, on any device."""
     return Lamb(groups, options)
 
 

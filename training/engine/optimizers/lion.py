@@ -27,7 +27,7 @@ class Lion(FlatOptimizer):
 
 
 def build(groups: list[dict[str, Any]], options: dict[str, Any], *, offload_to_host: bool) -> torch.optim.Optimizer:
-    """The same on every device."""
+    """Lion over `groups`, on any device."""
     return Lion(groups, options)
 
 

@@ -57,7 +57,7 @@ def step_of(direction: torch.Tensor, *, bf16: bool) -> torch.Tensor:
 
 
 def build(groups: list[dict[str, Any]], options: dict[str, Any], *, offload_to_host: bool) -> torch.optim.Optimizer:
-    """The same on every device."""
+    """Muon over `groups`, on any device."""
     return Muon(groups, options)
 
 

@@ -30,7 +30,7 @@ class StableAdamW(WholeParameterOptimizer):
 
 
 def build(groups: list[dict[str, Any]], options: dict[str, Any], *, offload_to_host: bool) -> torch.optim.Optimizer:
-    """The same on every device."""
+    """Stable AdamW over `groups`, on any device."""
     return StableAdamW(groups, options)
 
 
