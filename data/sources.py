@@ -28,6 +28,7 @@ from types import ModuleType
 from typing import Any
 
 from config.errors import UserError
+from config.files import file_sha256
 from config.schema import DataSection
 from config.task import is_url
 from data.files import compression_of
@@ -273,8 +274,7 @@ def _files_identity(root: Path, files: list[Path]) -> str:
         status = path.stat()
         digest.update(f"\0{name}\0{status.st_size}\0".encode("utf-8", "surrogateescape"))
         if by_content:
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
+            digest.update(bytes.fromhex(file_sha256(path)))
         else:
             digest.update(str(status.st_mtime_ns).encode())
     return f"files:{digest.hexdigest()}"

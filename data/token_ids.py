@@ -16,11 +16,11 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from config.errors import UserError, one_line
+from config.errors import UserError
 from config.schema import DataSection
 from data import megatron
 from data.encode import Encoded, is_drawn
-from data.files import opened
+from data.files import opened, unreadable
 from data.row_formats import BadRow
 from data.row_sources import located_rows
 from data.sources import Source
@@ -133,9 +133,7 @@ def _of_parquet(path: str, field: str) -> Iterator[Found]:
                     number += 1
                     yield f"{path}: row {number}", values[start:stop] if present else None
     except (OSError, ValueError, pyarrow.ArrowException) as error:
-        raise UserError(
-            f"{path}: cannot be read ({one_line(error)}). Check that it is whole, and its format."
-        ) from error
+        raise unreadable(path, error) from error
 
 
 def _no_such_field(where: str, field: str, fields: Any) -> UserError:

@@ -48,15 +48,6 @@ class Agreement(NamedTuple):
     """||gradient - reference|| / ||reference||; 0 if both are zero, inf if only the reference is."""
 
 
-class Drift(NamedTuple):
-    """How far 16-bit parameters are from their rounded masters, relative to the masters; each a () float64 tensor."""
-
-    maximum: torch.Tensor
-    """Largest |parameter - rounded master| / |rounded master|."""
-    rms: torch.Tensor
-    """Root of the mean square of the same. Both are 0 in a healthy run: the parameter is the rounded master."""
-
-
 def compare_gradients(gradients: Named, reference: Named) -> dict[str, Agreement]:
     """Cosine, sign agreement and relative error of each gradient against the one of the same name.
 
@@ -77,44 +68,6 @@ def compare_gradients(gradients: Named, reference: Named) -> dict[str, Agreement
         same = ((mine.sign() == other.sign()) & ~noise).sum().double() / (~noise).sum()
         result[name] = Agreement(cosine.clamp(-1, 1), same, error)
     return result
-
-
-def master_drift(master: torch.Tensor, parameter: torch.Tensor) -> Drift:
-    """How far a 16-bit parameter is from its FP32 master, rounded to the parameter's dtype. Same shape, not empty."""
-    rounded = master.detach().to(parameter.dtype).double()
-    difference = (parameter.detach().double() - rounded).abs()
-    relative = torch.where(difference == 0, difference, difference / rounded.abs())
-    return Drift(relative.amax(), relative.square().mean().sqrt())
-
-
-class Exponents(NamedTuple):
-    """Histogram of magnitudes by power of two."""
-
-    lowest: int
-    counts: torch.Tensor
-    """(bins,) int64: counts[i] values x with 2^(lowest + i) <= |x| < 2^(lowest + i + 1); the ends take the rest."""
-    zeros: torch.Tensor
-    """() int64."""
-    nonfinite: torch.Tensor
-    """() int64."""
-
-
-LOWEST_EXPONENT = -150
-"""Below the smallest FP32 subnormal: no FP32 value lies under it."""
-HIGHEST_EXPONENT = 128
-"""Above the largest FP32 number."""
-
-
-def exponent_histogram(values: torch.Tensor) -> Exponents:
-    """Counts per power of two, from torch.frexp, over those of every number of FP32, BF16 and FP16."""
-    flat = values.detach().double().reshape(-1)
-    usable = flat.isfinite() & (flat != 0)
-    # frexp gives x = m 2^e with 1/2 <= |m| < 1, so 2^(e-1) <= |x| < 2^e.
-    exponent = torch.frexp(torch.where(usable, flat, 1.0)).exponent.long() - 1
-    index = (exponent - LOWEST_EXPONENT).clamp(0, HIGHEST_EXPONENT - LOWEST_EXPONENT)
-    counts = torch.zeros(HIGHEST_EXPONENT - LOWEST_EXPONENT + 1, dtype=torch.int64, device=flat.device)
-    counts.scatter_add_(0, index, usable.long())
-    return Exponents(LOWEST_EXPONENT, counts, (flat == 0).sum(), (~flat.isfinite()).sum())
 
 
 class ActivationMeter:

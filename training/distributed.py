@@ -10,10 +10,10 @@ import importlib
 import logging
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import deepspeed
 import torch
@@ -21,11 +21,14 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 
+from config.errors import UserError
 from config.machine.binding import apply_binding
 from config.resolved import Resolved
 from precision.half_on_cpu import multiply_through_fp32
 from training.cores import RankCpus, choose_binding
 from training.rendezvous import forget_port, open_store
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,22 @@ class World:
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
+
+    def on_main(self, act: Callable[[], T], catch: tuple[type[Exception], ...] = (UserError,)) -> T:
+        """The result of `act` on the main process, on every rank. A collective.
+
+        catch: exceptions of `act` that every rank raises as a UserError of the same text.
+        """
+        value, problem = None, None
+        if self.is_main:
+            try:
+                value = act()
+            except catch as error:
+                problem = str(error)
+        value, problem = self.from_main((value, problem))
+        if problem is not None:
+            raise UserError(problem)
+        return cast(T, value)
 
     def wait_for_all(self) -> None:
         """Barrier."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from precision import statistics, tolerance
+from precision import sampling, statistics, tolerance
 from tests.support.gradient_oracle import gradient_statistics, underflow_share
 
 HALF = torch.float16, torch.bfloat16
@@ -101,26 +101,9 @@ def test_comparisons_with_zero_and_wrong_shapes():
 def test_a_parameter_drifts_only_if_it_is_not_the_rounded_master(dtype):
     master = spread(1000, -8, 0).float()
     parameter = master.to(dtype)
-    assert statistics.to_plain({"d": statistics.master_drift(master, parameter)})["d"] == {"maximum": 0.0, "rms": 0.0}
+    assert sampling.distances(master, parameter).tolist() == [0.0, 0.0]
     parameter[5] *= 2
-    drift = statistics.master_drift(master, parameter)
-    assert float(drift.maximum) == 1.0
-    assert float(drift.rms) == pytest.approx(math.sqrt(1 / 1000))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_exponents_are_counted_as_log2_does(dtype):
-    values = torch.cat([spread(500, -20, 12).to(dtype), torch.tensor([0.0, 1.0, -2.0, math.inf, math.nan]).to(dtype)])
-    values = torch.cat([values, torch.tensor([torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal]).to(dtype)])
-    histogram = statistics.exponent_histogram(values)
-    expected: dict[int, int] = {}
-    for x in values.double().tolist():
-        if x and math.isfinite(x):
-            power = math.frexp(x)[1] - 1
-            expected[power] = expected.get(power, 0) + 1
-    counted = {histogram.lowest + i: n for i, n in enumerate(histogram.counts.tolist()) if n}
-    assert counted == expected
-    assert (int(histogram.zeros), int(histogram.nonfinite)) == (1, 2)
+    assert sampling.distances(master, parameter).tolist() == [1.0, 1.0]
 
 
 def test_the_meter_sees_every_call_and_leaves_nothing_behind():

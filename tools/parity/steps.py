@@ -50,7 +50,8 @@ from modeling.build import dropouts
 from modeling.router_balance import RouterBalance, router_balance
 from precision.dtypes import DTYPES
 from precision.fp8_reference import in_fp8
-from precision.statistics import compare_gradients, master_drift, to_plain
+from precision.sampling import distances
+from precision.statistics import compare_gradients, to_plain
 from precision.tolerance import relative
 from tools.parity.fp8_products import Fp8Products
 from tools.parity.judge_steps import Walk, beyond_bounds, blamed, first_divergence, judge_steps
@@ -345,7 +346,7 @@ class StepParity:
             return {}  # the weights are the masters
         found = {}
         for name, parameter in trainable_parameters(self._engine).items():
-            found[name] = master_drift(before.masters[name], whole_weight(self._engine, parameter)).maximum
+            found[name] = distances(before.masters[name], whole_weight(self._engine, parameter))[0]
         return to_plain(found)
 
     def _judge_update(

@@ -37,13 +37,7 @@ class Saved:
 
 def on_main(world: World, act: Callable[[], Any], path: Path | str) -> Any:
     """The result of `act` on the main process, on every rank; SaveFailed on all when it raises OSError or UserError."""
-    value, error = None, None
-    if world.is_main:
-        try:
-            value = act()
-        except (OSError, UserError) as problem:
-            error = f"checkpoint {path} was not saved: {problem}"
-    value, error = world.from_main((value, error))
-    if error is not None:
-        raise SaveFailed(error)
-    return value
+    try:
+        return world.on_main(act, catch=(OSError, UserError))
+    except UserError as problem:
+        raise SaveFailed(f"checkpoint {path} was not saved: {problem}") from None

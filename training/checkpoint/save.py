@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from config.files import file_sha256
 from training.checkpoint import commit
 from training.checkpoint.choice import newest
-from training.checkpoint.manifest import Written, file_sha256
+from training.checkpoint.manifest import Written
 from training.checkpoint.outcome import Saved, SaveFailed, on_main
 from training.checkpoint.retention import Retention
 

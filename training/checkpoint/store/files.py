@@ -20,8 +20,9 @@ from typing import Any, TypeVar, cast
 import fsspec
 
 from config.errors import UserError
+from config.files import file_sha256
 from config.secrets import refuse_secrets
-from training.checkpoint.manifest import Damaged, file_sha256
+from training.checkpoint.manifest import Damaged
 from training.checkpoint.store.errors import StoreError, describe, is_missing, is_transient, without_secrets
 
 PART = 1 << 25

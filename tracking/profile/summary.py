@@ -17,9 +17,9 @@ from typing import Any
 
 from config.cli import Arguments, entry_point
 from config.errors import UserError
-from training.profile.matmul import NAMES, Matmul, fp32_matmuls, matmul_of, misaligned_sizes, table
-from training.profile.page import largest_parts, profile_page, which_steps
-from training.profile.timeline import Event, Timeline, build_timeline, merged, overlap, read_trace
+from tracking.profile.matmul import NAMES, Matmul, fp32_matmuls, matmul_of, misaligned_sizes, table
+from tracking.profile.page import largest_parts, profile_page, which_steps
+from tracking.profile.timeline import Event, Timeline, build_timeline, merged, overlap, read_trace
 
 DATA, COMMUNICATION, OPTIMIZER, ATTENTION, CAST = "data wait", "communication", "optimizer", "attention", "casts"
 OPERATORS, PYTHON, IDLE = "other operators", "Python between operators", "idle"
