@@ -1,6 +1,6 @@
 """Statistics of one step: magnitudes, what a 16-bit format loses of them, agreement of gradients, drift of weights.
 
-Nothing here waits for the device: everything stays a tensor until `to_plain`, which copies all of it at once.
+Nothing here waits for the device: everything stays a tensor until `to_plain`.
 
 What a format loses: it stores magnitudes from its smallest normal number with full precision, those below it
 (subnormals) with fewer and fewer bits, and rounds to zero whatever lies under half of its smallest subnormal, a tie
@@ -18,7 +18,7 @@ FTZ, which some devices use for BF16, zeroes all subnormals: then the share belo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -106,37 +106,15 @@ class ActivationMeter:
                 self.maxima[name] = largest if known is None else torch.maximum(known, largest)
 
 
-def to_plain(measured: Mapping[str, Any]) -> dict[str, Any]:
-    """`measured` with Python numbers for tensors and dicts for named tuples, after one copy from each device.
+def to_plain(measured: Any) -> Any:
+    """`measured` with Python numbers for tensors and dicts for named tuples. Waits for the device.
 
     measured: mappings and named tuples, nested, of () or (n,) tensors and plain values.
     """
-    pending: list[torch.Tensor] = []
-    _walk(measured, lambda tensor: pending.append(tensor.detach().double().reshape(-1)))
-    by_device: dict[torch.device, list[int]] = {}
-    for index, tensor in enumerate(pending):
-        by_device.setdefault(tensor.device, []).append(index)
-    numbers: dict[int, list[float]] = {}
-    for indices in by_device.values():
-        copied = torch.cat([pending[index] for index in indices]).tolist()
-        for index in indices:
-            numbers[index], copied = copied[: pending[index].numel()], copied[pending[index].numel() :]
-    order = iter(range(len(pending)))
-
-    def plain(tensor: torch.Tensor) -> Any:
-        found = numbers[next(order)]
-        if not tensor.is_floating_point():
-            found = [int(number) for number in found]
-        return found if tensor.dim() else found[0]
-
-    return _walk(measured, plain)
-
-
-def _walk(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {key: _walk(item, change) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return {key: _walk(item, change) for key, item in value._asdict().items()}
-    return value
+    if isinstance(measured, torch.Tensor):
+        return measured.tolist()
+    if isinstance(measured, Mapping):
+        return {key: to_plain(item) for key, item in measured.items()}
+    if isinstance(measured, tuple) and hasattr(measured, "_asdict"):
+        return to_plain(measured._asdict())
+    return measured

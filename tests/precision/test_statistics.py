@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from precision import sampling, statistics, tolerance
+from tests.support.agreement import agrees
 from tests.support.gradient_oracle import gradient_statistics, underflow_share
 
 HALF = torch.float16, torch.bfloat16
@@ -146,8 +147,8 @@ def test_sums_stay_within_the_tolerance_and_come_near_it(dtype, terms):
     for column in rows.unbind(1):
         total = total + column
     exact, magnitude = rows.double().sum(1), rows.double().abs().sum(1)
-    assert tolerance.agrees(total, exact, dtype, terms, magnitude=magnitude)
-    assert not tolerance.agrees(total, exact, dtype, terms, magnitude=magnitude / 1000), "the bound says nothing"
+    assert agrees(total, exact, dtype, terms, magnitude=magnitude)
+    assert not agrees(total, exact, dtype, terms, magnitude=magnitude / 1000), "the bound says nothing"
 
 
 def test_bounds_are_ordered_and_known():
@@ -161,10 +162,10 @@ def test_bounds_are_ordered_and_known():
 
 def test_what_does_not_agree():
     reference = torch.tensor([1.0, math.inf, math.nan], dtype=torch.float64)
-    assert tolerance.agrees(reference.half(), reference, torch.float16)
+    assert agrees(reference.half(), reference, torch.float16)
     for place, value in ((0, 1.002), (0, math.nan), (0, math.inf), (1, -math.inf), (1, 65504.0), (2, 1.0)):
         wrong = reference.clone()
         wrong[place] = value
-        assert not tolerance.agrees(wrong, reference, torch.float16), (place, value)
-    assert tolerance.agrees(torch.tensor(0.0), torch.tensor(2.0**-25, dtype=torch.float64), torch.float16)
-    assert not tolerance.agrees(torch.tensor(0.0), torch.tensor(2.0**-23, dtype=torch.float64), torch.float16)
+        assert not agrees(wrong, reference, torch.float16), (place, value)
+    assert agrees(torch.tensor(0.0), torch.tensor(2.0**-25, dtype=torch.float64), torch.float16)
+    assert not agrees(torch.tensor(0.0), torch.tensor(2.0**-23, dtype=torch.float64), torch.float16)
