@@ -154,7 +154,8 @@ def check_versions(folder: Path, page: Path) -> int:
     written = page.read_text(encoding="utf-8") if page.exists() else _COMPATIBILITY
     others = [line for line in written.splitlines() if line.startswith("| 3.")]
     rows = [line for line in others if not line.startswith(f"| {' | '.join(versions)} |")]
-    page.write_text(_COMPATIBILITY + "".join(f"{line}\n" for line in sorted([*rows, f"| {' | '.join(row)} |"])))
+    lines = "".join(f"{line}\n" for line in sorted([*rows, f"| {' | '.join(row)} |"]))
+    page.write_text(_COMPATIBILITY + lines, encoding="utf-8")
     return CRASH if demo.failed or fast.failed or as_expected < len(cells) else DONE
 
 

@@ -36,6 +36,8 @@ _ENDINGS = ("py", "md", "json", "jsonl", "yaml", "html", "png", "svg", "txt", "c
 _NO_KEYS = {"deepspeed.initialize", "data.rows"}  # a function of DeepSpeed's; an entry of environment.json
 _MODULES = ("model.layers", "model.embed_tokens", "model.norm", "model.decoder", "model.encoder")
 """How the names of a model's own modules begin, which are no keys of the section `model`."""
+_PLACE = re.compile(r"`([\w/]+\.py): ([A-Za-z_]\w*)`")
+"""A file and a name that it defines."""
 _PATH = re.compile(rf"(?<![\w/.:@-])(?:{'|'.join(FOLDERS)})/[\w./*-]*[\w*]")
 
 
@@ -183,6 +185,13 @@ def missing_paths(page: Path) -> Iterator[str]:
                 yield f"no such path: {path}"
 
 
+def missing_names(page: Path) -> Iterator[str]:
+    for path, name in _PLACE.findall(page.read_text(encoding="utf-8")):
+        source = (ROOT / path).read_text(encoding="utf-8") if (ROOT / path).is_file() else ""
+        if not re.search(rf"^\s*(?:(?:def|class) {name}\b|{name}(?:: [^=]+)? =)", source, re.MULTILINE):
+            yield f"{path} defines no {name}"
+
+
 def missing_targets(page: Path) -> Iterator[str]:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     for snippet in code(page.read_text(encoding="utf-8")):
@@ -209,7 +218,7 @@ def stray_rows(page: Path) -> list[str]:
 
 CHECKS = (
     *(broken_links, missing_modules, missing_options, unknown_keys),
-    *(refused_configs, missing_paths, missing_targets, stray_rows),
+    *(refused_configs, missing_paths, missing_names, missing_targets, stray_rows),
 )
 
 
@@ -221,7 +230,8 @@ def test_everything_a_page_names_exists(page: Path) -> None:
 def test_what_does_not_exist_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
-        "# Page\n[a](gone.md) [b](#page) [c](#other) `docs/gone.md` `config/recipes/*.yaml` `make gone`\n"
+        "# Page\n[a](gone.md) [b](#page) [c](#other) `docs/gone.md` `config/recipes/*.yaml` `make gone` "
+        "`config/cli.py: gone`\n"
         "```\npython -m training.gone --config config/recipes/gone.yaml\npython -m tools.parity\nmake test\n"
         "python -m tools.parity --launch 'x --y' \\\n  --gone run.steps=3 model.gone=4 -- --z\n```\n"
         "`python train.py --config config/recipes/demo.yaml run.steps=5 'generate.prompt=a b'` `data.gone` "
@@ -241,6 +251,7 @@ def test_what_does_not_exist_is_found(tmp_path: Path) -> None:
         f"{ROOT}/config/recipes/demo.yaml: schedule.warmup_steps = 40 is more than run.steps = 5; make it smaller",
         "no such path: config/recipes/gone.yaml",
         "no such path: docs/gone.md",
+        "config/cli.py defines no gone",
         "no such target: make gone",
         "no row of a table: | far | from it |",
         "no row of a table: | of | a | third |",

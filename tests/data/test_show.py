@@ -217,7 +217,7 @@ FILES: list[tuple[str | bytes, str, str]] = [
     (FIRST, "task=pretrain data.train_on=all", "data.train_on = 'all' is only read by task = sft"),
     (FIRST, "task=stf", "did you mean sft?"),
     (FIRST, "adapter.kind=lora adapter.target_modules=[]", "adapter.target_modules is empty; name modules"),
-    (FIRST, "adapter.r=4", "adapter.r = 4 is not read by adapter.kind = none; set adapter.kind=lora"),
+    (FIRST, "adapter.r=4", "adapter.r = 4 is only read by adapter.kind = lora; remove it"),
     (FIRST, "data.validation_fraction=0.9999999", "all 1 rows of data.path="),
 ]
 

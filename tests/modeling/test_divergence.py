@@ -74,7 +74,7 @@ def test_the_loss_is_the_mixture_over_labels_whatever_the_chunks(kind: Any, monk
     each = torch.where(counts, 0.6 * 2.5**2 * apart + 0.4 * entropy, 0.0)
     exact = each.sum()
     for values in (1, 5 * VOCABULARY, 1000):
-        monkeypatch.setattr(module, "_CHUNK_VALUES", values)
+        monkeypatch.setattr(module, "CHUNK_VALUES", values)
         of = objective(teacher, kind=kind, temperature=2.5, ce_weight=0.4, beta=0.3)
         found = of.score(Known(student), {}, labels)
         torch.testing.assert_close(found.loss, exact)

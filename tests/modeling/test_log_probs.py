@@ -10,7 +10,7 @@ from modeling.log_probs import token_log_probs
 @pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
 @pytest.mark.parametrize(("dtype", "off"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
 def test_they_equal_fp64(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, off: float, chunk: int) -> None:
-    monkeypatch.setattr(log_probs, "_CHUNK_VALUES", chunk * 11)
+    monkeypatch.setattr(log_probs, "CHUNK_VALUES", chunk * 11)
     torch.manual_seed(0)
     logits = (torch.randn(2, 9, 11) * 4).to(dtype).requires_grad_()
     targets = torch.randint(0, 11, (2, 9))

@@ -11,6 +11,7 @@ from config.cli import REPOSITORY
 from launch.slurm.restart import main, requeue_decision
 from launch.supervise import Session
 from tests.support.launches import BIN
+from tracking.jsonl import encode
 
 FOLDER = REPOSITORY / "launch" / "slurm"
 SCRIPTS = sorted([*FOLDER.glob("*.sbatch"), *FOLDER.glob("*.sh")])
@@ -131,7 +132,8 @@ def test_a_restart_goes_on_once_there_is_a_checkpoint(tmp_path, capsys):
     (tmp_path / "a/checkpoints/step-2").mkdir(parents=True)
     (tmp_path / "a/checkpoints/step-2/manifest.json").write_text("{}")
     events = tmp_path / "a/events.jsonl"
-    events.write_text('{"event":"run_end","step":2,"time":1.0,"exit_code":3}\n')
+    ended = {"status": "diverged", "exit_code": 3}
+    events.write_bytes(encode({"event": "run_end", "step": 2, "tokens": 8, "time": 1.0, **ended}))
     assert main(["begin", "--restarts", "0", *words]) == 0
     mark = f"{events.stat().st_ino}:{events.stat().st_size}"
     assert capsys.readouterr().out == f"{mark}\n"  # the first start is the user's to say
@@ -139,8 +141,9 @@ def test_a_restart_goes_on_once_there_is_a_checkpoint(tmp_path, capsys):
     assert capsys.readouterr().out == f"{mark} run.resume=auto\n"
     assert main(["end", "--mark", mark, "--code", "69", *words]) == 0
     assert capsys.readouterr().out.startswith("69 end ")  # what is before the mark was an earlier start
-    with events.open("a") as file:
-        file.write('{"event":"checkpoint","step":4,"time":2.0}\n')
+    saved = {"path": "a", "seconds": 1.0, "stall_seconds": 0.1, "bytes": 9, "verified": True}
+    with events.open("ab") as file:
+        file.write(encode({"event": "checkpoint", "step": 4, "tokens": 16, "time": 2.0, **saved}))
     assert main(["end", "--mark", mark, "--code", "69", *words]) == 0
     assert capsys.readouterr().out.startswith("69 requeue ")
 

@@ -85,7 +85,7 @@ def test_a_library_is_found_below_a_path_with_a_space() -> None:
         ("model.activation_checkpointing=attention", "activation_checkpointing = attention"),
         ("model.checkpointing_reentrant=true", "checkpointing_reentrant"),
         ("model.attention=flex_attention", "flex_attention"),
-        ("profile.steps=2", "profile.steps=0"),
+        ("profile.steps=2", "set profile.steps to 0"),
         ("data.document_masking=true", "data.document_masking"),
         ("precision.path=manifest", "precision.path = manifest"),
     ],
