@@ -17,7 +17,7 @@ from config.errors import UserError, report_error
 from config.extras import require_extras
 from config.machine.processes import launchers
 from config.resolved import Resolved
-from training.startup import end_with, outlive_full_disk, use_writable_caches
+from training.start.process import end_with, outlive_full_disk, use_writable_caches
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -20,16 +20,16 @@ from config.load import load_config
 from config.printable import printable
 from config.schema import Config, DataSection
 from config.task import settle_task
-from data.corpus import Corpus
-from data.labelled_shards import LabelledShards
-from data.loader import IGNORED_LABEL
-from data.masking import masking_of
-from data.mix import corpus_of
-from data.prepare import prepare
-from data.prepare_labelled import labels_of, prepare_labelled
-from data.prepare_rows import prepare_rows
-from data.row_shards import RowShards
-from data.tokenizer import load_tokenizer
+from data.batches.loader import IGNORED_LABEL
+from data.batches.masking import masking_of
+from data.corpora.corpus import Corpus
+from data.corpora.labelled_shards import LabelledShards
+from data.corpora.mix import corpus_of
+from data.corpora.row_shards import RowShards
+from data.rows.prepare_labelled import labels_of, prepare_labelled
+from data.rows.prepare_rows import prepare_rows
+from data.text.prepare import prepare
+from data.text.tokenizer import load_tokenizer
 
 _ON, _OFF = ("\x1b[32m", "\x1b[0m"), ("[", "]")
 _LONGEST = 4000

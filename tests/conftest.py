@@ -16,9 +16,9 @@ import hypothesis
 import pytest
 from filelock import FileLock
 
-from tests.support.launches import command, finish
-from tests.support.process_group import ProcessGroup
-from training import op_builds
+from tests.support.jobs.launches import command, finish
+from tests.support.jobs.process_group import ProcessGroup
+from training.start import op_builds
 
 STARTS = (
     (subprocess.Popen, "_execute_child"),

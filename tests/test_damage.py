@@ -11,8 +11,8 @@ import pytest
 
 from config.command_line import read_command_line
 from config.errors import UserError
-from data.prepare import prepare
-from tests.support import damages as d
+from data.text.prepare import prepare
+from tests.support.runs import damages as d
 from tests.training.checkpoint import checkpoint_cases
 from tools.export_hf.command import main as export
 from tools.replay.command import main as replay

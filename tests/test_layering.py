@@ -177,9 +177,9 @@ STARTS_WITH = {
     "tracking.report.command": {"yaml", "numpy", "orjson", "rich"},
     "tracking.watch.command": {"yaml", "numpy", "orjson", "rich"},
     "training.checkpoint.tool": set(),
-    "training.cores": set(),
-    "training.op_builds": set(),
-    "training.startup": set(),
+    "training.start.cores": set(),
+    "training.start.op_builds": set(),
+    "training.start.process": set(),
     "training.watchdog.witness": set(),
 }
 

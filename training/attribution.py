@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from data.loader import Batch
+from data.batches.loader import Batch
 from precision.findings import Finding, check_parameters, describe
 from precision.nonfinite import Inspector
 from training.engine import Engine

@@ -13,7 +13,7 @@ from config.printable import printable
 from config.resolved import Resolved
 from config.schema import GuardSection
 from config.task import loss_unit
-from data.loader import Batches
+from data.batches.loader import Batches
 from modeling.build import count_parameters, drawn_notes
 from precision.guard import Guard
 from tracking.record import Record

@@ -25,8 +25,8 @@ from config.errors import UserError
 from config.machine.binding import apply_binding
 from config.resolved import Resolved
 from precision.half_on_cpu import multiply_through_fp32
-from training.cores import RankCpus, choose_binding
-from training.rendezvous import forget_port, open_store
+from training.start.cores import RankCpus, choose_binding
+from training.start.rendezvous import forget_port, open_store
 
 T = TypeVar("T")
 

@@ -10,8 +10,8 @@ from config.errors import one_line
 from config.printable import printable
 from config.redact import redact
 from config.task import ENCODER_TASKS
-from data.prepare import Corpus
-from data.tokenizer import load_tokenizer
+from data.text.prepare import Corpus
+from data.text.tokenizer import load_tokenizer
 from modeling.generate import sample_text
 from tracking.heatmap.grid import read_heat
 from tracking.heatmap.still import still_sentence

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from config.resolved import Resolved
-from data.loader import Batch, Batches
+from data.batches.loader import Batch, Batches
 from precision.guard import Guard
 from tracking.record import Record
 from training.checkpoint.checkpoints import Checkpoints

@@ -10,7 +10,7 @@ from typing import Any
 
 from config.resolved import Resolved
 from config.schema import Fault
-from data.loader import Batch, sample_ids_sha256
+from data.batches.loader import Batch, sample_ids_sha256
 from precision.guard import Judgement
 from precision.step_health import Health
 from tracking.record import Record

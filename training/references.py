@@ -26,10 +26,10 @@ from config.cli import REPOSITORY
 from config.errors import UserError, one_line
 from config.files import write_atomically
 from config.resolved import Resolved
-from data.corpus import Corpus
-from data.loader import NO_SAMPLE, Batch
-from data.preference_batches import REFERENCE, batches_of_pairs, lengths_of_corpus
-from data.row_shards import RowShards
+from data.batches.loader import NO_SAMPLE, Batch
+from data.batches.preference_batches import REFERENCE, batches_of_pairs, lengths_of_corpus
+from data.corpora.corpus import Corpus
+from data.corpora.row_shards import RowShards
 from modeling.objectives.preference import log_probs
 from training.distributed import World
 from training.engine import Engine

@@ -23,11 +23,11 @@ from config.errors import UserError
 from config.resolved import Resolved
 from config.schema import AdapterSection, Config
 from config.task import ENCODER_TASKS
-from data.corpus import Corpus
-from data.loader import Batch, Batches, next_tokens, validation_batches
-from data.row_shards import RowShards
-from data.sequence_slices import sliced
-from data.shards import TokenShards
+from data.batches.loader import Batch, Batches, next_tokens, validation_batches
+from data.batches.sequence_slices import sliced
+from data.corpora.corpus import Corpus
+from data.corpora.row_shards import RowShards
+from data.corpora.shards import TokenShards
 from modeling.build import attention_of, count_parameters, without_dropout
 from tracking.crash import Crash
 from tracking.run_dir import RunDir

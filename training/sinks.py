@@ -9,8 +9,8 @@ import torch
 from config.load import to_dict
 from config.resolved import Resolved
 from config.schema import Config
-from data.prepare import Corpus
-from data.row_shards import RowShards
+from data.corpora.row_shards import RowShards
+from data.text.prepare import Corpus
 from modeling.build import count_parameters
 from precision.dtypes import DTYPES
 from precision.half_on_cpu import multiply_through_fp32

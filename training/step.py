@@ -10,7 +10,7 @@ import time
 from contextlib import nullcontext
 from functools import partial
 
-from data.loader import Batch
+from data.batches.loader import Batch
 from precision.guard import Judgement, Verdict
 from precision.inner_dtypes import over_ranks, promises
 from precision.observe import Observation, verify

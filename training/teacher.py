@@ -18,11 +18,11 @@ from transformers import AutoConfig, AutoTokenizer
 from config.errors import UserError, one_line
 from config.files import file_sha256, flush
 from config.resolved import Resolved
-from data.corpus import SPLITS, Corpus
-from data.loader import NO_SAMPLE, next_tokens
-from data.row_shards import RowShards
-from data.shards import TokenShards
-from data.tokenizer import load_tokenizer
+from data.batches.loader import NO_SAMPLE, next_tokens
+from data.corpora.corpus import SPLITS, Corpus
+from data.corpora.row_shards import RowShards
+from data.corpora.shards import TokenShards
+from data.text.tokenizer import load_tokenizer
 from modeling.objectives.divergence import likeliest
 from training.distributed import World
 from training.engine.teacher import Teacher

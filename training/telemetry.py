@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from config.errors import UserError
-from data.loader import Batch
+from data.batches.loader import Batch
 from modeling.activation_checkpointing import blocks_of
 from modeling.compiling import CompiledBlock
 from precision.activation_signals import AttentionMeter, ChannelMeter, channel_figures

@@ -67,7 +67,7 @@ def write_documents(source: DataSection, megabytes: float, folder: Path) -> None
 
     The last one is cut to size. Raises UserError when the source has less text.
     """
-    from data.sources import open_source
+    from data.sources.sources import open_source
 
     left = int(megabytes * 1e6)
     opened = open_source(source)
@@ -85,9 +85,9 @@ def write_documents(source: DataSection, megabytes: float, folder: Path) -> None
 
 def measure(path: str, tokenizer: str, megabytes: float, processes: int, scratch: str) -> Row:
     """Prepare the text in `path` into an empty cache. Runs in a process of its own, whose peak memory it reports."""
-    from data.prepare import prepare
-    from data.sources import open_source
-    from data.tokenizer import make_tokenizer
+    from data.sources.sources import open_source
+    from data.text.prepare import prepare
+    from data.text.tokenizer import make_tokenizer
 
     section = DataSection(
         source="text", path=path, tokenizer=tokenizer, cache_dir=f"{scratch}/cache", workers=processes

@@ -56,9 +56,9 @@ from config.command_line import read_command_line
 from config.deepspeed.document import initializable
 from config.errors import UserError
 from config.resolved import Resolved
-from data.corpus import Corpus
-from data.loader import Batches
-from data.shards import TokenShards, open_shard, token_dtype, write_shard
+from data.batches.loader import Batches
+from data.corpora.corpus import Corpus
+from data.corpora.shards import TokenShards, open_shard, token_dtype, write_shard
 from lab.benchmark.harness import SHARES, WARM_UP_STEPS, alternate, conclude, estimate, paired_options, seconds_of
 from lab.benchmark.report import TOLERANCE
 from lab.benchmark.split import Stages, time_calls

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from config.errors import UserError
-from data.loader import IGNORED_LABEL, Batches
-from data.row_shards import RowShards
+from data.batches.loader import IGNORED_LABEL, Batches
+from data.corpora.row_shards import RowShards
 
 if TYPE_CHECKING:
     from config.resolved import Resolved
-    from data.corpus import Corpus
+    from data.corpora.corpus import Corpus
 
 
 def write_rows(resolved: Resolved, corpus: Corpus, folder: Path, *, warm_up: int) -> float:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from config.resolved import Resolved
-    from data.corpus import Corpus
+    from data.corpora.corpus import Corpus
 
 
 @dataclass(frozen=True)
@@ -180,8 +180,8 @@ def _write_windows(resolved: Resolved, corpus: Corpus, path: Path) -> float:
     """The windows of every step in Mantissa's order, as an array; their inputs, by step."""
     import numpy as np
 
-    from data.sampler import sample_ids
-    from data.shards import TokenShards
+    from data.corpora.sampler import sample_ids
+    from data.corpora.shards import TokenShards
 
     length, steps, seed = resolved.config.data.sequence_length, resolved.config.run.steps, resolved.config.run.seed
     assert isinstance(corpus.train, TokenShards), "documents are windows"

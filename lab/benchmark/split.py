@@ -144,7 +144,7 @@ def _time_context(stages: Stages, owner: Any, name: str, stage: str) -> None:
 
 def time_mantissa(stages: Stages) -> None:
     """Time Mantissa's own stages of a step."""
-    from data.loader import Batches
+    from data.batches.loader import Batches
     from precision.guard import Guard
     from tracking.record import Record
     from training import loop

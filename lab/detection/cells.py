@@ -14,7 +14,7 @@ from config.deepspeed.document import read_document
 from config.files import write_atomically
 from lab.detection.defects import BF16, DEFECTS, FP16, MANIFEST, PATHS, TEAM, WATCHED, Defect
 from lab.detection.later import LATER
-from tests.support.chats import write_base, write_chats, write_pairs
+from tests.support.rows.chats import write_base, write_chats, write_pairs
 
 STEPS = 24
 """Steps of a run."""

@@ -27,7 +27,7 @@ from lab.detection.cells import FURTHER_VARIANTS, Cell, all_cells, base, later_c
 from lab.detection.defects import DEFECTS, Defect
 from lab.detection.made_of import PACKAGES, made_of
 from lab.detection.page import page
-from tests.support.process_group import ProcessGroup
+from tests.support.jobs.process_group import ProcessGroup
 from tracking.environment import environment
 from training.tasks.task import prepare
 

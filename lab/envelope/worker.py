@@ -30,7 +30,7 @@ from tracking.environment import environment
 from tracking.jsonl import JsonlSink, read_events
 
 if TYPE_CHECKING:
-    from data.corpus import Corpus
+    from data.corpora.corpus import Corpus
     from training.distributed import World
 
 TRIALS = "trials.jsonl"

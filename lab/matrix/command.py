@@ -38,7 +38,12 @@ _CODE = [
     *("lab/matrix/cells", "lab/matrix/run", "tools/parity/oracle/optimizers"),
     *("training/loss_scaler", "modeling/build", "config/optimizers"),
     *("modeling/linear_cross_entropy", "modeling/parameter_groups", "modeling/activation_checkpointing"),
-    *("modeling/sequence_parallel", "data/sequence_slices", "modeling/tensor_parallel", "modeling/expert_parallel"),
+    *(
+        "modeling/sequence_parallel",
+        "data/batches/sequence_slices",
+        "modeling/tensor_parallel",
+        "modeling/expert_parallel",
+    ),
     *("training/engine/tensor_slices", "training/engine/expert_slices", "training/distributed"),
     *("precision/fp8", "precision/fp8_reference"),
     *("precision/regions", "precision/manifest", "precision/loss_scale", "config/deepspeed/combinations"),

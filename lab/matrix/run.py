@@ -27,8 +27,8 @@ from config.errors import UserError
 from config.load import load_config
 from config.resolved import Resolved
 from config.schema import Config, ModelSection
-from data.loader import Batch
-from data.sequence_slices import slice_of
+from data.batches.loader import Batch
+from data.batches.sequence_slices import slice_of
 from lab.matrix.cells import CLIPPING, DTYPES, SEQUENCE, VOCABULARY, Cell, global_size
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.build import build_model, model_config

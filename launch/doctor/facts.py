@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from config.machine.processes import mount_of
-from training import op_builds
+from training.start import op_builds
 
 SPEED_BYTES = 64 * 2**20
 """Size of the file that is written and read back to time a folder."""

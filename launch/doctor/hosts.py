@@ -25,7 +25,7 @@ _SENT_MODULES = (
     "config.machine",
     "config.machine.processes",
     "training",
-    "training.op_builds",
+    "training.start.op_builds",
     "launch",
     "launch.doctor",
     "launch.doctor.facts",

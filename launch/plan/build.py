@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from config.errors import UserError
 from config.schema import Config
 from config.task import ENCODER_TASKS, model_class_of
-from data.tokenizer import ENCODER_TOKENS, SMALLEST_BPE, is_made, vocabulary_size
+from data.text.tokenizer import ENCODER_TOKENS, SMALLEST_BPE, is_made, vocabulary_size
 from modeling.build import empty_model, model_config
 from training.tasks.shape import given_by_task
 

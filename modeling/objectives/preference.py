@@ -58,7 +58,7 @@ class Preference:
             self.sums += ("k3_chosen", "k3_rejected")
 
     def score(self, forward: Forward, inputs: dict[str, Any], labels: torch.Tensor) -> Scored:
-        """inputs: as `data.preference_batches` makes them. labels: (micro,) int64, IGNORED for a pair of padding."""
+        """inputs: as `data.batches.preference_batches` makes them. labels: (micro,) int64, IGNORED for a pair of padding."""
         of_reference = self._reference(forward, inputs)
         of_tokens = answer_log_probs(forward, inputs)
         policy, real = of_tokens.sum(-1), labels != IGNORED

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from config.cli import REPOSITORY
-from tests.support.launches import start
+from tests.support.jobs.launches import start
 
 
 def torchrun(program: Path, *arguments: str) -> tuple[int, str]:

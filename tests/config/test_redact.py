@@ -10,7 +10,7 @@ from config.cli import REPOSITORY
 from config.load import all_keys
 from config.redact import HIDDEN, Redactor, is_secret, known_secrets, looks_secret, redact, redact_arguments
 from config.schema import Config
-from tests.support.hostile import SECRETS
+from tests.support.runs.hostile import SECRETS
 
 ORDINARY = [
     *("gpt2", "bytes", "training", "true", "1234567890123", "3.14e-05", "0.0.0.0:8080", "2026-11-22T15:30:45"),

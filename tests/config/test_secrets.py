@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from config.command_line import read_command_line
-from tests.support.hostile import OBEYED
+from tests.support.runs.hostile import OBEYED
 
 KEY = "7f" * 32
 

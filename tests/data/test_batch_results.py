@@ -8,30 +8,30 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import data.prepare
+import data.text.prepare
 from config.schema import DataSection
-from data import batch_results
-from data.batch_results import kept_folder, read_result, result_path, write_result
-from data.encode import Encoded, EncodedCodec
-from data.prepare import prepare
-from data.prepare_rows import RowsCodec
-from data.row_formats import BadRow
-from data.row_preparation import EncodedRows
-from tests.support.launches import finish, start
+from data.rows.prepare_rows import RowsCodec
+from data.rows.row_preparation import EncodedRows
+from data.sources.row_formats import BadRow
+from data.text import batch_results
+from data.text.batch_results import kept_folder, read_result, result_path, write_result
+from data.text.encode import Encoded, EncodedCodec
+from data.text.prepare import prepare
+from tests.support.jobs.launches import finish, start
 
 # A program: prepares with `section`, and prints how many batches its workers computed. argv[1]: after how many results
 # it is killed, 0: never.
 PROGRAM = """
 import os, signal, sys
-import data.batch_results, data.prepare, data.prepare_rows, data.row_preparation
+import data.text.batch_results, data.text.prepare, data.rows.prepare_rows, data.rows.row_preparation
 from config.schema import DataSection
 if __name__ == "__main__":
-    data.prepare.BATCH_CHARACTERS = 2000
-    data.row_preparation.BATCH_ROWS, data.prepare_rows._BATCHES_HERE = 8, 2
-    computed, results, submit = [], data.batch_results.results, data.batch_results.Workers.submit
+    data.text.prepare.BATCH_CHARACTERS = 2000
+    data.rows.row_preparation.BATCH_ROWS, data.rows.prepare_rows._BATCHES_HERE = 8, 2
+    computed, results, submit = [], data.text.batch_results.results, data.text.batch_results.Workers.submit
 
     def counted(pool, function, *arguments):
-        computed.extend([1] * (function is data.batch_results._compute))
+        computed.extend([1] * (function is data.text.batch_results._compute))
         return submit(pool, function, *arguments)
 
     def killed(*arguments):
@@ -40,10 +40,10 @@ if __name__ == "__main__":
                 os.kill(os.getpid(), signal.SIGKILL)
             yield result
 
-    data.batch_results.Workers.submit = counted
-    data.prepare.results = data.prepare_rows.results = killed
+    data.text.batch_results.Workers.submit = counted
+    data.text.prepare.results = data.rows.prepare_rows.results = killed
     section = DataSection(**SECTION)
-    make = data.prepare.prepare if section.source == "text" else data.prepare_rows.prepare_rows
+    make = data.text.prepare.prepare if section.source == "text" else data.rows.prepare_rows.prepare_rows
     corpus = make(section, progress=False)
     print(corpus.fingerprint, len(computed))
 """
@@ -82,8 +82,8 @@ def computed(printed: str) -> int:
 
 
 def batches(section: DataSection, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(data.prepare, "BATCH_CHARACTERS", 2000)
-    return len(list(data.prepare._batches(data.prepare.open_source(section).documents(Counter()))))
+    monkeypatch.setattr(data.text.prepare, "BATCH_CHARACTERS", 2000)
+    return len(list(data.text.prepare._batches(data.text.prepare.open_source(section).documents(Counter()))))
 
 
 def test_who_waits_goes_on_where_a_killed_process_was(section, tmp_path, monkeypatch) -> None:

@@ -11,8 +11,8 @@ import pytest
 from config.cli import REPOSITORY
 from config.errors import UserError
 from config.schema import DataSection
-from data.cache_folder import cache_folder
-from data.corpus import INDEX
+from data.corpora.corpus import INDEX
+from data.text.cache_folder import cache_folder
 
 
 @pytest.fixture

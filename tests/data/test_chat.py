@@ -8,10 +8,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from config.schema import DataSection
-from data.chat import Chat
-from data.prepare_rows import RowEncoder
-from data.row_formats import BadRow, Example, read_example
-from tests.support.chat_templates import SHAPES, THINKING, Shape
+from data.rows.prepare_rows import RowEncoder
+from data.sources.chat import Chat
+from data.sources.row_formats import BadRow, Example, read_example
+from tests.support.rows.chat_templates import SHAPES, THINKING, Shape
 
 Turns = list[dict[str, str]]
 CONVERSATIONS: dict[str, Turns] = {

@@ -6,8 +6,8 @@ import tracemalloc
 
 import pytest
 
-import data.files
-from data.files import pieces
+import data.sources.files
+from data.sources.files import pieces
 
 
 @pytest.mark.parametrize("separator", [b"\n", b"\n\n", b"aba", b"aaab", "ß".encode(), b"abaabaaba"])

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-import data.prepare
-import data.shards
+import data.corpora.shards
+import data.text.prepare
 from config.schema import DataSection
-from data.loader import Batches
-from data.prepare import prepare
-from data.sampler import sample_ids
-from data.shards import TokenShards, open_shard, write_shard
+from data.batches.loader import Batches
+from data.corpora.sampler import sample_ids
+from data.corpora.shards import TokenShards, open_shard, write_shard
+from data.text.prepare import prepare
 
 LENGTH = 256
 
@@ -101,7 +101,7 @@ def test_verifying_a_shard_does_not_leave_it_in_the_process(tmp_path: Path) -> N
 
 def test_only_so_many_shards_are_mapped_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process is given 65,530 mappings; a corpus may have more shards."""
-    monkeypatch.setattr(data.shards, "SHARDS_MAPPED", 4)
+    monkeypatch.setattr(data.corpora.shards, "SHARDS_MAPPED", 4)
     opened = []
     for number in range(12):
         path = tmp_path / f"train-{number:05d}.safetensors"
@@ -115,8 +115,8 @@ def test_only_so_many_shards_are_mapped_at_a_time(tmp_path: Path, monkeypatch: p
 
 
 def test_preparing_takes_the_same_memory_at_every_size_of_source(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(data.prepare, "SHARD_TOKENS", 100_000)
-    monkeypatch.setattr(data.prepare, "BATCH_CHARACTERS", 50_000)
+    monkeypatch.setattr(data.text.prepare, "SHARD_TOKENS", 100_000)
+    monkeypatch.setattr(data.text.prepare, "BATCH_CHARACTERS", 50_000)
     generator = random.Random(0)
 
     def preparing(name: str, documents: int) -> Callable[[], Any]:

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-import data.prepare
+import data.text.prepare
 from config.errors import UserError
 from config.schema import DataSection
-from data.corpus import Corpus
-from data.encode import is_validation
-from data.holdout import TAIL
-from data.prepare import prepare
+from data.corpora.corpus import Corpus
+from data.text.encode import is_validation
+from data.text.holdout import TAIL
+from data.text.prepare import prepare
 
 LENGTH = 64
 
@@ -65,7 +65,7 @@ def test_the_end_of_a_single_text_is_held_out(section):
 
 
 def test_of_several_texts_the_longest_is_cut_also_where_it_is_in_two_shards(section, monkeypatch):
-    monkeypatch.setattr(data.prepare, "SHARD_TOKENS", 9_000)
+    monkeypatch.setattr(data.text.prepare, "SHARD_TOKENS", 9_000)
     texts = [text_of(size, seed) for seed, size in enumerate((1000, 8_100, 2000))]
     corpus = prepare(section(*texts, validation_fraction=0.02, sequence_length=16), progress=False)
     end = sum(len(text) + 1 for text in texts[:2])

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from data.labelled_shards import LabelledShards
-from data.loader import IGNORED_LABEL
-from tests.support.labelled import tokenizer, write_rows
-from tests.support.showing import Show, error_of, shower
+from data.batches.loader import IGNORED_LABEL
+from data.corpora.labelled_shards import LabelledShards
+from tests.support.rows.labelled import tokenizer, write_rows
+from tests.support.runs.showing import Show, error_of, shower
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def prepared(made: Path, folder: Path, rows: list[dict[str, Any]], *overrides: s
     """The corpus of some rows."""
     from config.load import load_config
     from config.task import settle_task
-    from data.prepare_labelled import prepare_labelled
+    from data.rows.prepare_labelled import prepare_labelled
 
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     given = [f"data.path={folder}/rows.jsonl", f"data.tokenizer={made}", f"data.cache_dir={folder}/cache"]
@@ -76,7 +76,7 @@ def prepared(made: Path, folder: Path, rows: list[dict[str, Any]], *overrides: s
 
 def test_labels_are_numbered_and_sorted(made: Path, tmp_path: Path) -> None:
     from config.schema import DataSection
-    from data.prepare_labelled import labels_of
+    from data.rows.prepare_labelled import labels_of
 
     corpus = prepared(made, tmp_path, [{"text": "a", "label": label} for label in (10, 9, 10, -1)])
     assert corpus.labels == ("10", "9", "-1")

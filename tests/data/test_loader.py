@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from config.errors import UserError
-from data.documents import Documents, document_positions
-from data.loader import IGNORED_LABEL, NO_SAMPLE, Batch, Batches, sample_ids_sha256, validation_batches
-from data.shards import TokenShards, open_shard, write_shard
+from data.batches.loader import IGNORED_LABEL, NO_SAMPLE, Batch, Batches, sample_ids_sha256, validation_batches
+from data.corpora.documents import Documents, document_positions
+from data.corpora.shards import TokenShards, open_shard, write_shard
 
 LENGTH = 8
 SIZES: dict[str, Any] = {"sequence_length": LENGTH, "seed": 5, "global_size": 12, "micro_size": 2}

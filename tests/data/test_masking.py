@@ -7,9 +7,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from data.loader import IGNORED_LABEL
-from data.masking import Masking
-from tests.support import labelled
+from data.batches.loader import IGNORED_LABEL
+from data.batches.masking import Masking
+from tests.support.rows import labelled
 
 TEXT = "def add(first_one, second): return first_one + second2  # naïve, 日本 text\n"
 

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-import data.megatron
+import data.sources.megatron
 from config.errors import UserError
 from config.schema import DataSection
-from data.megatron import documents
-from data.sources import open_source
-from tests.support import indexed_dataset
+from data.sources.megatron import documents
+from data.sources.sources import open_source
+from tests.support.rows import indexed_dataset
 
 
 @pytest.mark.parametrize("code", indexed_dataset.FORMATS)
 def test_documents_are_those_that_were_written(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data.megatron, "_CHECKED_AT_ONCE", 7)
+    monkeypatch.setattr(data.sources.megatron, "_CHECKED_AT_ONCE", 7)
     draw, largest = random.Random(code), min(2 ** (8 * struct.calcsize(f"<{indexed_dataset.FORMATS[code]}") - 1), 2**40)
     written = [
         [[draw.randrange(largest) for _ in range(draw.randrange(5))] for _ in range(draw.choice((0, 1, 1, 1, 3)))]

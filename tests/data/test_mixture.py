@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.mixture import BLOCK, Mixture
+from data.corpora.mixture import BLOCK, Mixture
 
 MIXED = Mixture(("a", "b", "c"), (100, 3000, 7), (1.0, 2.5, 0.1))
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.packing import best_fit, by_number
+from data.rows.packing import best_fit, by_number
 
 
 @given(st.lists(st.integers(1, 50), max_size=200))

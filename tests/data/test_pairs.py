@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from data.chat import Chat
-from data.loader import IGNORED_LABEL, NO_SAMPLE
-from data.preference_batches import REFERENCE, batches_of_pairs, lengths_of
-from data.row_formats import BadRow, read_examples, recognise
-from data.row_shards import RowShards
-from tests.support.chats import write_base, write_pairs
-from tests.support.showing import Show, shower
+from data.batches.loader import IGNORED_LABEL, NO_SAMPLE
+from data.batches.preference_batches import REFERENCE, batches_of_pairs, lengths_of
+from data.corpora.row_shards import RowShards
+from data.sources.chat import Chat
+from data.sources.row_formats import BadRow, read_examples, recognise
+from tests.support.rows.chats import write_base, write_pairs
+from tests.support.runs.showing import Show, shower
 
 ASKED, GOOD, BAD = (
     {"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("assistant", "c"))

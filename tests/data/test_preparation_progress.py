@@ -2,12 +2,12 @@
 
 import itertools
 
-from data.preparation_progress import Display, Progress
+from data.text.preparation_progress import Display, Progress
 
 
 def test_a_line_comes_when_it_says_something_new_and_seldom_else(monkeypatch, capsys) -> None:
     seconds = itertools.count(start=1000)
-    monkeypatch.setattr("data.preparation_progress.time.monotonic", lambda: float(next(seconds)))
+    monkeypatch.setattr("data.text.preparation_progress.time.monotonic", lambda: float(next(seconds)))
     with Display("chats", shown=True) as display:
         for _ in range(110):
             display.show(Progress("tokenizer", 0, None))

@@ -12,33 +12,33 @@ import numpy as np
 import pytest
 from filelock import FileLock
 
-import data.prepare
+import data.text.prepare
 from config.errors import UserError
 from config.schema import DataSection
-from data.corpus import INDEX, SPLITS, Corpus, is_prepared
-from data.encode import is_validation
-from data.prepare import corpus_fingerprint, prepare
-from data.sources import open_source
-from data.tokenizer import load_tokenizer
-from tests.support.launches import finish, start
+from data.corpora.corpus import INDEX, SPLITS, Corpus, is_prepared
+from data.sources.sources import open_source
+from data.text.encode import is_validation
+from data.text.prepare import corpus_fingerprint, prepare
+from data.text.tokenizer import load_tokenizer
+from tests.support.jobs.launches import finish, start
 
 # A program: prepares argv[1] into argv[2], spending argv[3] seconds more than needed before it publishes, and prints
 # the fingerprint and how often this process prepared.
 PREPARE = """
 import sys
 import time
-import data.prepare
+import data.text.prepare
 from config.schema import DataSection
 if __name__ == "__main__":
-    data.prepare.BATCH_CHARACTERS = 2000
-    fill, filled = data.prepare._fill, []
+    data.text.prepare.BATCH_CHARACTERS = 2000
+    fill, filled = data.text.prepare._fill, []
     def counted(*arguments, **named):
         filled.append(1)
         fill(*arguments, **named)
         time.sleep(float(sys.argv[3]))
-    data.prepare._fill = counted
+    data.text.prepare._fill = counted
     section = DataSection(source="text", path=sys.argv[1], cache_dir=sys.argv[2], tokenizer="bytes", workers=2)
-    corpus = data.prepare.prepare(section, progress=True)
+    corpus = data.text.prepare.prepare(section, progress=True)
     print(corpus.fingerprint, len(filled))
 """
 
@@ -88,10 +88,10 @@ def test_every_document_comes_back_once_in_its_split(section: DataSection, texts
 
 
 def test_tokens_do_not_depend_on_workers_or_batches_and_shards_are_cut_at_their_size(section, tmp_path, monkeypatch):
-    monkeypatch.setattr(data.prepare, "SHARD_TOKENS", 10_000)
+    monkeypatch.setattr(data.text.prepare, "SHARD_TOKENS", 10_000)
     prepared = []
     for workers, batch in ((1, 1 << 20), (3, 500)):
-        monkeypatch.setattr(data.prepare, "BATCH_CHARACTERS", batch)
+        monkeypatch.setattr(data.text.prepare, "BATCH_CHARACTERS", batch)
         changed = replace(section, workers=workers, cache_dir=str(tmp_path / f"cache{workers}"))
         prepared.append(prepare(changed, progress=False))
     first, second = prepared
@@ -111,7 +111,7 @@ def tokens(corpus: Corpus) -> dict[str, bytes]:
 def test_one_split_file_is_prepared_as_a_file_for_each_document(
     section: DataSection, texts: Path, tmp_path: Path, separator: str, for_encoder: bool, monkeypatch
 ) -> None:
-    monkeypatch.setattr("data.files.BLOCK_BYTES", 7)
+    monkeypatch.setattr("data.sources.files.BLOCK_BYTES", 7)
     whole = prepare(replace(section, tokenizer="bpe:300"), progress=False, for_encoder=for_encoder)
     originals = [path.read_bytes() for path in sorted(texts.iterdir())]
     empty = [b"", *originals[:50], b"", *originals[50:], b""]
@@ -135,7 +135,7 @@ def test_a_separator_that_is_nowhere_is_a_mistake(section: DataSection) -> None:
 def test_the_second_call_reuses_and_the_fingerprint_follows_what_matters(section, texts, monkeypatch):
     corpus = prepare(section, progress=False)
     with monkeypatch.context() as patch:
-        patch.setattr(data.prepare, "_fill", None)
+        patch.setattr(data.text.prepare, "_fill", None)
         again = prepare(replace(section, workers=2, verify=False, sequence_length=64), progress=False)
     assert again.folder == corpus.folder
 
@@ -247,7 +247,7 @@ def test_an_error_while_preparing_leaves_nothing(section: DataSection, monkeypat
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(data.prepare, "write_shard", full)
+        patch.setattr(data.text.prepare, "write_shard", full)
         with pytest.raises(UserError, match=r"data.cache_dir=.*No space left"):
             prepare(section, progress=False)
     assert not [path for path in Path(section.cache_dir).iterdir() if path.suffix != ".lock"]

@@ -20,13 +20,13 @@ from fsspec.registry import known_implementations
 
 from config.errors import UserError
 from config.schema import DataSection
-from data.corpus import SPLITS, Corpus
-from data.prepare import prepare
-from data.prepare_rows import prepare_rows
-from data.row_shards import RowShards
-from data.sources import open_source
-from tests.support.store_server import s3_server
-from tests.support.web_files import Web
+from data.corpora.corpus import SPLITS, Corpus
+from data.corpora.row_shards import RowShards
+from data.rows.prepare_rows import prepare_rows
+from data.sources.sources import open_source
+from data.text.prepare import prepare
+from tests.support.servers.store_server import s3_server
+from tests.support.servers.web_files import Web
 
 
 @pytest.fixture

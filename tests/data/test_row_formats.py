@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from data.row_formats import BadRow, read_example, recognise
+from data.sources.row_formats import BadRow, read_example, recognise
 
 ASKED = {"role": "user", "content": "2+2?"}
 ANSWERED = {"role": "assistant", "content": "4"}

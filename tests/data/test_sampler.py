@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config.errors import UserError
-from data.sampler import STRETCH, grouped, permute, sample_ids, split_for_rank
+from data.corpora.sampler import STRETCH, grouped, permute, sample_ids, split_for_rank
 
 
 def epoch_order(samples: int, seed: int, epoch: int) -> np.ndarray:

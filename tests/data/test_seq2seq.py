@@ -12,16 +12,16 @@ from transformers.models.bart.modeling_bart import shift_tokens_right
 
 from config.load import load_config
 from config.task import settle_task
-from data.corpus import Corpus
-from data.loader import NO_SAMPLE, Batches
-from data.prepare_rows import prepare_rows
-from data.row_formats import alpaca_prompt
-from data.row_shards import RowShards
-from data.sampler import STRETCH, sample_ids
-from data.seq2seq_batches import seq2seq_batches
-from data.seq2seq_rows import sides
+from data.batches.loader import NO_SAMPLE, Batches
+from data.batches.seq2seq_batches import seq2seq_batches
+from data.corpora.corpus import Corpus
+from data.corpora.row_shards import RowShards
+from data.corpora.sampler import STRETCH, sample_ids
+from data.rows.prepare_rows import prepare_rows
 from data.show import main
-from tests.support.seq2seq import rows, tokenizer
+from data.sources.row_formats import alpaca_prompt
+from data.sources.seq2seq_rows import sides
+from tests.support.rows.seq2seq import rows, tokenizer
 
 CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}answer: "
 CHAT += "{% endif %}"

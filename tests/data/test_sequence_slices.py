@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from config.batch import WHOLE_POSITIONS
-from data.documents import document_positions
-from data.loader import IGNORED_LABEL, NO_SAMPLE, Batch, next_tokens
-from data.sequence_slices import slice_of, sliced
+from data.batches.loader import IGNORED_LABEL, NO_SAMPLE, Batch, next_tokens
+from data.batches.sequence_slices import slice_of, sliced
+from data.corpora.documents import document_positions
 from tests.data.test_loader import make
 
 END = 1

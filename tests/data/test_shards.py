@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from config.errors import UserError
-from data.shards import TokenShards, open_shard, token_dtype, write_shard
+from data.corpora.shards import TokenShards, open_shard, token_dtype, write_shard
 
 
 def make(folder: Path, *lengths: int, dtype: str = "uint16") -> TokenShards:

@@ -14,8 +14,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from data.show import main
-from tests.support.chats import write_base, write_chats
-from tests.support.showing import Show, error_of, shower
+from tests.support.rows.chats import write_base, write_chats
+from tests.support.runs.showing import Show, error_of, shower
 
 GOOD = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}]}
 

@@ -6,10 +6,10 @@ from threading import Thread
 
 import pytest
 
-from data.encode import byte_ids
-from tests.support import indexed_dataset
-from tests.support.launches import command, events, finish
-from tests.support.web_files import Web
+from data.text.encode import byte_ids
+from tests.support.jobs.launches import command, events, finish
+from tests.support.rows import indexed_dataset
+from tests.support.servers.web_files import Web
 
 
 @pytest.mark.slow

@@ -17,11 +17,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-import data.sources
+import data.sources.sources
 from config.errors import UserError
 from config.schema import DataSection
-from data.sources import open_source
-from data.streams import texts
+from data.sources.sources import open_source
+from data.sources.streams import texts
 
 TEXTS = ["first\n", "zweites Dokument ü\r\n", "third \x00 with a null", "four\u2028th"]
 

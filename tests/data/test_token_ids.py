@@ -17,11 +17,11 @@ from transformers import PreTrainedTokenizerFast
 
 from config.errors import UserError
 from config.schema import DataSection, SourceSection
-from data.corpus import SPLITS, Corpus
-from data.mix import mixed
-from data.prepare import prepare
-from data.tokenizer import load_tokenizer
-from tests.support import indexed_dataset
+from data.corpora.corpus import SPLITS, Corpus
+from data.corpora.mix import mixed
+from data.text.prepare import prepare
+from data.text.tokenizer import load_tokenizer
+from tests.support.rows import indexed_dataset
 
 WORDS = ["alpha", "beta", "γάμμα", "delta\n", "<|endoftext|>"]
 

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-import data.encode
-import data.tokenizer
+import data.text.encode
+import data.text.tokenizer
 from config.errors import UserError
 from config.schema import DataSection
-from data.encode import END_OF_DOCUMENT, byte_ids, encode_batch, is_validation, pieces, start_worker, train_bpe
-from data.sources import Source, open_source
-from data.tokenizer import draw_sample, load_tokenizer, make_tokenizer, tokenizer_identity, vocabulary_size
+from data.sources.sources import Source, open_source
+from data.text.encode import END_OF_DOCUMENT, byte_ids, encode_batch, is_validation, pieces, start_worker, train_bpe
+from data.text.tokenizer import draw_sample, load_tokenizer, make_tokenizer, tokenizer_identity, vocabulary_size
 
 EXAMPLES = ["", " ", "def f(x):\n    return x\r\n", "ünï\x00cödé 🙂 \u2028 e\u0301"]
 EXAMPLES += [f"a{END_OF_DOCUMENT}b {END_OF_DOCUMENT}"]
@@ -30,7 +30,7 @@ EXAMPLES += [f"a{END_OF_DOCUMENT}b {END_OF_DOCUMENT}"]
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
     folder = tmp_path_factory.mktemp("text")
-    for path in sorted(Path(data.encode.__file__).parent.glob("*.py")):
+    for path in sorted(Path(data.text.encode.__file__).parent.glob("*.py")):
         (folder / path.name).write_bytes(path.read_bytes())
     return open_source(DataSection(source="text", path=str(folder)))
 
@@ -148,7 +148,7 @@ def test_identity_follows_a_folders_contents(tmp_path: Path) -> None:
 @given(text=st.text(alphabet=st.sampled_from("ab\n"), max_size=60), limit=st.integers(1, 12))
 def test_pieces_join_to_the_text_and_are_bounded(text: str, limit: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data.encode, "PIECE_CHARACTERS", limit)
+        patch.setattr(data.text.encode, "PIECE_CHARACTERS", limit)
         cut = list(pieces(text))
     assert "".join(cut) == text
     assert all(len(piece) <= limit for piece in cut)
@@ -192,7 +192,9 @@ def test_the_validation_share_is_near_the_fraction() -> None:
 
 
 def test_workers_start_light() -> None:
-    program = "import data.encode, sys; print([m for m in ('torch', 'transformers', 'datasets') if m in sys.modules])"
+    program = (
+        "import data.text.encode, sys; print([m for m in ('torch', 'transformers', 'datasets') if m in sys.modules])"
+    )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert result.stdout.strip() == "[]"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from data.workers import WorkerDied, Workers
-from tests.support.launches import wait_until
+from data.text.workers import WorkerDied, Workers
+from tests.support.jobs.launches import wait_until
 
 _value = 0
 

@@ -17,7 +17,7 @@ from config.cli import CONFIG_ERROR, REPOSITORY
 from config.command_line import read_command_line
 from config.resolved import Resolved
 from launch.hosts import read_hostfile
-from tests.support.launches import finish
+from tests.support.jobs.launches import finish
 
 ACCELERATE = sorted((REPOSITORY / "launch/accelerate").glob("*.yaml"))
 DEEPSPEED = REPOSITORY / "launch/deepspeed"

@@ -16,7 +16,7 @@ from launch.job import (
     start,
     visible_gpus,
 )
-from tests.support.launches import finish, wait_until
+from tests.support.jobs.launches import finish, wait_until
 
 OWN = str(Path(sys.executable).parent)
 

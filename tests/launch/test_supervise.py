@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from config.cli import REPOSITORY
-from tests.support import launches
-from tests.support.launches import command, events
+from tests.support.jobs import launches
+from tests.support.jobs.launches import command, events
 
 DIED = {"exit": 1, "steps": 3, "saved": 2}
 ASKED_TO_STOP = {"exit": 75, "steps": 3, "end": [75, "asked to stop by SIGTERM or SIGUSR1"]}
@@ -21,7 +21,7 @@ ASKED_TO_STOP = {"exit": 75, "steps": 3, "end": [75, "asked to stop by SIGTERM o
 
 def pretended(folder, *plan, options=(), overrides=()):
     """A supervised job that does what `plan` says."""
-    job = ["python", f"{REPOSITORY}/tests/support/pretend_train.py", "--config", "config/recipes/demo.yaml"]
+    job = ["python", f"{REPOSITORY}/tests/support/jobs/pretend_train.py", "--config", "config/recipes/demo.yaml"]
     job += [f"run.dir={folder}", "run.name=it", *overrides]  # the recipe says run.resume: never
     command = [sys.executable, "-m", "launch.supervise", "--wait", "0.1", *options, "--", *job]
     return launches.start(["env", f"PRETEND={json.dumps(plan)}", *command])
@@ -157,7 +157,7 @@ def real(folder, name, launcher, told=None):
     line = command(launcher, folder, name, "checkpoint.every_steps=1", "evaluate.every_steps=0", "generate.tokens=0")
     at = next(index for index, word in enumerate(line) if word.endswith("train.py"))
     if told:
-        line[at : at + 1] = [str(REPOSITORY / "tests/support/dying_train.py"), told]
+        line[at : at + 1] = [str(REPOSITORY / "tests/support/jobs/dying_train.py"), told]
     return line
 
 

@@ -15,8 +15,8 @@ import pytest
 from config.cli import REPOSITORY
 from launch.hosts import Hosts, most_that_fit
 from launch.supervise import Run
-from tests.support import launches
-from tests.support.launches import BIN
+from tests.support.jobs import launches
+from tests.support.jobs.launches import BIN
 
 DIED = {"exit": 1, "steps": 3, "saved": 2, "end": None}
 # Runs the command here, unless the machine's name is in the file `down`.
@@ -58,7 +58,11 @@ class Bench:
         self, *plan: dict, options: tuple[str, ...] = ("--min-nodes", "1"), launcher: tuple[str, ...] = ()
     ) -> subprocess.Popen[str]:
         """The supervised job; every process of the real run would make micro-batches of 2 of a batch of 16."""
-        job = [f"{REPOSITORY}/tests/support/pretend_train.py", "--config", f"{REPOSITORY}/config/recipes/demo.yaml"]
+        job = [
+            f"{REPOSITORY}/tests/support/jobs/pretend_train.py",
+            "--config",
+            f"{REPOSITORY}/config/recipes/demo.yaml",
+        ]
         job += [f"run.dir={self.folder}", "run.name=it", "batch.global_size=16", "batch.micro_size=2"]
         words = ["--wait", "0.1", *options, "--", "deepspeed", "--hostfile", f"{self.folder}/hosts", *launcher, *job]
         path = f"PATH={self.folder}/bin:{BIN}:{os.environ['PATH']}"

@@ -1,6 +1,6 @@
 """A job over two machines by every launcher that has a recipe, against the same job on one; root, sshd and pdsh.
 
-The machines are Linux namespaces with an sshd each: see tests/support/machines.py.
+The machines are Linux namespaces with an sshd each: see tests/support/machines/machines.py.
 """
 
 import os
@@ -17,9 +17,9 @@ import pytest
 
 from config.cli import REPOSITORY
 from config.launcher import deepspeed_program
-from tests.support import launches
-from tests.support.launches import BIN, events
-from tests.support.machines import SKIP, Machine, two_machines
+from tests.support.jobs import launches
+from tests.support.jobs.launches import BIN, events
+from tests.support.machines.machines import SKIP, Machine, two_machines
 
 REASON = SKIP or ("" if shutil.which("pdsh") else "not installed: pdsh; apt-get install pdsh")
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from config.cli import REPOSITORY
-from tests.support.launches import finish
-from tests.support.strange import MORE, Place, look_at, losses_of
+from tests.support.jobs.launches import finish
+from tests.support.machines.strange import MORE, Place, look_at, losses_of
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.architectures import CASES, TABLE, Case, run_case, stage_of
+from tests.support.models.architectures import CASES, TABLE, Case, run_case, stage_of
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import damages as d
-from tests.support.launches import command, events, finish
+from tests.support.jobs.launches import command, events, finish
+from tests.support.runs import damages as d
 from tests.test_damage import CHECKPOINTS
 
 pytestmark = pytest.mark.machines

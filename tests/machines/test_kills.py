@@ -1,11 +1,11 @@
-"""Any process of a supervised job, killed at any time: a short `python -m tests.support.kills --kills 200`."""
+"""Any process of a supervised job, killed at any time: a short `python -m tests.support.jobs.kills --kills 200`."""
 
 import os
 from pathlib import Path
 
 import pytest
 
-from tests.support import kills
+from tests.support.jobs import kills
 
 KILLS = os.environ.get("KILLS", "10")
 

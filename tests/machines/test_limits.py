@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.strange import STEPS, Place, demo, lives, look_at, losses_of, mounted, why_no_mounts
+from tests.support.machines.strange import STEPS, Place, demo, lives, look_at, losses_of, mounted, why_no_mounts
 from training.checkpoint.tool import main as checkpoint_tool
 
 NO_MOUNTS = why_no_mounts()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launches import wait_until
-from tests.support.strange import STEPS, Place, ended, look_at, losses_of, start
+from tests.support.jobs.launches import wait_until
+from tests.support.machines.strange import STEPS, Place, ended, look_at, losses_of, start
 from tracking.jsonl import read_events
 
 pytestmark = pytest.mark.machines

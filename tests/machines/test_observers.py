@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from config.machine.processes import free_port
-from tests.support import bad_observers
-from tests.support.bad_observers import Seen
-from tests.support.forked import Job
-from tests.support.launches import command, events, start
-from tests.support.store_server import CREDENTIALS, s3_server
+from tests.support.jobs.forked import Job
+from tests.support.jobs.launches import command, events, start
+from tests.support.models import bad_observers
+from tests.support.models.bad_observers import Seen
+from tests.support.servers.store_server import CREDENTIALS, s3_server
 from tracking.jsonl import read_events
 
 STEPS = 1000

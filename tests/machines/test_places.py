@@ -6,7 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.strange import STEPS, USER, Place, copy_of_code, demo, lives, look_at, mounted, umask, why_no_mounts
+from tests.support.machines.strange import (
+    STEPS,
+    USER,
+    Place,
+    copy_of_code,
+    demo,
+    lives,
+    look_at,
+    mounted,
+    umask,
+    why_no_mounts,
+)
 
 NO_MOUNTS = why_no_mounts()
 needs_mounts = pytest.mark.skipif(bool(NO_MOUNTS), reason=NO_MOUNTS)

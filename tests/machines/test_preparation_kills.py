@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import preparation_kills
-from tests.support.dying_preparation import PHASES
+from tests.support.jobs import preparation_kills
+from tests.support.jobs.dying_preparation import PHASES
 from training.watchdog.watch import GRACE_SECONDS
 
 

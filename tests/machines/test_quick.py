@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.strange import (
+from tests.support.machines.strange import (
     STEPS,
     USER,
     Place,

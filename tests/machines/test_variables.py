@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.strange import STEPS, Place, demo, lives, look_at, programs, same_names, start
+from tests.support.machines.strange import STEPS, Place, demo, lives, look_at, programs, same_names, start
 from tracking.run_dir import RunDir
 
 pytestmark = pytest.mark.machines

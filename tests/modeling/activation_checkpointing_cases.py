@@ -6,7 +6,7 @@ from config.cli import REPOSITORY
 from config.errors import UserError
 from modeling.activation_checkpointing import blocks_of, recompute_blocks
 from modeling.activation_checkpointing_budget import count_saved
-from tests.support.small_run import batch_of, engine_of, masters_of, resolve
+from tests.support.models.small_run import batch_of, engine_of, masters_of, resolve
 from training.distributed import World
 
 MODEL = "model.config={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 5, num_attention_heads: 2, "

@@ -7,7 +7,7 @@ from typing import Any
 from config.errors import UserError
 from modeling import chunked_head
 from precision.statistics import ActivationMeter
-from tests.support.small_run import batch_of, engine_of, masters_of, resolve
+from tests.support.models.small_run import batch_of, engine_of, masters_of, resolve
 from training.attribution import attribute
 from training.distributed import World
 from training.engine import Engine

@@ -8,8 +8,8 @@ import torch
 from modeling import kernels
 from modeling.kernels import Norm
 from precision.observe import Observation
-from tests.support import interpreted_liger
-from tests.support.small_run import batch_of, engine_of, masters_of, resolve
+from tests.support.models import interpreted_liger
+from tests.support.models.small_run import batch_of, engine_of, masters_of, resolve
 from training.attribution import attribute
 from training.distributed import World
 from training.engine.tensors import whole_gradient

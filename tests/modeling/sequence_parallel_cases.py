@@ -10,7 +10,7 @@ import torch
 from config.batch import WHOLE_POSITIONS
 from config.errors import UserError
 from modeling.sequence_parallel import SequenceAttention, require_equal_logits
-from tests.support.small_models import distance, small_model
+from tests.support.models.small_models import distance, small_model
 from training.distributed import SequenceGroup, World
 
 LENGTH = 22

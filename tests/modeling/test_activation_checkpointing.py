@@ -23,7 +23,7 @@ from modeling.activation_checkpointing import _policy, apply_activation_checkpoi
 from modeling.activation_checkpointing_budget import GIB, peak
 from modeling.build import empty_model
 from tests.modeling import activation_checkpointing_cases as cases
-from tests.support.recomputed_models import BLOCKS, FAMILIES, build, bytes_kept, gradients, loss_of, tokens
+from tests.support.models.recomputed_models import BLOCKS, FAMILIES, build, bytes_kept, gradients, loss_of, tokens
 
 MODES = [
     ("full", {"reentrant": False}),

@@ -12,7 +12,7 @@ from config.errors import UserError
 from modeling.activation_checkpointing import apply_activation_checkpointing, blocks_of, recompute_blocks
 from modeling.activation_checkpointing_budget import GIB, Saved, count_saved, peak, recompute_within_budget, spread
 from tests.modeling import activation_checkpointing_cases as cases
-from tests.support.recomputed_models import BLOCKS, FAMILIES, build, bytes_kept, loss_of, tokens
+from tests.support.models.recomputed_models import BLOCKS, FAMILIES, build, bytes_kept, loss_of, tokens
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

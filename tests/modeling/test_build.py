@@ -15,7 +15,7 @@ from config.errors import UserError
 from config.schema import ModelSection
 from config.task import MASKED_LM
 from modeling.build import attention_of, build_model, count_parameters, drawn_notes, model_config, unround_buffers
-from tests.support.small_models import small_model
+from tests.support.models.small_models import small_model
 
 LLAMA = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 DEEPSEEK = {"num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}

@@ -21,7 +21,7 @@ from modeling.linear_cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_sum,
 )
-from tests.support.small_models import VOCABULARY, small_model
+from tests.support.models.small_models import VOCABULARY, small_model
 
 HIDDEN = 24
 ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}

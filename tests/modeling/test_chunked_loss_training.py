@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.modeling import chunked_loss_cases as cases
-from tests.support.small_models import distance
+from tests.support.models.small_models import distance
 
 
 @cache

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from modeling.objectives.classification import IGNORED, Classification, Regression
-from tests.support.metrics import expected_metrics
+from tests.support.runs.metrics import expected_metrics
 
 
 def scored(objective: Any, outputs: torch.Tensor, labels: torch.Tensor, cuts: list[int], **inputs: torch.Tensor) -> Any:

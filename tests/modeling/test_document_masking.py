@@ -10,11 +10,11 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from config.errors import UserError
-from data.documents import cumulative_lengths, document_positions
-from data.loader import IGNORED_LABEL, Batch
+from data.batches.loader import IGNORED_LABEL, Batch
+from data.corpora.documents import cumulative_lengths, document_positions
 from modeling.document_masking import require_documents_apart
 from modeling.linear_cross_entropy import label_loss_sum
-from tests.support.flex_on_cpu import flex_on_cpu
+from tests.support.models.flex_on_cpu import flex_on_cpu
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 SMALL |= {"num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 64}

@@ -21,9 +21,9 @@ from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.kernels import ARCHITECTURES, Norm, plan_liger, require_liger
 from precision.dtypes import DTYPES
 from tests.modeling import kernel_cases as cases
-from tests.support import interpreted_liger
-from tests.support.launches import command, finish
-from tests.support.small_models import distance
+from tests.support.jobs.launches import command, finish
+from tests.support.models import interpreted_liger
+from tests.support.models.small_models import distance
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SHAPE |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "pad_token_id": 0}

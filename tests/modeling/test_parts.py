@@ -14,7 +14,7 @@ from modeling.build import build_model, model_config
 from modeling.generate import sample_text
 from modeling.linear_cross_entropy import label_loss_sum
 from modeling.parameter_groups import parameter_groups
-from tests.support.recomputed_models import bytes_kept, gradients, tokens
+from tests.support.models.recomputed_models import bytes_kept, gradients, tokens
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 2}
 

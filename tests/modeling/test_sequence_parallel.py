@@ -8,8 +8,8 @@ from transformers import AutoConfig
 
 from modeling.sequence_parallel import unshared_reason
 from tests.modeling import sequence_parallel_cases
+from tests.support.jobs.process_group import ProcessGroup
 from tests.support.marks import slow
-from tests.support.process_group import ProcessGroup
 
 WINDOW = {"sliding_window": 6}
 KINDS = {"layer_types": ["sliding_attention", "full_attention"]}

@@ -16,7 +16,7 @@ from precision.manifest import Manifest, Rule, load_manifest
 from precision.observe import Observation, verify
 from precision.regions import Regions
 from tests.precision.test_regions import build, gradients, in_regions, oracle_of
-from tests.support.small_models import distance
+from tests.support.models.small_models import distance
 
 MODEL = {"e4m3": (3, -6, Fraction(448)), "e5m2": (2, -14, Fraction(57344))}
 """Stored bits of the mantissa, exponent of the smallest normal number, largest number (Micikevicius et al. 2022)."""

@@ -5,7 +5,7 @@ import torch
 
 from precision import half_on_cpu
 from precision.half_on_cpu import multiply_through_fp32
-from tests.support.process_group import ProcessGroup
+from tests.support.jobs.process_group import ProcessGroup
 from training.distributed import World
 
 HALVES = (torch.bfloat16, torch.float16)

@@ -20,8 +20,8 @@ from precision.inner_dtypes import KERNEL, LOSS_SUM, NORM, RESIDUAL, ROTARY, ROU
 from precision.manifest import Manifest, Rule, load_manifest
 from precision.observe import ROOT, Observation
 from precision.regions import Regions
-from tests.support.architectures import CASES, Case
-from tests.support.small_models import small_model
+from tests.support.models.architectures import CASES, Case
+from tests.support.models.small_models import small_model
 
 IDS = torch.arange(2 * 16).reshape(2, 16)
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -12,7 +12,7 @@ import torch
 from config.cli import REPOSITORY
 from config.errors import UserError
 from precision.manifest import COMPUTES, Manifest, Rule, assign, find_regions, load_manifest
-from tests.support.small_models import small_model
+from tests.support.models.small_models import small_model
 
 EXAMPLES = sorted((REPOSITORY / "config" / "manifests").glob("*.json"))
 SCHEMA = json.loads((REPOSITORY / "docs" / "manifest.schema.json").read_text())

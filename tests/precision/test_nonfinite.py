@@ -12,7 +12,7 @@ from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.linear_cross_entropy import label_loss_sum
 from precision.findings import LOSS, Finding, check_parameters, describe
 from precision.nonfinite import Inspector
-from tests.support.small_models import VOCABULARY, small_model
+from tests.support.models.small_models import VOCABULARY, small_model
 
 INF, NAN = math.inf, math.nan
 SHAPE = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from precision.observe import ROOT, Observation, PrecisionMismatch, verify
-from tests.support.flex_on_cpu import flex_on_cpu
-from tests.support.small_models import small_model
+from tests.support.models.flex_on_cpu import flex_on_cpu
+from tests.support.models.small_models import small_model
 
 IDS = torch.arange(2 * 12).reshape(2, 12)
 

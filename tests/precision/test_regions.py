@@ -18,7 +18,7 @@ from precision.dtypes import DTYPES
 from precision.manifest import Manifest, Rule
 from precision.observe import ROOT, Observation, verify
 from precision.regions import Regions
-from tests.support.small_models import VOCABULARY, distance, small_model
+from tests.support.models.small_models import VOCABULARY, distance, small_model
 
 SCALE = 1024.0
 """Loss scale of these tests, a power of two: without one, FP16 gradients underflow."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from precision import sampling
-from tests.support.gradient_oracle import underflow_share
+from tests.support.models.gradient_oracle import underflow_share
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -9,7 +9,7 @@ from torch import nn
 
 from precision import sampling, statistics, tolerance
 from tests.support.agreement import agrees
-from tests.support.gradient_oracle import gradient_statistics, underflow_share
+from tests.support.models.gradient_oracle import gradient_statistics, underflow_share
 
 HALF = torch.float16, torch.bfloat16
 

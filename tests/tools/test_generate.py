@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from config.printable import printable
-from tests.support.chats import write_base
+from tests.support.rows.chats import write_base
 from tools.generate import main
 
 

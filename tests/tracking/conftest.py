@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.synthetic_events import SCALE, TOKENS_PER_STEP, start_fields, step_fields, ticking_clock
+from tests.support.runs.synthetic_events import SCALE, TOKENS_PER_STEP, start_fields, step_fields, ticking_clock
 from tracking.jsonl import JsonlSink
 from tracking.record import Record
 from tracking.run_dir import RunDir

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from config.cli import REPOSITORY
-from tests.support.synthetic_events import start_fields, step_fields
+from tests.support.runs.synthetic_events import start_fields, step_fields
 from tracking.console import ConsoleSink, _pack, duration, human, sparkline
 from tracking.events import format_scale
 from tracking.record import Record
@@ -190,7 +190,7 @@ def test_on_a_terminal_the_lines_are_live_and_the_cursor_comes_back(tmp_path: Pa
     """A real pseudo-terminal; the process then dies of an exception, as a crash would make it."""
     code = (
         "import sys; sys.path[:0] = sys.argv[1:]\n"
-        "from tests.support.synthetic_events import start_fields, step_fields\n"
+        "from tests.support.runs.synthetic_events import start_fields, step_fields\n"
         "from tracking.console import ConsoleSink; from tracking.record import Record\n"
         "console = ConsoleSink(3, log_every_steps=1); record = Record([console])\n"
         "record.event('run_start', step=0, tokens=0, **start_fields())\n"

@@ -15,10 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.text import Text
 
 from config.printable import line
-from tests.support.compare_runs import write_run
-from tests.support.hostile import HOSTILE, OBEYED
-from tests.support.report_runs import session, simple_run
-from tests.support.synthetic_events import start_fields, step_fields
+from tests.support.runs.compare_runs import write_run
+from tests.support.runs.hostile import HOSTILE, OBEYED
+from tests.support.runs.report_runs import session, simple_run
+from tests.support.runs.synthetic_events import start_fields, step_fields
 from tracking.compare.command import main as compare
 from tracking.compare.divergence import Tolerance
 from tracking.compare.html import data

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from config.errors import UserError
-from tests.support.synthetic_events import step_fields
+from tests.support.runs.synthetic_events import step_fields
 from tracking import jsonl
 from tracking.jsonl import Follower, JsonlSink, encode, read_events, surviving
 

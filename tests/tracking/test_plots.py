@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from config.errors import UserError
-from tests.support.synthetic_events import start_fields, step_fields
+from tests.support.runs.synthetic_events import start_fields, step_fields
 from tracking.jsonl import JsonlSink
 from tracking.plots import format_rate, plot_run
 from tracking.record import Record

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.synthetic_events import SCALE, start_fields, step_fields, ticking_clock
+from tests.support.runs.synthetic_events import SCALE, start_fields, step_fields, ticking_clock
 from tracking.events import COMMON_FIELDS, REQUIRED_FIELDS, Event
 from tracking.jsonl import JsonlSink, read_events
 from tracking.record import Record

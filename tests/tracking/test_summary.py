@@ -11,7 +11,7 @@ from rich.console import Console
 
 from config.cli import REPOSITORY
 from config.errors import UserError
-from tests.support.synthetic_events import TOKENS_PER_STEP, start_fields, step_fields, ticking_clock
+from tests.support.runs.synthetic_events import TOKENS_PER_STEP, start_fields, step_fields, ticking_clock
 from tracking.jsonl import JsonlSink
 from tracking.record import Record
 from tracking.report.command import main

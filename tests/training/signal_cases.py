@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from tests.support.small_run import batch_of, engine_of, masters_of, plain_model, resolve
-from tests.training.step_cost_cases import parts_of
+from tests.support.models.small_run import batch_of, engine_of, masters_of, plain_model, resolve
+from tests.training.jobs.step_cost_cases import parts_of
 from tracking.jsonl import read_events
 from training.distributed import World
 from training.progress import Progress

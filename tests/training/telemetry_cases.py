@@ -11,8 +11,8 @@ from config.errors import UserError
 from modeling.linear_cross_entropy import label_loss_sum
 from precision.dtypes import DTYPES
 from precision.statistics import to_plain
-from tests.support.gradient_oracle import gradient_statistics
-from tests.support.small_run import batch_of, engine_of, masters_of, plain_model, resolve
+from tests.support.models.gradient_oracle import gradient_statistics
+from tests.support.models.small_run import batch_of, engine_of, masters_of, plain_model, resolve
 from training.distributed import World
 from training.engine.tensors import local_weight, shard_of, whole_gradient
 from training.telemetry import Telemetry

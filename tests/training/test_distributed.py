@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from config.machine.processes import free_port
-from training.cores import cpus_text, divide_cores, read_cores
+from training.start.cores import cpus_text, divide_cores, read_cores
 
 PROGRAM = """
 import json, os, sys, torch

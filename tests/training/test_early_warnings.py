@@ -11,7 +11,7 @@ import pytest
 from config.schema import GuardSection, WarningsSection
 from precision.guard import Guard, Verdict
 from precision.step_health import Health
-from tests.support import planted_trouble
+from tests.support.models import planted_trouble
 from tests.training import signal_cases
 from training.early_warnings import REARM, EarlyWarning, EarlyWarnings
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from data.loader import Batch
+from data.batches.loader import Batch
 from precision.manifest import load_manifest
 from precision.regions import Regions
 from precision.tolerance import relative

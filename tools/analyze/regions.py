@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from data.loader import Batch
+from data.batches.loader import Batch
 from precision.manifest import can_be_fp8, find_regions
 from precision.observe import Observation
 from tools.analyze.gradients import Fp32Gradients

@@ -22,7 +22,7 @@ from config.cli import CONFIG_ERROR, Arguments, entry_point
 from config.command_line import read_command_line
 from config.errors import UserError
 from config.resolved import Resolved
-from data.loader import Batch, Batches
+from data.batches.loader import Batch, Batches
 from modeling.build import count_parameters
 from precision.manifest import find_regions
 from tools.analyze.gradients import validate

@@ -22,8 +22,8 @@ from config.load import load_config
 from config.redact import redact
 from config.schema import Config
 from config.task import ENCODER_TASKS, model_class_of
-from data.corpus import TOKENIZER
-from data.tokenizer import load_tokenizer, vocabulary_size
+from data.corpora.corpus import TOKENIZER
+from data.text.tokenizer import load_tokenizer, vocabulary_size
 from modeling.adapter import whole_modules
 from modeling.build import model_config
 from precision.dtypes import DTYPES

@@ -21,7 +21,7 @@ import transformers
 from transformers import PretrainedConfig
 from transformers.initialization import no_init_weights
 
-from data.loader import IGNORED_LABEL
+from data.batches.loader import IGNORED_LABEL
 from tools.export_hf.rows import ROWS, Row
 from tools.export_hf.tensors import TensorsDiffer, untie
 from tools.parity.outputs import OutputErrors

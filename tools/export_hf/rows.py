@@ -15,10 +15,10 @@ from config.errors import UserError
 from config.load import load_config
 from config.schema import Config
 from config.task import CAUSAL_LM, model_class_of, settle_task
-from data.corpus import Corpus, open_corpus
-from data.loader import IGNORED_LABEL, Batch
-from data.row_shards import RowShards
-from data.shards import TokenShards
+from data.batches.loader import IGNORED_LABEL, Batch
+from data.corpora.corpus import Corpus, open_corpus
+from data.corpora.row_shards import RowShards
+from data.corpora.shards import TokenShards
 from training.tasks.task import prepare, task_of
 
 ROWS = 8

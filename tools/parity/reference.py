@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from config.batch import WHOLE_POSITIONS
 from config.resolved import Resolved
 from config.task import model_class_of
-from data.loader import Batch
+from data.batches.loader import Batch
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.adapter import add_adapter
 from modeling.build import build_model

@@ -45,7 +45,7 @@ from config.files import write_atomically
 from config.launcher import without_accelerate
 from config.resolved import Resolved
 from config.schema import ParitySection
-from data.loader import Batch, Batches
+from data.batches.loader import Batch, Batches
 from modeling.build import dropouts
 from modeling.router_balance import RouterBalance, router_balance
 from precision.dtypes import DTYPES

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.holdout import TAIL
+from data.text.holdout import TAIL
 from modeling.tensor_parallel import cut
 from training.checkpoint.manifest import FORMAT, STATE
 from training.engine.rng import generators

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from config.resolved import Resolved
-from data.loader import Batch
+from data.batches.loader import Batch
 from precision.corruption import Corruption, Flip, Reexecution
 from precision.step_health import Health
 from training.corruption.copies import Copies

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from data.loader import Batch
+from data.batches.loader import Batch
 from precision.corruption import Reexecution, judge_reexecution
 from training.corruption.copies import gather_words
 from training.engine import Engine

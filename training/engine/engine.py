@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from config.deepspeed.document import initializable
 from config.optimizers import OPTIMIZERS
 from config.resolved import Resolved
-from data.loader import Batch
+from data.batches.loader import Batch
 from modeling.objectives.objective import Forward, Scored
 from modeling.parameter_groups import group_of_each
 from modeling.router_balance import METRICS, router_balance, untrained_balance

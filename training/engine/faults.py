@@ -16,7 +16,7 @@ import torch
 
 from config.errors import UserError
 from config.schema import Fault
-from data.loader import Batch
+from data.batches.loader import Batch
 from modeling.objectives.objective import Scored
 from precision.step_health import Health
 from training.engine.engine import Engine

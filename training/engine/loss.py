@@ -9,7 +9,7 @@ import torch
 from config.batch import slice_length
 from config.errors import UserError
 from config.resolved import Resolved
-from data.loader import Batch
+from data.batches.loader import Batch
 from modeling.chunked_head import ChunkedHead, loss_chunk
 from modeling.objectives.label_prediction import LabelPrediction
 from modeling.objectives.objective import Forward, Objective, Scored

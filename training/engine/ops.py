@@ -9,7 +9,7 @@ from pathlib import Path
 from deepspeed.accelerator import get_accelerator
 
 from config.errors import UserError, one_line
-from training import op_builds
+from training.start import op_builds
 
 
 def load_op(builder: str, needed_by: str) -> None:

@@ -18,11 +18,11 @@ import torch
 from config.errors import UserError
 from config.files import file_sha256, write_flushed
 from config.schema import Config
-from data.corpus import SPLITS, Corpus
-from data.documents import Documents
-from data.loader import NO_SAMPLE, Batch, MakeBatch, next_tokens
-from data.row_shards import RowShards
-from data.shards import TokenShards, damaged
+from data.batches.loader import NO_SAMPLE, Batch, MakeBatch, next_tokens
+from data.corpora.corpus import SPLITS, Corpus
+from data.corpora.documents import Documents
+from data.corpora.row_shards import RowShards
+from data.corpora.shards import TokenShards, damaged
 from modeling.objectives.divergence import IDS, LOG_PROBS
 
 _INDEX = "index.json"

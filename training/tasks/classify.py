@@ -3,11 +3,11 @@
 from transformers import PreTrainedModel
 
 from config.schema import Config
-from data.corpus import Corpus
-from data.labelled_shards import encoder_batches
-from data.loader import MakeBatch
-from data.prepare_labelled import prepare_labelled as prepare
-from data.tokenizer import load_tokenizer
+from data.batches.loader import MakeBatch
+from data.corpora.corpus import Corpus
+from data.corpora.labelled_shards import encoder_batches
+from data.rows.prepare_labelled import prepare_labelled as prepare
+from data.text.tokenizer import load_tokenizer
 from modeling.objectives.classification import Classification, Regression
 from modeling.objectives.objective import Objective
 from training.tasks.shape import shape_of_model

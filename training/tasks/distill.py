@@ -6,10 +6,10 @@ The labels are those of task sft where data.format names the form of rows, else 
 from transformers import PreTrainedModel
 
 from config.schema import Config, DataSection
-from data.corpus import Corpus
-from data.loader import MakeBatch
-from data.prepare import prepare as prepare_documents
-from data.prepare_rows import prepare_rows
+from data.batches.loader import MakeBatch
+from data.corpora.corpus import Corpus
+from data.rows.prepare_rows import prepare_rows
+from data.text.prepare import prepare as prepare_documents
 from modeling.objectives.divergence import Distillation
 from training.tasks.cached_teacher import with_targets
 

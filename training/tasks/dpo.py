@@ -5,10 +5,10 @@ from functools import partial
 from transformers import PreTrainedModel
 
 from config.schema import Config
-from data.corpus import Corpus
-from data.loader import MakeBatch
-from data.preference_batches import batches_of_pairs, lengths_of_corpus
-from data.prepare_rows import prepare_rows as prepare
+from data.batches.loader import MakeBatch
+from data.batches.preference_batches import batches_of_pairs, lengths_of_corpus
+from data.corpora.corpus import Corpus
+from data.rows.prepare_rows import prepare_rows as prepare
 from modeling.adapter import adapter_off
 from modeling.objectives.preference import Preference
 

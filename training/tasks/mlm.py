@@ -3,9 +3,9 @@
 from transformers import PreTrainedModel
 
 from config.schema import Config, DataSection
-from data.corpus import Corpus
-from data.masking import masking_of as make_batch
-from data.prepare import prepare as prepare_text
+from data.batches.masking import masking_of as make_batch
+from data.corpora.corpus import Corpus
+from data.text.prepare import prepare as prepare_text
 from modeling.objectives.label_prediction import LabelPrediction
 
 __all__ = ["make_batch", "objective", "prepare"]

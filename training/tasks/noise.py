@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from data.loader import Batch, MakeBatch, on_host
-from data.row_shards import RowShards
-from data.sampler import splitmix
-from data.shards import TokenShards
+from data.batches.loader import Batch, MakeBatch, on_host
+from data.corpora.row_shards import RowShards
+from data.corpora.sampler import splitmix
+from data.corpora.shards import TokenShards
 from modeling.embedding_noise import KEYS, LENGTHS
 
 

@@ -3,8 +3,8 @@
 from transformers import PreTrainedModel
 
 from config.schema import Config
-from data.corpus import Corpus
-from data.prepare import prepare
+from data.corpora.corpus import Corpus
+from data.text.prepare import prepare
 from modeling.objectives.label_prediction import LabelPrediction
 
 __all__ = ["make_batch", "objective", "prepare"]

@@ -3,10 +3,10 @@
 from transformers import PreTrainedModel
 
 from config.schema import Config
-from data.corpus import Corpus
-from data.loader import MakeBatch
-from data.prepare_rows import prepare_rows as prepare
-from data.seq2seq_batches import seq2seq_batches
+from data.batches.loader import MakeBatch
+from data.batches.seq2seq_batches import seq2seq_batches
+from data.corpora.corpus import Corpus
+from data.rows.prepare_rows import prepare_rows as prepare
 from modeling.objectives.label_prediction import LabelPrediction
 from training.tasks.shape import shape_of_model
 

@@ -3,9 +3,9 @@
 from transformers import PreTrainedModel
 
 from config.schema import Config
-from data.corpus import Corpus
-from data.loader import MakeBatch, counting_rows, next_tokens
-from data.prepare_rows import prepare_rows as prepare
+from data.batches.loader import MakeBatch, counting_rows, next_tokens
+from data.corpora.corpus import Corpus
+from data.rows.prepare_rows import prepare_rows as prepare
 from modeling.embedding_noise import EmbeddingNoise
 from modeling.objectives.label_prediction import LabelPrediction, RowPrediction
 from training.tasks.cached_teacher import documents_of

@@ -9,9 +9,9 @@ from transformers import PretrainedConfig
 
 from config.schema import Config
 from config.task import ENCODER_TASKS, model_class_of
-from data.corpus import Corpus
-from data.prepare_labelled import labels_of
-from data.tokenizer import load_tokenizer
+from data.corpora.corpus import Corpus
+from data.rows.prepare_labelled import labels_of
+from data.text.tokenizer import load_tokenizer
 from modeling.build import model_config
 
 _DECIDE = (*ENCODER_TASKS, "seq2seq")

@@ -11,9 +11,9 @@ from typing import Protocol
 from transformers import PreTrainedModel
 
 from config.schema import Config, DataSection
-from data.corpus import Corpus
-from data.loader import MakeBatch
-from data.mix import corpus_of
+from data.batches.loader import MakeBatch
+from data.corpora.corpus import Corpus
+from data.corpora.mix import corpus_of
 from modeling.objectives.divergence import Distillation
 from modeling.objectives.objective import Forward, Objective
 from training.tasks import classify, distill, dpo, mlm, pretrain, seq2seq, sft

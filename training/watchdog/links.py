@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from training.distributed import World
-from training.rendezvous import listen
+from training.start.rendezvous import listen
 from training.watchdog.process import Member, describe_status
 from training.watchdog.witness import start_witness
 

@@ -18,8 +18,8 @@ from config.machine.processes import free_port
 from config.schema import AdapterSection, OptimizerSection
 from lab.benchmark.spec import Result, Spec
 from lab.benchmark.split import Stages, time_deepspeed
-from training import op_builds
 from training.engine.work_time import peak_memory_bytes
+from training.start import op_builds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -105,7 +105,7 @@ class Job:
     def loader(self) -> torch.utils.data.DataLoader:
         """This rank's micro-batches in order: input_ids, labels and shift_labels, (micro, sequence) int64 each."""
         micro, ranks = self.spec.micro_size, self.data_ranks
-        # the ranks' n-th micro-batches are adjacent in the sample order, as in data.sampler
+        # the ranks' n-th micro-batches are adjacent in the sample order, as in data.corpora.sampler
         starts = [(n * ranks + self.data_rank) * micro for n in range(self.spec.steps * self.spec.accumulation)]
         batches = [list(range(start, start + micro)) for start in starts]
         return torch.utils.data.DataLoader(Windows(self.spec), batch_sampler=batches, pin_memory=self.on_cuda)

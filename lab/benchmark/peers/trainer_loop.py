@@ -18,7 +18,7 @@ from accelerate import PartialState
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from data.loader import IGNORED_LABEL
+from data.batches.loader import IGNORED_LABEL
 from lab.benchmark.peers.common import Job, run_on_deepspeed
 
 

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
-from data import loader
-from data.loader import IGNORED_LABEL, Batch
-from data.sampler import permute
+from data.batches import loader
+from data.batches.loader import IGNORED_LABEL, Batch
+from data.corpora.sampler import permute
 from lab.detection.plants.site import ATTENTION, EMBEDDING, LINEAR, ROTARY, Site, around, replace_forward
 from lab.detection.plants.state import after_load
 from modeling.activation_checkpointing import blocks_of

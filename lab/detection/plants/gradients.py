@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from data.loader import IGNORED_LABEL, Batch
+from data.batches.loader import IGNORED_LABEL, Batch
 from lab.detection.plants.permanent import reweight
 from lab.detection.plants.site import LINEAR, Site, around
 from training.engine import Engine

@@ -11,8 +11,8 @@ import torch
 from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from data import loader
-from data.loader import IGNORED_LABEL, Batch
+from data.batches import loader
+from data.batches.loader import IGNORED_LABEL, Batch
 from lab.detection.plants.shared import change_batches
 from lab.detection.plants.site import ATTENTION, BAD_RANK, EMBEDDING, HEAD, LAYER, MLP, Site, around, replace_forward
 from lab.detection.plants.state import after_load, each_state

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from data import loader
-from data.loader import Batch
+from data.batches import loader
+from data.batches.loader import Batch
 from lab.detection.plants.site import Site
 from modeling import parameter_groups
 from tools.parity import steps

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from data import loader
+from data.batches import loader
 from lab.detection.plants.site import LINEAR, Site, around
 from training import loss_scaler, progress, session
 from training.checkpoint import checkpoints

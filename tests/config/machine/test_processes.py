@@ -17,7 +17,7 @@ RANK = """
 import json, signal, sys, time
 sys.path.insert(0, {repository!r})
 from config.machine.processes import launchers
-from training.startup import end_with
+from training.start.process import end_with
 above = launchers()
 end_with(above)
 print(json.dumps([[each.name, each.program, each.pid, each.words] for each in above]), flush=True)

@@ -17,8 +17,8 @@ from lab.benchmark import command
 from lab.benchmark.overhead import llama_parts, resolve_llama
 from lab.benchmark.split import COLLECTIVES, Stages, time_deepspeed
 from lab.benchmark.telemetry import CHECKS, WARM_UP_BLOCKS, Kind, time_pairs
-from tests.support.launches import SMALL
-from tests.support.small_run import batch_of, engine_of, resolve
+from tests.support.jobs.launches import SMALL
+from tests.support.models.small_run import batch_of, engine_of, resolve
 from tracking.jsonl import read_events
 from training.distributed import World
 

@@ -7,7 +7,7 @@ import pytest
 from config.cli import REPOSITORY
 from lab.benchmark import activations, command, data, largest, loss
 from tests.lab.benchmark.benchmark_cases import RECIPE
-from tests.support.launches import SMALL
+from tests.support.jobs.launches import SMALL
 
 MISTAKES = {
     command: [

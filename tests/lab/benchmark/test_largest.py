@@ -8,7 +8,7 @@ import pytest
 
 from lab.benchmark import largest as benchmark_largest
 from tests.lab.benchmark.benchmark_cases import RECIPE
-from tests.support.launches import SMALL
+from tests.support.jobs.launches import SMALL
 
 
 @pytest.mark.slow

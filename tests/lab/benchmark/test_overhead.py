@@ -17,7 +17,7 @@ from lab.benchmark.harness import estimate
 from lab.benchmark.overhead import median_ratio, ratio_of_sums, report, require_comparable
 from tests.lab.benchmark import benchmark_cases
 from tests.lab.benchmark.benchmark_cases import RECIPE
-from tests.support.launches import BIN, LAUNCHERS, SMALL
+from tests.support.jobs.launches import BIN, LAUNCHERS, SMALL
 
 
 def drifting(ratio: float, *, pairs: int, noise: float) -> np.ndarray:

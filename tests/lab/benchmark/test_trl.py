@@ -17,12 +17,12 @@ from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from config.errors import UserError
 from config.launcher import as_launched
-from data.loader import IGNORED_LABEL, Batches
+from data.batches.loader import IGNORED_LABEL, Batches
 from lab.benchmark import command as benchmark
 from lab.benchmark.contestants import choose, skip_unsupported
 from lab.benchmark.rows import _sample, write_rows
 from lab.benchmark.spec import Spec
-from tests.support.chats import write_base
+from tests.support.rows.chats import write_base
 from training.session import batch_shape
 from training.tasks.task import prepare
 

@@ -19,7 +19,7 @@ from lab.detection.planted import is_no_twin
 from lab.detection.planted import main as run_planted
 from lab.detection.plants.bits import HIT
 from lab.detection.plants.site import ATTENTION, BAD_RANK, on_engine, planted
-from tests.support.process_group import ProcessGroup
+from tests.support.jobs.process_group import ProcessGroup
 from tools.parity.jobs import TWIN
 from tracking.jsonl import read_events
 from training import session

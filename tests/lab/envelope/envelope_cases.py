@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from data.prepare import prepare
+from data.text.prepare import prepare
 from lab.envelope.worker import Study, work
 from training.distributed import World
 

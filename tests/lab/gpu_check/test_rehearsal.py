@@ -11,8 +11,8 @@ import pytest
 
 from config.cli import REPOSITORY
 from lab.gpu_check.items import PARTS
-from tests.support.bare_machine import python_without, repack
-from tests.support.launches import wait_until
+from tests.support.jobs.launches import wait_until
+from tests.support.machines.bare_machine import python_without, repack
 
 LACKING = (
     *("deepspeed", "hjson", "py-cpuinfo", "orjson", "dill", "multiprocess", "datasets"),

@@ -25,7 +25,7 @@ from lab.gpu_check.items import PARTS, Item, Part
 from lab.gpu_check.page import page
 from lab.gpu_check.run import MARK, MOST_BYTES, TOGETHER, Check, end_leftovers, measure, run_part
 from launch.job import kill, launch, start
-from tests.support.launches import wait_until
+from tests.support.jobs.launches import wait_until
 
 MACHINE = {
     "device": "a device",

@@ -10,7 +10,7 @@ import torch
 
 from config.deepspeed.combinations import SETTINGS, Combination
 from config.load import load_config
-from data.loader import Batch
+from data.batches.loader import Batch
 from lab.matrix import run as matrix_run
 from lab.matrix.cells import Cell
 from modeling.linear_cross_entropy import IGNORED

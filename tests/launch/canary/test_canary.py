@@ -17,7 +17,7 @@ from launch.canary.plan import read_plan
 from launch.canary.record import Journal
 from launch.canary.whole import Breach, Whole
 from launch.job import job_command
-from tests.support.launches import SMALL, events, finish, start, wait_until, with_defect
+from tests.support.jobs.launches import SMALL, events, finish, start, wait_until, with_defect
 from tracking.jsonl import read_events
 from training.schedule import scheduled_rate
 

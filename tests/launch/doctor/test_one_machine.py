@@ -14,7 +14,7 @@ import pytest
 
 from config.cli import REPOSITORY
 from config.machine.processes import free_port
-from tests.support.launches import BIN, wait_until
+from tests.support.jobs.launches import BIN, wait_until
 
 pytestmark = pytest.mark.cluster
 

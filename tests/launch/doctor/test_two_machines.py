@@ -15,8 +15,8 @@ import pytest
 
 from config.cli import REPOSITORY
 from tests.launch.doctor.test_one_machine import ASK, interrupt
-from tests.support.launches import BIN
-from tests.support.machines import HOSTS, SKIP, Machine, two_machines
+from tests.support.jobs.launches import BIN
+from tests.support.machines.machines import HOSTS, SKIP, Machine, two_machines
 
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(SKIP), reason=SKIP)]
 

@@ -27,11 +27,11 @@ from config import cli
 from config.cli import REPOSITORY
 from config.machine.processes import free_port
 from launch.kubernetes import alive, retryable
-from tests.support import kubernetes_image as image
-from tests.support import launches
-from tests.support.kubernetes_checks import Manifests, Pod, arguments, pods, problems
-from tests.support.kubernetes_manifests import API_VERSIONS, NEWEST, Document, all_documents, schema_problems
-from tests.support.launches import BIN
+from tests.support.jobs import launches
+from tests.support.jobs.launches import BIN
+from tests.support.machines import kubernetes_image as image
+from tests.support.machines.kubernetes_checks import Manifests, Pod, arguments, pods, problems
+from tests.support.machines.kubernetes_manifests import API_VERSIONS, NEWEST, Document, all_documents, schema_problems
 from tracking.prometheus.sink import PrometheusSink
 
 # Maps whose keys are free; of these labels nothing here depends on.
@@ -134,7 +134,7 @@ def set_run(found: Manifests, old: str, new: str) -> None:
 @pytest.mark.parametrize("ends", [0, 2, 74, 75, 69])
 def test_an_operator_that_judges_by_the_exit_code_tries_again_what_may_help(ends, tmp_path):
     told = {"exit": ends, "steps": 1, "end": [ends, "it"]} if ends in (0, 74, 75) else {"exit": ends}
-    job = [sys.executable, "tests/support/pretend_train.py", "--config", "config/recipes/demo.yaml"]
+    job = [sys.executable, "tests/support/jobs/pretend_train.py", "--config", "config/recipes/demo.yaml"]
     job += [f"run.dir={tmp_path}", "run.name=it"]
     line = [sys.executable, "-m", "launch.kubernetes.retryable", "--restarts", "0", "--", *job]
     environment = {**os.environ, "PRETEND": json.dumps([told])}

@@ -4,7 +4,7 @@ import pytest
 
 from config import cli
 from tests.launch.kubernetes.test_manifests import machine, manifests, saved, train_and_ask_to_stop
-from tests.support.kubernetes_checks import pods
+from tests.support.machines.kubernetes_checks import pods
 
 pytestmark = pytest.mark.cluster
 

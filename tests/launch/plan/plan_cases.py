@@ -21,8 +21,8 @@ from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from config.resolved import Resolved
 from config.task import ENCODER_TASKS, model_class_of
-from data.loader import Batch
-from data.sequence_slices import slice_of
+from data.batches.loader import Batch
+from data.batches.sequence_slices import slice_of
 from lab.benchmark.split import COLLECTIVES
 from modeling.build import model_config
 from training.distributed import ExpertGroup, World

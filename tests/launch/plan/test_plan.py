@@ -16,7 +16,7 @@ from launch.plan.layout import layout_of
 from launch.plan.model import read_shape
 from launch.plan.search import Planner, communication_bound_from
 from launch.plan.speed import mfu_of, ring_bandwidth, speed
-from tests.support.synthetic_events import start_fields, step_fields
+from tests.support.runs.synthetic_events import start_fields, step_fields
 from tracking.jsonl import encode
 
 RECIPES = REPOSITORY / "config/recipes"

@@ -44,7 +44,7 @@ from modeling.parameter_groups import parameter_groups
 from modeling.quantised_base import quantised_layers, stored_tensors
 from tests.launch.plan import plan_cases
 from tests.launch.plan.test_memory import FAMILIES, MODEL, counted_block, hugging_face
-from tests.support.chats import write_base
+from tests.support.rows.chats import write_base
 
 DEMO = ["--config", str(REPOSITORY / "config/recipes/demo.yaml")]
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

@@ -16,7 +16,7 @@ from launch.plan.layout import Layout, layout_of
 from launch.plan.model import Shape, read_shape
 from launch.plan.speed import traffic
 from tests.launch.plan import plan_cases
-from tests.support.process_group import ProcessGroup
+from tests.support.jobs.process_group import ProcessGroup
 
 DEMO = ["--config", str(REPOSITORY / "config/recipes/demo.yaml")]
 BIG = ["--config", str(REPOSITORY / "config/recipes/llama_8b_8gpu.yaml"), "model.config.vocab_size=128256"]

@@ -10,7 +10,7 @@ import pytest
 from config.cli import REPOSITORY
 from launch.slurm.restart import main, requeue_decision
 from launch.supervise import Session
-from tests.support.launches import BIN
+from tests.support.jobs.launches import BIN
 from tracking.jsonl import encode
 
 FOLDER = REPOSITORY / "launch" / "slurm"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import launches
-from tests.support.slurm_cluster import SKIP, Cluster, slurm_cluster
+from tests.support.jobs import launches
+from tests.support.machines.slurm_cluster import SKIP, Cluster, slurm_cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(SKIP), reason=SKIP)]
 SBATCH = "launch/slurm/train.sbatch"

@@ -12,8 +12,8 @@ import yaml
 
 from config.cli import REPOSITORY
 from tests.launch.sweep.test_sweep import processes_of
-from tests.support import launches
-from tests.support.launches import events
+from tests.support.jobs import launches
+from tests.support.jobs.launches import events
 from tracking.jsonl import read_events
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 
 from config.cli import REPOSITORY
 from tests.launch.sweep.test_sweep import FAST, RATE, SLOW, record, results, starts, sweep_file
-from tests.support.slurm_cluster import SKIP, slurm_cluster
+from tests.support.machines.slurm_cluster import SKIP, slurm_cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(SKIP), reason=SKIP)]
 

@@ -22,9 +22,9 @@ from launch.sweep.folder import prepare
 from launch.sweep.rule import Hopeless, Report, hopeless_reason
 from launch.sweep.slots import slot_environments
 from launch.sweep.trial import RUN_FOLDER_VARIABLE, command_of
-from tests.support import launches
-from tests.support.launches import BIN
-from tests.support.synthetic_events import start_fields, step_fields
+from tests.support.jobs import launches
+from tests.support.jobs.launches import BIN
+from tests.support.runs.synthetic_events import start_fields, step_fields
 from tracking.jsonl import encode
 
 EXAMPLES = sorted((REPOSITORY / "launch/sweeps").glob("*.yaml"))
@@ -32,7 +32,7 @@ DEMO = str(REPOSITORY / "config/recipes/demo.yaml")
 RATE = "optimizer.learning_rate"
 SLOW, FAST = {RATE: 1e-3, "optimizer.eps": 0.2}, {RATE: 1e-2}
 """A pretended run of 4 s, unless it resumes, and one of no time."""
-PRETEND = ["python", str(REPOSITORY / "tests/support/pretend_trial.py")]
+PRETEND = ["python", str(REPOSITORY / "tests/support/jobs/pretend_trial.py")]
 
 
 def sweep_file(folder: Path, **keys) -> Path:

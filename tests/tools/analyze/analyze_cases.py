@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from data.loader import Batch
+from data.batches.loader import Batch
 from modeling.linear_cross_entropy import label_loss_sum
 from precision.manifest import load_manifest
 from precision.observe import Observation, verify
 from precision.regions import Regions
-from tests.support.small_run import batch_of, engine_of, masters_of, plain_model, resolve
+from tests.support.models.small_run import batch_of, engine_of, masters_of, plain_model, resolve
 from tests.training.tasks import classify_cases, seq2seq_cases, sft_cases
 from tools.analyze.gradients import Fp32Gradients, under_manifest
 from tools.analyze.proposal import Limits

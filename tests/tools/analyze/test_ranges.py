@@ -8,8 +8,8 @@ import torch
 
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from precision.manifest import find_regions
-from tests.support.gradient_oracle import underflow_share
-from tests.support.small_models import small_model
+from tests.support.models.gradient_oracle import underflow_share
+from tests.support.models.small_models import small_model
 from tools.analyze.ranges import (
     LOWEST_EXPONENT,
     NOTHING,

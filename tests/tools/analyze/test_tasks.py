@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.support import labelled, seq2seq
-from tests.support.chats import write_base, write_chats
-from tests.support.process_group import ProcessGroup
+from tests.support.jobs.process_group import ProcessGroup
+from tests.support.rows import labelled, seq2seq
+from tests.support.rows.chats import write_base, write_chats
 from tests.tools.analyze import analyze_cases
 from tools.analyze.command import rejection_reason
 

@@ -8,7 +8,7 @@ from typing import Any
 from transformers.integrations import HfDeepSpeedConfig
 
 from modeling.build import build_model, model_config
-from tests.support.small_run import SEQUENCE, VOCABULARY, batch_of, engine_of, resolve
+from tests.support.models.small_run import SEQUENCE, VOCABULARY, batch_of, engine_of, resolve
 from training.distributed import World
 from training.engine import Engine
 from training.engine.build import _gather_partitioned

@@ -10,7 +10,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from config.errors import UserError
-from tests.support.process_group import ProcessGroup
+from tests.support.jobs.process_group import ProcessGroup
 from tests.training.checkpoint import resume_cases as cases
 from tests.training.tasks.conftest import folder
 from tools.export_hf.export import export, find_source

@@ -18,8 +18,8 @@ from config.cli import REPOSITORY
 from config.errors import UserError
 from config.version import VERSION
 from precision.dtypes import DTYPES
-from tests.support import launches
-from tests.support.hub_server import TOKEN, USER, Hub, Repo, running
+from tests.support.jobs import launches
+from tests.support.servers.hub_server import TOKEN, USER, Hub, Repo, running
 from tests.tools.export_hf import export_cases
 from tools.export_hf import tensors as export_write
 from tools.export_hf.command import main

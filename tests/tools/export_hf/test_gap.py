@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalL
 
 from config.load import to_yaml
 from config.task import CAUSAL_LM
-from tests.support.chats import write_base, write_chats
-from tests.support.small_models import small_model
+from tests.support.models.small_models import small_model
+from tests.support.rows.chats import write_base, write_chats
 from tests.training.tasks.sft_cases import resolve
 from tools.export_hf.gap import Bounds, GapTooLarge, measure, of_masters, require_within, row_gap
 from tools.export_hf.rows import Row, rows_of_data

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer
 
 from config.task import model_class_of
-from tests.support.labelled import LABELS, LENGTH, write_encoder, write_rows
-from tests.support.process_group import ProcessGroup
+from tests.support.jobs.process_group import ProcessGroup
+from tests.support.rows.labelled import LABELS, LENGTH, write_encoder, write_rows
 from tests.training.checkpoint import resume_cases
 from tests.training.tasks.classify_cases import example
 from tests.training.tasks.mlm_cases import write_text

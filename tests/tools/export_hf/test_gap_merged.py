@@ -10,9 +10,9 @@ import transformers
 from peft import PeftModel
 from transformers import AutoTokenizer
 
-from tests.support import labelled, seq2seq
+from tests.support.jobs.process_group import ProcessGroup
 from tests.support.marks import slow
-from tests.support.process_group import ProcessGroup
+from tests.support.rows import labelled, seq2seq
 from tests.training.checkpoint import resume_cases
 from tests.training.tasks.classify_cases import example
 from tools.export_hf.export import export, find_source

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from config.task import SEQ2SEQ_LM
-from tests.support.process_group import ProcessGroup
-from tests.support.seq2seq import SOURCE, TARGET, write_model, write_rows
+from tests.support.jobs.process_group import ProcessGroup
+from tests.support.rows.seq2seq import SOURCE, TARGET, write_model, write_rows
 from tests.training.checkpoint import resume_cases
 from tools.export_hf import rows
 from tools.export_hf.command import main

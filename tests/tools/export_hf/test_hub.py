@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from config.cli import REPOSITORY
-from tests.support.hub_server import TOKEN, Hub, Repo, running
+from tests.support.servers.hub_server import TOKEN, Hub, Repo, running
 
 # Its settings are read when huggingface_hub is imported, so each case is a process of its own.
 PROGRAM = """

@@ -10,7 +10,7 @@ from torch.nn import functional
 from config.schema import Fp8Section
 from modeling.build import model_config
 from precision import fp8
-from tests.support.small_run import SEQUENCE, VOCABULARY, batch_of, engine_of, resolve
+from tests.support.models.small_run import SEQUENCE, VOCABULARY, batch_of, engine_of, resolve
 from tools.parity.reference import Reference
 from tools.parity.steps import StepParity
 from training.distributed import World

@@ -15,8 +15,8 @@ from modeling import parameter_groups
 from modeling.build import model_config
 from precision.inner_dtypes import promises
 from precision.observe import Observation
-from tests.support import small_run
-from tests.support.small_run import SEQUENCE, VOCABULARY, batch_of, engine_of, resolve
+from tests.support.models import small_run
+from tests.support.models.small_run import SEQUENCE, VOCABULARY, batch_of, engine_of, resolve
 from tests.training.engine.tensor_cases import MODEL, of_kind
 from tools.parity.judge_steps import Check, judge_signatures
 from tools.parity.reference import Reference

@@ -10,9 +10,9 @@ from config.cli import REPOSITORY
 from config.errors import UserError
 from lab.detection.planted import MODULE
 from launch.job import error_line_of, launch
-from tests.support import launches
-from tests.support.forked_launcher import forked_launcher
-from tests.support.synthetic_events import SCALE, TOKENS_PER_STEP, step_fields
+from tests.support.jobs import launches
+from tests.support.jobs.forked_launcher import forked_launcher
+from tests.support.runs.synthetic_events import SCALE, TOKENS_PER_STEP, step_fields
 from tools.parity import gate as parity
 from tools.parity import jobs as parity_jobs
 from tools.parity.judge_runs import Settling

@@ -17,14 +17,14 @@ from transformers import AutoModelForCausalLM
 from config.cli import REPOSITORY
 from config.optimizers import OPTIMIZERS, settings_of
 from config.schema import LossScaleSection, OptimizerSection, ScheduleSection, SourceSection
-from data.mixture import Mixture
-from data.sampler import permute
+from data.corpora.mixture import Mixture
+from data.corpora.sampler import permute
 from modeling.parameter_groups import group_of_each
 from precision.loss_scale import make_policy
-from tests.support import labelled, seq2seq
-from tests.support.chats import LENGTH, write_base, write_chats, write_pairs
-from tests.support.launches import command, finish
-from tests.support.small_models import small_model
+from tests.support.jobs.launches import command, finish
+from tests.support.models.small_models import small_model
+from tests.support.rows import labelled, seq2seq
+from tests.support.rows.chats import LENGTH, write_base, write_chats, write_pairs
 from tests.training.tasks.mlm_cases import write_text
 from tools.parity.gate import main
 from tools.parity.oracle.judge import FIRST_NORM, Judged, judge
@@ -79,7 +79,7 @@ def judged(folder: Path, name: str, *overrides: str, mistake: str = "") -> Judge
     overrides = tuple(override.replace("FOLDER", str(folder)) for override in overrides)
     line = command("python", folder, name, "evaluate.every_steps=0", "generate.tokens=0", *overrides)
     if mistake:
-        line[1:2] = [str(REPOSITORY / "tests/support/wrong_train.py"), mistake]
+        line[1:2] = [str(REPOSITORY / "tests/support/jobs/wrong_train.py"), mistake]
     finish(line, ranks=2)
     return judge(folder / "runs" / name)
 

@@ -11,7 +11,7 @@ import torch.nn.attention.flex_attention as of_torch
 import transformers.integrations.flex_attention as of_transformers
 
 from modeling.compiling import quote_library_folders
-from tests.support.flex_on_cpu import flex_on_cpu
+from tests.support.models.flex_on_cpu import flex_on_cpu
 from tests.tools.parity.test_signature import ATTENTION, attention_output, measured, named
 from tools.parity.plain_flex import flex_attention
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from config.schema import ParitySection
-from tests.support.small_models import small_model
+from tests.support.models.small_models import small_model
 from tools.parity.judge_runs import Trajectory, confidence, confidence_line, judge_trajectories
 from tools.parity.power import detectable, half_width, pairs_needed, t_probability, t_quantile
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.forked_launcher import forked_launcher
+from tests.support.jobs.forked_launcher import forked_launcher
 from tests.support.marks import slow
-from tests.support.small_run import VOCABULARY
+from tests.support.models.small_run import VOCABULARY
 from tests.tools.parity import step_cases
 from tests.tools.parity.test_gate import DEMO, SMALL
 from tests.tools.parity.test_steps import CLIPPED, KINDS, LINEAR, NORM, PLANTS, failed, judged, module_of

@@ -30,8 +30,8 @@ from precision.manifest import Manifest, Rule
 from precision.regions import Regions
 from precision.tolerance import unit_roundoff
 from tests.precision.test_inner_dtypes import by_hand, eager_with, widened_between
-from tests.support import labelled, seq2seq
-from tests.support.small_models import small_model
+from tests.support.models.small_models import small_model
+from tests.support.rows import labelled, seq2seq
 from tests.tools.parity import step_cases
 from tools.parity.backward import OwnLoss
 from tools.parity.judge_steps import judge_signatures

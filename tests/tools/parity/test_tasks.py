@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from config.cli import REPOSITORY
-from tests.support.forked_launcher import forked_launcher
-from tests.support.task_jobs import JOBS, overrides_of, write_all
+from tests.support.jobs.forked_launcher import forked_launcher
+from tests.support.jobs.task_jobs import JOBS, overrides_of, write_all
 from tools.parity import gate as parity
 
 pytestmark = pytest.mark.slow

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from modeling.build import model_config
-from tests.support.small_run import SEQUENCE, VOCABULARY, batch_of, engine_of, masters_of, resolve
+from tests.support.models.small_run import SEQUENCE, VOCABULARY, batch_of, engine_of, masters_of, resolve
 from tools.parity.reference import Reference
 from tools.parity.steps import StepParity
 from training.distributed import World

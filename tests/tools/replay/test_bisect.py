@@ -5,7 +5,7 @@ import math
 import pytest
 
 from config.schema import ParitySection
-from tests.support.launches import command, events, finish, with_defect
+from tests.support.jobs.launches import command, events, finish, with_defect
 from tests.support.marks import slow
 from tests.tools.parity.test_judge_steps import part
 from tests.tools.replay import bisect_cases

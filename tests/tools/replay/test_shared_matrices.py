@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launches import command, events, finish, replay
+from tests.support.jobs.launches import command, events, finish, replay
 from tests.support.marks import slow
 from tools.replay.what_if import numbers
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launches import command, events, finish, replay
-from tests.support.task_jobs import JOBS, overrides_of, write_all
+from tests.support.jobs.launches import command, events, finish, replay
+from tests.support.jobs.task_jobs import JOBS, overrides_of, write_all
 
 pytestmark = pytest.mark.slow
 SHORT = ("run.steps=5", "checkpoint={every_steps: 2, keep: 9}", "schedule.warmup_steps=0", "deepspeed.config=null")

@@ -9,7 +9,7 @@ from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from config.errors import UserError
 from precision.guard import Judgement, Verdict
-from tests.support.launches import command, events, finish, replay
+from tests.support.jobs.launches import command, events, finish, replay
 from tools.replay.command import main
 from tools.replay.recorded import read_recorded
 from tools.replay.what_if import Tried, compared, numbers, under, verdict

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from config.cli import REPOSITORY
 from config.errors import UserError
-from tests.support.compare_runs import CONFIG, RunWriter, write_run
-from tests.support.synthetic_events import SCALE, TOKENS_PER_STEP
+from tests.support.runs.compare_runs import CONFIG, RunWriter, write_run
+from tests.support.runs.synthetic_events import SCALE, TOKENS_PER_STEP
 from tracking.compare.command import main
 from tracking.compare.divergence import Tolerance, events_near, find_divergence
 from tracking.compare.measures import loss_at, measures

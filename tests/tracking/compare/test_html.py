@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.compare_runs import write_run
+from tests.support.runs.compare_runs import write_run
 from tracking.compare.command import main
 from tracking.compare.curves import BUCKETS, band, curve, gap, gap_means, marks, means
 from tracking.compare.divergence import Tolerance

@@ -19,12 +19,12 @@ PLANT = f"""
 import sys
 sys.path.insert(0, {str(REPOSITORY)!r})
 if __name__ == "__main__":
-    import data.loader, train
-    honest = data.loader.sample_ids
+    import data.batches.loader, train
+    honest = data.batches.loader.sample_ids
     def planted(position, *, seed, **sizes):
         return honest(position, seed=seed + (position + 1 >= {PLANTED_AT}), **sizes)
     if sys.argv.pop(1) == "planted":
-        data.loader.sample_ids = planted
+        data.batches.loader.sample_ids = planted
     sys.exit(train.main(sys.argv[1:]))
 """
 

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from config.errors import UserError
-from tests.support.compare_runs import RunWriter
-from tests.support.synthetic_events import step_fields
+from tests.support.runs.compare_runs import RunWriter
+from tests.support.runs.synthetic_events import step_fields
 from tracking import run_facts
 from tracking.events import REQUIRED_FIELDS
 from tracking.jsonl import encode, read_events, surviving

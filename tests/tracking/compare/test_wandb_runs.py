@@ -16,11 +16,11 @@ import pytest
 
 from config.cli import REPOSITORY
 from config.errors import UserError
-from tests.support import wandb_files
-from tests.support.compare_runs import CONFIG as PLAIN_CONFIG
-from tests.support.compare_runs import ENVIRONMENT, merged
-from tests.support.synthetic_events import SCALE, start_fields, step_fields
-from tests.support.wandb_server import StandIn, stand_in
+from tests.support.runs.compare_runs import CONFIG as PLAIN_CONFIG
+from tests.support.runs.compare_runs import ENVIRONMENT, merged
+from tests.support.runs.synthetic_events import SCALE, start_fields, step_fields
+from tests.support.servers import wandb_files
+from tests.support.servers.wandb_server import StandIn, stand_in
 from tracking.compare.command import main
 from tracking.compare.sources import read_runs
 from tracking.compare.wandb_runs import as_events, read_wandb

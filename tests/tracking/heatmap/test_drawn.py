@@ -8,8 +8,8 @@ import pytest
 from matplotlib.image import imread
 
 from config.errors import UserError
-from tests.support.browser import tab
-from tests.support.heat_runs import growing, write_heat_run
+from tests.support.runs.heat_runs import growing, write_heat_run
+from tests.support.servers.browser import tab
 from tracking.compare.command import main as compare
 from tracking.heatmap.difference import difference_data, differences_of
 from tracking.heatmap.grid import HeatCollector, read_heat

@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from tests.support.compare_runs import RunWriter
-from tests.support.heat_runs import growing, modules, telemetry, write_heat_run
+from tests.support.runs.compare_runs import RunWriter
+from tests.support.runs.heat_runs import growing, modules, telemetry, write_heat_run
 from tracking.heatmap import grid
 from tracking.heatmap.grid import HeatCollector, merged, read_heat
 from tracking.heatmap.modules import folded_name, in_words, leaves

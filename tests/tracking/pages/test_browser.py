@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.browser import tab
-from tests.support.compare_runs import write_run
-from tests.support.hostile import HOSTILE
+from tests.support.runs.compare_runs import write_run
+from tests.support.runs.hostile import HOSTILE
+from tests.support.servers.browser import tab
 from tracking.compare.command import main
 from tracking.pages import markdown
 from tracking.pages.document import write_document

@@ -8,7 +8,7 @@ from markdown_it import MarkdownIt
 from rich.console import Console
 
 from config.printable import line, printable, shown
-from tests.support.hostile import HOSTILE, OBEYED, SECRETS
+from tests.support.runs.hostile import HOSTILE, OBEYED, SECRETS
 from tracking.pages.markdown import Table, code, fenced, page, section, text
 
 PARSER = MarkdownIt("commonmark").enable(["table", "strikethrough"])

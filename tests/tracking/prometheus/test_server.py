@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
-from tests.support.launches import wait_until
+from tests.support.jobs.launches import wait_until
 from tracking.prometheus import server as server_file
 from tracking.prometheus.server import LONGEST_SECONDS, MOST_CONNECTIONS, MOST_REQUEST_BYTES, MetricsServer
 

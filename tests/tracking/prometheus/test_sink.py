@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.synthetic_events import start_fields, step_fields, ticking_clock
+from tests.support.runs.synthetic_events import start_fields, step_fields, ticking_clock
 from tracking.jsonl import JsonlSink, read_events
 from tracking.prometheus.metrics import METRICS, VERDICTS, Metrics
 from tracking.prometheus.sink import PrometheusSink

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from config.cli import REPOSITORY
-from tests.support.report_runs import session, simple_run
+from tests.support.runs.report_runs import session, simple_run
 from tracking.report.command import main
 from tracking.report.context import LIMITS
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from config.errors import UserError
-from tests.support.report_runs import CONFIG, ENVIRONMENT, session, simple_run
-from tests.support.synthetic_events import TELEMETRY, TOKENS_PER_STEP
+from tests.support.runs.report_runs import CONFIG, ENVIRONMENT, session, simple_run
+from tests.support.runs.synthetic_events import TELEMETRY, TOKENS_PER_STEP
 from tracking.jsonl import read_events
 from tracking.report.context import LIMITS, Finding, MeasureContext, limits_from
 from tracking.report.measures import all_measures, caveats, read_run

@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 
 from config.load import load_config, to_dict
 from config.task import loss_unit, settle_task
-from tests.support.report_runs import session
-from tests.support.synthetic_events import start_fields, step_fields
+from tests.support.runs.report_runs import session
+from tests.support.runs.synthetic_events import start_fields, step_fields
 from tracking.plots import _draw_loss
 from tracking.report.page import resume_command_of, write_report
 from tracking.run_dir import RunDir

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from config.errors import UserError
-from tests.support.report_runs import session
+from tests.support.runs.report_runs import session
 from tracking.report.service_levels import (
     OBJECTIVES,
     Level,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from config.errors import UserError
-from tests.support.report_runs import SessionWriter, session
-from tests.support.synthetic_events import TELEMETRY
+from tests.support.runs.report_runs import SessionWriter, session
+from tests.support.runs.synthetic_events import TELEMETRY
 from tracking.jsonl import read_events
 from tracking.report.sessions import RunHistory, read_history
 

@@ -10,11 +10,11 @@ from urllib.parse import quote
 
 import pytest
 
-from tests.support.browser import tab
-from tests.support.compare_runs import CONFIG, RunWriter, write_run
-from tests.support.heat_runs import growing, write_heat_run
-from tests.support.hostile import HOSTILE
-from tests.support.serving import served
+from tests.support.runs.compare_runs import CONFIG, RunWriter, write_run
+from tests.support.runs.heat_runs import growing, write_heat_run
+from tests.support.runs.hostile import HOSTILE
+from tests.support.servers.browser import tab
+from tests.support.servers.serving import served
 
 SIZES = {"light": (1400, 900, False), "dark": (1400, 900, True), "phone": (390, 844, True)}
 RUN_DRAWN = "document.body.dataset.heat === 'drawn'"

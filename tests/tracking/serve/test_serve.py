@@ -15,10 +15,10 @@ from itertools import pairwise
 import pytest
 
 from config.cli import CONFIG_ERROR, REPOSITORY
-from tests.support.compare_runs import CONFIG, ENVIRONMENT, RunWriter, merged, write_run
-from tests.support.heat_runs import growing, write_heat_run
-from tests.support.hostile import HOSTILE, OBEYED
-from tests.support.serving import served
+from tests.support.runs.compare_runs import CONFIG, ENVIRONMENT, RunWriter, merged, write_run
+from tests.support.runs.heat_runs import growing, write_heat_run
+from tests.support.runs.hostile import HOSTILE, OBEYED
+from tests.support.servers.serving import served
 from tracking import jsonl
 from tracking.serve import library, live
 from tracking.serve.command import main

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from config.cli import REPOSITORY
-from tests.support.synthetic_events import TOKENS_PER_STEP, start_fields, step_fields
+from tests.support.runs.synthetic_events import TOKENS_PER_STEP, start_fields, step_fields
 from tracking.jsonl import JsonlSink
 from tracking.record import Record
 from tracking.run_dir import RunDir

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from config import yaml_text
-from tests.support.heat_runs import modules, telemetry
-from tests.support.synthetic_events import SCALE, start_fields, step_fields
+from tests.support.runs.heat_runs import modules, telemetry
+from tests.support.runs.synthetic_events import SCALE, start_fields, step_fields
 from tracking.jsonl import encode
 from tracking.run_dir import RunDir
 from tracking.trackers.delivery import Delivered

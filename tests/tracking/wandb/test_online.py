@@ -15,8 +15,8 @@ import pytest
 
 from config import yaml_text
 from config.cli import REPOSITORY
-from tests.support.synthetic_events import start_fields, step_fields
-from tests.support.wandb_server import StandIn, end_children, stand_in, until
+from tests.support.runs.synthetic_events import start_fields, step_fields
+from tests.support.servers.wandb_server import StandIn, end_children, stand_in, until
 from tracking.jsonl import JsonlSink
 from tracking.record import Record
 from tracking.run_dir import RunDir

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from config.cli import REPOSITORY
-from tests.support.synthetic_events import start_fields, step_fields
-from tests.support.wandb_files import config as stored_config
-from tests.support.wandb_files import records, rows, sessions
-from tests.support.wandb_server import end_children, until
+from tests.support.runs.synthetic_events import start_fields, step_fields
+from tests.support.servers.wandb_files import config as stored_config
+from tests.support.servers.wandb_files import records, rows, sessions
+from tests.support.servers.wandb_server import end_children, until
 from tracking.jsonl import JsonlSink
 from tracking.record import Record
 from tracking.run_dir import RunDir
@@ -84,7 +84,7 @@ def test_two_sessions_are_one_offline_run_on_one_axis(run_dir: RunDir, capsys: p
 def test_training_that_is_killed_outright_is_delivered_and_marked_as_failed(tmp_path: Path) -> None:
     code = (
         "import os, sys, time; sys.path[:0] = sys.argv[2:]\n"
-        "from pathlib import Path; from tests.support.synthetic_events import start_fields, step_fields\n"
+        "from pathlib import Path; from tests.support.runs.synthetic_events import start_fields, step_fields\n"
         "from tracking.jsonl import JsonlSink; from tracking.record import Record\n"
         "from tracking.run_dir import RunDir; from tracking.wandb.sink import WandbSink\n"
         "run_dir = RunDir.create(Path(sys.argv[1]), 'demo', fresh=False)\n"

@@ -26,8 +26,8 @@ from rich.text import Text
 
 from config.cli import REPOSITORY
 from config.machine.processes import machine, pid_namespace
-from tests.support.heat_runs import growing, write_heat_run
-from tests.support.synthetic_events import TOKENS_PER_STEP, start_fields, step_fields, ticking_clock
+from tests.support.runs.heat_runs import growing, write_heat_run
+from tests.support.runs.synthetic_events import TOKENS_PER_STEP, start_fields, step_fields, ticking_clock
 from tracking.events import Event
 from tracking.jsonl import JsonlSink, encode, read_events, surviving
 from tracking.ranks import spread

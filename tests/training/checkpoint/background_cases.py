@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from tests.support.small_run import batch_of, checksum, engine_of, masters_of, resolve, restored, state_of
+from tests.support.models.small_run import batch_of, checksum, engine_of, masters_of, resolve, restored, state_of
 from training.checkpoint.checkpoints import Checkpoints
 from training.checkpoint.manifest import read_state
 from training.checkpoint.outcome import Saved

@@ -13,7 +13,16 @@ import torch
 
 from config.errors import UserError
 from modeling.build import model_config
-from tests.support.small_run import SEQUENCE, VOCABULARY, batch_of, engine_of, masters_of, resolve, restored, state_of
+from tests.support.models.small_run import (
+    SEQUENCE,
+    VOCABULARY,
+    batch_of,
+    engine_of,
+    masters_of,
+    resolve,
+    restored,
+    state_of,
+)
 from tools.parity.reference import Reference
 from tools.parity.steps import StepParity
 from tools.replay.repeat import Collector

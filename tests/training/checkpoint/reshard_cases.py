@@ -12,7 +12,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from config.errors import UserError
 from config.optimizers import COUNT
 from modeling.build import build_model, model_config
-from tests.support.small_run import SEQUENCE, VOCABULARY, batch_of, resolve
+from tests.support.models.small_run import SEQUENCE, VOCABULARY, batch_of, resolve
 from training.checkpoint.reshard import load_resharded
 from training.distributed import World
 from training.engine import Engine

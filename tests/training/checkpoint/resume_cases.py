@@ -8,8 +8,8 @@ import torch
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from config.resolved import Resolved
-from tests.support.process_group import ProcessGroup
-from tests.support.small_run import checksum, masters_of
+from tests.support.jobs.process_group import ProcessGroup
+from tests.support.models.small_run import checksum, masters_of
 from tracking.jsonl import read_events
 from training.build import build
 from training.distributed import World

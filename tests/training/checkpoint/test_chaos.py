@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from config.cli import REPOSITORY
-from tests.support import chaos
-from tests.support.chaos import ON_EVERY_RANK, ON_MAIN, Kill
-from tests.support.launches import command, events, finish, start
+from tests.support.jobs import chaos
+from tests.support.jobs.chaos import ON_EVERY_RANK, ON_MAIN, Kill
+from tests.support.jobs.launches import command, events, finish, start
 
 ROUNDS = int(os.environ.get("CHAOS_ROUNDS", "1"))
 WHAT_MUST_REPEAT = ("step", "loss", "grad_norm", "lr", "sample_ids_sha256", "tokens", "applied")
@@ -65,7 +65,7 @@ def test_whole_jobs_killed_at_one_phase_after_another_end_as_one_that_was_not(tm
     for phase, rank in kills:
         given = command("torchrun", tmp_path, "disturbed", "run.steps=6")
         at = given.index(str(REPOSITORY / "train.py"))
-        killed = [*given[:at], "-m", "tests.support.chaos_train", f"{phase}:{rank}:1:2", *given[at + 1 :]]
+        killed = [*given[:at], "-m", "tests.support.jobs.chaos_train", f"{phase}:{rank}:1:2", *given[at + 1 :]]
         job = start(killed)
         output, _ = job.communicate(timeout=240)
         assert job.returncode != 0, output

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from tests.support.launches import command, finish
+from tests.support.jobs.launches import command, finish
 from tests.training.checkpoint import checkpoint_cases
 from tracking.jsonl import read_events
 from training.checkpoint.choice import newest

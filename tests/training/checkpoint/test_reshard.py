@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from config.cli import REPOSITORY
-from data.prepare import prepare
-from tests.support import launches
+from data.text.prepare import prepare
+from tests.support.jobs import launches
 from tests.training.checkpoint import reshard_cases as cases
 from tests.training.checkpoint import resume_cases as jobs
 from training.checkpoint.saved_parameters import Pieces

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from data.prepare import prepare
+from data.text.prepare import prepare
 from tests.training.checkpoint import resume_cases as cases
 
 FP16_MANIFEST = {

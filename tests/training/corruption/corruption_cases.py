@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.support.small_run import masters_of
+from tests.support.models.small_run import masters_of
 from tests.training.checkpoint import resume_cases
-from tests.training.step_cost_cases import parts_of
+from tests.training.jobs.step_cost_cases import parts_of
 from tracking.events import describe_event
 from tracking.jsonl import read_events
 from tracking.report.page import write_report

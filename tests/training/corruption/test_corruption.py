@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from config.schema import OptimizerSection
-from data.prepare import prepare
+from data.text.prepare import prepare
+from tests.support.jobs.process_group import ProcessGroup
 from tests.support.marks import slow
-from tests.support.process_group import ProcessGroup
-from tests.training import step_cost_cases
 from tests.training.checkpoint import resume_cases
 from tests.training.corruption import corruption_cases as cases
+from tests.training.jobs import step_cost_cases
 from training.engine.flips import bit_sum, flip_bit
 from training.engine.optimizers.adamw import after, build
 from training.engine.optimizers.rule import UpdateInputs

@@ -9,7 +9,7 @@ import torch
 from modeling.activation_checkpointing import blocks_of
 from modeling.compiling import CompiledBlock
 from precision.observe import Observation
-from tests.support.small_run import batch_of, engine_of, masters_of, resolve, take
+from tests.support.models.small_run import batch_of, engine_of, masters_of, resolve, take
 from training.attribution import attribute
 from training.distributed import World
 from training.engine import Engine

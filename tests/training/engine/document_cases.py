@@ -7,10 +7,19 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from data.documents import document_positions
-from data.loader import IGNORED_LABEL, Batch
-from tests.support.flex_on_cpu import flex_on_cpu
-from tests.support.small_run import SEQUENCE, VOCABULARY, batch_of, engine_of, masters_of, plain_model, refusal, resolve
+from data.batches.loader import IGNORED_LABEL, Batch
+from data.corpora.documents import document_positions
+from tests.support.models.flex_on_cpu import flex_on_cpu
+from tests.support.models.small_run import (
+    SEQUENCE,
+    VOCABULARY,
+    batch_of,
+    engine_of,
+    masters_of,
+    plain_model,
+    refusal,
+    resolve,
+)
 from training.distributed import World
 
 END = 1

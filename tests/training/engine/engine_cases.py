@@ -15,7 +15,7 @@ from modeling.linear_cross_entropy import label_loss_sum
 from modeling.parameter_groups import parameter_groups
 from precision.manifest import load_manifest
 from precision.regions import Regions
-from tests.support.small_run import batch_of, engine_of, masters_of, plain_model, resolve, take
+from tests.support.models.small_run import batch_of, engine_of, masters_of, plain_model, resolve, take
 from training.distributed import World
 from training.engine import Engine
 from training.engine.ledger import PrecisionError, read_ledger

@@ -17,8 +17,8 @@ from config.resolved import Resolved
 from lab.matrix.run import fp32_model
 from modeling.expert_parallel import share_experts
 from precision.dtypes import DTYPES
-from tests.support.plain_steps import EVALUATED, distance_of_updates, farthest, plain_steps, trained
-from tests.support.small_run import batch_of, engine_of, masters_of, plain_model, refusal, resolve, take
+from tests.support.models.plain_steps import EVALUATED, distance_of_updates, farthest, plain_steps, trained
+from tests.support.models.small_run import batch_of, engine_of, masters_of, plain_model, refusal, resolve, take
 from training.distributed import World
 from training.engine.process_groups import forget_groups
 

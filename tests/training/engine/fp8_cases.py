@@ -10,8 +10,8 @@ from config.errors import UserError
 from config.schema import Fp8Section
 from precision.manifest import load_manifest
 from precision.regions import Regions
-from tests.support.small_models import small_model
-from tests.support.small_run import engine_of, resolve
+from tests.support.models.small_models import small_model
+from tests.support.models.small_run import engine_of, resolve
 from training.distributed import World
 from training.engine import kernels
 

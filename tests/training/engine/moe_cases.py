@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
-from data.loader import Batch
+from data.batches.loader import Batch
 from modeling.linear_cross_entropy import label_loss_sum
 from modeling.parameter_groups import parameter_groups
-from tests.support.small_run import GLOBAL, batch_of, engine_of, masters_of, plain_model, refusal, resolve, take
+from tests.support.models.small_run import GLOBAL, batch_of, engine_of, masters_of, plain_model, refusal, resolve, take
 from tests.training.engine.expert_cases import model_of
 from tools.parity.reference import Reference
 from training.distributed import World

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from config.optimizers import OPTIMIZERS
-from tests.support.small_run import GLOBAL, batch_of, engine_of, resolve
+from tests.support.models.small_run import GLOBAL, batch_of, engine_of, resolve
 from training.distributed import World
 from training.engine.optimizer import IMPLEMENTATIONS
 from training.engine.optimizers import muon

@@ -11,14 +11,23 @@ import numpy as np
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from data.documents import document_positions
-from data.loader import IGNORED_LABEL, Batch
-from data.sequence_slices import slice_of
+from data.batches.loader import IGNORED_LABEL, Batch
+from data.batches.sequence_slices import slice_of
+from data.corpora.documents import document_positions
 from modeling.build import model_config
 from modeling.linear_cross_entropy import label_loss_sum
-from tests.support.plain_steps import EVALUATED, distance_of_updates, farthest, plain_steps, trained
-from tests.support.small_models import distance
-from tests.support.small_run import GLOBAL, VOCABULARY, engine_of, faults_of, masters_of, plain_model, resolve, take
+from tests.support.models.plain_steps import EVALUATED, distance_of_updates, farthest, plain_steps, trained
+from tests.support.models.small_models import distance
+from tests.support.models.small_run import (
+    GLOBAL,
+    VOCABULARY,
+    engine_of,
+    faults_of,
+    masters_of,
+    plain_model,
+    resolve,
+    take,
+)
 from tools.parity.outputs import OutputErrors
 from tools.parity.reference import Reference
 from training.attribution import attribute

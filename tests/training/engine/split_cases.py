@@ -9,7 +9,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from deepspeed.utils import safe_get_full_fp32_param
 
 from config.errors import UserError
-from tests.support.small_run import batch_of, engine_of, masters_of, resolve, take
+from tests.support.models.small_run import batch_of, engine_of, masters_of, resolve, take
 from training.distributed import World
 from training.engine.ledger import read_ledger
 from training.engine.tensors import checksums_of, shard_of, trainable_parameters

@@ -17,9 +17,9 @@ from precision.dtypes import DTYPES
 from precision.manifest import load_manifest
 from precision.observe import Observation, verify
 from precision.regions import Regions
-from tests.support.plain_steps import EVALUATED, distance_of_updates, farthest, plain_steps
-from tests.support.small_models import distance
-from tests.support.small_run import (
+from tests.support.models.plain_steps import EVALUATED, distance_of_updates, farthest, plain_steps
+from tests.support.models.small_models import distance
+from tests.support.models.small_run import (
     VOCABULARY,
     batch_of,
     engine_of,

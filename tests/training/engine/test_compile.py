@@ -14,8 +14,8 @@ from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from config.errors import UserError
 from modeling.compiling import CompiledBlock, quote_library_folders
-from tests.support.process_group import ProcessGroup
-from tests.support.small_run import resolve
+from tests.support.jobs.process_group import ProcessGroup
+from tests.support.models.small_run import resolve
 from tests.training.engine import compile_cases as cases
 from training.engine import build_engine
 

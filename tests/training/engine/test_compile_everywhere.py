@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launches import command, events, finish, replay
-from tests.support.process_group import ProcessGroup
+from tests.support.jobs.launches import command, events, finish, replay
+from tests.support.jobs.process_group import ProcessGroup
 from tests.training.engine import compile_cases as cases
 
 pytestmark = pytest.mark.slow

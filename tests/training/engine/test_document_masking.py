@@ -2,8 +2,8 @@
 
 import pytest
 
+from tests.support.jobs.process_group import ProcessGroup
 from tests.support.marks import slow
-from tests.support.process_group import ProcessGroup
 from tests.training.engine import document_cases
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from lab.matrix.cells import RULE_BOUNDS
 from modeling.expert_parallel import MEASURED
+from tests.support.jobs.process_group import ProcessGroup
 from tests.support.marks import slow
-from tests.support.process_group import ProcessGroup
-from tests.support.small_run import gathered
+from tests.support.models.small_run import gathered
 from tests.training.engine import expert_cases
 
 CLOSE = {"fp32": 1e-5, "bf16": 6.5e-2, "fp16": 7.8e-3}

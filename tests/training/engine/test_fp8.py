@@ -8,7 +8,7 @@ import pytest
 from precision.findings import Finding
 from precision.manifest import load_manifest
 from precision.regions import Regions
-from tests.support.small_models import small_model
+from tests.support.models.small_models import small_model
 from tests.training import reaction_cases
 from tests.training.engine import engine_cases, fp8_cases
 from tests.training.engine.test_engine import difference

@@ -11,8 +11,8 @@ import torch
 
 from config.optimizers import COUNT, OPTIMIZERS, settings_of
 from config.schema import OptimizerSection
+from tests.support.jobs.process_group import ProcessGroup
 from tests.support.marks import slow
-from tests.support.process_group import ProcessGroup
 from tests.training.engine import optimizer_cases
 from training.engine.flat_optimizer import Pieces, WholeParameterOptimizer
 from training.engine.optimizer import IMPLEMENTATIONS, build_optimizer

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.jobs.process_group import ProcessGroup
 from tests.support.marks import slow
-from tests.support.process_group import ProcessGroup
 from tests.training.engine import sequence_cases
 
 CLOSE = {"fp32": 1e-5, "bf16": 6.5e-2}

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from modeling.tensor_parallel import MEASURED
+from tests.support.jobs.process_group import ProcessGroup
 from tests.support.marks import slow
-from tests.support.process_group import ProcessGroup
 from tests.training.engine import tensor_cases
 
 CLOSE = {"fp32": 1e-5, "bf16": 6.5e-2, "fp16": 7.8e-3}

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from config.cli import REPOSITORY
-from data.prepare import prepare
-from tests.support.process_group import ProcessGroup
+from data.text.prepare import prepare
+from tests.support.jobs.process_group import ProcessGroup
 from tests.training.checkpoint import resume_cases
 from tracking.ranks import spread
 from training.distributed import World

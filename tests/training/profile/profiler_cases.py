@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.modules import module as hooks
 
-from tests.support.small_run import VOCABULARY, batch_of, engine_of, masters_of, resolve
+from tests.support.models.small_run import VOCABULARY, batch_of, engine_of, masters_of, resolve
 from training.distributed import World
 from training.engine import Engine
 from training.profile.profiler import Profiling

@@ -10,7 +10,7 @@ import transformers
 from transformers import AutoTokenizer
 
 from config.resolved import Resolved
-from tests.support.labelled import LABELS, LENGTH
+from tests.support.rows.labelled import LABELS, LENGTH
 from tests.training.tasks import sft_cases
 from tests.training.tasks.sft_cases import masters, step, taken, trained_from, trained_plainly
 from training.distributed import World

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import seq2seq
-from tests.support.chats import write_base, write_chats
-from tests.support.labelled import FAMILIES, write_encoder, write_rows
+from tests.support.rows import seq2seq
+from tests.support.rows.chats import write_base, write_chats
+from tests.support.rows.labelled import FAMILIES, write_encoder, write_rows
 from tests.training.tasks import classify_cases, mlm_cases
 from training.tasks.task import prepare
 

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from config.resolved import Resolved
-from data.row_shards import RowShards
+from data.corpora.row_shards import RowShards
 from tests.training.tasks import sft_cases
 from tests.training.tasks.sft_cases import labelled, taken, trained_plainly
 from training.distributed import World

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForMaskedLM
 
-from data.loader import IGNORED_LABEL
-from tests.support.labelled import words
+from data.batches.loader import IGNORED_LABEL
+from tests.support.rows.labelled import words
 from tests.training.tasks import classify_cases
 from tests.training.tasks.sft_cases import step, taken, trained_from, trained_plainly
 from training.distributed import World

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from config.resolved import Resolved
-from tests.support.seq2seq import SOURCE, TARGET
+from tests.support.rows.seq2seq import SOURCE, TARGET
 from tests.training.tasks import sft_cases
 from tests.training.tasks.sft_cases import step, taken, trained_from, trained_plainly
 from training.distributed import World

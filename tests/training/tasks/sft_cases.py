@@ -12,10 +12,10 @@ from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from config.resolved import Resolved
 from config.schema import OptimizerSection
-from data.loader import Batch
-from data.row_shards import RowShards
+from data.batches.loader import Batch
+from data.corpora.row_shards import RowShards
 from modeling.parameter_groups import parameter_groups
-from tests.support.chats import LENGTH, SHAPE
+from tests.support.rows.chats import LENGTH, SHAPE
 from training.distributed import World
 from training.engine.tensors import trainable_parameters, whole_master
 from training.session import Session, session

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.plain_steps import require_equal
-from tests.support.process_group import ProcessGroup
+from tests.support.jobs.process_group import ProcessGroup
+from tests.support.models.plain_steps import require_equal
 from tests.training.tasks import sft_cases as cases
 
 KINDS: dict[str, tuple[list[str], dict[str, Any]]] = {

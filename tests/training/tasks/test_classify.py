@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.support import plain_steps
-from tests.support.metrics import expected_metrics
-from tests.support.process_group import ProcessGroup
+from tests.support.jobs.process_group import ProcessGroup
+from tests.support.models import plain_steps
+from tests.support.runs.metrics import expected_metrics
 from tests.training.tasks import classify_cases as cases
 
 

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.support.chats import write_base, write_chats
-from tests.support.plain_steps import require_equal
-from tests.support.process_group import ProcessGroup
+from tests.support.jobs.process_group import ProcessGroup
+from tests.support.models.plain_steps import require_equal
+from tests.support.rows.chats import write_base, write_chats
 from tests.training.checkpoint import resume_cases
 from tests.training.tasks import distill_cases as cases
 from tests.training.tasks import sft_cases

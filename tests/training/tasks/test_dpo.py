@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.support import plain_steps
-from tests.support.chats import write_base, write_pairs
-from tests.support.process_group import ProcessGroup
+from tests.support.jobs.process_group import ProcessGroup
+from tests.support.models import plain_steps
+from tests.support.rows.chats import write_base, write_pairs
 from tests.training.checkpoint import resume_cases
 from tests.training.tasks import dpo_cases as cases
 from tests.training.tasks.sft_cases import base_of

@@ -9,9 +9,9 @@ import transformers
 from peft import PeftModel
 from transformers import AutoTokenizer
 
-from tests.support import plain_steps
-from tests.support.labelled import LABELS
-from tests.support.process_group import ProcessGroup
+from tests.support.jobs.process_group import ProcessGroup
+from tests.support.models import plain_steps
+from tests.support.rows.labelled import LABELS
 from tests.training.checkpoint import resume_cases
 from tests.training.tasks import classify_cases as cases
 from tests.training.tasks import mlm_cases

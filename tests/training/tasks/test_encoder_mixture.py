@@ -10,8 +10,8 @@ import transformers
 from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
 
-from tests.support.labelled import write_rows
-from tests.support.process_group import ProcessGroup
+from tests.support.jobs.process_group import ProcessGroup
+from tests.support.rows.labelled import write_rows
 from tests.training.tasks import classify_cases as cases
 from tests.training.tasks import mlm_cases, sft_cases
 from training.tasks.task import prepare

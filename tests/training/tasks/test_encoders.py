@@ -9,8 +9,8 @@ import torch
 import transformers
 from transformers import AutoTokenizer
 
-from tests.support.labelled import FAMILIES, LABELS, LENGTH, sizes
-from tests.support.process_group import ProcessGroup
+from tests.support.jobs.process_group import ProcessGroup
+from tests.support.rows.labelled import FAMILIES, LABELS, LENGTH, sizes
 from tests.training.checkpoint import resume_cases
 from tests.training.checkpoint.resume_cases import FP16, OVERFLOW
 from tests.training.tasks import classify_cases as cases

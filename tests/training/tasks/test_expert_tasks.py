@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support.chats import write_base, write_chats, write_pairs
+from tests.support.jobs.process_group import ProcessGroup
 from tests.support.marks import slow
-from tests.support.plain_steps import distance_of_updates, require_equal
-from tests.support.process_group import ProcessGroup
+from tests.support.models.plain_steps import distance_of_updates, require_equal
+from tests.support.rows.chats import write_base, write_chats, write_pairs
 from tests.training.checkpoint import resume_cases
 from tests.training.checkpoint.resume_cases import FP16, OVERFLOW
 from tests.training.tasks import distill_cases, dpo_cases, sft_cases

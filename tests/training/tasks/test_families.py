@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.chats import write_base, write_chats, write_pairs
-from tests.support.plain_steps import require_equal
-from tests.support.process_group import ProcessGroup
+from tests.support.jobs.process_group import ProcessGroup
+from tests.support.models.plain_steps import require_equal
+from tests.support.rows.chats import write_base, write_chats, write_pairs
 from tests.training.tasks import dpo_cases, sft_cases
 from tests.training.tasks.test_dpo import STARTED
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.support.chats import WORDS, write_base
-from tests.support.process_group import ProcessGroup
+from tests.support.jobs.process_group import ProcessGroup
+from tests.support.rows.chats import WORDS, write_base
 from tests.training.checkpoint import resume_cases
 from tools.export_hf.export import export, find_source
 

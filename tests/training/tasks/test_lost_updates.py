@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from precision.dtypes import DTYPES
-from tests.support.process_group import ProcessGroup
+from tests.support.jobs.process_group import ProcessGroup
 from tests.training.tasks import sft_cases as cases
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support.chats import write_chats
-from tests.support.process_group import ProcessGroup
+from tests.support.jobs.process_group import ProcessGroup
+from tests.support.rows.chats import write_chats
 from tests.training.checkpoint import resume_cases
 from tests.training.tasks import sft_cases as cases
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.loader import IGNORED_LABEL
-from tests.support.labelled import tokenizer
-from tests.support.plain_steps import require_equal
-from tests.support.process_group import ProcessGroup
+from data.batches.loader import IGNORED_LABEL
+from tests.support.jobs.process_group import ProcessGroup
+from tests.support.models.plain_steps import require_equal
+from tests.support.rows.labelled import tokenizer
 from tests.training.tasks import mlm_cases as cases
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from modeling.embedding_noise import uniform
-from tests.support.plain_steps import require_equal
-from tests.support.process_group import ProcessGroup
+from tests.support.jobs.process_group import ProcessGroup
+from tests.support.models.plain_steps import require_equal
 from tests.training.tasks import sft_cases as cases
 
 ALPHA = 5.0

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.process_group import ProcessGroup
+from tests.support.jobs.process_group import ProcessGroup
 from tests.training.checkpoint import resume_cases as cases
 from tests.training.checkpoint.resume_cases import FP16, OVERFLOW
 from training.checkpoint.partitions import open_saved_model
@@ -53,7 +53,7 @@ def test_an_adapter_resumes_on_fewer_ranks(pair: ProcessGroup, solo: ProcessGrou
 
 
 def test_an_adapter_of_another_base_is_refused(pair: ProcessGroup, folder: Path) -> None:
-    from tests.support.chats import write_base
+    from tests.support.rows.chats import write_base
 
     overrides = cases.task_job(folder, *JOBS["packed, BF16, ZeRO-2"], "adapter={kind: lora, r: 4}")
     pair.run(cases.job, folder=str(folder), name="based", overrides=overrides, passes=12)

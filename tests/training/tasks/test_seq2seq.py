@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
+from tests.support.jobs.process_group import ProcessGroup
 from tests.support.marks import slow
-from tests.support.plain_steps import require_equal
-from tests.support.process_group import ProcessGroup
-from tests.support.seq2seq import FAMILIES, SOURCE, TARGET, write_rows
+from tests.support.models.plain_steps import require_equal
+from tests.support.rows.seq2seq import FAMILIES, SOURCE, TARGET, write_rows
 from tests.training.checkpoint import resume_cases
 from tests.training.checkpoint.resume_cases import FP16, OVERFLOW
 from tests.training.tasks import seq2seq_cases as cases

@@ -8,8 +8,8 @@ import torch
 from peft import AutoPeftModelForSeq2SeqLM, PeftModel
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from tests.support.plain_steps import require_equal
-from tests.support.process_group import ProcessGroup
+from tests.support.jobs.process_group import ProcessGroup
+from tests.support.models.plain_steps import require_equal
 from tests.training.checkpoint import resume_cases
 from tests.training.checkpoint.resume_cases import FP16, OVERFLOW
 from tests.training.tasks import seq2seq_cases as cases

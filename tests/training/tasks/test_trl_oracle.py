@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from config.cli import REPOSITORY
-from tests.support.chat_templates import SHAPES
-from tests.support.chats import LENGTH, WORDS, write_base, write_chats, write_pairs
-from tests.support.plain_steps import require_equal
-from tests.support.process_group import ProcessGroup
+from tests.support.jobs.process_group import ProcessGroup
+from tests.support.models.plain_steps import require_equal
+from tests.support.rows.chat_templates import SHAPES
+from tests.support.rows.chats import LENGTH, WORDS, write_base, write_chats, write_pairs
 from tests.training.tasks import dpo_cases
 from tests.training.tasks import sft_cases as cases
 
@@ -73,7 +73,7 @@ def trl(folder: Path, found: dict[str, Any], **spec: Any) -> dict[str, Any]:
     given |= {"micro": 2, "accumulation": 4, "length": LENGTH + 1, "packed": False, "adapter": None}
     (folder / "spec.json").write_text(json.dumps(given | spec), encoding="utf-8")
     save_file(found["before"], folder / "first.safetensors")
-    command = [sys.executable, "-m", "tests.support.trl_oracle", str(folder)]
+    command = [sys.executable, "-m", "tests.support.models.trl_oracle", str(folder)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     steps = json.loads((folder / "steps.json").read_text(encoding="utf-8"))

@@ -11,10 +11,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from config.errors import UserError
-from data.shards import TokenShards
-from data.tokenizer import load_tokenizer
-from tests.support.chats import write_chats, write_pairs
-from tests.support.process_group import ProcessGroup
+from data.corpora.shards import TokenShards
+from data.text.tokenizer import load_tokenizer
+from tests.support.jobs.process_group import ProcessGroup
+from tests.support.rows.chats import write_chats, write_pairs
 from tests.training.checkpoint import resume_cases
 from tests.training.tasks import classify_cases, dpo_cases
 from tests.training.tasks import sft_cases as cases

@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 
 from config.cli import REPOSITORY
-from tests.support.otlp_collector import collector
+from tests.support.servers.otlp_collector import collector
 from tests.training.tracing import tracing_cases
 from training.tracing.otlp import Export
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from tests.support.small_run import batch_of, engine_of, masters_of, resolve, state_of
+from tests.support.models.small_run import batch_of, engine_of, masters_of, resolve, state_of
 from tests.training.profile.profiler_cases import Repeated
 from training.checkpoint.checkpoints import Checkpoints
 from training.checkpoint.retention import Retention

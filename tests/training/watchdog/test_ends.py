@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from config.cli import LOST, REPOSITORY
-from tests.support.launches import command, events, start
-from tests.support.synthetic_events import TOKENS_PER_STEP, start_fields, step_fields
+from tests.support.jobs.launches import command, events, start
+from tests.support.runs.synthetic_events import TOKENS_PER_STEP, start_fields, step_fields
 from tracking.crash import Crash
 from tracking.jsonl import JsonlSink, read_events
 from tracking.record import Record
@@ -24,9 +24,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def die(folder: Path, name: str, told: str) -> tuple[list[int | None], str]:
-    """A job of two ranks in which one dies as tests/support/dying_train.py is told: exit codes by rank, and output."""
+    """A job of two ranks in which one dies as tests/support/jobs/dying_train.py is told: exit codes by rank, and output."""
     line = command("python", folder, name, *QUICK)
-    job = start([line[0], str(REPOSITORY / "tests/support/dying_train.py"), told, *line[2:]], ranks=2)
+    job = start([line[0], str(REPOSITORY / "tests/support/jobs/dying_train.py"), told, *line[2:]], ranks=2)
     output, _ = job.communicate(timeout=120)
     return job.exit_codes, output
 
@@ -50,7 +50,7 @@ def test_an_exception_is_named_with_its_line_by_the_rank_that_raised_it(folder):
     (end,) = events(folder, "error", "run_end")
     assert (end["status"], end["exit_code"], end["step"], end["written_by_rank"]) == ("crashed", 1, 2, 1)
     assert re.match(r"rank 1 \(pid \d+ on .*\) stopped: ValueError: a bug of our own ", end["reason"])
-    assert re.search(r"\(in tests/support/dying_train.py:\d+ die\)$", end["reason"])
+    assert re.search(r"\(in tests/support/jobs/dying_train.py:\d+ die\)$", end["reason"])
 
 
 def session(path: Path, *, steps: int = 2) -> None:

@@ -17,8 +17,8 @@ import pytest
 
 from config.cli import REPOSITORY
 from config.launcher import deepspeed_program
-from tests.support.launches import BIN, command, events, finish
-from tests.support.machines import SKIP, Machine, two_machines
+from tests.support.jobs.launches import BIN, command, events, finish
+from tests.support.machines.machines import SKIP, Machine, two_machines
 
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(SKIP), reason=SKIP)]
 
@@ -52,7 +52,7 @@ class Run:
         told: str = "",
         supervised: tuple[str, ...] = (),
     ) -> None:
-        """order: the hostfile, rank 0's machine first. told: what tests/support/dying_train.py is told."""
+        """order: the hostfile, rank 0's machine first. told: what tests/support/jobs/dying_train.py is told."""
         self.machines, self.name, self.folder = machines, name, machines["left"].folder.parent
         self.mark = self.folder / f"{name}.mark"
         hostfile, environment = self.folder / f"{name}.hosts", self.folder / "environment"
@@ -60,7 +60,7 @@ class Run:
         environment.write_text(f"PATH={BIN}:{os.environ['PATH']}\nOMP_NUM_THREADS=1\n")
         line = command("python", self.folder, name, "checkpoint.every_steps=1", "generate.tokens=0", *overrides)[1:]
         if told:
-            line[:1] = [str(REPOSITORY / "tests/support/dying_train.py"), f"{told}:{self.mark}"]
+            line[:1] = [str(REPOSITORY / "tests/support/jobs/dying_train.py"), f"{told}:{self.mark}"]
         line = [*deepspeed_program(), "--hostfile", str(hostfile), *line]
         if supervised:
             line = [sys.executable, "-m", "launch.supervise", "--wait", "1", *supervised, "--", *line]

@@ -26,7 +26,7 @@ from config.errors import UserError
 from config.load import load_config
 from config.schema import Config
 from config.task import model_class_of
-from data.corpus import Corpus
+from data.corpora.corpus import Corpus
 from modeling.build import build_model, dropout_keys
 from modeling.quantised_base import dequantise
 from precision.dtypes import DTYPES

@@ -1,6 +1,6 @@
 """Data order and learning rate of a config, written down a second time.
 
-Nothing here is taken from data/sampler.py, data/mixture.py, training/schedule.py or the engine, on purpose: what both
+Nothing here is taken from data/corpora/sampler.py, data/corpora/mixture.py, training/schedule.py or the engine, on purpose: what both
 sides share is never found wrong. The order is that of docs/data.md in plain Python integers, the schedules are
 transformers'.
 """
@@ -21,8 +21,8 @@ import transformers
 from torch import nn
 
 from config.schema import Config, LossScaleSection, ScheduleSection, SourceSection
-from data.row_shards import RowShards
-from data.shards import TokenShards
+from data.corpora.row_shards import RowShards
+from data.corpora.shards import TokenShards
 
 _STRETCH, _BLOCK, _ROUNDS, _WORD = 16, 1024, 8, (1 << 64) - 1
 IGNORED = -100

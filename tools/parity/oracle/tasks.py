@@ -2,7 +2,7 @@
 
 A task gives the *parts* of a global batch: each with how much of it counts, and its loss, summed over that. The loss of
 the step is their sum over everything that counts. Inputs, labels and losses are derived from prepared rows and windows
-by the definitions in docs/finetuning.md and the papers named there; nothing is taken from data/loader.py and its
+by the definitions in docs/finetuning.md and the papers named there; nothing is taken from data/batches/loader.py and its
 neighbours, modeling/objectives or training/tasks but how prepared data and weights are opened.
 """
 
@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from config.schema import Config
-from data.corpus import Corpus
-from data.labelled_shards import LabelledShards
-from data.tokenizer import load_tokenizer
+from data.corpora.corpus import Corpus
+from data.corpora.labelled_shards import LabelledShards
+from data.text.tokenizer import load_tokenizer
 from precision.dtypes import DTYPES
 from tools.parity.oracle.rules import IGNORED, Order, unit_interval
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launches import command, events, finish
-from tests.support.store_server import CREDENTIALS, S3Server, s3_server
+from tests.support.jobs.launches import command, events, finish
+from tests.support.servers.store_server import CREDENTIALS, S3Server, s3_server
 
 KEY = "7f" * 32
 KEPT = ("step", "loss", "grad_norm", "lr", "sample_ids_sha256", "tokens", "applied")

@@ -16,7 +16,7 @@ import pytest
 
 from config.errors import UserError
 from config.secrets import refuse_secrets
-from tests.support.store_server import CREDENTIALS, SMALLEST_PART, S3Server, s3_server
+from tests.support.servers.store_server import CREDENTIALS, SMALLEST_PART, S3Server, s3_server
 from training.checkpoint.manifest import FORMAT, Damaged, Unusable
 from training.checkpoint.seal import sealed
 from training.checkpoint.store.errors import StoreError, without_secrets

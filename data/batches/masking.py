@@ -1,0 +1,157 @@
+"""The tokens of a text that are hidden from a masked language model, and what stands in their place.
+
+A token, or a word with all its tokens, is chosen with one probability, independently of the others. Of the chosen
+tokens 80% become the mask token, 10% a token drawn evenly from those that are not special, and 10% stay (Devlin et al.
+2019, "BERT", section 3.1 and appendix A). Special tokens are never chosen.
+
+All of it is a function of a key and the tokens. Random numbers are those of SplitMix64 (Steele, Lea and Flood 2014),
+which does not change with the version of a library.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from config.schema import Config
+from data.batches.loader import IGNORED_LABEL, NO_SAMPLE, Batch, MakeBatch, batch_of
+from data.corpora.corpus import Corpus
+from data.corpora.row_shards import RowShards
+from data.corpora.sampler import splitmix
+from data.corpora.shards import TokenShards
+from data.text.tokenizer import load_tokenizer, mask_token, vocabulary_size
+
+MASKED, REPLACED = 0.8, 0.1
+"""Shares of the chosen tokens that become the mask token, or another one."""
+
+
+@dataclass(frozen=True)
+class Masking:
+    """Masks one tokenizer's tokens."""
+
+    mask: int
+    """[id] The mask token."""
+    special: np.ndarray
+    """(vocabulary,) bool: tokens that are never chosen, nor put in another's place."""
+    begins: np.ndarray
+    """(vocabulary,) bool: tokens that could go on with a word; see `_word_edges`."""
+    ends: np.ndarray
+    """(vocabulary,) bool: tokens after which a word could go on."""
+    probability: float
+    whole_word: bool
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerFast, *, probability: float, whole_word: bool) -> Masking:
+        """Raises UserError where the tokenizer has no mask token."""
+        mask, vocabulary = mask_token(tokenizer), tokenizer.get_vocab()
+        size = vocabulary_size(tokenizer)
+        special = np.ones(size, dtype=bool)  # ids without a token, too
+        special[list(vocabulary.values())] = False
+        special[tokenizer.all_special_ids] = True
+        special[[i for i, token in tokenizer.added_tokens_decoder.items() if token.special]] = True
+        begins, ends = _word_edges(tokenizer, vocabulary, size)
+        return cls(mask, special, begins, ends, probability, whole_word)
+
+    def __call__(self, ids: np.ndarray, key: str) -> tuple[np.ndarray, np.ndarray]:
+        """(n,) int64 ids -> what the model sees, and its labels, IGNORED_LABEL where nothing was chosen."""
+        open_to_it = ~self.special[ids]
+        words = self.words(ids) if self.whole_word else np.arange(len(ids))
+        chosen = open_to_it & (_uniform(f"{key}/chosen", len(ids))[words] < self.probability)
+        fate, other = _uniform(f"{key}/fate", len(ids)), _uniform(f"{key}/other", len(ids))
+        seen = np.where(chosen & (fate < MASKED), self.mask, ids)
+        another = self._others[(other * len(self._others)).astype(np.int64)]
+        seen = np.where(chosen & (fate >= MASKED) & (fate < MASKED + REPLACED), another, seen)
+        return seen, np.where(chosen, ids, IGNORED_LABEL)
+
+    def words(self, ids: np.ndarray) -> np.ndarray:
+        """(n,) number of the word that each token is of, from 0. A special token is a word by itself."""
+        first = np.ones(len(ids), dtype=bool)
+        inside = ~self.special[ids]
+        first[1:] = ~(self.begins[ids[1:]] & self.ends[ids[:-1]] & inside[1:] & inside[:-1])
+        return np.cumsum(first) - 1
+
+    @cached_property
+    def _others(self) -> np.ndarray:
+        return np.flatnonzero(~self.special)
+
+
+def _uniform(key: str, count: int) -> np.ndarray:
+    """(count,) float64 in [0, 1): the stream that belongs to a key."""
+    return (splitmix(key, count, person=b"mantissa-mask") >> np.uint64(11)) * 2.0**-53
+
+
+def _word_edges(tokenizer: PreTrainedTokenizerFast, vocabulary: dict[str, int], size: int) -> tuple[Any, Any]:
+    """Whether each token could continue the word before it, and whether it leaves its word open; both (size,) bool.
+
+    WordPiece marks what goes on with its prefix. Elsewhere a word is a run of letters, digits and underscores, in
+    whatever tokens it is written: a token goes on with it that begins with one of these, and leaves it open if it ends
+    with one. A byte of a character of several bytes counts as a letter.
+    """
+    begins, ends = np.zeros(size, dtype=bool), np.zeros(size, dtype=bool)
+    document = json.loads(tokenizer.backend_tokenizer.to_str())
+    prefix = document["model"].get("continuing_subword_prefix")
+    by_bytes = "ByteLevel" in json.dumps([document["pre_tokenizer"], document["decoder"]])
+    of_byte = {letter: byte for byte, letter in bytes_to_unicode().items()}
+
+    def in_word(letter: str) -> bool:
+        if by_bytes and letter in of_byte:
+            byte = of_byte[letter]
+            return byte >= 0x80 or chr(byte).isalnum() or chr(byte) == "_"
+        return letter.isalnum() or letter == "_"
+
+    for piece, number in vocabulary.items():
+        if document["model"]["type"] == "WordPiece" and prefix:
+            begins[number], ends[number] = piece.startswith(prefix), True
+        elif piece:
+            begins[number], ends[number] = in_word(piece[0]), in_word(piece[-1])
+    return begins, ends
+
+
+def masking_of(config: Config, corpus: Corpus) -> MakeBatch:
+    """Batches of a config: windows between the tokens that a text begins and ends with, if the tokenizer has them.
+
+    Raises UserError where it has no mask token.
+    """
+    tokenizer = load_tokenizer(corpus.tokenizer_folder)
+    first, last = tokenizer.cls_token_id, tokenizer.sep_token_id
+    return masked_batches(
+        Masking.of(tokenizer, probability=config.mlm.probability, whole_word=config.mlm.whole_word),
+        sequence_length=config.data.sequence_length,
+        seed=config.run.seed,
+        train=corpus.train,
+        edges=None if first is None or last is None else (first, last),
+    )
+
+
+def masked_batches(
+    masking: Masking, *, sequence_length: int, seed: int, train: TokenShards | RowShards, edges: tuple[int, int] | None
+) -> MakeBatch:
+    """Batches of windows of documents that are packed end to end, with what was hidden of them as labels.
+
+    edges: [ids] that stand before and after a window, in place of its last two tokens; None: nothing does. What is
+    hidden of a training window is a function of (seed, sample, position); of any other one, of (seed, sample) alone, so
+    that validation is the same each time.
+    """
+
+    def make(shards: TokenShards | RowShards, position: int, ids: np.ndarray, mine: np.ndarray) -> Batch:
+        assert isinstance(shards, TokenShards)
+        samples = mine.reshape(-1)
+        real = samples != NO_SAMPLE
+        windows = np.zeros((mine.size, sequence_length), dtype=np.int64)
+        windows[real] = shards.read(samples[real], sequence_length)[:, :-1]
+        if edges is not None:
+            windows[:, 1:-1] = windows[:, :-2].copy()
+            windows[:, 0], windows[:, -1] = edges
+        labels = np.full_like(windows, IGNORED_LABEL)
+        when = position if shards is train else "fixed"
+        for row in np.flatnonzero(real):
+            windows[row], labels[row] = masking(windows[row], f"{seed}/{samples[row]}/{when}")
+        return batch_of(position, ids, mine, windows, labels, {"attention_mask": np.ones_like(windows)})
+
+    return make

@@ -1,0 +1,156 @@
+"""A prepared corpus on disk: its index, its tokenizer and its two splits.
+
+The folder, all of it published at once by a rename:
+
+    <cache_dir>/<fingerprint>/
+        train-00000.safetensors ...         see `shards`
+        validation-00000.safetensors ...    none when data.validation_fraction is 0
+        tokenizer/                          a Hugging Face tokenizer folder
+        index.json                          written last: every shard's size, header and sha256, and its own checksum
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from config import json_text
+from config.errors import UserError
+from config.files import write_flushed
+from data.corpora.labelled_shards import LabelledShards
+from data.corpora.mixture import Mixture
+from data.corpora.row_shards import RowShards, open_tensors
+from data.corpora.shards import TokenShards, damaged, open_shard
+
+INDEX = "index.json"
+TOKENIZER = "tokenizer"
+SPLITS = ("train", "validation")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Prepared data, opened and checked."""
+
+    folder: Path
+    fingerprint: str
+    tokenizer_folder: Path
+    vocab_size: int
+    """[ids] Embedding rows a model needs."""
+    end_of_document: int
+    """[id] Token after every document."""
+    train: TokenShards | RowShards
+    validation: TokenShards | RowShards
+    """May be empty."""
+    train_documents: int
+    validation_documents: int
+    train_bytes: int
+    """[bytes] UTF-8 text in the training split."""
+    validation_bytes: int
+    """[bytes] UTF-8 text in the validation split."""
+    skipped: dict[str, int]
+    """Documents left out, by reason: "not utf-8", "no text", "duplicate"; rows: those that do not fit their format."""
+    source: str
+    """The config's key and value that named the source."""
+    revision: str | None
+    """Revision of the hub dataset that was read, when it is known."""
+    tail_tokens: int = 0
+    """[tokens] Held out from the end of the longest document, because no whole document was (data/text/holdout.py)."""
+    counts: dict[str, Any] = field(default_factory=dict)
+    """Numbers of dropped, truncated and skipped rows and the like, by name. Empty for documents."""
+    mixture: Mixture | None = None
+    """How training samples are drawn from several sources; None for one source."""
+    validation_by_source: dict[str, TokenShards | RowShards] = field(default_factory=dict)
+    """The validation set by source, or by its name, where there are several."""
+    targets: Path | None = None
+    """Folder of a teacher's cached answers to every sequence (training/tasks/cached_teacher.py)."""
+    notes: tuple[str, ...] = ()
+    """Human-readable lines on what was decided and counted while the rows were prepared."""
+    labels: tuple[str, ...] = ()
+    """Label names by their number on disk; empty for rows without labels."""
+
+
+def is_prepared(folder: Path) -> bool:
+    """Whether a finished corpus is there. Does not check for damage; `open_corpus` does.
+
+    Raises UserError when the folder cannot be looked into.
+    """
+    try:
+        return (folder / INDEX).is_file()
+    except OSError as error:
+        raise UserError(f"data.cache_dir: {folder} cannot be read ({error.strerror}). Set another folder.") from error
+
+
+def write_index(folder: Path, content: dict[str, Any]) -> None:
+    """Write index.json to stable storage, with a checksum of its content."""
+    document = {"sha256": _content_sha256(content), "content": content}
+    write_flushed(folder / INDEX, json.dumps(document, indent=1).encode())
+
+
+def tokenizer_sha256(folder: Path) -> str:
+    """sha256 of the tokenizer.json in a tokenizer folder."""
+    return hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+
+
+def open_corpus(folder: Path, *, verify: bool) -> Corpus:
+    """Open a prepared corpus. Sizes, headers, index and tokenizer are always checked, shard checksums with `verify`.
+
+    Raises UserError naming the damaged file.
+    """
+    index = _read_index(folder)
+    train, validation = (_open_split(folder, index, split, verify=verify) for split in SPLITS)
+    try:
+        intact = tokenizer_sha256(folder / TOKENIZER) == index["tokenizer_sha256"]
+    except OSError as error:
+        raise damaged(folder / TOKENIZER, f"its tokenizer.json cannot be read: {type(error).__name__}") from error
+    if not intact:
+        raise damaged(folder / TOKENIZER, "its tokenizer.json is not the one the tokens were made with")
+    return Corpus(
+        folder=folder,
+        fingerprint=index["fingerprint"],
+        tokenizer_folder=folder / TOKENIZER,
+        vocab_size=index["vocab_size"],
+        end_of_document=index["end_of_document"],
+        train=train,
+        validation=validation,
+        train_documents=index["train"]["documents"],
+        validation_documents=index["validation"]["documents"],
+        train_bytes=index["train"]["text_bytes"],
+        validation_bytes=index["validation"]["text_bytes"],
+        skipped=index["skipped"],
+        source=index["source"],
+        revision=index["revision"],
+        counts=index.get("counts", {}),
+        notes=tuple(index.get("notes", ())),
+        labels=tuple(index.get("labels", ())),
+    )
+
+
+def _open_split(folder: Path, index: dict[str, Any], split: str, *, verify: bool) -> TokenShards | RowShards:
+    entries = index[split]["shards"]
+    if "sequences" not in index[split]:
+        return TokenShards([open_shard(folder / entry["file"], entry, verify=verify) for entry in entries])
+    shards = [open_tensors(folder / entry["file"], entry, verify=verify) for entry in entries]
+    order = index[split]["sequences"]
+    order = open_tensors(folder / order["file"], order, verify=verify)
+    kind = LabelledShards if "labels" in index else RowShards
+    return kind(shards, order, sequence_length=index["sequence_length"])
+
+
+def _read_index(folder: Path) -> dict[str, Any]:
+    path = folder / INDEX
+    try:
+        document = json_text.parse(path.read_bytes())
+        content = document["content"]
+        intact = document["sha256"] == _content_sha256(content)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise damaged(path, f"it cannot be read: {type(error).__name__}") from error
+    if not intact:
+        raise damaged(path, "its content does not match its sha256")
+    return content
+
+
+def _content_sha256(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,164 @@
+"""Several sources as one corpus, each prepared by itself, and validation sets in files of their own beside it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from config.errors import UserError
+from config.schema import DataSection, SourceSection, ValidationSection
+from config.task import OWN
+from data.corpora.corpus import Corpus
+from data.corpora.labelled_shards import LabelledShards
+from data.corpora.mixture import Mixture
+from data.corpora.row_shards import RowShards
+from data.corpora.shards import TokenShards
+
+_LOST = ("dropped", "truncated", "skipped")
+"""What happens to rows, by its name in their counts."""
+
+
+def corpus_of(data: DataSection, prepare: Callable[[DataSection], Corpus]) -> Corpus:
+    """The corpus of a data section: of one source or several, and with its data.validation. prepare: of one source.
+
+    Raises UserError for a source or a set without one whole sequence, and what `prepare` raises.
+    """
+    alone = replace(data, validation=())
+    corpus = mixed(alone, prepare) if data.sources else prepare(alone)
+    return _with_sets(corpus, data, prepare) if data.validation else corpus
+
+
+def mixed(data: DataSection, prepare: Callable[[DataSection], Corpus]) -> Corpus:
+    """The corpus of data.sources. prepare: of one source.
+
+    Raises UserError for a source without one whole sequence, and what `prepare` raises.
+    """
+    parts = _with_one_numbering([prepare(section_of(data, item)) for item in data.sources])
+    length = data.sequence_length
+    names = tuple(str(item.name) for item in data.sources)
+    samples = tuple(part.train.sequences(length) for part in parts)
+    for name, count in zip(names, samples, strict=True):
+        if not count:
+            raise UserError(f"data.sources: {name} holds no sequence of {length} tokens; leave it out, or shorten them")
+    weights = tuple(_weight(item, count) for item, count in zip(data.sources, samples, strict=True))
+    mixture = Mixture(names, samples, weights)
+    identity = json.dumps([[part.fingerprint for part in parts], weights])
+    notes = [
+        f"data: {name}: {share:.1%} of the samples, {count:,} sequences of its own"
+        for name, share, count in zip(names, mixture.shares(), samples, strict=True)
+    ]
+    first = parts[0]
+    return replace(
+        first,
+        fingerprint=hashlib.sha256(identity.encode()).hexdigest()[:20],
+        train=_joined([part.train for part in parts]),
+        validation=_joined([part.validation for part in parts]),
+        train_documents=sum(part.train_documents for part in parts),
+        validation_documents=sum(part.validation_documents for part in parts),
+        train_bytes=sum(part.train_bytes for part in parts),
+        validation_bytes=sum(part.validation_bytes for part in parts),
+        source=f"data.sources={', '.join(names)}",
+        counts={name: part.counts for name, part in zip(names, parts, strict=True) if part.counts},
+        mixture=mixture,
+        validation_by_source={
+            name: part.validation for name, part in zip(names, parts, strict=True) if part.validation.sequences(length)
+        },
+        notes=(*(line for name, part in zip(names, parts, strict=True) for line in _notes_of(name, part)), *notes),
+    )
+
+
+def _notes_of(name: str, part: Corpus) -> list[str]:
+    return [f"data: {name}: {line.removeprefix('data: ')}" for line in part.notes]
+
+
+def section_of(data: DataSection, item: SourceSection | ValidationSection) -> DataSection:
+    """The data section of one source, or of one validation set, alone."""
+    return replace(data, sources=(), validation=(), source=item.source, path=item.path, format=item.format)
+
+
+def _with_sets(corpus: Corpus, data: DataSection, prepare: Callable[[DataSection], Corpus]) -> Corpus:
+    """`corpus` with the sets of data.validation, of which nothing is trained, after what it holds out itself."""
+    # a tokenizer that was trained on the data is that of the sets, too
+    tokenizer = str(corpus.tokenizer_folder) if data.tokenizer.startswith("bpe:") else data.tokenizer
+    data, length = replace(data, tokenizer=tokenizer, validation_fraction=0.0), data.sequence_length
+    parts = {str(item.name): prepare(section_of(data, item)) for item in data.validation}
+    for name, part in parts.items():
+        if not part.train.sequences(length):
+            raise UserError(f"data.validation: {name} holds no sequence of {length} tokens; leave it out")
+    own = dict(corpus.validation_by_source)
+    if not corpus.mixture and corpus.validation.sequences(length):
+        own = {OWN: corpus.validation}
+    labels = tuple(dict.fromkeys([*corpus.labels, *(name for part in parts.values() for name in part.labels)]))
+    sets = own | {name: _renumbered(part.train, part.labels, labels) for name, part in parts.items()}
+    identity = json.dumps([corpus.fingerprint, *(part.fingerprint for part in parts.values())])
+    counts = {name: part.counts for name, part in parts.items() if part.counts}
+    notes = [
+        f"data: validation set {name}: {_size(part, length)}, none of them trained"
+        f"{''.join(f', {text}' for text in _lost(part))}"
+        for name, part in parts.items()
+    ]
+    return replace(
+        corpus,
+        fingerprint=hashlib.sha256(identity.encode()).hexdigest()[:20],
+        validation=_joined(list(sets.values())),
+        validation_documents=corpus.validation_documents + sum(part.train_documents for part in parts.values()),
+        validation_bytes=corpus.validation_bytes + sum(part.train_bytes for part in parts.values()),
+        counts=corpus.counts | ({"validation sets": counts} if counts else {}),
+        validation_by_source=sets,
+        notes=(*corpus.notes, *notes),
+        labels=labels,
+    )
+
+
+def _size(part: Corpus, length: int) -> str:
+    """How many rows, pairs or documents a set has, and how many sequences they make where that is another number."""
+    sequences = part.train.sequences(length)
+    if part.counts.get("format") == "preference":
+        return f"{sequences:,} pairs"
+    what = f"{part.train_documents:,} {'rows' if isinstance(part.train, RowShards) else 'documents'}"
+    return what if sequences == part.train_documents else f"{what} in {sequences:,} sequences"
+
+
+def _lost(part: Corpus) -> list[str]:
+    """What of a source's rows was left out or cut, in words."""
+    return [f"{value:,} {key}" for key, value in part.counts.items() if key in _LOST and value]
+
+
+def _weight(item: SourceSection, samples: int) -> float:
+    return item.weight if item.weight is not None else samples * (item.epochs or 1.0)
+
+
+def _with_one_numbering(parts: list[Corpus]) -> list[Corpus]:
+    """The same parts, their labels numbered alike: in the order of the sources, and in each as its rows have them."""
+    labels = tuple(dict.fromkeys(name for part in parts for name in part.labels))
+    if not labels:
+        return parts
+
+    return [
+        replace(
+            part,
+            labels=labels,
+            train=_renumbered(part.train, part.labels, labels),
+            validation=_renumbered(part.validation, part.labels, labels),
+        )
+        for part in parts
+    ]
+
+
+def _renumbered(split: TokenShards | RowShards, own: Sequence[str], labels: Sequence[str]) -> TokenShards | RowShards:
+    """The same rows, their labels, which `own` names by number, numbered as in `labels`."""
+    if not labels:
+        return split
+    assert isinstance(split, LabelledShards)
+    return split.renumbered(np.array([labels.index(name) for name in own]))
+
+
+def _joined(parts: Sequence[TokenShards | RowShards]) -> TokenShards | RowShards:
+    rows = [part for part in parts if isinstance(part, RowShards)]
+    if rows:
+        return type(rows[0]).joined(rows)
+    return TokenShards([shard for part in parts if isinstance(part, TokenShards) for shard in part.shards])

@@ -1,0 +1,89 @@
+"""Which samples of several sources make a global batch: still a pure function of seed and position.
+
+The samples of all sources are numbered one source after another. The order is cut into blocks of BLOCK samples. Up to
+the end of any block each source has had its share of all samples so far, rounded down (the largest source takes the
+rest), so the shares are exact at any length of training. Within a block the sources are shuffled, and each source gives
+its own samples in the order of its own epochs (`sampler.permute`). Nothing of it depends on the number of ranks, on
+accumulation, or on where a run was resumed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+import numpy as np
+
+from data.corpora.sampler import permute
+
+BLOCK = 1024
+"""[samples] Block size; at the end of each block every source is within one sample of its share."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Sources of samples and their shares."""
+
+    names: tuple[str, ...]
+    samples: tuple[int, ...]
+    """Number of samples of each source, at least 1."""
+    weights: tuple[float, ...]
+    """Above 0; only their ratios matter."""
+
+    def sample_ids(self, position: int, *, seed: int, global_size: int) -> np.ndarray:
+        """Samples of one global batch, (global_size,) int64. position: global batches consumed before this one."""
+        numbers = position * global_size + np.arange(global_size, dtype=np.int64)
+        found = np.empty_like(numbers)
+        for block in np.unique(numbers // BLOCK):
+            inside = numbers // BLOCK == block
+            found[inside] = _block(self, int(block), seed)[numbers[inside] % BLOCK]
+        return found
+
+    def source_of(self, ids: np.ndarray) -> np.ndarray:
+        """The source of each sample, by its place in `names`."""
+        return np.searchsorted(np.cumsum(self.samples), ids, side="right")
+
+    def shares(self) -> list[float]:
+        """Each source's share of all samples."""
+        return [float(share) for share in self._shares()]
+
+    def block(self, block: int, *, seed: int) -> np.ndarray:
+        """The samples of one block, (BLOCK,) int64."""
+        before, after = self._taken(block * BLOCK), self._taken((block + 1) * BLOCK)
+        counts = [stop - start for start, stop in zip(before, after, strict=True)]
+        slots = permute(
+            np.arange(BLOCK), samples=BLOCK, seed=_seed(seed, -1), epoch=np.full(BLOCK, block, dtype=np.int64)
+        )
+        owners = np.repeat(np.arange(len(counts)), counts)[slots]
+        found, first = np.empty(BLOCK, dtype=np.int64), 0
+        for number, (size, start, stop) in enumerate(zip(self.samples, before, after, strict=True)):
+            if stop > start:
+                epoch, within = np.divmod(np.arange(start, stop, dtype=np.int64), size)
+                own = permute(within, samples=size, seed=_seed(seed, number), epoch=epoch)
+                found[owners == number] = first + own
+            first += size
+        return found
+
+    def _taken(self, samples: int) -> list[int]:
+        """How many of the first `samples` samples each source has given."""
+        shares = self._shares()
+        largest = max(range(len(shares)), key=shares.__getitem__)
+        taken = [int(samples * share) for share in shares]
+        taken[largest] += samples - sum(taken)
+        return taken
+
+    def _shares(self) -> list[Fraction]:
+        exact = [Fraction(weight) for weight in self.weights]
+        return [weight / sum(exact) for weight in exact]
+
+
+@lru_cache(maxsize=8)
+def _block(mixture: Mixture, block: int, seed: int) -> np.ndarray:
+    """A block is asked for by many batches."""
+    return mixture.block(block, seed=seed)
+
+
+def _seed(seed: int, source: int) -> int:
+    """A seed of its own for each source's order, and for that of the sources."""
+    return seed * 1_000_003 + source + 2

@@ -1,0 +1,157 @@
+"""Prepared rows on disk, and read as sequences of whole rows.
+
+A shard is a safetensors file of rows that follow each other: `tokens` (n,) uint16 or uint32, `trained` (n,) uint8,
+`ends` (rows,) int64. A split's sequences are in one more file: `rows` (rows,) int64, the numbers of its rows in the
+order of the sequences, `ends` (sequences,) int64, and of every row its tokens (`lengths`) and its labels (`labels`),
+both (rows,) int32. All are memory-mapped, and their sizes and sha256 are in the corpus's index. A pair of answers is a
+sequence of two rows, the chosen one first.
+
+A row of n tokens takes n - 1 places of a sequence, because its last token is only a label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from config import json_text
+from config.files import file_sha256, flush
+from data.corpora.shards import damaged
+
+_DTYPES = {"U8": "uint8", "U16": "uint16", "U32": "uint32", "I32": "int32", "I64": "int64", "F64": "float64"}
+
+
+def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Write a file to stable storage and return its entry for the index: file, bytes, sha256."""
+    save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, path)
+    flush(path)
+    return {"file": path.name, "bytes": path.stat().st_size, "sha256": file_sha256(path)}
+
+
+def open_tensors(path: Path, expected: Mapping[str, Any], *, verify: bool) -> dict[str, np.ndarray]:
+    """Read-only views of a file's tensors, compared with its entry in the index.
+
+    Raises UserError that names the file where size or header differ, or with `verify` the sha256.
+    """
+    try:
+        if path.stat().st_size != expected["bytes"]:
+            raise damaged(path, f"it has {path.stat().st_size} bytes instead of {expected['bytes']}")
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json_text.parse(file.read(length))
+        if verify and file_sha256(path) != expected["sha256"]:
+            raise damaged(path, "it does not have the sha256 in index.json")
+        return {name: _view(path, 8 + length, entry) for name, entry in header.items() if name != "__metadata__"}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, MemoryError) as error:
+        raise damaged(path, f"it cannot be read: {type(error).__name__}") from error
+
+
+def _view(path: Path, base: int, entry: Mapping[str, Any]) -> np.ndarray:
+    dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+    if not all(shape):
+        return np.empty(shape, dtype=dtype)  # an empty file range cannot be mapped
+    return np.memmap(path, dtype=dtype, mode="r", offset=base + entry["data_offsets"][0], shape=shape)
+
+
+class RowShards:
+    """The rows of one split as sequences. Safe to read from several threads."""
+
+    def __init__(
+        self, shards: Sequence[Mapping[str, np.ndarray]], order: Mapping[str, np.ndarray], *, sequence_length: int
+    ) -> None:
+        """shards: what `open_tensors` gives of each. order: of the file with the sequences, made for this length."""
+        self._shards, self._length = tuple(shards), sequence_length
+        self._rows, self._ends = order["rows"], order["ends"]
+        self._lengths, self._labels = order["lengths"], order["labels"]
+        self.columns: dict[str, np.ndarray] = {}
+        """Further values of the sequences, (sequences, ...) each, which a task has measured and its batches read."""
+        self._first = np.cumsum([0, *(len(shard["ends"]) for shard in shards)], dtype=np.int64)
+
+    @classmethod
+    def joined(cls, parts: Sequence[RowShards]) -> Self:
+        """The sequences of several splits of one length and kind, one after another."""
+        offsets = np.cumsum([0, *(part.rows for part in parts)])[:-1]
+        order = {
+            "rows": np.concatenate([part._rows + offset for part, offset in zip(parts, offsets, strict=True)]),
+            "ends": np.concatenate([part._ends + offset for part, offset in zip(parts, offsets, strict=True)]),
+            "lengths": np.concatenate([part._lengths for part in parts]),
+            "labels": np.concatenate([part._labels for part in parts]),
+        }
+        shards = [shard for part in parts for shard in part._shards]
+        return cls(shards, order, sequence_length=parts[0]._length)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return len(self._rows)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all."""
+        return int(self._lengths.sum(dtype=np.int64))
+
+    def sequences(self, sequence_length: int) -> int:
+        """Number of sequences. Raises ValueError for another length than they were made for."""
+        if sequence_length != self._length:
+            raise ValueError(f"sequences of {self._length} tokens, not {sequence_length}")
+        return len(self._ends)
+
+    def label_tokens(self, sequence_length: int) -> int:
+        """Labels in all sequences."""
+        return int(self._labels.sum(dtype=np.int64))
+
+    @cached_property
+    def places(self) -> np.ndarray:
+        """(sequences,) int64: inputs of each sequence, padding aside."""
+        return self._sums(self._lengths.astype(np.int64) - 1)
+
+    @cached_property
+    def longest(self) -> np.ndarray:
+        """(sequences,) int64: inputs of the longest row of each sequence."""
+        if not len(self._ends):
+            return np.zeros(0, dtype=np.int64)
+        starts = np.concatenate([[0], self._ends[:-1]])
+        return np.maximum.reduceat(self._lengths[self._rows].astype(np.int64) - 1, starts)
+
+    @cached_property
+    def labels(self) -> np.ndarray:
+        """(sequences,) int64: labels of each sequence."""
+        return self._sums(self._labels.astype(np.int64))
+
+    @cached_property
+    def trained_rows(self) -> np.ndarray:
+        """(sequences,) int64: rows of each sequence that have a label."""
+        return self._sums((self._labels > 0).astype(np.int64))
+
+    def _sums(self, of_rows: np.ndarray) -> np.ndarray:
+        total = np.concatenate([[0], np.cumsum(of_rows[self._rows])])[np.concatenate([[0], self._ends])]
+        return np.diff(total)
+
+    def sequence(self, number: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """The rows of a sequence: (n,) tokens, and (n,) whether each is a label."""
+        yield from map(self.row, self.rows_of(number))
+
+    def rows_of(self, number: int) -> list[int]:
+        """The numbers of a sequence's rows, in their order in it."""
+        found: list[int] = self._rows[self._ends[number - 1] if number else 0 : self._ends[number]].tolist()
+        return found
+
+    def row_places(self, number: int) -> np.ndarray:
+        """(rows,) int64: the inputs of each row of a sequence, in their order in it."""
+        return self._lengths[self.rows_of(number)].astype(np.int64) - 1
+
+    def row(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """One row, in the order of the source."""
+        shard, _, part = self.found(number)
+        return shard["tokens"][part], shard["trained"][part]
+
+    def found(self, number: int) -> tuple[Mapping[str, np.ndarray], int, slice]:
+        """The shard of a row, its number there, and the place of its tokens."""
+        owner = int(np.searchsorted(self._first, number, side="right")) - 1
+        shard, index = self._shards[owner], number - int(self._first[owner])
+        return shard, index, slice(int(shard["ends"][index - 1]) if index else 0, int(shard["ends"][index]))

@@ -1,0 +1,204 @@
+"""Prepare rows with labels once: read, turn into tokens as the tokenizer does for an encoder, publish.
+
+It publishes as `prepare` does, in one process, since rows of a classification are short and few. Labels are counted
+by name; which output of a model each is, is decided when training starts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from config.errors import UserError
+from config.schema import DataSection
+from data.batches.loader import IGNORED_LABEL
+from data.corpora.corpus import Corpus, open_corpus
+from data.rows.packing import by_number
+from data.rows.row_preparation import (
+    BatchEncoder,
+    EncodedRows,
+    Preparation,
+    Row,
+    batches_of,
+    lost,
+    source_of_texts,
+)
+from data.sources.labelled_rows import LabelledRow, read_labelled, sorted_labels
+from data.sources.sources import Source
+from data.text.preparation_progress import Progress, ProgressFile
+from data.text.prepare import identified, published
+from data.text.tokenizer import make_encoder_tokenizer, tokenizer_identity
+
+_VERSION = "labelled-1"
+_SHOWN = 8
+"""At most this many labels are noted with their share."""
+
+
+def prepare_labelled(data: DataSection, *, progress: bool) -> Corpus:
+    """Open the labelled rows that a config names, preparing them first if need be. data: with its format.
+
+    Raises UserError for a source or tokenizer that cannot be read, a row that does not fit (data.on_bad_row), and what
+    `prepare` raises it for.
+    """
+    source, fingerprint = identified(data, labelled_fingerprint)
+    return open_corpus(published(data, source, fingerprint, _fill, progress=progress), verify=data.verify)
+
+
+def labelled_fingerprint(data: DataSection, source: Source) -> str:
+    """Name of the prepared rows: 20 hex digits of a hash over everything that decides them."""
+    parts = [_VERSION, data.source, source.identity, tokenizer_identity(data.tokenizer)]
+    parts += [getattr(data, key) for key in _DECIDING]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]
+
+
+_DECIDING = (
+    *("format", "text_field", "text_pair_field", "label_field", "tokens_field", "tags_field"),
+    *("on_bad_row", "too_long", "sequence_length", "validation_fraction"),
+)
+
+
+class LabelledEncoder(BatchEncoder):
+    """Turns rows into tokens with one tokenizer, and names of labels into numbers in the order in which they come."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, data: DataSection) -> None:
+        super().__init__(data)
+        self.numbers: dict[str, int] = {}
+        self._encoder: Tokenizer = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self._encoder.no_padding()
+        self._encoder.no_truncation()
+        self._encoder.encode_special_tokens = True  # a text that spells [SEP] stays text
+        if data.too_long != "drop":
+            side = data.too_long.removeprefix("truncate_")
+            self._encoder.enable_truncation(data.sequence_length, direction=side)
+
+    def encode(self, row: dict[str, Any], found: EncodedRows) -> list[Row]:
+        """Tokens, types and target as in the shards. Numbers the labels of rows that are kept."""
+        read = read_labelled(row, self.data)
+        encoding = self._encoder.encode(read.texts[0], read.texts[1] if len(read.texts) > 1 else None)
+        if len(encoding.ids) > self.data.sequence_length:
+            found.counts["dropped"] += 1
+            return []
+        target = self._target(read, encoding)
+        if target is None:
+            found.counts["dropped, because no label was left when cut"] += 1
+            return []
+        if encoding.overflowing:
+            found.counts["truncated"] += 1
+        found.longest = max(found.longest, len(encoding.ids))
+        types = np.array(encoding.type_ids, dtype=np.uint8)
+        return [{"tokens": np.array(encoding.ids), "types": types, "targets": target}]
+
+    def _target(self, row: LabelledRow, found: Any) -> np.ndarray | None:
+        if isinstance(row.target, float):
+            return np.array(row.target, dtype=np.float64)
+        if isinstance(row.target, str):
+            return np.array(self._number(row.target), dtype=np.int32)
+        targets = np.full(len(found.ids), IGNORED_LABEL, dtype=np.int32)
+        offsets = np.array(found.offsets, dtype=np.int64).reshape(-1, 2)
+        for (start, end), name in zip(row.words, row.target, strict=True):
+            # special tokens have no characters; a byte-level token may begin with the space before its word
+            inside = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > start))
+            if len(inside) and targets[inside[0]] == IGNORED_LABEL:
+                targets[inside[0]] = self._number(name)
+        return targets if (targets != IGNORED_LABEL).any() else None
+
+    def _number(self, name: str) -> int:
+        return self.numbers.setdefault(name, len(self.numbers))
+
+
+def _fill(data: DataSection, source: Source, fingerprint: str, folder: Path, report: ProgressFile) -> None:
+    report(Progress("tokenizer", 0, None))
+    of_rows = source_of_texts(data, source, partial(_texts_of, data))
+    tokenizer = make_encoder_tokenizer(data.tokenizer, of_rows, data.validation_fraction)
+    preparation = Preparation(data, source, folder, tokenizer)
+    encode = LabelledEncoder(tokenizer, data)
+    targets = _Targets(), _Targets()
+    parts = _counted(map(encode, batches_of(data, source)), targets)
+    preparation.write(parts, lambda lengths: by_number(len(lengths)), report)
+    preparation.require_rows(f"{data.sequence_length} tokens")
+    names = list(encode.numbers)
+    notes = _notes(data, preparation, targets, names)
+    preparation.publish(fingerprint, counts=preparation.counts(), labels=names, notes=notes)
+
+
+def _texts_of(data: DataSection, row: dict[str, Any]) -> list[str]:
+    text = "\n".join(read_labelled(row, data).texts)
+    text.encode()  # raises for what a tokenizer cannot be trained on
+    return [text]
+
+
+@dataclass
+class _Targets:
+    """Statistics of what is to be predicted in one split."""
+
+    counts: Counter[int] = field(default_factory=Counter)
+    """Labels by number."""
+    total: float = 0.0
+    """Sum of the numbers to predict."""
+    squares: float = 0.0
+
+    def add(self, target: np.ndarray) -> None:
+        """Count the target of one row."""
+        if target.dtype == np.float64:
+            self.total += float(target)
+            self.squares += float(target) ** 2
+        else:
+            self.counts.update(target[target != IGNORED_LABEL].tolist() if target.ndim else [int(target)])
+
+
+def _counted(parts: Iterable[EncodedRows], targets: tuple[_Targets, _Targets]) -> Iterator[EncodedRows]:
+    """Yield `parts` unchanged while counting their targets by split."""
+    for part in parts:
+        for row, held_out in zip(part.rows, part.held_out, strict=True):
+            targets[held_out].add(row["targets"])
+        yield part
+
+
+def _notes(
+    data: DataSection, preparation: Preparation, targets: tuple[_Targets, _Targets], names: list[str]
+) -> list[str]:
+    """Human-readable lines on what was counted."""
+    counts, train, validation = preparation.counts(), preparation.train, preparation.validation
+    kept = f"data: {train.rows:,} rows of format {data.format} to train on, {validation.rows:,} rows held out"
+    kept += f"{lost(counts)}; the longest row has {counts['longest']:,} tokens"
+    of_train, of_validation = targets
+    if data.format == "scored":
+        mean = of_train.total / train.rows
+        spread = math.sqrt(max(of_train.squares / train.rows - mean**2, 0.0))
+        said = f"data: {data.label_field} is {mean:.4g} on average, with a standard deviation of {spread:.4g}"
+    else:
+        most = of_train.counts.most_common(_SHOWN)
+        shares = ", ".join(f"{names[number]} {count / train.labels:.1%}" for number, count in most)
+        said = f"data: {len(names)} labels, in training: {shares}" + (", ..." if len(names) > _SHOWN else "")
+        if validation.labels:
+            best = of_validation.counts[most[0][0]] / validation.labels
+            said += f"; always {names[most[0][0]]} would be right for {best:.1%} of those held out"
+    first_bad = preparation.found.first_bad
+    return [kept, said, *([f"data: first row skipped: {first_bad}"] if first_bad else [])]
+
+
+def labels_of(corpus: Corpus, given: tuple[str, ...], data: DataSection) -> tuple[str, ...]:
+    """The labels in the order of a model's outputs. given: classify.labels; empty: those of the data, sorted.
+
+    data: the section that the corpus is of. Raises UserError where a label of the data is not among them, or all rows
+    have one.
+    """
+    if len(corpus.labels) < 2:
+        key = "data.tags_field" if data.format == "tagged" else "data.label_field"
+        field = data.tags_field if data.format == "tagged" else data.label_field
+        raise UserError(f"{key}={field}: all rows have one label, so there is nothing to learn. Name another field.")
+    missing = [name for name in sorted_labels(corpus.labels) if name not in given]
+    if given and missing:
+        raise UserError(f"classify.labels: lacks {missing[0]!r}, which rows of {corpus.source} have; name it too")
+    return given or sorted_labels(corpus.labels)

@@ -1,0 +1,329 @@
+"""Prepare rows for fine-tuning once: read, turn into tokens, cut or drop what is too long, pack, publish.
+
+It publishes as `prepare` does: one process prepares under a lock, the folder appears by one rename, later runs with the
+same fingerprint open it. The fingerprint has everything that decides the tokens, `data.sequence_length` and the chat
+template included. What was dropped, cut or skipped is counted in the index, and so in the record of every run on it.
+
+Rows do not depend on the number of workers: their results are taken in the order of the batches. A few thousand rows
+are prepared in this process, since starting another takes longer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+import transformers
+
+from config.errors import UserError
+from config.schema import DataSection
+from data.corpora.corpus import TOKENIZER, Corpus, open_corpus
+from data.rows.packing import best_fit, by_number
+from data.rows.row_preparation import (
+    FIX,
+    BatchEncoder,
+    EncodedRows,
+    Preparation,
+    Row,
+    batches_of,
+    empty,
+    lost,
+    source_of_texts,
+)
+from data.sources.chat import Chat, Tokens
+from data.sources.json_rows import Found
+from data.sources.row_formats import BadRow, Example, read_examples, recognise
+from data.sources.row_sources import located_rows
+from data.sources.seq2seq_rows import SourceAndTarget, for_encoder_decoder
+from data.sources.sources import Source
+from data.text.batch_results import Work, kept_folder, results
+from data.text.preparation_progress import Progress, ProgressFile
+from data.text.prepare import identified, published
+from data.text.tokenizer import is_made, load_tokenizer, make_tokenizer, tokenizer_identity
+
+_VERSION = "rows-2"
+_BATCHES_HERE = 16
+"""At most this many batches of rows are prepared in this process: a worker takes seconds to import transformers."""
+
+
+def prepare_rows(data: DataSection, *, progress: bool) -> Corpus:
+    """Open the rows that a config names, preparing them first if need be. progress: as for `prepare`.
+
+    Raises UserError for a source or tokenizer that cannot be read, a row that does not fit (data.on_bad_row), and what
+    `prepare` raises it for.
+    """
+    source, fingerprint = identified(data, rows_fingerprint)
+    folder = published(data, source, fingerprint, _fill, progress=progress)
+    return open_corpus(folder, verify=data.verify)
+
+
+def rows_fingerprint(data: DataSection, source: Source) -> str:
+    """Name of the prepared rows: 20 hex digits of a hash over everything that decides them."""
+    own = Path(data.tokenizer).expanduser() / "chat_template.jinja"
+    parts = [
+        _VERSION,
+        data.source,
+        source.identity,
+        tokenizer_identity(data.tokenizer),
+        own.read_text(encoding="utf-8") if own.is_file() else "",
+        _template(data),
+        *(getattr(data, key) for key in _DECIDING),
+        *([] if data.target_length is None else [data.target_length]),
+    ]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]
+
+
+_DECIDING = (
+    *("text_field", "format", "on_bad_row", "train_on", "packing", "too_long", "sequence_length"),
+    "validation_fraction",
+)
+
+
+def _template(data: DataSection) -> str | None:
+    """The content of data.chat_template. Raises UserError."""
+    if data.chat_template is None:
+        return None
+    try:
+        return Path(data.chat_template).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"data.chat_template={data.chat_template}: cannot be read ({error}); name another file"
+        ) from error
+
+
+_RENDERED = "rendered"
+"""Key in the counts of a batch: the rows that went through the chat template."""
+_FACTS = ("counts", "longest", "longest_source", "longest_target", "first_bad")
+
+
+class RowsCodec:
+    """Writes batches of rows and their encodings (`batch_results`)."""
+
+    def pack(self, batch: list[Found]) -> bytes:
+        """JSON of the rows. Raises TypeError for what JSON does not have, such as dates of a parquet file."""
+        rows = [[where, None, str(row)] if isinstance(row, BadRow) else [where, row] for where, row in batch]
+        return json.dumps(rows).encode()
+
+    def tensors(self, result: EncodedRows) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """Tokens and labels laid end to end, and what was counted."""
+        tensors = {
+            "tokens": np.concatenate([np.empty(0, np.int64), *(row["tokens"] for row in result.rows)]),
+            "trained": np.concatenate([np.empty(0, np.uint8), *(row["trained"] for row in result.rows)]),
+            "lengths": np.array([len(row["tokens"]) for row in result.rows], dtype=np.int64),
+            "held_out": np.array(result.held_out, dtype=bool),
+        }
+        return tensors, {name: getattr(result, name) for name in _FACTS}
+
+    def result(self, tensors: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> EncodedRows:
+        """The rows that were kept."""
+        ends = np.cumsum(tensors["lengths"])
+        rows = [
+            {name: tensors[name][end - length : end] for name in ("tokens", "trained")}
+            for length, end in zip(tensors["lengths"], ends, strict=True)
+        ]
+        facts = {name: facts[name] for name in _FACTS} | {"counts": Counter(facts["counts"])}
+        return EncodedRows(rows, tensors["held_out"].tolist(), **facts)
+
+
+@dataclass
+class RowEncoder(BatchEncoder):
+    """Turns located rows into tokens as a chat template and a config say."""
+
+    chat: Chat
+
+    def encode(self, row: dict[str, Any], found: EncodedRows) -> list[Row]:
+        """One sequence, or both of a pair."""
+        sides = self._sides(row, found.counts)
+        found.longest = max(found.longest, *(len(side.ids) for side in sides))
+        if isinstance(self.chat, SourceAndTarget):
+            target = int(sides[0].trained.sum())
+            found.longest_source = max(found.longest_source, len(sides[0].ids) - target)
+            found.longest_target = max(found.longest_target, target)
+        fitted = self._fitted(sides, found.counts)
+        return [{"tokens": side.ids, "trained": side.trained.astype(np.uint8)} for side in fitted]
+
+    def advice(self, row: dict[str, Any] | BadRow) -> str:
+        """Advice to correct the format, where the row has the fields of another one than the data's."""
+        with suppress(BadRow):
+            found = recognise(row, self.data.text_field) if isinstance(row, dict) else self.data.format
+            if found != self.data.format:
+                return (
+                    f"the row is of format {found}, not {self.data.format}: correct data.format, or name files of "
+                    "several formats in data.sources"
+                )
+        return FIX
+
+    def _sides(self, row: dict[str, Any], counts: Counter[str]) -> list[Tokens]:
+        """The row as one sequence, or as both of a pair. Raises BadRow."""
+        examples = read_examples(row, self.data.format, self.data.text_field)
+        sides = [self.chat.tokens(example) for example in examples]
+        counts[_RENDERED] += self.chat.renders(examples[0])
+        if len(sides) > 1 and np.array_equal(sides[0].ids, sides[1].ids):
+            raise BadRow("rejected", "has the same tokens as chosen, so there is nothing to prefer")
+        return sides
+
+    def _fitted(self, sides: list[Tokens], counts: Counter[str]) -> list[Tokens]:
+        """The sequences of a row cut to their length, or none of them. Cut off the left, a pair keeps one prompt."""
+        if isinstance(self.chat, SourceAndTarget):
+            return self.chat.fitted(sides[0], self.data, counts)
+        longest = self.data.sequence_length + 1
+        excess = max(len(side.ids) for side in sides) - longest
+        if excess <= 0:
+            return sides
+        if self.data.too_long == "drop":
+            counts["dropped"] += 1
+            return []
+        part = slice(excess, None) if self.data.too_long == "truncate_left" else slice(longest)
+        cut = [Tokens(side.ids[part], side.trained[part].copy()) for side in sides]
+        for side in cut:
+            side.trained[:1] = False
+        if not all(side.trained.any() for side in cut):
+            counts["dropped, because no label was left when cut"] += 1
+            return []
+        counts["truncated"] += 1
+        return cut
+
+
+_encoder: RowEncoder | None = None
+
+
+def start_encoder(data: DataSection, tokenizer: str) -> None:
+    """Initialise a worker process. tokenizer: its folder."""
+    global _encoder
+    _encoder = make_encoder(data, tokenizer)
+
+
+def make_encoder(data: DataSection, tokenizer: str) -> RowEncoder:
+    """An encoder with the tokenizer in a folder. data: with its format. Raises UserError."""
+    loaded, template = load_tokenizer(tokenizer), _template(data)
+    if data.target_length is not None:
+        return RowEncoder(data, SourceAndTarget(loaded, template=template))
+    return RowEncoder(data, Chat(loaded, template=template, train_on=data.train_on))
+
+
+def encode_in_worker(batch: list[Found]) -> EncodedRows:
+    """`RowEncoder` in a worker process."""
+    assert _encoder is not None, "start_encoder was not called in this process"
+    return _encoder(batch)
+
+
+def _work(data: DataSection, tokenizer_folder: Path) -> Work:
+    """The work of turning rows into tokens. data: with its format."""
+    digest = hashlib.sha256(f"{_VERSION} {tokenizers.__version__} {transformers.__version__} {data.format}".encode())
+    for file in sorted(tokenizer_folder.iterdir()):
+        digest.update(file.name.encode() + file.read_bytes())
+    arguments = (data, str(tokenizer_folder))
+    return Work(encode_in_worker, start_encoder, arguments, RowsCodec(), digest.hexdigest())
+
+
+def with_format(data: DataSection, source: Source) -> DataSection:
+    """`data` with the format of its rows: of the first that has one. Raises UserError."""
+    if data.format != "auto":
+        return data
+    problem = empty(source)
+    for where, row in located_rows(data, source):
+        try:
+            if isinstance(row, BadRow):
+                raise row
+            found = recognise(row, data.text_field)
+            if found == "preference":
+                raise UserError(f"{where}: is a pair of answers, which task=sft does not read; set task=dpo")
+            if found == "text" and data.target_length is not None:
+                raise UserError(f"{where}: is one text, which task=seq2seq has no source and target of; set task=sft")
+            return replace(data, format=found)  # type: ignore[arg-type]  # one of its choices
+        except BadRow as error:
+            problem = f"{where}: {error}; {FIX}, or name its form with data.format"
+            if data.on_bad_row == "error":
+                break
+    raise UserError(problem)
+
+
+def tokenizer_of_rows(data: DataSection, source: Source) -> Any:
+    """The tokenizer that data.tokenizer names; a BPE is trained on the text of the rows. data: with its format."""
+
+    def texts_of(row: dict[str, Any]) -> Iterator[str]:
+        return map(_text_of, read_examples(row, data.format, data.text_field))
+
+    of_rows = source_of_texts(data, source, texts_of)
+    tokenizer = make_tokenizer(data.tokenizer, of_rows, data.validation_fraction)
+    if data.target_length is not None and is_made(data.tokenizer):
+        for_encoder_decoder(tokenizer)
+    return tokenizer
+
+
+def _text_of(example: Example) -> str:
+    contents = [message["content"] for message in example.messages or []]
+    return "\n".join(text for text in contents if isinstance(text, str)) or example.prompt + example.completion
+
+
+def _fill(data: DataSection, source: Source, fingerprint: str, folder: Path, report: ProgressFile) -> None:
+    report(Progress("tokenizer", 0, None))
+    said = data.format
+    data = with_format(data, source)
+    tokenizer = tokenizer_of_rows(data, source)
+    tokenizer.chat_template = _template(data) or tokenizer.chat_template
+    preparation = Preparation(data, source, folder, tokenizer)
+    encoded = _encoded(data, source, folder / TOKENIZER, kept_folder(folder.with_name(fingerprint)))
+    preparation.write(encoded, partial(_sequences, data), report)
+    rendered = preparation.found.counts.pop(_RENDERED, 0)
+    too_long = f"{data.sequence_length + 1} tokens"
+    if data.target_length is not None:
+        too_long = f"a source of {data.sequence_length} or a target of {data.target_length} tokens"
+    preparation.require_rows(too_long)
+    own = make_encoder(data, str(folder / TOKENIZER)).chat if rendered else None
+    notes = _notes(data, preparation, own, recognised=said == "auto")
+    preparation.publish(fingerprint, counts=preparation.counts(), notes=notes)
+
+
+def _sequences(data: DataSection, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sequences as data.packing says; a pair is a sequence of two rows."""
+    if data.packing != "none":
+        return best_fit(lengths.astype(np.int64) - 1, data.sequence_length)
+    return by_number(len(lengths), 2 if data.format == "preference" else 1)
+
+
+def _encoded(data: DataSection, source: Source, tokenizer: Path, kept: Path) -> Iterator[EncodedRows]:
+    """The batches of the source in their order. kept: as of `results`."""
+    batches = batches_of(data, source)
+    first = list(islice(batches, _BATCHES_HERE + 1))
+    if len(first) <= _BATCHES_HERE:
+        yield from map(make_encoder(data, str(tokenizer)), first)
+        return
+    yield from results(_work(data, tokenizer), chain(first, batches), data.workers, kept)
+
+
+def _notes(data: DataSection, preparation: Preparation, chat: Chat | None, *, recognised: bool) -> list[str]:
+    """Human-readable lines on what was decided and counted. chat: None where no row went through a chat template."""
+    counts, first_bad = preparation.counts(), preparation.found.first_bad
+    how = "recognised by their fields" if recognised else "as data.format says"
+    form = f"data: {counts['rows']:,} rows of format {data.format} ({how})"
+    if chat is not None:
+        which = "of data.chat_template" if data.chat_template else "of the tokenizer"
+        located = ", answers located by its generation markers"
+        located = "" if data.train_on == "all" or data.target_length is not None else located
+        located = located if chat.has_markers or not located else ", answers located by rendering turn by turn"
+        form += f"; chat template {which}{located}"
+    train, held_out = preparation.train, preparation.validation
+    kept = f"data: {train.rows:,} rows in {train.sequences:,} sequences to train on, {held_out.rows:,} rows held out"
+    if data.format == "preference":
+        kept = f"data: {train.sequences:,} pairs to train on, {held_out.sequences:,} held out"
+    kept += lost(counts)
+    if data.target_length is None:
+        kept += f"; the longest row has {counts['longest']:,} tokens"
+    else:
+        kept += f"; the longest source has {counts['longest source']:,} tokens, the longest target "
+        kept += f"{counts['longest target']:,}"
+    share = f"data: {counts['trained'] / max(counts['tokens'], 1):.1%} of {counts['tokens']:,} tokens are labels"
+    full = (train.tokens - train.rows) / max(train.sequences * data.sequence_length, 1)
+    share += f"; sequences of {data.sequence_length:,} are {full:.1%} full" if data.packing != "none" else ""
+    return [form, kept, share, *([f"data: first row skipped: {first_bad}"] if first_bad else [])]

@@ -1,0 +1,252 @@
+"""Prepare rows, of whatever task: encode them batch by batch, count what happens to them, write shards and the index.
+
+`prepare_rows` and `prepare_labelled` say how a row becomes tokens and what is noted about them. A row is a dict of
+arrays: `tokens`, and beside them what is learned of it. What was dropped, cut or skipped is counted in the index, and
+so in the record of every run on it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from config.errors import UserError
+from config.schema import DataSection
+from data.batches.loader import IGNORED_LABEL
+from data.corpora.corpus import SPLITS, TOKENIZER, tokenizer_sha256, write_index
+from data.corpora.row_shards import write_tensors
+from data.corpora.shards import token_dtype
+from data.sources.json_rows import Found
+from data.sources.row_formats import BadRow
+from data.sources.row_sources import is_held_out, located_rows
+from data.sources.sources import Source
+from data.text.preparation_progress import Progress, ProgressFile
+from data.text.tokenizer import vocabulary_size
+
+BATCH_ROWS = 512
+SHARD_TOKENS = 1 << 26
+"""[tokens] A shard is closed once it holds this many."""
+FIX = "correct the row, or set data.on_bad_row=skip"
+
+Row = dict[str, np.ndarray]
+Sequences = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+"""Arranges rows by their lengths: the rows in the order of the sequences, and where each of these ends."""
+
+
+@dataclass
+class EncodedRows:
+    """The rows of a batch that were kept, and what became of the others. A pair is two that follow each other."""
+
+    rows: list[Row] = field(default_factory=list)
+    held_out: list[bool] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    longest: int = 0
+    """[tokens] Length of the longest row."""
+    longest_source: int = 0
+    """[tokens] Length of the longest source of task seq2seq."""
+    longest_target: int = 0
+    """[tokens] Length of the longest target of task seq2seq."""
+    first_bad: str | None = None
+    """Place and reason of the first row that was skipped."""
+
+    def add_facts(self, other: EncodedRows) -> None:
+        """Count what became of the rows of another batch, which comes after this one."""
+        self.counts.update(other.counts)
+        for name in ("longest", "longest_source", "longest_target"):
+            setattr(self, name, max(getattr(self, name), getattr(other, name)))
+        self.first_bad = self.first_bad or other.first_bad
+
+
+@dataclass
+class BatchEncoder(ABC):
+    """Turns located rows into tokens as a config says."""
+
+    data: DataSection
+    """Its format is known."""
+
+    def __call__(self, batch: Iterable[Found]) -> EncodedRows:
+        """Raises UserError for the first row that does not fit, unless those are to be skipped."""
+        found = EncodedRows()
+        for where, row in batch:
+            found.counts["rows"] += 1
+            try:
+                if isinstance(row, BadRow):
+                    raise row
+                held_out = is_held_out(row, self.data.validation_fraction)  # refuses what no tokenizer reads
+                kept = self.encode(row, found)
+            except BadRow as error:
+                if error.of_config:  # skipping such rows would leave none
+                    raise UserError(f"{where}: {error}") from error
+                if self.data.on_bad_row == "error":
+                    raise UserError(f"{where}: {error}; {self.advice(row)}") from error
+                found.counts["skipped"] += 1
+                found.first_bad = found.first_bad or f"{where}: {error}"
+                continue
+            found.rows += kept
+            found.held_out += [held_out] * len(kept)
+        return found
+
+    @abstractmethod
+    def encode(self, row: dict[str, Any], found: EncodedRows) -> list[Row]:
+        """The sequences that a row becomes, none where it is dropped; `found` counts that. Raises BadRow."""
+
+    def advice(self, row: dict[str, Any] | BadRow) -> str:
+        """Advice on a row that does not fit."""
+        return FIX
+
+
+class SplitWriter:
+    """Collects the rows of one split and writes a shard of every SHARD_TOKENS."""
+
+    def __init__(self, folder: Path, split: str, dtype: str) -> None:
+        self._folder, self._split, self._dtype = folder, split, dtype
+        self._held: list[Row] = []
+        self._lengths: list[int] = []
+        self._labels: list[int] = []
+        self._shards: list[dict[str, Any]] = []
+        self.tokens = self.labels = self._held_tokens = 0
+        self.sequences = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows so far."""
+        return len(self._lengths)
+
+    def add(self, row: Row) -> None:
+        """Append a row."""
+        self._held.append({**row, "tokens": row["tokens"].astype(self._dtype)})
+        self._lengths.append(len(row["tokens"]))
+        self._labels.append(_labels_of(row))
+        self.tokens, self.labels = self.tokens + self._lengths[-1], self.labels + self._labels[-1]
+        self._held_tokens += self._lengths[-1]
+        if self._held_tokens >= SHARD_TOKENS:
+            self._flush()
+
+    def finish(self, sequences: Sequences) -> dict[str, Any]:
+        """Write what is left and the sequences; this split's part of the index."""
+        if self._held:
+            self._flush()
+        lengths = np.array(self._lengths, dtype=np.int32)
+        rows, ends = sequences(lengths)
+        self.sequences = len(ends)
+        order = {"rows": rows, "ends": ends, "lengths": lengths, "labels": np.array(self._labels, dtype=np.int32)}
+        entry = write_tensors(self._folder / f"{self._split}-sequences.safetensors", order)
+        return {"shards": self._shards, "sequences": entry, "documents": self.rows, "text_bytes": 0}
+
+    def _flush(self) -> None:
+        tensors = {name: np.concatenate([np.atleast_1d(row[name]) for row in self._held]) for name in self._held[0]}
+        tensors["ends"] = np.cumsum([len(row["tokens"]) for row in self._held], dtype=np.int64)
+        path = self._folder / f"{self._split}-{len(self._shards):05d}.safetensors"
+        self._shards.append(write_tensors(path, tensors))
+        self._held, self._held_tokens = [], 0
+
+
+def _labels_of(row: Row) -> int:
+    if "trained" in row:
+        return int(row["trained"].sum())
+    return int((row["targets"] != IGNORED_LABEL).sum()) if row["targets"].ndim else 1
+
+
+class Preparation:
+    """Writes the rows of a source into a folder."""
+
+    def __init__(self, data: DataSection, source: Source, folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+        """Save the tokenizer. data: its format is known."""
+        self._data, self._source, self._folder, self._tokenizer = data, source, folder, tokenizer
+        tokenizer.save_pretrained(folder / TOKENIZER)
+        dtype = token_dtype(vocabulary_size(tokenizer))
+        self.train, self.validation = self._writers = [SplitWriter(folder, split, dtype) for split in SPLITS]
+        self.found = EncodedRows()
+        """The counts of all rows, without the rows."""
+        self._splits: dict[str, Any] = {}
+
+    def write(self, parts: Iterable[EncodedRows], sequences: Sequences, report: ProgressFile) -> None:
+        """Write the rows of all parts."""
+        for part in parts:
+            self.found.add_facts(part)
+            for row, held_out in zip(part.rows, part.held_out, strict=True):
+                self._writers[held_out].add(row)
+            report(Progress("tokens", sum(writer.tokens for writer in self._writers), None))
+        self._splits = {split: writer.finish(sequences) for split, writer in zip(SPLITS, self._writers, strict=True)}
+
+    def counts(self) -> dict[str, Any]:
+        """The counts for the index."""
+        counts = {"format": self._data.format, "longest": self.found.longest, **self.found.counts}
+        if self._data.target_length is not None:
+            counts |= {"longest source": self.found.longest_source, "longest target": self.found.longest_target}
+        tokens, labels = (self.train.tokens + self.validation.tokens), (self.train.labels + self.validation.labels)
+        return counts | {"tokens": tokens, "trained": labels}
+
+    def require_rows(self, too_long: str) -> None:
+        """Raises UserError where no row is left to train on. too_long: the length that dropped rows exceeded."""
+        label, counts = self._source.label, self.found.counts
+        if self.train.rows:
+            return
+        if self.validation.rows:
+            raise UserError(
+                f"data.validation_fraction={self._data.validation_fraction:g}: all {self.validation.rows} rows of "
+                f"{label} were drawn for validation. Set it to 0 or give more rows."
+            )
+        if not counts["rows"]:
+            raise UserError(empty(self._source))
+        first = f" (first: {self.found.first_bad})" if self.found.first_bad else ""
+        what_to_do = "Correct the rows, or the keys of data that say what they are."
+        if counts["dropped"]:
+            what_to_do = "Raise data.sequence_length, set data.too_long, or correct the rows."
+        raise UserError(
+            f"{label}: no row of {counts['rows']} is left to train on: {counts['dropped']} dropped as longer than "
+            f"{too_long}, {counts['skipped']} skipped{first}. {what_to_do}"
+        )
+
+    def publish(self, fingerprint: str, **further: Any) -> None:
+        """Write the index, after all else. further: other entries."""
+        skipped = self.found.counts["skipped"]
+        content = {
+            "fingerprint": fingerprint,
+            "source": self._source.label,
+            "revision": self._source.revision(),
+            "vocab_size": vocabulary_size(self._tokenizer),
+            "end_of_document": self._tokenizer.eos_token_id,
+            "tokenizer_sha256": tokenizer_sha256(self._folder / TOKENIZER),
+            "sequence_length": self._data.sequence_length,
+            "skipped": {"does not fit its format": skipped} if skipped else {},
+        }
+        write_index(self._folder, content | further | self._splits)
+
+
+def empty(source: Source) -> str:
+    """Error text for a source without rows."""
+    return f"{source.label}: holds no row: it is empty. Write rows into it, or name another file."
+
+
+def batches_of(data: DataSection, source: Source) -> Iterator[list[Found]]:
+    """The rows of a source by BATCH_ROWS."""
+    rows = located_rows(data, source)
+    return iter(lambda: list(islice(rows, BATCH_ROWS)), [])
+
+
+def lost(counts: Mapping[str, Any]) -> str:
+    """The numbers of rows that were left out or cut, as the end of a sentence; empty for none."""
+    reasons = {key: counts.get(key, 0) for key in ("dropped", "truncated", "skipped")}
+    return "".join(f", {count:,} {key}" for key, count in reasons.items() if count)
+
+
+def source_of_texts(data: DataSection, source: Source, texts_of: Callable[[dict[str, Any]], Iterable[str]]) -> Source:
+    """The text of the rows as documents, which a BPE is trained on. texts_of: it may raise BadRow."""
+
+    def texts() -> Iterator[dict[str, Any]]:
+        for _, row in located_rows(data, source):
+            if not isinstance(row, BadRow):
+                with suppress(BadRow, UnicodeEncodeError):
+                    yield from ({"text": text} for text in texts_of(row))
+
+    return replace(source, open=texts, text_field="text", deduplicate=False)

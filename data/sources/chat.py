@@ -1,0 +1,258 @@
+"""An example as tokens, and which of them are trained: those of the answers, each with the token that ends it.
+
+The text of a conversation comes from `tokenizer.apply_chat_template`. Where its answers are in that text is taken from
+the template's generation markers where it has them, else from differences: answer i is what lies between the rendering
+of the turns before it, with the prompt to generate, and the rendering up to and with it. Both have to be beginnings of
+the whole text. Templates for which they are not, because they render a turn differently once others follow, are
+refused with that reason.
+
+The whole text is tokenized once, so the tokens are those the model meets, and a token is trained when it has a
+character of an answer. (`return_assistant_tokens_mask` of transformers 5.23 marks everything after an answer that ends
+in the first token of the text: github.com/huggingface/transformers/issues/47325.)
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from config.errors import one_line
+from data.sources.row_formats import BadRow, Example, Messages
+
+Spans = list[tuple[int, int]]
+"""First character of each answer and the one after its last, in order."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """One row, ready to train on."""
+
+    ids: np.ndarray
+    """(n,) int64"""
+    trained: np.ndarray
+    """(n,) bool: whether the token is a label. The first one never is: nothing comes before it."""
+
+
+class Chat:
+    """Turns examples into tokens with one tokenizer and one template."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, *, template: str | None, train_on: str) -> None:
+        """template: Jinja, in place of the tokenizer's own. train_on: assistant, last_assistant or all."""
+        self._tokenizer, self._train_on = tokenizer, train_on
+        self.template = template or _own_template(tokenizer)
+        """None where there is none."""
+        self.has_markers = self.template is not None and _MARKER.search(self.template) is not None
+        self._special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._special.update(tokenizer.all_special_ids)
+        words = sorted({str(tokenizer.convert_ids_to_tokens(i)) for i in self._special}, key=len, reverse=True)
+        self._control = re.compile("|".join(map(re.escape, words))) if words else None
+        self._encoder = _with_exact_offsets(tokenizer)
+        self._leading = _leading(self._encoder)
+
+    def renders(self, example: Example) -> bool:
+        """Whether the row's text is made by the chat template."""
+        return example.messages is not None and self.template is not None
+
+    def tokens(self, example: Example) -> Tokens:
+        """The row. Raises BadRow when the template refuses it, its answers cannot be located, or it has none."""
+        if self.renders(example):
+            found = self._of_conversation(example)
+        elif example.messages is not None and not example.prompt:
+            problem = (
+                "is a conversation, and the tokenizer has no chat template; set data.chat_template to a file of one"
+            )
+            raise BadRow("", problem, of_config=True)
+        else:
+            found = self._of_texts(example)
+        if not found.trained.any():
+            raise BadRow("", "has no token to train on")
+        return found
+
+    def _of_texts(self, example: Example) -> Tokens:
+        """Prompt and completion as one text, then the end of the document. What spells a control token stays text."""
+        text = example.prompt + example.completion
+        start = 0 if self._train_on == "all" else len(example.prompt)
+        ids, trained = self._encode(text, [(start, len(text))], control_tokens=False)
+        lead = np.array(self._leading, dtype=np.int64)
+        end = np.array([self._tokenizer.eos_token_id], dtype=np.int64)
+        ids, trained = np.concatenate([lead, ids, end]), np.concatenate([lead < 0, trained, end >= 0])
+        trained[0] = False
+        return Tokens(ids, trained)
+
+    def _of_conversation(self, example: Example) -> Tokens:
+        messages = example.messages or []
+        self._refuse_control_tokens(messages)
+        spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        answers = [index for index in spoken if index >= example.context]
+        if not answers and self._train_on != "all":
+            roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages[example.context :]))
+            raise BadRow("messages", f"has no assistant's turn to train on, its roles are {roles}")
+        text = self._render(example, messages)
+        if self._train_on == "all":
+            spans, ends = [(0, len(text))], [len(text)]
+        else:
+            if self._train_on == "last_assistant":
+                answers = answers[-1:]
+            marked = self._marked(example, text) if self.has_markers else None
+            if marked is not None and example.context:
+                marked = marked[-len(answers) :] if len(marked) == len(spoken) else None
+            if marked is None:
+                spans = [self._difference(example, text, index) for index in answers]
+                ends = [end for _, end in spans]
+            else:
+                spans = marked[-1:] if self._train_on == "last_assistant" else marked
+                ends = self._turn_ends(example, text, answers, spans)
+        ids, trained = self._encode(text, spans, control_tokens=True, ends=ends)
+        if trained[-1] and int(ids[-1]) not in self._special:  # nothing in the template says where the answer ends
+            ids, trained = np.append(ids, self._tokenizer.eos_token_id), np.append(trained, True)
+        trained[0] = False
+        return Tokens(ids, trained)
+
+    def _render(self, example: Example, messages: Messages, *, generate: bool = False) -> str:
+        """The text of some turns. generate: with what stands before an answer."""
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    messages,
+                    tools=example.tools,
+                    chat_template=self.template,
+                    add_generation_prompt=generate,
+                    tokenize=False,
+                    **example.template_options,
+                )
+            )
+        except Exception as error:  # a template raises what it likes, and Jinja's own errors
+            raise BadRow("messages", f"are refused by the chat template ({one_line(error, 200)})") from error
+
+    def _marked(self, example: Example, text: str) -> Spans | None:
+        """The spans between the template's generation markers; None where it marked nothing in this conversation."""
+        variables = {**self._tokenizer.special_tokens_map, **example.template_options}
+        found: Any = render_jinja_template(  # its annotation is of an older form
+            conversations=[example.messages or []],
+            tools=example.tools,
+            chat_template=self.template,
+            return_assistant_tokens_mask=True,
+            **variables,
+        )
+        (rendered,), (spans,) = found
+        if rendered != text:
+            raise BadRow("messages", "render differently each time, so answers cannot be located")
+        return list(spans) or None
+
+    def _difference(self, example: Example, text: str, index: int) -> tuple[int, int]:
+        """The span of one answer by rendering the conversation up to it. Raises BadRow."""
+        messages, where = example.messages or [], f"messages[{index}]"
+        before = self._render(example, messages[:index], generate=True)
+        upto = text if index + 1 == len(messages) else self._render(example, messages[: index + 1])
+        for part, what in ((before, "the turns before it"), (upto, "the turns up to it")):
+            if not text.startswith(part):
+                at = next((i for i, (a, b) in enumerate(zip(part, text, strict=False)) if a != b), len(text))
+                problem = (
+                    f"cannot be located: the chat template renders {what} differently once others follow "
+                    f"({part[at : at + 30]!r} became {text[at : at + 30]!r}); set data.train_on=last_assistant, or "
+                    "data.chat_template to one with generation markers"
+                )
+                raise BadRow(where, problem)
+        start = len(before)
+        if before == self._render(example, messages[:index]):  # the template has no prompt to generate
+            marked = self._render(example, [*messages[:index], {**messages[index], "content": _PLACEHOLDER}])
+            start = max(start, marked.find(_PLACEHOLDER))
+        return start, len(upto)
+
+    def _turn_ends(self, example: Example, text: str, answers: list[int], spans: Spans) -> list[int]:
+        """Up to where each marked answer's turn goes on: a marker may close before the token that ends the turn."""
+        messages = example.messages or []
+        if len(answers) != len(spans):
+            return [end for _, end in spans]
+        found = []
+        for index, (_, end) in zip(answers, spans, strict=True):
+            upto = text if index + 1 == len(messages) else self._render(example, messages[: index + 1])
+            found.append(len(upto) if text.startswith(upto) else end)
+        return found
+
+    def _encode(
+        self, text: str, spans: Spans, *, control_tokens: bool, ends: list[int] | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of the text, and which of them belong to the spans, to the token that ends the turn and no further.
+
+        ends: last character of each span's turn, up to which that token is looked for.
+        """
+        self._encoder.encode_special_tokens = not control_tokens
+        encoding = self._encoder.encode(text, add_special_tokens=False)
+        ids = np.array(encoding.ids, dtype=np.int64)
+        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        trained = np.zeros(len(ids), dtype=bool)
+        for number, (start, end) in enumerate(spans):
+            inside = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > start))
+            first = int(inside[0]) if len(inside) else int(np.searchsorted(offsets[:, 0], start))
+            last = int(inside[-1]) if len(inside) else first - 1  # an empty answer, of which only the end is learned
+            if ends is not None and self._train_on != "all":
+                last = self._to_end_of_turn(text, ids, offsets, first, last, ends[number])
+            trained[first : last + 1] = True
+        return ids, trained
+
+    def _to_end_of_turn(
+        self, text: str, ids: np.ndarray, offsets: np.ndarray, first: int, last: int, turn_end: int
+    ) -> int:
+        """`last` moved to the control token that ends the turn, if only white space is between."""
+        back = last
+        while back > first and not text[offsets[back, 0] : offsets[back, 1]].strip():
+            back -= 1
+        if back >= first and int(ids[back]) in self._special:
+            return back
+        ahead = last + 1
+        while ahead < len(ids) and offsets[ahead, 1] <= turn_end:
+            if int(ids[ahead]) in self._special:
+                return ahead
+            if text[offsets[ahead, 0] : offsets[ahead, 1]].strip():
+                break
+            ahead += 1
+        return last
+
+    def _refuse_control_tokens(self, messages: Messages) -> None:
+        """Raises BadRow for a content that would become a control token, such as the end of the turn it is in."""
+        for index, message in enumerate(messages):
+            content = message.get("content")
+            parts = [content] if isinstance(content, str) else [part.get("text") for part in content or []]
+            for part in parts:
+                found = self._control.search(part) if isinstance(part, str) and self._control else None
+                if found is not None:
+                    problem = f"spells the control token {found[0]}, which it would become; take it out"
+                    raise BadRow(f"messages[{index}].content", problem)
+
+
+_PLACEHOLDER = "PLACEHOLDER4711"
+"""Rendered in place of an answer to see where its content would begin."""
+_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+def _own_template(tokenizer: PreTrainedTokenizerFast) -> str | None:
+    own: Any = tokenizer.chat_template
+    return own.get("default") if isinstance(own, dict) else own
+
+
+def _with_exact_offsets(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
+    """A copy of the tokenizer in which white space belongs to the token that holds it; byte-level ones trim it away."""
+
+    def exact(part: Any) -> Any:
+        if isinstance(part, dict):
+            return {key: False if key == "trim_offsets" else exact(item) for key, item in part.items()}
+        return [exact(item) for item in part] if isinstance(part, list) else part
+
+    document = json.loads(tokenizer.backend_tokenizer.to_str())
+    document["post_processor"] = exact(document.get("post_processor"))
+    document |= {"truncation": None, "padding": None}
+    return Tokenizer.from_str(json.dumps(document))
+
+
+def _leading(encoder: Tokenizer) -> list[int]:
+    """The tokens that the tokenizer puts before every text, such as the beginning of a document."""
+    plain, full = (encoder.encode("a", add_special_tokens=added).ids for added in (False, True))
+    return full[: full.index(plain[0])] if plain and plain[0] in full else []

@@ -1,0 +1,64 @@
+"""Files of a source, on a disk or behind a URL: opened, decompressed, and cut at a separator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO, cast
+
+from config.errors import UserError, one_line
+from config.task import is_url
+
+_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
+"""Compression by file suffix."""
+BLOCK_BYTES = 1 << 20
+"""[bytes] Size of the blocks in which a file that is cut is read."""
+
+
+def opened(path: str, *, seekable: bool = False) -> BinaryIO:
+    """A file or URL for reading. seekable: whether it is read in parts, which not every web server sends.
+
+    Raises OSError, also while it is read.
+    """
+    if not is_url(path):
+        return Path(path).open("rb")
+    from data.sources import remote  # it loads fsspec
+
+    return remote.opened(path, seekable=seekable)
+
+
+def compression_of(path: str) -> str | None:
+    """The compression of a file or URL, by its name; None for none."""
+    return _COMPRESSIONS.get(PurePosixPath(path.partition("?")[0] if is_url(path) else path).suffix)
+
+
+def decompressed(path: str) -> BinaryIO:
+    """A file or URL for reading from its start, unpacked.
+
+    Raises OSError, also while it is read; of one that is not what its name says pyarrow.ArrowException, too.
+    """
+    import pyarrow
+
+    return cast(BinaryIO, pyarrow.input_stream(opened(path), compression=compression_of(path)))
+
+
+def unreadable(path: str, error: Exception) -> UserError:
+    """The error for a file that is damaged, or of another format."""
+    return UserError(f"{path}: cannot be read ({one_line(error)}). Check that it is whole, and its format.")
+
+
+def pieces(file: BinaryIO, separator: bytes) -> Iterator[bytes]:
+    """The parts that `bytes.split` makes of a file, with a block and copies of the longest piece in memory.
+
+    A separator that is UTF-8 cuts no character of a text that is: no character's bytes are inside another's.
+    """
+    held = bytearray()
+    while block := file.read(BLOCK_BYTES):
+        start = max(0, len(held) - len(separator) + 1)  # where one may begin that was not whole before
+        held += block
+        done = 0
+        while (end := held.find(separator, max(start, done))) >= 0:
+            yield bytes(held[done:end])
+            done = end + len(separator)
+        del held[:done]
+    yield bytes(held)

@@ -1,0 +1,76 @@
+"""Rows of JSONL and JSON files, each with its file and line. Compressed files (.gz, .zst, .bz2) need no unpacking."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+import pyarrow
+
+from config.errors import one_line
+from data.sources.files import decompressed, pieces, unreadable
+from data.sources.row_formats import BadRow
+
+LONE_SURROGATE = "holds a lone surrogate, which is no character"
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+Found = tuple[str, dict[str, Any] | BadRow]
+"""Where a row is, and the row, or why it is none."""
+
+
+def json_rows(path: str) -> Iterator[Found]:
+    """The rows of a JSONL file by line, or of a JSON file that holds one list by item. Raises UserError."""
+    try:
+        with decompressed(path) as stream:
+            is_list = _opening(stream) == b"["
+        with decompressed(path) as stream:
+            if is_list:
+                raw = stream.read()
+                for number, row in enumerate(json.loads(_text(raw)), 1):
+                    yield f"{path}: item {number}", _as_row(row, raw)
+                return
+            for number, line in enumerate(pieces(stream, b"\n"), 1):
+                if line.removeprefix(codecs.BOM_UTF8).strip():
+                    yield f"{path}:{number}", _parsed(line)
+    except (OSError, ValueError, RecursionError, pyarrow.ArrowException) as error:
+        raise unreadable(path, error) from error
+
+
+def _opening(stream: BinaryIO) -> bytes:
+    """The first byte that is neither white space nor of a byte order mark."""
+    while block := stream.read(4096):
+        if start := block.removeprefix(codecs.BOM_UTF8).lstrip():
+            return start[:1]
+    return b""
+
+
+def _text(raw: bytes) -> str:
+    """Raises UnicodeDecodeError. A byte order mark, which Windows writes, is left out."""
+    return raw.decode("utf-8-sig")
+
+
+def _parsed(line: bytes) -> dict[str, Any] | BadRow:
+    try:
+        return _as_row(json.loads(_text(line)), line)
+    except UnicodeDecodeError as error:
+        return BadRow("", f"is not UTF-8 ({one_line(error, 120)}); save the file as UTF-8")
+    except json.JSONDecodeError as error:
+        part = error.pos >= len(_text(line).rstrip()) - 1
+        one = "; each row has to stand on one line, or all of them in one list" if part else ""
+        return BadRow("", f"is not JSON ({one_line(error, 120)}){one}")
+    except (ValueError, RecursionError) as error:
+        return BadRow("", f"is not JSON ({one_line(error, 120)})")
+
+
+def _as_row(value: Any, raw: bytes) -> dict[str, Any] | BadRow:
+    """raw: what it was parsed from. Without such an escape there is no lone surrogate, and no need to look for one."""
+    if not isinstance(value, dict):
+        return BadRow("", f"is {json.dumps(value)[:40]}, not an object with fields")
+    if _SURROGATE.search(raw) is not None:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            return BadRow("", LONE_SURROGATE)
+    return value

@@ -1,0 +1,104 @@
+"""Rows of task classify: one or two texts, or words, and what is to be predicted of them.
+
+| format | fields of the row, by their default names | predicted |
+|---|---|---|
+| labelled | `text`, or with a second one, and `label`: text, a whole number, or true or false | a label |
+| tagged | `tokens`, a list of words, and `tags`, as many labels | a label of each word |
+| scored | `text`, or with a second one, and `label`, a number | the number |
+
+What does not fit is a `BadRow` that names the field. Whoever reads the rows knows the file and the line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from config.schema import DataSection
+from data.sources.row_formats import BadRow
+
+TASK_FORMATS = ("labelled", "tagged", "scored")
+
+
+@dataclass(frozen=True)
+class LabelledRow:
+    """A row in the common form."""
+
+    texts: tuple[str, ...]
+    """One or two; of words, their words with a space between."""
+    words: tuple[tuple[int, int], ...]
+    """Character span (start, end) of each word of a tagged row; end is exclusive."""
+    target: str | float | tuple[str, ...]
+    """The label, the number, or the label of each word."""
+
+
+def read_labelled(row: Mapping[str, Any], data: DataSection) -> LabelledRow:
+    """A row in the common form, by data.format. Raises BadRow."""
+    if data.format == "tagged":
+        return _tagged(row, data)
+    names = [data.text_field, *([data.text_pair_field] if data.text_pair_field is not None else [])]
+    texts = tuple(_text(row, name) for name in names)
+    value = row.get(data.label_field)
+    if value is None:
+        raise BadRow(data.label_field, f"is missing or null; the row's fields are {', '.join(sorted(row))}")
+    if data.format == "scored":
+        return LabelledRow(texts, (), _number(value, data.label_field))
+    return LabelledRow(texts, (), _label(value, data.label_field))
+
+
+def sorted_labels(names: Iterable[str]) -> tuple[str, ...]:
+    """Labels in the order in which a model has them unless told otherwise: numbers by value, else by the alphabet."""
+    found = set(names)
+    if all(name.removeprefix("-").isdecimal() for name in found):
+        return tuple(sorted(found, key=int))
+    return tuple(sorted(found))
+
+
+def _tagged(row: Mapping[str, Any], data: DataSection) -> LabelledRow:
+    words, tags = (_list(row, name) for name in (data.tokens_field, data.tags_field))
+    if len(words) != len(tags):
+        problem = f"has {len(tags)} labels for {len(words)} words in {data.tokens_field}; give one for each"
+        raise BadRow(data.tags_field, problem)
+    spans, start = [], 0
+    for index, word in enumerate(words):
+        if not isinstance(word, str) or not word.strip():
+            raise BadRow(f"{data.tokens_field}[{index}]", "is empty" if word == "" else "is not a word")
+        spans.append((start, start + len(word)))
+        start += len(word) + 1
+    labels = tuple(_label(tag, f"{data.tags_field}[{index}]") for index, tag in enumerate(tags))
+    return LabelledRow((" ".join(words),), tuple(spans), labels)
+
+
+def _text(row: Mapping[str, Any], name: str) -> str:
+    value = row.get(name)
+    if not isinstance(value, str):
+        fields = ", ".join(sorted(row)) or "none"
+        raise BadRow(name, f"is missing or no text; the row's fields are {fields}")
+    if not value:
+        raise BadRow(name, "is empty")
+    return value
+
+
+def _list(row: Mapping[str, Any], name: str) -> list[Any]:
+    value = row.get(name)
+    if not isinstance(value, list) or not value:
+        fields = ", ".join(sorted(row)) or "none"
+        raise BadRow(name, f"is missing, empty or no list; the row's fields are {fields}")
+    return value
+
+
+def _label(value: Any, name: str) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int) or (isinstance(value, str) and value):
+        return str(value)
+    fix = "; for numbers set classify.kind=regression" if isinstance(value, float) else ""
+    raise BadRow(name, f"is {value!r:.40}, and no label: text, a whole number, or true or false{fix}")
+
+
+def _number(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise BadRow(name, f"is {value!r:.40}, and not a finite number")
+    return float(value)

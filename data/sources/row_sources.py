@@ -1,0 +1,111 @@
+"""Rows of a source, each with where it is: file and line, or its number.
+
+JSONL is read by `json_rows` and not through `datasets`, which knows no line numbers and gives every row the keys of all
+others.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sysconfig
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from config.schema import DataSection
+from data.sources.json_rows import LONE_SURROGATE, Found, json_rows
+from data.sources.labelled_rows import TASK_FORMATS
+from data.sources.row_formats import BadRow
+from data.sources.sources import Source
+from data.text.encode import is_validation
+
+_LONGEST_FUNCTION = 40
+"""[lines] Functions longer than this are left out."""
+_LONGEST_DOCSTRING = 4
+"""[lines] At most this much of a docstring is the longer answer of a pair."""
+_TESTS = {"test", "tests", "idle_test"}
+
+
+def located_rows(data: DataSection, source: Source) -> Iterator[Found]:
+    """Every row of the source in its order. Raises UserError for a source that cannot be read."""
+    if data.source == "stdlib":
+        if data.format in TASK_FORMATS:
+            return _functions_by_folder(source)
+        return _short_and_long(source) if data.format == "preference" else _summaries(source)
+    if data.source == "jsonl":
+        return (found for path in source.files for found in json_rows(path))
+    return ((f"{source.label}: row {number}", row) for number, row in enumerate(source.rows(), 1))
+
+
+def is_held_out(row: dict[str, Any], validation_fraction: float) -> bool:
+    """Whether a row is of the validation set, by a hash of all its fields: the same row, the same answer.
+
+    Raises BadRow for text that is none.
+    """
+    try:
+        text = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str)  # str: parquet has dates, too
+        return is_validation(text, validation_fraction)
+    except UnicodeEncodeError as error:
+        raise BadRow("", LONE_SURROGATE) from error
+
+
+def _functions(source: Source) -> Iterator[tuple[str, str, list[str]]]:
+    """Where it is, code and lines of the docstring of every short function of the standard library that has one.
+
+    The code is as Python writes it, without the docstring.
+    """
+    for number, text in enumerate(source.documents(Counter()), 1):
+        try:
+            tree = ast.parse(text)
+        except (SyntaxError, ValueError, RecursionError):  # the library has files that are wrong on purpose
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = [line.strip() for line in (ast.get_docstring(node) or "").splitlines() if line.strip()]
+                code = _code_of(node) if lines else None
+                if code is not None:
+                    yield f"{source.label}: file {number}, line {node.lineno}", f"{code}\n\n# In words: ", lines
+
+
+def _summaries(source: Source) -> Iterator[Found]:
+    """{prompt, completion}: a function, and the first line of its docstring."""
+    return ((where, {"prompt": code, "completion": lines[0]}) for where, code, lines in _functions(source))
+
+
+def _short_and_long(source: Source) -> Iterator[Found]:
+    """{prompt, chosen, rejected}: a function, the first line of its docstring, and more lines of it than that."""
+    for where, code, lines in _functions(source):
+        if len(lines) > 1:
+            yield where, {"prompt": code, "chosen": lines[0], "rejected": "\n".join(lines[:_LONGEST_DOCSTRING])}
+
+
+def _functions_by_folder(source: Source) -> Iterator[Found]:
+    """{text, label} of every short function of the standard library's packages: its code, and its package's name.
+
+    The code is without decorators and docstring, as Python writes it. Tests, which not every Python has, are left out.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    for path in map(Path, source.files):
+        folders = path.relative_to(root).parts[:-1]
+        package = root / folders[0] / "__init__.py" if folders else None
+        if package is None or not package.is_file() or _TESTS & set(folders) or folders[0].startswith("_"):
+            continue
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError, RecursionError):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                code = _code_of(node) if ast.get_docstring(node) is not None else _code_of(node, documented=False)
+                if code is not None:
+                    yield f"{path}:{node.lineno}", {"text": code, "label": folders[0]}
+
+
+def _code_of(node: ast.FunctionDef | ast.AsyncFunctionDef, *, documented: bool = True) -> str | None:
+    """The function without its docstring and decorators; None where nothing is left, or it is long."""
+    if len(node.body) < 1 + documented or (node.end_lineno or 0) - node.lineno > _LONGEST_FUNCTION:
+        return None
+    node.body, node.decorator_list = node.body[documented:], []
+    return ast.unparse(node)

@@ -1,0 +1,351 @@
+"""Sources of documents, each a stream with an identity.
+
+A `Source` is cheap to make and reads nothing of a hub until its documents are asked for, so that a corpus that was
+prepared earlier opens on a machine without a network.
+
+Identity, the part of the corpus's fingerprint that stands for the text:
+
+- Local files: names (relative to data.path) and sizes, and the sha256 of the contents while these are at most
+  `HASHED_BYTES` in all, so that copies of a corpus on two nodes are the same corpus whatever their times. Above that
+  size hashing would delay every start by minutes, so modification times take its place.
+- URLs: each with its size and the ETag, checksum or time of its file system (`remote`), so that a start asks for these.
+- Hub: id, name, split, and the revision when data.path pins one (`owner/name@revision`). Without a pin, what was
+  prepared stays in use when the hub changes; the revision that was read is recorded in the corpus (`revision`).
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+import sysconfig
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePath, PurePosixPath
+from types import ModuleType
+from typing import Any
+
+from config.errors import UserError
+from config.files import file_sha256
+from config.schema import DataSection
+from config.task import is_url
+from data.sources.files import compression_of
+from data.sources.row_formats import BadRow, json_kind, recognise
+
+HASHED_BYTES = 1 << 30
+"""[bytes] Local sources up to this size are identified by content, larger ones by modification time."""
+
+_NO_TEXT = "not text; correct the row, or set data.text_field to the field that holds the document"
+_PATTERNS = {
+    "text": ("*",),
+    "jsonl": ("*.jsonl", "*.jsonl.gz", "*.jsonl.zst", "*.jsonl.bz2", "*.json"),
+    "parquet": ("*.parquet",),
+    "megatron": ("*.idx",),
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Documents as a stream that can be read any number of times, always in the same order."""
+
+    label: str
+    """The config's key and value that name the source, for messages."""
+    identity: str
+    """The source's part of a corpus's fingerprint; see the module's docstring."""
+    total_bytes: int | None
+    """[bytes] Size of the files, for the progress bar; None when it is not known beforehand."""
+    text_field: str
+    open: Callable[[], Iterable[dict[str, Any]]]
+    """Opens the stream. May raise anything that `datasets` raises; `documents` turns that into a UserError."""
+    null_means: str = "no text"
+    """Reason under which a document that is null is counted as left out."""
+    deduplicate: bool = False
+    """Leave out repeated documents. Keeps 16 bytes in memory for each document."""
+    revision: Callable[[], str | None] = field(default=lambda: None)
+    """Revision of a hub dataset, once it was opened."""
+    files: tuple[str, ...] = ()
+    """Paths or URLs of the files, in order."""
+    other_way: str = ""
+    """Advice where it cannot be read as it is, for the message."""
+    damage: Callable[[], str | None] = field(default=lambda: None)
+    """Human-readable damage of the files, once something is wrong; None where it is not known."""
+    no_text: Callable[[], str | None] = field(default=lambda: None)
+    """The first row whose `text_field` holds no text: where, and what; None where rows have no lines."""
+    ids_field: str | None = None
+    """Field with the token ids of a document, where it is tokenized already and no text."""
+
+    def documents(self, skipped: Counter[str]) -> Iterator[str]:
+        """Yield every document's text; what is left out is counted in `skipped` by reason.
+
+        Reasons: "not utf-8", "no text" (null or empty), "duplicate". Raises UserError when the source cannot be
+        read, has no field `text_field`, or holds something else than text there.
+        """
+        seen: set[bytes] = set()
+        for number, row in enumerate(self.rows(), 1):
+            if self.text_field not in row:
+                raise UserError(
+                    f"data.text_field={self.text_field}: not a field of {self.label}; its fields are "
+                    f"{', '.join(sorted(row))}. Set data.text_field to the one that holds the document"
+                    f"{_as_rows(row)}."
+                )
+            text = row[self.text_field]
+            if text is None:
+                skipped[self.null_means] += 1
+            elif text == "":
+                skipped["no text"] += 1
+            elif not isinstance(text, str):
+                what = f"{self.label}: row {number}: {self.text_field}: is {json_kind(text)}"
+                raise UserError(f"{self.no_text() or what}, {_NO_TEXT}")
+            elif self.deduplicate and _seen_before(text, seen):
+                skipped["duplicate"] += 1
+            else:
+                yield text
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Every row as it is. Raises UserError when the source cannot be read."""
+        from data.sources.streams import READ_ERRORS
+
+        # What the libraries of stores raise has no base class but this one.
+        errors = (Exception,) if any(map(is_url, self.files[:1])) else READ_ERRORS
+        try:
+            yield from self.open()
+        except UserError:
+            raise
+        except errors as error:
+            raise UserError(self.damage() or self._unreadable(error)) from error
+
+    def _unreadable(self, error: Exception) -> str:
+        row = self.no_text() if self.ids_field is None else None
+        if row is not None:  # of one column in which types are mixed Arrow says where in a block that is
+            return f"{row}, {_NO_TEXT}"
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        on_a_disk = self.files and not is_url(self.files[0])
+        usual = "Check its format." if on_a_disk else "Check that it exists, its format and the network."
+        check = self.other_way or usual
+        return f"{self.label}: cannot be read ({reason}). {check}"
+
+
+def open_source(data: DataSection) -> Source:
+    """The source that a config names. Raises UserError for a missing path or a path that matches no file."""
+    if data.source == "stdlib":
+        root = Path(sysconfig.get_path("stdlib"))
+        return _text_source("data.source=stdlib", _local(root, list(_library_files(root)), "text"), deduplicate=True)
+    if not data.path:
+        raise UserError(f"data.path: missing; data.source={data.source} needs a path. Set data.path.")
+    label = f"data.path={data.path}"
+    if data.source == "text":
+        return _text_source(label, _files(data.path, "text"), separator=data.document_separator)
+    if data.source == "megatron":
+        return _megatron_source(data.path, label)
+    source = _hub_source(data, label) if data.source == "hub" else _row_source(data, data.path, label)
+    if data.input_ids_field is None:
+        return source
+    identity = f"{source.identity}:ids of {json.dumps(data.input_ids_field)}"
+    return replace(source, ids_field=data.input_ids_field, identity=identity, total_bytes=None)
+
+
+def _row_source(data: DataSection, path: str, label: str) -> Source:
+    files = _files(path, data.source)
+    builder = "json" if data.source == "jsonl" else "parquet"
+    return Source(
+        label=label,
+        identity=files.identity,
+        total_bytes=files.total_bytes,
+        text_field=data.text_field,
+        open=lambda: _streams().files(builder, list(files.names)),
+        damage=lambda: _streams().damage(builder, list(files.names)),
+        no_text=lambda: _streams().no_text(list(files.names), data.text_field) if builder == "json" else None,
+        files=files.names,
+    )
+
+
+@dataclass(frozen=True)
+class _Files:
+    """The files that data.path names."""
+
+    names: tuple[str, ...]
+    """Paths or URLs, in the order in which they are read."""
+    identity: str
+    total_bytes: int | None
+    """[bytes]"""
+
+
+def _files(path: str, source: str) -> _Files:
+    """The files of data.path, on disk or behind a URL. Raises UserError."""
+    if not is_url(path):
+        return _local(*_local_files(path, source), source)
+    from data.sources.remote import list_files
+
+    found = sorted(list_files(path, _PATTERNS[source]), key=lambda file: _order(PurePosixPath(file.name), source))
+    digest = hashlib.sha256(b"remote")
+    for file in found:
+        digest.update(f"\0{file.url.partition('?')[0]}\0{file.size}\0{file.version}".encode())
+    sizes = [file.size for file in found if file.size is not None]
+    whole = sum(sizes) if len(sizes) == len(found) else None
+    return _Files(tuple(file.url for file in found), f"files:{digest.hexdigest()}", whole)
+
+
+def _local(root: Path, files: list[Path], source: str) -> _Files:
+    ordered = sorted(files, key=lambda path: _order(path.relative_to(root), source))
+    size = sum(path.stat().st_size for path in ordered)
+    return _Files(tuple(map(str, ordered)), _files_identity(root, ordered), size)
+
+
+def _order(name: PurePath, source: str) -> Any:
+    """Sort key: the whole name for text, folder by folder for rows. Corpora already prepared have these orders."""
+    return name.as_posix() if source == "text" else name.parts
+
+
+def _library_files(root: Path) -> Iterator[Path]:
+    """The standard library's .py files; folders of installed packages, which may be far larger, are not looked into."""
+    for folder, names, files in os.walk(root):
+        names[:] = [name for name in names if name not in {"site-packages", "dist-packages"}]
+        yield from (Path(folder, file) for file in files if file.endswith(".py"))
+
+
+def _text_source(label: str, files: _Files, *, deduplicate: bool = False, separator: str | None = None) -> Source:
+    identity = f"{files.identity}:unpacked" if any(map(compression_of, files.names)) else files.identity
+    return Source(
+        label=label,
+        identity=identity if separator is None else f"{identity}:split at {json.dumps(separator)}",
+        total_bytes=files.total_bytes,
+        text_field="text",
+        open=lambda: _streams().texts(list(files.names), separator),
+        null_means="not utf-8",
+        deduplicate=deduplicate,
+        files=files.names,
+    )
+
+
+def _megatron_source(path: str, label: str) -> Source:
+    from data.sources import megatron
+
+    whole = Path(path).expanduser()
+    prefix = whole.with_suffix("") if whole.suffix == ".bin" else whole
+    index = Path(f"{prefix}.idx")
+    if whole.suffix == ".bin" and not index.is_file():
+        raise UserError(f"data.path={path}: {index} is missing, which says where the documents of a .bin begin")
+    root, found = (index.parent, [index]) if index.is_file() else _local_files(path, "megatron")
+    files = sorted(file for file in found if file.suffix != ".bin")
+    tokens = [megatron.bin_of(file) for file in files]
+    return Source(
+        label=label,
+        identity=_files_identity(root, [*files, *(file for file in tokens if file.is_file())]),
+        total_bytes=None,
+        text_field="text",
+        open=lambda: ({"input_ids": ids} for file in files for ids in megatron.documents(file)),
+        files=tuple(map(str, files)),
+        ids_field="input_ids",
+    )
+
+
+def _local_files(path: str, source: str) -> tuple[Path, list[Path]]:
+    """The folder that names are relative to, and the files: of one file, of a folder (recursive), or of a glob."""
+    place = Path(path).expanduser()
+    if place.is_file():
+        return place.parent, [place]
+    if place.is_dir():
+        found = {file for pattern in _PATTERNS[source] for file in place.rglob(pattern)}
+        files = [file for file in found if file.is_file() and not _hidden(file, place)]
+        root = place
+    else:
+        parts = place.parts
+        split = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
+        root = Path(*parts[:split])
+        files = [file for file in root.glob(str(Path(*parts[split:]))) if file.is_file()]
+    if not files:
+        wanted = " or ".join(_PATTERNS[source])
+        raise UserError(f"data.path={path}: no file there. Set data.path to a file, a folder with {wanted}, or a glob.")
+    return root, files
+
+
+def _hidden(file: Path, root: Path) -> bool:
+    # Python writes __pycache__ at any time, which would change the identity of the corpus.
+    return any(part.startswith(".") or part == "__pycache__" for part in file.relative_to(root).parts)
+
+
+def _files_identity(root: Path, files: list[Path]) -> str:
+    ordered = sorted((path.relative_to(root).as_posix(), path) for path in files)
+    by_content = sum(path.stat().st_size for path in files) <= HASHED_BYTES
+    digest = hashlib.sha256(b"content" if by_content else b"modified")
+    for name, path in ordered:
+        status = path.stat()
+        digest.update(f"\0{name}\0{status.st_size}\0".encode("utf-8", "surrogateescape"))
+        if by_content:
+            digest.update(bytes.fromhex(file_sha256(path)))
+        else:
+            digest.update(str(status.st_mtime_ns).encode())
+    return f"files:{digest.hexdigest()}"
+
+
+def _hub_source(data: DataSection, label: str) -> Source:
+    """A dataset of the hub, a local folder of one, or a folder written by `Dataset.save_to_disk`."""
+    assert data.path is not None
+    folder = Path(data.path).expanduser()
+    if folder.is_file() and folder.suffix in (".csv", ".tsv"):
+        read = f"from_csv({str(folder)!r}{', sep=chr(9)' if folder.suffix == '.tsv' else ''})"
+        program = f"import datasets; datasets.Dataset.{read}.to_json({str(folder.with_suffix('.jsonl'))!r})"
+        raise UserError(
+            f'data.path={data.path}: is a table of text, which is not read; make JSONL of it: python -c "{program}"'
+        )
+    if folder.is_file():
+        raise UserError(
+            f"data.path={data.path}: is a file, and data.source=hub takes a dataset of the hub or a folder of one; set "
+            "data.source to what the file is: text, jsonl, parquet or megatron"
+        )
+    if folder.is_dir():
+        files = [path for path in folder.rglob("*") if path.is_file() and not _hidden(path, folder)]
+        saved = (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+        return Source(
+            label=label,
+            identity=f"{_files_identity(folder, files)}:{data.name}:{data.split}",
+            total_bytes=None,
+            text_field=data.text_field,
+            other_way="All files of a kind in a folder are read by data.source=jsonl or parquet.",
+            open=lambda: (
+                _streams().saved(folder, data.split) if saved else _streams().folder(folder, data.name, data.split)
+            ),
+        )
+    repository, _, pinned = data.path.partition("@")
+    found: dict[str, str | None] = {}
+
+    def open_hub() -> Iterable[dict[str, Any]]:
+        stream, found["revision"] = _streams().hub(repository, data.name, data.split, pinned or None)
+        return stream
+
+    return Source(
+        label=label,
+        identity=f"hub:{repository}:{data.name}:{data.split}:{pinned}",
+        total_bytes=None,
+        text_field=data.text_field,
+        open=open_hub,
+        revision=lambda: found.get("revision"),
+    )
+
+
+def _streams() -> ModuleType:
+    """`data.streams`, imported when a stream is opened and not before."""
+    from data.sources import streams
+
+    return streams
+
+
+def _as_rows(row: dict[str, Any]) -> str:
+    """How rows with answers are read, where this is one of them."""
+    try:
+        found = recognise(row, "")
+    except BadRow:
+        return ""
+    if found == "preference":
+        return "; pairs of answers are read by task=dpo"
+    return f"; rows of format {found} are read by task=sft, and by task=distill with data.format={found}"
+
+
+def _seen_before(text: str, seen: set[bytes]) -> bool:
+    digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+    if digest in seen:
+        return True
+    seen.add(digest)
+    return False

@@ -1,0 +1,338 @@
+"""Prepare a corpus once: read the source, tokenize in several processes, publish shards atomically.
+
+Every rank of a run calls `prepare`; it needs no process group. Whichever takes the file lock first prepares; the
+others, also those of other machines that see the folder, wait and then find the corpus finished, as does every later
+run with the same fingerprint of source, tokenizer and split. Everything is written into `<fingerprint>.partial-<pid>`
+and renamed at the end, so a killed preparation leaves nothing that looks finished; the next preparation of the same
+corpus removes the partial folder, since it holds the lock, and takes the batches that were tokenized from
+`<fingerprint>.pieces` (`batch_results`).
+
+The tokens do not depend on the number of workers: one process reads the stream into batches, the workers tokenize them,
+and results are taken in the order of the batches. Memory is bounded by one shard for each split and 2 x workers + 1
+batches of about BATCH_CHARACTERS.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from filelock import FileLock, Timeout
+from transformers import PreTrainedTokenizerFast
+
+from config.errors import UserError
+from config.schema import DataSection
+from data.corpora.corpus import SPLITS, TOKENIZER, Corpus, is_prepared, open_corpus, tokenizer_sha256, write_index
+from data.corpora.shards import FORMAT_VERSION, token_dtype, write_shard
+from data.sources.sources import Source, open_source
+from data.text.batch_results import Work, kept_folder, results
+from data.text.cache_folder import cache_folder
+from data.text.encode import Encoded, EncodedCodec, encode_batch, start_worker
+from data.text.holdout import hold_out_tail
+from data.text.preparation_progress import Display, Progress, ProgressFile, read_progress
+from data.text.tokenizer import (
+    load_tokenizer,
+    make_masking_tokenizer,
+    make_tokenizer,
+    tokenizer_identity,
+    vocabulary_size,
+)
+from data.text.workers import WorkerDied
+
+SHARD_TOKENS = 1 << 26
+"""[tokens] Size of a full shard: 128 MiB of uint16."""
+BATCH_CHARACTERS = 1 << 20
+"""[characters] Text handed to a worker at a time; a longer document is a batch alone."""
+_POLL_SECONDS = 0.5
+MakeTokenizer = Callable[[str, Source, float], PreTrainedTokenizerFast]
+"""The tokenizer of data.tokenizer, of the source and data.validation_fraction."""
+
+
+def prepare(data: DataSection, *, progress: bool, for_encoder: bool = False) -> Corpus:
+    """Open the corpus that a config names, preparing it first if need be.
+
+    progress: show a progress bar (plain lines when there is no terminal), also while another process prepares.
+    for_encoder: with the tokenizer of `make_masking_tokenizer`.
+    It does not depend on the run's seed: runs that differ by seed share one preparation and one validation set.
+
+    Raises UserError for a source or tokenizer that cannot be read, an empty source, another process that prepares it
+    and makes no progress for data.wait_minutes, damaged prepared data, and a cache folder that cannot be written.
+    """
+    source, fingerprint = identified(data, partial(corpus_fingerprint, for_encoder=for_encoder))
+    fill = partial(_fill_text, make=make_masking_tokenizer if for_encoder else make_tokenizer)
+    folder = published(data, source, fingerprint, fill, progress=progress)
+    corpus = open_corpus(folder, verify=data.verify)
+    if data.hold_out == "auto" and data.validation_fraction and not corpus.validation_documents:
+        return hold_out_tail(corpus, fraction=data.validation_fraction, sequence_length=data.sequence_length)
+    return corpus
+
+
+Fill = Callable[[DataSection, Source, str, Path, "ProgressFile"], None]
+"""Writes a whole corpus: of which data and source, its fingerprint, the folder to fill, and where progress goes."""
+
+
+def identified(data: DataSection, fingerprint: Callable[[DataSection, Source], str]) -> tuple[Source, str]:
+    """The source that a config names, and the corpus's fingerprint. Raises UserError for files that cannot be read."""
+    try:
+        source = open_source(data)
+        return source, fingerprint(data, source)
+    except OSError as error:
+        key = "data.path" if data.path else "data.source"
+        reason = f"{error.filename or 'its files'} cannot be read ({error.strerror or error})"
+        raise UserError(f"{key}={data.path or data.source}: {reason}. Change the permissions, or {key}.") from error
+
+
+def published(data: DataSection, source: Source, fingerprint: str, fill: Fill, *, progress: bool) -> Path:
+    """The folder of a finished corpus, which `fill` writes if it is not there; one process does, others wait.
+
+    Raises UserError.
+    """
+    folder = cache_folder(data, fingerprint, say=progress)
+    if not is_prepared(folder):
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with Display(source.label, shown=progress) as display, _lock(folder, data.wait_minutes, display):
+                if not is_prepared(folder):
+                    _prepare_locked(data, source, folder, display, fill)
+                display.finish()
+        except WorkerDied as error:
+            raise UserError(
+                f"data.workers={data.workers}: {error} while it tokenized, most often for lack of memory. "
+                "Use fewer workers or a machine with more memory."
+            ) from error
+        except OSError as error:
+            raise UserError(
+                f"data.cache_dir={data.cache_dir}: cannot be written ({error}). Free space there or set another folder."
+            ) from error
+    return folder
+
+
+def corpus_fingerprint(data: DataSection, source: Source, *, for_encoder: bool = False) -> str:
+    """Name of the corpus: 20 hex digits of a hash over everything that decides its tokens."""
+    parts = [
+        FORMAT_VERSION,
+        data.source,
+        source.identity,
+        source.text_field,
+        str(source.deduplicate),
+        tokenizer_identity(data.tokenizer),
+        repr(data.validation_fraction),
+        *(["encoder"] if for_encoder else []),
+    ]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]
+
+
+@contextmanager
+def _lock(folder: Path, wait_minutes: float, display: Display) -> Iterator[None]:
+    """Hold the corpus's lock; while another process holds it, display that one's progress.
+
+    Raises UserError once that process has made no progress for `wait_minutes`.
+    """
+    lock = FileLock(f"{folder}.lock")
+    deadline, seen = time.monotonic() + wait_minutes * 60, None
+    while True:
+        try:
+            lock.acquire(timeout=min(_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
+            break
+        except Timeout:
+            found = read_progress(folder)
+            display.show(found)
+            if found not in (None, seen):
+                deadline, seen = time.monotonic() + wait_minutes * 60, found
+            if time.monotonic() >= deadline:
+                raise UserError(
+                    f"data.wait_minutes={wait_minutes:g}: another process still prepares {folder} (it holds "
+                    f"{folder}.lock) and came no further. Raise data.wait_minutes, or end it if it hangs."
+                ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _prepare_locked(data: DataSection, source: Source, folder: Path, display: Display, fill: Fill) -> None:
+    for leftover in folder.parent.glob(f"{folder.name}.partial-*"):
+        shutil.rmtree(leftover)
+    if folder.exists():
+        # A folder without an index is the rest of an interrupted deletion.
+        shutil.rmtree(folder)
+    partial = folder.parent / f"{folder.name}.partial-{os.getpid()}"
+    partial.mkdir()
+    try:
+        with ProgressFile(partial, display) as report:
+            fill(data, source, folder.name, partial, report)
+        partial.rename(folder)
+        shutil.rmtree(kept_folder(folder), ignore_errors=True)
+    except (UserError, OSError):  # after another end, such as a worker's for lack of memory, what is kept is of use
+        shutil.rmtree(kept_folder(folder), ignore_errors=True)
+        raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _fill_text(
+    data: DataSection, source: Source, fingerprint: str, folder: Path, report: ProgressFile, *, make: MakeTokenizer
+) -> None:
+    """`_fill`, with nothing held out where all of it was and the end of a document can be instead."""
+    try:
+        _fill(data, source, fingerprint, folder, report, make=make)
+    except _AllHeldOut:
+        if data.hold_out != "auto":
+            raise
+        for file in folder.glob("*.safetensors"):
+            file.unlink()
+        _fill(replace(data, validation_fraction=0.0), source, fingerprint, folder, report, make=make)
+
+
+def _fill(
+    data: DataSection, source: Source, fingerprint: str, folder: Path, report: ProgressFile, *, make: MakeTokenizer
+) -> None:
+    """Write a whole corpus into `folder`: tokenizer, shards, and last the index."""
+    report(Progress("tokenizer", 0, None))
+    tokenizer = make(data.tokenizer, source, data.validation_fraction)
+    tokenizer.save_pretrained(folder / TOKENIZER)
+    vocab_size = vocabulary_size(tokenizer)
+    dtype = token_dtype(vocab_size)
+    header = {
+        "vocab_size": str(vocab_size),
+        "tokenizer_sha256": tokenizer_sha256(folder / TOKENIZER),
+        "source_fingerprint": hashlib.sha256(source.identity.encode()).hexdigest(),
+    }
+    end_of_document = tokenizer.eos_token_id
+    writers = {split: _SplitWriter(folder, split, dtype, header, end_of_document) for split in SPLITS}
+    skipped: Counter[str] = Counter()
+    if source.ids_field is None:
+        # to tokenize bytes again is faster than to read what was kept
+        kept = None if data.tokenizer == "bytes" else kept_folder(folder.with_name(fingerprint))
+        work = _work(data, folder / TOKENIZER)
+        batches = results(work, _batches(source.documents(skipped)), data.workers, kept)
+    else:
+        from data.text.token_ids import Vocabulary, copied  # it loads pyarrow
+
+        batches = copied(data, source, Vocabulary(data.tokenizer, vocab_size, end_of_document, dtype), skipped)
+    with closing(batches):
+        for batch in batches:
+            for split, part in zip(SPLITS, batch, strict=True):
+                writers[split].add(part)
+            report(_progress(source, list(writers.values())))
+    splits = {split: writer.finish() for split, writer in writers.items()}
+    read = sum(writer.documents for writer in writers.values()) + sum(skipped.values())
+    if data.source == "text" and data.document_separator is not None and read == len(source.files):
+        raise UserError(
+            f"data.document_separator={json.dumps(data.document_separator)}: is nowhere in {source.label}. Give what "
+            "stands between its documents (YAML reads \\n as a line end in double quotes only), or null."
+        )
+    if not writers["train"].documents:
+        raise _no_training_text(data, source, writers["validation"].documents, skipped)
+    write_index(
+        folder,
+        {
+            "fingerprint": fingerprint,
+            "source": source.label,
+            "revision": source.revision(),
+            "vocab_size": vocab_size,
+            "end_of_document": end_of_document,
+            "tokenizer_sha256": header["tokenizer_sha256"],
+            "skipped": dict(skipped),
+            **splits,
+        },
+    )
+
+
+def _progress(source: Source, writers: list[_SplitWriter]) -> Progress:
+    if source.ids_field is None:
+        return Progress("tokens", sum(writer.text_bytes for writer in writers), source.total_bytes)
+    return Progress("ids", sum(writer.token_bytes for writer in writers), None)
+
+
+def _work(data: DataSection, tokenizer_folder: Path) -> Work:
+    """The work of tokenizing documents."""
+    tokenizer = load_tokenizer(tokenizer_folder)
+    tokenizer_json = (tokenizer_folder / "tokenizer.json").read_text(encoding="utf-8")
+    dtype = token_dtype(vocabulary_size(tokenizer))
+    arguments = (tokenizer_json, tokenizer.eos_token_id, dtype, data.validation_fraction, data.tokenizer == "bytes")
+    identity = hashlib.sha256(json.dumps([FORMAT_VERSION, tokenizers.__version__, *arguments]).encode()).hexdigest()
+    return Work(encode_batch, start_worker, arguments, EncodedCodec(), identity)
+
+
+def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    characters = 0
+    for text in documents:
+        batch.append(text)
+        characters += len(text)
+        if characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _no_training_text(data: DataSection, source: Source, held_out: int, skipped: Counter[str]) -> UserError:
+    if held_out:
+        return _AllHeldOut(
+            f"data.validation_fraction={data.validation_fraction:g}: all {held_out} documents of {source.label} were "
+            "drawn for validation. Set it to 0 or give more documents."
+        )
+    if not skipped:
+        return UserError(f"{source.label}: holds no document: it is empty. Write some into it, or name another file.")
+    left_out = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
+    what = "text" if source.ids_field is None else "tokens"
+    return UserError(f"{source.label}: holds no document with {what} (left out: {left_out}). Point it at {what}.")
+
+
+class _AllHeldOut(UserError):
+    """No document is left to train on."""
+
+
+class _SplitWriter:
+    """Collects the tokens of one split and writes a shard of every SHARD_TOKENS."""
+
+    def __init__(self, folder: Path, split: str, dtype: str, header: dict[str, str], end_of_document: int) -> None:
+        self._folder, self._split = folder, split
+        self._header, self._end_of_document = {**header, "split": split}, end_of_document
+        self._buffer = np.empty(SHARD_TOKENS, dtype=dtype)
+        self._held = 0
+        self._shards: list[dict[str, Any]] = []
+        self.documents = 0
+        self.text_bytes = 0
+        self.token_bytes = 0
+
+    def add(self, part: Encoded) -> None:
+        """Append encoded documents; a document may be split between two shards."""
+        self.documents += part.documents
+        self.text_bytes += part.text_bytes
+        self.token_bytes += part.tokens.nbytes
+        start = 0
+        while start < len(part.tokens):
+            taken = min(len(part.tokens) - start, len(self._buffer) - self._held)
+            self._buffer[self._held : self._held + taken] = part.tokens[start : start + taken]
+            self._held += taken
+            start += taken
+            if self._held == len(self._buffer):
+                self._flush()
+
+    def finish(self) -> dict[str, Any]:
+        """Write what is left and return this split's part of the index."""
+        if self._held:
+            self._flush()
+        return {"shards": self._shards, "documents": self.documents, "text_bytes": self.text_bytes}
+
+    def _flush(self) -> None:
+        tokens = self._buffer[: self._held]
+        header = {**self._header, "documents": str(int(np.count_nonzero(tokens == self._end_of_document)))}
+        path = self._folder / f"{self._split}-{len(self._shards):05d}.safetensors"
+        self._shards.append(write_shard(path, tokens, header))
+        self._held = 0

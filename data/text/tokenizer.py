@@ -1,0 +1,182 @@
+"""The tokenizer of a corpus: raw bytes, a byte-level BPE trained on the corpus, or a Hugging Face fast tokenizer.
+
+It is always saved with the corpus as a Hugging Face tokenizer folder, so that a corpus and a checkpoint stay readable
+when its origin has changed or is unreachable. `bytes` and `bpe` decode to exactly the text that was
+encoded. No beginning-of-document token is added; a document ends with the tokenizer's end-of-document (eos) token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections import Counter
+from pathlib import Path
+from typing import cast
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from config.errors import UserError
+from data.sources.sources import Source
+from data.text.encode import END_OF_DOCUMENT, is_validation, train_bpe
+from data.text.workers import Workers
+
+SAMPLE_BYTES = 32 << 20
+"""[bytes] Text that a BPE is trained on, at most (one longer document excepted)."""
+SCANNED_BYTES = 1 << 30
+"""[bytes] Text at the start of the source that the sample is drawn from; so that drawing it ends on any stream."""
+SMALLEST_BPE = 257
+"""[tokens] 256 bytes and the end of a document."""
+
+
+def tokenizer_identity(spec: str) -> str:
+    """The tokenizer's part of a corpus's fingerprint: its name, or for a local folder its files' contents."""
+    folder = Path(spec).expanduser()
+    if _bpe_vocabulary(spec) is not None or spec == "bytes" or not folder.is_dir():
+        return spec
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and ("token" in path.name or path.name in {"vocab.json", "merges.txt"}):
+            digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    return f"folder:{digest.hexdigest()}"
+
+
+def make_tokenizer(spec: str, source: Source, validation_fraction: float) -> PreTrainedTokenizerFast:
+    """Build, train or load the tokenizer that data.tokenizer names.
+
+    A BPE is trained on training documents only. Raises UserError for a vocabulary that is too small, a tokenizer that
+    cannot be loaded, is not a fast one, or has no end-of-document token.
+    """
+    if spec == "bytes":
+        return _wrap(_bytes_tokenizer())
+    vocabulary = _bpe_vocabulary(spec)
+    if vocabulary is None:
+        return _load_pretrained(spec)
+    sample = draw_sample(source, validation_fraction)
+    # In a process of its own: the trainer's threads would make every later fork of this process print a warning.
+    with Workers(1) as workers:
+        return _wrap(Tokenizer.from_str(workers.submit(train_bpe, sample, vocabulary).result()))
+
+
+ENCODER_TOKENS = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "mask_token": "[MASK]"}
+"""What a tokenizer that is made here gets for an encoder."""
+
+
+def make_encoder_tokenizer(spec: str, source: Source, validation_fraction: float) -> PreTrainedTokenizerFast:
+    """`make_tokenizer` for an encoder: bytes and bpe get ENCODER_TOKENS, and put texts between them as BERT does.
+
+    A Hugging Face tokenizer stays as it is. Raises UserError as that, and where it lacks a token that is needed.
+    """
+    tokenizer = make_tokenizer(spec, source, validation_fraction)
+    if is_made(spec):
+        tokenizer.add_special_tokens(dict(ENCODER_TOKENS))
+        first, last = ((name, tokenizer.convert_tokens_to_ids(name)) for name in ("[CLS]", "[SEP]"))
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[first, last]
+        )
+    if tokenizer.pad_token_id is None:
+        raise UserError(f"data.tokenizer={spec}: has no token to pad with. Use the tokenizer of an encoder.")
+    return tokenizer
+
+
+def make_masking_tokenizer(spec: str, source: Source, validation_fraction: float) -> PreTrainedTokenizerFast:
+    """`make_encoder_tokenizer` for task mlm. Raises UserError where it has no mask token, too."""
+    tokenizer = make_encoder_tokenizer(spec, source, validation_fraction)
+    mask_token(tokenizer)
+    return tokenizer
+
+
+def mask_token(tokenizer: PreTrainedTokenizerFast) -> int:
+    """The id of what stands for a hidden token. Raises UserError where there is none."""
+    if tokenizer.mask_token_id is None:
+        raise UserError("data.tokenizer: has no mask token, which task = mlm needs; use that of an encoder")
+    return int(tokenizer.mask_token_id)
+
+
+def is_made(spec: str) -> bool:
+    """Whether the tokenizer that data.tokenizer names is made from the data, and no other has its tokens."""
+    return spec == "bytes" or _bpe_vocabulary(spec) is not None
+
+
+def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
+    """The tokenizer saved in a folder, such as `Corpus.tokenizer_folder`. Needs no network."""
+    tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    return cast(PreTrainedTokenizerFast, tokenizer)
+
+
+def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
+    """Number of ids a model needs: one more than the largest id, which `len` understates for vocabularies with gaps."""
+    return max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
+
+
+def draw_sample(source: Source, validation_fraction: float) -> list[str]:
+    """Training documents for the BPE: those with the smallest hashes among the first SCANNED_BYTES, in hash order.
+
+    Deterministic, spread evenly over what was scanned, and bounded: at most SAMPLE_BYTES of text are held at a time.
+    """
+    heap: list[tuple[int, str]] = []
+    held = scanned = 0
+    cut = 1 << 64  # hash of the smallest document that did not fit: a larger one that would fit has to stay out too
+    for text in source.documents(Counter()):
+        raw = text.encode()
+        scanned += len(raw)
+        order = int.from_bytes(hashlib.blake2b(raw, digest_size=8, person=b"sample").digest(), "little")
+        if order < cut and not is_validation(text, validation_fraction):
+            heapq.heappush(heap, (-order, text))
+            held += len(raw)
+        while held > SAMPLE_BYTES and len(heap) > 1:
+            evicted, dropped = heapq.heappop(heap)
+            held -= len(dropped.encode())
+            cut = -evicted
+        if scanned >= SCANNED_BYTES:
+            break
+    return [text for _, text in sorted(heap, reverse=True)]
+
+
+def _bpe_vocabulary(spec: str) -> int | None:
+    kind, _, size = spec.partition(":")
+    if kind != "bpe":
+        return None
+    if not size.isdecimal() or int(size) < SMALLEST_BPE:
+        raise UserError(f"data.tokenizer={spec}: the vocabulary must be a number from {SMALLEST_BPE}, as in bpe:4096.")
+    return int(size)
+
+
+def _bytes_tokenizer() -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END_OF_DOCUMENT])
+    return tokenizer
+
+
+def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END_OF_DOCUMENT,
+        clean_up_tokenization_spaces=False,
+        split_special_tokens=True,
+    )
+
+
+def _load_pretrained(spec: str) -> PreTrainedTokenizerFast:
+    folder = Path(spec).expanduser()
+    name, _, revision = (str(folder), "", "") if folder.is_dir() else spec.partition("@")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main", trust_remote_code=False)
+    except Exception as error:  # the Rust tokenizers raise plain Exception for a file they cannot parse
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        raise UserError(
+            f"data.tokenizer={spec}: cannot be loaded ({reason}). "
+            "Use bytes, bpe:<vocab>, a tokenizer folder or a hub id."
+        ) from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise UserError(f"data.tokenizer={spec}: has no fast form (tokenizer.json). Use a tokenizer that has one.")
+    if tokenizer.eos_token_id is None and tokenizer.sep_token_id is not None:
+        tokenizer.eos_token = tokenizer.sep_token  # BERT's texts end with it
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f"data.tokenizer={spec}: has no end-of-document token. Set eos_token in its tokenizer_config.json."
+        )
+    return tokenizer

@@ -1,0 +1,119 @@
+"""train.py with a mistake that a run and its FP32 twin share; one argument names it, the others are train.py's."""
+
+import os
+import sys
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import train
+from data.batches import masking
+from data.batches.loader import Batch
+from data.corpora.mixture import Mixture
+from lab.detection.plants import elsewhere, gradients, shared, state
+from lab.detection.plants.site import Plant, Site, on_engine, planted
+from modeling import parameter_groups
+from modeling.objectives.divergence import Distillation
+from modeling.objectives.preference import Preference
+from training.engine import build
+from training.engine.flat_optimizer import Pieces
+from training.engine.sharded_pieces import ShardedPieces
+
+
+def ratio_of_pieces(site: Site) -> None:
+    """Norms and means that an optimizer takes of a parameter are of this rank's piece of it."""
+    site.patch(ShardedPieces, "sums", Pieces.sums)
+
+
+def head_as_matrix(site: Site) -> None:
+    """Muon's rule for hidden matrices moves the output embedding, too."""
+    site.patch(parameter_groups, "head_weights", lambda model: set())
+
+
+def wrong_factor(site: Site) -> None:
+    """LoRA's product counts 1% too much."""
+    right = build.add_adapter
+
+    def wrong(*args: Any, **options: Any) -> Any:
+        model = right(*args, **options)
+        for module in model.modules():
+            if hasattr(module, "lora_A"):
+                module.scaling["default"] *= 1.01
+        return model
+
+    site.patch(build, "add_adapter", wrong)
+
+
+def shares_swapped(site: Site) -> None:
+    """Each source of a mixture has another one's share."""
+    right = Mixture._shares
+    site.patch(Mixture, "_shares", lambda self: right(self)[::-1])
+
+
+def labels_of_neighbours(site: Site) -> None:
+    """Each text of a micro-batch has the label, or the number, of another one."""
+
+    def wrong(batch: Batch) -> Batch:
+        further = {name: values.roll(1, 1) if name == "targets" else values for name, values in batch.further.items()}
+        return replace(batch, labels=batch.labels.roll(1, 1), further=further)
+
+    shared.change_batches(site, wrong)
+
+
+def answers_swapped(site: Site) -> None:
+    """The first pair of each micro-batch takes the rejected answer for the chosen one, and its reference too."""
+
+    def wrong(batch: Batch) -> Batch:
+        both = {"input_ids": batch.input_ids, **batch.further}
+        found = {name: torch.cat([values[:, :1].flip(2), values[:, 1:]], 1) for name, values in both.items()}
+        return replace(batch, input_ids=found.pop("input_ids"), further=found)
+
+    shared.change_batches(site, wrong)
+
+
+def wrong_beta(site: Site) -> None:
+    """The margin of two answers counts 1% too much."""
+    right: Any = Preference.__init__
+
+    def wrong(self: Any, section: Any, adapter_off: Any) -> None:
+        right(self, replace(section, beta=1.01 * section.beta), adapter_off)
+
+    site.patch(Preference, "__init__", wrong)
+
+
+def always_masked(site: Site) -> None:
+    """Every chosen token becomes the mask token."""
+    site.patch(masking, "MASKED", 1.0)
+
+
+def wrong_temperature(site: Site) -> None:
+    """Logits of teacher and student are divided by 1% more than the config says."""
+    right: Any = Distillation.__init__
+
+    def wrong(self: Any, *, temperature: float, **options: Any) -> None:
+        right(self, temperature=1.01 * temperature, **options)
+
+    site.patch(Distillation, "__init__", wrong)
+
+
+MISTAKES: dict[str, Plant] = {
+    "mean_of_means": on_engine(gradients.mean_of_means),
+    "same_draws": state.same_random_numbers_on_all_ranks,
+    "rows_of_one_rank": elsewhere.evaluated_on_rows_of_one_rank,
+    **{
+        mistake.__name__: mistake
+        for mistake in (
+            *(shared.late_rate, shared.swapped_batches, shared.shifted_labels, ratio_of_pieces, head_as_matrix),
+            *(wrong_factor, shares_swapped, labels_of_neighbours, answers_swapped, wrong_beta, always_masked),
+            wrong_temperature,
+        )
+    },
+}
+
+if __name__ == "__main__":
+    chosen = next(word for word in sys.argv[1:] if word in MISTAKES)
+    place = {"rank": int(os.environ.get("RANK", "0")), "ranks": int(os.environ.get("WORLD_SIZE", "1"))}
+    with planted(MISTAKES[chosen], **place):
+        code = train.main([word for word in sys.argv[1:] if word != chosen])
+    sys.exit(code)

@@ -1,0 +1,86 @@
+"""Small chats, a tokenizer and a base model for them, as a user would have them in files."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from tests.support.models.small_models import FAMILIES
+from tests.support.rows.chat_templates import SHAPES
+
+SHAPE = SHAPES["chatml"]
+WORDS = [
+    *("the", "a", "model", "loss", "rank", "step", "token", "mask", "weight", "value"),
+    *("gradient", "adam", "half", "precision", "run", "save", "load", "test"),
+]
+VOCABULARY = 320
+LENGTH = 96
+"""[tokens] Of a sequence; no row is longer."""
+
+
+def write_chats(path: Path, rows: int, *, seed: int = 0) -> Path:
+    """Write a JSONL file with this many conversations of one or two exchanges."""
+    draw = random.Random(seed)
+
+    def turn(role: str, longest: int) -> dict[str, str]:
+        return {"role": role, "content": " ".join(draw.choices(WORDS, k=draw.randint(1, longest)))}
+
+    lines = []
+    for _ in range(rows):
+        turns = [turn(role, longest) for _ in range(draw.choice([1, 1, 2])) for role, longest in ASKED]
+        lines.append(json.dumps({"messages": turns}))
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def write_pairs(path: Path, pairs: int, *, seed: int = 0) -> Path:
+    """Write a JSONL file with this many pairs of answers to a question, in lists of messages."""
+    draw = random.Random(seed)
+
+    def said(longest: int) -> str:
+        return " ".join(draw.choices(WORDS, k=draw.randint(1, longest)))
+
+    lines = []
+    for _ in range(pairs):
+        row = {"prompt": [{"role": "user", "content": said(12)}]}
+        row |= {side: [{"role": "assistant", "content": f"{side[0]} {said(16)}"}] for side in ("chosen", "rejected")}
+        lines.append(json.dumps(row))
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+ASKED = (("user", 5), ("assistant", 8))
+
+
+def write_base(folder: Path, family: str = "llama", *, seed: int = 0, **config: Any) -> Path:
+    """A model of a few thousand random weights with a tokenizer that has a chat template, as `save_pretrained` does.
+
+    config: further settings of the model.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["</s>", *SHAPE.special],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([" ".join(WORDS)] * 2, trainer=trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", clean_up_tokenization_spaces=False)
+    fast.chat_template = SHAPE.jinja
+    fast.save_pretrained(folder)
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "vocab_size": VOCABULARY, "max_position_embeddings": 128}
+    if family == "gpt2":
+        sizes |= {"n_positions": 128}
+    given = {"bos_token_id": None, "eos_token_id": fast.eos_token_id, "tie_word_embeddings": False}
+    extra = {key: value for key, value in FAMILIES.get(family, {}).items() if key != "n_positions"}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**sizes, **given, **extra, **config}))
+    model.save_pretrained(folder)
+    return folder

@@ -1,0 +1,297 @@
+"""The whole job through the command line a user types: launchers, resume after a kill, preemption, abort, mistakes."""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from config.cli import REPOSITORY
+from tests.support.jobs.launches import LAUNCHERS, command, events, finish, replay, start
+from tests.support.marks import slow
+
+WHAT_MUST_REPEAT = ("step", "loss", "grad_norm", "lr", "sample_ids_sha256", "tokens", "applied")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """One folder for all jobs: the corpus is prepared once."""
+    return tmp_path_factory.mktemp("jobs")
+
+
+@pytest.fixture(scope="module")
+def unbroken(finished):
+    """The steps of a job that nothing disturbed."""
+    return trace(finished, "it")
+
+
+def trace(folder, name):
+    """What each step of a job was, leaving out times and memory."""
+    return [{key: event[key] for key in WHAT_MUST_REPEAT} for event in events(folder, name, "step")]
+
+
+def test_a_job_leaves_what_a_person_can_look_at(finished, unbroken):
+    run, output = finished / "runs" / "it", (finished / "output").read_text()
+    assert [event["step"] for event in unbroken] == [1, 2, 3, 4, 5, 6]
+    assert unbroken[-1]["loss"] < unbroken[0]["loss"]
+    assert {"config.yaml", "ds_config.json", "environment.json", "report.md"} <= {path.name for path in run.iterdir()}
+    assert (run / "plots" / "run.png").read_bytes().startswith(b"\x89PNG")
+    assert "auto" not in (run / "ds_config.json").read_text()
+    for expected in (
+        "masters",
+        "float32",
+        "loss",
+        "tok/s",
+        "report",
+        "resume",
+        shlex.join(LAUNCHERS["deepspeed"][:-2]),
+    ):
+        assert expected in output
+    assert [event["status"] for event in events(finished, "it", "run_end")] == ["done"]
+    assert len(events(finished, "it", "eval")) == 1
+    # what was left to Mantissa is printed and saved
+    assert "DeepSpeed JSON: ds_configs/zero2_fp32.json; attention: sdpa" in output
+    assert "  attention: sdpa\n" in (run / "config.yaml").read_text()
+    assert [event["attention"] for event in events(finished, "it", "run_start")] == ["sdpa"]
+
+
+def test_a_single_text_file_trains_validates_and_resumes(folder):
+    text = folder / "one.txt"
+    text.write_text("".join(path.read_text() for path in sorted((REPOSITORY / "data").glob("*.py"))))
+    given = ["data.validation_fraction=0.02", f"data.path={text}", "model.attention=eager", "precision.compute=fp32"]
+    output = finish(command("python", folder, "one", *given, "run.steps=4"))
+    assert "of the longest one are held out" in " ".join(output.split())
+    environment = json.loads((folder / "runs/one/environment.json").read_text())
+    assert environment["data"]["tail_tokens"] > 32 and environment["data"]["fingerprint"].endswith("+tail")
+    output = finish(command("python", folder, "one", *given[:2], "run.steps=6"))
+    assert [event["step"] for event in events(folder, "one", "eval")] == [4, 6]
+    assert "model.attention eager -> sdpa, which rounds differently" in " ".join(output.split())
+    given = [*given[:2], "run.steps=8", "data.hold_out=documents", "evaluate.every_steps=0"]
+    output = finish(command("python", folder, "one", *given), exit_code=2)
+    assert "data fingerprint" in output
+
+
+@pytest.mark.parametrize("launcher", ["accelerate", "python"])
+def test_every_launcher_trains_the_same_and_one_process_writes(folder, unbroken, launcher):
+    """tests/launch/test_supervise.py has torchrun, tests/machines/test_quick.py the deepspeed launcher."""
+    finish(command(launcher, folder, launcher))
+    started = events(folder, launcher, "run_start")
+    assert [event["world_size"] for event in started] == [1 if launcher == "python" else 2]
+    steps = trace(folder, launcher)
+    if launcher != "python":
+        assert steps == unbroken
+    for step, reference in zip(steps, unbroken, strict=True):
+        assert step["sample_ids_sha256"] == reference["sample_ids_sha256"]
+        assert step["loss"] == pytest.approx(reference["loss"], abs=1e-5)
+        assert step["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-4)
+
+
+def test_a_job_killed_in_the_middle_goes_on_as_if_nothing_had_happened(folder, unbroken):
+    job = start(command("python", folder, "killed"), ranks=2)
+    path = folder / "runs" / "killed" / "events.jsonl"
+    deadline = time.monotonic() + 120
+    while not (path.is_file() and events(folder, "killed", "checkpoint")):
+        assert time.monotonic() < deadline and job.poll() is None
+        time.sleep(0.02)
+    job.kill()
+    job.communicate()
+    finish(command("python", folder, "killed"), ranks=2)
+    resumed = events(folder, "killed", "run_start")[-1]["resumed_from"]
+    assert resumed is not None
+    latest = {event["step"]: event for event in trace(folder, "killed")}
+    assert [latest[step] for step in sorted(latest)] == unbroken
+
+
+def test_sigterm_saves_and_asks_for_a_restart(folder, unbroken):
+    job = start(command("python", folder, "preempted", "run.steps=100000", "checkpoint.every_steps=0"))
+    path = folder / "runs" / "preempted" / "events.jsonl"
+    deadline = time.monotonic() + 120
+    while not (path.is_file() and events(folder, "preempted", "step")):
+        assert time.monotonic() < deadline and job.poll() is None
+        time.sleep(0.02)
+    job.send_signal(signal.SIGTERM)
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == 75, output
+    last = trace(folder, "preempted")[-1]["step"]
+    assert (folder / "runs" / "preempted" / "checkpoints" / "LATEST").read_text() == f"step-{last}\n"
+    assert events(folder, "preempted", "run_end")[-1]["status"] == "preempted"
+
+
+def test_a_run_whose_time_is_up_saves_and_asks_for_a_restart(folder):
+    """Every rank looks at its own clock; the first whose time is up stops all of them after the same step."""
+    overrides = ["run.steps=100000", "run.max_minutes=0.05", "checkpoint.every_steps=0", "evaluate.every_steps=0"]
+    output = finish(command("python", folder, "timed", *overrides), exit_code=75)
+    last = trace(folder, "timed")[-1]["step"]
+    assert (folder / "runs" / "timed" / "checkpoints" / "LATEST").read_text() == f"step-{last}\n"
+    end = events(folder, "timed", "run_end")[-1]
+    assert (end["status"], end["reason"]) == ("preempted", "run.max_minutes is up")
+    assert "run.max_minutes is up" in output
+
+
+def test_a_run_that_only_skips_stops_with_a_diagnosis_and_a_checkpoint(folder):
+    faults = "faults=[{kind: nan_gradient, step: 2}, {kind: inf_gradient, step: 3}]"
+    output = finish(
+        command("python", folder, "diverged", faults, "guard.max_consecutive_skips=2", "guard.reactions=[skip,abort]"),
+        exit_code=3,
+    )
+    steps = events(folder, "diverged", "step")
+    assert [event["applied"] for event in steps] == [True, False, False]
+    assert [event["skipped_total"] for event in steps] == [0, 1, 2]
+    assert steps[1]["lr"] == steps[2]["lr"] > steps[0]["lr"]
+    assert events(folder, "diverged", "incident")[-1]["verdict"] == "ABORT"
+    assert (folder / "runs" / "diverged" / "checkpoints" / "step-3" / "state.json").is_file()
+    assert "stopped  after step 3: 2 steps in a row were skipped" in output.splitlines()[-1]
+
+
+def test_a_rollback_leaves_the_offending_batch_out_and_the_run_ends_well(folder):
+    overrides = ["faults=[{kind: nan_loss, step: 4}, {kind: lost_update, step: 6}]"]
+    finish(command("python", folder, "rolled", *overrides, "guard.reactions=[rollback, abort]"))
+    steps = events(folder, "rolled", "step")
+    assert [event["step"] for event in steps] == [1, 2, 3, 4, 3, 4, 5, 6]
+    # An update that is lost on purpose is no incident.
+    assert [event["applied"] for event in steps] == [True, True, True, False, True, False, True, True]
+    # Back to the checkpoint of step 2, whose next batches were 2 and 3; number 3 broke the run.
+    assert [event["position"] for event in steps] == [0, 1, 2, 3, 4, 5, 6, 7]
+    (incident,) = events(folder, "rolled", "incident")
+    assert incident["verdict"] == "ROLLBACK" and incident["rolled_back_to"].endswith("step-2")
+    assert [event["kind"] for event in events(folder, "rolled", "fault")] == ["nan_loss", "lost_update"]
+    named = events(folder, "rolled", "nonfinite")[0]
+    assert (named["rank"], named["module"], named["tensor"], named["kind"]) == (0, "loss", "loss", "nan")
+    assert steps[4]["lr"] == steps[2]["lr"]
+    before = sorted((folder / "runs" / "rolled").rglob("*"))
+    output = replay(folder, "rolled", 4)
+    assert output.count("as recorded") == 4 and "recorded:" not in output
+    assert "cause: rank 0, loss: 1 nan in its loss" in output
+    assert output.splitlines()[-1] == "reproduced"
+    assert sorted((folder / "runs" / "rolled").rglob("*")) == before
+
+
+@pytest.mark.parametrize("launched", [True, slow(False)])
+def test_a_replay_goes_on_from_the_nearest_checkpoint_on_as_many_processes(finished, launched):
+    """The tool starts the processes itself unless a launcher has."""
+    output = replay(finished, "it", 6, ranks=2 if launched else 1)
+    assert "checkpoints/step-4, 2 steps to go" in output
+    assert output.count("as recorded") == 2
+    assert "no such step; its events end at step 6" in replay(finished, "it", 60, exit_code=2)
+
+
+def test_a_replay_says_which_step_came_out_differently(folder, finished):
+    copy = folder / "runs" / "doctored"
+    shutil.copytree(finished / "runs" / "it", copy)
+    lines = (copy / "events.jsonl").read_text().splitlines()
+    doctored = [line.replace('"grad_norm":', '"grad_norm":1') if '"step":5' in line else line for line in lines]
+    (copy / "events.jsonl").write_text("\n".join(doctored) + "\n")
+    with (copy / "config.yaml").open("a", encoding="utf-8") as config:
+        config.write("defects: []\n")  # as runs before version 0.3.0 have recorded it
+    output = replay(folder, "doctored", 6, exit_code=3, ranks=2)
+    assert "recorded: grad_norm" in output and "not reproduced" in output
+
+
+@pytest.mark.slow
+def test_a_cut_of_the_learning_rate_lasts_as_long_as_configured(folder, unbroken):
+    overrides = ["faults=[{kind: nan_gradient, step: 3}]", "guard.reactions=[cut_lr]", "guard.cut_lr_steps=2"]
+    finish(command("python", folder, "cut", *overrides))
+    applied = [event for event in events(folder, "cut", "step") if event["applied"]]
+    scheduled = [event["lr"] for event in unbroken]
+    factors = [event["lr"] / rate for event, rate in zip(applied, scheduled, strict=False)]
+    assert factors == pytest.approx([1, 1, 0.5, 0.5, 1])
+
+
+def test_the_blamed_module_is_promoted_and_the_checkpoint_remembers_it(folder):
+    manifest = folder / "mixed.json"
+    rule = {"match": "*.layers.1.mlp.up_proj", "compute": "bf16", "reason": "a test"}
+    manifest.write_text(json.dumps({"default": "fp32", "rules": [rule]}))
+    hit = "faults=[{kind: nan_activation, step: 3, module: model.layers.1.mlp.up_proj}]"
+    overrides = [hit, "guard.reactions=[promote]", "precision.path=manifest", f"precision.manifest={manifest}"]
+    finish(command("python", folder, "promoted", *overrides))
+    incident = events(folder, "promoted", "incident")[0]
+    assert (incident["verdict"], incident["promoted_to"]) == ("PROMOTE", "fp32")
+    share = events(folder, "promoted", "precision")[0]["flop_share"]
+    assert set(share) == {"bf16", "fp32"} and 0 < share["bf16"] < 0.2
+    assert incident["modules"] == ["model.layers.1.mlp.up_proj"]
+    finish(command("python", folder, "promoted", "run.steps=8", *overrides))
+    before, after = (
+        event["regions"]["model.layers.1.mlp.up_proj"] for event in events(folder, "promoted", "run_start")
+    )
+    assert (before, after) == ("bf16", "fp32")
+    on_probation = [*overrides, "run.steps=8", "guard.probation_steps=3"]
+    finish(command("python", folder, "demoted", *on_probation))
+    taken_back = [event for event in events(folder, "demoted", "note") if "taken back" in event["text"]]
+    assert [event["step"] for event in taken_back] == [6]  # refused at 3, clean at 4, 5 and 6
+    finish(command("python", folder, "demoted", *on_probation, "run.steps=9"))
+    regions = [event["regions"]["model.layers.1.mlp.up_proj"] for event in events(folder, "demoted", "run_start")]
+    assert regions == ["bf16", "bf16"]
+
+
+FP16 = ["deepspeed.config=ds_configs/zero1_fp16.json", "precision.compute=fp16"]
+
+
+def test_an_overflow_at_the_smallest_scale_is_a_verdict_with_a_diagnosis(folder):
+    scale = ["precision.loss_scale.initial=4", "precision.loss_scale.minimum=2", "precision.loss_scale.hysteresis=1"]
+    faults = "faults=[" + ", ".join(f"{{kind: inf_gradient, step: {step}}}" for step in (2, 3)) + "]"
+    output = finish(command("python", folder, "smallest", *FP16, *scale, faults, "guard.reactions=[skip]"), exit_code=3)
+    assert "stopped  after step 3: gradients overflow at the smallest loss scale" in output.splitlines()[-1]
+    changes = [(event["from"], event["to"], event["reason"]) for event in events(folder, "smallest", "scale")]
+    assert changes == [(4.0, 2.0, "overflow")]
+    assert {"lr", "momentum_norm"} <= events(folder, "smallest", "scale")[0].keys()
+    blamed = [event["module"] for event in events(folder, "smallest", "nonfinite")]
+    assert blamed == ["model.embed_tokens.weight"] * 2
+    assert (folder / "runs" / "smallest" / "checkpoints" / "step-3" / "state.json").is_file()
+
+
+@pytest.mark.slow
+def test_an_overflow_that_persists_falls_back_by_itself(folder):
+    manifest = folder / "fp16.json"
+    manifest.write_text(json.dumps({"default": "fp16", "rules": []}))
+    module = "model.layers.0.mlp.up_proj"
+    faults = [f"{{kind: inf_gradient, step: {step}, module: {module}}}" for step in (2, 3)]
+    overrides = ["precision.path=manifest", f"precision.manifest={manifest}", f"faults=[{', '.join(faults)}]"]
+    plan = ["guard.reactions=[skip, promote, abort]", "guard.max_consecutive_skips=2", "guard.promote_to=bf16"]
+    finish(command("python", folder, "fell_back", *overrides, *plan))
+    incident = events(folder, "fell_back", "incident")
+    assert [(event["verdict"], event["step"], event["modules"]) for event in incident] == [("PROMOTE", 3, [module])]
+    assert [event["applied"] for event in events(folder, "fell_back", "step")] == [True, False, False, True, True, True]
+
+
+@pytest.mark.slow
+def test_a_spike_is_skipped_when_asked_for(folder):
+    overrides = ["faults=[{kind: loss_spike, step: 18}]", "guard.spike_sigmas=20", "guard.spike_window=16"]
+    finish(command("python", folder, "spiked", "run.steps=20", *overrides))
+    refused = [event["step"] for event in events(folder, "spiked", "step") if not event["applied"]]
+    assert refused == [18]
+    assert "robust standard deviations" in events(folder, "spiked", "incident")[0]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.config.hiden_size=64", "model.config.hiden_size: a llama config has no such key; did you mean hidden"),
+        ("model.architecture=lama", "model.architecture = lama: transformers has no such causal language model"),
+        ("data.path=/nowhere", "/nowhere"),
+    ],
+)  # fmt: skip
+def test_a_mistake_found_before_the_process_group_is_one_line_and_exit_code_2(folder, override, message):
+    output = finish(command("python", folder, "mistake", override), exit_code=2)
+    assert message in output.splitlines()[-1]
+    assert output.splitlines()[-1].startswith("error: ")
+    assert "Traceback" not in output
+    assert not (folder / "runs" / "mistake").exists()
+
+
+def test_lost_connections_of_a_rank_print_no_stacks():
+    """torch reads the level of its warnings when it is imported, which must not be before it is set."""
+    program = (
+        "import os, sys, train\n"
+        "try: train.main(['--config', 'nowhere.yaml'])\n"
+        "except SystemExit: print(os.environ['TORCH_CPP_LOG_LEVEL'], 'torch' in sys.modules)\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TORCH_CPP_LOG_LEVEL"}
+    found = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.split() == ["ERROR", "False"]

@@ -1,0 +1,188 @@
+"""A lock that a killed build left is removed, one that somebody holds stays, and nobody waits for ever."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from training.start import op_builds
+
+OP = "deepspeed_shm_comm"
+
+
+@pytest.fixture
+def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The lock of a build a while ago."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(op_builds, "_compilers", list)  # whatever else this machine does
+    path = tmp_path / "py311_cpu" / OP / "lock"
+    path.parent.mkdir(parents=True)
+    path.touch()
+    (path.parent / "shm.o").write_bytes(b"half an object")
+    for file in path.parent.iterdir():
+        age(file, 6000)
+    return path
+
+
+def age(file: Path, seconds: float) -> None:
+    then = time.time() - seconds
+    os.utime(file, (then, then))
+
+
+def clear(op: str = OP, **given: float) -> list[str]:
+    said: list[str] = []
+    op_builds.clear_abandoned(op, said.append, **given)
+    return said
+
+
+def test_a_lock_that_nobody_holds_is_removed_and_the_build_kept(lock):
+    assert clear() == [f"removed {lock}: the build of {OP} that left it was killed"]
+    assert not lock.exists()
+    assert (lock.parent / "shm.o").exists()
+    assert clear() == []
+
+
+def test_a_lock_that_a_process_has_open_stays(lock):
+    program = f"held = open({str(lock)!r}); print(flush=True); input()"
+    holder = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        holder.stdout.readline()
+        assert clear() == [f"waiting for {lock}: process {holder.pid} builds {OP}"]
+        assert lock.exists()
+    finally:
+        holder.kill()
+        holder.communicate()
+    assert clear() == [f"removed {lock}: the build of {OP} that left it was killed"]
+
+
+def test_the_build_of_another_op_is_left_alone(lock):
+    assert clear("fused_adam") == []
+    assert lock.exists()
+
+
+def test_a_build_of_a_moment_ago_is_given_time(lock):
+    """It may be another container's, whose processes cannot be seen."""
+    age(lock.parent / "shm.o", 0)
+    began = time.monotonic()
+    said = clear(young_seconds=2.0)
+    assert 1.5 < time.monotonic() - began < 30
+    assert "it is removed when its build is 2 s old" in said[0]
+    assert said[1].startswith("removed")
+    assert not lock.exists()
+
+
+def test_a_lock_on_a_shared_file_system_may_be_another_machines(lock, monkeypatch):
+    monkeypatch.setattr(op_builds.processes, "mount_of", lambda path: {"mount": "/", "filesystem": "nfs4"})
+    assert clear() == [
+        f"waiting for {lock}: another process builds {OP}; if none does, on any machine, remove that file"
+    ]
+    assert lock.exists()
+
+
+def test_a_lock_may_be_that_of_another_user_who_compiles(lock, monkeypatch):
+    monkeypatch.setattr(op_builds, "_compilers", lambda: [None])
+    assert clear()[0].startswith(f"waiting for {lock}: another process builds")
+    assert lock.exists()
+
+
+def start_compiler(lock, monkeypatch, seconds: float, cwd: Path) -> subprocess.Popen[bytes]:
+    """One that works in `cwd`, and is seen."""
+    monkeypatch.undo()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(lock.parents[2]))
+    compiler = lock.parents[2] / "cc1plus"
+    shutil.copy("/bin/sleep", compiler)
+    return subprocess.Popen([compiler, str(seconds)], cwd=cwd)
+
+
+def test_a_compiler_that_a_killed_build_left_running_is_waited_for(lock, monkeypatch):
+    left = start_compiler(lock, monkeypatch, 1.5, cwd=lock.parent)
+    said = clear()
+    assert left.poll() is not None or left.wait(5) == 0
+    assert said == [
+        f"waiting for what a killed build left running in {lock.parent}",
+        f"removed {lock}: the build of {OP} that left it was killed",
+    ]
+
+
+def testcompilers_elsewhere_are_nobodys_business(lock, tmp_path, monkeypatch):
+    other = start_compiler(lock, monkeypatch, 60, cwd=tmp_path)
+    try:
+        assert clear()[-1].startswith("removed")
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_no_folder_is_no_lock_and_none_is_made(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "none"))
+    assert clear() == []
+    assert not (tmp_path / "none").exists()
+
+
+def take(lock: Path, seconds: float) -> subprocess.Popen[str]:
+    """A process that builds as torch does, under `alone`: says "begun" once it has the lock."""
+    program = (
+        "import os, sys, time\n"
+        "from pathlib import Path\n"
+        "from training import op_builds\n"
+        "op_builds._compilers = list\n"
+        "lock = Path(sys.argv[1])\n"
+        "with op_builds.exclusive_build(lock.parent.name, lambda line: print(line, flush=True)):\n"
+        "    descriptor = os.open(lock, os.O_CREAT | os.O_EXCL)\n"
+        "    print('begun', flush=True)\n"
+        f"    time.sleep({seconds})\n"
+        "    assert os.fstat(descriptor).st_nlink, 'somebody removed the lock of a build that went on'\n"
+        "    lock.unlink()\n"
+        "print('ended', flush=True)\n"
+    )
+    command = [sys.executable, "-c", program, str(lock)]
+    return subprocess.Popen(command, cwd=Path.cwd(), stdout=subprocess.PIPE, text=True)
+
+
+def test_ranks_that_come_together_build_one_after_the_other(lock):
+    ranks = [take(lock, 0.3) for _ in range(5)]
+    outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * 5
+    assert sum("removed" in output for output in outputs) == 1  # the fixture's; every other lock was its builder's
+    assert not lock.exists()
+
+
+def test_what_a_killed_build_of_ours_left_is_removed_at_once(lock):
+    lock.unlink()
+    first = take(lock, 60)
+    assert first.stdout.readline() == "begun\n"
+    second = take(lock, 0)
+    assert second.stdout.readline() == f"waiting for another process, which builds {OP}\n"
+    first.kill()
+    first.communicate()
+    began = time.monotonic()
+    output, _ = second.communicate(timeout=60)
+    assert time.monotonic() - began < 20
+    assert output.splitlines() == [f"removed {lock}: the build of {OP} that left it was killed", "begun", "ended"]
+
+
+def test_each_environment_builds_in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    mine = op_builds.extensions_folder()
+    assert mine.parent == tmp_path / ".cache/torch_extensions"
+    monkeypatch.setattr(sys, "prefix", "/another/.venv")
+    another = op_builds.extensions_folder()
+    monkeypatch.setattr(op_builds.metadata, "version", lambda package: "9.9")
+    newer = op_builds.extensions_folder()
+    assert len({mine, another, newer}) == 3
+    op_builds.use_own_folder()
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == str(newer)
+    monkeypatch.setattr(sys, "prefix", "/a/third")
+    assert op_builds.extensions_folder() == newer  # as for every process that this one starts
+
+
+def test_a_folder_that_may_not_be_written_is_used_as_it_is(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
+    with op_builds.exclusive_build(OP, print):
+        assert op_builds.extensions_folder() == tmp_path / "file"

@@ -1,0 +1,79 @@
+"""A home that is missing, or may not be written: caches go elsewhere, and one line says where."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from training.start.process import use_writable_caches
+
+NOBODY = 54_321
+"""A user without an entry in /etc/passwd, as containers have them."""
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A folder that every user may write."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o777)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def ask(place: Path, *, user: int | None = None, **variables: str) -> list[str]:
+    """What a process of that user answers: the line about caches, and where they are; or the error."""
+    if user is not None and os.getuid() != 0:
+        pytest.skip("only root can start a process of another user")
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.environ.clear()
+        os.environ.update(TMPDIR=str(place), **variables)
+        tempfile.tempdir = None
+        if user is not None:
+            os.setuid(user)
+        try:
+            line = use_writable_caches()
+            text = f"{line}\n{os.environ.get('TORCH_EXTENSIONS_DIR')} {os.environ.get('HOME')}"
+        except BaseException as error:
+            text = str(error)
+        os.write(writing, text.encode())
+        os._exit(0)
+    os.close(writing)
+    os.waitpid(child, 0)
+    with os.fdopen(reading) as answer:
+        return answer.read().splitlines()
+
+
+def test_a_home_that_can_be_written_stays_as_it_is(place: Path) -> None:
+    assert ask(place, HOME=str(place)) == ["None", f"None {place}"]
+
+
+def test_a_home_that_cannot_be_written_keeps_its_credentials_and_loses_its_caches(place: Path) -> None:
+    home = place / "home"
+    home.mkdir(mode=0o755)
+    line, paths = ask(place, user=NOBODY, HOME=str(home))
+    cache = f"{place}/mantissa-{NOBODY}"
+    assert line == f"[Errno 13] Permission denied: '{home}/.cache': libraries keep their caches in {cache}"
+    assert paths == f"{cache}/torch_extensions {home}"
+
+
+def test_a_user_without_a_home_gets_one(place: Path) -> None:
+    line, paths = ask(place, user=NOBODY)
+    cache = f"{place}/mantissa-{NOBODY}"
+    assert line == f"there is no HOME: libraries keep their caches in {cache}"
+    assert paths == f"{cache}/torch_extensions {cache}"
+
+
+def test_a_variable_that_is_set_is_kept(place: Path) -> None:
+    answer = ask(place, user=NOBODY, HOME="/nonexistent", TORCH_EXTENSIONS_DIR="/mine")
+    assert answer[1].split()[0] == "/mine"
+
+
+def test_a_folder_that_somebody_else_made_is_not_used(place: Path) -> None:
+    (place / f"mantissa-{NOBODY}").mkdir()
+    answer = ask(place, user=NOBODY, HOME="/nonexistent")
+    assert answer[-1].endswith("is not a folder of this user's; set HOME or TMPDIR to a folder of yours")

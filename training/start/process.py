@@ -1,0 +1,107 @@
+"""Set-up of train.py's own process before anything heavy is imported: its end, its output and its caches.
+
+The run ends with the launchers that started it. Its output may get lost, since a log is often a file on a disk that
+may fill, or a pipe whose reader may leave, and neither is worth a run. Where the home folder is missing or may not be
+written, as in containers whose user has no home, libraries keep their caches among the temporary files; each library
+would fail in its own way otherwise. data/text/cache_folder.py finds the folder of prepared data, which is Mantissa's own.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import MutableMapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from config.errors import UserError, one_line
+from config.files import temporary_folder, why_not_writable
+from config.machine.processes import Launcher
+
+_IN_CACHE = {
+    "XDG_CACHE_HOME": "",
+    "TORCH_EXTENSIONS_DIR": "torch_extensions",
+    "TRITON_CACHE_DIR": "triton",
+    "MPLCONFIGDIR": "matplotlib",
+    "HF_HUB_CACHE": "huggingface/hub",
+}
+"""Variables to the folder inside the cache. None of them moves where a library looks for credentials in the home."""
+
+
+def end_with(above: Sequence[Launcher]) -> None:
+    """Send this process SIGTERM when one of the launchers has ended: nobody else would end what it started.
+
+    Ranks save then, and end together: all of them stand under the same launchers.
+    """
+    poller, watched = select.poll(), {}
+    for launcher in above:
+        with suppress(OSError):  # a kernel before 5.3, or it has ended already
+            handle = os.pidfd_open(launcher.pid)
+            watched[handle] = launcher
+            poller.register(handle, select.POLLIN)
+
+    def wait() -> None:
+        for handle, _ in poller.poll():
+            gone = watched[handle]
+            with suppress(OSError):
+                if os.environ.get("LOCAL_RANK", "0") == "0":
+                    text = f"mantissa: {gone.name} (pid {gone.pid}), which started this job, has ended: the run stops"
+                    sys.stderr.write(f"{text}\n")
+                    sys.stderr.flush()
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+
+    if watched:
+        threading.Thread(target=wait, daemon=True).start()
+
+
+def use_writable_caches(environment: MutableMapping[str, str] = os.environ) -> str | None:
+    """Set what is not set of the variables above, and HOME where there is none; a line about it, None without need.
+
+    Raises UserError when there is no other folder either.
+    """
+    try:
+        home = Path.home()
+    except RuntimeError:  # no HOME, and a user without an entry in /etc/passwd
+        home = Path("~")
+    problem = why_not_writable(home / ".cache")
+    if not problem:
+        return None
+    try:
+        folder = temporary_folder()
+    except OSError as error:
+        raise UserError(f"HOME: {problem}, and {one_line(error)}; set HOME or TMPDIR to a folder of yours") from error
+    for name, inside in _IN_CACHE.items():
+        environment.setdefault(name, str(folder / inside))
+    if home == Path("~"):
+        environment["HOME"] = str(folder)
+    return f"{problem}: libraries keep their caches in {folder}"
+
+
+def outlive_full_disk() -> None:
+    """Let output of this process get lost from now on where it cannot be written, so that no print raises OSError."""
+    sys.stdout, sys.stderr = _lossy(sys.stdout), _lossy(sys.stderr)
+
+
+def _lossy(stream: Any) -> Any:
+    try:
+        stream.flush()
+        file = _LossyFile(stream.fileno(), "w", closefd=False)
+    except (AttributeError, OSError, ValueError):  # not a file of the operating system
+        return stream
+    return io.TextIOWrapper(
+        io.BufferedWriter(file), encoding=stream.encoding, errors=stream.errors, line_buffering=True
+    )
+
+
+class _LossyFile(io.FileIO):
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes
