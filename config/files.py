@@ -1,7 +1,8 @@
-"""Write files so that neither a reader nor a crash ever sees half of one; find folders that can be written."""
+"""Write files so that neither a reader nor a crash ever sees half of one; hash them; find folders to write to."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 import tempfile
@@ -36,6 +37,12 @@ def flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def file_sha256(path: Path) -> str:
+    """The file's SHA-256, in hexadecimal. Raises OSError."""
+    with path.open("rb", buffering=0) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def why_not_writable(folder: Path) -> str:

@@ -27,7 +27,7 @@ from config.task import settle_task
 
 T = typing.TypeVar("T")
 COMMAND_LINE = "command line"
-"""Where a value was written that is in no file."""
+"""Place named for a value that is in no file."""
 _BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 
 

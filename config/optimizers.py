@@ -34,7 +34,7 @@ class OptimizerSpec:
     states: tuple[str, ...]
     """torch's keys of the state tensors; the order in which `update` takes them."""
     momentum: str | None
-    """Which of them averages gradients, in gradient units; None where none does."""
+    """Name of the state tensor that averages gradients, in gradient units; None where none does."""
     counts_updates: bool
     """Whether it keeps COUNT, for a bias correction."""
     settings: tuple[str, ...]

@@ -490,7 +490,7 @@ def _formats(data: DataSection) -> list[tuple[str, str]]:
 
 
 def _documents(config: Config) -> Iterator[Problem]:
-    """How documents are found in what data.source or each of data.sources names."""
+    """Check how documents are found in data.source or each of data.sources."""
     data = config.data
     kinds = {item.source for item in (*(data.sources or (data,)), *data.validation)}
     if data.document_separator is not None and "text" not in kinds:

@@ -39,7 +39,7 @@ class RunSection:
     """[auto | never | path] auto: resume from the newest complete checkpoint of this run, if there is one.
     never: start anew; an earlier folder of that name is renamed, not deleted. A path: resume from that checkpoint."""
     hypothesis: str = ""
-    """[text] What this run is meant to show; kept with the run folder, the report and wandb."""
+    """[text] Hypothesis that this run tests; kept with the run folder, the report and wandb."""
     bind_cores: Literal["auto", "always", "never"] = "auto"
     """[choice] Whether each rank is bound to cores of its own, near its GPU if it has one. auto: on machines with
     several NUMA nodes. always: on every machine, unless a launcher has bound the ranks. never: no binding."""
@@ -62,21 +62,21 @@ class ModelSection:
     """[implementation] Hugging Face attention implementation: sdpa, eager, flash_attention_2, flex_attention. auto:
     sdpa where the model supports it, else eager."""
     activation_checkpointing: Literal["none", "full", "selective", "attention", "ops", "budget"] = "none"
-    """[choice] What the backward pass recomputes instead of keeping it: full every transformer block, selective
+    """[choice] Activations that the backward pass recomputes: full every transformer block, selective
     every model.checkpointing_every-th, attention the attention of every block, ops all but the results of matmuls and
     fused attention, budget as few blocks as model.activation_memory_gib allows."""
     checkpointing_every: int = limit(2, at_least=1)
-    """[blocks] selective recomputes one block in so many: 2 is every second one, with about half the saving and half
+    """[blocks] selective recomputes one block in this many: 2 is every second one, with about half the saving and half
     the recomputation of full."""
     activation_memory_gib: float | None = limit(None, above=0.0)
-    """[GiB per rank] For budget: what the activations of one micro-batch may take, logits included. Counted in forward
+    """[GiB per rank] For budget: largest memory of one micro-batch's activations, logits included. Counted in forward
     passes at the start."""
     checkpointing_reentrant: bool = False
     """[true or false] Use torch's reentrant checkpointing (the older of its two implementations)."""
     compile: bool = False
     """[true or false] Compile the transformer blocks with torch.compile, at ZeRO 0 to 2 (docs/compile.md)."""
     kernels: Literal["auto", "torch", "liger"] = "auto"
-    """[choice] What computes norms, rotary embeddings and gated activations: torch, or the Triton kernels of
+    """[choice] Kernels of norms, rotary embeddings and gated activations: torch's, or the Triton kernels of
     liger-kernel, which must be installed, on a GPU; auto is liger where it is available (docs/kernels.md)."""
     loss: Literal["auto", "full", "chunked"] = "auto"
     """[choice] full computes all logits of a micro-batch at once; chunked computes them and their gradients for some
@@ -135,21 +135,21 @@ class SftSection:
 
 @dataclass(frozen=True)
 class PreferenceSection:
-    """What task dpo minimises over pairs of answers (docs/finetuning.md)."""
+    """The loss of task dpo over pairs of answers (docs/finetuning.md)."""
 
     loss: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
     """[choice] Loss of beta times the margin, which is by how much more the model than the reference prefers the chosen
     answer. sigmoid: DPO (Rafailov et al. 2023). hinge: SLiC (Zhao et al. 2023). ipo: IPO (Azar et al. 2023), on sums of
     log-probabilities as in the paper."""
     beta: float = limit(0.1, above=0.0)
-    """[per nat] How strongly the model is held to the reference; large is strongly."""
+    """[per nat] Strength of the pull towards the reference; larger is stronger."""
     label_smoothing: float = limit(0.0, at_least=0.0, below=0.5)
     """[fraction] Share of pairs whose answers are taken to be the wrong way round: conservative DPO (Mitchell 2023), of
     sigmoid only."""
     sft_weight: float = limit(0.0, at_least=0.0)
     """[factor] Weight of the chosen answer's mean cross-entropy by token, added to the loss (Pang et al. 2024)."""
     reference: Literal["auto", "adapter_off", "precomputed"] = "auto"
-    """[choice] What the reference's log-probabilities are of. adapter_off: the base under the adapter, in every step.
+    """[choice] Reference model of the log-probabilities. adapter_off: the base under the adapter, in every step.
     precomputed: the start weights, once before the first step, kept beside the prepared data. auto: adapter_off with an
     adapter, else precomputed."""
 
@@ -201,13 +201,13 @@ class ValidationSection:
     """One validation set of its own."""
 
     path: str | None = None
-    """[path, glob or hub id] As data.path."""
+    """[path, glob or hub id] Same as data.path."""
     source: SourceKind = "auto"
-    """[choice] As data.source."""
+    """[choice] Same as data.source."""
     name: str | None = None
-    """[text] What the record calls it. null: validation 1 and so on, or source 1 and so on."""
+    """[text] Its name in the record. null: validation 1 and so on, or source 1 and so on."""
     format: RowFormat = "auto"
-    """[choice] As data.format."""
+    """[choice] Same as data.format."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ class DataSection:
     both files' names begin with; of the first three also behind a URL that fsspec knows, such as s3://bucket/*.jsonl.
     The dataset's id for hub."""
     document_separator: str | None = None
-    """[text] For source text: what stands between the documents of a file, such as "\\n\\n" in double quotes. Empty
+    """[text] For source text: separator between the documents of a file, such as "\\n\\n" in double quotes. Empty
     documents are left out and counted. null: a file is a document."""
     sources: tuple[SourceSection, ...] = ()
     """[list] Several sources in place of data.path, each {path, name, format, weight or epochs}. Each is prepared and
@@ -281,7 +281,7 @@ class DataSection:
     """[choice] best_fit: whole rows share a sequence, and do not see each other. none: one row a sequence, padded to
     the longest of its batch, which holds rows of similar length. auto: best_fit, but none for dpo and seq2seq."""
     too_long: Literal["drop", "truncate_left", "truncate_right"] = "drop"
-    """[choice] What becomes of a row longer than data.sequence_length + 1 tokens. truncate_left cuts off its start. Of
+    """[choice] Treatment of a row longer than data.sequence_length + 1 tokens. truncate_left cuts off its start. For
     task seq2seq: of a source longer than data.sequence_length, whose special tokens stay; a target that is longer than
     data.target_length is dropped or loses its end."""
     target_length: int | None = limit(None, at_least=2)
@@ -326,7 +326,7 @@ class DataSection:
 
 @dataclass(frozen=True)
 class ClassifySection:
-    """What task classify predicts from a text (docs/finetuning.md)."""
+    """The prediction target of task classify (docs/finetuning.md)."""
 
     kind: Literal["sequence", "token", "regression"] = "sequence"
     """[choice] sequence: one label for a row. token: one for each of its words. regression: a number for a row."""
@@ -336,7 +336,7 @@ class ClassifySection:
 
 @dataclass(frozen=True)
 class MlmSection:
-    """What task mlm hides (docs/finetuning.md)."""
+    """Token masking of task mlm (docs/finetuning.md)."""
 
     probability: float = limit(0.15, above=0.0, at_most=1.0)
     """[fraction] Probability that a token, or a word, is chosen to be predicted. Of the chosen ones 80% become the mask
@@ -358,7 +358,7 @@ class BatchSection:
 
 @dataclass(frozen=True)
 class ParallelSection:
-    """What ranks share besides ZeRO's partitions (docs/parallel.md)."""
+    """Parallelism besides ZeRO's partitions (docs/parallel.md)."""
 
     sequence: int = limit(1, at_least=1)
     """[ranks] Ranks that share each sequence, a slice of its tokens each, so that a rank keeps the activations of its
@@ -401,7 +401,7 @@ class OptimizerSection:
     betas: tuple[float, float] = limit((0.9, 0.95), at_least=0.0, below=1.0)
     """[fraction, fraction] Decay of the first and the second moment; for lion of the mix and of the average."""
     momentum: float | None = limit(None, at_least=0.0, below=1.0)
-    """[fraction] What sgd keeps of its velocity in each step, and muon of its average. null: 0.9 for sgd, 0.95 for
+    """[fraction] Decay of sgd's velocity, and of muon's average, per step. null: 0.9 for sgd, 0.95 for
     muon."""
     orthogonalization: Literal["fp32", "bf16"] = "fp32"
     """[choice] Precision of the Newton-Schulz iteration of muon."""
@@ -445,7 +445,7 @@ class LossScaleSection:
     window: int = limit(1000, at_least=1)
     """[steps] Steps without overflow before the scale grows."""
     factor: float = limit(2.0, at_least=2.0, at_most=16.0)
-    """[factor] What adaptive divides by on overflow and multiplies by after a window; a power of two. deepspeed: 2."""
+    """[factor] adaptive divides by it on overflow and multiplies by it after a window; a power of two. deepspeed: 2."""
     minimum: float = limit(1.0, above=0.0)
     """[factor] Smallest loss scale; an overflow at this scale is more than scaling can repair."""
     maximum: float | None = limit(None, above=0.0)
@@ -486,7 +486,7 @@ class Fp8Section:
     """[choice] Format of the gradient that arrives at a module; its input and its weight are E4M3. e5m2 has a wider
     range and one bit less, which scales by row make up for."""
     scaling: Literal["row", "block32", "tensor"] = "row"
-    """[choice] What shares a scale: the values that one sum is over, 32 of them, or the whole tensor,
+    """[choice] Values that share a scale: those that one sum is over, 32 of them, or the whole tensor,
     in which an outlier costs all others their precision. There is no delayed scaling: it hides inf and nan."""
     weight_gradient: Literal["ambient", "fp8"] = "ambient"
     """[choice] Dtype in which the gradient of the weight is computed: the dtype around the module, or fp8, with scales
@@ -510,7 +510,7 @@ class PrecisionSection:
     manifest: str | None = None
     """[path] JSON precision manifest. Implies path: manifest and a DeepSpeed JSON in FP32."""
     verify_every_steps: int = limit(1000, at_least=0)
-    """[steps] The dtype each module really computes in is watched on the first step of a session and every so many
+    """[steps] The dtype each module really computes in is watched on the first step of a session and every that many
     steps; a module that computes in another dtype than the manifest's stops the run. 0: the first step only."""
     routers: Literal["fp32", "compute"] = "fp32"
     """[choice] Dtype in which routers of experts compute on the cast path, of weights in precision.compute. A manifest
@@ -540,7 +540,7 @@ class DeepSpeedSection:
     precision.compute, precision.manifest, deepspeed.stage and deepspeed.offload choose another where the run config
     names one of ds_configs/; from any other JSON they must not differ."""
     stage: int | None = limit(None, at_least=0, at_most=3)
-    """[ZeRO stage] What is partitioned over the ranks: 1 optimizer states, 2 gradients too, 3 parameters too. null:
+    """[ZeRO stage] State partitioned over the ranks: 1 optimizer states, 2 gradients too, 3 parameters too. null:
     what deepspeed.config says, or 2."""
     offload: Literal["none", "cpu"] | None = None
     """[choice] cpu: masters and moments, and at stage 3 parameters, are kept in host memory. null: what
@@ -552,7 +552,7 @@ class EvaluateSection:
     """Validation loss while training."""
 
     every_steps: int = limit(0, at_least=0)
-    """[steps] Evaluate after every so many steps and at the end; 0 never."""
+    """[steps] Interval of evaluations, with one more at the end; 0: never."""
     batches: int | Literal["auto"] | None = limit("auto", at_least=1)
     """[batches] Global batches of validation sequences in one evaluation, at most, evenly spaced over the set. null:
     all of them. auto: all of task = classify, of the others 8."""
@@ -581,16 +581,16 @@ class CheckpointSection:
     accept_plain: bool = False
     """[true or false] Resume from an unencrypted checkpoint although a key is set, when turning encryption on."""
     every_steps: int = limit(0, at_least=0)
-    """[steps] Save after every so many steps and at the end; 0 only at the end."""
+    """[steps] Interval of saves, with one more at the end; 0: only at the end."""
     at_end: bool = True
     """[true or false] Save the state after the last planned step. false: nothing is left to resume or export from, for
     runs that are only timed; a run that is stopped early saves all the same."""
     keep: int = limit(2, at_least=1)
-    """[checkpoints] How many of the newest checkpoints stay on disk."""
+    """[checkpoints] Number of newest checkpoints that stay on disk."""
     keep_every: int = limit(0, at_least=0)
     """[steps] Checkpoints whose step is a multiple of this stay as well; 0: none for that reason."""
     keep_best: int = limit(0, at_least=0)
-    """[checkpoints] How many of those with the lowest validation loss stay as well, among those saved at a step at
+    """[checkpoints] Number with the lowest validation loss that stay as well, among those saved at a step at
     which evaluate.every_steps was due."""
     background: Literal["auto", "always", "never"] = "auto"
     """[choice] always: training waits only for a copy to host memory, of the size of the rank's files, which is written
@@ -650,7 +650,7 @@ class TelemetrySection:
 
     every_steps: int = limit(50, at_least=0)
     """[steps] Gradient norm, maximum and underflow, largest activation, distance of the weights from their masters and
-    size of the update of each module, every so many steps: what the heat maps are drawn from. 0: never."""
+    size of the update of each module, at this interval, for the heat maps. 0: never."""
     probe: bool = False
     """[true or false] On those steps also run the micro-batches in FP32 and compare gradients: cosine, sign agreement
     and relative error by parameter. One more pass, and an FP32 copy of the gradients in host memory on every rank."""
@@ -669,7 +669,7 @@ class WarningsSection:
     """[factor] Largest healthy root mean square of gradient over the root of Adam's second moment, by module. It cannot
     exceed 1 / sqrt(1 - betas[1]), 4.5 at 0.95; null: any."""
     gradient_jump: float | None = limit(2.3, above=1.0)
-    """[factor] The same of the whole gradient's clipped norm, in every step; null: any."""
+    """[factor] Largest healthy jump of the whole gradient's clipped norm, in every step; null: any."""
     signal_share: float | None = limit(None, above=0.0, below=1.0)
     """[fraction] Largest healthy share of signal in a module's gradients, which otherwise all point one way; null: any,
     since it is close to 1 early in a sound run."""
@@ -712,7 +712,7 @@ class GuardSection:
     cut_lr_budget: int = limit(3, at_least=0)
     """[times a run] How often the learning rate may be cut."""
     cut_lr_factor: float = limit(0.5, above=0.0, below=1.0)
-    """[factor] What a cut multiplies the learning rate by; cuts that overlap multiply."""
+    """[factor] A cut multiplies the learning rate by it; overlapping cuts multiply."""
     cut_lr_steps: int = limit(100, at_least=1)
     """[applied steps] How long a cut lasts."""
     promote_budget: int = limit(4, at_least=0)
@@ -742,7 +742,7 @@ class GuardSection:
     """[names of bounds in warnings] Early warnings that count as trouble, which guard.reactions answers: gradient_jump
     in its own step, others in the next one. Empty: warnings are recorded and nothing else."""
     replica_checks: int = limit(0, at_least=0)
-    """[steps] In every so many steps each value that several ranks hold, or that is a rounded master, is compared once,
+    """[steps] Period in which each value that several ranks hold, or that is a rounded master, is compared once,
     a part of them each step: weights, buffers, at ZeRO-0 the optimizer's state too. One that differs is named by rank,
     host, parameter and bit, repaired where the right value is known, and the step is made again. 0: never."""
     update_checks: int = limit(0, at_least=0)
@@ -783,7 +783,7 @@ class Fault:
     module: str | None = None
     """[module name] Module whose first parameter or output is hit; the first module with parameters when left out."""
     factor: float = limit(1000.0, above=0.0)
-    """[factor] What loss_spike and gradient_spike multiply by."""
+    """[factor] loss_spike and gradient_spike multiply by it."""
     place: Literal["weight", "master", "moment", "second_moment", "gradient", "activation", "collective"] = "weight"
     """[choice] Where flipped_bit strikes, in the module's first parameter: the weight computed with, its master, the
     optimizer's first or second state tensor, the gradient of this rank, the module's output, the gradient reduced over
@@ -876,10 +876,10 @@ class CanarySection:
     bounds: dict[str, Any] = field(default_factory=dict)
     """[mapping] Bounds of parity: that differ for the canary and for the checks, such as {module_error: 0.05}."""
     device_hours: float | None = limit(None, above=0.0)
-    """[device hours] What canary, twin and checks may take: seconds times canary.ranks. A canary that takes more is
+    """[device hours] Budget of canary, twin and checks: seconds times canary.ranks. A canary that takes more is
     ended, and the whole run not started; checks that would are left out. null: no limit."""
     fallback: tuple[Literal["promote", "fp32"], ...] = ("promote", "fp32")
-    """[ordered plan] What follows a check that fails, after the run went back to the last checkpoint that held.
+    """[ordered plan] Reactions to a failed check, after the run went back to the last checkpoint that held.
     promote: the modules that were named compute in FP32 from there on. fp32: all do. Each is tried once; when none is
     left the run stops with exit code 3."""
 
@@ -895,7 +895,7 @@ class GenerateSection:
     tokens: int = limit(120, at_least=0)
     """[tokens] Length of the sample; 0 writes none."""
     prompt: str = "def "
-    """[text] What the sample starts with."""
+    """[text] Start of the sample."""
     temperature: float = limit(0.8, above=0.0)
     """[factor] Softmax temperature of sampling."""
 
@@ -905,7 +905,7 @@ class Config:
     """A whole run config."""
 
     task: Literal["pretrain", "sft", "seq2seq", "dpo", "distill", "classify", "mlm"] = "pretrain"
-    """[choice] What is learned. pretrain: the next token of documents that fill every sequence. sft: the answers in
+    """[choice] Training objective. pretrain: the next token of documents that fill every sequence. sft: the answers in
     rows of chats, instructions or texts. seq2seq: the same answers, by an encoder-decoder such as T5 or BART. dpo: to
     prefer the chosen answer of a pair. distill: a teacher's distributions, on rows where data.format names their form,
     else on documents. classify: labels or numbers of texts or of their words, by an encoder. mlm: hidden tokens of
@@ -940,7 +940,7 @@ class Config:
 
     @property
     def scheduled_steps(self) -> int:
-        """[applied steps] Over which the learning rate comes down."""
+        """[applied steps] Length of the learning rate's schedule."""
         return self.schedule.steps or self.run.steps
 
     @property

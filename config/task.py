@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeVar
 
-from config.schema import UNPACKED_TASKS, Config, DataSection
+from config.schema import UNPACKED_TASKS, Config, DataSection, ValidationSection
+
+T = TypeVar("T", bound=ValidationSection)
 
 CAUSAL_LM = "AutoModelForCausalLM"
 MASKED_LM = "AutoModelForMaskedLM"
@@ -71,18 +73,7 @@ def settle_task(config: Config) -> Config:
         data = _of_format(data, ROW_FORMATS[config.classify.kind])
     if data.source == "auto":
         data = replace(data, source=_decided(data.source, data.path))
-    if data.sources:
-        named = (
-            replace(item, name=item.name or f"source {number}", source=_decided(item.source, item.path))
-            for number, item in enumerate(data.sources, 1)
-        )
-        data = replace(data, sources=tuple(named))
-    if data.validation:
-        sets = (
-            replace(item, name=item.name or f"validation {number}", source=_decided(item.source, item.path))
-            for number, item in enumerate(data.validation, 1)
-        )
-        data = replace(data, validation=tuple(sets))
+    data = replace(data, sources=_named(data.sources, "source"), validation=_named(data.validation, "validation"))
     if data.tokenizer == "model" and config.model.name_or_path is not None:
         data = replace(data, tokenizer=config.model.name_or_path)
     evaluate = config.evaluate
@@ -104,12 +95,22 @@ def _of_pairs(data: DataSection) -> DataSection:
     return replace(_of_format(data, "preference"), packing="none")
 
 
-def _of_format(data: DataSection, name: str) -> DataSection:
+def _of_format(data: DataSection, format: str) -> DataSection:
     """A section whose rows, and those of its sources and sets, have that format where none is named."""
-    format: Any = name
-    sources = tuple(replace(item, format=format) if item.format == "auto" else item for item in data.sources)
-    sets = tuple(replace(item, format=format) if item.format == "auto" else item for item in data.validation)
-    return replace(data, sources=sources, validation=sets, format=format if data.format == "auto" else data.format)
+
+    def formatted(section: Any) -> Any:
+        return replace(section, format=format) if section.format == "auto" else section
+
+    sources, sets = tuple(map(formatted, data.sources)), tuple(map(formatted, data.validation))
+    return formatted(replace(data, sources=sources, validation=sets))
+
+
+def _named(items: tuple[T, ...], what: str) -> tuple[T, ...]:
+    """Sources or sets with a name and a kind each."""
+    return tuple(
+        replace(item, name=item.name or f"{what} {number}", source=_decided(item.source, item.path))
+        for number, item in enumerate(items, 1)
+    )
 
 
 def _decided(source: str, path: str | None) -> Any:

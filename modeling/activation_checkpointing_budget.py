@@ -54,7 +54,7 @@ class Choice:
     recomputed: tuple[int, ...]
     """Indices of blocks."""
     peak: int
-    """[bytes] Of activations, parameters aside, counted with these blocks recomputed."""
+    """[bytes] Activation memory without parameters, counted with these blocks recomputed."""
     text: str
     """One line to log."""
 
@@ -111,7 +111,7 @@ def spread(blocks: int, number: int) -> tuple[int, ...]:
 
 
 def peak(kept: Saved, recomputed: Saved, chosen: Sequence[int], *, counted: Saved | None = None) -> int:
-    """[bytes] That activations take at most when the blocks `chosen` are recomputed.
+    """[bytes] Peak activation memory when the blocks `chosen` are recomputed.
 
     kept, recomputed: counted with no block recomputed, and with all. counted: counted for this very choice; without it
     each block's bytes are taken from those two.

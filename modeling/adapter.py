@@ -72,7 +72,7 @@ def add_adapter(
 def wrapped_with_adapter(
     model: PreTrainedModel, section: AdapterSection, *, seed: int, model_class: str = CAUSAL_LM
 ) -> Any:
-    """The same as the `peft.PeftModel` around the model, as other libraries want it. Raises UserError."""
+    """The adapted model as a `peft.PeftModel` wrapper, which other libraries expect. Raises UserError."""
     from peft import get_peft_model
 
     _require_modules(section, [name for name, _ in model.named_modules()])

@@ -134,11 +134,6 @@ def plan_liger(model: PreTrainedModel, *, dtype: torch.dtype, device: torch.devi
     return Plan(tuple(modules))
 
 
-def use_liger(model: PreTrainedModel, *, dtype: torch.dtype, device: torch.device) -> str:
-    """`plan_liger`, and apply it."""
-    return plan_liger(model, dtype=dtype, device=device).apply()
-
-
 def _replacement(module: nn.Module, config: Any, dtype: torch.dtype) -> _Replacement | None:
     kind = type(module).__name__
     if kind.endswith("RMSNorm"):

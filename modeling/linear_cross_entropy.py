@@ -23,11 +23,11 @@ class Vocabulary(Protocol):
 
     @property
     def first(self) -> int:
-        """[token] Of this rank's rows."""
+        """[token] First vocabulary row of this rank."""
 
     @property
     def size(self) -> int:
-        """[tokens] Of all ranks."""
+        """[tokens] Vocabulary size over all ranks."""
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """In-place sum over these ranks."""

@@ -29,7 +29,7 @@ from config.schema import ModelSection
 
 _LOAD_BALANCING = "load_balancing_loss_func"
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "ffn_config.moe_loss_weight")
-"""Of the models' own balancing losses: the second is JetMoe's, the third DBRX's."""
+"""Names that models give the weight of their own balancing loss: the second is JetMoe's, the third DBRX's."""
 
 
 def router_balance(model: PreTrainedModel, section: ModelSection) -> RouterBalance | None:
@@ -79,7 +79,7 @@ def _unbalanced_reason(model: PreTrainedModel) -> str | None:
 
 
 METRICS = ("router/balance_loss", "router/z_loss", "router/busiest", "router/entropy")
-"""Of a step: what `RouterBalance.loss` and `load` give."""
+"""Router figures of one step, as `RouterBalance.loss` and `load` return them."""
 
 
 class RouterBalance:
@@ -90,7 +90,7 @@ class RouterBalance:
         self._top_k = int(model.config.get_text_config().num_experts_per_tok)
         self._balance, self._z = balance, z
         self.logits: Sequence[torch.Tensor] = ()
-        """Of the routers in the last pass, by layer."""
+        """Router logits of the last pass, by layer."""
 
     def watching(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The model's forward pass, whose routers' logits are kept until the next one."""

@@ -35,7 +35,7 @@ LARGEST_IN_FP32 = 1e-3
 LARGEST_IN_16_BITS = 0.1
 """The same of a model that computes in BF16 or FP16."""
 _SLICE = 8
-"""[tokens] Of each rank, in `require_equal_logits`."""
+"""[tokens] Length of each rank's slice in `require_equal_logits`."""
 
 _numbers = itertools.count(1)
 
@@ -123,7 +123,7 @@ class SequenceAttention:
         return _Trade.apply(found, 1, 2, group), None
 
     def _window_of(self, module: torch.nn.Module, options: dict[str, Any]) -> int | None:
-        """[tokens] That a token of this layer sees, itself included; None: all before it.
+        """[tokens] Attention window of this layer, the token itself included; None: all tokens before it.
 
         Raises UserError where it is not the one that the model's config names: then its mask is not known.
         """

@@ -71,7 +71,7 @@ class Place:
     width: int
     whole: int
     first: int
-    """Of the values of a run of the whole, the slice's first."""
+    """Offset of the slice within each run of the whole tensor's values."""
 
     def in_whole(self, index: torch.Tensor) -> torch.Tensor:
         """Indices of values in the slice -> in the whole tensor."""
@@ -84,7 +84,7 @@ class Cut:
 
     dimension: int
     sizes: tuple[int, ...]
-    """[rows or columns] Of each rank's slice."""
+    """[rows or columns] Size of each rank's slice."""
 
     def whole(self, slice_shape: torch.Size) -> torch.Size:
         """The shape of the whole parameter."""

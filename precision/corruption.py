@@ -67,14 +67,14 @@ class Corruption:
 
 @dataclass(frozen=True)
 class Reexecution:
-    """What came of running a step again."""
+    """Outcome of running a step again."""
 
     kind: Kind
     """none: the step was not suspicious, and every answer was the same."""
     ranks: tuple[int, ...]
-    """Who is to blame, or may be; empty where nobody is, or it cannot be said."""
+    """Ranks that are, or may be, to blame; empty where none is or it is unknown."""
     why: str
-    """What it was decided from, in words."""
+    """Human-readable reason for the verdict."""
 
 
 def different_bits(a: int, b: int, width: int) -> tuple[int, ...]:

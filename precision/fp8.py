@@ -236,7 +236,7 @@ def _product(
 def _scaled_product(
     left: _Operand, right: _Operand, ambient: torch.dtype, scaling: str, count: Count | None
 ) -> torch.Tensor:
-    """The same by the GPU's FP8 units, which want both operands contiguous in the dimension that is summed."""
+    """The product on the GPU's FP8 units, which need both operands contiguous along the summed dimension."""
     dim = None if scaling == "tensor" else -1
     (rows, row_scales), (columns, column_scales) = (
         quantise(values.contiguous(), dim, dtype) for _, values, dtype in (left, right)

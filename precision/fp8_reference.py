@@ -25,7 +25,7 @@ class Format(NamedTuple):
     """A format of 8 bits."""
 
     stored: int
-    """[bits] Of the mantissa, after the point."""
+    """[bits] Explicit mantissa bits."""
     smallest: int
     """Exponent of the smallest normal number."""
     largest: float

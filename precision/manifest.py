@@ -42,14 +42,14 @@ ROUTER_REASON = "routers compute in FP32 unless a rule names them"
 class Rule:
     """One rule of the manifest. It applies to a region when every given pattern matches."""
 
-    match: str | None
-    """Glob (`*`, `?`, `[...]`; `*` also crosses dots) over the full module name; None: every name."""
-    module_class: str | None
-    """Glob over the names of the module's class and its base classes; None: every class."""
     compute: Compute
     """Dtype of the matching regions."""
     reason: str
     """Why, in the user's words."""
+    match: str | None = None
+    """Glob (`*`, `?`, `[...]`; `*` also crosses dots) over the full module name; None: every name."""
+    module_class: str | None = None
+    """Glob over the names of the module's class and its base classes; None: every class."""
 
 
 @dataclass(frozen=True)
@@ -75,21 +75,11 @@ class Assignment:
 
 
 @dataclass(frozen=True)
-class _FileRule:
-    """A rule as the file has it."""
-
-    compute: Compute
-    reason: str
-    match: str | None = None
-    module_class: str | None = None
-
-
-@dataclass(frozen=True)
 class _File:
     """The keys of the file; $schema aside, which editors read."""
 
     default: Compute
-    rules: tuple[_FileRule, ...] = ()
+    rules: tuple[Rule, ...] = ()
 
 
 RegionKind = Literal["matmul", "attention", "functional", "norm"]
@@ -116,8 +106,7 @@ def load_manifest(path: Path) -> Manifest:
     if file.default == "fp8":
         fix = 'set it to bf16, and fp8 by a rule with "module_class": "Linear"'
         raise UserError(f"{path}: default = fp8: only linear layers compute in it, and take other inputs; {fix}")
-    rules = (Rule(rule.match, rule.module_class, rule.compute, rule.reason) for rule in file.rules)
-    return Manifest(file.default, tuple(rules), path)
+    return Manifest(file.default, file.rules, path)
 
 
 def find_regions(model: torch.nn.Module) -> dict[str, RegionKind]:

@@ -91,7 +91,7 @@ class Inspector:
 
     @property
     def findings(self) -> list[Finding]:
-        """At most MOST_FINDINGS, the first cause first; consequences of an earlier finding are left out."""
+        """Up to MOST_FINDINGS findings, first cause first; consequences of an earlier finding are left out."""
         return list(self._found)
 
     def __enter__(self) -> Inspector:

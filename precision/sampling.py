@@ -66,8 +66,8 @@ def share_below(counts: Sequence[float], limit: float) -> float:
 
 
 def distances(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """(2,) FP64: the largest, and the sum of squares, of |weight - rounded master| / |rounded master|; both flat, of
-    one length. `weight` is of 16 bits."""
+    """(2,) FP64: the largest, and the sum of squares, of |weight - rounded master| / |rounded master|, the master
+    rounded to the weight's dtype; 0 in a healthy run. Both of one shape, not empty."""
     rounded = master.to(weight.dtype).double()
     difference = (weight.double() - rounded).abs()
     relative = torch.where(difference == 0, difference, difference / rounded.abs())

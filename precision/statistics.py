@@ -1,6 +1,6 @@
 """Statistics of one step: magnitudes, what a 16-bit format loses of them, agreement of gradients, drift of weights.
 
-Nothing here waits for the device: everything stays a tensor until `to_plain`, which copies all of it at once.
+Nothing here waits for the device: everything stays a tensor until `to_plain`.
 
 What a format loses: it stores magnitudes from its smallest normal number with full precision, those below it
 (subnormals) with fewer and fewer bits, and rounds to zero whatever lies under half of its smallest subnormal, a tie
@@ -18,7 +18,7 @@ FTZ, which some devices use for BF16, zeroes all subnormals: then the share belo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -48,15 +48,6 @@ class Agreement(NamedTuple):
     """||gradient - reference|| / ||reference||; 0 if both are zero, inf if only the reference is."""
 
 
-class Drift(NamedTuple):
-    """How far 16-bit parameters are from their rounded masters, relative to the masters; each a () float64 tensor."""
-
-    maximum: torch.Tensor
-    """Largest |parameter - rounded master| / |rounded master|."""
-    rms: torch.Tensor
-    """Root of the mean square of the same. Both are 0 in a healthy run: the parameter is the rounded master."""
-
-
 def compare_gradients(gradients: Named, reference: Named) -> dict[str, Agreement]:
     """Cosine, sign agreement and relative error of each gradient against the one of the same name.
 
@@ -77,44 +68,6 @@ def compare_gradients(gradients: Named, reference: Named) -> dict[str, Agreement
         same = ((mine.sign() == other.sign()) & ~noise).sum().double() / (~noise).sum()
         result[name] = Agreement(cosine.clamp(-1, 1), same, error)
     return result
-
-
-def master_drift(master: torch.Tensor, parameter: torch.Tensor) -> Drift:
-    """How far a 16-bit parameter is from its FP32 master, rounded to the parameter's dtype. Same shape, not empty."""
-    rounded = master.detach().to(parameter.dtype).double()
-    difference = (parameter.detach().double() - rounded).abs()
-    relative = torch.where(difference == 0, difference, difference / rounded.abs())
-    return Drift(relative.amax(), relative.square().mean().sqrt())
-
-
-class Exponents(NamedTuple):
-    """Histogram of magnitudes by power of two."""
-
-    lowest: int
-    counts: torch.Tensor
-    """(bins,) int64: counts[i] values x with 2^(lowest + i) <= |x| < 2^(lowest + i + 1); the ends take the rest."""
-    zeros: torch.Tensor
-    """() int64."""
-    nonfinite: torch.Tensor
-    """() int64."""
-
-
-LOWEST_EXPONENT = -150
-"""Below the smallest FP32 subnormal: no FP32 value lies under it."""
-HIGHEST_EXPONENT = 128
-"""Above the largest FP32 number."""
-
-
-def exponent_histogram(values: torch.Tensor) -> Exponents:
-    """Counts per power of two, from torch.frexp, over those of every number of FP32, BF16 and FP16."""
-    flat = values.detach().double().reshape(-1)
-    usable = flat.isfinite() & (flat != 0)
-    # frexp gives x = m 2^e with 1/2 <= |m| < 1, so 2^(e-1) <= |x| < 2^e.
-    exponent = torch.frexp(torch.where(usable, flat, 1.0)).exponent.long() - 1
-    index = (exponent - LOWEST_EXPONENT).clamp(0, HIGHEST_EXPONENT - LOWEST_EXPONENT)
-    counts = torch.zeros(HIGHEST_EXPONENT - LOWEST_EXPONENT + 1, dtype=torch.int64, device=flat.device)
-    counts.scatter_add_(0, index, usable.long())
-    return Exponents(LOWEST_EXPONENT, counts, (flat == 0).sum(), (~flat.isfinite()).sum())
 
 
 class ActivationMeter:
@@ -153,37 +106,15 @@ class ActivationMeter:
                 self.maxima[name] = largest if known is None else torch.maximum(known, largest)
 
 
-def to_plain(measured: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with Python numbers for tensors and dicts for named tuples, after one copy from each device.
+def to_plain(measured: Any) -> Any:
+    """`measured` with Python numbers for tensors and dicts for named tuples. Waits for the device.
 
     measured: mappings and named tuples, nested, of () or (n,) tensors and plain values.
     """
-    pending: list[torch.Tensor] = []
-    _walk(measured, lambda tensor: pending.append(tensor.detach().double().reshape(-1)))
-    by_device: dict[torch.device, list[int]] = {}
-    for index, tensor in enumerate(pending):
-        by_device.setdefault(tensor.device, []).append(index)
-    numbers: dict[int, list[float]] = {}
-    for indices in by_device.values():
-        copied = torch.cat([pending[index] for index in indices]).tolist()
-        for index in indices:
-            numbers[index], copied = copied[: pending[index].numel()], copied[pending[index].numel() :]
-    order = iter(range(len(pending)))
-
-    def plain(tensor: torch.Tensor) -> Any:
-        found = numbers[next(order)]
-        if not tensor.is_floating_point():
-            found = [int(number) for number in found]
-        return found if tensor.dim() else found[0]
-
-    return _walk(measured, plain)
-
-
-def _walk(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {key: _walk(item, change) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return {key: _walk(item, change) for key, item in value._asdict().items()}
-    return value
+    if isinstance(measured, torch.Tensor):
+        return measured.tolist()
+    if isinstance(measured, Mapping):
+        return {key: to_plain(item) for key, item in measured.items()}
+    if isinstance(measured, tuple) and hasattr(measured, "_asdict"):
+        return to_plain(measured._asdict())
+    return measured

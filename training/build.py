@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from config.errors import UserError
 from config.load import to_dict
 from config.optimizers import AVERAGES
 from config.printable import printable
@@ -140,7 +139,7 @@ def open_checkpoints(resolved: Resolved, folder: Path, world: World, *, identity
         from training.checkpoint.store.store import Store
 
         store = Store(f"{section.dir.rstrip('/')}/{resolved.config.run.name}", section.storage_options)
-        world.raise_first(_unavailable_reason(store) if world.is_main else None, UserError)
+        world.on_main(store.require_usable)
         remote, keep = Remote(store, keep), Retention(1)
     return Checkpoints(
         folder,
@@ -153,14 +152,6 @@ def open_checkpoints(resolved: Resolved, folder: Path, world: World, *, identity
         opener=Opener.of(section),
         remote=remote,
     )
-
-
-def _unavailable_reason(store: Any) -> str | None:
-    try:
-        store.require_usable()
-    except UserError as error:
-        return str(error)
-    return None
 
 
 def _record_start(parts: Parts, progress: Progress, found: Path | None) -> None:

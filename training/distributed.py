@@ -10,10 +10,10 @@ import importlib
 import logging
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import deepspeed
 import torch
@@ -21,11 +21,14 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 
+from config.errors import UserError
 from config.machine.binding import apply_binding
 from config.resolved import Resolved
 from precision.half_on_cpu import multiply_through_fp32
 from training.start.cores import RankCpus, choose_binding
 from training.start.rendezvous import forget_port, open_store
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,22 @@ class World:
         dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
+    def on_main(self, act: Callable[[], T], catch: tuple[type[Exception], ...] = (UserError,)) -> T:
+        """The result of `act` on the main process, on every rank. A collective.
+
+        catch: exceptions of `act` that every rank raises as a UserError of the same text.
+        """
+        value, problem = None, None
+        if self.is_main:
+            try:
+                value = act()
+            except catch as error:
+                problem = str(error)
+        value, problem = self.from_main((value, problem))
+        if problem is not None:
+            raise UserError(problem)
+        return cast(T, value)
+
     def wait_for_all(self) -> None:
         """Barrier."""
         dist.barrier(group=self.group)
@@ -172,21 +191,21 @@ class World:
         return result
 
     def sharing_sequences(self, ranks: int, *, timeout_minutes: float) -> World:
-        """The same ranks, so many of which share each sequence. A collective."""
+        """This world with groups of `ranks` consecutive ranks that share each sequence. A collective."""
         if ranks == 1:
             return self
         group = self._consecutive(ranks, timeout_minutes)
         return replace(self, sequence=SequenceGroup(self.rank % ranks, ranks, group))
 
     def sharing_tensors(self, ranks: int, *, timeout_minutes: float) -> World:
-        """The same ranks, so many of which share each matrix. A collective."""
+        """This world with groups of `ranks` consecutive ranks that share each matrix. A collective."""
         if ranks == 1:
             return self
         group = self._consecutive(ranks, timeout_minutes)
         return replace(self, tensor=TensorGroup(self.rank % ranks, ranks, group))
 
     def sharing_experts(self, ranks: int, *, timeout_minutes: float) -> World:
-        """The same ranks, so many of which share the experts of each layer. A collective."""
+        """This world with groups of `ranks` consecutive ranks that share the experts of each layer. A collective."""
         if ranks == 1:
             return self
         group, timeout = self._consecutive(ranks, timeout_minutes), timedelta(minutes=timeout_minutes)
@@ -195,14 +214,14 @@ class World:
         return replace(self, experts=ExpertGroup(own, ranks, group, apart[own]))
 
     def _consecutive(self, ranks: int, timeout_minutes: float) -> Any:
-        """This rank's group of so many consecutive ones, which divide all. A collective: each rank makes each group."""
+        """This rank's process group of `ranks` consecutive ranks. A collective: each rank creates each group."""
         timeout = timedelta(minutes=timeout_minutes)
         firsts = range(0, self.world_size, ranks)
         groups = [dist.new_group(list(range(first, first + ranks)), timeout=timeout) for first in firsts]
         return groups[self.rank // ranks]
 
     def on_own_group(self) -> World:
-        """The same ranks on a new gloo group, whose collectives may run in a thread at the same time as training's.
+        """This world on a new gloo group, whose collectives may run in a thread at the same time as training's.
 
         Its time-out is a day: a rank with more to write may reach a collective hours after the others. A collective.
         """

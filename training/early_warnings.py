@@ -110,7 +110,7 @@ class SecondMomentMemory:
         self._count = 0
 
     def jump(self, norm: float) -> float:
-        """Of a gradient that is not in the memory yet; 1 for the first."""
+        """Jump of a gradient that is not in the memory yet: its norm over the root of the memory; 1 for the first."""
         squares = self._beta2 * self._squares + (1 - self._beta2) * norm**2
         corrected = squares / (1 - self._beta2 ** (self._count + 1))
         return norm / math.sqrt(corrected) if corrected > 0 else 1.0

@@ -61,21 +61,21 @@ class Session:
     """Identity of the model under an adapter, or of the reference of preferences: sha256 of its files, or a hub's
     revision. None where a run starts from it and needs it no more."""
     teacher: str | None = None
-    """The same of the teacher of a distillation; None without one."""
+    """Identity of the teacher of a distillation; None without one."""
 
     def validation(self) -> Iterable[Batch]:
         """The validation set's batches, from its start; `evaluate.batches` of them or all."""
         return self._validation(self.corpus.validation)
 
     def validation_by_source(self) -> dict[str, Iterable[Batch]]:
-        """The same of each source of a mixture and of each set of data.validation; empty where there is neither."""
+        """Validation batches of each source of a mixture and each set of data.validation; empty without either."""
         return {name: self._validation(split) for name, split in self.corpus.validation_by_source.items()}
 
     @property
     def left_out(self) -> str | None:
-        """In words, which rows `evaluate.batches` leaves out of evaluations; None where it leaves out none.
+        """Human-readable: which rows `evaluate.batches` leaves out of evaluations; None where it leaves out none.
 
-        None of documents, too: of those a sample is the rule.
+        None for documents too, which are usually evaluated on a sample.
         """
         config, size = self.resolved.config, self.resolved.batch.global_size
         most, held_out = config.evaluate.most_batches, self.corpus.validation.sequences(config.data.sequence_length)
@@ -235,7 +235,7 @@ def check_validation(resolved: Resolved, corpus: Corpus) -> None:
 
 
 def batch_shape(resolved: Resolved, corpus: Corpus) -> dict[str, Any]:
-    """How this rank's batches are cut: arguments of the data loader."""
+    """This rank's batch shape, as arguments of the data loader."""
     config, plan = resolved.config, resolved.batch
     make, documents = task_of(config).make_batch(config, corpus), documents_of(config, corpus)
     if plan.sequence > 1:

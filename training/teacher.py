@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 from transformers import AutoConfig, AutoTokenizer
 
 from config.errors import UserError, one_line
-from config.files import flush
+from config.files import file_sha256, flush
 from config.resolved import Resolved
 from data.batches.loader import NO_SAMPLE, next_tokens
 from data.corpora.corpus import SPLITS, Corpus
@@ -24,7 +24,6 @@ from data.corpora.row_shards import RowShards
 from data.corpora.shards import TokenShards
 from data.text.tokenizer import load_tokenizer
 from modeling.objectives.divergence import likeliest
-from training.checkpoint.manifest import file_sha256
 from training.distributed import World
 from training.engine.teacher import Teacher
 from training.tasks.cached_teacher import documents_of, files_of, require_intact, write_index
@@ -41,15 +40,7 @@ def prepare_teacher(resolved: Resolved, corpus: Corpus, world: World, *, vocabul
     section = resolved.config.distill
     if section.teacher is None:
         return corpus, None
-    world.raise_first(_other_tokens(section.teacher, corpus) if world.is_main else None, UserError)
-    identity, problem = "", None
-    if world.is_main:
-        try:
-            identity = weights_identity(section.teacher)
-        except OSError as error:  # of a hub's that is not there, or does not answer
-            problem = f"distill.teacher = {section.teacher}: cannot be loaded ({one_line(error)})"
-    world.raise_first(problem, UserError)
-    identity = world.from_main(identity)
+    identity = world.on_main(lambda: _identified(str(section.teacher), corpus))
     if section.top_k:
         if section.top_k >= vocabulary:
             raise UserError(
@@ -57,6 +48,15 @@ def prepare_teacher(resolved: Resolved, corpus: Corpus, world: World, *, vocabul
             )
         corpus = replace(corpus, targets=_cached(resolved, corpus, world, identity, vocabulary))
     return corpus, identity
+
+
+def _identified(name: str, corpus: Corpus) -> str:
+    """The teacher's identity. Raises UserError where it has other tokens than the corpus, or cannot be loaded."""
+    _require_same_tokens(name, corpus)
+    try:
+        return weights_identity(name)
+    except OSError as error:  # of a hub's that is not there, or does not answer
+        raise UserError(f"distill.teacher = {name}: cannot be loaded ({one_line(error)})") from error
 
 
 def weights_identity(name: str, commit: str | None = None) -> str:
@@ -71,17 +71,17 @@ def weights_identity(name: str, commit: str | None = None) -> str:
     return f"sha256:{digest.hexdigest()}"
 
 
-def _other_tokens(name: str, corpus: Corpus) -> str | None:
-    """Why the teacher's token ids mean something else than the corpus's; None where they agree, or it has none."""
+def _require_same_tokens(name: str, corpus: Corpus) -> None:
+    """Raises UserError where the teacher's token ids mean something else than the corpus's."""
     try:
         theirs = AutoTokenizer.from_pretrained(name).get_vocab()
     except Exception:  # a teacher's folder without a tokenizer: its number of tokens is compared
-        return None
+        return
     ours = load_tokenizer(corpus.tokenizer_folder).get_vocab()
     if theirs == ours:
-        return None
+        return
     token = next(iter(sorted(dict.items(ours) ^ dict.items(theirs))))[0]
-    return (
+    raise UserError(
         f"distill.teacher = {name}: its tokenizer is not that of the data: {token!r} is {theirs.get(token)} there and "
         f"{ours.get(token)} here; set data.tokenizer={name}"
     )
@@ -94,43 +94,41 @@ def _cached(resolved: Resolved, corpus: Corpus, world: World, identity: str, voc
     content = [_VERSION, corpus.fingerprint, config.data.sequence_length, identity, *kind]
     key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
     folder = corpus.folder.with_name(f"{corpus.folder.name}-teacher-{key}")
-    lock, problem = FileLock(f"{folder}.lock"), None
-    if world.is_main:
+    lock = FileLock(f"{folder}.lock")
+
+    def acquire() -> None:
         try:
             lock.acquire(timeout=60 * config.data.wait_minutes)
         except (Timeout, OSError) as error:
-            problem = f"{folder}.lock: cannot be had ({error}); end the process that has it, or wait for it"
-    world.raise_first(problem, UserError)
+            problem = f"cannot be had ({error}); end the process that has it, or wait for it"
+            raise UserError(f"{folder}.lock: {problem}") from error
+
+    world.on_main(acquire)
     try:
         if not world.from_main(folder.is_dir()):
             _fill(resolved, corpus, world, folder, vocabulary)
     finally:
         lock.release()
-    world.raise_first(_damage(folder, config.data.verify) if world.is_main else None, UserError)
+    world.on_main(lambda: require_intact(folder, verify=config.data.verify))
     return folder
-
-
-def _damage(folder: Path, verify: bool) -> str | None:
-    try:
-        require_intact(folder, verify=verify)
-    except UserError as error:
-        return str(error)
-    return None
 
 
 def _fill(resolved: Resolved, corpus: Corpus, world: World, folder: Path, vocabulary: int) -> None:
     """Each rank asks for its share of the sequences; rank 0 publishes by one rename when all have written."""
     partial = Path(world.from_main(str(folder.with_name(f"{folder.name}.partial-{os.getpid()}"))))
-    splits, problem = _splits(resolved, corpus), None
-    if world.is_main:
+    splits = _splits(resolved, corpus)
+
+    def begin() -> None:
         try:
             for leftover in folder.parent.glob(f"{folder.name}.partial-*"):
                 shutil.rmtree(leftover, ignore_errors=True)
             partial.mkdir()
             _allocate(resolved, splits, partial)
         except OSError as error:
-            problem = f"data.cache_dir: {partial} cannot be written ({error.strerror or error}); free space, or move it"
-    world.raise_first(problem, UserError)
+            problem = f"cannot be written ({error.strerror or error}); free space, or move it"
+            raise UserError(f"data.cache_dir: {partial} {problem}") from error
+
+    world.on_main(begin)
     teacher = Teacher(resolved, world, vocabulary=vocabulary)
     for split, shards in splits.items():
         _ask(resolved, corpus, world, teacher, shards, files_of(partial, split))

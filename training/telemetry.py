@@ -399,7 +399,7 @@ class Telemetry:
         return found
 
     def _through_regions(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """On the manifest path: the same modules, every region in FP32."""
+        """FP32 gradients on the manifest path: the same modules with every region in FP32."""
         engine, regions = self._engine, self._engine.regions
         assert regions is not None
         before = dict(regions.dtypes)
@@ -413,7 +413,7 @@ class Telemetry:
         return {name: gradient.cpu() for name, gradient in pairs if gradient is not None}
 
     def _through_masters(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """On the cast path: the module called with the masters in place of its 16-bit parameters."""
+        """FP32 gradients on the cast path: the module called with the masters in place of its 16-bit parameters."""
         engine, device = self._engine, self._engine.world.device
         masters = {
             name: whole_master(engine, parameter).requires_grad_() for name, parameter in self._parameters.items()

@@ -44,7 +44,7 @@ class Batch:
     label_tokens: int
     """[tokens] Labels on this rank that count; pairs of preference optimisation, or rows where `counting_rows`."""
     label_tokens_of_all: int | None = None
-    """[tokens] The same over all ranks; None where labels are masked and a rank knows only its own."""
+    """[tokens] `label_tokens` summed over all ranks; None where labels are masked and a rank knows only its own."""
     position_ids: torch.Tensor | None = None
     """Same shape as input_ids, int64, from 0 in every document; None where sequences are attended to as a whole."""
     one_row: bool = False
@@ -274,7 +274,7 @@ def next_tokens(sequence_length: int, documents: Documents | None) -> MakeBatch:
 
 
 def counting_rows(make: MakeBatch) -> MakeBatch:
-    """The same batches, whose label_tokens are rows with a label."""
+    """`make`, with `label_tokens` counting rows that have a label instead of labels."""
 
     def made(shards: TokenShards | RowShards, position: int, ids: np.ndarray, mine: np.ndarray) -> Batch:
         assert isinstance(shards, RowShards)

@@ -10,7 +10,6 @@ which does not change with the version of a library.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +23,7 @@ from config.schema import Config
 from data.batches.loader import IGNORED_LABEL, NO_SAMPLE, Batch, MakeBatch, batch_of
 from data.corpora.corpus import Corpus
 from data.corpora.row_shards import RowShards
-from data.corpora.sampler import mix
+from data.corpora.sampler import splitmix
 from data.corpora.shards import TokenShards
 from data.text.tokenizer import load_tokenizer, mask_token, vocabulary_size
 
@@ -37,7 +36,7 @@ class Masking:
     """Masks one tokenizer's tokens."""
 
     mask: int
-    """[id] Of the mask token."""
+    """[id] The mask token."""
     special: np.ndarray
     """(vocabulary,) bool: tokens that are never chosen, nor put in another's place."""
     begins: np.ndarray
@@ -84,10 +83,7 @@ class Masking:
 
 def _uniform(key: str, count: int) -> np.ndarray:
     """(count,) float64 in [0, 1): the stream that belongs to a key."""
-    start = np.frombuffer(hashlib.blake2b(key.encode(), digest_size=8, person=b"mantissa-mask").digest(), dtype="<u8")
-    with np.errstate(over="ignore"):
-        steps = start + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        return (mix(steps) >> np.uint64(11)) * 2.0**-53
+    return (splitmix(key, count, person=b"mantissa-mask") >> np.uint64(11)) * 2.0**-53
 
 
 def _word_edges(tokenizer: PreTrainedTokenizerFast, vocabulary: dict[str, int], size: int) -> tuple[Any, Any]:

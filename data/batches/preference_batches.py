@@ -29,7 +29,7 @@ def lengths_of(longest: int) -> tuple[int, ...]:
 
 
 def lengths_of_corpus(corpus: Corpus) -> tuple[int, ...]:
-    """The same for a corpus of pairs, those held out included."""
+    """`lengths_of` the longest row in a corpus of pairs, including held-out pairs."""
     splits = [split for split in (corpus.train, corpus.validation) if isinstance(split, RowShards)]
     return lengths_of(max(int(split.longest.max(initial=1)) for split in splits))
 

@@ -59,17 +59,17 @@ class Corpus:
     tail_tokens: int = 0
     """[tokens] Held out from the end of the longest document, because no whole document was (data/text/holdout.py)."""
     counts: dict[str, Any] = field(default_factory=dict)
-    """Of rows: how many were dropped, truncated or skipped, and the like, by name. Empty for documents."""
+    """Numbers of dropped, truncated and skipped rows and the like, by name. Empty for documents."""
     mixture: Mixture | None = None
-    """Of the training samples, where they are of several sources."""
+    """How training samples are drawn from several sources; None for one source."""
     validation_by_source: dict[str, TokenShards | RowShards] = field(default_factory=dict)
     """The validation set by source, or by its name, where there are several."""
     targets: Path | None = None
     """Folder of a teacher's cached answers to every sequence (training/tasks/cached_teacher.py)."""
     notes: tuple[str, ...] = ()
-    """What was decided and counted while the rows were prepared, in words."""
+    """Human-readable lines on what was decided and counted while the rows were prepared."""
     labels: tuple[str, ...] = ()
-    """Of rows with labels: the names that the numbers on disk stand for."""
+    """Label names by their number on disk; empty for rows without labels."""
 
 
 def is_prepared(folder: Path) -> bool:

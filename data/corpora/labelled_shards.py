@@ -54,7 +54,7 @@ class LabelledShards(RowShards):
         return Labelled(shard["tokens"][part], shard["types"][part], target)
 
     def renumbered(self, numbers: np.ndarray) -> LabelledShards:
-        """The same rows, of which the labels have other numbers. numbers: (labels,) int64, by the number on disk."""
+        """These rows with renumbered labels. numbers: (labels,) int64, the new number by the number on disk."""
         order = {"rows": self._rows, "ends": self._ends, "lengths": self._lengths, "labels": self._labels}
         shards = [{**shard, _NUMBERS: numbers} for shard in self._shards]
         return LabelledShards(shards, order, sequence_length=self._length)

@@ -18,7 +18,7 @@ import numpy as np
 from data.corpora.sampler import permute
 
 BLOCK = 1024
-"""[samples] In which the shares hold, to less than one sample of each source."""
+"""[samples] Block size; at the end of each block every source is within one sample of its share."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Mixture:
 
     names: tuple[str, ...]
     samples: tuple[int, ...]
-    """Of each source, 1 at least."""
+    """Number of samples of each source, at least 1."""
     weights: tuple[float, ...]
     """Above 0; only their ratios matter."""
 
@@ -66,7 +66,7 @@ class Mixture:
         return found
 
     def _taken(self, samples: int) -> list[int]:
-        """How many samples each source has had among the first so many."""
+        """How many of the first `samples` samples each source has given."""
         shares = self._shares()
         largest = max(range(len(shares)), key=shares.__getitem__)
         taken = [int(samples * share) for share in shares]

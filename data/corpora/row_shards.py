@@ -11,7 +11,6 @@ A row of n tokens takes n - 1 places of a sequence, because its last token is on
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +20,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from config import json_text
-from config.files import flush
+from config.files import file_sha256, flush
 from data.corpora.shards import damaged
 
 _DTYPES = {"U8": "uint8", "U16": "uint16", "U32": "uint32", "I32": "int32", "I64": "int64", "F64": "float64"}
@@ -31,7 +30,7 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> dict[str, An
     """Write a file to stable storage and return its entry for the index: file, bytes, sha256."""
     save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, path)
     flush(path)
-    return {"file": path.name, "bytes": path.stat().st_size, "sha256": _sha256(path)}
+    return {"file": path.name, "bytes": path.stat().st_size, "sha256": file_sha256(path)}
 
 
 def open_tensors(path: Path, expected: Mapping[str, Any], *, verify: bool) -> dict[str, np.ndarray]:
@@ -45,7 +44,7 @@ def open_tensors(path: Path, expected: Mapping[str, Any], *, verify: bool) -> di
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json_text.parse(file.read(length))
-        if verify and _sha256(path) != expected["sha256"]:
+        if verify and file_sha256(path) != expected["sha256"]:
             raise damaged(path, "it does not have the sha256 in index.json")
         return {name: _view(path, 8 + length, entry) for name, entry in header.items() if name != "__metadata__"}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, MemoryError) as error:
@@ -57,11 +56,6 @@ def _view(path: Path, base: int, entry: Mapping[str, Any]) -> np.ndarray:
     if not all(shape):
         return np.empty(shape, dtype=dtype)  # an empty file range cannot be mapped
     return np.memmap(path, dtype=dtype, mode="r", offset=base + entry["data_offsets"][0], shape=shape)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class RowShards:

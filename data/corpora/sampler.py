@@ -107,3 +107,10 @@ def mix(value: np.ndarray) -> np.ndarray:
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return value ^ (value >> np.uint64(31))
+
+
+def splitmix(key: str, count: int, *, person: bytes) -> np.ndarray:
+    """(count,) uint64: the first numbers of SplitMix64 from a hash of `key`. person: keeps two uses of a key apart."""
+    start = np.frombuffer(hashlib.blake2b(key.encode(), digest_size=8, person=person).digest(), dtype="<u8")
+    with np.errstate(over="ignore"):
+        return mix(start + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))

@@ -112,7 +112,7 @@ def open_shard(path: Path, expected: dict[str, Any], *, verify: bool) -> Shard:
 
 
 def _sha256_from(path: Path, offset: int) -> str:
-    """Of the bytes from `offset` on. Read and not mapped, since mapped pages count as memory of the process."""
+    """SHA-256 of the bytes from `offset` on. Read, not mapped: mapped pages count as memory of the process."""
     with path.open("rb") as file:
         file.seek(offset)
         return hashlib.file_digest(file, "sha256").hexdigest()

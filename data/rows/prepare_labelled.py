@@ -158,7 +158,7 @@ class _Targets:
 
 
 def _counted(parts: Iterable[EncodedRows], targets: tuple[_Targets, _Targets]) -> Iterator[EncodedRows]:
-    """The same parts, their targets counted by split."""
+    """Yield `parts` unchanged while counting their targets by split."""
     for part in parts:
         for row, held_out in zip(part.rows, part.held_out, strict=True):
             targets[held_out].add(row["targets"])

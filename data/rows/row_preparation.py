@@ -52,9 +52,9 @@ class EncodedRows:
     longest: int = 0
     """[tokens] Length of the longest row."""
     longest_source: int = 0
-    """[tokens] The same of the sources of task seq2seq."""
+    """[tokens] Length of the longest source of task seq2seq."""
     longest_target: int = 0
-    """[tokens] The same of its targets."""
+    """[tokens] Length of the longest target of task seq2seq."""
     first_bad: str | None = None
     """Place and reason of the first row that was skipped."""
 

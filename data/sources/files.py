@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, cast
 
+from config.errors import UserError, one_line
 from config.task import is_url
 
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
-"""By the end of a file's name."""
+"""Compression by file suffix."""
 BLOCK_BYTES = 1 << 20
 """[bytes] Size of the blocks in which a file that is cut is read."""
 
@@ -39,6 +40,11 @@ def decompressed(path: str) -> BinaryIO:
     import pyarrow
 
     return cast(BinaryIO, pyarrow.input_stream(opened(path), compression=compression_of(path)))
+
+
+def unreadable(path: str, error: Exception) -> UserError:
+    """The error for a file that is damaged, or of another format."""
+    return UserError(f"{path}: cannot be read ({one_line(error)}). Check that it is whole, and its format.")
 
 
 def pieces(file: BinaryIO, separator: bytes) -> Iterator[bytes]:

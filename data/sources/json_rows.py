@@ -10,8 +10,8 @@ from typing import Any, BinaryIO
 
 import pyarrow
 
-from config.errors import UserError, one_line
-from data.sources.files import decompressed, pieces
+from config.errors import one_line
+from data.sources.files import decompressed, pieces, unreadable
 from data.sources.row_formats import BadRow
 
 LONE_SURROGATE = "holds a lone surrogate, which is no character"
@@ -35,9 +35,7 @@ def json_rows(path: str) -> Iterator[Found]:
                 if line.removeprefix(codecs.BOM_UTF8).strip():
                     yield f"{path}:{number}", _parsed(line)
     except (OSError, ValueError, RecursionError, pyarrow.ArrowException) as error:
-        raise UserError(
-            f"{path}: cannot be read ({one_line(error)}). Check that it is whole, and its format."
-        ) from error
+        raise unreadable(path, error) from error
 
 
 def _opening(stream: BinaryIO) -> bytes:

@@ -29,7 +29,7 @@ class LabelledRow:
     texts: tuple[str, ...]
     """One or two; of words, their words with a space between."""
     words: tuple[tuple[int, int], ...]
-    """Of tagged rows: the first character of each word, and the one after its last."""
+    """Character span (start, end) of each word of a tagged row; end is exclusive."""
     target: str | float | tuple[str, ...]
     """The label, the number, or the label of each word."""
 

@@ -46,7 +46,7 @@ class _Index:
     borders: np.ndarray
     """(documents + 1,) int64 [sequences]"""
     bin_bytes: int
-    """[bytes] Of the .bin."""
+    """[bytes] Size of the .bin."""
 
 
 def bin_of(index: Path) -> Path:

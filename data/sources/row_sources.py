@@ -22,9 +22,9 @@ from data.sources.sources import Source
 from data.text.encode import is_validation
 
 _LONGEST_FUNCTION = 40
-"""[lines] Of a function."""
+"""[lines] Functions longer than this are left out."""
 _LONGEST_DOCSTRING = 4
-"""[lines] Of a docstring as the longer answer."""
+"""[lines] At most this much of a docstring is the longer answer of a pair."""
 _TESTS = {"test", "tests", "idle_test"}
 
 

@@ -28,6 +28,7 @@ from types import ModuleType
 from typing import Any
 
 from config.errors import UserError
+from config.files import file_sha256
 from config.schema import DataSection
 from config.task import is_url
 from data.sources.files import compression_of
@@ -193,7 +194,7 @@ def _local(root: Path, files: list[Path], source: str) -> _Files:
 
 
 def _order(name: PurePath, source: str) -> Any:
-    """By the text of the name, or for rows folder by folder: the tokens of prepared corpora have these orders."""
+    """Sort key: the whole name for text, folder by folder for rows. Corpora already prepared have these orders."""
     return name.as_posix() if source == "text" else name.parts
 
 
@@ -273,8 +274,7 @@ def _files_identity(root: Path, files: list[Path]) -> str:
         status = path.stat()
         digest.update(f"\0{name}\0{status.st_size}\0".encode("utf-8", "surrogateescape"))
         if by_content:
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
+            digest.update(bytes.fromhex(file_sha256(path)))
         else:
             digest.update(str(status.st_mtime_ns).encode())
     return f"files:{digest.hexdigest()}"

@@ -18,10 +18,10 @@ import httpx
 import pyarrow
 import pyarrow.parquet
 
-from config.errors import UserError, one_line
+from config.errors import UserError
 from config.files import temporary_folder, why_not_writable
 from config.task import is_url
-from data.sources.files import compression_of, decompressed, opened, pieces
+from data.sources.files import compression_of, decompressed, opened, pieces, unreadable
 from data.sources.json_rows import json_rows
 from data.sources.row_formats import BadRow, json_kind
 
@@ -80,7 +80,7 @@ def damage(builder: str, paths: list[str]) -> str | None:
         except UserError as error:
             return str(error)
         except (OSError, ValueError, pyarrow.ArrowException) as error:
-            return str(_unreadable(path, error))
+            return str(unreadable(path, error))
     return None
 
 
@@ -90,10 +90,6 @@ def no_text(paths: list[str], field: str) -> str | None:
         if not isinstance(row, BadRow) and not isinstance(row.get(field), str | None):
             return f"{where}: {field}: is {json_kind(row[field])}"
     return None
-
-
-def _unreadable(path: str, error: Exception) -> UserError:
-    return UserError(f"{path}: cannot be read ({one_line(error)}). Check that it is whole, and its format.")
 
 
 def folder(path: Path, name: str | None, split: str) -> datasets.IterableDataset:
@@ -129,7 +125,7 @@ def _read_texts(paths: list[str], separator: str | None) -> Iterator[dict[str, A
         except (OSError, pyarrow.ArrowException) as error:
             if is_url(path):
                 raise
-            raise _unreadable(path, error) from error
+            raise unreadable(path, error) from error
 
 
 def _json_files(paths: list[str]) -> Iterator[dict[str, Any]]:

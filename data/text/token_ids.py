@@ -16,10 +16,10 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from config.errors import UserError, one_line
+from config.errors import UserError
 from config.schema import DataSection
 from data.sources import megatron
-from data.sources.files import opened
+from data.sources.files import opened, unreadable
 from data.sources.row_formats import BadRow
 from data.sources.row_sources import located_rows
 from data.sources.sources import Source
@@ -133,9 +133,7 @@ def _of_parquet(path: str, field: str) -> Iterator[Found]:
                     number += 1
                     yield f"{path}: row {number}", values[start:stop] if present else None
     except (OSError, ValueError, pyarrow.ArrowException) as error:
-        raise UserError(
-            f"{path}: cannot be read ({one_line(error)}). Check that it is whole, and its format."
-        ) from error
+        raise unreadable(path, error) from error
 
 
 def _no_such_field(where: str, field: str, fields: Any) -> UserError:

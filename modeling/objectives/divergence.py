@@ -1,4 +1,4 @@
-"""How far a student's next-token distribution is from a teacher's, mixed with the cross-entropy of the labels.
+"""Divergence of a student's next-token distribution from a teacher's, mixed with the cross-entropy of the labels.
 
 At a label, with teacher p and student q, both softmax(logits / temperature):
 

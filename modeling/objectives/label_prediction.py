@@ -68,7 +68,7 @@ class LabelPrediction:
         return Scored(loss, self._sums(labels, right), losses)
 
     def metrics(self, sums: Sequence[float], count: float) -> dict[str, float]:
-        """Of evaluations that are judged, the share of labels that are the model's likeliest token."""
+        """Share of labels that are the model's likeliest token; empty unless evaluations are judged."""
         if not self._judged or not sums[-1]:
             return {}
         return {"token_accuracy": sums[-2] / sums[-1]}

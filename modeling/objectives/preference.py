@@ -36,7 +36,7 @@ from modeling.log_probs import token_log_probs
 from modeling.objectives.objective import Forward, Scored
 
 IGNORED = -100
-"""Of targets that belong to no answer, and of labels of padding."""
+"""Pair number of targets that belong to no answer, and label of padding."""
 
 Off = Callable[[], AbstractContextManager[None]]
 """Makes the model compute as its base, in evaluation mode, inside the context."""

@@ -18,7 +18,7 @@ from config.command_line import read_command_line
 from config.errors import UserError
 from modeling import kernels
 from modeling.activation_checkpointing import apply_activation_checkpointing
-from modeling.kernels import ARCHITECTURES, Norm, require_liger, use_liger
+from modeling.kernels import ARCHITECTURES, Norm, plan_liger, require_liger
 from precision.dtypes import DTYPES
 from tests.modeling import kernel_cases as cases
 from tests.support.jobs.launches import command, finish
@@ -64,7 +64,7 @@ def gradients(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
 def test_gradients_are_those_of_torch_in_fp32(architecture: str) -> None:
     plain = build(architecture, torch.float32)
     fast = copy.deepcopy(plain)
-    said = use_liger(fast, dtype=torch.float32, device=plain.device)
+    said = plan_liger(fast, dtype=torch.float32, device=plain.device).apply()
     assert "RMSNorm" in said and "rotary embedding in 2 modules" in said and "GLU in 2 modules" in said
     (loss, exact), (found_loss, found) = gradients(plain), gradients(fast)
     assert found_loss == pytest.approx(loss, rel=1e-6)
@@ -79,7 +79,7 @@ def test_gradients_are_those_of_torch_in_fp32(architecture: str) -> None:
 def test_in_16_bits_no_further_from_fp32_than_torch(architecture: str, compute: str) -> None:
     plain = build(architecture, DTYPES[compute])
     fast, exact = copy.deepcopy(plain), copy.deepcopy(plain).float()
-    use_liger(fast, dtype=DTYPES[compute], device=plain.device)
+    plan_liger(fast, dtype=DTYPES[compute], device=plain.device).apply()
     (loss, reference), (_, own), (found_loss, found) = (gradients(model) for model in (exact, plain, fast))
     assert found_loss == pytest.approx(loss, rel={"bf16": 1e-3, "fp16": 1e-4}[compute])
     assert distance(found, reference) < 1.2 * distance(own, reference)
@@ -103,7 +103,7 @@ def test_recomputed_activations_give_the_same_gradients(mode, options, rotations
     calls, own = [], LigerRopeFunction.forward
     monkeypatch.setattr(LigerRopeFunction, "forward", staticmethod(lambda *given: calls.append(1) or own(*given)))
     model = build("llama", torch.float32)
-    use_liger(model, dtype=torch.float32, device=model.device)
+    plan_liger(model, dtype=torch.float32, device=model.device).apply()
     loss, exact = gradients(model)
     assert apply_activation_checkpointing(model, mode, **options)
     calls.clear()
@@ -118,7 +118,7 @@ def test_other_models_of_the_process_stay_plain_torch() -> None:
 
     before, names = dict(vars(modeling_llama)), set(vars(modeling_llama))
     earlier, fast = (build("llama", torch.float32) for _ in range(2))
-    use_liger(fast, dtype=torch.float32, device=fast.device)
+    plan_liger(fast, dtype=torch.float32, device=fast.device).apply()
     later = build("llama", torch.float32)
     assert set(vars(modeling_llama)) == names and all(vars(modeling_llama)[name] is before[name] for name in names)
     assert not liger_functions(earlier) and not liger_functions(later)
@@ -145,7 +145,7 @@ def liger_functions(model: Any) -> Counter[str]:
 def test_names_classes_and_copies_stay() -> None:
     plain = build("llama", torch.float32)
     fast = copy.deepcopy(plain)
-    use_liger(fast, dtype=torch.float32, device=plain.device)
+    plan_liger(fast, dtype=torch.float32, device=plain.device).apply()
     for (name, module), (name_now, now) in zip(plain.named_modules(), fast.named_modules(), strict=True):
         assert name == name_now and isinstance(now, type(module)) and type(now).__name__ == type(module).__name__
         assert "forward" not in now.__dict__
@@ -159,7 +159,7 @@ def test_a_pass_over_fp32_weights_is_plain_torch() -> None:
     """As telemetry's probe calls a 16-bit model with its masters."""
     plain = build("llama", torch.bfloat16)
     fast = copy.deepcopy(plain)
-    use_liger(fast, dtype=torch.bfloat16, device=plain.device)
+    plan_liger(fast, dtype=torch.bfloat16, device=plain.device).apply()
     masters = {name: parameter.detach().float() for name, parameter in plain.named_parameters()}
     options = {"input_ids": torch.arange(18, device=plain.device).view(2, 9), "use_cache": False}
     logits = [torch.func.functional_call(model, masters, args=(), kwargs=options).logits for model in (plain, fast)]
@@ -171,7 +171,7 @@ def test_generated_text_is_the_same() -> None:
     """One token at a time, with a cache of keys that the rotation was written over."""
     plain = build("llama", torch.float32).eval()
     fast = copy.deepcopy(plain)
-    use_liger(fast, dtype=torch.float32, device=plain.device)
+    plan_liger(fast, dtype=torch.float32, device=plain.device).apply()
     ids = torch.arange(1, 6, device=plain.device)[None]
     texts = [model.generate(ids, max_new_tokens=5, do_sample=False, use_cache=True) for model in (plain, fast)]
     assert texts[0].shape == (1, 10) and torch.equal(*texts)
@@ -182,7 +182,7 @@ def test_a_kernel_that_computes_something_else_is_refused(monkeypatch: pytest.Mo
     monkeypatch.setitem(kernels.ARCHITECTURES, "llama", Norm(1.0))
     model = build("llama", torch.bfloat16)
     with pytest.raises(UserError, match="RMSNorm in LlamaRMSNorm is .* away from FP32"):
-        use_liger(model, dtype=torch.bfloat16, device=model.device)
+        plan_liger(model, dtype=torch.bfloat16, device=model.device).apply()
 
 
 @here

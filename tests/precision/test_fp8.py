@@ -20,7 +20,7 @@ from tests.support.models.small_models import distance
 
 MODEL = {"e4m3": (3, -6, Fraction(448)), "e5m2": (2, -14, Fraction(57344))}
 """Stored bits of the mantissa, exponent of the smallest normal number, largest number (Micikevicius et al. 2022)."""
-LINEAR = Rule("*.layers.*", "Linear", "fp8", "test")
+LINEAR = Rule("fp8", "test", "*.layers.*", "Linear")
 E4M3, E5M2 = FORMATS["e4m3"], FORMATS["e5m2"]
 
 

@@ -332,7 +332,7 @@ def test_a_router_below_its_path_is_named() -> None:
 
 def test_a_router_that_a_manifest_puts_into_16_bits_keeps_its_promise() -> None:
     model = small_model("mixtral").train()
-    regions = Regions(model, Manifest("bf16", (Rule("*.gate", "*", "bf16", "a trial"),), Path("m.json")))
+    regions = Regions(model, Manifest("bf16", (Rule("bf16", "a trial", "*.gate", "*"),), Path("m.json")))
     report = observed(model, regions.dtypes)
     assert report["computed"][ROUTER] == {"bf16": 2} and report["lower"] == []
 

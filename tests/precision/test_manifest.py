@@ -35,7 +35,7 @@ def manifest(*rules: Rule, default: str = "bf16") -> Manifest:
 
 
 def rule(match: str | None, compute: str, module_class: str | None = None) -> Rule:
-    return Rule(match, module_class, compute, f"{match} {module_class} {compute}")
+    return Rule(compute, f"{match} {module_class} {compute}", match, module_class)
 
 
 def schema_problems(value: Any, schema: dict[str, Any]) -> list[str]:

@@ -28,7 +28,7 @@ errors of some ten roundings in a row add up, in 16 bits to about twice the roun
 
 
 def manifest(default: str, *rules: tuple[str, str]) -> Manifest:
-    return Manifest(default, tuple(Rule(match, None, compute, "test") for match, compute in rules), Path("m.json"))
+    return Manifest(default, tuple(Rule(compute, "test", match) for match, compute in rules), Path("m.json"))
 
 
 def build(family: str, attention: str = "sdpa", *, tied: bool = True, **config: Any) -> PreTrainedModel:
@@ -308,7 +308,7 @@ def test_parameters_that_exist_only_inside_the_hooks() -> None:
     """As under ZeRO-3: a weight is gathered by the module's pre-forward hook and released by its post-forward hook."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 8))
     inputs = torch.randn(3, 8)
-    given = Manifest("bf16", (Rule("2", None, "fp16", "t"), Rule(None, "LayerNorm", "bf16", "t")), Path("m.json"))
+    given = Manifest("bf16", (Rule("fp16", "t", "2"), Rule("bf16", "t", None, "LayerNorm")), Path("m.json"))
     with in_regions(model, given):
         expected = model(inputs)
         whole = {parameter: parameter.data for parameter in model.parameters()}
@@ -389,7 +389,7 @@ def test_norms_in_fp32_survive_what_16_bits_do_not(kind: type) -> None:
 
 def test_a_rule_lowers_a_norm_and_the_parameters_stay() -> None:
     model = torch.nn.Sequential(torch.nn.LayerNorm(64))
-    given = Manifest("fp32", (Rule(None, "LayerNorm", "bf16", "test"),), Path("m.json"))
+    given = Manifest("fp32", (Rule("bf16", "test", None, "LayerNorm"),), Path("m.json"))
     inputs = torch.randn(5, 64)
     with in_regions(model, given) as regions:
         with Observation(model) as seen:
@@ -407,7 +407,7 @@ def test_a_rule_lowers_a_norm_and_the_parameters_stay() -> None:
 
 def test_slices_of_linear_layers_compute_as_whole_ones() -> None:
     """Also by a rule for their class, and where they have biases, which a slice adds by itself."""
-    rules = (Rule("*.0.self_attn", None, "fp32", "test"), Rule("*.[qk]_proj", "Linear", "fp16", "test"))
+    rules = (Rule("fp32", "test", "*.0.self_attn"), Rule("fp16", "test", "*.[qk]_proj", "Linear"))
     given = Manifest("bf16", rules, Path("m.json"))
     whole, slices = build("qwen2"), cut(build("qwen2"))
     assert whole.model.layers[0].self_attn.q_proj.bias is not None

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from precision import statistics, tolerance
+from precision import sampling, statistics, tolerance
+from tests.support.agreement import agrees
 from tests.support.models.gradient_oracle import gradient_statistics, underflow_share
 
 HALF = torch.float16, torch.bfloat16
@@ -101,26 +102,9 @@ def test_comparisons_with_zero_and_wrong_shapes():
 def test_a_parameter_drifts_only_if_it_is_not_the_rounded_master(dtype):
     master = spread(1000, -8, 0).float()
     parameter = master.to(dtype)
-    assert statistics.to_plain({"d": statistics.master_drift(master, parameter)})["d"] == {"maximum": 0.0, "rms": 0.0}
+    assert sampling.distances(master, parameter).tolist() == [0.0, 0.0]
     parameter[5] *= 2
-    drift = statistics.master_drift(master, parameter)
-    assert float(drift.maximum) == 1.0
-    assert float(drift.rms) == pytest.approx(math.sqrt(1 / 1000))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_exponents_are_counted_as_log2_does(dtype):
-    values = torch.cat([spread(500, -20, 12).to(dtype), torch.tensor([0.0, 1.0, -2.0, math.inf, math.nan]).to(dtype)])
-    values = torch.cat([values, torch.tensor([torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal]).to(dtype)])
-    histogram = statistics.exponent_histogram(values)
-    expected: dict[int, int] = {}
-    for x in values.double().tolist():
-        if x and math.isfinite(x):
-            power = math.frexp(x)[1] - 1
-            expected[power] = expected.get(power, 0) + 1
-    counted = {histogram.lowest + i: n for i, n in enumerate(histogram.counts.tolist()) if n}
-    assert counted == expected
-    assert (int(histogram.zeros), int(histogram.nonfinite)) == (1, 2)
+    assert sampling.distances(master, parameter).tolist() == [1.0, 1.0]
 
 
 def test_the_meter_sees_every_call_and_leaves_nothing_behind():
@@ -163,8 +147,8 @@ def test_sums_stay_within_the_tolerance_and_come_near_it(dtype, terms):
     for column in rows.unbind(1):
         total = total + column
     exact, magnitude = rows.double().sum(1), rows.double().abs().sum(1)
-    assert tolerance.agrees(total, exact, dtype, terms, magnitude=magnitude)
-    assert not tolerance.agrees(total, exact, dtype, terms, magnitude=magnitude / 1000), "the bound says nothing"
+    assert agrees(total, exact, dtype, terms, magnitude=magnitude)
+    assert not agrees(total, exact, dtype, terms, magnitude=magnitude / 1000), "the bound says nothing"
 
 
 def test_bounds_are_ordered_and_known():
@@ -178,10 +162,10 @@ def test_bounds_are_ordered_and_known():
 
 def test_what_does_not_agree():
     reference = torch.tensor([1.0, math.inf, math.nan], dtype=torch.float64)
-    assert tolerance.agrees(reference.half(), reference, torch.float16)
+    assert agrees(reference.half(), reference, torch.float16)
     for place, value in ((0, 1.002), (0, math.nan), (0, math.inf), (1, -math.inf), (1, 65504.0), (2, 1.0)):
         wrong = reference.clone()
         wrong[place] = value
-        assert not tolerance.agrees(wrong, reference, torch.float16), (place, value)
-    assert tolerance.agrees(torch.tensor(0.0), torch.tensor(2.0**-25, dtype=torch.float64), torch.float16)
-    assert not tolerance.agrees(torch.tensor(0.0), torch.tensor(2.0**-23, dtype=torch.float64), torch.float16)
+        assert not agrees(wrong, reference, torch.float16), (place, value)
+    assert agrees(torch.tensor(0.0), torch.tensor(2.0**-25, dtype=torch.float64), torch.float16)
+    assert not agrees(torch.tensor(0.0), torch.tensor(2.0**-23, dtype=torch.float64), torch.float16)

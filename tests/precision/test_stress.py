@@ -13,7 +13,8 @@ from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from modeling.linear_cross_entropy import label_loss_sum
-from precision.tolerance import agrees, tolerance
+from precision.tolerance import tolerance
+from tests.support.agreement import agrees
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

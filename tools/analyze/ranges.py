@@ -25,9 +25,12 @@ import torch
 from precision.findings import tensors_of
 from precision.manifest import RegionKind
 from precision.observe import Observation
-from precision.statistics import HIGHEST_EXPONENT, LOWEST_EXPONENT, exponent_histogram
 
 KINDS = ("activations", "gradients", "weights", "weight_gradients")
+LOWEST_EXPONENT = -150
+"""Below the smallest FP32 subnormal: no FP32 value lies under it."""
+HIGHEST_EXPONENT = 128
+"""Above the largest FP32 number."""
 _BINS = HIGHEST_EXPONENT - LOWEST_EXPONENT + 1
 _ZEROS, _NONFINITE = _BINS, _BINS + 1
 _PIECE = 1 << 20
@@ -78,6 +81,20 @@ def merged(spreads: Iterable[Spread]) -> Spread:
     )
 
 
+def exponent_histogram(values: torch.Tensor) -> torch.Tensor:
+    """(bins + 2,) int64: values by power of two from LOWEST_EXPONENT on, those at either end with the rest beyond it;
+    then zeros, and values that are not finite."""
+    flat = values.detach().double().reshape(-1)
+    usable = flat.isfinite() & (flat != 0)
+    # frexp gives x = m 2^e with 1/2 <= |m| < 1, so 2^(e-1) <= |x| < 2^e.
+    exponent = torch.frexp(torch.where(usable, flat, 1.0)).exponent.long() - 1
+    index = (exponent - LOWEST_EXPONENT).clamp(0, _BINS - 1)
+    counts = torch.zeros(_BINS + 2, dtype=torch.int64, device=flat.device)
+    counts.scatter_add_(0, index, usable.long())
+    counts[_ZEROS], counts[_NONFINITE] = (flat == 0).sum(), (~flat.isfinite()).sum()
+    return counts
+
+
 class Ranges:
     """Histograms of every region and kind, on the device: nothing waits for it until `spreads`.
 
@@ -99,10 +116,7 @@ class Ranges:
             return
         where = self._rows[name], KINDS.index(kind)
         for piece in values.detach().reshape(-1).split(_PIECE):
-            found = exponent_histogram(piece)
-            self.counts[where][:_BINS] += found.counts
-            self.counts[where][_ZEROS] += found.zeros
-            self.counts[where][_NONFINITE] += found.nonfinite
+            self.counts[where] += exponent_histogram(piece)
             largest = torch.where(piece.isfinite(), piece, 0.0).abs().amax().double()
             self.maxima[where] = torch.maximum(self.maxima[where], largest)
 

@@ -18,7 +18,7 @@ import transformers
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from config.errors import UserError, one_line
-from config.files import flush
+from config.files import file_sha256, flush
 from config.load import load_config
 from config.redact import redact
 from config.schema import Config
@@ -38,7 +38,7 @@ from tools.export_hf.tensors import Tensors, TensorsDiffer, compare_with_second_
 from tracking.jsonl import encode
 from tracking.run_dir import RunDir
 from tracking.summary import read_inputs
-from training.checkpoint.manifest import check_hashes, file_sha256, find_problem, read_state
+from training.checkpoint.manifest import check_hashes, find_problem, read_state
 from training.checkpoint.partitions import SavedModel, open_saved_model
 from training.checkpoint.reader import Opener
 from training.tasks.shape import given_by_task

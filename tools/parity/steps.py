@@ -51,7 +51,8 @@ from modeling.objectives.objective import Scored
 from modeling.router_balance import router_balance
 from precision.dtypes import DTYPES
 from precision.fp8_reference import in_fp8
-from precision.statistics import compare_gradients, master_drift, to_plain
+from precision.sampling import distances
+from precision.statistics import compare_gradients, to_plain
 from precision.tolerance import relative
 from tools.parity.fp8_products import Fp8Products
 from tools.parity.judge_steps import Walk, beyond_bounds, blamed, first_divergence, judge_steps
@@ -328,7 +329,7 @@ class StepParity:
             return {}  # the weights are the masters
         found = {}
         for name, parameter in trainable_parameters(self._engine).items():
-            found[name] = master_drift(before.masters[name], whole_weight(self._engine, parameter)).maximum
+            found[name] = distances(before.masters[name], whole_weight(self._engine, parameter))[0]
         return to_plain(found)
 
     def _judge_update(

@@ -180,7 +180,7 @@ class Checkpoints:
             self._fetched = True  # once: later the folder has what this session saved itself
             self._remote.fetch(self.world, self.folder, lambda text: self._notes.append(self._log(text)))
         refused: dict[Path, str] = {}
-        chosen, paths = self._agreed_candidates(resume)
+        chosen, paths = self.world.on_main(lambda: self._candidates(resume))
         for path in paths:
             problem, damaged = self._check(path, of_any_run=not chosen)
             if problem is None:
@@ -234,18 +234,6 @@ class Checkpoints:
     def reached(self, phase: str) -> None:
         """Called on each rank when a save reaches `phase` (listed in docs/checkpoints.md); tests kill it here."""
 
-    def _agreed_candidates(self, resume: str) -> tuple[bool, list[Path]]:
-        """The main process's `_candidates`, on every rank; raises its UserError on every rank."""
-        found, error = None, None
-        if self.world.is_main:
-            try:
-                found = self._candidates(resume)
-            except UserError as problem:
-                error = str(problem)
-        self.world.raise_first(error, UserError)
-        agreed: tuple[bool, list[Path]] = self.world.from_main(found)
-        return agreed
-
     def _candidates(self, resume: str) -> tuple[bool, list[Path]]:
         """The checkpoints that may be taken, best first; and whether there is a choice, or one is given by its path."""
         commit.recover(self.folder)
@@ -263,17 +251,17 @@ class Checkpoints:
         so that it holds when the run ends before its next save. Raises UserError when that cannot be written.
         """
         in_store = self._remote.orders(self.world) if self._remote is not None and record else []
-        remark, error = None, None
-        if self.world.is_main:
+
+        def continue_from() -> str | None:
             remark = choice_remark(path, passed_over) if passed_over is not None else None
             try:
                 self._lineage.continue_from(path, in_store, record=record)
-            except OSError as problem:
-                error = (
-                    f"{self.folder}: cannot be written ({problem.strerror or problem}); free space or change run.dir"
-                )
-        self.world.raise_first(error, UserError)
-        remark = self.world.from_main(remark)
+            except OSError as error:
+                reason = f"cannot be written ({error.strerror or error}); free space or change run.dir"
+                raise UserError(f"{self.folder}: {reason}") from error
+            return remark
+
+        remark = self.world.on_main(continue_from)
         if remark is not None:
             self._notes.append(self._log(remark))
 

@@ -76,7 +76,7 @@ def newest_before(folder: Path, step: int) -> Path | None:
 
 
 def orders_in(folder: Path) -> list[Order]:
-    """Of the checkpoints in a folder, whole or not."""
+    """Steps of the checkpoints in a folder, whole or not."""
     return [_order(step_of(path), _manifest(path)) for path in by_step(folder)]
 
 

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from config.files import flush, write_flushed
-from training.checkpoint.manifest import MANIFEST, Written, file_sha256, is_whole
+from config.files import file_sha256, flush, write_flushed
+from training.checkpoint.manifest import MANIFEST, Written, is_whole
 from training.checkpoint.retention import is_read_locked
 from training.checkpoint.seal import sealed
 

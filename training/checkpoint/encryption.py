@@ -32,7 +32,7 @@ from training.checkpoint.manifest import Damaged
 
 MAGIC = b"MNTSENC\x01"
 CHUNK = 1 << 20
-"""[bytes] Of plain text in a chunk."""
+"""[bytes] Plain text per chunk."""
 TAG = 16
 HEADER = 52
 _CACHED = 4
@@ -84,7 +84,7 @@ class DecryptedFile(io.RawIOBase):
         """Raises UserError when the file was encrypted with another key, Damaged when it was changed or truncated,
         OSError when it cannot be read."""
         self.damage: Damaged | None = None
-        """What a read raised; C readers may replace it with an error of their own."""
+        """The error that a read raised; C readers may replace it with one of their own."""
         self._path, self._file = path, path.open("rb", buffering=0)
         try:
             header = self._file.read(HEADER)

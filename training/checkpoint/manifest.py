@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -14,17 +13,16 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from config import json_text
+from config.files import file_sha256
 from training.checkpoint.run_record import read_record, run_in
 from training.checkpoint.seal import unsealed
 
 FORMAT = 2
 MANIFEST = "manifest.json"
 STATE = "state.json"
-BLOCK = 1 << 22
-"""[bytes] Read at a time when hashing."""
 
 NAME = re.compile(r"step-(0|[1-9][0-9]*)")
-"""Of a published checkpoint; the group is its step."""
+"""Folder name of a published checkpoint; the group is its step."""
 _FIELDS = {
     "step": int,
     "written": str,
@@ -194,15 +192,6 @@ def _check_run(path: Path, manifest: dict[str, Any]) -> None:
         raise Unusable(
             f"{MANIFEST} is of another run, {run[1]} ({run[0]}); run.resume={path} starts from it all the same"
         )
-
-
-def file_sha256(path: Path) -> str:
-    """The file's SHA-256, in hexadecimal."""
-    digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        while block := file.read(BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _without_manifest(path: Path) -> Unusable:

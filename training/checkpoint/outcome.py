@@ -27,9 +27,9 @@ class Saved:
     step: int
     tokens: int
     seconds: float
-    """From the call until it was published and, where configured, read back and uploaded."""
+    """[s] From the call until it was published and, where configured, read back and uploaded."""
     stall_seconds: float
-    """For which the training thread was blocked: copying to host memory, and any wait for the end."""
+    """[s] How long the training thread was blocked: copying to host memory, and any wait for the end."""
     bytes: int
     verified: bool
     """Whether every file was read back, from the disk or the store, with the hash of what was written."""
@@ -37,13 +37,7 @@ class Saved:
 
 def on_main(world: World, act: Callable[[], Any], path: Path | str) -> Any:
     """The result of `act` on the main process, on every rank; SaveFailed on all when it raises OSError or UserError."""
-    value, error = None, None
-    if world.is_main:
-        try:
-            value = act()
-        except (OSError, UserError) as problem:
-            error = f"checkpoint {path} was not saved: {problem}"
-    value, error = world.from_main((value, error))
-    if error is not None:
-        raise SaveFailed(error)
-    return value
+    try:
+        return world.on_main(act, catch=(OSError, UserError))
+    except UserError as problem:
+        raise SaveFailed(f"checkpoint {path} was not saved: {problem}") from None

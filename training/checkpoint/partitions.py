@@ -49,7 +49,7 @@ class SavedTensor:
     read: Read
     """The whole FP32 master; of a frozen parameter, which has none, its weight in the dtype it was saved in."""
     second_copy: Read | None = None
-    """The same tensor read from elsewhere in the checkpoint, in the dtype there; None where there is no other."""
+    """Reads the tensor's other copy in the checkpoint, in that copy's dtype; None where there is no other."""
     master: AnyPieces | None = None
     """The FP32 master by parts; None for a frozen parameter."""
     state: OptimizerState | None = None
@@ -212,6 +212,13 @@ def _open_flat(folder: Path, states: list[dict[str, Any]], index: int, name: str
             parts.append(partition["single_partition_of_fp32_groups"][index][where])
             kept.append(_flat_states(partition["base_optimizer_state"])[index])
             places.append(where)
+    return _saved_tensor(folder, name, shape, parts, kept, places)
+
+
+def _saved_tensor(
+    folder: Path, name: str, shape: torch.Size, parts: list[torch.Tensor], kept: list[Any], places: list[slice]
+) -> SavedTensor:
+    """A parameter of these parts of its master. kept: states that have the same parts, at `places`."""
     _require_size(folder, name, shape, sum(part.numel() for part in parts))
     state = _joined_state(folder, name, kept, places, shape.numel())
     return SavedTensor(shape, _joined(parts, shape), None, Pieces(parts, shape.numel()), state)
@@ -243,7 +250,14 @@ def _open_stage_3(
             where = slice(start, start + length)
             start += length
             slices = [
-                _open_equal_parts(folder, name, shape, flats[first::sharing], kept[first::sharing], where)
+                _saved_tensor(
+                    folder,
+                    name,
+                    shape,
+                    [flat[where] for flat in flats[first::sharing]],
+                    kept[first::sharing],
+                    [where] * partitions,
+                )
                 for first in range(sharing)
             ]
             if sharing == 1:
@@ -260,16 +274,6 @@ def _open_stage_3(
         saved.frozen.add(name)
         saved.tensors[name] = SavedTensor(shape, _joined(parts, shape), _read_by_deepspeed(whole, name))
     return saved
-
-
-def _open_equal_parts(
-    folder: Path, name: str, shape: torch.Size, flats: list[torch.Tensor], kept: list[Any], where: slice
-) -> SavedTensor:
-    """A parameter, or one slice of it, at the same place in the flat partitions of the ranks that have it."""
-    parts = [flat[where] for flat in flats]
-    _require_size(folder, name, shape, sum(part.numel() for part in parts))
-    state = _joined_state(folder, name, kept, [where] * len(parts), shape.numel())
-    return SavedTensor(shape, _joined(parts, shape), None, Pieces(parts, shape.numel()), state)
 
 
 def _flat_states(optimizer: dict[str, Any]) -> list[dict[str, Any] | None]:

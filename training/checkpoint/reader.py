@@ -87,7 +87,7 @@ class Reader(CheckpointEngine):
         return self._opener.read(Path(path), map_location=map_location)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Not for writing: it is installed only while loading."""
+        """Never called: this engine is installed only while loading."""
         raise NotImplementedError("these files are read only")
 
     def create(self, info: Any) -> None:

@@ -27,13 +27,13 @@ class Retention:
     """How many of the lowest validation loss, of those that were evaluated at their step."""
 
     def to_delete(self, folder: Path, final: Path) -> list[Path]:
-        """Of the checkpoints in `folder` up to `final`, the one just published, those to delete."""
+        """Checkpoints in `folder` to delete, among those up to `final`, the one just published."""
         paths = {step_of(path): path for path in by_step(folder)}
         expired = self.expired(list(paths), step_of(final), lambda step: validation_loss(paths[step]))
         return [paths[step] for step in expired]
 
     def expired(self, steps: Sequence[int], final: int, loss_of: Callable[[int], float | None]) -> list[int]:
-        """Of `steps` up to `final` those to delete. loss_of: called only where `best` is set.
+        """Steps to delete among `steps` up to `final`. loss_of: called only where `best` is set.
 
         Later steps are from before a rollback; they are replaced when the run reaches them again.
         """

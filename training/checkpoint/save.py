@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from config.files import file_sha256
 from training.checkpoint import commit
 from training.checkpoint.choice import newest
-from training.checkpoint.manifest import Written, file_sha256
+from training.checkpoint.manifest import Written
 from training.checkpoint.outcome import Saved, SaveFailed, on_main
 from training.checkpoint.retention import Retention
 
@@ -52,7 +53,7 @@ class Save:
     def __init__(self, request: SaveRequest, files: Files, world: World, reached: Callable[[str], None]) -> None:
         """world: on a process group that nothing else uses meanwhile. reached: called with each phase on each rank."""
         self.stall_seconds = 0.0
-        """For which it has blocked the training thread so far."""
+        """[s] How long the save has blocked the training thread so far."""
         self._request, self._files, self._world, self._reached = request, files, world, reached
         self._outcome: Saved | BaseException | None = None
         self._published = threading.Event()

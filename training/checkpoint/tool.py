@@ -6,36 +6,41 @@ list RUN               what is in a run's checkpoints folder
 inspect PATH           what a checkpoint holds: dtype by dtype, rank by rank
 prune RUN --keep N     delete all but the newest N whole ones, and what is damaged or was set aside as such
 
-PATH is a checkpoint, or a run or checkpoints folder for all of them (verify) or the newest (inspect). Nothing of a
-checkpoint is unpickled. Exit codes: 0, 2 when the command line is wrong, 3 when a checkpoint is not what was written.
+PATH is a checkpoint, or a run or checkpoints folder for all of them (verify) or the newest (inspect). No code that a
+checkpoint names is run. Exit codes: 0, 2 when the command line is wrong, 3 when a checkpoint is not what was written.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import pickle
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from config.cli import Arguments, entry_point
-from config.errors import UserError
+from config.errors import UserError, one_line
 from tracking.pages.markdown import Table
 from training.checkpoint.choice import by_step, candidates, latest_name, newest
 from training.checkpoint.commit import drop, name_latest
-from training.checkpoint.inventory import item_bytes, tensors_in
 from training.checkpoint.manifest import (
     MANIFEST,
     STATE,
     Damaged,
+    Tensors,
     check_hashes,
     find_problem,
     read_manifest,
     read_state,
 )
 from training.checkpoint.retention import read_lock, validation_loss
+
+if TYPE_CHECKING:
+    from training.checkpoint.key import Key
 
 WHOLE, DAMAGED = 0, 3
 
@@ -67,16 +72,16 @@ def main(arguments: Sequence[str], say: Say = print) -> int:
 def verify(given: argparse.Namespace, say: Say) -> int:
     """Hash every file and compare its tensors with the manifest."""
     paths, worst, alone = _checkpoints(given.path), WHOLE, _is_checkpoint(given.path)
-    open_file = _opener(given.key)
+    key = _key(given.key)
     for path in paths:
-        check = partial(_check_everything, path, open_file=open_file)
+        check = partial(_check_everything, path, key=key)
         with read_lock(path):
             found = find_problem(path, check, of_any_run=alone)
         if found is None:
             manifest = read_manifest(path)
             needed = _encryption(manifest)
             tensors = f"{sum(len(file.get('tensors', {})) for file in manifest['files'].values())} tensors"
-            if needed and open_file is None:
+            if needed and key is None:
                 tensors = f"encrypted with the key {needed}: give it with --key to compare tensors as well"
             say(f"{path}: whole; {_size(manifest)} in {len(manifest['files'])} files, {tensors}")
         else:
@@ -86,7 +91,7 @@ def verify(given: argparse.Namespace, say: Say) -> int:
 
 
 def list_run(given: argparse.Namespace, say: Say) -> int:
-    """What is in a run's checkpoints folder; sizes are checked, hashes are not."""
+    """List a run's checkpoints folder; sizes are checked, hashes are not."""
     folder = _folder(given.path)
     named, table = latest_name(folder), Table(("", "", "", ""))
     for path in by_step(folder):
@@ -108,7 +113,7 @@ def list_run(given: argparse.Namespace, say: Say) -> int:
 
 
 def inspect(given: argparse.Namespace, say: Say) -> int:
-    """What a checkpoint holds: dtype by dtype, rank by rank."""
+    """Describe a checkpoint's content by dtype and by rank."""
     path = given.path if _is_checkpoint(given.path) else newest(_folder(given.path))
     if path is None:
         raise UserError(f"{given.path}: no whole checkpoint there; `verify` says what is wrong with those there are")
@@ -125,6 +130,8 @@ def inspect(given: argparse.Namespace, say: Say) -> int:
     say(f"  data position {manifest['data']['position']}, {manifest['data']['tokens']:,} tokens")
     for key, value in state["identity"].items():
         say(f"  {key} = {value}")
+    import torch
+
     tensors, elements, ranks = Counter[str](), Counter[str](), Counter[int]()
     files = Table(("", "", ""))
     for name, file in manifest["files"].items():
@@ -136,7 +143,7 @@ def inspect(given: argparse.Namespace, say: Say) -> int:
             if given.tensors:
                 files.add(dtype, shape, tensor)
     by_dtype = [
-        (dtype, tensors[dtype], f"{count:,}", _human(count * item_bytes(dtype)))
+        (dtype, tensors[dtype], f"{count:,}", _human(count * getattr(torch, dtype).itemsize))
         for dtype, count in elements.most_common()
     ]
     by_rank = [(f"rank {rank}", _human(ranks[rank])) for rank in sorted(ranks)]
@@ -173,14 +180,12 @@ def prune(given: argparse.Namespace, say: Say) -> int:
     return WHOLE
 
 
-def _opener(setting: str | None) -> Callable[[Path], BinaryIO] | None:
+def _key(setting: str | None) -> Key | None:
     if setting is None:
         return None
-    from training.checkpoint.encryption import open_file
     from training.checkpoint.key import Key
 
-    key = Key.from_setting(setting, "--key")
-    return lambda path: open_file(path, key)
+    return Key.from_setting(setting, "--key")
 
 
 def _encryption(manifest: dict[str, Any]) -> str | None:
@@ -193,21 +198,55 @@ def _check_state(path: Path, manifest: dict[str, Any]) -> None:
     read_state(path)
 
 
-def _check_everything(path: Path, manifest: dict[str, Any], open_file: Callable[[Path], BinaryIO] | None) -> None:
+def _check_everything(path: Path, manifest: dict[str, Any], key: Key | None) -> None:
     """Raises Damaged for a file whose hash or tensors differ from the manifest's."""
     check_hashes(path, manifest, manifest["files"])
     read_state(path)
-    if _encryption(manifest) and open_file is None:
+    encrypted = _encryption(manifest) is not None
+    if encrypted and key is None:
         return
     for name, file in manifest["files"].items():
         if not name.endswith(".pt"):
             continue
         recorded = {tensor: (dtype, list(shape)) for tensor, (dtype, shape) in file.get("tensors", {}).items()}
-        found = tensors_in(path / name, open_file) if open_file and _encryption(manifest) else tensors_in(path / name)
+        found = tensors_in(path / name, key if encrypted else None)
         for tensor in [*recorded, *found]:
             if recorded.get(tensor) != found.get(tensor):
                 text = f"holds {found.get(tensor)}; the manifest says {recorded.get(tensor)}"
                 raise Damaged(f"{name}: {tensor} {text}")
+
+
+def tensors_in(path: Path, key: Key | None = None) -> Tensors:
+    """The tensors of a .pt file, of which neither values are loaded nor any code is run. Raises Damaged.
+
+    key: with which the file is encrypted; None: it is not.
+    """
+    import torch
+
+    from training.checkpoint.encryption import open_file
+    from training.checkpoint.inventory import tensors_of
+
+    with open_file(path, key) as file:
+        try:
+            others = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+            file.seek(0)
+            with torch.serialization.safe_globals([(_Placeholder, name) for name in others]):
+                return tensors_of(torch.load(file, map_location="meta", weights_only=True))
+        except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+            damage = getattr(file, "damage", None)
+            named = re.search(r"GLOBAL [\w.]+", str(error))
+            why = f"names code, {named[0]}" if named else f"is not a file of torch.save: {one_line(error)}"
+            raise damage or Damaged(f"{path.name} {why}") from None
+
+
+class _Placeholder:
+    """Replaces whatever a file names besides tensors and plain types, DeepSpeed's classes included."""
+
+    def __init__(self, *arguments: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
 
 
 def _checkpoints(path: Path) -> list[Path]:

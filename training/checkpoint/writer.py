@@ -127,7 +127,7 @@ class Files(CheckpointEngine):
         """For DeepSpeed: nothing to prepare."""
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Not for reading: it is installed only while saving."""
+        """Never called: this engine is installed only while saving."""
         raise NotImplementedError("these files are written only")
 
     def commit(self, info: Any) -> bool:

@@ -31,7 +31,7 @@ from training.engine.rng import generators, restore_generators
 from training.engine.tensors import local_gradient, shard_of, trainable_parameters
 
 TOLERANCE = 0.02
-"""[fraction] Of a loss or a squared norm, where sums have no fixed order."""
+"""[fraction] Tolerance of a loss or a squared norm where sums have no fixed order."""
 
 
 def is_exact(device: torch.device) -> bool:
@@ -81,7 +81,7 @@ class Again:
     """A step that was run again."""
 
     outcome: Outcome
-    """Of the last run, whose gradients the engine has."""
+    """Outcome of the last run, whose gradients the engine holds."""
     first: Answer
     last: Answer
     disagreed: list[bool] | None

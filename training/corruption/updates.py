@@ -55,7 +55,7 @@ class Compared:
 
 
 class UpdateCheck:
-    """Of one rank. No method but `examine` is a collective."""
+    """Checks one rank's updates. No method but `examine` is a collective."""
 
     def __init__(self, engine: Engine, section: OptimizerSection, *, values: int, seed: int) -> None:
         """values: length of the slice. seed: of the places, and never of training's random numbers."""
@@ -186,7 +186,7 @@ def _beyond(given: UpdateInputs, found: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _beyond_each(given: UpdateInputs, found: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Of each tensor, which values are beyond rounding; one that is not finite is, unless it has to be."""
+    """Mask of values beyond rounding, by tensor; a non-finite value is, unless the reference is non-finite too."""
     expected, slack = after(given)
     return [
         ~((a.double() - b).abs() <= c) & (a.isfinite() | b.isfinite())

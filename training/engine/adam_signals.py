@@ -29,7 +29,7 @@ from training.engine.engine import Engine
 from training.engine.tensors import Shard
 
 COLUMNS = ("surprise", "first", "second", "averaged", "updates")
-"""Of `adam_sums`: squares of g / sqrt(v), of m, sums of v, how many values these are of, and how many updates made
+"""Columns of `adam_sums`: squares of g / sqrt(v), of m, sums of v, number of values, and number of updates that made
 them."""
 
 
@@ -55,7 +55,7 @@ def adam_sums(engine: Engine, shard: Shard, gradient: torch.Tensor) -> torch.Ten
 
 
 class AdamFigures(NamedTuple):
-    """Of a module."""
+    """Adam's signals of one module."""
 
     rms: float
     """RMS_t."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -70,6 +70,11 @@ class Pieces:
 
 class FlatOptimizer(torch.optim.Optimizer):
     """An optimizer that is given flat tensors, one after the other."""
+
+    @classmethod
+    def build(cls, groups: list[dict[str, Any]], options: dict[str, Any], *, offload_to_host: bool) -> Self:
+        """`build` of its module: the same on every device."""
+        return cls(groups, options)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

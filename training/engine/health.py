@@ -97,7 +97,7 @@ class Columns:
         return [row[self._places[name]] for row in self._rows]
 
     def numbers(self, name: str) -> list[float]:
-        """The same of a column that has one number a rank."""
+        """The numbers of a column with one number per rank."""
         return [number for (number,) in self.rows(name)]
 
     def sums(self, name: str, every: int) -> list[float]:

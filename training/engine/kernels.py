@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from config.errors import UserError
 from config.resolved import Resolved
 from config.rules import liger_conflicts
-from modeling.kernels import Plan, cannot_run_on, plan_liger, use_liger
+from modeling.kernels import Plan, cannot_run_on, plan_liger
 from precision.dtypes import DTYPES
 from precision.fp8 import kernel_problem, no_kernel
 from precision.regions import Regions
@@ -27,7 +27,7 @@ def choose_kernels(model: PreTrainedModel, resolved: Resolved, world: World) -> 
     if wanted == "torch" or (wanted == "auto" and cannot_run_on(device)):
         return []
     if wanted == "liger":
-        return [use_liger(model, dtype=DTYPES[resolved.compute], device=device)]
+        return [plan_liger(model, dtype=DTYPES[resolved.compute], device=device).apply()]
     problem = next((f"liger {problem}" for problem, _ in liger_conflicts(resolved.config)), None)
     if resolved.offload != "none":
         problem = problem or f"liger is not verified with offload of the {resolved.offload}"

@@ -30,7 +30,7 @@ def local_states(optimizer: torch.optim.Optimizer, name: str) -> list[torch.Tens
 
 
 def sum_of_squares(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Of all values of the tensors: a scalar in FP64."""
+    """Sum of squares over all values of the tensors: a () float64 tensor."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for tensor in tensors:
         total += tensor.double().square().sum().to(device)

@@ -63,7 +63,7 @@ class SharedVocabulary:
 
 
 def shared_vocabulary(model: Any, group: TensorGroup | None) -> SharedVocabulary | None:
-    """With whom the rows of the output embedding are shared; None where each rank has all of them."""
+    """The ranks that share the rows of the output embedding; None where each rank has all of them."""
     how = cut(getattr(model.get_output_embeddings(), "weight", None))
     if group is None or how is None or how.dimension:
         return None
@@ -81,7 +81,7 @@ def slice_group(parameter: Any, world: World) -> SliceGroup | None:
 
 
 def joined(values: torch.Tensor, parameter: Any, world: World) -> torch.Tensor:
-    """The whole of what `values`, in the shape of this rank's slice, are of; a replica's as they are.
+    """The whole tensor that `values`, in the shape of this rank's slice, are a part of; a replica's values unchanged.
 
     A collective of the group.
     """
@@ -89,7 +89,7 @@ def joined(values: torch.Tensor, parameter: Any, world: World) -> torch.Tensor:
 
 
 def joined_in(group: SliceGroup | None, values: torch.Tensor, parameter: Any) -> torch.Tensor:
-    """The same of a group that has the slices of all parameters that are cut; None: nothing is."""
+    """`joined` for a group that holds the slices of every cut parameter; group None: nothing is cut."""
     how = cut(parameter)
     if group is None or how is None:
         return values

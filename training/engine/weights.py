@@ -132,7 +132,7 @@ def _find(engine: Engine, folder: Path) -> dict[str, tuple[str, str]]:
 
 
 _FARTHEST = 0.4
-"""Of weights in codes from their own values, relative, in the Euclidean norm. NF4 is 0.09 away for normal weights and
+"""[fraction] Relative L2 distance of quantised weights from their own values. NF4 is 0.09 away for normal weights and
 0.34 at most (a block of one large weight and 63 of half the distance to the least code); weights that have nothing to
 do with each other are 1.4 apart."""
 

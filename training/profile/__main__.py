@@ -1,6 +1,6 @@
 """`python -m training.profile`."""
 
-from training.profile.summary import main
+from tracking.profile.summary import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -26,8 +26,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from config.printable import shown
-from training.profile.summary import write_summary
-from training.profile.timeline import MODULE, STAGE, STEP
+from tracking.profile.summary import write_summary
+from tracking.profile.timeline import MODULE, STAGE, STEP
 from training.tracing.follow import follow
 
 if TYPE_CHECKING:

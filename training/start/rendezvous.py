@@ -65,7 +65,7 @@ def _host(world_size: int, timeout: timedelta) -> dist.Store:
     file = _port_file(world_size)
     given = int(os.environ.get("MASTER_PORT") or 0)
     try:
-        server = _listen(given)
+        server = listen(given)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
@@ -74,7 +74,7 @@ def _host(world_size: int, timeout: timedelta) -> dist.Store:
                 f"environment: MASTER_PORT = {given} is in use on {socket.gethostname()}, by another job or what is "
                 f"left of one; {_another_port()}"
             ) from error
-        server = _listen(0)
+        server = listen(0)
         if world_size > 1:
             print(f"port {given} is in use; this job's ranks meet at {server.getsockname()[1]}", flush=True)
     port = int(server.getsockname()[1])
@@ -122,7 +122,8 @@ def _wait_for(file: Path, timeout: timedelta) -> int:
     raise RuntimeError(f"rank 0 did not open its port within {timeout.total_seconds():.0f} s ({file})")
 
 
-def _listen(port: int) -> socket.socket:
+def listen(port: int) -> socket.socket:
+    """A server at a port of every interface, IPv6 and IPv4 where the machine has both; 0: a free port."""
     if socket.has_dualstack_ipv6():
         with suppress(OSError):
             return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
@@ -138,7 +139,7 @@ def _restarted_by_torchrun() -> bool:
 
 
 def _another_port() -> str:
-    """How to have the launcher of this process use a port that is free, in words."""
+    """Human-readable advice on making this process's launcher use a free port."""
     environment, free = os.environ, free_port()
     if environment.get("MANTISSA_START") or "SLURM_JOB_ID" in environment:
         return f"set MASTER_PORT={free} for all of its ranks"

@@ -8,7 +8,6 @@ of all other tokens together. `index.json`, written last, has the size and sha25
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 
 from config.errors import UserError
-from config.files import write_flushed
+from config.files import file_sha256, write_flushed
 from config.schema import Config
 from data.batches.loader import NO_SAMPLE, Batch, MakeBatch, next_tokens
 from data.corpora.corpus import SPLITS, Corpus
@@ -42,7 +41,7 @@ def files_of(folder: Path, split: str) -> tuple[Path, Path]:
 
 def write_index(folder: Path) -> None:
     """Seal the arrays in `folder`."""
-    content = {path.name: [path.stat().st_size, _sha256(path)] for path in sorted(folder.glob("*.npy"))}
+    content = {path.name: [path.stat().st_size, file_sha256(path)] for path in sorted(folder.glob("*.npy"))}
     write_flushed(folder / _INDEX, json.dumps(content, indent=1).encode())
 
 
@@ -53,7 +52,7 @@ def require_intact(folder: Path, *, verify: bool) -> None:
         for name, (size, sha256) in content.items():
             if (folder / name).stat().st_size != size:
                 raise damaged(folder / name, f"it does not have its {size} bytes")
-            if verify and _sha256(folder / name) != sha256:
+            if verify and file_sha256(folder / name) != sha256:
                 raise damaged(folder / name, "it does not have the sha256 in index.json")
     except UserError:
         raise
@@ -89,8 +88,3 @@ def with_targets(config: Config, corpus: Corpus) -> MakeBatch:
         return replace(batch, further=further)
 
     return made
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 
 import numpy as np
 
 from data.batches.loader import Batch, MakeBatch, on_host
 from data.corpora.row_shards import RowShards
-from data.corpora.sampler import mix
+from data.corpora.sampler import splitmix
 from data.corpora.shards import TokenShards
 from modeling.embedding_noise import KEYS, LENGTHS
 
@@ -28,18 +27,11 @@ def with_noise(make: MakeBatch, *, seed: int, train: TokenShards | RowShards) ->
         shape = batch.input_ids.shape
         keys, lengths = (np.zeros((mine.size, shape[-1]), dtype=np.int64) for _ in range(2))
         for row, sample in enumerate(mine.reshape(-1)):
-            keys[row] = _keys(f"{seed}/{sample}/{position}", shape[-1])
+            stream = splitmix(f"{seed}/{sample}/{position}", shape[-1], person=b"mantissa-noise")
+            keys[row] = stream.view(np.int64)
             places = shards.row_places(int(sample))
             lengths[row, : sum(places)] = np.repeat(places, places)
         further = {name: on_host(values).view(shape) for name, values in ((KEYS, keys), (LENGTHS, lengths))}
         return replace(batch, further=batch.further | further)
 
     return made
-
-
-def _keys(name: str, count: int) -> np.ndarray:
-    """(count,) int64: the first numbers of SplitMix64 from a hash of `name`."""
-    digest = hashlib.blake2b(name.encode(), digest_size=8, person=b"mantissa-noise").digest()
-    with np.errstate(over="ignore"):
-        steps = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        return mix(np.frombuffer(digest, dtype="<u8") + steps).view(np.int64)

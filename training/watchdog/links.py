@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from training.distributed import World
+from training.start.rendezvous import listen
 from training.watchdog.process import Member, describe_status
 from training.watchdog.witness import start_witness
 
@@ -52,7 +53,7 @@ class Links:
         self._witness: subprocess.Popen[bytes] | None = None
         self._over = threading.Event()
         self._lock = threading.Lock()
-        self._server = _server() if world.is_main else None
+        self._server = listen(0) if world.is_main else None
         self._port, self._token = world.from_main(
             (self._server.getsockname()[1], secrets.token_hex(16)) if self._server else None
         )
@@ -152,10 +153,3 @@ class Links:
         # Data that was sent and never acknowledged is not probed: the same limit for it.
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * SILENT_MACHINE_SECONDS))
         self._links[link.fileno()] = (link, member)
-
-
-def _server() -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        with suppress(OSError):
-            return socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-    return socket.create_server(("", 0), backlog=1024)

@@ -36,7 +36,7 @@ class Member:
     started: int
     """Clock ticks from the machine's start to the process's; 0 where it is not known."""
     machine: str
-    """The same for two processes in one pid namespace of one machine."""
+    """Identifies machine and pid namespace: equal for processes that see each other's pids."""
 
     @classmethod
     def here(cls, rank: int) -> Member:

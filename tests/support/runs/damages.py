@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from training.checkpoint.manifest import MANIFEST, file_sha256
+from config.files import file_sha256
+from training.checkpoint.manifest import MANIFEST
 from training.checkpoint.seal import sealed, unsealed
 
 Act = Callable[[Path], None]

@@ -10,7 +10,16 @@ from modeling.activation_checkpointing import apply_activation_checkpointing
 from precision.manifest import find_regions
 from tests.support.models.gradient_oracle import underflow_share
 from tests.support.models.small_models import small_model
-from tools.analyze.ranges import NOTHING, OperandMeter, Ranges, Spread, gradients_counted, merged
+from tools.analyze.ranges import (
+    LOWEST_EXPONENT,
+    NOTHING,
+    OperandMeter,
+    Ranges,
+    Spread,
+    exponent_histogram,
+    gradients_counted,
+    merged,
+)
 
 SHAPE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -129,3 +138,15 @@ def test_nothing_stays_behind():
     assert torch.equal(ranges.counts, before)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert not any(parameter._backward_hooks for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_exponents_are_counted_as_log2_does(dtype):
+    info = torch.finfo(dtype)
+    values = torch.exp2(torch.linspace(-20, 12, 500, dtype=torch.float64)) * torch.tensor([1.0, -1.0]).repeat(250)
+    values = torch.cat([values.to(dtype), torch.tensor([0.0, 1.0, -2.0, math.inf, math.nan]).to(dtype)])
+    values = torch.cat([values, torch.tensor([info.max, info.smallest_normal]).to(dtype)])
+    expected = Counter(math.frexp(x)[1] - 1 for x in values.double().tolist() if x and math.isfinite(x))
+    *counts, zeros, nonfinite = exponent_histogram(values).tolist()
+    assert {LOWEST_EXPONENT + index: count for index, count in enumerate(counts) if count} == expected
+    assert (zeros, nonfinite) == (1, 2)

@@ -47,7 +47,7 @@ VOCABULARY = 250
 SCALE = 4096.0
 """Scale of the loss, as FP16 needs it."""
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 256, "vocab_size": 256}
-FP8 = Manifest("bf16", (Rule("*_proj", "Linear", "fp8", "x"), Rule("*head*", "Linear", "bf16", "x")), Path("m.json"))
+FP8 = Manifest("bf16", (Rule("fp8", "x", "*_proj", "Linear"), Rule("bf16", "x", "*head*", "Linear")), Path("m.json"))
 BF16 = Manifest("bf16", (), Path("m.json"))
 LAYER = "model.layers.1"
 NORM, ATTENTION, MLP = f"{LAYER}.input_layernorm", f"{LAYER}.self_attn", f"{LAYER}.mlp"

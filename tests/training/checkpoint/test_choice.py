@@ -131,7 +131,7 @@ def test_an_older_format_is_named_and_not_touched(pair, saved):
 
 def reseal(path, name=None, without=(), **fields):
     """Write the manifest again: for one changed file, without some fields, with others."""
-    from training.checkpoint.manifest import file_sha256
+    from config.files import file_sha256
 
     manifest = read_manifest(path)
     if name is not None:

@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config.errors import UserError
+from config.files import file_sha256
 from training.checkpoint.encryption import (
     HEADER,
     TAG,
@@ -33,9 +34,9 @@ from training.checkpoint.encryption import (
     open_file,
     owner_only,
 )
-from training.checkpoint.inventory import tensors_in
 from training.checkpoint.key import Key
-from training.checkpoint.manifest import Damaged, file_sha256
+from training.checkpoint.manifest import Damaged
+from training.checkpoint.tool import tensors_in
 from training.checkpoint.writer import HashedFile
 
 KEY = Key(bytes(range(32)))
@@ -207,7 +208,7 @@ def test_torch_saves_and_loads_through_it(tmp_path: Path) -> None:
     assert torch.equal(loaded["weight"], state["weight"])
     assert torch.equal(loaded["empty"], state["empty"])
     assert all(torch.equal(one, two) for one, two in zip(loaded["masters"], state["masters"], strict=True))
-    found = tensors_in(path, lambda path: DecryptedFile(path, KEY))
+    found = tensors_in(path, KEY)
     assert found["masters/0"] == ("float32", [700, 1000])
 
 

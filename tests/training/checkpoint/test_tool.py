@@ -15,8 +15,9 @@ from tests.training.checkpoint import checkpoint_cases
 from tests.training.checkpoint.checkpoint_cases import flip
 from training.checkpoint import commit
 from training.checkpoint import tool as checkpoint_tool
-from training.checkpoint.inventory import tensors_in, tensors_of
+from training.checkpoint.inventory import tensors_of
 from training.checkpoint.manifest import MANIFEST, Damaged, files_of_rank, read_manifest
+from training.checkpoint.tool import tensors_in
 
 
 @pytest.fixture(scope="module")
@@ -115,23 +116,29 @@ def test_a_manifest_that_tells_other_tensors_is_found(copy):
 
 def test_reading_the_tensors_of_a_file_runs_nothing_of_it(tmp_path):
     class Bomb:
-        def __reduce__(self):
-            return os.mkdir, (str(tmp_path / "ran"),)
+        def __init__(self, function):
+            self.function = function
 
-    torch.save(
-        {"weight": torch.ones(2, 3, dtype=torch.bfloat16), "bomb": Bomb(), "nested": [(torch.ones(()),)]},
-        tmp_path / "a.pt",
-    )
+        def __reduce__(self):
+            return self.function, (str(tmp_path / "there"),)
+
+    weight, there = torch.ones(2, 3, dtype=torch.bfloat16), tmp_path / "there"
+    torch.save({"weight": weight, "bomb": Bomb(shutil.rmtree), "nested": [(torch.ones(()),)]}, tmp_path / "a.pt")
+    torch.save({"weight": weight, "bomb": Bomb(os.rmdir)}, tmp_path / "b.pt")
+    there.mkdir()
     assert tensors_in(tmp_path / "a.pt") == {"weight": ("bfloat16", [2, 3]), "nested/0/0": ("float32", [])}
-    assert not (tmp_path / "ran").exists()
+    with pytest.raises(Damaged, match="^b.pt names code, GLOBAL posix.rmdir$"):  # of the system, which torch refuses
+        tensors_in(tmp_path / "b.pt")
+    assert there.exists()
     torch.load(tmp_path / "a.pt", weights_only=False)
-    assert (tmp_path / "ran").exists()
+    assert not there.exists()
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16", "int64", "bool", "complex64", "float8_e4m3fn", "uint16"])
 def test_every_dtype_is_known(tmp_path, dtype):
-    torch.save({"value": torch.zeros(3, 5).to(getattr(torch, dtype)), "view": torch.zeros(8)[2:4]}, tmp_path / "a.pt")
-    assert tensors_in(tmp_path / "a.pt") == {"value": (dtype, [3, 5]), "view": ("float32", [2])}
+    state = {"value": torch.zeros(3, 5).to(getattr(torch, dtype)), "nested": [(torch.zeros(8)[2:4],)]}
+    torch.save(state, tmp_path / "a.pt")
+    assert tensors_in(tmp_path / "a.pt") == {"value": (dtype, [3, 5]), "nested/0/0": ("float32", [2])}
 
 
 def test_what_is_no_file_of_torch_is_said(tmp_path):

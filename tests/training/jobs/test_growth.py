@@ -31,7 +31,7 @@ from tests.support.jobs.process_group import ProcessGroup
 from tests.training.jobs import step_cost_cases
 from training.checkpoint.contents import parameter_shapes
 
-MANIFEST = Manifest("bf16", (Rule("*.q_proj", None, "fp16", "to have one"),), Path("a manifest"))
+MANIFEST = Manifest("bf16", (Rule("fp16", "to have one", "*.q_proj"),), Path("a manifest"))
 AT_START: dict[str, Callable[[PreTrainedModel], Any]] = {
     "regions": lambda model: Regions(model, MANIFEST).close(),
     "parameter groups": lambda model: parameter_groups(model, OptimizerSection(weight_decay=0.1)),

@@ -15,7 +15,7 @@ from tools.analyze.plot import plain
 from tools.export_hf.card import model_card
 from tools.parity.report import write_report
 from tracking.pages.markdown import Table, text
-from training.profile.page import merge_blocks
+from tracking.profile.page import merge_blocks
 
 SAID = pytest.mark.parametrize("said", HOSTILE.values(), ids=HOSTILE)
 

@@ -6,9 +6,9 @@ import json
 import pytest
 
 from tests.training.profile import profiler_cases as profiling_cases
-from training.profile.page import profile_page
-from training.profile.summary import main, summarise
-from training.profile.timeline import MODULE, STAGE, STEP, build_timeline
+from tracking.profile.page import profile_page
+from tracking.profile.summary import main, summarise
+from tracking.profile.timeline import MODULE, STAGE, STEP, build_timeline
 
 TOKENS, HIDDEN, INNER, VOCABULARY, BLOCKS = 32, 64, 128, 64, 2  # tokens of a micro-batch of 2 x 16
 

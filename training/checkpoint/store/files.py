@@ -20,16 +20,17 @@ from typing import Any, TypeVar, cast
 import fsspec
 
 from config.errors import UserError
+from config.files import file_sha256
 from config.secrets import refuse_secrets
-from training.checkpoint.manifest import Damaged, file_sha256
+from training.checkpoint.manifest import Damaged
 from training.checkpoint.store.errors import StoreError, describe, is_missing, is_transient, without_secrets
 
 PART = 1 << 25
-"""[bytes] Of a multipart upload, and of a ranged read."""
+"""[bytes] Part of a multipart upload, and size of a ranged read."""
 AT_ONCE = 4
 """Parts of one file under way at a time: each rank holds this many parts in memory."""
 MOST_PARTS = 10_000
-"""That S3 takes for one object."""
+"""S3's limit on the parts of one object."""
 
 T = TypeVar("T")
 
@@ -68,7 +69,7 @@ class StoreFiles:
         self.url, self._part = url.rstrip("/"), part
         self._attempts, self._first_wait, self._longest_wait = attempts, first_wait, longest_wait
         self.retries = 0
-        """Of all operations, so far."""
+        """Retries of all operations so far."""
         self._retries_lock, self._given_up = threading.Lock(), threading.Event()
         self._options = _with_defaults(url, options or {})
         self._process = os.getpid()

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from config.errors import UserError
 from training.checkpoint import commit
@@ -25,15 +24,7 @@ from training.checkpoint.store.store import Store
 if TYPE_CHECKING:
     from training.distributed import World
 
-
-@dataclass
-class _Newer:
-    """What rank 0 found in the store."""
-
-    checkpoints: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
-    """Steps and manifests that are newer than those in the run folder, best first."""
-    passed_over: list[str] = field(default_factory=list)
-    error: str = ""
+T = TypeVar("T")
 
 
 class Remote:
@@ -52,7 +43,7 @@ class Remote:
         world: of a process group that nothing else uses meanwhile. Raises SaveFailed on every rank.
         """
         there = self.url_of(step)
-        on_main(world, lambda: self.store.begin(step), there)
+        on_main(world, lambda: self.store.delete(step), there)
         problem = self._upload_mine(world.rank, folder, step, files)
         world.raise_first(problem and f"checkpoint {there} was not saved: {problem}", SaveFailed)
         on_main(world, lambda: self._publish(folder, step), there)
@@ -63,12 +54,10 @@ class Remote:
         log: called on every rank for each one that is passed over. Raises UserError, on every rank, when the store
         cannot be reached: a run must not start from scratch because a network is down.
         """
-        newer: _Newer = world.from_main(self._find_newer(folder) if world.is_main else None)
-        for text in newer.passed_over:
+        newer, passed_over = _asked(world, lambda: self._find_newer(folder))
+        for text in passed_over:
             log(text)
-        if newer.error:
-            raise UserError(f"checkpoint.dir = {newer.error}")
-        for step, manifest in newer.checkpoints:
+        for step, manifest in newer:
             try:
                 problem = self._fetch(world, folder, step, manifest)
             except SaveFailed as failure:
@@ -78,33 +67,21 @@ class Remote:
             log(f"passed over checkpoint {self.url_of(step)}: {problem}")
 
     def orders(self, world: World) -> list[Order]:
-        """Of all checkpoints in the store. Raises UserError, on every rank, when the store cannot be reached."""
-        found: list[Order] | str = []
-        if world.is_main:
-            try:
-                found = [order_in(manifest) for _, manifest in self.store.candidates() if isinstance(manifest, dict)]
-            except StoreError as error:
-                found = str(error)
-        found = world.from_main(found)
-        if isinstance(found, str):
-            raise UserError(f"checkpoint.dir = {found}")
-        return found
+        """Orders of all checkpoints in the store. Raises UserError, on every rank, when the store cannot be reached."""
+
+        def read() -> list[Order]:
+            return [order_in(manifest) for _, manifest in self.store.candidates() if isinstance(manifest, dict)]
+
+        return _asked(world, read)
 
     def require_empty(self, world: World) -> None:
         """Raises UserError, on every rank, where there are checkpoints of another run: they would be mixed up."""
-        error = None
-        if world.is_main:
-            try:
-                steps = self.store.steps()
-            except StoreError as problem:
-                error = str(problem)
-            else:
-                if steps:
-                    error = (
-                        f"{self.store.url}: holds checkpoints of an earlier run, up to step {steps[-1]}, while "
-                        "run.resume = never; use another run.name or checkpoint.dir, or delete them"
-                    )
-        world.raise_first(error and f"checkpoint.dir = {error}", UserError)
+        steps = _asked(world, self.store.steps)
+        if steps:
+            raise UserError(
+                f"checkpoint.dir = {self.store.url}: holds checkpoints of an earlier run, up to step {steps[-1]}, "
+                "while run.resume = never; use another run.name or checkpoint.dir, or delete them"
+            )
 
     def _upload_mine(self, rank: int, folder: Path, step: int, files: dict[str, Written]) -> str | None:
         try:
@@ -123,24 +100,21 @@ class Remote:
             if old < step:
                 self.store.delete(old)
 
-    def _find_newer(self, folder: Path) -> _Newer:
-        newer, local, record = _Newer(), newest(folder), read_record(folder)
+    def _find_newer(self, folder: Path) -> tuple[list[tuple[int, dict[str, Any]]], list[str]]:
+        """Steps and manifests that are newer than those in the run folder, best first; why others are passed over."""
+        newer, passed_over = list[tuple[int, dict[str, Any]]](), list[str]()
+        local, record = newest(folder), read_record(folder)
         mine = read_manifest(local) if local is not None else None
-        try:
-            found = self.store.candidates(record)
-        except StoreError as error:
-            newer.error = str(error)
-            return newer
-        for step, manifest in found:
+        for step, manifest in self.store.candidates(record):
             if isinstance(manifest, Unusable):
                 problem: Unusable | None = manifest
             elif (problem := _of_another_run(manifest, step, record)) is None:
                 if mine is not None and not _is_newer(manifest, mine, record):
                     break
-                newer.checkpoints.append((step, manifest))
+                newer.append((step, manifest))
             if problem is not None:
-                newer.passed_over.append(f"passed over checkpoint {self.url_of(step)}: {problem}")
-        return newer
+                passed_over.append(f"passed over checkpoint {self.url_of(step)}: {problem}")
+        return newer, passed_over
 
     def _fetch(self, world: World, folder: Path, step: int, manifest: dict[str, Any]) -> str | None:
         """Why the checkpoint cannot be fetched, or None. Each rank fetches a share of the bytes."""
@@ -165,6 +139,14 @@ class Remote:
     def _publish_fetched(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
         commit.seal_folder(partial, manifest)
         commit.publish(partial, final)
+
+
+def _asked(world: World, ask: Callable[[], T]) -> T:
+    """What the store answers rank 0, on every rank. Raises UserError, on every rank, when it cannot be reached."""
+    try:
+        return world.on_main(ask, catch=(StoreError,))
+    except UserError as error:
+        raise UserError(f"checkpoint.dir = {error}") from None
 
 
 def _of_another_run(manifest: dict[str, Any], step: int, record: Record | None) -> Unusable | None:

@@ -60,10 +60,6 @@ class Store(StoreFiles):
         except Unusable as problem:
             return problem
 
-    def begin(self, step: int) -> None:
-        """Before any file of `step` is uploaded: deletes an older checkpoint of that step."""
-        self.delete(step)
-
     def publish(self, step: int, manifest: str) -> None:
         """After all files of `step`: upload its sealed manifest, then LATEST."""
         self.upload_text(f"step-{step}/{MANIFEST}", manifest)

@@ -27,9 +27,7 @@ class Lamb(WholeParameterOptimizer):
             piece.of(flat).sub_(piece.of(direction) * (group["lr"] * ratios[piece.row]))
 
 
-def build(groups: list[dict[str, Any]], options: dict[str, Any], *, offload_to_host: bool) -> torch.optim.Optimizer:
-    """The same on every device."""
-    return Lamb(groups, options)
+build = Lamb.build
 
 
 def update(given: UpdateInputs) -> torch.Tensor:

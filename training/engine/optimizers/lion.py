@@ -26,9 +26,7 @@ class Lion(FlatOptimizer):
         state[AVERAGE].lerp_(flat.grad, 1 - decay)
 
 
-def build(groups: list[dict[str, Any]], options: dict[str, Any], *, offload_to_host: bool) -> torch.optim.Optimizer:
-    """The same on every device."""
-    return Lion(groups, options)
+build = Lion.build
 
 
 def update(given: UpdateInputs) -> torch.Tensor:

@@ -56,9 +56,7 @@ def step_of(direction: torch.Tensor, *, bf16: bool) -> torch.Tensor:
     return x.to(direction.dtype) * (RMS * max(direction.shape) ** 0.5)
 
 
-def build(groups: list[dict[str, Any]], options: dict[str, Any], *, offload_to_host: bool) -> torch.optim.Optimizer:
-    """The same on every device."""
-    return Muon(groups, options)
+build = Muon.build
 
 
 def update(given: UpdateInputs) -> torch.Tensor:

@@ -29,9 +29,7 @@ class StableAdamW(WholeParameterOptimizer):
             piece.of(flat).sub_(piece.of(direction) * (group["lr"] / slower))
 
 
-def build(groups: list[dict[str, Any]], options: dict[str, Any], *, offload_to_host: bool) -> torch.optim.Optimizer:
-    """The same on every device."""
-    return StableAdamW(groups, options)
+build = StableAdamW.build
 
 
 def update(given: UpdateInputs) -> torch.Tensor:

@@ -89,7 +89,7 @@ def steps_of(store: Store) -> list[int]:
 def put(store: Store, folder: Path, manifest: dict[str, Any]) -> None:
     """As a save does it."""
     step = manifest["step"]
-    store.begin(step)
+    store.delete(step)
     for name, file in manifest["files"].items():
         store.upload(folder / f"step-{step}" / name, f"step-{step}/{name}", sha256=file["sha256"], size=file["bytes"])
     store.publish(step, sealed(manifest))

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from training.profile.timeline import Event
+from tracking.profile.timeline import Event
 
 NAMES = {
     "float": "fp32",

@@ -17,9 +17,9 @@ from typing import Any
 
 from config.cli import Arguments, entry_point
 from config.errors import UserError
-from training.profile.matmul import NAMES, Matmul, fp32_matmuls, matmul_of, misaligned_sizes, table
-from training.profile.page import largest_parts, profile_page, which_steps
-from training.profile.timeline import Event, Timeline, build_timeline, merged, overlap, read_trace
+from tracking.profile.matmul import NAMES, Matmul, fp32_matmuls, matmul_of, misaligned_sizes, table
+from tracking.profile.page import largest_parts, profile_page, which_steps
+from tracking.profile.timeline import Event, Timeline, build_timeline, merged, overlap, read_trace
 
 DATA, COMMUNICATION, OPTIMIZER, ATTENTION, CAST = "data wait", "communication", "optimizer", "attention", "casts"
 OPERATORS, PYTHON, IDLE = "other operators", "Python between operators", "idle"
@@ -174,7 +174,7 @@ def _casts(timeline: Timeline) -> list[dict[str, Any]]:
 
 
 def _time_matmuls(matmuls: list[Matmul], timeline: Timeline, on_device: bool) -> None:
-    """On a GPU, set each matmul's time to that of the kernels that it launched."""
+    """Set each matmul's time to that of the kernels it launched. GPU only."""
     if not on_device:
         return
     by_event = {id(found.event): found for found in matmuls}

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from tracking.pages.markdown import Table, code, page, section
-from training.profile.matmul import BEST, GOOD
+from tracking.profile.matmul import BEST, GOOD
 
 _ROWS = 15
 _BLOCK = re.compile(r"(?<=\.)\d+(?=\.|$)")  # the number of a block in a module's name
 
 
 def profile_page(summary: dict[str, Any], trace: str) -> str:
-    """The page. summary: from `training.profile.summary.summarise`. trace: name of the trace's file."""
+    """The page. summary: from `tracking.profile.summary.summarise`. trace: name of the trace's file."""
     parts = (_where, _matmuls, _fp32_matmuls, _misaligned_sizes, _casts, _how)
     title = f"# Profile of {which_steps(summary['steps'])}"
     return page(title, *_verdict(summary), _opening(summary, trace), *(part(summary) for part in parts))

@@ -40,7 +40,7 @@ class Event:
     phase: str = ""
     """forward, backward, recompute (forward again inside backward, for activation checkpointing), or empty."""
     category: str = ""
-    """Set by `training.profile.summary`."""
+    """Set by `tracking.profile.summary`."""
     device_us: float = 0.0
     """Time of the kernels that it launched itself."""
 
