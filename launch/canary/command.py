@@ -22,9 +22,9 @@ from collections.abc import Sequence
 from config.cli import DONE, REPOSITORY, Arguments, entry_point
 from config.errors import UserError
 from launch.canary.gate import run_gate
+from launch.canary.monitor import RunMonitor
 from launch.canary.plan import Plan, read_plan
 from launch.canary.record import Journal, log
-from launch.canary.whole import Whole
 from launch.job import add_processes_option, default_processes
 
 
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
             return code
     else:
         log(f"the canary was judged before: {gate['text']}")
-    code = Whole(plan, journal).run()
+    code = RunMonitor(plan, journal).run()
     _report(plan)
     return code
 

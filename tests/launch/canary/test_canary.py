@@ -13,9 +13,9 @@ from lab.detection.planted import MODULE as MODULE_OF_DEFECTS
 from launch.canary.command import main
 from launch.canary.fallback import in_fp32, promoted
 from launch.canary.gate import shares
+from launch.canary.monitor import Breach, RunMonitor
 from launch.canary.plan import read_plan
 from launch.canary.record import Journal
-from launch.canary.whole import Breach, Whole
 from launch.job import job_command
 from tests.support.jobs.launches import SMALL, events, finish, start, wait_until, with_defect
 from tracking.jsonl import read_events
@@ -129,7 +129,7 @@ def test_a_fallback_that_the_config_refuses_gives_way_to_the_next(tmp_path):
     journal = Journal.read(plan.folder, "it")
     journal.add("gate", 6, "parity", judged=str(plan.first_checkpoint))
     for _ in ("breach", "another, after it was started again"):
-        overrides = Whole(plan, journal)._fall_back(Breach(9, "bad", [MODULE]))
+        overrides = RunMonitor(plan, journal)._fall_back(Breach(9, "bad", [MODULE]))
         if overrides is None:
             break
         assert plan.refusal(overrides) is None and "precision.compute=fp32" in overrides
@@ -160,17 +160,17 @@ def test_the_newest_checkpoint_that_is_due_is_taken_by_links(tmp_path):
         (plan.run_folder / f"checkpoints/step-{step}/manifest.json").write_text("{}", encoding="utf-8")
     (plan.run_folder / "checkpoints/step-18").mkdir()  # not whole yet
     (plan.run_folder / "config.yaml").write_text("{}", encoding="utf-8")
-    whole = Whole(plan, journal)
+    whole = RunMonitor(plan, journal)
     assert whole._newest(last=False) == 15
     pinned = whole._pin(15)
     assert pinned is not None and whole._pin(21) is None
     source = plan.run_folder / "checkpoints/step-15/manifest.json"
     assert (pinned / "manifest.json").stat().st_ino == source.stat().st_ino
     journal.add("check", 12, "held", judged=str(pinned), device_hours=0.4)
-    later = Whole(plan, Journal.read(plan.folder, "it"))  # started again
+    later = RunMonitor(plan, Journal.read(plan.folder, "it"))  # started again
     assert later._newest(last=False) is None and later._newest(last=True) == 15
     journal.add("check", 12, "more", device_hours=0.2)
-    assert later._newest(last=True) == 15 and Whole(plan, journal)._newest(last=True) is None
+    assert later._newest(last=True) == 15 and RunMonitor(plan, journal)._newest(last=True) is None
     assert [event["event"] for event in journal.events][-1] == "budget"
 
 

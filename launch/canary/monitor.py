@@ -53,7 +53,7 @@ class Check:
     started: float
 
 
-class Whole:
+class RunMonitor:
     """Starts the run and watches it until its end."""
 
     def __init__(self, plan: Plan, journal: Journal) -> None:
