@@ -182,7 +182,7 @@ def test_kill_at_any_moment_leaves_nothing_finished_and_the_next_run_completes(s
 
 def test_workers_end_when_their_parent_is_killed(texts: Path, tmp_path: Path) -> None:
     program = (
-        "import os, time\nfrom data.workers import Workers\nworkers = Workers(1)\n"
+        "import os, time\nfrom data.text.workers import Workers\nworkers = Workers(1)\n"
         "print(workers.submit(os.getpid).result(), flush=True)\nworkers.submit(time.sleep, 60)\ntime.sleep(60)\n"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:

@@ -128,7 +128,7 @@ def take(lock: Path, seconds: float) -> subprocess.Popen[str]:
     program = (
         "import os, sys, time\n"
         "from pathlib import Path\n"
-        "from training import op_builds\n"
+        "from training.start import op_builds\n"
         "op_builds._compilers = list\n"
         "lock = Path(sys.argv[1])\n"
         "with op_builds.exclusive_build(lock.parent.name, lambda line: print(line, flush=True)):\n"
