@@ -157,7 +157,7 @@ _COMPATIBILITY = """# Versions that were tested
 
 Rows are written by `make compatibility` on the versions that are installed: the demo to its end, the tests that start
 no process, and one cell of the [precision matrix](precision-matrix.md) at each ZeRO stage. `requirements.txt` pins the
-versions that [every suite](tested.md) ran on.
+versions that [the suites](tested.md) run on.
 
 | Python | torch | transformers | DeepSpeed | demo | fast tests | matrix | date |
 |---|---|---|---|---|---|---|---|

@@ -233,7 +233,7 @@ class _Gradients:
             self._weight.addmm_(gradient.t(), states.to(gradient.dtype))
 
     def made(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Those of hidden states, in their dtype, and of weight and bias, in FP32 or wider."""
+        """Gradients of the hidden states, in their dtype, and of weight and bias, in FP32 or wider."""
         return self._hidden, self._weight, self._bias
 
 

@@ -127,7 +127,7 @@ class SecondMomentMemory:
         self._count += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """As plain types."""
+        """Everything the next warnings depend on, as plain types."""
         return {"squares": self._squares, "aged": self._aged, "count": self._count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

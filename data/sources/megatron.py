@@ -29,7 +29,7 @@ from config.errors import UserError
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-"""Those that hold ids; 6 and 7 are floating-point."""
+"""Integer dtypes by Megatron's code, which hold ids; 6 and 7 are floating-point."""
 _CHECKED_AT_ONCE = 1 << 20
 """Sequences of which a copy is held while an index is checked: it may be larger than the memory."""
 

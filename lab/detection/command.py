@@ -35,7 +35,7 @@ SECONDS = 600.0
 """For one cell, on a machine that others keep busy."""
 HALVINGS = 16
 _TWINS = threading.Lock()
-"""Of the jobs one at a time looks for a twin, and makes it where it is not there."""
+"""Lets one job at a time look for a twin, and make it where it is missing."""
 _NOT_SAID = ("did not answer within", "did not start")
 
 

@@ -43,7 +43,7 @@ class Opener:
 
     @classmethod
     def of(cls, section: CheckpointSection) -> Opener:
-        """From a run's config. Raises UserError when there is no key where the config says."""
+        """The opener for a run's config. Raises UserError when there is no key where the config says."""
         key = Key.from_setting(section.encryption_key) if section.encryption_key is not None else None
         return cls(key, section.accept_plain)
 

@@ -61,7 +61,7 @@ class Links:
             threading.Thread(target=self._watch, daemon=True).start()
 
     def close(self, *, agreed: bool) -> None:
-        """From now on this rank may exit, and the others may. agreed: all ranks are done, so the others are told."""
+        """Stop watching: from now on any rank may exit. agreed: all ranks are done, so the others are told."""
         with self._lock:  # a witness that is being started is waited for
             if self._over.is_set():
                 return

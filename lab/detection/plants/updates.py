@@ -39,12 +39,12 @@ class Rule:
     eps_inside: bool = False
     coupled: bool = False
     decay: Callable[[float], float] = float
-    """Of the group's weight decay."""
+    """Maps the group's weight decay to the one that is applied."""
     decay_times_lr: bool = True
     first: torch.dtype = torch.float32
     second: torch.dtype = torch.float32
     masters: torch.dtype = torch.float32
-    """Of parameters that do not decay."""
+    """Dtype of the masters of parameters that do not decay."""
     deaf: float | None = None
     """Learning rate of parameters that do not decay."""
     stale_first: bool = False
