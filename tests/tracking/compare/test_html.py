@@ -166,8 +166,9 @@ const loss = drawn[0], before = [loss.scales.y.min, loss.scales.y.max];
 const left = loss.valToPos(30, "x");
 loss.setSelect({ left, width: loss.valToPos(40, "x") - left, top: 0, height: 10 });
 """
+# A timer and no animation frame: virtual time waits for timers, and a headless browser may draw no frame before it ends.
 LATER = """
-requestAnimationFrame(() => setTimeout(() => {
+setTimeout(() => {
   found.zoom = [before, [loss.scales.y.min, loss.scales.y.max]];
   found.linked = drawn.map((u) => [u.scales.x.min, u.scales.x.max]);
   if (table) {
@@ -179,7 +180,7 @@ requestAnimationFrame(() => setTimeout(() => {
     found.only = visible();
   }
   document.body.dataset.found = JSON.stringify(found);
-}, 50));
+}, 50);
 """
 
 
