@@ -166,7 +166,7 @@ const loss = drawn[0], before = [loss.scales.y.min, loss.scales.y.max];
 const left = loss.valToPos(30, "x");
 loss.setSelect({ left, width: loss.valToPos(40, "x") - left, top: 0, height: 10 });
 """
-# A timer and no animation frame: virtual time waits for timers, and a headless browser may draw no frame before it ends.
+# A timer and no animation frame: virtual time waits for timers, but a headless browser may draw no further frame.
 LATER = """
 setTimeout(() => {
   found.zoom = [before, [loss.scales.y.min, loss.scales.y.max]];
