@@ -95,7 +95,9 @@ class Session:
     def identity(self) -> dict[str, Any]:
         """Everything that two runs must share for one to resume from the other's checkpoint."""
         config = self.resolved.config
+        padded = isinstance(self.corpus.train, RowShards) and not config.keeps_documents_apart
         return {
+            **({"grouping of rows by length": "within an epoch"} if padded else {}),
             "model": self.model_config.model_type,
             "model.attention": config.model.attention,
             "parameters": count_parameters(self.engine.model),
