@@ -41,7 +41,7 @@ options:
 exit codes: 0 done; 2 the config or the command line is wrong; 3 stopped by the numerics; 69 another rank is lost;
   71 a machine computes wrongly; 74 checkpoints cannot be written; 75 preempted and saved (docs/run-folder.md)
 
-keys of the run config, as `key: type = default [unit]`:
+keys of the run config, as `key: type = default [unit]`; null turns off what 0 turns off:
 """
 
 

@@ -65,6 +65,10 @@ def load_config(path: Path, overrides: Sequence[str], deepspeed_config: str | No
         config = settle(config, path, place)
     except UserError as error:
         raise UserError(f"{builder.origin('deepspeed.offload')}: {error}") from None
+    run, later = config.run, place("run.epochs") - place("run.steps")
+    if run.epochs is not None and later:  # of the two the one that is written later counts
+        run = dataclasses.replace(run, steps=0) if later > 0 else dataclasses.replace(run, epochs=None)
+        config = dataclasses.replace(config, run=run)
     rules.check(settle_task(config), builder.origin)
     return config
 
@@ -254,6 +258,8 @@ class _Builder:
             return self.value(arguments[0], value, key, limits)
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             return self.section(hint, value, key)
+        if value is None and "null" in limits:
+            return hint(limits["null"])
         if value is None:
             raise self.wrong(key, value, "is empty; give a value or leave the key out")
         if origin is typing.Literal:
@@ -304,6 +310,6 @@ class _Builder:
             raise self.wrong(key, value, "is not text; put it in quotes (on a command line in two pairs: '\"...\"')")
         if hint is str and not _can_be_written(value):
             raise self.wrong(key, value, "has a character that no file can hold (a NUL, or not UTF-8); leave it out")
-        if not all(_BOUNDS[name](value, bound) for name, bound in limits.items()):
+        if not all(holds(value, limits[name]) for name, holds in _BOUNDS.items() if name in limits):
             raise self.wrong(key, value, f"is out of range; it must be {describe_bounds(limits)}")
         return value

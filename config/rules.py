@@ -64,7 +64,7 @@ Problem = tuple[str, str]
 
 
 def check(config: Config, origin: Callable[[str], str]) -> None:
-    """Check all rules; `origin(key)` is where the user wrote a key.
+    """Check all rules; `origin(key)` is where the user wrote a key. Steps of run.epochs are checked once known.
 
     Raises:
         UserError: the first broken rule: the keys that conflict and what to change.
@@ -90,6 +90,8 @@ def _run(config: Config) -> Iterator[Problem]:
         yield "run.name", f"= '{run.name[:40]}...' {problem}"
     if redact(run.name) != run.name:
         yield "run.name", "holds what looks like a key or password, which its folder would show; take it out"
+    if not run.steps and run.epochs is None:
+        yield "run.steps", "= 0 trains nothing; give a number of steps, or run.epochs"
     if run.resume not in ("auto", "never") and not Path(run.resume).expanduser().exists():
         yield "run.resume", f"= '{run.resume}' does not exist; write auto, never or the path of a checkpoint"
 
@@ -567,9 +569,9 @@ def _schedule(config: Config) -> Iterator[Problem]:
     if steps < config.run.steps:
         problem = f"is less than run.steps = {config.run.steps}, whose last steps it would leave without a rate"
         yield "schedule.steps", f"= {steps} {problem}; make it larger or leave it out"
-    if warmup > steps:
+    if 0 < steps < warmup:
         yield "schedule.warmup_steps", f"= {warmup} is more than {length} = {steps}; make it smaller"
-    elif config.schedule.name == "wsd" and warmup + decay * steps > steps:
+    elif config.schedule.name == "wsd" and steps and warmup + decay * steps > steps:
         left = f"leaves no room for schedule.warmup_steps = {warmup}"
         yield "schedule.decay_fraction", f"= {decay:g} of {length} = {steps} {left}; make one of them smaller"
 
@@ -662,7 +664,7 @@ def _tracking(config: Config) -> Iterator[Problem]:
     elif endpoint is not None and not re.fullmatch(r"https?://[^/\s?#]+(/[^\s?#]*)?", endpoint):
         yield "tracking.otlp_endpoint", f"= '{endpoint}' is not an address; write it as http://localhost:4318"
     profile = config.profile
-    if profile.steps and profile.start > config.run.steps:
+    if profile.steps and 0 < config.run.steps < profile.start:
         yield "profile.start", f"= {profile.start} is after the last step, run.steps = {config.run.steps}"
 
 
@@ -677,7 +679,7 @@ def _guard(config: Config) -> Iterator[Problem]:
     low, high = guard.min_update_ratio, guard.max_update_ratio
     if low is not None and high is not None and low >= high:
         yield "guard.min_update_ratio", f"= {low:g} is not below guard.max_update_ratio = {high:g}; make it smaller"
-    if guard.spike_sigmas and (guard.spike_window + 1) // 2 >= config.run.steps:
+    if guard.spike_sigmas and 0 < config.run.steps <= (guard.spike_window + 1) // 2:
         problem = f"leaves nothing to judge in run.steps = {config.run.steps}, because half of it has to pass first"
         yield "guard.spike_window", f"= {guard.spike_window} {problem}; make it smaller or set guard.spike_sigmas=0"
     if re.fullmatch(r"never|suspicious|every [1-9]\d*", guard.reexecute) is None:
@@ -712,7 +714,7 @@ _FAULTS_READ = {
 def _faults(config: Config) -> Iterator[Problem]:
     for index, fault in enumerate(config.faults):
         key = f"faults[{index}]"
-        if fault.step > config.run.steps:
+        if 0 < config.run.steps < fault.step:
             problem = f"is after the last step, run.steps = {config.run.steps}; it would never strike"
             yield f"{key}.step", f"= {fault.step} {problem}"
         for name, kinds in _FAULTS_READ.items():

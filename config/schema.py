@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 
 def limit(default: Any = MISSING, **bounds: float) -> Any:
-    """A dataclass field with a default and a range for `config.load`: at_least, above, at_most and below."""
+    """A dataclass field with a default, a range for `config.load`: at_least, above, at_most and below; and null, the
+    value that null stands for."""
     return field(default=default, metadata=bounds)
 
 
@@ -26,8 +27,12 @@ class RunSection:
     """[text] Name of the run; its folder is run.dir/run.name and wandb shows it."""
     dir: str = "runs"
     """[path] Folder that holds the run folders."""
-    steps: int = limit(100, at_least=1)
-    """[steps] Optimizer steps to attempt in all, those of earlier sessions of a resumed run included."""
+    steps: int = limit(100, at_least=0, null=0)
+    """[steps] Optimizer steps to attempt in all, those of earlier sessions of a resumed run included. 0: as many as
+    run.epochs makes."""
+    epochs: float | None = limit(None, above=0.0)
+    """[epochs] Alternative to run.steps: how often each training sample is seen. The steps, rounded up to whole
+    batches, are known once the data are prepared, and recorded as run.steps (docs/data.md). null: run.steps."""
     max_minutes: float | None = limit(None, above=0.0)
     """[minutes] Time from the first step of a session after which the run saves and ends with exit code 75, to be
     resumed, as on SIGTERM. null: no limit."""
@@ -82,12 +87,12 @@ class ModelSection:
     """[choice] full computes all logits of a micro-batch at once; chunked computes them and their gradients for some
     tokens at a time, so that they are never all in memory; auto is chunked where a micro-batch has many logits and the
     model allows it (docs/loss.md)."""
-    loss_chunk_tokens: int = limit(0, at_least=0)
+    loss_chunk_tokens: int = limit(0, at_least=0, null=0)
     """[tokens] Size of one chunk; 0: by the size of the vocabulary."""
-    balance_loss: float = limit(0.0, at_least=0.0)
+    balance_loss: float = limit(0.0, at_least=0.0, null=0.0)
     """[factor] Weight of the loss that balances a mixture's experts, over all tokens of the step, whatever its cut into
     ranks and micro-batches (docs/moe.md). 0: none, also where the model's config has one."""
-    router_z_loss: float = limit(0.0, at_least=0.0)
+    router_z_loss: float = limit(0.0, at_least=0.0, null=0.0)
     """[factor] Weight of the mean squared logsumexp of the routers' logits (Zoph et al. 2022). 0: none."""
 
 
@@ -128,7 +133,7 @@ class SftSection:
     loss: Literal["token", "row"] = "token"
     """[choice] token: the mean over all labels of the global batch, so that a long answer weighs more than a short one.
     row: the mean over its rows of each row's mean, so that all weigh the same."""
-    neftune_alpha: float = limit(0.0, at_least=0.0)
+    neftune_alpha: float = limit(0.0, at_least=0.0, null=0.0)
     """[factor] Scale of uniform noise on the embeddings in training, divided by the root of the row's tokens times the
     embedding's width (NEFTune, Jain et al. 2023, who use 5 to 15). 0: none."""
 
@@ -146,7 +151,7 @@ class PreferenceSection:
     label_smoothing: float = limit(0.0, at_least=0.0, below=0.5)
     """[fraction] Share of pairs whose answers are taken to be the wrong way round: conservative DPO (Mitchell 2023), of
     sigmoid only."""
-    sft_weight: float = limit(0.0, at_least=0.0)
+    sft_weight: float = limit(0.0, at_least=0.0, null=0.0)
     """[factor] Weight of the chosen answer's mean cross-entropy by token, added to the loss (Pang et al. 2024)."""
     reference: Literal["auto", "adapter_off", "precomputed"] = "auto"
     """[choice] Reference model of the log-probabilities. adapter_off: the base under the adapter, in every step.
@@ -170,7 +175,7 @@ class DistillSection:
     ce_weight: float = limit(0.0, at_least=0.0, at_most=1.0)
     """[fraction] Weight of the labels' cross-entropy; the divergence has the rest. 1: nothing is learned from the
     teacher, for comparison."""
-    top_k: int = limit(0, at_least=0)
+    top_k: int = limit(0, at_least=0, null=0)
     """[tokens] 0: the teacher answers live, with all logits. k: its k likeliest tokens and the rest as one are computed
     before training, once for every sequence, and kept beside the prepared data."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
@@ -409,7 +414,7 @@ class OptimizerSection:
     """[gradient units] Added to the root of the second moment."""
     weight_decay: float = limit(0.1, at_least=0.0)
     """[per step and learning rate] Decoupled decay; not applied to norms, biases and embeddings."""
-    gradient_clipping: float = limit(1.0, at_least=0.0)
+    gradient_clipping: float = limit(1.0, at_least=0.0, null=0.0)
     """[gradient units] Largest global gradient norm; 0 leaves gradients as they are."""
     groups: tuple[ParameterGroupSection, ...] = ()
     """[list] Learning rate and weight decay by parameters' names, each {match, learning_rate, weight_decay}."""
@@ -509,7 +514,7 @@ class PrecisionSection:
     bf16 where none is named."""
     manifest: str | None = None
     """[path] JSON precision manifest. Implies path: manifest and a DeepSpeed JSON in FP32."""
-    verify_every_steps: int = limit(1000, at_least=0)
+    verify_every_steps: int = limit(1000, at_least=0, null=0)
     """[steps] The dtype each module really computes in is watched on the first step of a session and every that many
     steps; a module that computes in another dtype than the manifest's stops the run. 0: the first step only."""
     routers: Literal["fp32", "compute"] = "fp32"
@@ -551,7 +556,7 @@ class DeepSpeedSection:
 class EvaluateSection:
     """Validation loss while training."""
 
-    every_steps: int = limit(0, at_least=0)
+    every_steps: int = limit(0, at_least=0, null=0)
     """[steps] Interval of evaluations, with one more at the end; 0: never."""
     batches: int | Literal["auto"] | None = limit("auto", at_least=1)
     """[batches] Global batches of validation sequences in one evaluation, at most, evenly spaced over the set. null:
@@ -580,16 +585,16 @@ class CheckpointSection:
     with AES-256-GCM before they are written. null: not encrypted."""
     accept_plain: bool = False
     """[true or false] Resume from an unencrypted checkpoint although a key is set, when turning encryption on."""
-    every_steps: int = limit(0, at_least=0)
+    every_steps: int = limit(0, at_least=0, null=0)
     """[steps] Interval of saves, with one more at the end; 0: only at the end."""
     at_end: bool = True
     """[true or false] Save the state after the last planned step. false: nothing is left to resume or export from, for
     runs that are only timed; a run that is stopped early saves all the same."""
     keep: int = limit(2, at_least=1)
     """[checkpoints] Number of newest checkpoints that stay on disk."""
-    keep_every: int = limit(0, at_least=0)
+    keep_every: int = limit(0, at_least=0, null=0)
     """[steps] Checkpoints whose step is a multiple of this stay as well; 0: none for that reason."""
-    keep_best: int = limit(0, at_least=0)
+    keep_best: int = limit(0, at_least=0, null=0)
     """[checkpoints] Number with the lowest validation loss that stay as well, among those saved at a step at
     which evaluate.every_steps was due."""
     background: Literal["auto", "always", "never"] = "auto"
@@ -638,7 +643,7 @@ class ProfileSection:
 
     start: int = limit(5, at_least=1)
     """[step] First step profiled, from 1. The first steps of a session are slower than those that follow."""
-    steps: int = limit(0, at_least=0)
+    steps: int = limit(0, at_least=0, null=0)
     """[steps] How many steps are profiled; one or two are enough. 0: none."""
     ranks: tuple[int, ...] = limit((0,), at_least=0)
     """[ranks] Ranks that profile; those the run does not have are left out."""
@@ -648,7 +653,7 @@ class ProfileSection:
 class TelemetrySection:
     """Statistics of each module's gradients and activations, measured now and then into events.jsonl and wandb."""
 
-    every_steps: int = limit(50, at_least=0)
+    every_steps: int = limit(50, at_least=0, null=0)
     """[steps] Gradient norm, maximum and underflow, largest activation, distance of the weights from their masters and
     size of the update of each module, at this interval, for the heat maps. 0: never."""
     probe: bool = False
@@ -697,7 +702,7 @@ class GuardSection:
     """[steps] Skipped steps in a row, of any dtype, after which guard.reactions moves on to the next reaction."""
     spike_window: int = limit(128, at_least=16)
     """[healthy steps] History that a spike is compared with; nothing is judged before half of it is there."""
-    spike_sigmas: float = limit(0.0, at_least=0.0)
+    spike_sigmas: float = limit(0.0, at_least=0.0, null=0.0)
     """[robust standard deviations] Loss or log gradient norm this far above its median is a spike; 0: none is.
     6 is what OLMo 2 skips at. Off by default: skipping a finite step changes what the model learns from."""
     min_update_ratio: float | None = limit(None, above=0.0)
@@ -719,7 +724,7 @@ class GuardSection:
     """[times a run] How often blamed modules may be promoted."""
     promote_to: Literal["bf16", "fp32"] = "fp32"
     """[choice] Dtype that blamed modules are promoted to."""
-    probation_steps: int = limit(1000, at_least=0)
+    probation_steps: int = limit(1000, at_least=0, null=0)
     """[applied steps] Steps without an incident after which a promotion is taken back; 0 never."""
     rollback_budget: int = limit(2, at_least=0)
     """[times a run] How often the run may go back to its last good checkpoint."""
@@ -741,11 +746,11 @@ class GuardSection:
     ] = ()
     """[names of bounds in warnings] Early warnings that count as trouble, which guard.reactions answers: gradient_jump
     in its own step, others in the next one. Empty: warnings are recorded and nothing else."""
-    replica_checks: int = limit(0, at_least=0)
+    replica_checks: int = limit(0, at_least=0, null=0)
     """[steps] Period in which each value that several ranks hold, or that is a rounded master, is compared once,
     a part of them each step: weights, buffers, at ZeRO-0 the optimizer's state too. One that differs is named by rank,
     host, parameter and bit, repaired where the right value is known, and the step is made again. 0: never."""
-    update_checks: int = limit(0, at_least=0)
+    update_checks: int = limit(0, at_least=0, null=0)
     """[values] How many values of each rank's masters and optimizer state, a random slice each step, are kept and their
     next update recomputed in FP64; a difference beyond rounding is named as above. For adamw. 0: none."""
     reexecute: str = "never"
@@ -802,12 +807,12 @@ class ParitySection:
     seeds: int = limit(1, at_least=1)
     """[runs] Pairs of runs, at run.seed, run.seed + 1 and so on. From 2 on a validation delta that FP32 runs also show
     among each other, from seed to seed, is no failure."""
-    controls: int = limit(0, at_least=0)
+    controls: int = limit(0, at_least=0, null=0)
     """[runs] FP32 runs at a learning rate 2^-8 larger, 2^-8 smaller, 2^-7 larger and so on. They
     diverge from the twin by chaos alone, so twice their root mean square distance is no failure."""
     points: int = limit(3, at_least=1)
     """[points] Places of the trajectory at which single steps are compared: the start, then evenly spaced."""
-    oracle_steps: int = limit(0, at_least=0)
+    oracle_steps: int = limit(0, at_least=0, null=0)
     """[steps] First steps of the FP32 run that are recomputed outside of the engine, as by --oracle: an error that both
     runs share, such as a label that is lost, is beyond FP32's bounds there. 0: none."""
     validation_delta: float = limit(0.005, above=0.0)
@@ -892,7 +897,7 @@ UNPACKED_TASKS = ("seq2seq", "dpo")
 class GenerateSection:
     """The text sample at the end of a run."""
 
-    tokens: int = limit(120, at_least=0)
+    tokens: int = limit(120, at_least=0, null=0)
     """[tokens] Length of the sample; 0 writes none."""
     prompt: str = "def "
     """[text] Start of the sample."""

@@ -34,6 +34,7 @@ from launch.doctor.facts import run_program
 from launch.hosts import Hosts
 
 if TYPE_CHECKING:
+    from config.resolved import Resolved
     from config.schema import Config
     from tracking.events import Event
 
@@ -194,9 +195,24 @@ def training_program(arguments: Sequence[str], folder: Path, name: str) -> list[
     return [*TRAIN, *arguments, f"run.dir={folder / 'runs'}", f"run.name={name}"]
 
 
+def with_steps(resolved: Resolved) -> list[str]:
+    """The override for as many steps as run.epochs makes of the data, which are prepared for that.
+
+    None where run.steps is given. Raises UserError: the data cannot be prepared, or the two contradict each other.
+    """
+    from training.tasks.shape import settle_steps
+    from training.tasks.task import prepare
+
+    config = resolved.config
+    if config.run.epochs is None:
+        return []
+    return [f"run.steps={settle_steps(config, prepare(config, progress=True)).run.steps}"]
+
+
 def shorten(config: Config, steps: int) -> list[str]:
     """The overrides for a run of `steps` steps; the warm-up keeps its share."""
-    warmup = math.ceil(config.schedule.warmup_steps * steps / config.run.steps)
+    whole = config.run.steps or max(steps, config.schedule.warmup_steps)  # of run.epochs they are not known yet
+    warmup = math.ceil(config.schedule.warmup_steps * steps / whole)
     return [f"run.steps={steps}", f"schedule.warmup_steps={warmup}"]
 
 

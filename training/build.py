@@ -47,6 +47,9 @@ def build(opened: Session) -> tuple[Parts, Progress]:
     state = checkpoints.load(found, engine) if found else None
     record = open_record(resolved, opened.corpus, engine, run_dir, world)
     said = [f"DeepSpeed JSON: {config.deepspeed.config}; attention: {config.model.attention}"]
+    if config.run.epochs is not None:
+        steps = f"{config.run.steps:,} steps of {resolved.batch.global_size} samples"
+        record.note(f"run.epochs = {config.run.epochs:g}: {steps}")
     for line in opened.corpus.notes:
         said.append(line)
         record.note(line)

@@ -40,7 +40,7 @@ from training.engine import Engine, build_engine
 from training.engine.work_time import forget_peak_memory
 from training.references import add_references
 from training.tasks.cached_teacher import documents_of
-from training.tasks.shape import settle_labels, shape_of_model
+from training.tasks.shape import settle_labels, settle_steps, shape_of_model
 from training.tasks.task import prepare, task_of
 from training.teacher import prepare_teacher, weights_identity
 from training.watchdog import watch
@@ -95,7 +95,9 @@ class Session:
     def identity(self) -> dict[str, Any]:
         """Everything that two runs must share for one to resume from the other's checkpoint."""
         config = self.resolved.config
+        padded = isinstance(self.corpus.train, RowShards) and not config.keeps_documents_apart
         return {
+            **({"grouping of rows by length": "within an epoch"} if padded else {}),
             "model": self.model_config.model_type,
             "model.attention": config.model.attention,
             "parameters": count_parameters(self.engine.model),
@@ -165,7 +167,7 @@ def session(
 
             ends.enter_context(watch.watched(world, write_end))
         corpus = corpus or prepare(config, progress=resolved.rank == 0)
-        config = settle_labels(config, corpus)
+        config = settle_steps(settle_labels(config, corpus), corpus)
         resolved = replace(resolved, config=config)
         shape = shape_of_model(config, corpus)
         quiet = without_dropout(shape, kept=config.model.config) if config.task == "dpo" else []

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from config.errors import UserError
 from data.corpora.documents import Documents, cumulative_lengths, document_positions
 from data.corpora.mixture import Mixture
 from data.corpora.row_shards import RowShards
-from data.corpora.sampler import grouped, sample_ids, split_for_rank
+from data.corpora.sampler import STRETCH, grouped, sample_ids, split_for_rank
 from data.corpora.shards import TokenShards
 
 IGNORED_LABEL = -100
@@ -164,6 +165,7 @@ class Batches:
             )
         # Raises here, and not at the first step, when the sizes do not divide.
         split_for_rank(np.empty(global_size), micro_size=micro_size, rank=rank, world_size=world_size)
+        self._drawn = lru_cache(2 * STRETCH)(self._sample_ids)
         self._position = 0
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._ahead = self._read_ahead(0)
@@ -194,7 +196,8 @@ class Batches:
 
     def _read(self, position: int) -> Batch:
         if isinstance(self._shards, RowShards) and self._padded:  # rows of similar length together
-            ids = grouped(position, self._shards.places, self._sample_ids, seed=self._seed)
+            options = {"seed": self._seed, "global_size": self._global_size}
+            ids = grouped(position, self._shards.places, self._drawn, self._bounds, **options)
         else:
             ids = self._sample_ids(position)
         mine = split_for_rank(ids, micro_size=self._micro_size, rank=self._rank, world_size=self._world_size)
@@ -216,6 +219,13 @@ class Batches:
         if self._mixture is not None:
             return self._mixture.sample_ids(position, **options)
         return sample_ids(position, samples=self._samples, **options)
+
+    def _bounds(self, place: int) -> tuple[int, int]:
+        """The part of the stream of samples around a place in which no sample comes twice."""
+        if self._mixture is not None:
+            return self._mixture.bounds(place, seed=self._seed, about=STRETCH * self._global_size)
+        first = place // self._samples * self._samples
+        return first, first + self._samples
 
     def _known(self, batch: Batch) -> bool:
         """Whether each rank knows the labels of all."""

@@ -65,6 +65,17 @@ class Mixture:
             first += size
         return found
 
+    def bounds(self, place: int, *, seed: int, about: int) -> tuple[int, int]:
+        """The part [first, end) of the order around a place in which no source begins another pass of its samples.
+
+        It is within as many whole blocks as `about` samples fill, at whose end each source has had its share.
+        """
+        span = max(about // BLOCK, 1) * BLOCK
+        window = place // span * span
+        cuts = _passes(self, window, span, seed)
+        index = int(np.searchsorted(cuts, place, side="right"))
+        return int(cuts[index - 1]), int(cuts[index])
+
     def _taken(self, samples: int) -> list[int]:
         """How many of the first `samples` samples each source has given."""
         shares = self._shares()
@@ -82,6 +93,18 @@ class Mixture:
 def _block(mixture: Mixture, block: int, seed: int) -> np.ndarray:
     """A block is asked for by many batches."""
     return mixture.block(block, seed=seed)
+
+
+@lru_cache(maxsize=4)
+def _passes(mixture: Mixture, window: int, span: int, seed: int) -> np.ndarray:
+    """The places of a window at which a source begins a pass of its samples, with the window's own two ends."""
+    blocks = range(window // BLOCK, (window + span) // BLOCK)
+    owners = mixture.source_of(np.concatenate([_block(mixture, block, seed) for block in blocks]))
+    cuts = [np.array([0, span])]
+    for number, (size, taken) in enumerate(zip(mixture.samples, mixture._taken(window), strict=True)):
+        own = np.flatnonzero(owners == number)
+        cuts.append(own[(taken + np.arange(len(own))) % size == 0])
+    return window + np.unique(np.concatenate(cuts))
 
 
 def _seed(seed: int, source: int) -> int:

@@ -10,8 +10,9 @@ cycle walking (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"):
 encrypted again until it is back, at most four times on average. The rounds use an integer mixer, not a cryptographic
 function: the shuffle has to look random to a loss curve, not to an adversary.
 
-Samples are numbered through all epochs: global batch `position` holds samples position * global_size onwards, so a
-batch may straddle the end of an epoch, and within an epoch each sample is seen exactly once.
+Samples are numbered through all epochs: global batch `position` holds places position * global_size onwards of that
+stream, and each epoch is a permutation of the samples. So all batches have one size, the last one of an epoch is
+completed with the next one's first samples, and none is seen twice or left out in an epoch, whatever the batch size.
 """
 
 from __future__ import annotations
@@ -46,18 +47,41 @@ STRETCH = 16
 """[global batches] Samples of so many batches are grouped by length."""
 
 
-def grouped(position: int, lengths: np.ndarray, sample_ids_of: Callable[[int], np.ndarray], *, seed: int) -> np.ndarray:
-    """A global batch of samples of similar length, so that little of it is padding.
+def grouped(
+    position: int,
+    lengths: np.ndarray,
+    sample_ids_of: Callable[[int], np.ndarray],
+    bounds_of: Callable[[int], tuple[int, int]],
+    *,
+    seed: int,
+    global_size: int,
+) -> np.ndarray:
+    """A global batch of samples of similar length, so that little of it is padding. A pure function too.
 
-    The samples of each stretch of STRETCH batches, which are those that `sample_ids_of` gives, are sorted by length and
-    dealt out again; the order of the batches in a stretch is shuffled. lengths: (samples,). A pure function too.
+    Samples change places only within what `bounds_of` gives around a place of the stream, [first, end), such as an
+    epoch. That is cut into stretches of STRETCH batches; the samples of a stretch are sorted by length and dealt out to
+    its batches, and to the part of a batch at either end, in a shuffled order. lengths: (samples,). sample_ids_of: the
+    batch at a position as it was drawn.
     """
-    stretch, within = divmod(position, STRETCH)
-    first = stretch * STRETCH
-    ids = np.concatenate([sample_ids_of(first + number) for number in range(STRETCH)])
-    batches = ids[np.argsort(lengths[ids], kind="stable")].reshape(STRETCH, -1)
-    place = np.array([within], dtype=np.int64)
-    return batches[permute(place, samples=STRETCH, seed=seed, epoch=np.array([stretch]))[0]]
+    size, parts = global_size, []
+    place, end = position * size, (position + 1) * size
+    while place < end:
+        first, stop = bounds_of(place)
+        aligned, span = -(-first // size) * size, STRETCH * size
+        cut = aligned + max(place - aligned, 0) // span * span
+        first, stop = first if cut == aligned else cut, min(stop, cut + span)
+        batches = np.arange(first // size, -(-stop // size))
+        ids = np.concatenate([sample_ids_of(number) for number in batches.tolist()])
+        ids = ids[first - batches[0] * size :][: stop - first]
+        if len(batches) > 1:
+            sizes = np.minimum(stop, (batches + 1) * size) - np.maximum(first, batches * size)
+            rank = permute(batches - batches[0], samples=len(batches), seed=seed, epoch=np.full_like(batches, first))
+            mine = position - batches[0]
+            start = int(sizes[rank < rank[mine]].sum())
+            ids = ids[np.argsort(lengths[ids], kind="stable")][start : start + int(sizes[mine])]
+        parts.append(ids)
+        place = stop
+    return np.concatenate(parts)
 
 
 def split_for_rank(ids: np.ndarray, *, micro_size: int, rank: int, world_size: int) -> np.ndarray:

@@ -123,7 +123,7 @@ def make_study(options: argparse.Namespace) -> Study:
     given = [*(() if options.config else SMALL), *options.overrides]
     uniform = ["precision.path=cast", "precision.manifest=null"]
     config = load_config(path, [*given, *uniform], None)
-    warmup = round(config.schedule.warmup_steps * min(1.0, options.steps / config.run.steps))
+    warmup = round(config.schedule.warmup_steps * min(1.0, options.steps / (config.run.steps or options.steps)))
     shortened = [f"run.steps={options.steps}", f"schedule.warmup_steps={warmup}", "guard.spike_sigmas=0"]
     settings = tuple(
         Setting(depth, batch, precision, policy)

@@ -13,7 +13,7 @@ from config.errors import UserError
 from config.launcher import as_launched
 from config.resolved import Resolved
 from config.schema import CanarySection
-from launch.job import job_command
+from launch.job import job_command, with_steps
 
 STEPS = 50
 """Length of a canary whose config gives neither steps nor a share of the run's data."""
@@ -89,8 +89,12 @@ def read_plan(
     config: str, overrides: Sequence[str], *, processes: int, launch: Sequence[str], check_launch: Sequence[str]
 ) -> Plan:
     """The plan of a command line. Raises UserError: the config is wrong, or leaves nothing for a canary to precede."""
-    arguments = ("--config", config, *overrides)
+    arguments: tuple[str, ...] = ("--config", config, *overrides)
     resolved = read_command_line(arguments, as_launched(processes))
+    length = with_steps(resolved)
+    if length:
+        arguments = (*arguments, *length)
+        resolved = read_command_line(arguments, as_launched(processes))
     section, whole = resolved.config.canary, resolved.config
     plan = Plan(arguments, resolved, processes, tuple(launch), tuple(check_launch))
     if plan.steps >= whole.run.steps:

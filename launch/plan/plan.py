@@ -63,6 +63,11 @@ def make_plan(options: argparse.Namespace, arguments: Sequence[str]) -> Plan:
     Raises UserError: a device, a number or a model that cannot be planned. SystemExit 2: the config is wrong.
     """
     resolved = read_command_line(arguments, as_launched(options.gpus))
+    if not resolved.config.run.steps and not options.tokens:
+        raise UserError(
+            f"run.epochs = {resolved.config.run.epochs:g}: how many steps that is shows once the data are prepared; "
+            "give --tokens, or run.steps"
+        )
     device = _device(options)
     layout = layout_of(resolved, world=options.gpus, on_cpu=device.is_cpu)
     shape = read_shape(resolved.config, layout)

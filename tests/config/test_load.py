@@ -98,8 +98,10 @@ def test_json_and_an_empty_section_are_read(tmp_path: Path) -> None:
         ("batch.micro_size=x", "batch.micro_size = 'x' is not an integer"),
         ("batch.micro_size=true", "batch.micro_size = true is not an integer"),
         ("run.steps=1e4", "run.steps = 10000.0 is not an integer; write 10000"),
-        ("run.steps=0", "run.steps = 0 is out of range; it must be at least 1"),
-        ("run.steps=", "run.steps = null is empty; give a value or leave the key out"),
+        ("run.steps=0", "run.steps = 0 trains nothing; give a number of steps, or run.epochs"),
+        ("run.steps=", "run.steps = 0 trains nothing; give a number of steps, or run.epochs"),
+        ("run.epochs=0", "run.epochs = 0.0 is out of range; it must be above 0"),
+        ("run.seed=", "run.seed = null is empty; give a value or leave the key out"),
         ("optimizer.eps=0", "optimizer.eps = 0.0 is out of range; it must be above 0"),
         ("optimizer.eps=true", "optimizer.eps = true is not a number"),
         ("optimizer.eps=.inf", "optimizer.eps = Infinity is not a finite number"),
@@ -225,6 +227,44 @@ def test_what_is_written_reads_back_equal(config: Config, monkeypatch: pytest.Mo
     path.write_text(to_yaml(config), encoding="utf-8")
     assert load_config(path, [], None) == config
     assert yaml_text.parse(to_yaml(config)) == to_dict(config)
+
+
+@pytest.mark.parametrize(
+    ("written", "given", "steps", "epochs"),
+    [
+        ("{}", [], 100, None),
+        ("{steps: 7}", ["run.epochs=3"], 0, 3.0),
+        ("{epochs: 3}", [], 0, 3.0),
+        ("{epochs: 3}", ["run.steps=7"], 7, None),
+        (
+            "{steps: 7, epochs: 3}",
+            [],
+            7,
+            3.0,
+        ),  # as a run records them
+        ("{steps: 7, epochs: 3}", ["run.epochs=2"], 0, 2.0),
+        ("{steps: 7, epochs: 3}", ["run.epochs=null"], 7, None),
+        ("{}", ["run.steps=null", "run.epochs=3"], 0, 3.0),
+    ],
+)
+def test_of_steps_and_epochs_the_later_one_counts(
+    tmp_path: Path, written: str, given: list[str], steps: int, epochs: float | None
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"{MINIMAL}run: {written}\n")
+    # steps that are not known yet break no rule
+    further = [] if steps else ["schedule.name=wsd", "schedule.warmup_steps=9", "faults=[{kind: nan_loss, step: 12}]"]
+    run = load_config(path, [*given, *further], None).run
+    assert (run.steps, run.epochs) == (steps, epochs)
+
+
+def test_null_turns_off_what_0_turns_off(minimal: Path) -> None:
+    off = [
+        key for key in all_keys() if key.rpartition(".")[2] in ("every_steps", "keep_every", "spike_sigmas", "top_k")
+    ]
+    assert len(off) == 6
+    config = to_dict(load_config(minimal, [f"{key}=null" for key in off], None))
+    assert config == to_dict(load_config(minimal, [f"{key}=0" for key in off], None))
 
 
 def test_all_keys_lists_sections_and_leaves() -> None:

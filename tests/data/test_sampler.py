@@ -1,8 +1,10 @@
 """The sampler: a bijection every epoch, fresh order, and one global batch whatever the number of ranks."""
 
+from functools import cache
+
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from config.errors import UserError
@@ -21,8 +23,9 @@ def test_an_epoch_is_a_bijection(samples: int, seed: int, epoch: int) -> None:
 
 
 @settings(deadline=None)
-@given(samples=st.integers(1, 200), size=st.integers(1, 64), seed=st.integers(0, 1000), epochs=st.integers(1, 3))
+@given(samples=st.integers(1, 10_000), size=st.integers(1, 512), seed=st.integers(0, 1000), epochs=st.integers(1, 3))
 def test_batches_in_a_row_hold_every_sample_once_an_epoch(samples: int, size: int, seed: int, epochs: int) -> None:
+    samples = min(samples, 100 * size)
     needed = -(-samples * epochs // size)
     stream = np.concatenate([sample_ids(p, samples=samples, seed=seed, global_size=size) for p in range(needed)])
     for epoch in range(epochs):
@@ -86,22 +89,47 @@ def test_the_order_is_part_of_the_contract() -> None:
     assert sample_ids(0, samples=10, seed=0, global_size=10).tolist() == [7, 5, 8, 2, 4, 9, 6, 1, 3, 0]
 
 
-def test_batches_of_similar_length_hold_what_their_stretch_holds_with_less_padding() -> None:
-    lengths = np.random.default_rng(0).integers(1, 100, 500)
-    drawn = [sample_ids(position, samples=500, seed=4, global_size=8) for position in range(3 * STRETCH)]
-    found = [grouped(position, lengths, drawn.__getitem__, seed=4) for position in range(3 * STRETCH)]
-    for first in range(0, len(drawn), STRETCH):
-        place = slice(first, first + STRETCH)
-        assert sorted(np.concatenate(found[place])) == sorted(np.concatenate(drawn[place]))
-        longest = [lengths[ids].max() for ids in found[place]]
-        assert longest != sorted(longest), "their order is shuffled"
-    before, after = (
-        sum(int((lengths[ids].max() - lengths[ids]).sum()) for ids in batches) for batches in (drawn, found)
-    )
-    assert after < before / 5
-    for position in reversed(range(len(drawn))):  # whatever was asked before
-        assert np.array_equal(grouped(position, lengths, drawn.__getitem__, seed=4), found[position])
-    others = [grouped(position, lengths, drawn.__getitem__, seed=5) for position in range(len(drawn))]
+def ordered(samples: int, lengths: np.ndarray, count: int, *, size: int, seed: int) -> list[np.ndarray]:
+    """The first batches of padded rows of one source."""
+    drawn = cache(lambda position: sample_ids(position, samples=samples, seed=seed, global_size=size))
+
+    def epoch_of(place: int) -> tuple[int, int]:
+        return place // samples * samples, (place // samples + 1) * samples
+
+    return [grouped(at, lengths, drawn, epoch_of, seed=seed, global_size=size) for at in range(count)]
+
+
+def padding(batches: list[np.ndarray], lengths: np.ndarray) -> int:
+    return sum(int((lengths[ids].max() - lengths[ids]).sum()) for ids in batches)
+
+
+@settings(deadline=None, max_examples=50)
+@given(samples=st.integers(1, 10_000), size=st.integers(1, 512), seed=st.integers(0, 1000), epochs=st.integers(1, 3))
+@example(samples=112, size=16, seed=0, epochs=3)
+@example(samples=300, size=32, seed=0, epochs=3)
+@example(samples=1, size=512, seed=0, epochs=3)
+def test_grouping_by_length_leaves_every_sample_once_an_epoch(samples: int, size: int, seed: int, epochs: int) -> None:
+    samples = min(samples, 100 * size)  # more batches show no more
+    lengths = np.random.default_rng(seed).integers(1, 100, samples)
+    batches = ordered(samples, lengths, -(-samples * epochs // size), size=size, seed=seed)
+    assert {len(ids) for ids in batches} == {size}
+    stream = np.concatenate(batches)
+    for epoch in range(epochs):
+        assert np.array_equal(np.sort(stream[epoch * samples : (epoch + 1) * samples]), np.arange(samples))
+    for position, ids in enumerate(batches):
+        within_an_epoch = position * size // samples == ((position + 1) * size - 1) // samples
+        assert not within_an_epoch or len(np.unique(ids)) == size
+
+
+@pytest.mark.parametrize("samples", [500, 512])
+def test_batches_of_similar_length_have_less_padding_and_come_in_any_order(samples: int) -> None:
+    lengths, count = np.random.default_rng(0).integers(1, 100, samples), 4 * STRETCH
+    drawn = [sample_ids(position, samples=samples, seed=4, global_size=8) for position in range(count)]
+    found = ordered(samples, lengths, count, size=8, seed=4)
+    longest = [lengths[ids].max() for ids in found[:STRETCH]]
+    assert longest != sorted(longest), "their order is shuffled"
+    assert padding(found, lengths) < padding(drawn, lengths) / 5
+    others = ordered(samples, lengths, count, size=8, seed=5)
     assert any(not np.array_equal(mine, other) for mine, other in zip(found, others, strict=True)), "it is the seed's"
 
 

@@ -16,7 +16,7 @@ from config.deepspeed.document import write_in_fp32
 from config.errors import UserError
 from config.launcher import as_launched
 from config.resolved import Resolved
-from launch.job import TRAIN, default_processes, error_line_of, launch, shorten
+from launch.job import TRAIN, default_processes, error_line_of, launch, shorten, with_steps
 from tools.parity.energy import joules, used
 from tools.parity.judge_runs import Settling, Trajectory, control_factor, settling_of
 from tools.parity.judge_steps import Walk
@@ -95,8 +95,9 @@ def plan(
     launched = as_launched(processes)
     arguments = ["--config", config, *overrides]
     resolved = read_command_line(arguments, launched)
-    if steps is not None:
-        arguments += shorten(resolved.config, steps)
+    length = with_steps(resolved) if steps is None else shorten(resolved.config, steps)
+    if length:
+        arguments += length
         resolved = read_command_line(arguments, launched)
     return Plan(tuple(arguments), resolved, folder, processes, tuple(launcher))
 

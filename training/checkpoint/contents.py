@@ -75,7 +75,11 @@ LAYOUT = ("world size", *_PARALLEL, "ZeRO stage", "precision.compute", "offload"
 
 ATTENTION = "model.attention"
 """May change on resume too, and is noted: another implementation rounds differently. Older checkpoints do not say."""
-_DEFAULTS = {"data.document_masking": False, "task": "pretrain", **dict.fromkeys(_PARALLEL, 1)}
+_DEFAULTS = dict.fromkeys(_PARALLEL, 1) | {
+    "data.document_masking": False,
+    "task": "pretrain",
+    "grouping of rows by length": "across epochs",
+}
 """Values for checkpoints that were written before the key existed."""
 
 

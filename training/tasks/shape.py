@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 from transformers import PretrainedConfig
 
+from config import rules
+from config.errors import UserError
 from config.schema import Config
 from config.task import ENCODER_TASKS, model_class_of
 from data.corpora.corpus import Corpus
@@ -24,6 +28,30 @@ def settle_labels(config: Config, corpus: Corpus) -> Config:
         return config
     labels = labels_of(corpus, config.classify.labels, config.data)
     return replace(config, classify=replace(config.classify, labels=labels))
+
+
+def settle_steps(config: Config, corpus: Corpus) -> Config:
+    """`config` with run.steps as run.epochs makes it of the training data, the last batch filled up.
+
+    An epoch of a mixture has each source's samples as often as its `epochs` says, or once where there are weights.
+    Raises UserError where run.steps is given, too, and is another number, or breaks a rule of the config.
+    """
+    run, sources = config.run, config.data.sources
+    if run.epochs is None:
+        return config
+    samples = Fraction(corpus.train.sequences(config.data.sequence_length))
+    if corpus.mixture is not None:
+        pairs = zip(corpus.mixture.samples, sources, strict=True)
+        samples = sum(((size * Fraction(str(source.epochs or 1))) for size, source in pairs), Fraction())
+    steps = max(1, math.ceil(Fraction(str(run.epochs)) * samples / config.batch.global_size))
+    said = f"run.epochs = {run.epochs:g} is {steps:,} steps, of {float(samples):,.10g} samples an epoch"
+    if run.steps not in (0, steps):
+        raise UserError(
+            f"run.steps = {run.steps}: {said} in batches of {config.batch.global_size}; give one of the two"
+        )
+    config = replace(config, run=replace(run, steps=steps))
+    rules.check(config, lambda key: said)
+    return config
 
 
 def shape_of_model(config: Config, corpus: Corpus) -> PretrainedConfig:

@@ -4,21 +4,32 @@ import json
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from config.cli import REPOSITORY
 from config.optimizers import OPTIMIZERS, settings_of
-from config.schema import LossScaleSection, OptimizerSection, ScheduleSection, SourceSection
+from config.schema import (
+    BatchSection,
+    Config,
+    LossScaleSection,
+    OptimizerSection,
+    RunSection,
+    ScheduleSection,
+    SourceSection,
+)
 from data.corpora.mixture import Mixture
-from data.corpora.sampler import permute
+from data.corpora.row_shards import RowShards
+from data.corpora.sampler import STRETCH, grouped, permute, sample_ids
 from modeling.parameter_groups import group_of_each
 from precision.loss_scale import make_policy
 from tests.support.jobs.launches import command, finish
@@ -29,7 +40,7 @@ from tests.training.tasks.mlm_cases import write_text
 from tools.parity.gate import main
 from tools.parity.oracle.judge import FIRST_NORM, Judged, judge
 from tools.parity.oracle.optimizers import optimizer_of
-from tools.parity.oracle.rules import Mixed, loss_scale, permuted, schedule
+from tools.parity.oracle.rules import Mixed, Order, loss_scale, permuted, schedule
 from training.engine.optimizer import IMPLEMENTATIONS
 from training.engine.optimizers.rule import UpdateInputs
 from training.schedule import learning_rate
@@ -486,6 +497,41 @@ def test_both_mixtures_are_one(weights: tuple[float | None, ...]) -> None:
     expected = Mixture(("a", "b", "c"), sizes, shares).sample_ids(0, seed=7, global_size=2500).tolist()
     mixed = Mixed(sources, sizes, seed=7)
     assert [mixed.sample(index) for index in range(2500)] == expected
+
+
+class Rows(RowShards):
+    """Rows of which only the number is known."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def sequences(self, sequence_length: int) -> int:
+        return self.count
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.lists(st.integers(1, 300), min_size=1, max_size=3), st.integers(1, 70), st.integers(0, 99), st.integers(0, 60)
+)
+def test_both_group_rows_alike(sizes: list[int], size: int, seed: int, position: int) -> None:
+    samples, weights = sum(sizes), tuple(float(number + 1) for number in range(len(sizes)))
+    lengths = np.random.default_rng(seed).integers(1, 9, samples)
+    config = Config(run=RunSection(seed=seed), batch=BatchSection(global_size=size), task="dpo")
+    if len(sizes) > 1:
+        sources = tuple(SourceSection(weight=weight) for weight in weights)
+        config = replace(config, data=replace(config.data, sources=sources, packing="none"))
+        mixture = Mixture(tuple("abc"[: len(sizes)]), tuple(sizes), weights)
+        drawn = cache(lambda at: mixture.sample_ids(at, seed=seed, global_size=size))
+        bounds = partial(mixture.bounds, seed=seed, about=STRETCH * size)
+    else:
+        drawn = cache(lambda at: sample_ids(at, samples=samples, seed=seed, global_size=size))
+        bounds = lambda place: (place // samples * samples, (place // samples + 1) * samples)  # noqa: E731
+    config = replace(config, evaluate=replace(config.evaluate, batches=None))
+    order = Order(
+        config, Rows(samples), end_of_document=0, by_source=sizes if len(sizes) > 1 else (), places=lengths.__getitem__
+    )
+    expected = grouped(position, lengths, drawn, bounds, seed=seed, global_size=size)
+    assert order.batch(position) == expected.tolist()
 
 
 def test_the_command_line(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

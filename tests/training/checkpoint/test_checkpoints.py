@@ -65,6 +65,13 @@ def test_a_run_that_trained_on_all_of_its_text_is_told_how_to_resume():
     assert "data.hold_out" not in (identity_difference(now, {"data fingerprint": "cd34+tail"}) or "")
 
 
+def test_rows_that_were_grouped_across_epochs_are_not_resumed():
+    now = {"grouping of rows by length": "within an epoch"}
+    refused = identity_difference({}, now)  # a checkpoint of an earlier version
+    assert refused is not None and refused.startswith("grouping of rows by length is across epochs there and within an")
+    assert identity_difference(now, now) is None and identity_difference({}, {"task": "pretrain"}) is None
+
+
 def test_a_zero_stage_is_saved_by_its_value():
     """Debian 12's Python 3.11.2 would save a call of getattr, and no checkpoint could be read again."""
     named = [argument for _, argument, _ in pickletools.genops(pickle.dumps(ZeroStageEnum.weights, 2))]

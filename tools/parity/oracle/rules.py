@@ -64,11 +64,30 @@ class Order:
         """The samples of a global batch, in order. position: global batches before it."""
         if not isinstance(self._shards, RowShards) or self._apart:
             return self._shuffled(position)
-        stretch, within = divmod(position, _STRETCH)  # rows that are padded: those of similar length together
-        ids = [sample for k in range(_STRETCH) for sample in self._shuffled(stretch * _STRETCH + k)]
-        ids.sort(key=self._places)
-        number = permuted(within, samples=_STRETCH, seed=self._seed, epoch=stretch)
-        return ids[number * self._size : (number + 1) * self._size]
+        found: list[int] = []  # rows that are padded: those of similar length together
+        while len(found) < self._size:
+            first, stop = self._stretch(position * self._size + len(found))
+            ends = [*range((first // self._size + 1) * self._size, stop, self._size), stop]
+            cells = list(pairwise([first, *ends]))
+            ids = sorted(map(self._drawn, range(first, stop)), key=self._places)
+            ranks = [permuted(cell, samples=len(cells), seed=self._seed, epoch=first) for cell in range(len(cells))]
+            mine = position - first // self._size
+            skipped = sum(b - a for (a, b), rank in zip(cells, ranks, strict=True) if rank < ranks[mine])
+            if len(cells) == 1:  # of one batch, in the order in which they come
+                ids = list(map(self._drawn, range(first, stop)))
+            found += ids[skipped : skipped + cells[mine][1] - cells[mine][0]]
+        return found
+
+    def _stretch(self, place: int) -> tuple[int, int]:
+        """The first place and the end of what is sorted together around a place: of one pass, and of 16 batches."""
+        size, longest = self._size, _STRETCH * self._size
+        if self._mixed is None:
+            start, end = place - place % self._samples, place - place % self._samples + self._samples
+        else:
+            start, end = self._mixed.without_repeats(place, max(longest // _BLOCK, 1) * _BLOCK)
+        whole = start + -start % size  # where the first batch begins that is all of this pass
+        borders = [start, *range(whole + longest, end, longest), end]
+        return next((a, b) for a, b in pairwise(borders) if a <= place < b)
 
     def evaluated(self) -> Iterator[list[int]]:
         """The samples of each batch of an evaluation, where these are the validation set's: evenly spaced, or all."""
@@ -120,13 +139,14 @@ class Order:
         raise IndexError(sample)
 
     def _shuffled(self, position: int) -> list[int]:
-        numbers, found = range(position * self._size, (position + 1) * self._size), []
+        return [self._drawn(index) for index in range(position * self._size, (position + 1) * self._size)]
+
+    def _drawn(self, index: int) -> int:
+        """The sample at a place of the order before rows of similar length come together."""
         if self._mixed is not None:
-            return [self._mixed.sample(index) for index in numbers]
-        for index in numbers:
-            epoch, within = divmod(index, self._samples)
-            found.append(permuted(within, samples=self._samples, seed=self._seed, epoch=epoch))
-        return found
+            return self._mixed.sample(index)
+        epoch, within = divmod(index, self._samples)
+        return permuted(within, samples=self._samples, seed=self._seed, epoch=epoch)
 
 
 class Mixed:
@@ -139,11 +159,26 @@ class Mixed:
         ]
         self._shares, self._sizes, self._seed = [weight / sum(weights) for weight in weights], sizes, seed * 1_000_003
         self._block = cache(self._drawn)
+        self._window = cache(self._begun)
 
     def sample(self, index: int) -> int:
         """The sample at a place of the order."""
         block, within = divmod(index, _BLOCK)
         return self._block(block)[within]
+
+    def without_repeats(self, place: int, span: int) -> tuple[int, int]:
+        """The places around one, of whole blocks of `span` samples, between which no source begins a further pass."""
+        borders = self._window(place // span * span, span)
+        return next((a, b) for a, b in pairwise(borders) if a <= place < b)
+
+    def _begun(self, start: int, span: int) -> list[int]:
+        """Where in a window a source begins a pass, and the window's own ends."""
+        ends, given, found = list(accumulate(self._sizes)), self._given(start), {start, start + span}
+        for place in range(start, start + span):
+            owner = next(number for number, end in enumerate(ends) if self.sample(place) < end)
+            found |= {place} if given[owner] % self._sizes[owner] == 0 else set()
+            given[owner] += 1
+        return sorted(found)
 
     def _drawn(self, block: int) -> list[int]:
         """The samples of a block: each source's own next ones, at places that are shuffled."""
