@@ -284,7 +284,7 @@ class StepParity:
         def score(inputs: dict[str, Any], labels: torch.Tensor, scale: torch.Tensor | float = 0.0) -> Scored:
             scored = engine.loss_path.score(inputs, labels, scale, inspected=True)
             if router is not None:
-                router.logits = engine.router_logits
+                router.routed = engine.routed
             return scored
 
         experts = None if router is None else tokens_by_expert(router, score, batch, world)

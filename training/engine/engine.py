@@ -179,9 +179,9 @@ class Engine:
         return self._router is not None
 
     @property
-    def router_logits(self) -> Sequence[torch.Tensor]:
-        """The routers' logits of the last forward pass, layer by layer, where they are looked at (`has_router`)."""
-        return () if self._router is None else self._router.logits
+    def routed(self) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+        """Logits and choices of the routers of the last forward pass, where they are looked at (`has_router`)."""
+        return () if self._router is None else self._router.routed
 
     def masters(self) -> list[torch.Tensor]:
         """This rank's partition of the masters, FP32; of split masters copies. Not a collective."""
