@@ -324,7 +324,7 @@ _WITH_SLICES: dict[str, tuple[Any, ...]] = {
     "precision.masters": ("fp32",),
     "model.compile": (False,),
     "model.kernels": ("auto", "torch"),
-    "model.activation_checkpointing": ("none", "full", "selective", "attention"),
+    "model.activation_checkpointing": ("none", "full", "selective", "attention", "ops"),
 }
 """Keys to the values that are verified where ranks have slices, whether of matrices or of experts."""
 

@@ -7,9 +7,10 @@ pass. Two modes recompute less than a block, with the second implementation only
 
 - *attention* (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 5): the
   attention module, its projections included. Each block keeps its input and its MLP's activations.
-- *ops*: torch's selective checkpointing, as torchtitan's `op`. The results of matmuls and of fused attention are kept,
-  all else (norms, activation functions, rotations, residuals, the softmax of eager attention) is computed again from
-  them.
+- *ops*: selective checkpointing, as torchtitan's `op`. The results of matmuls and of fused attention are kept, all else
+  (norms, activation functions, rotations, residuals, the softmax of eager attention) is computed again from them.
+  torch's own wants every operator of the forward pass in the recomputation, where ZeRO-3 gathers other parameters, and
+  does not see a kept result overwritten through a view, as ZeRO-3's linear layers add their bias.
 
 All of them draw the same random numbers again, so dropout drops the same values.
 """
@@ -18,11 +19,14 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -67,7 +71,7 @@ def apply_activation_checkpointing(model: PreTrainedModel, mode: Mode, *, reentr
         )
     options: dict[str, Any] = {"use_reentrant": reentrant}
     if mode == "ops":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+        options["context_fn"] = _keeping
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     else:  # transformers before 5.20 or so
@@ -120,12 +124,87 @@ def _recomputed_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
-def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    schema = getattr(operator, "_schema", None)
-    if schema is None or schema.name not in KEPT_OPERATORS:
-        return CheckpointPolicy.PREFER_RECOMPUTE
+def _keeping() -> tuple[_Keep, _Reuse]:
+    """The contexts of a block's forward pass and of its recomputation, as torch's `checkpoint` takes them."""
+    results: deque[tuple[Any, ...]] = deque()
+    return _Keep(results), _Reuse(results)
+
+
+class _Keep(TorchDispatchMode):
+    """Appends the results of kept operators in their order, each copied before anything in the block overwrites it."""
+
+    def __init__(self, results: deque[tuple[Any, ...]]) -> None:
+        super().__init__()
+        self._results = results
+        """(call, value, its versions)."""
+        self._places: dict[int, int] = {}
+        """Address of a storage to the index of the result in it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        for index in {
+            self._places.pop(tensor.untyped_storage()._cdata, None) for tensor in _written(func, args, kwargs)
+        }:
+            if index is not None:
+                call, value, _ = self._results[index]
+                copy = tree_map_only(torch.Tensor, torch.clone, value)
+                self._results[index] = call, copy, _versions(copy)
+        output = func(*args, **kwargs)
+        if is_kept(func, args, kwargs):
+            value = tree_map_only(torch.Tensor, torch.Tensor.detach, output)
+            self._places |= {tensor.untyped_storage()._cdata: len(self._results) for tensor in _tensors(value)}
+            self._results.append((_call(func, args), value, _versions(value)))
+        return output
+
+
+class _Reuse(TorchDispatchMode):
+    """Returns each kept result once, instead of computing it again, so that it is freed after its use."""
+
+    def __init__(self, results: deque[tuple[Any, ...]]) -> None:
+        super().__init__()
+        self._results = results
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if not is_kept(func, args, kwargs):
+            return func(*args, **kwargs)
+        call, value, versions = self._results.popleft() if self._results else (None, None, None)
+        if (_call(func, args), _versions(value)) != (call, versions):
+            raise RuntimeError(
+                f"model.activation_checkpointing = ops: a block calls {_call(func, args)} in its recomputation, and "
+                f"{call} in its forward pass, or its result was overwritten since"
+            )
+        return value
+
+
+def _call(func: Any, args: tuple) -> tuple[Any, ...]:
+    return func, *(tensor.shape for tensor in _tensors(args))
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [item for item in tree_leaves(tree) if isinstance(item, torch.Tensor)]
+
+
+def _versions(value: Any) -> list[int]:
+    return [tensor._version for tensor in _tensors(value)]
+
+
+def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that an operator may write into. Collectives do not declare theirs."""
+    schema = func._schema
+    if schema.name.endswith("_") and not schema.is_mutable:
+        return _tensors((args, kwargs))
+    given = _given(func, args, kwargs) if schema.is_mutable else {}
+    return _tensors([given.get(argument.name) for argument in schema.arguments if argument.is_write])
+
+
+def is_kept(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether `ops` keeps an operator's result."""
+    if func._schema.name not in KEPT_OPERATORS:
+        return False
     # What draws random numbers must be recomputed, or later draws would differ.
-    for index, argument in enumerate(schema.arguments):
-        if argument.name == "dropout_p" and (args[index] if index < len(args) else kwargs.get("dropout_p", 0.0)):
-            return CheckpointPolicy.PREFER_RECOMPUTE
-    return CheckpointPolicy.MUST_SAVE
+    return not _given(func, args, kwargs).get("dropout_p")
+
+
+def _given(func: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    return dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs

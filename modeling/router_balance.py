@@ -17,7 +17,6 @@ The router's z-loss (Zoph et al. 2022, "ST-MoE", equation 5) is the mean over to
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +26,34 @@ from transformers import PreTrainedModel
 from config.errors import UserError
 from config.schema import ModelSection
 
-_LOAD_BALANCING = "load_balancing_loss_func"
+_VERIFIED = frozenset(
+    (
+        *(
+            "ernie4_5_moe",
+            "flex_olmo",
+            "gpt_oss",
+            "granitemoe",
+            "granitemoe_swa",
+            "granitemoehybrid",
+            "granitemoeshared",
+        ),
+        *(
+            "jamba",
+            "jetmoe",
+            "mellum",
+            "minimax",
+            "mixtral",
+            "olmoe",
+            "qwen2_moe",
+            "qwen3_5_moe",
+            "qwen3_moe",
+            "qwen3_next",
+        ),
+    )
+)
+"""Kinds of models whose routers weigh experts by a softmax of their logits, and whose own choice is seen, whatever
+biases it. Others take a sigmoid (DeepSeek V3, MiniMax-M2, Laguna, Flint) or sample (Phi-3.5-MoE), and P is not defined.
+"""
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "ffn_config.moe_loss_weight")
 """Names that models give the weight of their own balancing loss: the second is JetMoe's, the third DBRX's."""
 
@@ -70,12 +96,14 @@ def _own_balance(config: Any) -> str | None:
 
 
 def _unbalanced_reason(model: PreTrainedModel) -> str | None:
-    """Why the loss is not defined for a model; None where it is: softmax over all experts, the first k of them used."""
-    if not hasattr(sys.modules[type(model).__module__], _LOAD_BALANCING):
-        return "it has no routers with a softmax over its experts"
-    if getattr(model.config.get_text_config(), "num_experts_per_tok", None) is None:
-        return "its config does not say how many experts a token takes (num_experts_per_tok)"
-    return None
+    """Why the loss is not defined for a model; None where it is."""
+    if model.config.get_text_config().model_type.removesuffix("_text") not in _VERIFIED:
+        return "its routers, if it has any, were not seen to choose experts by a softmax of their logits"
+    return None if _routers(model) else "its config leaves it without routers"
+
+
+def _routers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    return [module for module in model.modules() if type(module).__name__.endswith(("TopKRouter", "TopKGating"))]
 
 
 METRICS = ("router/balance_loss", "router/z_loss", "router/busiest", "router/entropy")
@@ -87,28 +115,36 @@ class RouterBalance:
 
     def __init__(self, model: PreTrainedModel, *, balance: float, z: float) -> None:
         """balance, z: coefficients of the two losses."""
-        self._top_k = int(model.config.get_text_config().num_experts_per_tok)
+        self._routers = _routers(model)
         self._balance, self._z = balance, z
-        self.logits: Sequence[torch.Tensor] = ()
-        """Router logits of the last pass, by layer."""
+        self.routed: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+        """By router of the last pass: its logits, (tokens, experts), and the experts it chose, (tokens, k) int64."""
 
     def watching(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The model's forward pass, whose routers' logits are kept until the next one."""
+        """The model's forward pass, of which `routed` is kept until the next one."""
 
         def watched(**inputs: Any) -> Any:
-            output = forward(**inputs, output_router_logits=True)
-            # JetMoe's attention hands on its router's logits, and transformers lists them twice
-            self.logits = tuple({id(logits): logits for logits in output.router_logits}.values())
-            return output
+            found: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+            def see(module: Any, _: Any, output: Any) -> None:
+                # JetMoe's has its logits last, and takes the largest
+                logits = output[0] if len(output) == 3 else output[-1]
+                found.append((logits, output[2] if len(output) == 3 else logits.detach().topk(module.top_k).indices))
+
+            # added last, so that they see what ZeRO-3's own hooks make of the outputs; a recomputation does not count
+            hooks = [module.register_forward_hook(see) for module in self._routers]
+            try:
+                return forward(**inputs)
+            finally:
+                self.routed = found
+                for hook in hooks:
+                    hook.remove()
 
         return watched
 
     def counts(self) -> torch.Tensor:
         """(layers, experts) float64: tokens of the last pass by expert."""
-        rows = []
-        for logits in self.logits:
-            chosen = logits.detach().float().softmax(-1).topk(self._top_k, dim=-1).indices
-            rows.append(torch.nn.functional.one_hot(chosen, logits.shape[-1]).sum((0, 1)))
+        rows = [torch.nn.functional.one_hot(chosen, logits.shape[-1]).sum((0, 1)) for logits, chosen in self.routed]
         return torch.stack(rows).double()
 
     def loss(self, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,14 +152,14 @@ class RouterBalance:
 
         counts: (layers, experts), of all tokens of the step.
         """
-        experts, tokens = counts.shape[1], counts[0].sum() / self._top_k
+        experts, tokens = counts.shape[1], counts[0].sum() / self.routed[0][1].shape[-1]
         shares = (counts / tokens).float()
         balance = z = torch.zeros((), device=counts.device)
-        for logits, share in zip(self.logits, shares, strict=True):
+        for (logits, _), share in zip(self.routed, shares, strict=True):
             wide = logits.float()
             balance = balance + experts * (wide.softmax(-1).sum(0) * share).sum()
             z = z + wide.logsumexp(-1).square().sum()
-        parts = torch.stack([balance, z]) / (tokens.float() * len(self.logits))
+        parts = torch.stack([balance, z]) / (tokens.float() * len(self.routed))
         weights = parts.new_tensor([self._balance, self._z])
         return (parts * weights).sum(), parts.detach().double()
 

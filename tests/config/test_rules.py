@@ -161,8 +161,8 @@ REFUSED = [
     (["parallel.tensor=2", "model.attention=flash_attention_2"], "parallel.tensor = 2 … with model.attention"),
     (["parallel.tensor=2", "model.compile=true"], "parallel.tensor = 2 is not verified with model.compile = true"),
     (
-        ["parallel.tensor=2", "model.activation_checkpointing=ops"],
-        "parallel.tensor = 2 … model.activation_checkpointing = ops; set model.activation_checkpointing to none",
+        ["parallel.tensor=2", "model={activation_checkpointing: budget, activation_memory_gib: 1}"],
+        "parallel.tensor = 2 … model.activation_checkpointing = budget; set model.activation_checkpointing to none",
     ),
     (
         ["parallel.tensor=2", "guard.replica_checks=9"],
@@ -180,7 +180,10 @@ REFUSED = [
         ["parallel.expert=2", "task=mlm"],
         "parallel.expert = 2 is not verified with task = mlm; set task to pretrain, sft, dpo or distill",
     ),
-    (["parallel.expert=2", "model.activation_checkpointing=ops"], "parallel.expert = 2 … checkpointing = ops; … full"),
+    (
+        ["parallel.expert=2", "model={activation_checkpointing: budget, activation_memory_gib: 1}"],
+        "parallel.expert = 2 … checkpointing = budget; … full",
+    ),
     (
         ["parallel.expert=2", "guard.replica_checks=9"],
         "parallel.expert = 2 … guard.replica_checks = 9; set guard.replica_checks to 0",

@@ -2,11 +2,14 @@
 
 from typing import Any
 
+import torch
+
 from config.cli import REPOSITORY
 from config.errors import UserError
 from modeling.activation_checkpointing import blocks_of, recompute_blocks
 from modeling.activation_checkpointing_budget import count_saved
-from tests.support.models.small_run import batch_of, engine_of, masters_of, resolve
+from tests.support.models.small_run import SEQUENCE, batch_of, engine_of, masters_of, resolve, take
+from tests.training.engine.sequence_cases import mine_of, whole_batch
 from training.distributed import World
 
 MODEL = "model.config={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 5, num_attention_heads: 2, "
@@ -54,3 +57,43 @@ def refused(world: World, *, gib: float) -> str:
 
 def budget(gib: float) -> list[str]:
     return ["model.activation_checkpointing=budget", f"model.activation_memory_gib={gib!r}"]
+
+
+LAYOUTS = {
+    "plain": [],
+    "documents": ["data.document_masking=true"],
+    "sequence": ["data.document_masking=true", "parallel.sequence=2"],
+    "tensor": ["parallel.tensor=2", "telemetry.every_steps=0"],
+}
+BIASED = "model.config={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 3, num_attention_heads: 4, "
+BIASED += "num_key_value_heads: 2, tie_word_embeddings: true, attention_bias: true, mlp_bias: true}"
+
+
+def same_steps(
+    world: World, *, stage: int, layout: str, overrides: list[str], kinds: dict[str, list[str]]
+) -> dict[str, bool]:
+    """Kinds of recomputation, by their overrides, to whether losses, norms and masters of three steps are those of a
+    run that recomputes nothing, bit for bit. Biases are nonzero from the second step on."""
+    micro, apart = 2, layout in ("documents", "sequence")
+    data = World(world.rank // 2, 1, 0, world.device) if layout == "tensor" else world
+    if layout == "sequence":
+        data = world = world.sharing_sequences(2, timeout_minutes=2)
+    if layout == "tensor":
+        world = world.sharing_tensors(2, timeout_minutes=2)
+
+    def numbers(kind: list[str]) -> dict[str, torch.Tensor]:
+        given = [BIASED, *LAYOUTS[layout], *overrides, *kind]
+        with engine_of(world, resolve(world, stage=stage, compute="fp32", micro=micro, overrides=given)) as engine:
+            found = []
+            for step in (1, 2, 3):
+                batch = mine_of(data, whole_batch(step, apart=apart, length=SEQUENCE), micro=micro)
+                health, _ = take(engine, batch, step=step, lr=0.01)
+                found += [health.loss, health.grad_norm]
+            return {"numbers": torch.tensor(found), **masters_of(engine)}
+
+    expected = numbers([])
+    assert all(bool(value.any()) for name, value in expected.items() if "bias" in name)
+    found = {kind: numbers(given) for kind, given in kinds.items()}
+    return {
+        kind: all(torch.equal(value, each[name]) for name, value in expected.items()) for kind, each in found.items()
+    }

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils.checkpoint import CheckpointPolicy
 
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
@@ -19,11 +18,13 @@ from launch.plan.counted import count_activations
 from launch.plan.layout import layout_of
 from launch.plan.memory import activations
 from launch.plan.model import sizes_of
-from modeling.activation_checkpointing import _policy, apply_activation_checkpointing
+from modeling.activation_checkpointing import apply_activation_checkpointing, is_kept
 from modeling.activation_checkpointing_budget import GIB, peak
 from modeling.build import empty_model
 from tests.modeling import activation_checkpointing_cases as cases
+from tests.support.marks import slow
 from tests.support.models.recomputed_models import BLOCKS, FAMILIES, build, bytes_kept, gradients, loss_of, tokens
+from tests.support.models.small_run import gathered
 
 MODES = [
     ("full", {"reentrant": False}),
@@ -106,12 +107,12 @@ def test_a_copy_recomputes_its_own_attention():
 def test_fused_attention_with_dropout_is_computed_again():
     """Else its random numbers would go to the next dropout that is."""
     fused, state = torch.ops.aten._scaled_dot_product_flash_attention.default, torch.zeros(1, 1, 2, 8)
-    assert _policy(None, fused, state, state, state) is CheckpointPolicy.MUST_SAVE
-    assert _policy(None, fused, state, state, state, 0.0, True) is CheckpointPolicy.MUST_SAVE
-    assert _policy(None, fused, state, state, state, 0.1) is CheckpointPolicy.PREFER_RECOMPUTE
-    assert _policy(None, fused, state, state, state, dropout_p=0.1) is CheckpointPolicy.PREFER_RECOMPUTE
-    assert _policy(None, torch.ops.aten.mm.default, state, state) is CheckpointPolicy.MUST_SAVE
-    assert _policy(None, torch.ops.aten.bmm.default, state, state) is CheckpointPolicy.PREFER_RECOMPUTE
+    assert is_kept(fused, (state, state, state), {})
+    assert is_kept(fused, (state, state, state, 0.0, True), {})
+    assert not is_kept(fused, (state, state, state, 0.1), {})
+    assert not is_kept(fused, (state, state, state), {"dropout_p": 0.1})
+    assert is_kept(torch.ops.aten.mm.default, (state, state), {})
+    assert not is_kept(torch.ops.aten.bmm.default, (state, state), {})
 
 
 def test_what_a_model_does_not_have_is_refused():
@@ -194,3 +195,30 @@ def test_an_engine_takes_the_same_steps(pair, stage, compute, more):
             assert result["recomputed"] == recomputed
             assert (result["losses"], result["norms"]) == (expected["losses"], expected["norms"])
             assert all(torch.equal(master, expected["masters"][name]) for name, master in result["masters"].items())
+
+
+KINDS = {
+    "full": ["model.activation_checkpointing=full"],
+    "reentrant": ["model.activation_checkpointing=full", "model.checkpointing_reentrant=true"],
+    "selective": ["model.activation_checkpointing=selective"],
+    "attention": ["model.activation_checkpointing=attention"],
+    "ops": ["model.activation_checkpointing=ops"],
+    "budget": cases.budget(1e-4),
+}
+NOT_IN = {"sequence": {"budget"}, "tensor": {"budget"}}
+FAST = [(3, "documents"), (3, "sequence")]
+
+
+@pytest.mark.parametrize(
+    ("stage", "layout"),
+    [
+        (stage, layout) if (stage, layout) in FAST else slow(stage, layout)
+        for stage in range(4)
+        for layout in cases.LAYOUTS
+    ],
+)
+def test_each_kind_takes_the_same_steps_at_each_stage(pair, tmp_path, stage, layout):
+    overrides = [gathered(tmp_path, "fp32")] if stage == 3 else []
+    kinds = {kind: given for kind, given in KINDS.items() if kind not in NOT_IN.get(layout, ())}
+    for same in pair.run(cases.same_steps, stage=stage, layout=layout, overrides=overrides, kinds=kinds):
+        assert same == dict.fromkeys(kinds, True)

@@ -1,5 +1,6 @@
 """Weights in codes stand for what the definitions of NF4 and of rows of 8 bits say, and compute in any dtype."""
 
+import subprocess
 import sys
 
 import pytest
@@ -87,3 +88,10 @@ def test_a_missing_library_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(UserError, match="adapter.base=nf4 needs pip install bitsandbytes=="):
         settings(AdapterSection(kind="lora", base="nf4"), skipped=[])
+
+
+def test_an_adapter_on_a_base_that_is_not_quantised_is_silent_of_its_kernels() -> None:
+    """Where bitsandbytes is installed peft imports it, which warns on CPUs with AVX512-BF16."""
+    program = "import modeling, logging, peft; logging.getLogger('bitsandbytes.backends.cpu.ops').warning('Failed')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert "Failed" not in done.stderr

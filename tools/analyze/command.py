@@ -29,6 +29,7 @@ from config.cli import Arguments, entry_point, positive_int, share
 from config.command_line import read_command_line
 from config.deepspeed.document import write_in_fp32
 from config.errors import UserError
+from config.files import why_not_writable
 from config.launcher import as_launched
 from config.printable import line
 from config.redact import redact_arguments
@@ -51,12 +52,13 @@ _NO_MANIFEST = {"default": "fp32", "rules": []}
 def analyze(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Run the survey, judge its proposal, write and print. Raises UserError for a wrong option or config."""
     out: Path = options.out
-    if not out.parent.is_dir():
-        raise UserError(f"--out {out}: there is no folder {out.parent}; make it, or name another")
     limits = Limits(floor=options.floor, headroom=options.headroom, fp8=options.fp8)
     given = _resolve(["--config", str(options.config), *overrides], options.processes)
     # the manifest path, on which the survey measures, has neither slices of matrices nor of experts
     refuse_sharing(given.batch, but=("sequence",), why="the manifest that is proposed needs {what} on each rank")
+    reason = why_not_writable(out.parent)
+    if reason:
+        raise UserError(f"--out {out}: {reason}; name another folder")
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         arguments = _fp32_arguments(options, overrides, work)

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from config.errors import one_line
 from modeling.adapter import is_off
@@ -114,6 +115,7 @@ class OutputErrors:
         if output is not None and name not in self._outputs:  # neither later micro-batches nor a recomputation
             self._outputs[name] = _sampled(output).float().clone()
 
+    @_disable_current_modes()  # a block that keeps its matmuls' results counts its own, not these
     @torch.no_grad()
     def _compare(self, name: str, args: Any, kwargs: Any, output: torch.Tensor | None) -> None:
         if output is None or name in self._own or name in self._not_measured:

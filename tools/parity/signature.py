@@ -30,6 +30,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from config.errors import one_line
 from modeling.adapter import is_off
@@ -126,6 +127,7 @@ class Signatures:
         call.inside = []
         return call.output
 
+    @_disable_current_modes()  # a block that keeps its matmuls' results counts its own, not these
     @torch.no_grad()
     def _compare(self, call: Call) -> None:
         call = self._slices.call(call)

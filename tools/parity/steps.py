@@ -234,7 +234,7 @@ class StepParity:
         Empty where gradients are reduced in less than FP32 by the config, and where any is not finite. Changes no
         weight.
         """
-        if self._resolved.config.precision.reduce != "fp32" or self._engine.has_router:
+        if self._resolved.config.precision.reduce != "fp32" or self._engine.router is not None:
             return {}
         self._engine.model.train(not self.no_dropout)
         weights = ((1.0, 0.0), (0.0, 0.125), (1.0, 0.125))
@@ -283,8 +283,8 @@ class StepParity:
 
         def score(inputs: dict[str, Any], labels: torch.Tensor, scale: torch.Tensor | float = 0.0) -> Scored:
             scored = engine.loss_path.score(inputs, labels, scale, inspected=True)
-            if router is not None:
-                router.logits = engine.router_logits
+            if router is not None and engine.router is not None:
+                router.routed = engine.router.routed
             return scored
 
         experts = None if router is None else tokens_by_expert(router, score, batch, world)

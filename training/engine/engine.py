@@ -13,7 +13,7 @@ is known before the optimizer step, so that a step can still be discarded (`trai
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -131,8 +131,9 @@ class Engine:
         self.teacher = teacher
         """The teacher of a student that trains; None without one."""
         self._attention = attention
-        self._router = router_balance(model, resolved.config.model)
-        self.loss_path = LossPath(self.deepspeed, self.objective, resolved, world.device, self._router, world.tensor)
+        self.router = router_balance(model, resolved.config.model)
+        """The terms of routers that are added to the objective; None without."""
+        self.loss_path = LossPath(self.deepspeed, self.objective, resolved, world.device, self.router, world.tensor)
         """Whether the loss is chunked, and how it is computed."""
         problem = self.loss_path.unchunked_reason
         self.notes = [f"the loss makes all logits at once: {problem}"] if problem is not None else []
@@ -172,16 +173,6 @@ class Engine:
     def has_torch_adamw(self) -> bool:
         """Whether torch's own AdamW updates the masters, whose roundings `optimizers.adamw.after` counts."""
         return isinstance(self.deepspeed.basic_optimizer, torch.optim.AdamW)
-
-    @property
-    def has_router(self) -> bool:
-        """Whether losses of routers are added to the objective's."""
-        return self._router is not None
-
-    @property
-    def router_logits(self) -> Sequence[torch.Tensor]:
-        """The routers' logits of the last forward pass, layer by layer, where they are looked at (`has_router`)."""
-        return () if self._router is None else self._router.logits
 
     def masters(self) -> list[torch.Tensor]:
         """This rank's partition of the masters, FP32; of split masters copies. Not a collective."""
@@ -232,13 +223,13 @@ class Engine:
         if on_loss is not None:
             on_loss(scored.loss)
         loss = scored.loss * share
-        if self._router is not None:
-            experts = self.world.sum(self._router.counts()) if sums.experts is None else sums.experts
-            balance, parts = self._router.loss(experts)
+        if self.router is not None:
+            experts = self.world.sum(self.router.counts()) if sums.experts is None else sums.experts
+            balance, parts = self.router.loss(experts)
             loss = loss + balance * self.world.world_size
             # all micro-batches of all ranks have the same number of the whole step in their sums
             equal_parts = self.world.world_size * sums.micro_batches
-            sums.routed += torch.cat([parts, self._router.load(experts) / equal_parts])
+            sums.routed += torch.cat([parts, self.router.load(experts) / equal_parts])
         self.backward(loss, last=index == sums.micro_batches - 1)
         sums.loss += scored.loss.detach().double()
         if scored.sums is not None:
@@ -255,9 +246,9 @@ class Engine:
         if sources is not None:
             sources = sources.to(device, non_blocking=True)
             by_source = self.world.numbers([0.0] * len(counts) + [*counts]).view(2, len(counts))
-        if self._router is not None and micro_batches > 1:
+        if self.router is not None and micro_batches > 1:
             experts = self._tokens_by_expert(batch)
-        routed = zeros(len(METRICS) if self._router else 0)
+        routed = zeros(len(METRICS) if self.router else 0)
         return StepSums(micro_batches, experts, sources, zeros(()), zeros(len(self.objective.sums)), routed, by_source)
 
     @torch.no_grad()
@@ -266,12 +257,12 @@ class Engine:
 
         A step of one micro-batch needs none, its own counts are all.
         """
-        assert self._router is not None
+        assert self.router is not None
         before = generators(self.world.device)
         found: Any = 0
         for inputs, labels in batch.micro_batches(self.world.device):
             self.loss_path.score(inputs, labels, 0.0, inspected=True)
-            found = found + self._router.counts()
+            found = found + self.router.counts()
         restore_generators(before, self.world.device)
         return self.world.sum(found)
 

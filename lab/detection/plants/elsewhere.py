@@ -232,7 +232,7 @@ def z_loss_summed_over_micro_batches(engine: Engine, size: float) -> None:
 
     def summed(right: Callable[..., Any]) -> Callable[..., Any]:
         def forward_backward(batch: Batch, **options: Any) -> Any:
-            router: Any = engine._router
+            router: Any = engine.router
             before, router._z = router._z, router._z * len(batch.input_ids)
             try:
                 return right(batch, **options)

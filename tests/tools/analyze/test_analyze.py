@@ -147,7 +147,7 @@ def test_a_module_that_leaves_fp16s_range_gets_bf16(pair, tmp_path):
     ("arguments", "words"),
     [
         (["--config", "config/recipes/demo.yaml"], "--out"),
-        (["--config", "config/recipes/demo.yaml", "--out", "{folder}/none/m.json"], "no folder"),
+        (["--config", "config/recipes/demo.yaml", "--out", "/dev/null/none/m.json"], "--out /dev/null/none/m.json: "),
         (["--config", "config/recipes/none.yaml", "--out", "{folder}/m.json"], "none.yaml"),
         (["--config", "config/recipes/demo.yaml", "--out", "{folder}/m.json", "batch.sise=3"], "batch.sise: no such"),
         (["--config", "config/recipes/demo.yaml", "--out", "{folder}/m.json", "--floor", "2"], "between 0 and 1"),

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """The command's files for a small model, and its output."""
-    folder = tmp_path_factory.mktemp("analysis")
+    folder = tmp_path_factory.mktemp("analysis") / "made"
     options = f"--out {folder}/manifest.json --steps 2 --sequences 1 --held-out 1 --parity-steps 3 --processes 2"
     small = "data.tokenizer=bytes data.sequence_length=32 data.validation_fraction=0.2 batch.micro_size=2"
     data = f"data.source=text data.path={REPOSITORY}/data data.cache_dir={folder}/cache"

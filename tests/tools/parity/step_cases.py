@@ -189,7 +189,7 @@ def weighted(
 
             engine.forward_backward = forward_backward  # type: ignore[method-assign]
         if planted == "z-loss":
-            router: Any = engine._router
+            router: Any = engine.router
             forward_backward = engine.forward_backward
 
             def summed(*args: Any, **options: Any) -> Any:

@@ -21,6 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from config.schema import AdapterSection, ParitySection
 from modeling import linear_cross_entropy
+from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.adapter import adapter_off, add_adapter
 from modeling.chunked_head import ChunkedHead
 from modeling.objectives.label_prediction import LabelPrediction
@@ -142,6 +143,22 @@ def test_what_a_model_collects_of_its_modules_is_the_runs_alone() -> None:
     with errors.of_candidate(), signatures.of_candidate():
         found = run(tokens, output_router_logits=True, use_cache=False)
     assert len(found.router_logits) == 2
+
+
+@pytest.mark.parametrize("mode", ["full", "attention", "ops"])
+def test_what_is_compared_is_no_part_of_the_blocks_that_are_recomputed(mode: Any) -> None:
+    """The reference multiplies in the midst of a block that keeps its matmuls' results."""
+    reference, run, alone = (trained("llama", "sdpa", 1).train() for _ in range(3))
+    apply_activation_checkpointing(run, mode, reentrant=False)
+    tokens = torch.randint(VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(1))
+    signatures, errors = Signatures(reference, run, compute=torch.float32), OutputErrors(reference, run)
+    with errors.of_reference():
+        reference(tokens, use_cache=False)
+    with errors.of_candidate(), signatures.of_candidate():
+        run(tokens, use_cache=False).logits.square().mean().backward()
+    alone(tokens, use_cache=False).logits.square().mean().backward()
+    for mine, expected in zip(run.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, expected.grad)
 
 
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])

@@ -39,7 +39,10 @@ CLOSE = {"fp32": 1e-5, "bf16": 6.5e-2, "fp16": 7.8e-3}
         slow(2, {"compute": "bf16", "overrides": ["precision.reduce=compute"]}),
         slow(2, {"compute": "fp16", "overrides": ["precision.loss_scale.policy=adaptive"]}),
         *(slow(stage, {"compute": "fp16"}) for stage in (1, 2, 3)),
-        *(slow(2, {"overrides": [f"model.activation_checkpointing={kind}"]}) for kind in ("selective", "attention")),
+        *(
+            slow(2, {"overrides": [f"model.activation_checkpointing={kind}"]})
+            for kind in ("selective", "attention", "ops")
+        ),
         slow(1, {"overrides": ["model={activation_checkpointing: full, checkpointing_reentrant: true}"]}),
         *(slow(2, {"overrides": [f"optimizer.gradient_clipping={limit}"]}) for limit in (0, 0.1)),
     ],

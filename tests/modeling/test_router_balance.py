@@ -1,0 +1,91 @@
+"""Experts are counted as each architecture's own routers choose them, or their balance is refused."""
+
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from config.errors import UserError
+from config.schema import ModelSection
+from modeling.router_balance import _VERIFIED, router_balance
+from tests.support.models.small_models import SIZES, VOCABULARY
+
+EXPERTS, TAKEN = 4, 2
+EACH = SIZES | {"num_experts": EXPERTS, "num_local_experts": EXPERTS, "num_experts_per_tok": TAKEN, "head_dim": 8}
+EACH |= {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "pad_token_id": 0}
+_LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
+_LINEAR |= {
+    f"linear_{key}": value for key, value in (("num_key_heads", 2), ("num_value_heads", 2), ("key_head_dim", 8))
+}
+_LINEAR["linear_value_head_dim"] = 8
+MORE: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {"layer_types": ["full_attention"] * 2, "mamba_n_heads": 8, "mamba_d_head": 8},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 0, "use_mamba_kernels": False},
+    "qwen3_5_moe_text": _LINEAR,
+    "qwen3_next": _LINEAR,
+}
+SECTION = ModelSection(balance_loss=0.1)
+
+
+def small(kind: str) -> Any:
+    """In training mode, with routers that prefer some experts, by weights and by a bias of the choice if it has one."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **EACH | MORE.get(kind, {}))).train()
+    for name, values in [*model.named_parameters(), *model.named_buffers()]:
+        if "correction_bias" in name or (values.dim() == 2 and values.shape[0] == EXPERTS):
+            values.data.normal_(0.0, 0.5)
+    return model
+
+
+def mixtures() -> list[str]:
+    """Every causal language model of transformers that records its routers' logits."""
+    found = []
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        config = CONFIG_MAPPING[kind].__module__
+        spec = importlib.util.find_spec(config.replace(".configuration_", ".modeling_"))
+        if spec and spec.origin and '"router_logits": ' in Path(spec.origin).read_text(encoding="utf-8"):
+            found.append(kind)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_moe_text" if kind == "qwen3_5_moe" else kind for kind in sorted(_VERIFIED)])
+def test_what_is_counted_went_to_the_experts(kind: str) -> None:
+    model, given = small(kind), []
+
+    def see(module: Any, args: tuple, kwargs: Any) -> None:
+        if kind == "jetmoe":  # tokens by expert
+            given.append(torch.tensor(args[1]))
+        else:
+            given.append(torch.bincount(kwargs.get("top_k_index", args[1]).flatten(), minlength=EXPERTS))
+
+    for name, module in model.named_modules():
+        if type(module).__name__.endswith("Experts") and (kind != "jetmoe" or name.endswith("input_linear")):
+            module.register_forward_pre_hook(see, with_kwargs=True)
+    router = router_balance(model, SECTION)
+    assert router is not None
+    ids = torch.randint(VOCABULARY, (4, 16), generator=torch.Generator().manual_seed(1))
+    router.watching(model)(input_ids=ids)
+    counts = router.counts()
+    assert given and torch.equal(counts.long(), torch.stack(given))
+    assert counts.min(1).values.ne(counts.max(1).values).all()
+    balance, parts = router.loss(counts)
+    expected = [
+        EXPERTS * (row / ids.numel() * logits.softmax(-1).mean(0)).sum()
+        for (logits, _), row in zip(router.routed, counts.float(), strict=True)
+    ]
+    torch.testing.assert_close(parts[0].float(), torch.stack(expected).mean().detach())
+    balance.backward()
+    assert all(float(module.weight.grad.abs().max()) > 0 for module in router._routers if hasattr(module, "weight"))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in mixtures() if kind.removesuffix("_text") not in _VERIFIED])
+def test_a_balance_that_is_not_defined_is_refused(kind: str) -> None:
+    config = SimpleNamespace(model_type=kind, get_text_config=lambda: SimpleNamespace(model_type=kind))
+    model: Any = SimpleNamespace(config=config)
+    with pytest.raises(UserError, match=f"model.balance_loss = 0.1: cannot be had for model {kind}: its routers"):
+        router_balance(model, SECTION)
