@@ -9,7 +9,7 @@ So what is lost is measured: by layer, and on rows of the run's own data.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from config.errors import UserError, one_line
 from config.files import flush
 from config.schema import Config
 from config.task import model_class_of
-from modeling.adapter import adapter_config, base_name, peft_name, whole_modules
+from modeling.adapter import NAME, adapter_config, base_name
 from modeling.build import build_model
 from modeling.quantised_base import dequantise
 from precision.dtypes import DTYPES
@@ -69,6 +69,18 @@ def _names_in_file(name: str, skeleton: PreTrainedModel, whole: list[str]) -> li
     every, own = dict(skeleton.named_parameters(remove_duplicate=False)), base_name(name)
     same = [key for key, value in every.items() if value is every[own] and key.startswith(f"{module}.")]
     return list(dict.fromkeys([*first, *map(peft_name, same)]))
+
+
+def whole_modules(names: Iterable[str]) -> list[str]:
+    """The modules that an adapter trains whole, by the names of the parameters that it trains."""
+    ends = f".modules_to_save.{NAME}."
+    return sorted({name.partition(ends)[0] for name in names if ends in name})
+
+
+def peft_name(name: str) -> str:
+    """The name that a trained parameter has in a file of `peft`."""
+    name = name.replace(f".modules_to_save.{NAME}", "").replace(f".{NAME}", "")
+    return "base_model.model." + name.replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
 
 
 def trained(saved: SavedModel) -> list[str]:

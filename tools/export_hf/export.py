@@ -25,11 +25,10 @@ from config.schema import Config
 from config.task import ENCODER_TASKS, model_class_of
 from data.corpora.corpus import TOKENIZER
 from data.text.tokenizer import load_tokenizer, vocabulary_size
-from modeling.adapter import whole_modules
 from modeling.build import count_parameters, model_config
 from precision.dtypes import DTYPES
 from tools.export_hf import facts as export_facts
-from tools.export_hf.adapter import merge, trained, words_of, write_adapter
+from tools.export_hf.adapter import merge, trained, whole_modules, words_of, write_adapter
 from tools.export_hf.card import model_card
 from tools.export_hf.gap import Comparison, measure, of_masters, require_within
 from tools.export_hf.gap import words_of as gap_words
