@@ -189,11 +189,6 @@ def base_name(name: str) -> str:
     return name
 
 
-def is_off(layer: torch.nn.Module) -> bool:
-    """Whether a layer that an adapter is in computes as in the base now, inside `adapter_off`."""
-    return bool(getattr(layer, "_disable_adapters", False))
-
-
 @contextmanager
 def adapter_off(model: torch.nn.Module) -> Iterator[None]:
     """Inside, the model computes as its base, without dropout. No parameter changes, nor whether it is trained."""
