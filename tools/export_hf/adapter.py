@@ -1,6 +1,7 @@
 """An adapter as a folder of `peft`, or merged into its base.
 
-The merge is computed in FP32 from the masters, on the base in the dtype that the run computed it in, and rounded once.
+The merge is computed in FP32 from the masters and rounded once. The base is rounded to the dtype that the run computed
+in, since the adapter was trained on that, or has the values of its files.
 A base in 4 or 8 bits is the weights that its codes stand for; what the adapter does on those in its files is measured.
 A merge into 16 bits can undo a fine-tuning: an update smaller than half a unit in the last place of a weight is lost.
 So what is lost is measured: by layer, and on rows of the run's own data.
@@ -100,17 +101,26 @@ class Merged:
 
 
 @torch.no_grad()
-def merge(saved: SavedModel, config: Config, shape: PretrainedConfig, *, dtype: torch.dtype, corpus: Path) -> Merged:
+def merge(
+    saved: SavedModel,
+    config: Config,
+    shape: PretrainedConfig,
+    *,
+    dtype: torch.dtype,
+    corpus: Path,
+    base_dtype: torch.dtype | None = None,
+) -> Merged:
     """Base + adapter in FP32, whole in this process's memory.
 
     shape: the config of the run's model. dtype: of the export, for the rounding error. corpus: the run's prepared data;
-    the error on its rows is left out where it is gone. Raises UserError when the base cannot be loaded or is another
-    one than the adapter was trained on.
+    the error on its rows is left out where it is gone. base_dtype: what the base is rounded to first; None: to the
+    run's compute dtype. Raises UserError when the base cannot be loaded or is another one than the adapter was trained
+    on.
     """
     from peft import get_peft_model
 
     name, model_class = str(config.model.name_or_path), model_class_of(config)
-    base = _base(config, shape)
+    base = _base(config, shape, base_dtype or DTYPES[str(config.precision.compute)])
     quantised = _as_computed(base, config, shape)
     own = adapter_config(config.adapter, model_class=model_class, whole=whole_modules(trained(saved)))
     wrapped = get_peft_model(base, own, autocast_adapter_dtype=False)
@@ -141,10 +151,10 @@ def merge(saved: SavedModel, config: Config, shape: PretrainedConfig, *, dtype: 
     return Merged(SavedModel(stage=saved.stage, ranks=saved.ranks, tensors=tensors), facts, tied)
 
 
-def _base(config: Config, shape: PretrainedConfig) -> Any:
-    """The base's files in the dtype that the run computes in, as FP32. Raises UserError."""
+def _base(config: Config, shape: PretrainedConfig, dtype: torch.dtype) -> Any:
+    """The base's files, rounded to a dtype, as FP32. Raises UserError."""
     name, model_class = str(config.model.name_or_path), model_class_of(config)
-    options = {"dtype": DTYPES[str(config.precision.compute)], "trust_remote_code": config.model.trust_remote_code}
+    options = {"dtype": dtype, "trust_remote_code": config.model.trust_remote_code}
     try:
         # a head of the base's own with another number of labels is replaced by the adapter's
         base = getattr(transformers, model_class).from_pretrained(
