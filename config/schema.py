@@ -413,7 +413,7 @@ class OptimizerSection:
     eps: float = limit(1e-8, above=0.0)
     """[gradient units] Added to the root of the second moment."""
     weight_decay: float = limit(0.1, at_least=0.0)
-    """[per step and learning rate] Decoupled decay; not applied to norms, biases and embeddings."""
+    """[per step and learning rate] Decoupled decay of what layers multiply their inputs by; not of embeddings."""
     gradient_clipping: float = limit(1.0, at_least=0.0, null=0.0)
     """[gradient units] Largest global gradient norm; 0 leaves gradients as they are."""
     groups: tuple[ParameterGroupSection, ...] = ()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -187,23 +187,6 @@ def base_name(name: str) -> str:
     for part in (".base_layer", ".original_module", f".modules_to_save.{NAME}"):
         name = name.replace(part, "")
     return name
-
-
-def whole_modules(names: Iterable[str]) -> list[str]:
-    """The modules that an adapter trains whole, by the names of the parameters that it trains."""
-    ends = f".modules_to_save.{NAME}."
-    return sorted({name.partition(ends)[0] for name in names if ends in name})
-
-
-def peft_name(name: str) -> str:
-    """The name that a trained parameter has in a file of `peft`."""
-    name = name.replace(f".modules_to_save.{NAME}", "").replace(f".{NAME}", "")
-    return "base_model.model." + name.replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
-
-
-def is_off(layer: torch.nn.Module) -> bool:
-    """Whether a layer that an adapter is in computes as in the base now, inside `adapter_off`."""
-    return bool(getattr(layer, "_disable_adapters", False))
 
 
 @contextmanager

@@ -12,16 +12,21 @@ from config.optimizers import OPTIMIZERS
 from config.schema import OptimizerSection
 from modeling.adapter import head_weights
 
+_EXPERTS = "Expert"
+"""Part of the class names of fused experts, in every model of transformers."""
+_NO_WEIGHTS = ("Norm", "Embedding", "Dora")
+"""Parts of the class names of modules whose `weight` is a scale or a table; DoRA's is of magnitudes."""
+
 
 def parameter_groups(model: torch.nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:
     """torch's groups: `params`, and what they have in common. None is empty.
 
-    weight_decay: that of matrices; 0 for norms, biases and embeddings. A parameter shared by an embedding and an output
-    head counts as an embedding.
+    weight_decay: that of weights (`_is_weight`); 0 for all else. A parameter shared by an embedding and an output head
+    counts as an embedding.
     lr_factor: of the learning rate that the schedule gives, 1.0 but for `optimizer.groups`.
-    matrix: whether they are hidden matrices and the optimizer has a rule for these: the 2-D weights that decay, and
-    3-D ones of fused experts, which are a matrix for each expert; but not the layer that makes the logits, of which an
-    adapter may train a copy.
+    matrix: whether they are hidden matrices and the optimizer has a rule for these: a linear layer's or router's
+    weight, and the 3-D tensors of fused experts, which are a matrix for each expert; but not the layer that makes the
+    logits, of which an adapter may train a copy.
 
     moe, name: of experts that ranks share (`parallel.expert`), which DeepSpeed partitions over fewer ranks.
 
@@ -39,11 +44,11 @@ def parameter_groups(model: torch.nn.Module, section: OptimizerSection) -> list[
         if not parameter.requires_grad:
             continue
         dimensions = len(getattr(parameter, "ds_shape", parameter.shape))
-        # fused experts have a bias with a row for each expert, which is a bias all the same
-        decays = dimensions >= 2 and not name.endswith("bias") and id(parameter) not in embeddings
-        owner = type(owners[name.rpartition(".")[0]]).__name__
-        # kernels of convolutions have three dimensions, too
-        is_matrix = dimensions == 2 or (dimensions == 3 and "expert" in f"{name} {owner}".lower())
+        path, _, key = name.rpartition(".")
+        owner = type(owners[path]).__name__
+        decays = dimensions >= 2 and _is_weight(owner, key) and id(parameter) not in embeddings
+        # not a convolution's kernel, which has three dimensions, too, nor DBRX's experts, stacked in two
+        is_matrix = dimensions == 2 and key == "weight" or dimensions == 3 and _EXPERTS in owner
         matrix = splits and decays and is_matrix and id(parameter) not in head
         own = max((i for i, group in enumerate(section.groups) if fnmatchcase(name, group.match)), default=-1)
         decay, factor = section.weight_decay if decays else 0.0, 1.0
@@ -66,6 +71,17 @@ def parameter_groups(model: torch.nn.Module, section: OptimizerSection) -> list[
                 f"like {example}"
             )
     return [groups[key] for key in sorted(groups)]
+
+
+def _is_weight(owner: str, key: str) -> bool:
+    """Whether a parameter of two dimensions or more is what a layer multiplies its input by.
+
+    owner: class of the module that has it. key: its name there. Shapes do not tell: a norm of queries may have a row
+    for each head, a bias of fused experts a row for each expert, and Mamba's `A_log` and Zamba's `D` are 2-D.
+    """
+    if _EXPERTS in owner:
+        return not key.endswith("bias")
+    return key.endswith("weight") and not any(kind in owner for kind in _NO_WEIGHTS)
 
 
 def group_of_each(model: torch.nn.Module, section: OptimizerSection) -> dict[int, dict[str, Any]]:

@@ -246,6 +246,8 @@ _PART_OF_ADAPTER = re.compile(r"\.(base_layer|original_module|modules_to_save\.\
 
 def _matches(rule: Rule, name: str, module: torch.nn.Module, kind: RegionKind) -> bool:
     matches = any(fnmatchcase(known, rule.match or "*") for known in (name, without_adapter(name)))
+    if rule.compute == "fp8" and ".lora_" in name and "lora_" not in (rule.match or ""):
+        return False  # of rank r, a factor's matmuls are a few percent of the base's, and hold all that is learnt
     if rule.module_class is None:
         return kind != "norm" and matches
     return matches and any(fnmatchcase(class_name, rule.module_class) for class_name in _class_names(module))

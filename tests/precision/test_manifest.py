@@ -11,6 +11,8 @@ import torch
 
 from config.cli import REPOSITORY
 from config.errors import UserError
+from config.schema import AdapterSection
+from modeling.adapter import add_adapter
 from precision.manifest import COMPUTES, Manifest, Rule, assign, find_regions, load_manifest
 from tests.support.models.small_models import small_model
 
@@ -142,6 +144,23 @@ def test_the_last_match_wins(llama: torch.nn.Module) -> None:
     assert (first.compute, first.rule_index, first.reason) == ("fp32", 1, "model.layers.0.*.q_proj None fp32")
     assert (second.compute, second.rule_index) == ("fp16", 0)
     assert (assigned["lm_head"].compute, assigned["lm_head"].rule_index) == ("bf16", None)
+
+
+def test_fp8_is_for_the_base_of_an_adapter_unless_factors_are_named() -> None:
+    """Other dtypes reach the base and both factors."""
+    model = add_adapter(small_model("llama"), AdapterSection(kind="lora", r=2, target_modules=("q_proj",)), seed=0)
+    layer = "model.layers.0.self_attn.q_proj"
+    parts = [f"{layer}.{part}" for part in ("base_layer", "lora_A.default", "lora_B.default")]
+
+    def given(*rules: Rule) -> list[str]:
+        assigned = assign(manifest(*rules), model)
+        return [assigned[name].compute for name in parts]
+
+    assert given(rule("*.q_proj", "fp32")) == ["fp32"] * 3
+    for match in ("*.layers.*_proj", "model.layers.*"):
+        assert given(rule(match, "fp8", "Linear")) == ["fp8", "bf16", "bf16"]
+    assert given(rule("*.q_proj", "fp32"), rule("*.q_proj", "fp8")) == ["fp8", "fp32", "fp32"]
+    assert given(rule("*.lora_B.*", "fp8")) == ["bf16", "bf16", "fp8"]
 
 
 def test_a_rule_that_later_ones_overrule_everywhere_is_an_error(llama: torch.nn.Module) -> None:

@@ -1,6 +1,7 @@
 """An adapter as a folder of `peft`, or merged into its base.
 
-The merge is computed in FP32 from the masters, on the base in the dtype that the run computed it in, and rounded once.
+The merge is computed in FP32 from the masters and rounded once. The base is rounded to the dtype that the run computed
+in, since the adapter was trained on that, or has the values of its files.
 A base in 4 or 8 bits is the weights that its codes stand for; what the adapter does on those in its files is measured.
 A merge into 16 bits can undo a fine-tuning: an update smaller than half a unit in the last place of a weight is lost.
 So what is lost is measured: by layer, and on rows of the run's own data.
@@ -9,7 +10,7 @@ So what is lost is measured: by layer, and on rows of the run's own data.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,10 @@ from config.errors import UserError, one_line
 from config.files import flush
 from config.schema import Config
 from config.task import model_class_of
-from modeling.adapter import adapter_config, base_name, peft_name, whole_modules
+from modeling.adapter import NAME, adapter_config, base_name
 from modeling.build import build_model
-from modeling.quantised_base import dequantise
 from precision.dtypes import DTYPES
+from tools.dequantise import dequantise
 from tools.export_hf.gap import figures, figures_in_words, in_own_memory, row_gap, summary
 from tools.export_hf.rows import Row, rows_of_run
 from tools.export_hf.tensors import TensorsDiffer, rounded
@@ -71,6 +72,18 @@ def _names_in_file(name: str, skeleton: PreTrainedModel, whole: list[str]) -> li
     return list(dict.fromkeys([*first, *map(peft_name, same)]))
 
 
+def whole_modules(names: Iterable[str]) -> list[str]:
+    """The modules that an adapter trains whole, by the names of the parameters that it trains."""
+    ends = f".modules_to_save.{NAME}."
+    return sorted({name.partition(ends)[0] for name in names if ends in name})
+
+
+def peft_name(name: str) -> str:
+    """The name that a trained parameter has in a file of `peft`."""
+    name = name.replace(f".modules_to_save.{NAME}", "").replace(f".{NAME}", "")
+    return "base_model.model." + name.replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
+
+
 def trained(saved: SavedModel) -> list[str]:
     """Names of the trained parameters, those of a layer under its first name."""
     return [name for name in saved.tensors if name not in saved.frozen]
@@ -88,17 +101,26 @@ class Merged:
 
 
 @torch.no_grad()
-def merge(saved: SavedModel, config: Config, shape: PretrainedConfig, *, dtype: torch.dtype, corpus: Path) -> Merged:
+def merge(
+    saved: SavedModel,
+    config: Config,
+    shape: PretrainedConfig,
+    *,
+    dtype: torch.dtype,
+    corpus: Path,
+    base_dtype: torch.dtype | None = None,
+) -> Merged:
     """Base + adapter in FP32, whole in this process's memory.
 
     shape: the config of the run's model. dtype: of the export, for the rounding error. corpus: the run's prepared data;
-    the error on its rows is left out where it is gone. Raises UserError when the base cannot be loaded or is another
-    one than the adapter was trained on.
+    the error on its rows is left out where it is gone. base_dtype: what the base is rounded to first; None: to the
+    run's compute dtype. Raises UserError when the base cannot be loaded or is another one than the adapter was trained
+    on.
     """
     from peft import get_peft_model
 
     name, model_class = str(config.model.name_or_path), model_class_of(config)
-    base = _base(config, shape)
+    base = _base(config, shape, base_dtype or DTYPES[str(config.precision.compute)])
     quantised = _as_computed(base, config, shape)
     own = adapter_config(config.adapter, model_class=model_class, whole=whole_modules(trained(saved)))
     wrapped = get_peft_model(base, own, autocast_adapter_dtype=False)
@@ -129,10 +151,10 @@ def merge(saved: SavedModel, config: Config, shape: PretrainedConfig, *, dtype: 
     return Merged(SavedModel(stage=saved.stage, ranks=saved.ranks, tensors=tensors), facts, tied)
 
 
-def _base(config: Config, shape: PretrainedConfig) -> Any:
-    """The base's files in the dtype that the run computes in, as FP32. Raises UserError."""
+def _base(config: Config, shape: PretrainedConfig, dtype: torch.dtype) -> Any:
+    """The base's files, rounded to a dtype, as FP32. Raises UserError."""
     name, model_class = str(config.model.name_or_path), model_class_of(config)
-    options = {"dtype": DTYPES[str(config.precision.compute)], "trust_remote_code": config.model.trust_remote_code}
+    options = {"dtype": dtype, "trust_remote_code": config.model.trust_remote_code}
     try:
         # a head of the base's own with another number of labels is replaced by the adapter's
         base = getattr(transformers, model_class).from_pretrained(

@@ -114,7 +114,8 @@ def _gap(gap: Mapping[str, Any] | None, dtype: str) -> str:
     measured = [key for key in ("kl", "largest kl", "difference", "largest difference") if key in gap]
     keys = [*of_rows[:2], *measured, *of_rows[2:]]
     facts = {key: gap[key] for key in keys if key in gap}
-    facts |= {f"{key}, of rounding alone": value for key, value in gap["of rounding alone"].items()}
+    for part in ("of rounding alone", "of the masters rounded"):
+        facts |= {f"{key}, {part}": value for key, value in gap[part].items()}
     facts |= {f"bound of the largest {name}": bound for name, bound in gap["bounds"].items()}
     positions = [(where, _text(at["kl"]), _text(at["largest difference"])) for where, at in gap["by position"].items()]
     modules = [(code(at["module"]), _text(at["own error"]), _text(at["output error"])) for at in gap["modules"]]

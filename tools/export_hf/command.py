@@ -42,6 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shard-size", default="5GB", help="largest file; one is in memory at a time (default 5GB)")
     parser.add_argument("--merge-adapters", action="store_true", help="a whole model: base + adapter, added in FP32")
     parser.add_argument(
+        "--merge-from",
+        choices=("compute", "fp32"),
+        help="what --merge-adapters adds to: the base rounded to the run's compute dtype, which the adapter was "
+        "trained on (default), or the values of the base's files",
+    )
+    parser.add_argument(
         "--compare-logits",
         metavar="DATA",
         nargs="?",
@@ -56,6 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=not_negative,
         help="largest difference of any log-probability allowed [nats], or of a predicted number",
     )
+    parser.add_argument(
+        "--largest-ratio",
+        type=not_negative,
+        help="largest mean gap allowed, as a multiple of that of the masters, rounded and computing in --dtype "
+        "(default 1.5)",
+    )
     parser.add_argument("--force", action="store_true", help="replace an exported model that is at OUT")
     parser.add_argument(
         "--push-to-hub", metavar="REPO_ID", help="upload OUT to this model repository of the Hugging Face hub"
@@ -64,8 +76,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.private and not options.push_to_hub:
         raise UserError("--private: says how to upload, and --push-to-hub is not given; give it too")
+    if options.merge_from and not options.merge_adapters:
+        raise UserError("--merge-from: is of --merge-adapters, which is not given; give it too")
     if options.compare_logits is None:
-        for name in ("compare_rows", "largest_kl", "largest_difference"):
+        for name in ("compare_rows", "largest_kl", "largest_difference", "largest_ratio"):
             if getattr(options, name) is not None:
                 raise UserError(f"--{name.replace('_', '-')}: is of --compare-logits, which is not given; give it too")
     # Imported here so that --help and a mistyped option answer at once.
@@ -81,7 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     transformers.utils.logging.disable_progress_bar()
     comparison = None
     if options.compare_logits is not None:
-        bounds = Bounds(kl=options.largest_kl, difference=options.largest_difference)
+        ratio = Bounds.ratio if options.largest_ratio is None else options.largest_ratio
+        bounds = Bounds(options.largest_kl, options.largest_difference, ratio)
         comparison = Comparison(options.compare_logits, options.compare_rows or Comparison.rows, bounds)
     try:
         source = find_source(options.checkpoint, run=options.run, tokenizer=options.tokenizer, parity=options.parity)
@@ -94,6 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 shard_size=options.shard_size,
                 force=options.force,
                 merged=options.merge_adapters,
+                merge_from=options.merge_from or "compute",
                 comparison=comparison,
             )
         if repo:

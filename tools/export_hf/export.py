@@ -25,11 +25,10 @@ from config.schema import Config
 from config.task import ENCODER_TASKS, model_class_of
 from data.corpora.corpus import TOKENIZER
 from data.text.tokenizer import load_tokenizer, vocabulary_size
-from modeling.adapter import whole_modules
 from modeling.build import count_parameters, model_config
 from precision.dtypes import DTYPES
 from tools.export_hf import facts as export_facts
-from tools.export_hf.adapter import merge, trained, words_of, write_adapter
+from tools.export_hf.adapter import merge, trained, whole_modules, words_of, write_adapter
 from tools.export_hf.card import model_card
 from tools.export_hf.gap import Comparison, measure, of_masters, require_within
 from tools.export_hf.gap import words_of as gap_words
@@ -71,18 +70,25 @@ def export(
     shard_size: str,
     force: bool,
     merged: bool = False,
+    merge_from: str = "compute",
     comparison: Comparison | None = None,
     log: Log = print,
 ) -> dict[str, Any]:
     """Write the folder `out`; the content of its mantissa.json.
 
-    A run's adapter is written as one of `peft`, or merged into its base. comparison: of its log-probabilities with the
+    A run's adapter is written as one of `peft`, or merged into its base. merge_from: `fp32` for the values of the
+    base's files, `compute` for those rounded to the run's compute dtype. comparison: of its log-probabilities with the
     masters'. Raises UserError for what the user can correct, TensorsDiffer when a tensor is not as expected, and
     GapTooLarge; `out` is then as it was before.
     """
     adapted, remote_code = source.config.adapter.kind != "none", source.config.model.trust_remote_code
     if merged and not adapted:
         raise UserError(f"--merge-adapters: {source.run.config} has adapter.kind = none; leave it out")
+    if merge_from == "fp32" and source.config.adapter.base != "compute":
+        raise UserError(
+            f"--merge-from fp32: the adapter was trained on codes (adapter.base = {source.config.adapter.base}), and "
+            "is merged into the weights that these stand for; leave it out"
+        )
     if comparison is not None and adapted and not merged:
         raise UserError("--compare-logits: an adapter by itself has no log-probabilities; add --merge-adapters")
     _require_free(source.checkpoint, out, force=force)
@@ -100,7 +106,10 @@ def export(
     started = time.perf_counter()
     compared = compare_with_second_copy(saved)
     corpus = source.tokenizer.parent
-    found = merge(saved, source.config, shape, dtype=DTYPES[dtype], corpus=corpus) if merged else None
+    base_dtype = torch.float32 if merge_from == "fp32" else None
+    found = None
+    if merged:
+        found = merge(saved, source.config, shape, dtype=DTYPES[dtype], corpus=corpus, base_dtype=base_dtype)
     if found is not None and not found.tied:
         skeleton, shape = build_skeleton(source.config, tokenizer, dtype=DTYPES[dtype], untied=True)
     tensors = None
@@ -127,7 +136,7 @@ def export(
                 **asdict(source.config.adapter),
                 "modules_to_save": whole_modules(trained(saved)),
                 "labels": _labels(source.config, shape),
-                "merged": found.facts if found else None,
+                "merged": {"from": merge_from, **found.facts} if found else None,
             }
         if comparison is not None:
             how: Any = {"model_class": model_class_of(source.config), "trust_remote_code": remote_code}

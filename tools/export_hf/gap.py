@@ -10,9 +10,11 @@ that is predicted there is its difference alone.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ _CHUNK = 64
 """[tokens] Number whose log-probabilities are in memory at once."""
 _MODULES = 5
 """Modules that are named, those of the largest own error."""
+_NONE = 1e-9
+"""[nats, or the number's unit] Mean gap that no ratio is taken of: FP64's rounding of log-probabilities is below it."""
 
 
 class GapTooLarge(TensorsDiffer):
@@ -45,6 +49,8 @@ class Bounds:
     """[nats] Bound on KL(masters || export)."""
     difference: float | None = None
     """[nats] Bound on the difference of a log-probability; for a predicted number, in its unit."""
+    ratio: float = 1.5
+    """Bound on the mean gap over that of the masters, rounded once and computing in the export's dtype."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +131,10 @@ def measure(
     """The gap of an exported folder, which computes in its own dtype as `from_pretrained` loads it.
 
     exact: the masters' model (`of_masters`), FP32. model_class: of config/task.py. `of rounding alone` is the same with
-    the export's weights computing in FP32. `modules`: on the row of the largest KL, or of the largest difference of a
-    number, by the error of the module's own output on the export's inputs, against FP32 (tools/parity/outputs.py).
+    the export's weights computing in FP32; `of the masters rounded` that of the masters in memory, rounded to the
+    export's dtypes and computing in them, which is what a sound export has. `modules`: on the row of the largest KL, or
+    of the largest difference of a number, by the error of the module's own output on the export's inputs, against FP32
+    (tools/parity/outputs.py).
     """
     auto = getattr(transformers, model_class)
     found = in_own_memory(auto.from_pretrained(folder, dtype="auto", trust_remote_code=trust_remote_code)).eval()
@@ -138,8 +146,19 @@ def measure(
         facts["worst"]["position"] = int(rows[worst].places[gaps[worst].size.argmax()])
     facts["by position"] = dict(_by_position(gaps))
     facts["modules"] = _modules(exact, found, rows[worst])
+    dtypes = {name: tensor.dtype for name, tensor in _tensors(found)}
     facts["of rounding alone"] = figures(summary([row_gap(exact, found.float(), row) for row in rows]))
+    del found
+    rounded = copy.deepcopy(exact)
+    for name, tensor in _tensors(rounded):
+        tensor.data = tensor.data.to(dtypes.get(name, tensor.dtype))
+    facts["of the masters rounded"] = figures(summary([row_gap(exact, rounded, row) for row in rows]))
     return facts
+
+
+def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, a shared one under each of its names, and buffers: what one model ties another may not."""
+    return chain(model.named_parameters(remove_duplicate=False), model.named_buffers())
 
 
 def in_own_memory(model: Any) -> Any:
@@ -169,7 +188,7 @@ def of_masters(saved: SavedModel, shape: PretrainedConfig, *, model_class: str, 
 
 
 def require_within(facts: Mapping[str, Any], bounds: Bounds) -> None:
-    """Raises GapTooLarge, naming the module of the largest own error, where a bound is broken or a value not finite."""
+    """Raises GapTooLarge where a bound is broken or a value not finite; of single tokens it names a module."""
     if facts["unit"] == "number":
         nats, checks = "", [("difference of a number", "largest difference", bounds.difference)]
     else:
@@ -185,6 +204,14 @@ def require_within(facts: Mapping[str, Any], bounds: Bounds) -> None:
                 f"{checks[0][0]} in {where}); {module['module']} has the largest error of its own, "
                 f"{module['own error']:.2%}"
             )
+    mean = "difference" if facts["unit"] == "number" else "kl"
+    own, sound = facts[mean], facts["of the masters rounded"][mean]
+    if own > bounds.ratio * sound + _NONE:
+        raise GapTooLarge(
+            f"the mean {'difference of a number' if mean == 'difference' else 'KL'} between export and masters, "
+            f"{own:.3g}{nats}, is above {bounds.ratio:g} times that of the masters rounded to the same dtype, "
+            f"{sound:.3g}: it is more than rounding"
+        )
 
 
 def words_of(facts: Mapping[str, Any], dtype: str) -> list[str]:
@@ -195,7 +222,11 @@ def words_of(facts: Mapping[str, Any], dtype: str) -> list[str]:
     if unit != "number":
         own = facts[f"largest difference of the row's {unit}s"]
         line += f", of a {unit} of the rows {own:.3g}"
-    lines = [line, f"of rounding the weights alone: {figures_in_words({'unit': unit, **facts['of rounding alone']})}"]
+    parts = (
+        ("rounding the weights alone", "of rounding alone"),
+        ("the masters rounded once", "of the masters rounded"),
+    )
+    lines = [line, *(f"of {what}: {figures_in_words({'unit': unit, **facts[key]})}" for what, key in parts)]
     positions = ", ".join(f"{where} {gap['kl']:.3g}" for where, gap in facts["by position"].items())
     lines += [f"KL by position: {positions}"] if positions else []
     named = [f"{entry['module']} {entry['own error']:.2%}" for entry in facts["modules"]]

@@ -20,13 +20,12 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from config.errors import one_line
-from modeling.adapter import is_off
 from precision.findings import tensors_of
 from precision.manifest import find_regions
 from precision.regions import Regions
 from precision.tolerance import relative
 from tools.parity.fp8_linear import in_fp8
-from tools.parity.recompute import map_floats
+from tools.parity.recompute import is_off, map_floats
 from tools.parity.slices import Slices
 from training.distributed import World
 

@@ -97,6 +97,11 @@ class Leaves:
         return map_floats(take, tree)
 
 
+def is_off(layer: torch.nn.Module) -> bool:
+    """Whether a layer that an adapter is in computes as in the base now, inside `modeling.adapter.adapter_off`."""
+    return bool(getattr(layer, "_disable_adapters", False))
+
+
 def again(
     plan: Plan,
     call: Call,

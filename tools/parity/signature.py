@@ -33,11 +33,21 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from config.errors import one_line
-from modeling.adapter import is_off
 from precision.regions import Regions
 from tools.parity.backward import Backward
 from tools.parity.own_code import own_code
-from tools.parity.recompute import COMPUTED_IN, Call, Plan, again, fewer_rows, floats_of, parts_of, row_of, terms_of
+from tools.parity.recompute import (
+    COMPUTED_IN,
+    Call,
+    Plan,
+    again,
+    fewer_rows,
+    floats_of,
+    is_off,
+    parts_of,
+    row_of,
+    terms_of,
+)
 from tools.parity.rounding import summed, sums_of
 from tools.parity.slices import Slices, cuts_of
 from training.distributed import World

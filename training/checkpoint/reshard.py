@@ -31,6 +31,7 @@ from training.engine.tensors import (
     checksum,
     checksums_of,
     flat_masters,
+    names_by_group,
     partitioned,
     shape_of,
     shard_of,
@@ -68,7 +69,8 @@ def restore(
     """Restore a checkpoint into the engine, of its own layout or of another, and compare every checksum.
 
     recorded: its checksums. change: how the layout differs; None: it does not, and DeepSpeed loads its own files, bit
-    for bit. Returns a line about the change, for the log. A collective. Raises UserError as `load_resharded` does.
+    for bit, unless the optimizer's groups are others. Returns a line about the change, for the log. A collective.
+    Raises UserError as `load_resharded` does.
     """
     kept = {kind: texts for kind, texts in (recorded or {}).items() if kind != "master"}
     differences = (
@@ -76,6 +78,7 @@ def restore(
         for name, parameter in (trainable_parameters(engine) if kept else {}).items()  # none before the first update
     )
     engine.world.raise_first(next(filter(None, differences), None), UserError)
+    change = change or engine.world.on_main(lambda: _group_difference(engine, path / TAG, opener))
     if change is None:
         engine.load(path, TAG, Reader(opener))
         require_same_checksums(engine, path, recorded or {})
@@ -125,6 +128,26 @@ def require_same_checksums(engine: Engine, where: Path, recorded: Checksums) -> 
     A collective. Raises UserError, on every rank, naming the first that differs; `where` is the checkpoint.
     """
     engine.world.raise_first(_difference(where, recorded, checksums_of(engine)), UserError)
+
+
+def _group_difference(engine: Engine, folder: Path, opener: Opener) -> str | None:
+    """In words that the optimizer's groups have other parameters, or an order, than those saved at the same ZeRO stage;
+    None where they are the same. Raises UserError at ZeRO-0, whose files do not name parameters.
+    """
+    state = opener.read(min(folder.glob("*_model_states.pt")), mmap=True)
+    own = names_by_group(engine)
+    if engine.stage > 0:
+        same = [list(shapes) for shapes in state["param_shapes"]] == own
+        return None if same else "the optimizer's groups have other parameters"
+    counts = [len(group["params"]) for group in (state.get("optimizer") or {}).get("param_groups", ())]
+    own_counts = [len(names) for names in own]
+    if counts and counts != own_counts:
+        raise UserError(
+            f"{folder}: its optimizer groups have {counts} parameters, this run's {own_counts}; use the "
+            "optimizer.groups and the version of Mantissa that saved it, or start anew with run.resume=never or "
+            "another run.name"
+        )
+    return None
 
 
 def _optimizer_difference(engine: Engine, parameter: Any, where: Path, saved: Collection[str]) -> str | None:

@@ -438,10 +438,18 @@ class Engine:
     def save(self, folder: Path, tag: str, writer: CheckpointEngine | None = None) -> None:
         """DeepSpeed's sharded checkpoint into folder/tag, written by `writer`; without `latest` and recovery script."""
         self.deepspeed._copy_recovery_script = lambda save_path: None
+        self.deepspeed.module_state_dict = self._module_state
         with self.whole_masters(), self._checkpoints_through(writer or self.deepspeed.checkpoint_engine):
             self.deepspeed.save_checkpoint(
                 str(folder), tag=tag, save_latest=False, exclude_frozen_parameters=self.has_frozen_base
             )
+
+    def _module_state(self, **options: Any) -> dict[str, Any]:
+        """DeepSpeed's, which would keep a frozen embedding under its second name, that of the output head."""
+        state: dict[str, Any] = type(self.deepspeed).module_state_dict(self.deepspeed, **options)
+        every = self.model.named_parameters(remove_duplicate=False) if self.has_frozen_base else ()
+        frozen = {name for name, parameter in every if not parameter.requires_grad}
+        return {name: value for name, value in state.items() if name not in frozen}
 
     def load(self, folder: Path, tag: str, reader: CheckpointEngine) -> None:
         """Restore weights, masters and the optimizer's state, from files that `reader` reads.

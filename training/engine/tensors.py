@@ -223,6 +223,14 @@ def tensor_kinds(engine: Engine) -> tuple[str, ...]:
     return ("master", *engine.optimizer_spec.states)
 
 
+def names_by_group(engine: Engine) -> list[list[str]]:
+    """Names of the optimizer's parameters, group by group, in the order in which checkpoints have them."""
+    if engine.stage > 0:
+        return [list(shapes) for shapes in engine.deepspeed._get_zero_param_shapes()]
+    names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
+    return [[names[id(p)] for p in group["params"]] for group in engine.deepspeed.optimizer.param_groups]
+
+
 def trainable_parameters(engine: Engine) -> dict[str, torch.nn.Parameter]:
     """The parameters that have masters, by name; a shared one under its first name."""
     return {name: parameter for name, parameter in engine.model.named_parameters() if parameter.requires_grad}

@@ -86,6 +86,20 @@ def test_what_rounding_loses_is_measured(run: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "merged" / "mantissa.json").read_text())["adapter"]["merged"]["kl"] == found["kl"]
 
 
+def test_a_merge_from_fp32_is_that_of_plain_peft_rounded_once(run: Path, tmp_path: Path) -> None:
+    """And the usual one is that of `peft` on the base rounded to BF16, which the run computed in."""
+    exported(run, tmp_path / "adapter", "fp32")
+    for merge_from, dtype in (("fp32", torch.float32), ("compute", torch.bfloat16)):
+        facts, _ = exported(run, tmp_path / merge_from, "bf16", merged=True, merge_from=merge_from)
+        assert facts["adapter"]["merged"]["from"] == merge_from
+        base = AutoModelForCausalLM.from_pretrained(run.parents[3] / "base", dtype=dtype).float()
+        model: Any = PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
+        expected = {name: value.bfloat16() for name, value in model.state_dict().items()}
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / merge_from, dtype=torch.bfloat16).state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_a_run_without_adapter_has_none_to_merge(finished: Path, tmp_path: Path) -> None:
     checkpoint = finished / "runs/it/checkpoints/step-6"
     with pytest.raises(UserError, match="--merge-adapters: .* has adapter.kind = none"):

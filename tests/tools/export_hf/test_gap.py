@@ -153,6 +153,9 @@ def test_the_masters_model_is_the_architecture_s_own(rows: Any, tmp_path: Path, 
     found = measure(masters, tmp_path, short, **CAUSAL)
     assert found["largest kl"] == found["largest difference"] == 0
     assert all(entry["own error"] == 0 for entry in found["modules"])
+    model.bfloat16().save_pretrained(tmp_path)
+    half = measure(masters, tmp_path, short, **CAUSAL)
+    assert half["kl"] == half["of the masters rounded"]["kl"] > 0
 
 
 def coarse(weight: torch.Tensor) -> torch.Tensor:
@@ -190,6 +193,8 @@ def test_a_wrong_weight_is_found_and_named(
     assert wrong["largest kl"] > 1.5 * good["largest kl"]
     with pytest.raises(GapTooLarge, match=re.escape(f"{module} has the largest error of its own")):
         require_within(wrong, bounds)
+    with pytest.raises(GapTooLarge):
+        require_within(wrong, Bounds())  # also without a bound of its own
     if damage is not_finite:
         with pytest.raises(GapTooLarge, match="is not finite"):
             require_within(wrong, Bounds())

@@ -13,7 +13,8 @@ from config.errors import UserError
 from config.optimizers import COUNT
 from modeling.build import build_model, model_config
 from tests.support.models.small_run import SEQUENCE, VOCABULARY, batch_of, resolve
-from training.checkpoint.reshard import load_resharded
+from training.checkpoint.reader import PLAIN
+from training.checkpoint.reshard import load_resharded, restore
 from training.distributed import World
 from training.engine import Engine
 from training.engine.build import _gather_partitioned
@@ -76,6 +77,16 @@ def trained_and_saved(
         running.save(Path(folder), "deepspeed")
         losses = _train(running, world, range(first + 1, STEPS + 1), micro=layout.get("micro", 4))
         return {**held, "losses": losses}
+
+
+def resumed_with_groups(world: World, *, folder: str, stage: int, recorded: Checksums) -> tuple[str | None, Any]:
+    """What is said of a checkpoint of the same layout whose optimizer had no groups of its own; and what is held."""
+    own = ('optimizer.groups=[{match: "*.down_proj.weight", weight_decay: 0.0}]',)
+    with engine(world, stage=stage, compute="fp32", seed=1, overrides=own) as running:
+        try:
+            return restore(running, Path(folder), recorded=recorded, change=None, opener=PLAIN), _held(running)
+        except UserError as error:
+            return str(error), None
 
 
 def resumed(

@@ -38,6 +38,17 @@ def layout(stage, compute, **options):
     return {"stage": stage, "compute": compute, **options}
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_checkpoint_of_other_optimizer_groups_resumes_by_name_or_is_refused(solo, tmp_path, stage):
+    saved = solo.run(cases.trained_and_saved, folder=str(tmp_path), layout=layout(stage, "fp32"))[0]
+    line, held = solo.run(cases.resumed_with_groups, folder=str(tmp_path), stage=stage, recorded=saved["checksums"])[0]
+    if stage == 0:
+        assert "its optimizer groups have" in line and "optimizer.groups" in line
+    else:
+        assert "the optimizer's groups have other parameters" in line
+        assert held["checksums"] == saved["checksums"]
+
+
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("ranks", "before", "after", "common"),

@@ -50,6 +50,14 @@ def steps(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
     return taken(resolve(folder, **options), world, _step)
 
 
+def saved(world: World, *, folder: Path, to: Path, **options: Any) -> dict[str, int]:
+    """Save DeepSpeed's checkpoint after a step; how many values each trained parameter has, by name."""
+    with session(resolve(folder, **options), world=world) as opened:
+        _step(opened)
+        opened.engine.save(to, "deepspeed")
+        return {name: master.numel() for name, master in masters(opened).items()}
+
+
 def taken(resolved: Resolved, world: World, step: Callable[[Session], dict[str, Any]]) -> dict[str, Any]:
     """What `step` gives of each of some steps, the masters before and after, and whether the loss is chunked."""
     with session(resolved, world=world, shares=("sequence", "expert")) as opened:

@@ -1,14 +1,19 @@
 """Adapters through the engine equal plain torch with plain peft; the base stays as it is and has no state."""
 
 import json
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.models.plain_steps import require_equal
+from tests.support.rows.chats import write_base, write_chats
 from tests.training.tasks import sft_cases as cases
+from training.checkpoint.reader import PLAIN
 
 KINDS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "lora": (["adapter={kind: lora, r: 4, alpha: 8}"], {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}),
@@ -99,3 +104,49 @@ def test_rules_of_a_manifest_reach_the_adapter(pair: ProcessGroup, folder: Path,
     assert {name.rpartition("q_proj.")[2] for name in own} == {"base_layer", "lora_A.default", "lora_B.default"}
     assert set(own.values()) == {"fp32"}
     assert regions["model.layers.0.self_attn.k_proj.lora_A.default"] == "bf16"
+
+
+ADAPTERS = {
+    "tied": (True, "{kind: lora, r: 4}"),
+    "untied": (False, "{kind: lora, r: 4}"),
+    "tied, a head of its own": (True, "{kind: lora, r: 4, modules_to_save: [lm_head]}"),
+    "tied, dora": (True, "{kind: dora, r: 4}"),
+    "tied, nf4": (True, "{kind: lora, r: 4, base: nf4}"),
+}
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(("stage", "kind"), list(product((0, 1, 2, 3), ADAPTERS)))
+def test_a_checkpoint_has_no_tensor_of_the_base(pair: ProcessGroup, tmp_path: Path, kind: str, stage: int) -> None:
+    """Weights, masters and both moments of what is trained, and no more than alignment and counters besides."""
+    tied, adapter = ADAPTERS[kind]
+    if "nf4" in kind:
+        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    write_base(tmp_path / "base", **sizes, vocab_size=2000, tie_word_embeddings=tied)
+    write_chats(tmp_path / "chats.jsonl", 60)
+    options = {"stage": stage, "compute": "bf16" if stage else "fp32", "overrides": (f"adapter={adapter}",)}
+    trained = pair.run(cases.saved, folder=tmp_path, to=tmp_path / "saved", **options)[0]
+    held = 0
+    for path in sorted((tmp_path / "saved/deepspeed").glob("*.pt")):
+        content = PLAIN.read(path)
+        module = content.get("module") or {}
+        assert set(module) - set(content.get("buffer_names") or ()) <= trained.keys(), path.name
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors_in(content)
+        }
+        held += sum(storages.values())
+    values = sum(trained.values())
+    assert 12 * values <= held <= 16 * values + 2**14
+
+
+def tensors_in(content: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in nested containers and objects."""
+    if isinstance(content, torch.Tensor):
+        yield content
+    elif isinstance(content, dict):
+        for value in content.values():
+            yield from tensors_in(value)
+    elif isinstance(content, list | tuple):
+        for value in content:
+            yield from tensors_in(value)

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
+from transformers.pytorch_utils import Conv1D
 
 from config.schema import OptimizerSection
 
@@ -23,13 +25,13 @@ Direction = Callable[[nn.Parameter, dict[str, Any], dict[str, Any]], torch.Tenso
 def decay_and_factor(model: Any, section: OptimizerSection) -> dict[str, tuple[float, float]]:
     """Weight decay and factor of the scheduled learning rate for each trained parameter, by name.
 
-    model: with whole parameters. Matrices decay; norms, biases and embeddings do not.
+    model: with whole parameters. Weights that multiply a layer's input decay, nothing else does; nor do embeddings.
     """
-    embeddings, found = _embeddings(model), {}
+    weights, found = _weights(model), {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        usual = section.weight_decay if _is_weight(name, parameter) and id(parameter) not in embeddings else 0.0
+        usual = section.weight_decay if id(parameter) in weights else 0.0
         decay, factor = usual, 1.0
         for group in section.groups:
             if fnmatchcase(name, group.match):  # the last one that matches
@@ -39,27 +41,40 @@ def decay_and_factor(model: Any, section: OptimizerSection) -> dict[str, tuple[f
     return found
 
 
-def _embeddings(model: Any) -> set[int]:
-    return {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-
-
-def _is_weight(name: str, parameter: nn.Parameter) -> bool:
-    return parameter.dim() >= 2 and not name.endswith("bias")
+def _weights(model: Any) -> dict[int, bool]:
+    """ids of the parameters that layers multiply their inputs by, without embeddings; to whether each is a matrix, or
+    a matrix for each expert.
+    """
+    found: dict[int, bool] = {}
+    for module in model.modules():
+        kind, own = type(module).__name__, dict(module.named_parameters(recurse=False))
+        weight = own.get("weight")
+        if isinstance(module, nn.Linear | Conv1D) or kind.lower().endswith("router") and weight is not None:
+            found[id(weight)] = True
+        elif isinstance(module, _ConvNd):
+            found[id(weight)] = False
+        elif "Expert" in kind:
+            stacks = [tensor for key, tensor in own.items() if "bias" not in key and tensor.dim() > 1]
+            found |= {id(tensor): tensor.dim() == 3 for tensor in stacks}
+        else:  # block-diagonal gates and the like
+            found |= {id(tensor): False for key, tensor in own.items() if key.endswith("_weight") and tensor.dim() > 1}
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            found.pop(id(module.weight), None)
+    return found
 
 
 def optimizer_of(model: Any, section: OptimizerSection) -> torch.optim.Optimizer:
     """The optimizer of what a model trains; each group has the factor of the scheduled rate as `factor`.
 
-    Hidden matrices, which Muon has a rule for, are the 2-D parameters that decay, but for the output embedding, and
-    those of fused experts, one for each of them.
+    Hidden matrices, which Muon has a rule for, are the weights of linear layers but for the output embedding, those of
+    routers, and those of fused experts, one for each of them.
     """
-    head = model.get_output_embeddings()
-    outside = _embeddings(model) | ({id(head.weight)} if head is not None else set())
+    head, weights = model.get_output_embeddings(), _weights(model)
     groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     for name, (decay, factor) in decay_and_factor(model, section).items():
         parameter = model.get_parameter(name)
-        experts = parameter.dim() == 3 and "expert" in name
-        hidden = _is_weight(name, parameter) and (parameter.dim() == 2 or experts) and id(parameter) not in outside
+        hidden = weights.get(id(parameter), False) and (head is None or parameter is not head.weight)
         matrix = hidden and section.name == "muon"
         groups.setdefault((decay, factor, matrix), []).append(parameter)
     listed = [
