@@ -25,8 +25,8 @@ from config.schema import Config
 from config.task import model_class_of
 from modeling.adapter import adapter_config, base_name, peft_name, whole_modules
 from modeling.build import build_model
-from modeling.quantised_base import dequantise
 from precision.dtypes import DTYPES
+from tools.dequantise import dequantise
 from tools.export_hf.gap import figures, figures_in_words, in_own_memory, row_gap, summary
 from tools.export_hf.rows import Row, rows_of_run
 from tools.export_hf.tensors import TensorsDiffer, rounded

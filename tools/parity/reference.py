@@ -23,9 +23,9 @@ from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.adapter import add_adapter
 from modeling.build import build_model
 from modeling.objectives.objective import Forward
-from modeling.quantised_base import dequantise
 from modeling.router_balance import RouterBalance, router_balance
 from modeling.sequence_parallel import SequenceAttention
+from tools.dequantise import dequantise
 from training.distributed import World
 from training.engine.rng import generators, restore_generators
 from training.tasks.task import objective_of

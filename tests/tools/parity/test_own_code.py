@@ -11,7 +11,6 @@ from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from modeling.objectives.label_prediction import LabelPrediction
 from modeling.objectives.objective import Scored
-from modeling.quantised_base import dequantise
 from tests.modeling.test_quantised_base import eight_bits, four_bits
 from tests.tools.parity.test_signature import (
     ATTENTION,
@@ -27,6 +26,7 @@ from tests.tools.parity.test_signature import (
     named,
     trained,
 )
+from tools.dequantise import dequantise
 from tools.parity.rounding import findings, pooled
 from tools.parity.signature import Signatures
 

@@ -28,9 +28,9 @@ from config.schema import Config
 from config.task import model_class_of
 from data.corpora.corpus import Corpus
 from modeling.build import build_model, dropout_keys
-from modeling.quantised_base import dequantise
 from precision.dtypes import DTYPES
 from precision.tolerance import unit_roundoff
+from tools.dequantise import dequantise
 from tools.parity.oracle.low_rank import add_low_rank
 from tools.parity.oracle.optimizers import optimizer_of
 from tools.parity.oracle.rules import loss_scale, schedule
