@@ -57,7 +57,7 @@ def grouped(
 ) -> np.ndarray:
     """A global batch of samples of similar length, so that little of it is padding. A pure function too.
 
-    Samples change places only within [first, end), which `bounds_of` gives around a place, such as an epoch. That is cut
+    Samples change places only within [first, end), which `bounds_of` gives around a place, as an epoch. That is cut
     into stretches of STRETCH batches, whose samples are sorted by length and dealt out to the batches, and to the part
     of one at either end, in a shuffled order. lengths: (samples,). sample_ids_of: the batch drawn at a position.
     """
