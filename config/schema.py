@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 
 def limit(default: Any = MISSING, **bounds: float) -> Any:
-    """A dataclass field with a default, a range for `config.load`: at_least, above, at_most and below; and null, the
-    value that null stands for."""
+    """A dataclass field with a default and bounds: at_least, above, at_most, below, and null, what null stands for."""
     return field(default=default, metadata=bounds)
 
 
@@ -28,8 +27,7 @@ class RunSection:
     dir: str = "runs"
     """[path] Folder that holds the run folders."""
     steps: int = limit(100, at_least=0, null=0)
-    """[steps] Optimizer steps to attempt in all, those of earlier sessions of a resumed run included. 0: as many as
-    run.epochs makes."""
+    """[steps] Optimizer steps to attempt in all, with those of earlier sessions. 0: as many as run.epochs makes."""
     epochs: float | None = limit(None, above=0.0)
     """[epochs] Alternative to run.steps: how often each training sample is seen. The steps, rounded up to whole
     batches, are known once the data are prepared, and recorded as run.steps (docs/data.md). null: run.steps."""

@@ -48,8 +48,8 @@ def build(opened: Session) -> tuple[Parts, Progress]:
     record = open_record(resolved, opened.corpus, engine, run_dir, world)
     said = [f"DeepSpeed JSON: {config.deepspeed.config}; attention: {config.model.attention}"]
     if config.run.epochs is not None:
-        steps = f"{config.run.steps:,} steps of {resolved.batch.global_size} samples"
-        record.note(f"run.epochs = {config.run.epochs:g}: {steps}")
+        size = resolved.batch.global_size
+        record.note(f"run.epochs = {config.run.epochs:g}: {config.run.steps:,} steps of {size} samples")
     for line in opened.corpus.notes:
         said.append(line)
         record.note(line)

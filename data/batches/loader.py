@@ -153,8 +153,8 @@ class Batches:
         """make_batch: the task's own; None makes batches of next tokens."""
         self._mixture = mixture
         self._make_batch = make_batch or next_tokens(sequence_length, documents)
-        self._shards, self._sequence_length, self._seed = shards, sequence_length, seed
-        self._global_size, self._micro_size = global_size, micro_size
+        self._shards, self._sequence_length, self._micro_size = shards, sequence_length, micro_size
+        self._order = {"seed": seed, "global_size": global_size}
         self._rank, self._world_size = rank, world_size
         self._padded = documents is None
         self._samples = shards.sequences(sequence_length)
@@ -196,8 +196,7 @@ class Batches:
 
     def _read(self, position: int) -> Batch:
         if isinstance(self._shards, RowShards) and self._padded:  # rows of similar length together
-            options = {"seed": self._seed, "global_size": self._global_size}
-            ids = grouped(position, self._shards.places, self._drawn, self._bounds, **options)
+            ids = grouped(position, self._shards.places, self._drawn, self._bounds, **self._order)
         else:
             ids = self._sample_ids(position)
         mine = split_for_rank(ids, micro_size=self._micro_size, rank=self._rank, world_size=self._world_size)
@@ -215,17 +214,15 @@ class Batches:
         )
 
     def _sample_ids(self, position: int) -> np.ndarray:
-        options = {"seed": self._seed, "global_size": self._global_size}
         if self._mixture is not None:
-            return self._mixture.sample_ids(position, **options)
-        return sample_ids(position, samples=self._samples, **options)
+            return self._mixture.sample_ids(position, **self._order)
+        return sample_ids(position, samples=self._samples, **self._order)
 
     def _bounds(self, place: int) -> tuple[int, int]:
         """The part of the stream of samples around a place in which no sample comes twice."""
         if self._mixture is not None:
-            return self._mixture.bounds(place, seed=self._seed, about=STRETCH * self._global_size)
-        first = place // self._samples * self._samples
-        return first, first + self._samples
+            return self._mixture.bounds(place, seed=self._order["seed"], about=STRETCH * self._order["global_size"])
+        return place - place % self._samples, place - place % self._samples + self._samples
 
     def _known(self, batch: Batch) -> bool:
         """Whether each rank knows the labels of all."""

@@ -98,8 +98,8 @@ def _block(mixture: Mixture, block: int, seed: int) -> np.ndarray:
 @lru_cache(maxsize=4)
 def _passes(mixture: Mixture, window: int, span: int, seed: int) -> np.ndarray:
     """The places of a window at which a source begins a pass of its samples, with the window's own two ends."""
-    blocks = range(window // BLOCK, (window + span) // BLOCK)
-    owners = mixture.source_of(np.concatenate([_block(mixture, block, seed) for block in blocks]))
+    blocks = [_block(mixture, block, seed) for block in range(window // BLOCK, (window + span) // BLOCK)]
+    owners = mixture.source_of(np.concatenate(blocks))
     cuts = [np.array([0, span])]
     for number, (size, taken) in enumerate(zip(mixture.samples, mixture._taken(window), strict=True)):
         own = np.flatnonzero(owners == number)

@@ -10,9 +10,8 @@ cycle walking (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"):
 encrypted again until it is back, at most four times on average. The rounds use an integer mixer, not a cryptographic
 function: the shuffle has to look random to a loss curve, not to an adversary.
 
-Samples are numbered through all epochs: global batch `position` holds places position * global_size onwards of that
-stream, and each epoch is a permutation of the samples. So all batches have one size, the last one of an epoch is
-completed with the next one's first samples, and none is seen twice or left out in an epoch, whatever the batch size.
+Samples are numbered through all epochs, each a permutation: global batch `position` has places position * global_size
+onwards, so all have one size, and the last of an epoch is completed with the next one's first samples.
 """
 
 from __future__ import annotations
@@ -58,10 +57,9 @@ def grouped(
 ) -> np.ndarray:
     """A global batch of samples of similar length, so that little of it is padding. A pure function too.
 
-    Samples change places only within what `bounds_of` gives around a place of the stream, [first, end), such as an
-    epoch. That is cut into stretches of STRETCH batches; the samples of a stretch are sorted by length and dealt out to
-    its batches, and to the part of a batch at either end, in a shuffled order. lengths: (samples,). sample_ids_of: the
-    batch at a position as it was drawn.
+    Samples change places only within [first, end), which `bounds_of` gives around a place, as an epoch. That is cut
+    into stretches of STRETCH batches, whose samples are sorted by length and dealt out to the batches, and to the part
+    of one at either end, in a shuffled order. lengths: (samples,). sample_ids_of: the batch drawn at a position.
     """
     size, parts = global_size, []
     place, end = position * size, (position + 1) * size

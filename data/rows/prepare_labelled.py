@@ -184,8 +184,7 @@ def _notes(
         if validation.labels:
             best = of_validation.counts[most[0][0]] / validation.labels
             said += f"; always {names[most[0][0]]} would be right for {best:.1%} of those held out"
-    first_bad = preparation.found.first_bad
-    return [kept, said, *([f"data: first row skipped: {first_bad}"] if first_bad else [])]
+    return [kept, said, *preparation.found.bad_notes()]
 
 
 def labels_of(corpus: Corpus, given: tuple[str, ...], data: DataSection) -> tuple[str, ...]:

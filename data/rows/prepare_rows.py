@@ -103,7 +103,7 @@ def _template(data: DataSection) -> str | None:
 
 _RENDERED = "rendered"
 """Key in the counts of a batch: the rows that went through the chat template."""
-_FACTS = ("counts", "longest", "longest_source", "longest_target", "first_bad")
+_FACTS = ("counts", "longest", "longest_source", "longest_target", "bad")
 
 
 class RowsCodec:
@@ -219,7 +219,7 @@ def encode_in_worker(batch: list[Found]) -> EncodedRows:
 
 def _work(data: DataSection, tokenizer_folder: Path) -> Work:
     """The work of turning rows into tokens. data: with its format."""
-    digest = hashlib.sha256(f"{_VERSION} {tokenizers.__version__} {transformers.__version__} {data.format}".encode())
+    digest = hashlib.sha256(f"{_VERSION}.1 {tokenizers.__version__} {transformers.__version__} {data.format}".encode())
     for file in sorted(tokenizer_folder.iterdir()):
         digest.update(file.name.encode() + file.read_bytes())
     arguments = (data, str(tokenizer_folder))
@@ -304,7 +304,7 @@ def _encoded(data: DataSection, source: Source, tokenizer: Path, kept: Path) -> 
 
 def _notes(data: DataSection, preparation: Preparation, chat: Chat | None, *, recognised: bool) -> list[str]:
     """Human-readable lines on what was decided and counted. chat: None where no row went through a chat template."""
-    counts, first_bad = preparation.counts(), preparation.found.first_bad
+    counts = preparation.counts()
     how = "recognised by their fields" if recognised else "as data.format says"
     form = f"data: {counts['rows']:,} rows of format {data.format} ({how})"
     if chat is not None:
@@ -326,4 +326,4 @@ def _notes(data: DataSection, preparation: Preparation, chat: Chat | None, *, re
     share = f"data: {counts['trained'] / max(counts['tokens'], 1):.1%} of {counts['tokens']:,} tokens are labels"
     full = (train.tokens - train.rows) / max(train.sequences * data.sequence_length, 1)
     share += f"; sequences of {data.sequence_length:,} are {full:.1%} full" if data.packing != "none" else ""
-    return [form, kept, share, *([f"data: first row skipped: {first_bad}"] if first_bad else [])]
+    return [form, kept, share, *preparation.found.bad_notes()]

@@ -7,6 +7,7 @@ so in the record of every run on it.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -35,6 +36,10 @@ from data.text.tokenizer import vocabulary_size
 BATCH_ROWS = 512
 SHARD_TOKENS = 1 << 26
 """[tokens] A shard is closed once it holds this many."""
+_DETAIL = re.compile(r"(?<=\w)\[\d+\]| \((?:[^()]|\([^()]*\))*\)")
+"""What differs from row to row in a reason: a number in a list, or what stands in brackets."""
+_REASONS, _PLACES = 4, 3
+"""How many reasons why rows do not fit are named, and how many rows of each."""
 FIX = "correct the row, or set data.on_bad_row=skip"
 
 Row = dict[str, np.ndarray]
@@ -55,15 +60,43 @@ class EncodedRows:
     """[tokens] Length of the longest source of task seq2seq."""
     longest_target: int = 0
     """[tokens] Length of the longest target of task seq2seq."""
-    first_bad: str | None = None
-    """Place and reason of the first row that was skipped."""
+    bad: dict[str, list[Any]] = field(default_factory=dict)
+    """Rows that do not fit, by reason: how many, then the places of the first few."""
 
     def add_facts(self, other: EncodedRows) -> None:
         """Count what became of the rows of another batch, which comes after this one."""
         self.counts.update(other.counts)
         for name in ("longest", "longest_source", "longest_target"):
             setattr(self, name, max(getattr(self, name), getattr(other, name)))
-        self.first_bad = self.first_bad or other.first_bad
+        for reason, (count, *places) in other.bad.items():
+            self.add_bad(reason, count, places)
+
+    def add_bad(self, reason: str, count: int, places: list[str]) -> None:
+        """Count rows that do not fit for one reason, whatever the place inside a row."""
+        found = self.bad.setdefault(_DETAIL.sub(lambda part: "[]" * (part[0][0] == "["), reason), [0])
+        found[0] += count
+        found += places[: _PLACES + 1 - len(found)]
+
+    def bad_notes(self) -> list[str]:
+        """A line on the rows that were skipped, if any were."""
+        return [f"data: rows skipped: {self.bad_rows()}"] if self.bad else []
+
+    def bad_rows(self) -> str:
+        """The most frequent reasons why rows do not fit, each with its number and first places."""
+        ordered = sorted(self.bad.items(), key=lambda item: -item[1][0])
+        said = [
+            f"{count:,} x {reason} ({_compact(places)}{', ...' if count > len(places) else ''})"
+            for reason, (count, *places) in ordered[:_REASONS]
+        ]
+        others = sum(count for _, (count, *_) in ordered[_REASONS:])
+        return "; ".join([*said, *([f"{others:,} for other reasons"] if others else [])])
+
+
+def _compact(places: list[str]) -> str:
+    """Places of one file with its name once, such as rows.jsonl:3, :17."""
+    files = ["", *(place.rpartition(":")[0] for place in places)]
+    pairs = zip(places, files, files[1:], strict=False)
+    return ", ".join(place.removeprefix(mine) if mine == before else place for place, before, mine in pairs)
 
 
 @dataclass
@@ -74,8 +107,8 @@ class BatchEncoder(ABC):
     """Its format is known."""
 
     def __call__(self, batch: Iterable[Found]) -> EncodedRows:
-        """Raises UserError for the first row that does not fit, unless those are to be skipped."""
-        found = EncodedRows()
+        """Raises UserError where rows do not fit, which names the first, unless those are to be skipped."""
+        found, problem, where = EncodedRows(), "", ""
         for where, row in batch:
             found.counts["rows"] += 1
             try:
@@ -86,13 +119,16 @@ class BatchEncoder(ABC):
             except BadRow as error:
                 if error.of_config:  # skipping such rows would leave none
                     raise UserError(f"{where}: {error}") from error
-                if self.data.on_bad_row == "error":
-                    raise UserError(f"{where}: {error}; {self.advice(row)}") from error
+                problem = problem or f"{where}: {error}; {self.advice(row)}"
                 found.counts["skipped"] += 1
-                found.first_bad = found.first_bad or f"{where}: {error}"
+                found.add_bad(str(error), 1, [where])
                 continue
             found.rows += kept
             found.held_out += [held_out] * len(kept)
+        if problem and self.data.on_bad_row == "error":
+            bad, rows = found.counts["skipped"], found.counts["rows"]
+            more = f"; of {rows:,} rows up to {where} {bad:,} do not fit: {found.bad_rows()}" if bad > 1 else ""
+            raise UserError(problem + more)
         return found
 
     @abstractmethod
@@ -198,18 +234,17 @@ class Preparation:
             )
         if not counts["rows"]:
             raise UserError(empty(self._source))
-        first = f" (first: {self.found.first_bad})" if self.found.first_bad else ""
+        why = f" ({self.found.bad_rows()})" if self.found.bad else ""
         what_to_do = "Correct the rows, or the keys of data that say what they are."
         if counts["dropped"]:
             what_to_do = "Raise data.sequence_length, set data.too_long, or correct the rows."
         raise UserError(
             f"{label}: no row of {counts['rows']} is left to train on: {counts['dropped']} dropped as longer than "
-            f"{too_long}, {counts['skipped']} skipped{first}. {what_to_do}"
+            f"{too_long}, {counts['skipped']} skipped{why}. {what_to_do}"
         )
 
     def publish(self, fingerprint: str, **further: Any) -> None:
         """Write the index, after all else. further: other entries."""
-        skipped = self.found.counts["skipped"]
         content = {
             "fingerprint": fingerprint,
             "source": self._source.label,
@@ -218,7 +253,7 @@ class Preparation:
             "end_of_document": self._tokenizer.eos_token_id,
             "tokenizer_sha256": tokenizer_sha256(self._folder / TOKENIZER),
             "sequence_length": self._data.sequence_length,
-            "skipped": {"does not fit its format": skipped} if skipped else {},
+            "skipped": {reason: found[0] for reason, found in self.found.bad.items()},
         }
         write_index(self._folder, content | further | self._splits)
 

@@ -144,7 +144,7 @@ def test_results_come_back_as_they_were(tmp_path: Path) -> None:
         kept_rows = [{"tokens": np.arange(n), "trained": (np.arange(n) > 0).astype(np.uint8)} for n in lengths]
         given = EncodedRows(kept_rows, [n == 4 for n in lengths])
         given.counts.update({"rows": 7, "dropped": 2})
-        others = {"longest": 9, "longest_source": 6, "longest_target": 3, "first_bad": "f:2: x"}
+        others = {"longest": 9, "longest_source": 6, "longest_target": 3, "bad": {"x: is empty": [2, "f:2", "f:5"]}}
         for name, value in others.items():
             setattr(given, name, value)
         write_result(tmp_path / f"rows{len(lengths)}", *codec.tensors(given))

@@ -169,4 +169,4 @@ def test_bad_rows_are_skipped_and_counted(show: Show, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("{\n" + GOOD + "\n" + row(text="a"))
     out = show("data.on_bad_row=skip")
     assert "2 rows of format labelled to train on, 0 rows held out, 2 skipped" in out
-    assert "first row skipped: " in out
+    assert "data: rows skipped: 1 x is not JSON" in out

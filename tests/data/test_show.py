@@ -57,7 +57,29 @@ def test_bad_rows_are_skipped_and_counted_when_that_is_asked_for(show: Show, tmp
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
     out = show("data.on_bad_row=skip")
     assert "2 rows in 1 sequences to train on, 0 rows held out, 3 skipped" in out
-    assert "rows.jsonl:1: is not JSON" in out
+    [said] = [line for line in out.splitlines() if line.startswith("data: rows skipped: ")]
+    for reason, line in (
+        ("is not JSON", 1),
+        ("messages: is an empty list", 3),
+        ("is [1], not an object with fields", 4),
+    ):
+        assert f"1 x {reason}" in said and f"rows.jsonl:{line})" in said
+
+
+def test_bad_rows_are_counted_by_reason_with_the_first_places(show: Show, tmp_path: Path) -> None:
+    bad = [
+        {"messages": [{"role": "user", "content": "a"}] * places + [{"role": "assistant"}]} for places in range(1, 6)
+    ]
+    rows = [*bad, GOOD, {"messages": 1}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    reasons = f"5 x messages[].content: is missing or null, not text ({tmp_path}/rows.jsonl:1, :2, :3, ...); "
+    reasons += f"1 x messages: is a number, not a list ({tmp_path}/rows.jsonl:7)"
+    assert f"data: rows skipped: {reasons}\n" in show("data.on_bad_row=skip")
+    said = error_of(show(code=2))
+    first = (
+        "rows.jsonl:1: messages[1].content: is missing or null, not text; correct the row, or set data.on_bad_row=skip"
+    )
+    assert f"{first}; of 7 rows up to {tmp_path}/rows.jsonl:7 6 do not fit: {reasons}" in said
 
 
 def test_compressed_files_and_one_list_are_read(show: Show, tmp_path: Path) -> None:
@@ -213,7 +235,7 @@ FILES: list[tuple[str | bytes, str, str]] = [
     (FIRST, "data.source=text", "data.source = text has no rows"),
     (FIRST, "data.path={folder}/notes.txt", "data.source = text has no rows"),
     (FIRST, "data.path={folder}/bad.jinja", "bad.jinja: is a file, and data.source=hub takes a dataset of the hub"),
-    (row(messages=[]), "data.on_bad_row=skip", "list). Correct the rows, or the keys of data that say what they are."),
+    (row(messages=[]), "data.on_bad_row=skip", "). Correct the rows, or the keys of data that say what they are."),
     (FIRST, "task=pretrain data.train_on=all", "data.train_on = 'all' is only read by task = sft"),
     (FIRST, "task=stf", "did you mean sft?"),
     (FIRST, "adapter.kind=lora adapter.target_modules=[]", "adapter.target_modules is empty; name modules"),
