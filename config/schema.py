@@ -846,6 +846,9 @@ class ParitySection:
     """[fraction] Largest relative distance of the reported loss from the mean over all labels of the global batch."""
     gradient_error: float = limit(0.15, above=0.0)
     """[fraction] Largest relative error of a module's weight gradients from the same masters and batch."""
+    gradient_excess: float = limit(1.5, above=0.0)
+    """[factor] Largest error of a module's weight gradients, beyond one rounding, in units of plain torch's in the
+    run's dtype, from the same masters and batch. Not measured in FP32 and with a manifest."""
     gradient_cosine: float = limit(0.99, at_least=-1.0, at_most=1.0)
     """[cosine] Smallest cosine of a module's weight gradients with FP32's."""
     sign_agreement: float = limit(0.9, at_least=0.0, at_most=1.0)

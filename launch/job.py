@@ -20,8 +20,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -42,6 +42,8 @@ TRAIN = (str(REPOSITORY / "train.py"),)
 """The program of a training job."""
 KILL_AFTER_SECONDS = 15.0
 """[seconds] Time that processes that outlive their launcher have between SIGTERM and SIGKILL."""
+REPORT_SECONDS = 30.0
+"""[seconds] Interval at which the starter of a job is asked for its progress."""
 LINGER_SECONDS = 60.0
 """[seconds] Time that a launcher may keep running after a rank was lost and none runs here. pdsh waits forever for a
 machine that is cut off; the deepspeed launcher and torchrun end within 30 s."""
@@ -126,19 +128,64 @@ def job_command(program: Sequence[str], *, processes: int, launcher: Sequence[st
 
 
 def launch(
-    program: Sequence[str], *, processes: int, log: Path, launcher: Sequence[str] = (), seconds: float | None = None
+    program: Sequence[str],
+    *,
+    processes: int,
+    log: Path,
+    launcher: Sequence[str] = (),
+    seconds: float | None = None,
+    report: Callable[[], object] | None = None,
 ) -> int:
     """Run `program` to its end and return the launcher's exit code, which may be 1 for every failure of the program.
 
     Other arguments are those of `start`. seconds: time limit, after which the job is killed with all that it started
-    and subprocess.TimeoutExpired is raised.
+    and subprocess.TimeoutExpired is raised. report: called every `REPORT_SECONDS` while the job runs. SIGTERM to this
+    process ends the job, too. Where a signal ended the job, the log's last line says so.
     """
     job = start(program, processes=processes, log=log, launcher=launcher)
+    ends = math.inf if seconds is None else time.monotonic() + seconds
     try:
-        return job.wait(seconds)
+        with _exit_on_sigterm():
+            while True:
+                left = ends - time.monotonic()
+                try:
+                    code = job.wait(max(0.0, min(left, REPORT_SECONDS)))
+                    break
+                except subprocess.TimeoutExpired:
+                    if left <= REPORT_SECONDS:
+                        raise
+                if report is not None:
+                    report()
     except BaseException:
         kill(job)
         raise
+    _note_signal(log, code)
+    return code
+
+
+@contextmanager
+def _exit_on_sigterm() -> Iterator[None]:
+    """Context in which SIGTERM raises SystemExit, in the main thread; elsewhere no handler can be set."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _note_signal(log: Path, code: int) -> None:
+    """Append to the log which signal ended the job, if one did: the program itself could not."""
+    reported = _TORCHRUN_CAUSE.findall(log.read_text(errors="replace", encoding="utf-8"))
+    who = "it"
+    if reported and int(reported[-1][1]) < 0:
+        who, code = f"rank {reported[-1][0]}", int(reported[-1][1])
+    if code < 0:
+        memory = ", as the kernel does where memory runs out (dmesg tells)" if code == -signal.SIGKILL else ""
+        with log.open("a", encoding="utf-8") as file:
+            file.write(f"error: {who} {describe_exit(code)}{memory}\n")
 
 
 def start(
@@ -152,7 +199,7 @@ def start(
     command, environment = job_command(program, processes=processes, launcher=launcher), job_environment()
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as output:
-        output.write(f"$ {' '.join(redact_arguments(command))}\n")
+        output.write(first_line(command))
         output.flush()
         try:
             return subprocess.Popen(
@@ -164,6 +211,11 @@ def start(
             )
         except FileNotFoundError as error:
             raise UserError(f"--launch: there is no program {launcher[0]}; install it or give another") from error
+
+
+def first_line(command: Sequence[str]) -> str:
+    """The line with which the log of a job begins."""
+    return f"$ {' '.join(redact_arguments(list(command)))}\n"
 
 
 def kill(job: subprocess.Popen[bytes], number: int = signal.SIGKILL) -> None:

@@ -52,7 +52,7 @@ def environment(extra: dict[str, Any]) -> dict[str, Any]:
             "binding": binding_outcome(),
         },
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "git": _git_state(_CODE_FOLDER),
+        "git": git_state(),
         "versions": {
             "mantissa": VERSION,
             "python": platform.python_version(),
@@ -86,7 +86,7 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def _git_state(folder: Path) -> dict[str, Any] | None:
+def git_state(folder: Path = _CODE_FOLDER) -> dict[str, Any] | None:
     """Commit of the code and whether tracked files differ from it; None without git or outside a repository."""
     commit = _git(folder, "rev-parse", "HEAD")
     changes = _git(folder, "status", "--porcelain", "--untracked-files=no")

@@ -46,7 +46,7 @@ from tools.parity.recompute import (
     row_of,
     terms_of,
 )
-from tools.parity.rounding import GRADIENT, Kind, sums_of
+from tools.parity.rounding import GRADIENT, Kind, further_off, sums_of
 from tools.parity.slices import Slices
 from training.engine.tensor_slices import joined_in
 
@@ -193,6 +193,13 @@ class Backward:
         if small is not call:  # its parameters' gradients are sums over all rows
             run = {_INPUT: small.made[0]} if 0 in small.made else {}
         computed = [self._again(small, dtype) for dtype in COMPUTED_IN]
+        if kind == "linear" and self._plan.has_halves(call.name):
+            planned, exact = computed[0], computed[-1]
+            u = self._plan.roundoff_of_gradient(call.name, leaves_of(small.output)[0])
+            known = [part for part in run if part in planned and part in exact]
+            if any(further_off(run[part], planned[part], exact[part], u) for part in known):
+                with self._plan.in_halves(call.name):
+                    computed[0] = self._again(small, None)
         first = leaves_of(small.output)[0]
         tokens = first.numel() // first.shape[-1]
         sums = {f"{GRADIENT}{key}": walk for key, walk in walks(self._plan.modules[call.name], call).items()}
@@ -344,8 +351,10 @@ class Backward:
             walk = (walks or {}).get(part, Walk(0.0, False))
             sizes: dict[str, Any] = {"walk": walk.squares * walk.in_plan, "walk_fp32": walk.squares, "floor": floor}
             sizes["moved"] = (moved or {}).get(part, 0.0)
-            sums = sums_of(values, plan, fp32, exact, width=width, own=(own or {}).get(part), **sizes)
-            rows += row_of(name, part, kind, self._plan.roundoff_of_gradient(name, plan), terms, sums)
+            roundoff = self._plan.roundoff_of_gradient(name, plan)
+            own_values = (own or {}).get(part)
+            sums = sums_of(values, plan, fp32, exact, roundoff=roundoff, width=width, own=own_values, **sizes)
+            rows += row_of(name, part, kind, roundoff, terms, sums)
         return rows
 
 

@@ -23,6 +23,7 @@ import dataclasses
 import json
 import math
 import shlex
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -63,11 +64,14 @@ def gate(chosen: Plan, log: Log = print, *, references: References | None = None
     references: finished runs to share. keep: leave the checkpoints of the first half-precision run.
     """
     bounds = chosen.resolved.config.parity
+    if (chosen.folder / "parity.json").exists():  # judged before: whatever is made now is made anew
+        shutil.rmtree(chosen.folder / "runs", ignore_errors=True)
+        (chosen.folder / "parity.json").unlink()
     references = references or train_references(chosen, log)
     twins, controls = references.twins, references.controls
     candidates = [train_candidate(chosen, seed, log) for seed in seeds(chosen)]
     log(f"single steps after steps {', '.join(map(str, chosen.points))}")
-    walks = walk_steps(chosen, candidates[0], keep=keep)
+    walks = walk_steps(chosen, candidates[0], log, keep=keep)
     half, fp32 = [trajectory(run) for run in candidates], [trajectory(run) for run in twins]
     nudged, whole = [trajectory(run) for run in controls], fp32[0]
     for index, (seed, run) in enumerate(zip(seeds(chosen), half, strict=True)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,13 +17,24 @@ from config.deepspeed.document import write_in_fp32
 from config.errors import UserError
 from config.launcher import as_launched
 from config.resolved import Resolved
-from launch.job import TRAIN, default_processes, error_line_of, launch, shorten, with_steps
+from launch.job import (
+    TRAIN,
+    default_processes,
+    error_line_of,
+    first_line,
+    job_command,
+    launch,
+    shorten,
+    with_steps,
+)
 from tools.parity.energy import joules, used
 from tools.parity.judge_runs import Settling, Trajectory, control_factor, settling_of
-from tools.parity.judge_steps import Walk
-from tracking.jsonl import read_events, surviving
+from tools.parity.judge_steps import COMPARED, Walk
+from tracking.console import duration
+from tracking.environment import git_state
+from tracking.jsonl import Follower, read_events, surviving
 from tracking.run_dir import RunDir
-from tracking.summary import Summary, summarise
+from tracking.summary import Summary, read_inputs, summarise
 
 TWIN = "fp32-"
 """Prefix of the names of the FP32 runs."""
@@ -152,10 +164,7 @@ def train_candidate(chosen: Plan, seed: int, log: Log) -> Run:
 
 def _train(chosen: Plan, name: str, seed: int, overrides: Sequence[str], log: Log) -> Run:
     folder = RunDir(chosen.folder / "runs" / name)
-    if folder.path.exists():
-        shutil.rmtree(folder.path)  # of an earlier parity run with the same report folder
     config = chosen.resolved.config
-    log(f"{name}: {config.run.steps} steps on {chosen.processes} processes")
     program = [
         *TRAIN,
         *chosen.arguments,
@@ -164,27 +173,72 @@ def _train(chosen: Plan, name: str, seed: int, overrides: Sequence[str], log: Lo
         *("tracking.wandb=disabled", "telemetry.every_steps=0", "generate.tokens=0"),
         *overrides,
     ]
-    before, output = joules(), _log(chosen, name)
-    launch(program, processes=chosen.processes, log=output, launcher=chosen.launcher)
-    energy = used(before, joules())
+    output, energy = _log(chosen, name), None
+    command = job_command(program, processes=chosen.processes, launcher=chosen.launcher)
+    if _is_kept(folder, command, output):
+        log(f"{name}: kept from an earlier start, which was ended before it had judged")
+    else:
+        if folder.path.exists():
+            shutil.rmtree(folder.path)
+        log(f"{name}: {config.run.steps} steps on {chosen.processes} processes")
+        report, before = _progress(name, folder.events, config.run.steps, log), joules()
+        launch(program, processes=chosen.processes, log=output, launcher=chosen.launcher, report=report)
+        energy = used(before, joules())
     events = read_events(folder.events) if folder.events.exists() else ()
     end: dict[str, Any] = next((event for event in reversed([*events]) if event["event"] == "run_end"), {})
     finished = end.get("exit_code") == 0
     return Run(folder, finished, "" if finished else end.get("reason") or error_line_of(output), energy)
 
 
-def walk_steps(chosen: Plan, run: Run, *, keep: bool = False) -> list[Walk]:
+def _is_kept(folder: RunDir, command: Sequence[str], log: Path) -> bool:
+    """Whether the run is there, finished, with all checkpoints, of this command and of this commit of the code."""
+    git = git_state()
+    if not (folder.events.exists() and log.exists()) or (git is not None and git["dirty"]):
+        return False
+    with log.open(encoding="utf-8", errors="replace") as file:
+        same = file.readline() == first_line(command)
+    ends = [event for event in read_events(folder.events) if event["event"] in ("run_end", "checkpoint")]
+    there = all(Path(folder.checkpoints / f"step-{event['step']}").exists() for event in ends[:-1])
+    finished = bool(ends) and ends[-1].get("exit_code") == 0
+    return same and finished and there and read_inputs(folder)[2].get("git") == git
+
+
+def _progress(name: str, events: Path, steps: int, log: Log) -> Callable[[], object]:
+    """A function that logs how far a run is and about how long it will take, once it has taken a step."""
+    follower, began, at = Follower(events), time.monotonic(), 0
+
+    def report() -> None:
+        nonlocal at
+        at = max([at, *(event["step"] for event in follower.events("step"))])
+        if at:
+            left = (time.monotonic() - began) / at * (steps - at)
+            log(f"{name}: step {at} of {steps}, about {duration(left)} left")
+
+    return report
+
+
+def walk_steps(chosen: Plan, run: Run, log: Log, *, keep: bool = False) -> list[Walk]:
     """Single steps of the finished run, measured by a job of as many processes.
 
     keep: leave the run's checkpoints, which are deleted otherwise.
     """
-    out, log = chosen.folder / "steps.json", _log(chosen, "step-parity")
+    out, output = chosen.folder / "steps.json", _log(chosen, "step-parity")
     out.unlink(missing_ok=True)
-    points = ",".join(map(str, chosen.points))
+    points, began = ",".join(map(str, chosen.points)), time.monotonic()
     program = ["-m", "tools.parity.steps", str(run.folder.path), "--out", str(out), "--points", points]
-    launch([*program, "--walk", str(WALK)], processes=chosen.processes, log=log, launcher=chosen.launcher)
+
+    def report() -> None:
+        done = output.read_text(encoding="utf-8", errors="replace").count(COMPARED)
+        if done:
+            every = (time.monotonic() - began) / done
+            left = duration(every * (WALK * len(chosen.points) - done))
+            log(f"single steps: {done} of {WALK * len(chosen.points)} compared, about {left} left")
+
+    program += ["--walk", str(WALK)]
+    launch(program, processes=chosen.processes, log=output, launcher=chosen.launcher, report=report)
     if not out.exists():
-        raise UserError(f"single steps could not be compared: {error_line_of(log)}; see {log}")
+        again = "the trained runs are kept for the next start"
+        raise UserError(f"single steps could not be compared: {error_line_of(output)}; see {output}; {again}")
     walks = walks_of(json.loads(out.read_text(encoding="utf-8")), run)
     out.unlink()
     if not keep:

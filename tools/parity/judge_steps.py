@@ -19,6 +19,8 @@ from precision.statistics import NEGLIGIBLE
 from precision.tolerance import relative
 from tools.parity.rounding import findings, pooled, resolutions
 
+COMPARED = "step compared:"
+"""Beginning of the line that `tools.parity.steps` prints of each step that it has compared."""
 MOST_NAMED = 8
 """Modules that a check names."""
 SAME_LOSS = 1e-5
@@ -40,7 +42,7 @@ still less than the error of a gradient that is lost, which is 1."""
 
 IN_A_STEP = (
     *("weight_drift", "fp8_products", "module_error", "accumulation_error", "weighting_error", "gradient_error"),
-    *("gradient_cosine", "sign_agreement", "grad_norm_error", "update_error", "update_rounding"),
+    *("gradient_excess", "gradient_cosine", "sign_agreement", "grad_norm_error", "update_error", "update_rounding"),
 )
 """The checks of single steps, in the order in which a step computes what they judge."""
 _Values = Callable[[Mapping[str, Any]], Iterable[tuple[str, float]]]
@@ -96,6 +98,7 @@ def judge_steps(walks: Sequence[Walk], bounds: ParitySection) -> list[Check]:
         _over(attempted, "loss_error", bounds.loss_error, _of_loss("loss_error"), floor=0.0),
         _over(attempted, "evaluation_error", SAME_LOSS, _of_loss("evaluation_error"), floor=0.0),
         _over(taken, "gradient_error", bounds.gradient_error, gradient_errors, note=_gradient_note(taken)),
+        _over(taken, "gradient_excess", bounds.gradient_excess, _excess, floor=0.0),
         _over(taken, "gradient_cosine", bounds.gradient_cosine, _gradients("cosine"), at_least=True),
         _over(taken, "sign_agreement", bounds.sign_agreement, _gradients("sign_agreement"), at_least=True),
         _over(taken, "update_error", bounds.update_error, _figures("update_error")),
@@ -283,13 +286,9 @@ def _gradients(what: str) -> _Values:
     """Worst agreement of a module's gradients, for those that are more than noise and than rounding in their dtype."""
 
     def values(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
-        norms = {name: float(norm) for name, norm in step["reference_norms"].items()}
-        floor = NEGLIGIBLE * max(norms.values(), default=0.0)
-        planned, plain = step.get("planned", {}), step.get("plain", {})
+        planned, plain, found = step.get("planned", {}), step.get("plain", {}), step["parameters"]
         agreement = {
-            name: _agreement(what, found, planned.get(name), plain.get(name))
-            for name, found in step["parameters"].items()
-            if norms[name] > floor
+            name: _agreement(what, found[name], planned.get(name), plain.get(name)) for name in _more_than_noise(step)
         }
         return _by_module(agreement, worst=max if what == "relative_error" else min).items()
 
@@ -300,24 +299,36 @@ gradient_errors = _gradients("relative_error")
 """The worst relative error of each module's gradients in a step, for those that are more than noise."""
 
 
-def beyond_bounds(
-    agreement: Mapping[str, Mapping[str, Any]], norms: Mapping[str, float], bounds: ParitySection
-) -> list[str]:
-    """Parameters, by name, whose gradient is more than noise and disagrees with FP32's by more than `bounds`.
-
-    agreement: as of `compare_gradients`. norms: of FP32's gradients.
-    """
-    floor = NEGLIGIBLE * max(norms.values(), default=0.0)
+def beyond_bounds(step: Mapping[str, Any], bounds: ParitySection) -> list[str]:
+    """Parameters, by name, whose gradient is more than noise and disagrees with FP32's by more than `bounds`."""
+    found = {name: step["parameters"][name] for name in _more_than_noise(step)}
     return [
         name
-        for name, found in agreement.items()
-        if norms[name] > floor
-        and not (
-            found["relative_error"] <= bounds.gradient_error
-            and found["cosine"] >= bounds.gradient_cosine
-            and found["sign_agreement"] >= bounds.sign_agreement
+        for name, agreement in found.items()
+        if not (
+            agreement["relative_error"] <= bounds.gradient_error
+            and agreement["cosine"] >= bounds.gradient_cosine
+            and agreement["sign_agreement"] >= bounds.sign_agreement
         )
     ]
+
+
+def _excess(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+    """Each module's gradient error, less one rounding, in units of plain torch's in the run's dtype."""
+    found = {}
+    for name in _more_than_noise(step):
+        plain = step.get("plain_error", {}).get(name)
+        if plain is not None and float(plain) <= PLAIN_MOST:
+            error = float(step["parameters"][name]["relative_error"]) - step["roundoff"]
+            found[name] = error if math.isnan(error) else relative(max(0.0, error), float(plain))
+    return _by_module(found).items()
+
+
+def _more_than_noise(step: Mapping[str, Any]) -> list[str]:
+    """Parameters, by name, whose gradient is not negligible beside the largest."""
+    norms = {name: float(norm) for name, norm in step["reference_norms"].items()}
+    floor = NEGLIGIBLE * max(norms.values(), default=0.0)
+    return [name for name in step["parameters"] if norms[name] > floor]
 
 
 def _is_plain(what: str, found: Mapping[str, Any], plain: Mapping[str, Any]) -> bool:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from contextvars import Context
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -206,6 +206,7 @@ class Plan:
         """cuts: how the run's ranks share parameters, by name. given: by module along which dimension
         each has a slice of what it gets, and how large all are."""
         self._cuts, self._given = cuts or {}, given if given is not None else {}
+        self._halves: str | None = None
         self.modules = dict(reference.named_modules())
         self._kinds = find_regions(reference)
         self._compute, self._regions = compute, regions
@@ -214,6 +215,19 @@ class Plan:
         head = find_head()
         self.head = next((name for name, module in self.modules.items() if module is head), None)
         """Name of the output embedding; None where there is none."""
+
+    @contextmanager
+    def in_halves(self, name: str) -> Iterator[None]:
+        """Context in which a linear layer adds up halves, each rounded to the plan's dtype, as sound kernels may."""
+        self._halves = name
+        try:
+            yield
+        finally:
+            self._halves = None
+
+    def has_halves(self, name: str) -> bool:
+        """Whether a module is a linear layer that `in_halves` changes."""
+        return isinstance(self.modules[name], torch.nn.Linear)
 
     @property
     def computes_in_fp32(self) -> bool:
@@ -314,6 +328,8 @@ class Plan:
 
     def _by_ranks(self, name: str, module: Any, own: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A module's result, composed as the ranks that have slices of it compute it."""
+        if name == self._halves:
+            return _by_halves(own, args[0] if args else kwargs["input"])
         how = self._cuts.get(f"{name}.weight")
         if how is not None:
             return _by_slices(how, own, args[0] if args else kwargs["input"])
@@ -336,6 +352,19 @@ def _by_slices(how: Cut, own: Any, given: torch.Tensor) -> torch.Tensor:
     parts = zip(given.split(how.sizes, -1), weights, strict=True)
     output = sum(functional.linear(values, weight) for values, weight in parts)
     assert isinstance(output, torch.Tensor)
+    return output if bias is None else output + bias
+
+
+def _by_halves(own: Any, given: torch.Tensor) -> torch.Tensor:
+    """A linear layer whose sums are of two halves: over inputs, over outputs in the backward pass, and over rows."""
+    bias, found = own.get("bias"), []
+    for rows in given.reshape(-1, given.shape[-1]).chunk(2):
+        columns = []
+        for weight in own["weight"].chunk(2):
+            parts = zip(rows.chunk(2, -1), weight.chunk(2, -1), strict=True)
+            columns.append(sum(functional.linear(values, part) for values, part in parts))
+        found.append(torch.cat(columns, -1))
+    output = torch.cat(found).unflatten(0, given.shape[:-1])
     return output if bias is None else output + bias
 
 

@@ -8,7 +8,7 @@ activation checkpointing).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -65,10 +65,14 @@ class Reference:
         restore_generators(before, world.device)
 
     @torch.no_grad()
-    def load(self, masters: Mapping[str, torch.Tensor]) -> None:
-        """Set the weights that are trained. masters: by the name in `named_parameters`, unpartitioned."""
-        for name, master in masters.items():
-            self.model.get_parameter(name).copy_(master)
+    def load(self, masters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Set the weights that are trained. masters: each with its name in `named_parameters`, unpartitioned."""
+        for name, master in masters:
+            self.weight(name).copy_(master)
+
+    def weight(self, name: str) -> torch.Tensor:
+        """The FP32 weight of that name."""
+        return self.model.get_parameter(name).detach()
 
     def loss_and_gradients(self, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
         """Mean loss over the global batch in nats, and its gradients by name, FP32. A collective."""
@@ -76,7 +80,7 @@ class Reference:
         found = {}
         for name, parameter in self._trained():
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            found[name] = self._world.sum(gradient.detach())
+            found[name], parameter.grad = self._world.sum(gradient.detach()), None  # the caller's alone, to free
         return loss, found
 
     def gradients_in(self, dtype: torch.dtype, batch: Batch, *, loss_scale: float) -> dict[str, torch.Tensor]:

@@ -34,6 +34,7 @@ _WORDS = {
     "loss_error": "reported loss against the mean over all labels",
     "evaluation_error": "loss of a batch that is evaluated twice",
     "gradient_error": "weight gradients, relative error",
+    "gradient_excess": "weight gradients, error in units of plain torch's in this dtype",
     "gradient_cosine": "weight gradients, cosine",
     "sign_agreement": "weight gradients, equal signs",
     "update_error": "update against FP64 on its own gradient",

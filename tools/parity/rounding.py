@@ -10,6 +10,12 @@ With r the error of one of them, x the exact values, and their rows being tokens
 - *coherence*: the sum of squares of <r, x> by row over what it is when the errors within a row are independent, 1. A
   statistic of the row that was rounded, such as a norm's variance or a softmax's sum, moves its values together.
 
+In a pretrained model one token can hold nearly all of a tensor's energy (Sun et al. 2024, "Massive activations in large
+language models"), and its few roundings, which have no scatter to be judged by, would be the tensor's bias and size. So
+where the run is held against the plan's dtype, r and x are first divided by the error that is expected of each value,
+e^2 = (u x)^2 + m^2, m the root mean square of the plan's errors in its row (`_expected`): weighted least squares, in
+which a value counts by how well it is known and none of them by more than 1 / u^2.
+
 Verdicts are without a size below which an error is forgiven:
 
 1. *Against the plan's dtype.* The run may have no larger E and no larger coherence than plain torch in the plan's
@@ -55,7 +61,7 @@ import torch
 
 from precision.tolerance import CONFIDENCE, unit_roundoff
 
-Who = Literal["run", "plan", "fp32"]
+Who = Literal["run", "plan"]
 Kind = Literal["linear", "norm", "attention", "embedding", "rotary", "activation", "functional", "composite", "loss"]
 
 ROUNDINGS: dict[str, int] = {
@@ -86,18 +92,22 @@ ONE_ROUNDING = 3**-0.5
 GRADIENT = "gradient of "
 """Prefix of the parts of the backward pass."""
 FIELDS = (
-    *("rows", "values", "xx", "x4"),
-    *(f"{who}_{what}" for who in ("run", "plan", "fp32") for what in ("rr", "rx2", "rx", "rx_rx", "rx_xx")),
+    *("rows", "values", "xx", "run_rr", "plan_rr", "fp32_rr"),
+    *("weighted_xx", "weighted_x4"),
+    *(f"{who}_{what}" for who in ("run", "plan") for what in ("weighted_rr", "rx2", "rx", "rx_rx", "rx_xx")),
     "run_plan",
     *("walk", "walk_fp32", "floor", "moved"),
     *("own_rr", "own_xx"),
 )
-"""The sums of a part. By row i: a = <r, x>, q = <x, x>. xx: of q; x4: of q^2; rr: of r^2; rx2: of r^2 x^2 by value;
-rx: of a; rx_rx: of a^2; rx_xx: of a q; run_plan: of the products of both a. walk: of the squares of all partial sums
+"""The sums of a part. xx: of x^2; rr: of r^2. The next ones are of values divided by their expected error; by row i:
+a = <r, x>, q = <x, x>. weighted_xx: of q; weighted_x4: of q^2; weighted_rr: of r^2; rx2: of r^2 x^2 by value; rx: of a;
+rx_rx: of a^2; rx_xx: of a q; run_plan: of the products of both a. walk: of the squares of all partial sums
 that are rounded to the plan's dtype on the way to a value; walk_fp32: of those that FP32 rounds; floor: of
 the squares of what the rounding of a subnormal number may be off by; moved: of what the exact values change by where
 each number that they are made of is off by FP32's u, 0 where that was not asked. own_rr, own_xx: rr of the run's own
 code in FP32, and xx of what it was computed for."""
+FEWEST_VALUES = 16
+"""Values of a row from whose errors alone their root mean square is taken; of shorter rows it is that of the tensor."""
 _MASKED = 1e30
 """Values from here on stand for minus infinity in an attention mask."""
 
@@ -108,6 +118,7 @@ def sums_of(
     fp32: torch.Tensor,
     exact: torch.Tensor,
     *,
+    roundoff: float,
     width: int = 0,
     walk: float = 0.0,
     walk_fp32: float = 0.0,
@@ -117,29 +128,59 @@ def sums_of(
 ) -> list[float]:
     """FIELDS of one tensor, computed four times. All of the same shape.
 
-    width: values that share a statistic, whose errors may go together; 0, or no divisor of it: the last dimension.
-    walk, walk_fp32, floor, moved: as in FIELDS. own: what the run's own code makes in FP32; None where that is unknown.
+    roundoff: u of the dtype that the plan says. width: values that share a statistic, whose errors may go together; 0,
+    or no divisor of it: the last dimension. walk, walk_fp32, floor, moved: as in FIELDS. own: what the run's own code
+    makes in FP32; None where that is unknown.
     """
     last = exact.shape[-1] if exact.dim() else 1
     width = width if width and last % width == 0 else last
     x = exact.double().reshape(-1, width)
     judged = x.abs() < _MASKED
     x = torch.where(judged, x, 0.0)
-    square = x * x
+
+    def error(values: torch.Tensor) -> torch.Tensor:
+        return torch.where(judged, values.double().reshape(-1, width) - x, 0.0)
+
+    off, in_fp32 = [error(run), error(plan)], [0.0, 0.0]
+    if own is not None:
+        in_fp32 = [float(error(own).square().sum()), float(x.square().sum())]
+    found = [(x != 0).any(1).sum(), judged.sum(), x.square().sum(), *(r.square().sum() for r in (*off, error(fp32)))]
+    known = 1 / _expected(x, off[1], roundoff, floor / max(1, x.numel()))
+    weighted, along = x * known, []
+    square = weighted.square()
     q = square.sum(1)
-    found = [(q > 0).sum(), judged.sum(), q.sum(), q @ q]
-    along = []
-    for values in (run, plan, fp32):
-        r = torch.where(judged, values.double().reshape(-1, width) - x, 0.0)
-        a = (r * x).sum(1)
+    found += [q.sum(), q @ q]
+    for r in (r * known for r in off):
+        a = (r * weighted).sum(1)
         along.append(a)
         found += [r.square().sum(), (r.square() * square).sum(), a.sum(), a @ a, a @ q]
     found.append(along[0] @ along[1])
-    sums = [*torch.stack([item.double() for item in found]).tolist(), walk, walk_fp32, floor, moved]
-    if own is None:
-        return [*sums, 0.0, 0.0]
-    off = torch.where(judged, own.double().reshape(-1, width) - x, 0.0).square().sum()
-    return [*sums, float(off), float(q.sum())]
+    return [*torch.stack([item.double() for item in found]).tolist(), walk, walk_fp32, floor, moved, *in_fp32]
+
+
+def further_off(run: torch.Tensor, plan: torch.Tensor, exact: torch.Tensor, roundoff: float) -> bool:
+    """Whether the run's error of a tensor is larger than the plan's by more than `OTHER_KERNEL`.
+
+    Not where the run made something else, as a head that returns the loss.
+    """
+    if run.shape != exact.shape:
+        return False
+    x = exact.double().reshape(-1, exact.shape[-1] if exact.dim() else 1)
+    mine, planned = (values.double().reshape(x.shape) - x for values in (run, plan))
+    expected = _expected(x, planned, roundoff, 0.0)
+    return bool((mine / expected).norm() > (1 + OTHER_KERNEL) * (planned / expected).norm())
+
+
+def _expected(x: torch.Tensor, off: torch.Tensor, roundoff: float, floor: float) -> torch.Tensor:
+    """The expected error of each value of x, (rows, width) float64, none of them 0; off: the plan's errors of them.
+
+    floor: the mean square of what the rounding of a subnormal number may be off by.
+    """
+    square = off.square()
+    mean = square.mean(1, keepdim=True) if x.shape[1] >= FEWEST_VALUES else square.mean()
+    expected = (roundoff * x).square() + mean + floor
+    least = roundoff**2 * x.square().mean()  # of values that are 0 as are the plan's errors in their row
+    return torch.where(expected > 0, expected, torch.where(least > 0, least, 1.0)).sqrt()
 
 
 @dataclass(frozen=True)
@@ -173,7 +214,7 @@ class Figures:
     """Error figures of one computation of a part."""
 
     size: float
-    """E, relative."""
+    """E of the values divided by their expected errors, relative."""
     bias: float
     coherence: float
     """nan where there is no error."""
@@ -194,14 +235,20 @@ def summed(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
+def size_of(part: Part, who: Literal["run", "plan", "fp32"]) -> float:
+    """E of one of the computations, relative."""
+    rr, xx = part.sums[f"{who}_rr"], part.sums["xx"]
+    return math.sqrt(rr / xx) if xx else math.inf if rr else 0.0
+
+
 def figures(part: Part, who: Who) -> Figures:
-    """Size, bias and coherence of one of the computations."""
+    """Weighted size, bias and coherence of one of the computations."""
     sums = part.sums
-    if not sums["xx"]:
+    if not sums["weighted_xx"]:
         return Figures(math.inf if sums[f"{who}_rr"] else 0.0, 0.0, math.nan)
-    size = math.sqrt(sums[f"{who}_rr"] / sums["xx"])
-    bias = sums[f"{who}_rx"] / sums["xx"]
+    bias = sums[f"{who}_rx"] / sums["weighted_xx"]
     apart, alone = _scatter(sums, who, bias), sums[f"{who}_rx2"]
+    size = math.sqrt(sums[f"{who}_weighted_rr"] / sums["weighted_xx"])
     return Figures(size, bias, apart / alone if alone else math.nan)
 
 
@@ -244,7 +291,7 @@ def largest_in_plan(part: Part) -> float:
 
     The square of the sum's: that of all its partial sums that are rounded, relative to that of the values.
     """
-    condition = max(1.0, _in_roundings(figures(part, "fp32")))
+    condition = max(1.0, size_of(part, "fp32") / unit_roundoff(torch.float32))
     return CONFIDENCE * math.sqrt(ROUNDINGS[part.kind] * condition**2 + _walk(part, "walk"))
 
 
@@ -253,12 +300,9 @@ def _walk(part: Part, which: str) -> float:
     return part.sums[which] / part.sums["xx"] if part.sums["xx"] else 0.0
 
 
-def _in_roundings(fp32: Figures) -> float:
-    return fp32.size / unit_roundoff(torch.float32)
-
-
 def _unexplained(part: Part) -> list[Finding]:
-    run, plan, fp32 = figures(part, "run"), figures(part, "plan"), figures(part, "fp32")
+    run, plan = figures(part, "run"), figures(part, "plan")
+    in_plan, in_fp32 = size_of(part, "plan"), size_of(part, "fp32")
     if not all(math.isfinite(value) for value in part.sums.values()):
         return [Finding(part.module, part.part, "its values are not finite where FP64's are", math.inf)]
     found = []
@@ -279,21 +323,21 @@ def _unexplained(part: Part) -> list[Finding]:
     if run.coherence > chance**2 * usual and run.size > plan.size:
         why = f"errors of a row go together, {run.coherence:.1f} times as in the plan's dtype ({usual:.1f})"
         name(why, run.coherence / (chance**2 * usual))
-    in_plan, in_fp32 = plan.size / roundoff_of(part), _in_roundings(fp32)
-    condition = max(1.0, in_plan) ** 2 + _walk(part, "moved") / unit_roundoff(torch.float32) ** 2
+    u = unit_roundoff(torch.float32)
+    condition = max(1.0, in_plan / roundoff_of(part)) ** 2 + _walk(part, "moved") / u**2
     roundings = (part.terms + ROUNDINGS[part.kind]) * condition
-    largest = CONFIDENCE * math.sqrt(roundings + _walk(part, "walk_fp32"))
+    largest = CONFIDENCE * u * math.sqrt(roundings + _walk(part, "walk_fp32"))
     if in_fp32 > largest:
-        why = f"in FP32 its error is {fp32.size:.2e}, {in_fp32:.0f} roundings; it does not shrink with the precision"
+        why = f"in FP32 its error is {in_fp32:.2e}, {in_fp32 / u:.0f} roundings; it does not shrink with the precision"
         name(why, in_fp32 / largest)
     size = math.sqrt(part.sums["own_rr"] / part.sums["own_xx"]) if part.sums["own_xx"] else 0.0
-    if size > max(largest * unit_roundoff(torch.float32), (1 + OTHER_KERNEL) * fp32.size):
+    if size > max(largest, (1 + OTHER_KERNEL) * in_fp32):
         why = f"the run's own code is {size:.2e} off in FP32, too; it does not shrink with the precision"
-        name(why, size / (largest * unit_roundoff(torch.float32)))
-    largest = largest_in_plan(part)
-    if in_plan > largest:
-        why = f"the module's own code is {plan.size:.2e} off in the plan's dtype, {in_plan:.0f} roundings"
-        name(why, in_plan / largest)
+        name(why, size / largest)
+    largest, roundings = largest_in_plan(part), in_plan / roundoff_of(part)
+    if roundings > largest:
+        why = f"the module's own code is {in_plan:.2e} off in the plan's dtype, {roundings:.0f} roundings"
+        name(why, roundings / largest)
     return found
 
 
@@ -307,25 +351,27 @@ def _beyond_chance(part: Part, run: Figures, plan: Figures) -> float:
     # of the difference of both, whose sums follow from theirs
     between = sums["run_rx_rx"] + sums["plan_rx_rx"] - 2 * sums["run_plan"]
     crossed = sums["run_rx_xx"] - sums["plan_rx_xx"]
-    apart = max(0.0, between - 2 * bias * crossed + bias**2 * sums["x4"])
-    error = max(math.sqrt(apart) / sums["xx"], _least_error(part))
+    apart = max(0.0, between - 2 * bias * crossed + bias**2 * sums["weighted_x4"])
+    error = max(math.sqrt(apart) / sums["weighted_xx"], _least_error(part))
     return min(from_none, abs(bias) / (SURE * error))
 
 
 def _standard_error(part: Part, who: Who) -> float:
     """Standard error of a bias over rows, taken as independent; at least that of one rounding per value."""
-    size = part.sums["xx"]
+    size = part.sums["weighted_xx"]
     apart = _scatter(part.sums, who, part.sums[f"{who}_rx"] / size) if size else 0.0
     return max(math.sqrt(apart) / size if size else 0.0, _least_error(part))
 
 
 def _scatter(sums: Mapping[str, float], who: Who, bias: float) -> float:
     """Sum over rows of (a - bias q)^2."""
-    return max(0.0, sums[f"{who}_rx_rx"] - 2 * bias * sums[f"{who}_rx_xx"] + bias**2 * sums["x4"])
+    return max(0.0, sums[f"{who}_rx_rx"] - 2 * bias * sums[f"{who}_rx_xx"] + bias**2 * sums["weighted_x4"])
 
 
 def _least_error(part: Part) -> float:
-    return ONE_ROUNDING * roundoff_of(part) / math.sqrt(max(1.0, part.sums["values"]))
+    """That of values which are each off by no more than is expected of one rounding."""
+    size = part.sums["weighted_xx"]
+    return ONE_ROUNDING / math.sqrt(size) if size else math.inf
 
 
 def _chance(part: Part) -> float:

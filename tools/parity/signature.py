@@ -48,7 +48,7 @@ from tools.parity.recompute import (
     row_of,
     terms_of,
 )
-from tools.parity.rounding import summed, sums_of
+from tools.parity.rounding import further_off, summed, sums_of
 from tools.parity.slices import Slices, cuts_of
 from training.distributed import World
 
@@ -158,6 +158,11 @@ class Signatures:
             else:  # a module whose inputs cannot be converted is left out, by name
                 self._not_measured[call.name] = one_line(error, 200)
             return
+        if kind == "linear" and self._plan.has_halves(call.name):
+            planned, exact = (found["output"] for found in (computed_as[0], computed_as[-1]))
+            if further_off(call.output, planned, exact, self._plan.roundoff(call.name, planned)):
+                with self._plan.in_halves(call.name):
+                    computed_as[0] = again(self._plan, call, None)
         own = None if self._slices.group is not None else own_code(self._plan, self._candidate, call)
         terms = terms_of(kind, call)
         for part, found in parts_of(call).items():
@@ -170,7 +175,7 @@ class Signatures:
                     continue
                 mine = floats_of(own.get(part)) if own else []
                 in_fp32 = mine[index] if index < len(mine) and mine[index].shape == values[0].shape else None
-                sums = sums_of(*values, width=self._plan.width(call.name), own=in_fp32)
                 of_part = f"{part}, {index}" if index else part
                 roundoff = self._plan.roundoff(call.name, values[1])
+                sums = sums_of(*values, roundoff=roundoff, width=self._plan.width(call.name), own=in_fp32)
                 self._rows += row_of(call.name, of_part, kind, roundoff, terms, sums)

@@ -31,7 +31,6 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,10 +51,10 @@ from modeling.router_balance import router_balance
 from precision.dtypes import DTYPES
 from precision.sampling import distances
 from precision.statistics import compare_gradients, to_plain
-from precision.tolerance import relative
+from precision.tolerance import relative, unit_roundoff
 from tools.parity.fp8_linear import in_fp8
 from tools.parity.fp8_products import Fp8Products
-from tools.parity.judge_steps import Walk, beyond_bounds, blamed, first_divergence, judge_steps
+from tools.parity.judge_steps import COMPARED, Walk, beyond_bounds, blamed, first_divergence, judge_steps
 from tools.parity.oracle.optimizers import decay_and_factor
 from tools.parity.outputs import OutputErrors
 from tools.parity.reference import Reference, clip_coefficient, tokens_by_expert
@@ -86,21 +85,13 @@ MAX_SKIPS = 12
 """Skipped steps after which a point is abandoned: a loss scale that starts at 65536 needs fewer to settle."""
 
 
-@dataclass(frozen=True)
-class Before:
-    """The state of the optimizer before a step, by parameter name."""
-
-    masters: dict[str, torch.Tensor]
-    states: dict[str, list[torch.Tensor]]
-    """The optimizer's states, in the order of its table's row; zeros before the first applied step."""
-
-
 class StepParity:
     """Measures steps of one engine. Every method is a collective."""
 
     def __init__(self, engine: Engine, reference: Reference, resolved: Resolved) -> None:
         self._engine, self._reference, self._resolved = engine, reference, resolved
         self._rules = decay_and_factor(reference.model, resolved.config.optimizer)
+        self.speaks = engine.world.is_main
         self.no_dropout = bool(dropouts(engine.model))
         """Compare without dropout: which values a kernel drops may depend on the dtype."""
 
@@ -116,9 +107,8 @@ class StepParity:
         """
         engine, reference = self._engine, self._reference
         drawn = generators(engine.world.device)
-        before = self._before()
-        reference.load(before.masters)
-        drift = self._drift(before)
+        reference.load((name, whole_master(engine, item)) for name, item in trainable_parameters(engine).items())
+        drift = self._drift()
         for model in (engine.model, reference.model):
             model.train(not self.no_dropout)
         compute, regions, world = DTYPES[engine.compute], engine.regions, engine.world
@@ -139,7 +129,10 @@ class StepParity:
         found = self._reduced_gradients()
         agreement = to_plain(compare_gradients(found.items(), gradients.items()))
         norms = to_plain({name: gradients[name].double().norm() for name in found})
-        plain = self._plain_agreement(batch, gradients, agreement, norms)
+        reference_norm = _norm(gradients)
+        plain = self._plain_agreement(batch, gradients)
+        beyond = beyond_bounds({"parameters": agreement, "reference_norms": norms}, self._resolved.config.parity)
+        del gradients  # FP32 of the whole model: at most four times that is held at once beside the engine
         if dropped and self.no_dropout:
             engine.discard_gradients()
             restore_generators(drawn, engine.world.device)
@@ -147,18 +140,21 @@ class StepParity:
             health = engine.health(engine.forward_backward(batch, step=batch.position + 1))
             found = self._reduced_gradients()
         lr = scheduled_rate(self._resolved.config, applied) if lr is None else lr
+        states = self._states()
         update = engine.step(health, lr, apply=apply)
         measured: dict[str, Any] = {
             "loss": compared.loss,
             "reference_loss": loss,
             "grad_norm": health.grad_norm,
-            "reference_grad_norm": _norm(gradients),
+            "reference_grad_norm": reference_norm,
             "own_grad_norm": _norm(found),
             "applied": update.applied,
             "loss_scale": update.loss_scale,
+            "roundoff": unit_roundoff(compute),
             "parameters": agreement,
             "planned": planned,
-            "plain": plain,
+            "plain": {name: plain[name] for name in beyond if name in plain},
+            "plain_error": {name: found["relative_error"] for name, found in plain.items()},
             "fp8_products": products.measured(),
             "reference_norms": norms,
             "drift": drift,
@@ -170,9 +166,9 @@ class StepParity:
         if dropped and self.no_dropout:
             measured["loss_with_dropout"] = health.loss
         if update.applied:
-            measured |= self._judge_update(before, found, health.grad_norm, lr=lr, step=applied + 1)
+            measured |= self._judge_update(states, found, health.grad_norm, lr=lr, step=applied + 1)
             if not math.isfinite(compared.grad_norm):  # FP16's scale was too large for the step without dropout alone
-                measured |= {"parameters": {}, "plain": {}}
+                measured |= {"parameters": {}, "plain": {}, "plain_error": {}}
         return measured
 
     def _reduced_gradients(self) -> dict[str, torch.Tensor]:
@@ -209,22 +205,17 @@ class StepParity:
             _, rounded = self._reference.loss_and_gradients(batch)
         return to_plain(compare_gradients(rounded.items(), gradients.items()))
 
-    def _plain_agreement(
-        self, batch: Batch, gradients: dict[str, torch.Tensor], agreement: Mapping[str, Any], norms: Mapping[str, float]
-    ) -> dict[str, Any]:
-        """Agreement of plain torch's gradients in the run's dtype with FP32's, for parameters whose own do not agree.
+    def _plain_agreement(self, batch: Batch, gradients: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """Agreement of plain torch's gradients in the run's dtype with FP32's, by parameter.
 
-        Where a gradient's terms cancel, rounding alone takes it beyond every bound. Empty, at no cost, where all are
-        within their bounds; in FP32, and where modules compute in several dtypes.
+        It is what the dtype leaves of them: where terms cancel, rounding alone takes a gradient beyond every bound.
+        Empty in FP32, and where modules compute in several dtypes.
         """
-        engine, bounds = self._engine, self._resolved.config.parity
+        engine = self._engine
         if engine.regions is not None or engine.compute == "fp32":
             return {}
-        names = engine.world.from_main(beyond_bounds(agreement, norms, bounds))
-        if not names:
-            return {}
         found = self._reference.gradients_in(DTYPES[engine.compute], batch, loss_scale=engine.loss_scale)
-        return to_plain(compare_gradients([(name, found[name]) for name in names], gradients.items()))
+        return to_plain(compare_gradients(found.items(), gradients.items()))
 
     def accumulation_errors(self, batch: Batch) -> dict[str, float]:
         """The error of adding up the gradients of a micro-batch and of an eighth of its loss, by parameter.
@@ -241,7 +232,8 @@ class StepParity:
         first, second, both = (self._summed(batch, each) for each in weights)
         if not all(bool(gradient.isfinite().all()) for gradient in both.values()):
             return {}
-        found = {name: _distance(both[name], gradient + second[name]) for name, gradient in first.items()}
+        found = {name: _distance(both[name], gradient, second[name]) for name, gradient in first.items()}
+        del second, both
         if max(found.values(), default=0.0) > self._resolved.config.parity.accumulation_error:
             found = _beyond_noise(found, first, self._summed(batch, (1.0, 0.0)))
         return found
@@ -273,7 +265,7 @@ class StepParity:
         return {"weighting_error": found, "loss_error": off}
 
     def _put_together(self, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
-        """The mean loss over everything that counts in the global batch, and its gradients by parameter name, FP64."""
+        """The mean loss over everything that counts in the global batch, and its gradients by parameter name, FP32."""
         engine, world = self._engine, self._engine.world
         copies = world.world_size / world.zero_ranks  # ranks that share matrices have the same samples
         total = world.sum(world.numbers([float(batch.counted.sum())]))[0].clamp_(min=1.0) / copies
@@ -309,31 +301,36 @@ class StepParity:
         return self._taken_gradients()
 
     def _taken_gradients(self) -> dict[str, torch.Tensor]:
-        """The reduced gradients by parameter name, FP64, which the engine then discards."""
-        engine = self._engine
-        found = {name: gradient.double() for name, gradient in self._reduced_gradients().items()}
+        """The reduced gradients by parameter name, FP32, which the engine then discards."""
+        engine, found = self._engine, self._reduced_gradients()
         engine.gradients.norm()
         engine.discard_gradients()
         return found
 
-    def _before(self) -> Before:
+    def _states(self) -> dict[str, list[torch.Tensor]]:
+        """The optimizer's states by parameter name, in the order of its table's row; zeros before the first update."""
         engine = self._engine
-        masters, states = {}, {}
-        for name, parameter in trainable_parameters(engine).items():
-            masters[name] = whole_master(engine, parameter)
-            states[name] = [whole_state(engine, parameter, key) for key in states_of(engine, parameter)]
-        return Before(masters, states)
+        return {
+            name: [whole_state(engine, parameter, key) for key in states_of(engine, parameter)]
+            for name, parameter in trainable_parameters(engine).items()
+        }
 
-    def _drift(self, before: Before) -> dict[str, float]:
+    def _drift(self) -> dict[str, float]:
         if self._engine.stage == 0:
             return {}  # the weights are the masters
         found = {}
         for name, parameter in trainable_parameters(self._engine).items():
-            found[name] = distances(before.masters[name], whole_weight(self._engine, parameter))[0]
+            found[name] = distances(self._reference.weight(name), whole_weight(self._engine, parameter))[0]
         return to_plain(found)
 
     def _judge_update(
-        self, before: Before, gradients: dict[str, torch.Tensor], norm: float, *, lr: float, step: int
+        self,
+        states: dict[str, list[torch.Tensor]],
+        gradients: dict[str, torch.Tensor],
+        norm: float,
+        *,
+        lr: float,
+        step: int,
     ) -> dict[str, dict[str, float]]:
         """The distance of each parameter's update from what it should have been.
 
@@ -341,7 +338,8 @@ class StepParity:
         optimizer computes in 16 bits. update_rounding: the share of its values whose master or moments are further from
         FP64 than FP32's rounding explains. It is per value, so that a moment kept in fewer bits or a coefficient that
         is slightly wrong shows however small its effect on one update is; for torch's own AdamW, whose roundings are
-        counted (`adamw.after`). norm: what the engine clipped by; that it is the gradient's is judged for itself.
+        counted (`adamw.after`). states: those before it, as the reference's weights are the masters before it. norm:
+        what the engine clipped by; that it is the gradient's is judged for itself.
         """
         engine, section = self._engine, self._resolved.config.optimizer
         update, clipping = IMPLEMENTATIONS[section.name].update, section.gradient_clipping
@@ -354,9 +352,9 @@ class StepParity:
             group, gradient = engine.group_of[id(parameter)], gradients[name]
             decay, factor = self._rules[name]
             given = UpdateInputs(
-                before.masters[name],
+                self._reference.weight(name),
                 gradient * exact,
-                before.states[name],
+                states[name],
                 section=section,
                 weight_decay=decay,
                 lr=lr * factor,
@@ -368,9 +366,9 @@ class StepParity:
             off = max(0.0, float((master - given.master - expected).norm()) - explained)
             errors[name] = relative(off, float(expected.norm()))
             if engine.has_torch_adamw:
-                states = [whole_state(engine, parameter, key).double() for key in states_of(engine, parameter)]
+                now = [whole_state(engine, parameter, key).double() for key in states_of(engine, parameter)]
                 values, slack = after(dataclasses.replace(given, gradient=gradient.double() * reported))
-                rows = zip([master, *states], values, slack, strict=True)
+                rows = zip([master, *now], values, slack, strict=True)
                 within = torch.stack([(found - value).abs() <= least for found, value, least in rows])  # no nan is
                 beyond[name] = 1.0 - float(within.all(0).double().mean())
         return {"update_error": errors, "update_rounding": beyond}
@@ -394,6 +392,8 @@ def walk(steps: StepParity, batches: Batches, progress: Progress, *, length: int
         found = repeated | summed | weighted | steps.step(batch, applied=progress.applied + applied)
         applied += found["applied"]
         measured.append({"step": progress.step + len(measured) + 1, **found})
+        if steps.speaks:
+            print(f"{COMPARED} {measured[-1]['step']}", flush=True)
     return measured
 
 
@@ -456,9 +456,10 @@ def verdict(found: Sequence[Mapping[str, Any]], bounds: ParitySection) -> dict[s
     }
 
 
-def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """||found - expected|| / ||expected||."""
-    return relative(float((found - expected).norm()), float(expected.norm()))
+def _distance(found: torch.Tensor, *expected: torch.Tensor) -> float:
+    """||found - expected|| / ||expected||, in FP64; expected: what adds up to it."""
+    whole = torch.stack([part.double() for part in expected]).sum(0)
+    return relative(float((found.double() - whole).norm()), float(whole.norm()))
 
 
 def _beyond_noise(

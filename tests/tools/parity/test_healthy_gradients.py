@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.pytorch_utils import Conv1D
 
 from precision.tolerance import unit_roundoff
-from tools.parity.rounding import GRADIENT, Part, figures, findings, largest_in_plan, pooled, roundoff_of
+from tools.parity.rounding import GRADIENT, Part, findings, largest_in_plan, pooled, roundoff_of, size_of
 from tools.parity.signature import Signatures
 
 Make = Callable[[int], torch.nn.Module]
@@ -82,7 +82,7 @@ def parts_of(kind: str, dtype: torch.dtype, seed: int, *, most: int = 2048, wron
 
 def off(part: Part) -> float:
     """Its error in the plan's dtype over the largest that is explained."""
-    return figures(part, "plan").size / roundoff_of(part) / largest_in_plan(part)
+    return size_of(part, "plan") / roundoff_of(part) / largest_in_plan(part)
 
 
 def cases(count: int) -> Iterator[tuple[str, torch.dtype, int]]:
@@ -103,7 +103,7 @@ def test_a_bias_whose_sum_walks_in_16_bits_is_explained_and_was_not_by_three_rou
     for dtype in (torch.float16, torch.bfloat16):
         found = [part for seed in range(6) for part in parts_of("LayerNorm", dtype, seed)]
         biases = [part for part in found if part.part == "gradient of bias"]
-        assert any(figures(part, "plan").size / part.roundoff > 4 * math.sqrt(3) for part in biases)
+        assert any(size_of(part, "plan") / part.roundoff > 4 * math.sqrt(3) for part in biases)
         assert findings(biases) == []
 
 

@@ -46,7 +46,7 @@ def step(number: int = 1, **changes: Any) -> dict[str, Any]:
     fields = {"step": number, "loss": 4.0, "applied": True, "order": ["a", "b"], "own_error": {"a": 0.003, "b": 0.002}}
     fields |= dict.fromkeys(("grad_norm", "own_grad_norm", "reference_grad_norm"), 1.0)
     fields |= {"parameters": dict.fromkeys(("a.weight", "b.weight"), agreement)}
-    fields |= {"reference_norms": {"a.weight": 0.8, "b.weight": 0.6}}
+    fields |= {"roundoff": 2.0**-8, "reference_norms": {"a.weight": 0.8, "b.weight": 0.6}}
     fields |= dict.fromkeys(("update_error", "drift"), {"a.weight": 0.0, "b.weight": 0.0})
     fields |= {"signature": {"parts": [part()], "not_measured": {}}}
     return fields | changes
@@ -55,11 +55,14 @@ def step(number: int = 1, **changes: Any) -> dict[str, Any]:
 def part(module: str = "a", **sums: float) -> dict[str, Any]:
     """256 rows of 64 values of 1, with one rounding of BF16's each in the run as in plain torch; FP32's are smaller."""
     u, rows, values = 2.0**-8, 256, 256 * 64
-    error = {"rr": values * u**2 / 6, "rx2": values * u**2 / 6, "rx": 0.0, "rx_rx": values * u**2 / 6, "rx_xx": 0.0}
-    found = {"rows": rows, "values": values, "xx": values, "x4": rows * 64**2, "run_plan": error["rx_rx"]}
+    known = 1 / (u**2 * (1 + 1 / 6))  # by the expected error
+    error = {"weighted_rr": values * u**2 / 6 * known, "rx2": values * u**2 / 6 * known**2}
+    error |= {"rx": 0.0, "rx_rx": error["rx2"], "rx_xx": 0.0}
+    found = {"rows": rows, "values": values, "xx": values, "run_rr": values * u**2 / 6, "plan_rr": values * u**2 / 6}
+    found |= {"fp32_rr": values * u**2 / 6 * 2.0**-32, "run_plan": error["rx_rx"]}
+    found |= {"weighted_xx": values * known, "weighted_x4": rows * (64 * known) ** 2}
     found |= {"walk": 0.0, "walk_fp32": 0.0, "floor": 0.0, "moved": 0.0, "own_rr": 0.0, "own_xx": 0.0}
     found |= {f"{who}_{name}": value for who in ("run", "plan") for name, value in error.items()}
-    found |= {f"fp32_{name}": value * 2.0**-32 for name, value in error.items()}
     row = {"module": module, "part": "output", "kind": "linear", "roundoff": u, "terms": 64}
     return {**row, "sums": [(found | sums)[name] for name in FIELDS]}
 
@@ -294,6 +297,17 @@ def test_a_gradient_is_no_failure_where_plain_torch_is_as_far_off_in_the_same_dt
         checks = walked(measured(error, plain=plain))
         assert failed(checks) >= {"gradient_error", "gradient_cosine", "sign_agreement"}
         assert checks["gradient_error"].modules == ("b",)
+
+
+@pytest.mark.parametrize(("error", "names"), [(0.05, set()), (0.07, {"gradient_excess"}), (math.nan, None)])
+def test_a_gradient_is_no_further_off_than_plain_torchs(error: float, names: set[str] | None) -> None:
+    """Within every bound on the error itself."""
+    found = {
+        name: {"relative_error": 0.01, "cosine": 0.9999, "sign_agreement": 0.99} for name in ("a.weight", "b.weight")
+    }
+    found["b.weight"]["relative_error"] = error
+    checks = walked(step(parameters=found, plain_error={"a.weight": 0.01, "b.weight": 0.04}))
+    assert failed(checks) == names if names is not None else "gradient_excess" in failed(checks)
 
 
 def test_gradients_of_a_skipped_step_are_not_judged_but_its_outputs_are() -> None:

@@ -70,7 +70,7 @@ def reference_norm(world: World, *, family: str, micro: int) -> float:
     resolved = _resolved(world, family, stage=0, micro=micro, overrides=ON)
     with engine_of(world, resolved) as engine:
         reference = Reference(resolved, engine.model.config, world)
-        reference.load(masters_of(engine))
+        reference.load(masters_of(engine).items())
     _, gradients = reference.loss_and_gradients(batch_of(world, micro, seed=1))
     return float(torch.stack([gradient.double().square().sum() for gradient in gradients.values()]).sum().sqrt())
 

@@ -156,7 +156,7 @@ def references(world: World, *, stage: int) -> dict[str, float]:
         masters = masters_of(engine)
         shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=LENGTH)
         reference, plain = Reference(resolved, shape, world), plain_model(resolved, masters)
-        reference.load(masters)
+        reference.load(masters.items())
         errors = OutputErrors(reference.model, engine.model, world=world)
         with errors.of_reference():
             loss, gradients = reference.loss_and_gradients(batch)
