@@ -326,6 +326,7 @@ class Engine:
                 "norm": self.gradients.norm().double()[None],
                 **dict(zip(scalars, self.world.numbers([*scalars.values()]).split(1), strict=True)),
                 "copies": self._replicas.sums(progress.step) if self._replicas is not None else empty,
+                "uncounted": self.gradients.largest_uncounted().double()[None] if self._replicas is not None else empty,
                 "metrics": outcome.metrics,
                 "routed": outcome.routed,
                 "loss by source": outcome.by_source[0],
@@ -347,9 +348,10 @@ class Engine:
         metrics = self.objective.metrics(ranks.sums("metrics", every), label_tokens)
         by_source = dict(zip(outcome.sources, map(int, ranks.sums("count by source", every)), strict=True))
         losses_by_source = dict(zip(outcome.sources, ranks.sums("loss by source", every), strict=True))
+        all_finite = all(math.isfinite(number) for row in ranks.rows("uncounted") for number in row)
         return Health(
             loss=ranks.sums("loss", every)[0] / label_tokens,
-            grad_norm=ranks.numbers("norm")[0] / self.loss_scale,
+            grad_norm=ranks.numbers("norm")[0] / self.loss_scale if all_finite else math.inf,
             step=progress.step + 1,
             consecutive_skips=progress.consecutive_skips,
             scales_dynamically=self.scales_dynamically,
