@@ -372,9 +372,9 @@ class Engine:
 
         A group of `optimizer.groups` with a rate of its own takes it in proportion.
 
-        Gradients that are not finite are never applied. The loss scaler sees their overflow, but not a finite step that
-        is discarded. The ratio of the update to the weights is measured, which copies the masters, where the guard
-        bounds it.
+        Gradients that are not finite are never applied. The loss scaler sees their overflow, but neither a finite step
+        that is discarded nor a forward pass that is not finite. The ratio of the update to the weights is measured,
+        which copies the masters, where the guard bounds it.
         """
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = lr * group["lr_factor"]
@@ -388,10 +388,10 @@ class Engine:
             update_ratio = self._meter.ratio()
         elif applied:
             self._apply()
-        elif finite:
-            self.discard_gradients()
-        else:
+        elif health.scale_overflowed:
             self.gradients.discard()
+        else:
+            self.discard_gradients()
         change = self._scaler.apply_change() if self._scaler else None
         clipped = applied and 0 < self.clipping < health.grad_norm
         return Update(
