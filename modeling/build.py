@@ -96,13 +96,6 @@ def dropout_keys(config: PretrainedConfig) -> list[str]:
     return [key for key, value in named if isinstance(value, float) and math.isfinite(value) and value > 0]
 
 
-def dropouts(model: PreTrainedModel) -> list[str]:
-    """Settings that make a model drop values in training: keys of its config, and an adapter's own, above 0."""
-    layers = (module for name, module in model.named_modules() if ".lora_dropout." in name)
-    adapted = any(getattr(layer, "p", 0.0) > 0 for layer in layers)
-    return [*dropout_keys(model.config), *(["adapter.dropout"] if adapted else [])]
-
-
 def without_dropout(config: PretrainedConfig, *, kept: Mapping[str, Any]) -> list[str]:
     """Set the dropout probabilities of a config to 0, those aside that a user has set; the keys that were changed."""
     changed = [key for key in dropout_keys(config) if key not in kept]

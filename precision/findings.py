@@ -21,8 +21,8 @@ MOST_FINDINGS = 5
 
 Kind = Literal["inf", "nan"]
 What = Literal["activation", "gradient", "parameter", "loss"]
-Description = tuple[Kind, int, float | None]
-"""Kind, number of non-finite values, largest finite magnitude."""
+Description = tuple[Kind, int, float | None, str]
+"""Kind, number of non-finite values, largest finite magnitude, dtype."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,9 @@ class Finding:
     count: int
     """Values that are not finite in that tensor, on this rank."""
     largest_finite: float | None
-    """Largest magnitude among its finite values; None if it has none."""
+    """Largest magnitude among its finite values, of an FP16 activation also among those that it was computed from: its
+    module's inputs and the outputs of the modules inside it; None if there is none."""
+    dtype: str
     order: int
     """0 for the first cause, then in the order of discovery."""
     micro_batch: int = 0
@@ -47,9 +49,14 @@ class Finding:
     seen: str = ""
     """Human-readable place at which the tensor was seen."""
 
+    @property
+    def overflowed(self) -> bool:
+        """Whether a forward pass exceeded FP16's largest number, which the loss scale has no part in."""
+        return self.tensor == "activation" and self.kind == "inf" and self.dtype == "float16"
+
 
 def describe(tensor: torch.Tensor) -> Description | None:
-    """(kind, number of non-finite values, largest finite magnitude) of a tensor; None if all of it is finite.
+    """(kind, number of non-finite values, largest finite magnitude, dtype) of a tensor; None if all of it is finite.
 
     Integers, empty tensors and meta tensors are finite. Waits for the device.
     """
@@ -64,7 +71,13 @@ def describe(tensor: torch.Tensor) -> Description | None:
     count = values.numel() - int(finite.sum())
     kind: Kind = "inf" if bool(torch.isinf(values).any()) else "nan"
     largest = float(torch.where(finite, values, 0.0).abs().max()) if count < values.numel() else None
-    return kind, count, largest
+    return kind, count, largest, str(tensor.dtype).removeprefix("torch.")
+
+
+def largest_half(tensors: Iterable[torch.Tensor]) -> float:
+    """Largest finite magnitude in those that are in FP16; 0 without one."""
+    halves = (tensor.detach() for tensor in tensors if tensor.dtype == torch.float16 and tensor.numel())
+    return max((float(values.nan_to_num(0.0, 0.0, 0.0).abs().max()) for values in halves), default=0.0)
 
 
 def check_parameters(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> list[Finding]:

@@ -37,6 +37,7 @@ from precision.findings import (
     What,
     describe,
     first_bad,
+    largest_half,
     replace_tensors,
     tensors_of,
 )
@@ -55,6 +56,8 @@ class _Call:
     input_bad: bool = False
     output_bad: bool = False
     """Whether this call of the forward pass, or one inside it, had a non-finite result."""
+    largest: float = 0.0
+    """Largest finite magnitude of its FP16 inputs, and of the FP16 outputs of the calls inside it."""
     gradient_in_bad: bool = False
     """The gradient of its output was not finite, so its backward is not the cause."""
     gradient_cause: bool = False
@@ -150,6 +153,7 @@ class Inspector:
         given = [*tensors_of(args), *tensors_of({key: value for key, value in kwargs.items() if "mask" not in key})]
         found = first_bad(given)
         if not found:
+            call.largest = largest_half(given)
             return
         call.input_bad = True
         parent = call.parent
@@ -169,6 +173,8 @@ class Inspector:
             self._record_forward(call, found, "its output")
         if found and call.parent:
             call.parent.output_bad = True
+        elif call.parent and not call.replayed:
+            call.parent.largest = max(call.parent.largest, largest_half(outputs))
         for tensor in outputs:
             if tensor.requires_grad:
                 self._watch_gradient(call, tensor)
@@ -182,7 +188,10 @@ class Inspector:
             if bad:
                 full = self._parameter_names.get(parameter, f"{call.name}.{name}")
                 self._record(full, "parameter", bad, call.micro_batch, "used in the forward pass")
-        self._record(call.name, "activation", found, call.micro_batch, seen)
+        kind, count, largest, dtype = found
+        if dtype == "float16":
+            largest = max(largest or 0.0, call.largest) or None
+        self._record(call.name, "activation", (kind, count, largest, dtype), call.micro_batch, seen)
 
     # Backward
 

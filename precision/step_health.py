@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from precision.corruption import Corruption
+from precision.findings import Finding
 from precision.robust_window import RobustWindow
 
 _ANY = ("skip", "cut_lr", "promote", "rollback")
@@ -55,6 +57,10 @@ class Health:
     """Ranks whose gradient norm differs, where running the step again may tell why."""
     corruption: Corruption | None = None
     """What those checks found, where it could not be made good."""
+    overflowed: tuple[str, ...] = ()
+    """Modules whose FP16 activations overflowed in the forward pass."""
+    spoiled: tuple[str, ...] = ()
+    """Parameters that were not finite before the step."""
 
     @property
     def loss_is_finite(self) -> bool:
@@ -67,12 +73,20 @@ class Health:
         return self.loss_is_finite and math.isfinite(self.grad_norm)
 
     @property
-    def routine_overflow(self) -> bool:
-        """An overflow of FP16 gradients that a smaller loss scale handles: skipped without being an incident.
+    def scale_overflowed(self) -> bool:
+        """Whether gradients alone are not finite: the loss scale comes in after the forward pass."""
+        return self.loss_is_finite and not (self.finite or self.overflowed or self.spoiled)
 
-        A loss that is itself not finite is never routine: the scale is applied after it.
-        """
-        return self.scales_dynamically and not self.scale_at_minimum and self.loss_is_finite and not self.finite
+    @property
+    def routine_overflow(self) -> bool:
+        """An overflow of FP16 gradients that a smaller loss scale handles: skipped without being an incident."""
+        return self.scales_dynamically and not self.scale_at_minimum and self.scale_overflowed
+
+    def with_causes(self, findings: Sequence[Finding]) -> Health:
+        """The same with what was found to make the step not finite."""
+        overflowed = dict.fromkeys(finding.module for finding in findings if finding.overflowed)
+        spoiled = dict.fromkeys(finding.module for finding in findings if finding.tensor == "parameter")
+        return replace(self, overflowed=tuple(overflowed), spoiled=tuple(spoiled))
 
 
 @dataclass(frozen=True)
@@ -101,12 +115,25 @@ def not_finite(health: Health) -> Trouble | None:
     """A loss or a gradient that is inf or nan.
 
     When even the smallest scale overflows no step is applied, so neither another skip nor a smaller learning rate
-    changes anything.
+    changes anything; nor where an activation overflows again and the weights have not changed.
     """
     if health.finite:
         return None
     what = f"the step is not finite (loss {health.loss:.4g}, gradient norm {health.grad_norm:.4g})"
-    if health.scale_at_minimum:
+    if health.spoiled:
+        advice = "no step repairs it, an older checkpoint may; where FP16 cannot hold it, precision.compute=bf16 does"
+        return Trouble(f"{health.spoiled[0]} holds values that are not finite: {what}", advice, ("rollback",))
+    if health.overflowed:
+        advice = (
+            "no loss scale helps; use precision.compute=bf16, or promote these modules (fp32 in precision.manifest)"
+        )
+        after_an_update = health.step > 1 and not health.consecutive_skips
+        return Trouble(
+            f"an activation of {', '.join(health.overflowed)} exceeds FP16's 65,504: {what}",
+            advice,
+            ("skip", "promote", "rollback") if after_an_update else ("promote", "rollback"),
+        )
+    if health.scale_at_minimum and health.scale_overflowed:
         return Trouble(
             f"gradients overflow at the smallest loss scale (precision.loss_scale.minimum): {what}",
             "FP16 cannot hold this model's gradients, so use precision.compute=bf16 or lower the learning rate",

@@ -52,10 +52,10 @@ def attribute(engine: Engine, batch: Batch, outcome: Outcome, *, step: int) -> l
         found = _without_consequences(found, engine.model, ranks=shared.size)
     if found:
         return sorted(found, key=lambda item: item[1].order)
-    bad = [(name, *described) for name, described in reduced if described is not None]
+    bad = [(name, described) for name, described in reduced if described is not None]
     return [
-        (0, Finding(name, "gradient", kind, count, largest, order, seen="the gradient reduced over all ranks"))
-        for order, (name, kind, count, largest) in enumerate(bad[:_MAX_PARAMETERS])
+        (0, Finding(name, "gradient", *described, order, seen="the gradient reduced over all ranks"))
+        for order, (name, described) in enumerate(bad[:_MAX_PARAMETERS])
     ]
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from config.cli import BROKEN, DIVERGED, DONE, PREEMPTED, UNSAVED
 from precision.guard import Verdict
-from training.checkpoint.outcome import SaveFailed
+from training.checkpoint.outcome import NotFinite, SaveFailed
 from training.parts import Parts
 from training.progress import Progress
 from training.record import record_checkpoint, record_evaluation
@@ -29,7 +29,8 @@ def train(parts: Parts, progress: Progress) -> Ending:
     The last state is saved as a checkpoint, unless no step was made, `checkpoint.at_end` is off and all steps are done,
     or the ending says that the save failed.
     """
-    config, saves, problem = parts.resolved.config, parts.checkpoints, None
+    config, saves = parts.resolved.config, parts.checkpoints
+    problem: SaveFailed | None = None
     planned = config.run.steps
     if config.evaluate.at_start and config.evaluate.every_steps and progress.position == 0:
         evaluate(parts, progress)
@@ -49,7 +50,7 @@ def train(parts: Parts, progress: Progress) -> Ending:
             continue
         if health.preempted:
             problem = save_now(parts, progress)
-            return Ending(progress, UNSAVED if problem else PREEMPTED, problem or parts.preemption.reason)
+            return _unsaved(progress, problem) or Ending(progress, PREEMPTED, parts.preemption.reason)
         validation_loss = None
         if _due(config.evaluate.every_steps, progress.step, planned):
             validation_loss = evaluate(parts, progress)
@@ -61,7 +62,10 @@ def train(parts: Parts, progress: Progress) -> Ending:
             start_save(parts, progress, validation_loss)
         if saves.failures >= config.checkpoint.max_failures:
             return Ending(progress, UNSAVED, f"{saves.failures} saves in a row failed: {saves.last_failure}")
-    return Ending(progress, UNSAVED if problem else DONE, problem or "")
+    skips = progress.consecutive_skips
+    if skips >= config.guard.max_consecutive_skips or 2 * skips > planned:
+        return Ending(progress, DIVERGED, f"the last {skips} of {planned} steps were skipped, so the run did not train")
+    return _unsaved(progress, problem) or Ending(progress, DONE)
 
 
 def evaluate(parts: Parts, progress: Progress) -> float:
@@ -77,13 +81,20 @@ def start_save(parts: Parts, progress: Progress, validation_loss: float | None =
     parts.checkpoints.start_save(parts.engine, parts.state_dict(progress), validation_loss)
 
 
-def save_now(parts: Parts, progress: Progress) -> str | None:
+def _unsaved(progress: Progress, problem: SaveFailed | None) -> Ending | None:
+    """How a run ends whose last save failed; None where it did not."""
+    if problem is None:
+        return None
+    return Ending(progress, DIVERGED if isinstance(problem, NotFinite) else UNSAVED, str(problem))
+
+
+def save_now(parts: Parts, progress: Progress) -> SaveFailed | None:
     """Save a checkpoint and wait for it; the error, or None."""
     start_save(parts, progress)
     return record_saves(parts)
 
 
-def record_saves(parts: Parts) -> str | None:
+def record_saves(parts: Parts) -> SaveFailed | None:
     """Record the outcomes of saves, waiting for one in progress, and the notes of the checkpoints.
 
     The error of the last save, or None.
@@ -92,7 +103,7 @@ def record_saves(parts: Parts) -> str | None:
     for line in parts.checkpoints.take_notes():
         parts.record.note(line)
     for outcome in parts.checkpoints.outcomes():
-        problem = str(outcome) if isinstance(outcome, SaveFailed) else None
+        problem = outcome if isinstance(outcome, SaveFailed) else None
         if isinstance(outcome, SaveFailed):
             parts.record.note(str(outcome), failed="checkpoint")
         else:

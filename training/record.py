@@ -110,6 +110,7 @@ def record_causes(record: Record, progress: Progress, causes: Causes, *, sequenc
             kind=finding.kind,
             count=finding.count,
             largest_finite=finding.largest_finite,
+            dtype=finding.dtype,
             micro_batch=finding.micro_batch,
             seen=finding.seen,
             **further,

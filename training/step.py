@@ -59,6 +59,7 @@ def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, H
         found = checks.examine(batch, outcome, health, again=partial(measure, repeats=True), suspicion=guard.suspicion)
     outcome, health = found.outcome, found.health
     causes = _find_causes(parts, health, batch, outcome)
+    health = health.with_causes([finding for _, finding in causes]) if causes else health
     warnings = parts.warnings.before_step(health)
     telemetry = telemetry or (parts.telemetry if warnings else None)  # which module's gradients jumped
     measured = telemetry is not None and health.finite

@@ -103,24 +103,6 @@ class Batch:
             }
             yield moved, labels.to(device, non_blocking=True)
 
-    def first_sequences(self, sequences: int) -> Batch:
-        """The first sequences of this rank's first micro-batch as a batch of their own."""
-        labels, counts = self.labels[:1, :sequences], self.counted[:1, :sequences]
-        return replace(
-            self,
-            input_ids=self.input_ids[:1, :sequences],
-            labels=labels,
-            label_tokens=int(counts.sum()),
-            label_tokens_of_all=None,
-            counts=counts,
-            position_ids=None if self.position_ids is None else self.position_ids[:1, :sequences],
-            source_names=(),
-            labels_by_source=None,
-            sources=None,
-            counts_by_source=(),
-            further={name: values[:1, :sequences] for name, values in self.further.items()},
-        )
-
 
 MakeBatch = Callable[[TokenShards | RowShards, int, np.ndarray, np.ndarray], Batch]
 """A batch of a split from its position, the sample ids of the whole global batch, and this rank's ids.

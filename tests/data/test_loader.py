@@ -11,6 +11,7 @@ from config.errors import UserError
 from data.batches.loader import IGNORED_LABEL, NO_SAMPLE, Batch, Batches, sample_ids_sha256, validation_batches
 from data.corpora.documents import Documents, document_positions
 from data.corpora.shards import TokenShards, open_shard, write_shard
+from tools.analyze.survey import first_sequences
 
 LENGTH = 8
 SIZES: dict[str, Any] = {"sequence_length": LENGTH, "seed": 5, "global_size": 12, "micro_size": 2}
@@ -175,7 +176,7 @@ def test_documents_are_marked_and_their_first_tokens_are_not_predicted(tmp_path:
         assert inputs["input_ids"].shape == inputs["position_ids"].shape == labels.shape == shape
         assert torch.equal(inputs["input_ids"].reshape(-1), batch.input_ids[index].reshape(-1))
         assert torch.equal(labels.reshape(-1), batch.labels[index].reshape(-1))
-    one = batch.first_sequences(1)
+    one = first_sequences(batch, 1)
     assert one.position_ids is not None
     assert one.position_ids.shape == one.input_ids.shape == (1, 1, LENGTH)
     assert one.label_tokens == int((one.labels != IGNORED_LABEL).sum())
@@ -200,7 +201,7 @@ def test_every_rank_knows_the_labels_of_all_unless_documents_mask_some(shards: T
         for mine, other in zip(*each_rank, strict=True):
             counted = mine.label_tokens + other.label_tokens
             assert mine.label_tokens_of_all == other.label_tokens_of_all == (counted if documents is None else None)
-            assert mine.first_sequences(1).label_tokens_of_all is None
+            assert first_sequences(mine, 1).label_tokens_of_all is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")

@@ -15,6 +15,7 @@ from data.sources.chat import Chat
 from data.sources.row_formats import BadRow, read_examples, recognise
 from tests.support.rows.chats import write_base, write_pairs
 from tests.support.runs.showing import Show, shower
+from tools.analyze.survey import first_sequences
 
 ASKED, GOOD, BAD = (
     {"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("assistant", "c"))
@@ -128,7 +129,7 @@ def test_a_batch_of_pairs_is_padded_to_one_of_a_few_lengths() -> None:
     assert other.input_ids.shape == (1, 2, 2, 40)
     assert other.labels.tolist() == [[0, IGNORED_LABEL]]
     assert other.further[REFERENCE].tolist() == [[[16.0, 17.0], [0.0, 0.0]]]
-    assert other.first_sequences(1).label_tokens == 1
+    assert first_sequences(other, 1).label_tokens == 1
 
 
 @pytest.fixture

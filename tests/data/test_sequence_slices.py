@@ -13,6 +13,7 @@ from data.batches.loader import IGNORED_LABEL, NO_SAMPLE, Batch, next_tokens
 from data.batches.sequence_slices import slice_of, sliced
 from data.corpora.documents import document_positions
 from tests.data.test_loader import make
+from tools.analyze.survey import first_sequences
 
 END = 1
 
@@ -66,5 +67,5 @@ def test_a_micro_batch_brings_the_positions_of_the_whole(rank: int) -> None:
     for inputs, _ in part.micro_batches(torch.device("cpu")):
         assert inputs[WHOLE_POSITIONS].shape == (3, 10)
         assert torch.equal(inputs["position_ids"], inputs[WHOLE_POSITIONS][:, 5 * rank : 5 * rank + 5])
-    few = dataclasses.replace(part).first_sequences(2)
+    few = first_sequences(dataclasses.replace(part), 2)
     assert few.further[WHOLE_POSITIONS].shape == (1, 2, 10)

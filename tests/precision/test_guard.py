@@ -122,6 +122,26 @@ def test_an_overflow_at_the_smallest_scale_is_never_skipped_and_ends_with_advice
     assert Run(GuardSection()).attempt(replace(HEALTHY, scale_at_minimum=True)).verdict is Verdict.STEP
 
 
+def test_an_activation_beyond_fp16_is_skipped_once_after_an_update_and_no_scale_answers_it() -> None:
+    """The weights are the same after a skip, and at the start."""
+    for health in (OVERFLOW, NAN_LOSS):
+        beyond = replace(health, overflowed=("model.layers.7",), scales_dynamically=True)
+        assert not beyond.scale_overflowed
+        run = Run(plan(*EVERYTHING, promote_budget=1, rollback_budget=0))
+        assert run.verdicts(HEALTHY, 1) + run.verdicts(beyond, 3) == ["STEP", "SKIP", "PROMOTE", "ABORT"]
+        first = Run(GuardSection()).attempt(replace(beyond, can_roll_back=False))
+        assert first.verdict is Verdict.ABORT
+        assert first.reason.startswith("an activation of model.layers.7 exceeds FP16's 65,504")
+        assert "no loss scale helps; use precision.compute=bf16" in first.reason
+
+
+def test_weights_that_are_not_finite_are_left_for_an_older_checkpoint() -> None:
+    spoiled = replace(NAN_LOSS, spoiled=("model.norm.weight",))
+    run = Run(plan(*EVERYTHING, rollback_budget=1))
+    assert run.verdicts(HEALTHY, 1) + run.verdicts(spoiled, 2) == ["STEP", "ROLLBACK", "ABORT"]
+    assert run.attempt(spoiled).reason.startswith("model.norm.weight holds values that are not finite")
+
+
 def test_without_budgets_or_a_checkpoint_skips_in_a_row_end_the_run_at_the_limit() -> None:
     run = Run(GuardSection(max_consecutive_skips=3))
     lonely = replace(NAN_LOSS, can_roll_back=False)

@@ -219,7 +219,7 @@ def test_a_loss_that_is_not_finite_over_finite_logits_is_the_loss(value):
         inspector.check_loss(loss)
         loss.backward()
     (finding,) = inspector.findings
-    assert finding == Finding(LOSS, "loss", "nan" if value != value else "inf", 1, None, 0, 0, "")
+    assert finding == Finding(LOSS, "loss", "nan" if value != value else "inf", 1, None, "float32", 0, 0, "")
 
 
 def test_a_loss_scale_that_is_too_large_is_blamed_on_the_way_into_the_model():
@@ -354,6 +354,26 @@ def test_a_real_overflow_in_half_precision_is_found_where_it_happens():
         model(input_ids=tokens(), use_cache=False)
     (finding,) = inspector.findings
     assert (finding.module, finding.tensor, finding.kind) == ("model.layers.1.mlp.down_proj", "activation", "inf")
+    assert finding.overflowed and finding.dtype == "float16"
+
+
+@pytest.mark.parametrize("recompute", ["none", "reentrant", "hooks"])
+def test_an_overflow_of_a_single_value_shows_in_what_it_was_made_from(recompute):
+    """One channel of one token is 40000 before a sum with 30000: what is left of the sum is small."""
+    model = llama(recompute=recompute).half()
+
+    def massive(module: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
+        values = output.clone()
+        values[0, 3, 5] = 40000.0 if module is model.model.embed_tokens else 30000.0
+        return values
+
+    model.model.embed_tokens.register_forward_hook(massive)
+    model.model.layers[1].mlp.register_forward_hook(massive)
+    with Inspector(model) as inspector:
+        model(input_ids=tokens(), use_cache=False)
+    (finding,) = inspector.findings
+    assert (finding.module, finding.count, finding.overflowed) == ("model.layers.1", 1, True)
+    assert finding.largest_finite == 40000.0
 
 
 def hooks(model: nn.Module) -> int:
@@ -390,9 +410,9 @@ def test_describe_counts_what_a_plain_loop_counts(dtype):
         for place, value in enumerate(special):
             values[7 * place] = value
         finite = [abs(x) for x in values.tolist() if math.isfinite(x)]
-        expected = ("inf" if any(map(math.isinf, special)) else "nan", len(special), max(finite)) if special else None
-        assert describe(values) == expected
-    assert describe(torch.full((3,), NAN)) == ("nan", 3, None)
+        kind, name = "inf" if any(map(math.isinf, special)) else "nan", str(dtype).removeprefix("torch.")
+        assert describe(values) == ((kind, len(special), max(finite), name) if special else None)
+    assert describe(torch.full((3,), NAN)) == ("nan", 3, None, "float32")
     assert describe(torch.arange(3)) is None and describe(torch.empty(0)) is None
     sparse = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.tensor([INF]), (3,))
-    assert describe(sparse) == ("inf", 1, None)
+    assert describe(sparse) == ("inf", 1, None, "float32")

@@ -50,6 +50,25 @@ class NotFinite(Exception):
     """A value of the FP32 run is not finite: there is no reference."""
 
 
+def first_sequences(batch: Batch, sequences: int) -> Batch:
+    """The first sequences of a rank's first micro-batch as a batch of their own."""
+    labels, counts = batch.labels[:1, :sequences], batch.counted[:1, :sequences]
+    return replace(
+        batch,
+        input_ids=batch.input_ids[:1, :sequences],
+        labels=labels,
+        label_tokens=int(counts.sum()),
+        label_tokens_of_all=None,
+        counts=counts,
+        position_ids=None if batch.position_ids is None else batch.position_ids[:1, :sequences],
+        source_names=(),
+        labels_by_source=None,
+        sources=None,
+        counts_by_source=(),
+        further={name: values[:1, :sequences] for name, values in batch.further.items()},
+    )
+
+
 @dataclass(frozen=True)
 class Plan:
     """The extent of the measurements."""
@@ -74,7 +93,7 @@ def survey(engine: Engine, batches: Batches, resolved: Resolved, plan: Plan) -> 
     for step in range(plan.steps + 1):
         batch = batches.next_step()
         if step in (0, plan.steps // 2, plan.steps):
-            points.append(measure(engine, batch.first_sequences(plan.sequences), units, step=step, limits=plan.limits))
+            points.append(measure(engine, first_sequences(batch, plan.sequences), units, step=step, limits=plan.limits))
             dtypes = "BF16, FP16 and FP8" if plan.limits.fp8 else "BF16 and FP16"
             _print(engine, f"measured {len(units)} regions in {dtypes} after {step} steps")
         if step < plan.steps:
@@ -83,7 +102,7 @@ def survey(engine: Engine, batches: Batches, resolved: Resolved, plan: Plan) -> 
     measured, other_flops = summary(units, points)
     given = {"other_flops": other_flops, "limits": plan.limits, "casts": casts}
     decide = _decide_fp8 if plan.limits.fp8 else _decide
-    proposal, tried = decide(engine, batch.first_sequences(plan.sequences), measured, spreads, given)
+    proposal, tried = decide(engine, first_sequences(batch, plan.sequences), measured, spreads, given)
     held_out = [batches.next_step() for _ in range(plan.held_out)]
     uniform = _uniform(largest_scale(spreads, plan.limits))
     if plan.limits.fp8:

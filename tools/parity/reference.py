@@ -21,7 +21,7 @@ from config.task import model_class_of
 from data.batches.loader import Batch
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.adapter import add_adapter
-from modeling.build import build_model
+from modeling.build import build_model, dropout_keys
 from modeling.objectives.objective import Forward
 from modeling.router_balance import RouterBalance, router_balance
 from modeling.sequence_parallel import SequenceAttention
@@ -154,3 +154,10 @@ def _move(into: torch.Tensor, parameter: torch.Tensor) -> None:
 def clip_coefficient(norm: float, largest: float) -> float:
     """Factor on the gradient so that its norm is at most `largest`; 1 where `largest` is 0: no clipping."""
     return largest / (norm + 1e-6) if 0 < largest < norm else 1.0
+
+
+def dropouts(model: PreTrainedModel) -> list[str]:
+    """Settings that make a model drop values in training: keys of its config, and an adapter's own, above 0."""
+    layers = (module for name, module in model.named_modules() if ".lora_dropout." in name)
+    adapted = any(getattr(layer, "p", 0.0) > 0 for layer in layers)
+    return [*dropout_keys(model.config), *(["adapter.dropout"] if adapted else [])]

@@ -1,4 +1,4 @@
-"""Whole inputs and outputs of modules whose matrices ranks share, to compare them with a reference on one rank.
+"""Whole inputs, outputs and optimizer states of modules whose matrices ranks share, to compare with one rank's.
 
 A rank has its heads of an attention and its inner values of an MLP. Which tensors are such slices, and along which
 dimension, shows beside the reference's pass: its tensors of the same place have other shapes.
@@ -16,6 +16,9 @@ import torch
 from modeling.tensor_parallel import Cut, cut
 from tools.parity.recompute import Call, leaves_of, map_floats
 from training.distributed import TensorGroup
+from training.engine import Engine
+from training.engine.tensor_slices import joined, slice_group
+from training.engine.tensors import shape_of, shard_of
 
 _Shapes = Sequence[torch.Size]
 
@@ -128,3 +131,22 @@ def _smaller(own: torch.Size, whole: torch.Size) -> int | None:
 
 def _shapes(tree: Any) -> list[torch.Size]:
     return [item.shape for item in leaves_of(tree)]
+
+
+def whole_state(engine: Engine, parameter: torch.nn.Parameter, name: str) -> torch.Tensor:
+    """A copy of one of the optimizer's state tensors, FP32, in the parameter's shape; zero before the first update.
+
+    DeepSpeed's own getter is linked too late for a first step at ZeRO-1 and 2.
+    """
+    shape, how = shape_of(parameter), cut(parameter)
+    group = engine.world.tensor or slice_group(parameter, engine.world)
+    longest = shape.numel() if how is None else shape.numel() // shape[how.dimension] * max(how.sizes)
+    slices = torch.zeros(group.size if group else 1, longest, device=engine.world.device)
+    own = slices[group.rank if group else 0][: shape.numel()]
+    shard = shard_of(engine, parameter)
+    held = shard.states(engine) if shard is not None else {}
+    if shard is not None and name in held:
+        own[shard.start : shard.start + shard.length] = held[name]
+    if engine.stage > 0:
+        engine.world.sum(slices)
+    return joined(own.view(shape), parameter, engine.world)

@@ -45,7 +45,6 @@ from config.launcher import without_accelerate
 from config.resolved import Resolved
 from config.schema import ParitySection
 from data.batches.loader import Batch, Batches
-from modeling.build import dropouts
 from modeling.objectives.objective import Scored
 from modeling.router_balance import router_balance
 from precision.dtypes import DTYPES
@@ -57,9 +56,9 @@ from tools.parity.fp8_products import Fp8Products
 from tools.parity.judge_steps import COMPARED, Walk, beyond_bounds, blamed, first_divergence, judge_steps
 from tools.parity.oracle.optimizers import decay_and_factor
 from tools.parity.outputs import OutputErrors
-from tools.parity.reference import Reference, clip_coefficient, tokens_by_expert
+from tools.parity.reference import Reference, clip_coefficient, dropouts, tokens_by_expert
 from tools.parity.signature import Signatures
-from tools.parity.slices import Slices
+from tools.parity.slices import Slices, whole_state
 from tracking.record import Record
 from tracking.run_dir import RunDir
 from training.build import assemble
@@ -74,7 +73,6 @@ from training.engine.tensors import (
     trainable_parameters,
     whole_gradient,
     whole_master,
-    whole_state,
     whole_weight,
 )
 from training.progress import Progress

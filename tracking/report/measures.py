@@ -283,14 +283,15 @@ def restore_success(context: MeasureContext) -> Measured:
 
 def overflow_rate(context: MeasureContext) -> Measured:
     """Share of steps that the loss scale had to skip."""
-    how = "attempted steps with a finite loss whose overflow the dynamic loss scale handled, over all attempts"
+    how = "attempts whose overflow the dynamic loss scale handled, or that no scale helps, over all attempts at a step"
     history = context.run.history
     if not history.attempts:
         raise NotMeasured("no step was recorded", how)
     if not history.scaled:
         raise NotMeasured("the loss is not scaled", how)
-    rate = history.overflows / history.attempts
-    return Measured(rate, f"{rate:.2%} ({history.overflows:,} of {history.attempts:,})", how)
+    overflows = history.overflows + history.forward_overflows
+    rate = overflows / history.attempts
+    return Measured(rate, f"{rate:.2%} ({overflows:,} of {history.attempts:,})", how)
 
 
 def job_success(context: MeasureContext) -> Measured:

@@ -65,6 +65,8 @@ class RunHistory:
     """Attempts with a finite loss and a non-finite gradient that the dynamic loss scale handled."""
     nonfinite: int = 0
     """All other attempts whose loss or gradient norm was not finite."""
+    forward_overflows: int = 0
+    """Those of them in which an activation exceeded FP16's largest number: no loss scale handles that."""
     first_nonfinite: str = ""
     scaled: bool = False
     """Whether the loss was scaled: the scale changed, or was not 1."""
@@ -98,6 +100,7 @@ class _Attempt:
     step: int
     loss_finite: bool = True
     handled: bool = False
+    overflowed: bool = False
     cause: str = ""
 
 
@@ -146,6 +149,7 @@ class _Reader:
             self.history.overflows += 1
             return
         self.history.nonfinite += 1
+        self.history.forward_overflows += attempt.overflowed
         if not self.history.first_nonfinite:
             self.history.first_nonfinite = f"step {attempt.step}{attempt.cause}"
 
@@ -171,6 +175,8 @@ class _Reader:
     def _on_nonfinite(self, event: Event) -> None:
         if self._attempt is None:
             self._attempt = _Attempt(event["step"])
+        what = (event["tensor"], event["kind"], event.get("dtype"))
+        self._attempt.overflowed |= what == ("activation", "inf", "float16")
         if not self._attempt.cause:
             self._attempt.cause = f": {describe_event(event)}"
 

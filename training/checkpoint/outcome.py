@@ -17,6 +17,10 @@ class SaveFailed(OSError):
     """A checkpoint could not be written; raised alike on every rank. One line: the rank, the file and the reason."""
 
 
+class NotFinite(SaveFailed):
+    """A checkpoint was not written because its masters or moments are not finite."""
+
+
 @dataclass(frozen=True)
 class Saved:
     """A save that succeeded."""

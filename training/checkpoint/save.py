@@ -18,7 +18,7 @@ from config.files import file_sha256
 from training.checkpoint import commit
 from training.checkpoint.choice import newest
 from training.checkpoint.manifest import Written
-from training.checkpoint.outcome import Saved, SaveFailed, on_main
+from training.checkpoint.outcome import NotFinite, Saved, SaveFailed, on_main
 from training.checkpoint.retention import Retention
 
 if TYPE_CHECKING:
@@ -116,11 +116,12 @@ class Save:
         )
 
     def _agree_on_files(self) -> dict[str, Written]:
-        everyone = self._world.gather_objects((self._files.written, self._files.error))
-        for _, error in everyone:
+        everyone = self._world.gather_objects((self._files.written, self._files.error, self._files.finite))
+        for _, error, finite in everyone:
             if error is not None:
-                raise SaveFailed(f"checkpoint {self._request.final} was not saved: {error}")
-        return {name: file for written, _ in everyone for name, file in sorted(written.items())}
+                failure = SaveFailed if finite else NotFinite
+                raise failure(f"checkpoint {self._request.final} was not saved: {error}")
+        return {name: file for written, _, _ in everyone for name, file in sorted(written.items())}
 
     def _publish(self, files: dict[str, Written]) -> int:
         request = self._request

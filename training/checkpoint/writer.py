@@ -10,9 +10,11 @@ from __future__ import annotations
 import copy
 import hashlib
 import io
+import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from training.checkpoint.encryption import EncryptingStream, owner_only
 from training.checkpoint.inventory import leaves, tensors_of
 from training.checkpoint.key import Key
-from training.checkpoint.manifest import Tensors, Written
+from training.checkpoint.manifest import Written
 
 _PARALLEL_FROM = 1 << 20
 
@@ -98,6 +100,8 @@ class Files(CheckpointEngine):
         self.written: dict[str, Written] = {}
         """By path inside the checkpoint."""
         self.error: str | None = None
+        self.finite = True
+        """Whether the masters and moments among them are; if not, `error` names the first that is not."""
         self._folder, self._rank, self._reached = folder, rank, reached
         self._copied, self._key = copied, key
         self._queued: list[Callable[[], None]] = []
@@ -105,11 +109,11 @@ class Files(CheckpointEngine):
     def save(self, state_dict: Any, path: str | Path) -> None:
         """Write one file with torch.save."""
         state = host_copy(state_dict) if self._copied else state_dict
-        self._queue(Path(path), lambda file: torch.save(state, file), tensors_of(state))
+        self._queue(Path(path), lambda file: torch.save(state, file), state)
 
     def save_text(self, text: str, path: Path) -> None:
         """Write one text file."""
-        self._queue(path, lambda file: file.write(text.encode()), {})
+        self._queue(path, lambda file: file.write(text.encode()), None)
 
     def write_all(self) -> None:
         """Write what is queued, and free each copy when it is on disk."""
@@ -134,14 +138,18 @@ class Files(CheckpointEngine):
         """For DeepSpeed: `Save` publishes the checkpoint."""
         return True
 
-    def _queue(self, path: Path, write: Callable[[Any], Any], tensors: Tensors) -> None:
-        if self._copied:
-            self._queued.append(lambda: self._write(path, write, tensors))
-        else:
-            self._write(path, write, tensors)
+    def _queue(self, path: Path, write: Callable[[Any], Any], state: Any) -> None:
+        self._queued.append(partial(self._write, path, write, state))
+        if not self._copied:
+            self.write_all()
 
-    def _write(self, path: Path, write: Callable[[Any], Any], tensors: Tensors) -> None:
+    def _write(self, path: Path, write: Callable[[Any], Any], state: Any) -> None:
         if self.error is not None:
+            return
+        bad = _first_bad(state)
+        if bad is not None:
+            where = path.relative_to(self._folder).as_posix()
+            self.error, self.finite = f"rank {self._rank}: {bad} of {where} is not finite", False
             return
         try:
             file = HashedFile(path, self._reached, private=self._key is not None)
@@ -156,11 +164,21 @@ class Files(CheckpointEngine):
             self._note(path, error)
             return
         name = path.relative_to(self._folder).as_posix()
-        self.written[name] = Written(digest, file.size, self._rank, tensors)
+        self.written[name] = Written(digest, file.size, self._rank, tensors_of(state))
 
     def _note(self, path: Path, error: OSError) -> None:
         inside = path.relative_to(self._folder).as_posix() if path.is_relative_to(self._folder) else str(path)
         self.error = self.error or f"rank {self._rank} cannot write {inside}: {error.strerror or error}"
+
+
+def _first_bad(state: Any) -> str | None:
+    """Name of the first FP32 tensor in a file of DeepSpeed's, buffers aside, that has a nan or inf."""
+    buffers = {("module", name) for name in state["buffer_names"]} if "buffer_names" in (state or ()) else set()
+    for name, tensor in leaves(state):
+        wide = tensor.dtype == torch.float32 and tensor.numel() and tuple(name.split("/")) not in buffers
+        if wide and not all(map(math.isfinite, torch.stack(tensor.detach().aminmax()).tolist())):
+            return name
+    return None
 
 
 def host_copy(state: Any) -> Any:

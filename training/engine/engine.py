@@ -317,6 +317,7 @@ class Engine:
                 "norm": self.gradients.norm().double()[None],
                 **dict(zip(scalars, self.world.numbers([*scalars.values()]).split(1), strict=True)),
                 "copies": self._replicas.sums(progress.step) if self._replicas is not None else empty,
+                "uncounted": self.gradients.largest_uncounted().double()[None] if self._replicas is not None else empty,
                 "metrics": outcome.metrics,
                 "routed": outcome.routed,
                 "loss by source": outcome.by_source[0],
@@ -338,9 +339,10 @@ class Engine:
         metrics = self.objective.metrics(ranks.sums("metrics", every), label_tokens)
         by_source = dict(zip(outcome.sources, map(int, ranks.sums("count by source", every)), strict=True))
         losses_by_source = dict(zip(outcome.sources, ranks.sums("loss by source", every), strict=True))
+        all_finite = all(math.isfinite(number) for row in ranks.rows("uncounted") for number in row)
         return Health(
             loss=ranks.sums("loss", every)[0] / label_tokens,
-            grad_norm=ranks.numbers("norm")[0] / self.loss_scale,
+            grad_norm=ranks.numbers("norm")[0] / self.loss_scale if all_finite else math.inf,
             step=progress.step + 1,
             consecutive_skips=progress.consecutive_skips,
             scales_dynamically=self.scales_dynamically,
@@ -361,9 +363,9 @@ class Engine:
 
         A group of `optimizer.groups` with a rate of its own takes it in proportion.
 
-        Gradients that are not finite are never applied. The loss scaler sees their overflow, but not a finite step that
-        is discarded. The ratio of the update to the weights is measured, which copies the masters, where the guard
-        bounds it.
+        Gradients that are not finite are never applied. The loss scaler sees their overflow, but neither a finite step
+        that is discarded nor a forward pass that is not finite. The ratio of the update to the weights is measured,
+        which copies the masters, where the guard bounds it.
         """
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = lr * group["lr_factor"]
@@ -377,10 +379,10 @@ class Engine:
             update_ratio = self._meter.ratio()
         elif applied:
             self._apply()
-        elif finite:
-            self.discard_gradients()
-        else:
+        elif health.scale_overflowed:
             self.gradients.discard()
+        else:
+            self.discard_gradients()
         change = self._scaler.apply_change() if self._scaler else None
         clipped = applied and 0 < self.clipping < health.grad_norm
         return Update(

@@ -12,6 +12,7 @@ optimizer state and counters unchanged: the step is given an infinite norm.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import deepspeed
@@ -78,6 +79,26 @@ class ReducedGradients:
         # DeepSpeed writes -1 for a norm that is not finite.
         self._given_norm = torch.where(torch.isfinite(norm) & (norm >= 0), norm, torch.full_like(norm, math.inf))
         return self._given_norm
+
+    def largest_uncounted(self) -> torch.Tensor:
+        """() FP32: largest magnitude in this rank's replicas of gradients that `norm` counts on another rank; nan where
+        one of them has a nan. No collective and no device sync."""
+        uncounted = [gradient for gradient, parameter in self._local() if not counts_here(parameter, self._tensor)]
+        return torch.nn.utils.get_total_norm(uncounted, math.inf).float().to(self._engine.device)
+
+    def _local(self) -> Iterator[tuple[torch.Tensor, torch.nn.Parameter]]:
+        """This rank's part of the reduced gradients, with the parameters; not where they are offloaded."""
+        optimizer: Any = self._engine.optimizer
+        if self._stage == 0:
+            yield from ((p.grad, p) for p in self._engine.module.parameters() if p.grad is not None)
+        elif isinstance(optimizer, BF16_Optimizer):
+            for gradients, parameters in zip(optimizer.fp32_groups_gradients, optimizer.bf16_groups, strict=True):
+                yield from zip(gradients, parameters, strict=True)
+        else:
+            groups_of_parameters = optimizer.fp16_groups if self._stage == 3 else optimizer.params_in_partition
+            for index, parameters in enumerate(groups_of_parameters):
+                held = (g for g in optimizer.averaged_gradients[index] if not getattr(g, "_zero_padding", False))
+                yield from zip(held, parameters, strict=True)
 
     def apply(self) -> None:
         """Run the optimizer step on the gradients that `norm` measured last, which has to have been finite."""

@@ -102,25 +102,6 @@ def _whole_split_master(engine: Engine, parameter: torch.nn.Parameter) -> torch.
     return engine.world.sum(whole).view(torch.float32).view(shape)
 
 
-def whole_state(engine: Engine, parameter: torch.nn.Parameter, name: str) -> torch.Tensor:
-    """A copy of one of the optimizer's state tensors, FP32, in the parameter's shape; zero before the first update.
-
-    DeepSpeed's own getter is linked too late for a first step at ZeRO-1 and 2.
-    """
-    shape, how = shape_of(parameter), cut(parameter)
-    group = engine.world.tensor or slice_group(parameter, engine.world)
-    longest = shape.numel() if how is None else shape.numel() // shape[how.dimension] * max(how.sizes)
-    slices = torch.zeros(group.size if group else 1, longest, device=engine.world.device)
-    own = slices[group.rank if group else 0][: shape.numel()]
-    shard = shard_of(engine, parameter)
-    held = shard.states(engine) if shard is not None else {}
-    if shard is not None and name in held:
-        own[shard.start : shard.start + shard.length] = held[name]
-    if engine.stage > 0:
-        engine.world.sum(slices)
-    return joined(own.view(shape), parameter, engine.world)
-
-
 def whole_weight(engine: Engine, parameter: torch.nn.Parameter) -> torch.Tensor:
     """A copy of the weight that the module computes with, in its own dtype."""
     with deepspeed.zero.GatheredParameters([parameter]) if engine.stage == 3 else nullcontext():

@@ -1,6 +1,7 @@
 """What runs inside the processes of test_checkpoints.py."""
 
 import contextlib
+import math
 import os
 import resource
 import time
@@ -29,7 +30,8 @@ from tools.replay.repeat import Collector
 from tracking.record import Record
 from training.build import assemble
 from training.checkpoint.checkpoints import Checkpoints
-from training.checkpoint.outcome import Saved, SaveFailed
+from training.checkpoint.choice import newest
+from training.checkpoint.outcome import NotFinite, Saved, SaveFailed
 from training.checkpoint.retention import Retention
 from training.distributed import World
 from training.loop import train
@@ -189,6 +191,30 @@ def save_where_it_fails(world: World, *, folder: str, limit: int | None = None) 
             "step": progress.step,
             "same": all(torch.equal(after[name], masters[name]) for name in masters),
         }
+
+
+def spoiled_save(world: World, *, folder: str, stage: int, compute: str, split: bool, rank: int) -> tuple[str, str]:
+    """A saved step, then a save with a NaN in a master of one rank: its error, and which checkpoint is the newest.
+
+    A buffer of the model has an inf at both, which is no master.
+    """
+    overrides = [f"precision.masters={'split' if split else 'fp32'}"]
+    with engine_of(world, resolve(world, stage=stage, compute=compute, overrides=overrides)) as engine:
+        engine.model.register_buffer("mask", torch.tensor([-math.inf]))
+        checkpoints = Checkpoints(Path(folder), keep=Retention(2), identity={}, world=world)
+        checkpoints.save(engine, state_of(engine, Progress(step=1)))
+        if world.rank == rank and engine.split_masters is not None:
+            for master in engine.split_masters.of.values():
+                for _, piece in master.pieces():
+                    piece[0] = math.nan
+        elif world.rank == rank:
+            engine.masters()[-1].detach().view(-1)[0] = math.nan
+        try:
+            checkpoints.save(engine, state_of(engine, Progress(step=2)))
+            error = ""
+        except NotFinite as failure:
+            error = str(failure)
+        return error, str(newest(Path(folder)))
 
 
 def failing_save(world: World, *, folder: str) -> str:

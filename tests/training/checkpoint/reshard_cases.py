@@ -13,6 +13,7 @@ from config.errors import UserError
 from config.optimizers import COUNT
 from modeling.build import build_model, model_config
 from tests.support.models.small_run import SEQUENCE, VOCABULARY, batch_of, resolve
+from tools.parity.slices import whole_state
 from training.checkpoint.reader import PLAIN
 from training.checkpoint.reshard import load_resharded, restore
 from training.distributed import World
@@ -20,7 +21,7 @@ from training.engine import Engine
 from training.engine.build import _gather_partitioned
 from training.engine.masters import local_masters
 from training.engine.sharded_pieces import attach_pieces
-from training.engine.tensors import Checksums, checksums_of, whole_master, whole_state, whole_weight
+from training.engine.tensors import Checksums, checksums_of, whole_master, whole_weight
 from training.engine.weights import require_fresh_masters
 
 FROZEN = ("model.layers.0.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight")

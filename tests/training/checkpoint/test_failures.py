@@ -5,6 +5,7 @@ import subprocess
 import pytest
 
 from tests.support.jobs.launches import command, finish
+from tests.support.marks import slow
 from tests.training.checkpoint import checkpoint_cases
 from tracking.jsonl import read_events
 from training.checkpoint.choice import newest
@@ -52,6 +53,26 @@ def test_a_process_that_may_open_no_further_file_saves_again_when_it_may(solo, t
     assert "Too many open files" in second and "\n" not in second
     assert first.startswith("Saved(") and third.startswith("Saved(")
     assert newest(tmp_path).name == "step-3"
+
+
+@pytest.mark.parametrize(
+    ("stage", "compute", "split", "rank", "named"),
+    [
+        (2, "bf16", False, 1, "rank 1: optimizer_state_dict/single_partition_of_fp32_groups/"),
+        slow(0, "fp32", False, 0, "rank 0: module/"),
+        slow(1, "bf16", False, 1, "rank 1: "),
+        slow(3, "bf16", False, 0, "rank 0: "),
+        slow(3, "fp32", False, 1, "rank 1: "),
+        slow(2, "bf16", True, 0, "rank 0: "),
+    ],
+)
+def test_masters_that_are_not_finite_are_never_saved(pair, tmp_path, stage, compute, split, rank, named):
+    given = {"folder": str(tmp_path), "stage": stage, "compute": compute, "split": split, "rank": rank}
+    for error, found in pair.run(checkpoint_cases.spoiled_save, **given):
+        assert error.startswith(f"checkpoint {tmp_path}/step-2 was not saved: {named}")
+        assert error.endswith(".pt is not finite")
+        assert found == str(tmp_path / "step-1")
+    assert (tmp_path / "LATEST").read_text() == "step-1\n"
 
 
 def test_everything_is_on_disk_before_a_name_points_at_it(solo, tmp_path):

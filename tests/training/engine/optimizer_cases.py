@@ -7,6 +7,7 @@ import torch
 
 from config.optimizers import OPTIMIZERS
 from tests.support.models.small_run import GLOBAL, batch_of, engine_of, resolve
+from tools.parity.slices import whole_state
 from training.distributed import World
 from training.engine.optimizer import IMPLEMENTATIONS
 from training.engine.optimizers import muon
@@ -19,7 +20,6 @@ from training.engine.tensors import (
     trainable_parameters,
     whole_gradient,
     whole_master,
-    whole_state,
 )
 
 RATES = (0.004, 0.01, 0.01, 0.006)

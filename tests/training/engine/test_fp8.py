@@ -111,7 +111,7 @@ def test_a_kernel_is_tried_before_it_is_used(pair, tmp_path):
 def test_a_module_is_promoted_to_bf16_and_only_then_further(manifest):
     regions, promotions = Regions(small_model("llama"), load_manifest(manifest)), Promotions()
     name = "model.layers.1.mlp.down_proj"
-    causes = [(0, Finding(name, "output", "nan", 1, 1.0, 0))]
+    causes = [(0, Finding(name, "output", "nan", 1, 1.0, "float32", 0))]
     for step, expected in ((1, "bf16"), (2, "fp32")):
         modules, to = promotable(regions, causes, to="fp32")
         assert (modules, to) == ([name], expected)

@@ -14,6 +14,7 @@ import pytest
 from config.cli import REPOSITORY
 from tests.support.jobs.launches import LAUNCHERS, command, events, finish, replay, start
 from tests.support.marks import slow
+from tests.support.models.small_models import small_model
 
 WHAT_MUST_REPEAT = ("step", "loss", "grad_norm", "lr", "sample_ids_sha256", "tokens", "applied")
 
@@ -229,6 +230,39 @@ def test_the_blamed_module_is_promoted_and_the_checkpoint_remembers_it(folder):
 
 
 FP16 = ["deepspeed.config=ds_configs/zero1_fp16.json", "precision.compute=fp16"]
+
+
+def test_a_model_beyond_fp16_is_told_so_at_its_first_step_and_fails_its_report(folder):
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = small_model("llama", **shape, num_key_value_heads=2, vocab_size=257)
+    for name, factor in (("gate", 50.0), ("up", 50.0), ("down", 50_000.0)):
+        model.get_submodule(f"model.layers.1.mlp.{name}_proj").weight.data *= factor
+    model.save_pretrained(folder / "wide")
+    given = [
+        *FP16,
+        f"model={{name_or_path: {folder}/wide, architecture: null, config: {{}}}}",
+        "evaluate.every_steps=0",
+    ]
+    output = finish(command("python", folder, "beyond", *given), exit_code=3, ranks=2)
+    assert "after step 1: an activation of model.layers.1.mlp.down_proj exceeds FP16's 65,504" in output
+    assert "no loss scale helps; use precision.compute=bf16" in output.splitlines()[-1]
+    assert events(folder, "beyond", "scale") == []
+    first = events(folder, "beyond", "nonfinite")[0]
+    assert (first["kind"], first["dtype"]) == ("inf", "float16")
+    page = (folder / "runs" / "beyond" / "report.md").read_text()
+    verdicts = {row.split("|")[1].strip(): row for row in page.splitlines() if row.startswith("| ")}
+    assert all("fail" in verdicts[name] for name in ("overflow rate", "job success", "non-finite steps"))
+
+
+@pytest.mark.parametrize("skipped", [slow(3), 4])
+def test_a_run_whose_last_steps_were_skipped_has_not_done_what_it_was_asked(folder, skipped):
+    """More than half of its steps."""
+    name, steps = f"stalled-{skipped}", range(7 - skipped, 7)
+    faults = "faults=[" + ", ".join(f"{{kind: nan_gradient, step: {step}}}" for step in steps) + "]"
+    output = finish(command("python", folder, name, faults), exit_code=3 if skipped > 3 else 0)
+    told = f"stopped  after step 6: the last {skipped} of 6 steps were skipped"
+    assert (told in output) == (skipped > 3)
+    assert events(folder, name, "run_end")[-1]["status"] == ("aborted" if skipped > 3 else "done")
 
 
 def test_an_overflow_at_the_smallest_scale_is_a_verdict_with_a_diagnosis(folder):
