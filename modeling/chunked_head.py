@@ -2,7 +2,8 @@
 
 The head's `forward` is replaced on the instance, so it runs where it always did: under ZeRO-3's hooks, which have
 gathered its weight by then, and inside its precision region. The model returns the loss as its `logits`, where
-DeepSpeed's backward hooks and all others that read a model's outputs find it.
+DeepSpeed's backward hooks and all others that read a model's outputs find it. A hook on the head gets the loss, too: no
+logits are made for it, since a step that is observed must stay the same step.
 
 What a model does to its logits after the head is measured: one pass in which the head returns known numbers. Nothing, a
 factor (Granite, Cohere) and a soft cap (Gemma 2) can be computed chunk by chunk; any other model needs its logits.
@@ -82,16 +83,10 @@ class ChunkedHead:
         self._head.forward = self._forward_head
         self._model.forward = self._forward_model
         self._hook = head.register_forward_hook(self._keep_loss)
-        self._hooks = len(head._forward_hooks)
         self.label_losses = torch.zeros(0)
         """Losses of the last pass inside `loss_of`, in the shape of its labels, before weights and without gradient."""
         self.right: torch.Tensor | None = None
         """Labels of the last pass inside `loss_of` that were the likeliest tokens, where that was asked for."""
-
-    @property
-    def watched(self) -> bool:
-        """Whether a hook was registered on the head since, which should see logits."""
-        return len(self._head._forward_hooks) != self._hooks
 
     @contextmanager
     def loss_of(

@@ -95,6 +95,14 @@ def linear_cross_entropy_sum(hidden: torch.Tensor, head: Head, labels: torch.Ten
     return linear_cross_entropy(hidden, head, labels, **options)[0]
 
 
+_making_gradients = False
+
+
+def is_making_gradients() -> bool:
+    """Whether what runs now, in the forward pass, is work of the backward pass: the gradients of a chunk."""
+    return _making_gradients
+
+
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -220,6 +228,14 @@ class _Gradients:
 
     def add(self, rows: slice, gradient: torch.Tensor, states: torch.Tensor, weight: torch.Tensor) -> None:
         """Add a chunk. gradient: of its logits, FP32 or wider. states, weight: in the compute dtype."""
+        global _making_gradients
+        _making_gradients = True
+        try:
+            self._add(rows, gradient, states, weight)
+        finally:
+            _making_gradients = False
+
+    def _add(self, rows: slice, gradient: torch.Tensor, states: torch.Tensor, weight: torch.Tensor) -> None:
         narrow = gradient.to(weight.dtype)
         if self._hidden is not None:
             self._hidden[rows] = narrow @ weight

@@ -2,7 +2,8 @@
 
 A `TorchDispatchMode` sees every operator below autograd and autocast, so the operands of `mm` have the dtype that the
 kernel gets. An operator belongs to the innermost module whose `forward` is running. Backward passes run outside every
-`forward` and are not counted; recomputation of checkpointed blocks is.
+`forward` and are not counted, nor are the gradients that a chunked loss makes inside its head's; recomputation of
+checkpointed blocks is.
 
 Attention is the common surprise: without a fused kernel (on a CPU: with attention dropout) `sdpa` widens to FP32.
 
@@ -11,9 +12,10 @@ not deducted) and are booked under the dtype of the operands, of forward and rec
 
 Softmaxes, norms' statistics, the loss, rotary tables, routers and the residual stream: `precision.inner_dtypes`.
 
-It does not change the numbers of the pass. It slows it down, and sees nothing inside a `torch.compile`d graph: use it
-on a pass now and then. FlexAttention is such a graph, which torch does not enter under a dispatch mode: it runs without
-the mode, and its arguments are recorded.
+It does not change the numbers of the pass, as long as nothing decides what to compute by whether hooks or modes are
+there. Compiled blocks do, because a hook in them would not fire: `training.step` observes them in a pass beside the
+step. It slows a pass down: use it now and then. FlexAttention is a compiled graph too, which torch does not enter under
+a dispatch mode: it runs without the mode, and its arguments are recorded.
 """
 
 from __future__ import annotations
@@ -60,8 +62,11 @@ class PrecisionMismatch(UserError):
 class Observation:
     """`with Observation(model) as seen: model(...)`, then `seen.computed` and `seen.flops`."""
 
-    def __init__(self, model: torch.nn.Module, *, with_inner: bool = True) -> None:
-        """with_inner: whether to observe `inner`, too."""
+    def __init__(
+        self, model: torch.nn.Module, *, with_inner: bool = True, in_backward: Callable[[], bool] = lambda: False
+    ) -> None:
+        """with_inner: whether to observe `inner`, too. in_backward: whether what runs now inside a `forward` belongs to
+        the backward pass."""
         self.flops: dict[str, int] = defaultdict(int)
         """Dtype to matmul FLOPs of the observed forward passes and recomputations."""
         self._matmuls: dict[str, set[str]] = defaultdict(set)
@@ -69,6 +74,7 @@ class Observation:
         self.inner = InnerDtypes(model, root=ROOT) if with_inner else None
         """What was computed besides matmuls."""
         self._model = model
+        self._in_backward = in_backward
         self._running: list[str] = []
         self._exit = ExitStack()
 
@@ -131,7 +137,7 @@ class Observation:
             ALL_ATTENTION_FUNCTIONS[_FLEX] = function
 
     def _see(self, func: Any, name: str, args: tuple, output: Any) -> None:
-        if "backward" in name:
+        if "backward" in name or self._in_backward():
             return
         if not self._running:
             if self.inner is not None and torch._C._current_graph_task_id() == -1:  # not autograd, but the loss

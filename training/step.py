@@ -7,10 +7,11 @@ forward, backward -> norm -> (again, if it is suspicious) -> (causes, if it is n
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from data.batches.loader import Batch
+from modeling.linear_cross_entropy import is_making_gradients
 from precision.guard import Judgement, Verdict
 from precision.inner_dtypes import over_ranks, promises
 from precision.observe import Observation, verify
@@ -41,7 +42,7 @@ def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, H
     # Forward and backward of every micro-batch. Where due, dtypes and gradients are observed.
     watch, telemetry, checks = _due_watch(parts, progress), _due_telemetry(parts, progress), parts.checks
     signing = checks.signing(progress.step + 1) if checks else nullcontext()
-    with watch or nullcontext(), telemetry.watching(batch) if telemetry else nullcontext(), signing:
+    with _watched(parts, watch, batch), telemetry.watching(batch) if telemetry else nullcontext(), signing:
         outcome = engine.forward_backward(batch, step=batch.position + 1)
 
     # The norm of the reduced gradients, and one small gather, after which every rank decides the same.
@@ -111,7 +112,20 @@ def _due_watch(parts: Parts, progress: Progress) -> Observation | None:
     """An observer of the compute dtypes, on the first step of a session and at the configured interval."""
     every = parts.resolved.config.precision.verify_every_steps
     due = progress.step == parts.first_step or (every and progress.step % every == 0)
-    return Observation(parts.engine.model) if due else None
+    return Observation(parts.engine.model, in_backward=is_making_gradients) if due else None
+
+
+def _watched(parts: Parts, watch: Observation | None, batch: Batch) -> AbstractContextManager[object]:
+    """Around the passes of a step, observed or not: the same step to the bit.
+
+    An observed block runs its own code, which rounds otherwise than the compiled one. So compiled blocks are observed
+    here, in a forward pass beside the step. A collective.
+    """
+    if watch is None or not parts.resolved.config.model.compile:
+        return watch or nullcontext()
+    with watch:
+        parts.engine.forward_beside(batch)
+    return nullcontext()
 
 
 def _due_telemetry(parts: Parts, progress: Progress) -> Telemetry | None:

@@ -131,8 +131,8 @@ class Telemetry:
             regions.fp8_count = None
 
     def _unwatched(self) -> set[nn.Module]:
-        """Modules whose outputs are not looked at, since a hook would change the step: inside compiled blocks, which
-        would run uncompiled; and the head of a chunked loss, which would make all logits at once."""
+        """Modules whose outputs are not looked at: inside compiled blocks, since they would run uncompiled under hooks,
+        which is another step; and the head of a chunked loss, which returns the loss."""
         model = self._engine.model
         found: set[nn.Module] = set()
         for module in model.modules():

@@ -39,9 +39,7 @@ def counted(world: World, *, stage: int, compute: str, overrides: list[str]) -> 
         blocks, found = blocks_of(engine.model), []
         for chosen in (range(0), range(len(blocks))):
             recompute_blocks(blocks, chosen)
-            found.append(
-                count_saved(engine.model, lambda: engine.loss_path.score(inputs, labels, 1.0, inspected=False))
-            )
+            found.append(count_saved(engine.model, lambda: engine.loss_path.score(inputs, labels, 1.0)))
         parameters = sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in engine.model.parameters())
         return {"none": found[0], "full": found[1], "parameters": parameters}
 

@@ -6,7 +6,9 @@ from typing import Any
 
 from config.errors import UserError
 from modeling import chunked_head
-from precision.statistics import ActivationMeter
+from modeling.linear_cross_entropy import is_making_gradients
+from precision.inner_dtypes import LOSS_SUM, ROTARY
+from precision.observe import Observation
 from tests.support.models.small_run import batch_of, engine_of, masters_of, resolve
 from training.attribution import attribute
 from training.distributed import World
@@ -34,16 +36,32 @@ def two_steps(world: World, *, stage: int, compute: str, loss: str, overrides=()
         return found | {"chunked": engine.loss_path.chunked, "unchunked_reason": engine.loss_path.unchunked_reason}
 
 
-def watched(world: World, *, loss: str) -> dict[str, Any]:
-    """What a meter on the modules sees of the head, and the losses of a step in which it looks and of one without."""
-    with engine_of(world, _resolved(world, 1, "fp32", loss, (), "")) as engine:
+def observed(world: World, *, loss: str, folder: str) -> dict[str, Any]:
+    """What is observed of a step with the head in another dtype than the rest, the shape of what a hook on the head
+    sees, and the step's losses with and without them."""
+    shapes = set()
+    with engine_of(
+        world, _resolved(world, 1, "fp32", loss, ("model.config.tie_word_embeddings=false",), folder)
+    ) as engine:
         batch = batch_of(world, 2, seed=1)
-        unseen = engine.health(engine.forward_backward(batch, step=1)).loss
+        unseen = engine.health(engine.forward_backward(batch, step=1))
         engine.discard_gradients()
-        with ActivationMeter(engine.model) as meter:
-            seen = engine.health(engine.forward_backward(batch, step=1)).loss
+        head = engine.model.get_output_embeddings()
+        handle = head.register_forward_hook(lambda module, inputs, output: shapes.add(tuple(output.shape)))
+        with Observation(engine.model, in_backward=is_making_gradients) as seen:
+            health = engine.health(engine.forward_backward(batch, step=1))
+        handle.remove()
         engine.discard_gradients()
-        return {"unseen": unseen, "seen": seen, "maximum": float(meter.maxima["lm_head"])}
+        assert seen.inner is not None
+        inner = {what: dict(seen.inner.found[what]) for what in (LOSS_SUM, ROTARY)}
+    return {
+        "step": (health.loss, health.grad_norm),
+        "unseen": (unseen.loss, unseen.grad_norm),
+        "shapes": shapes,
+        "computed": seen.computed,
+        "flops": dict(seen.flops),
+        "inner": {what: set().union(*found.values()) for what, found in inner.items()},
+    }
 
 
 def spoiled(world: World, *, loss: str, module: str, kind: str) -> dict[str, Any]:

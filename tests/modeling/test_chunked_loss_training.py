@@ -57,11 +57,14 @@ def test_the_head_keeps_its_precision_region(pair, tmp_path, stage: int) -> None
         assert distance(ways["chunked"]["gradients"], of) < 1.1 * distance(ways["full"]["gradients"], of)
 
 
-def test_who_watches_the_head_sees_logits(pair) -> None:
-    """A meter measures the same as with the full loss, in a step that has the same loss."""
-    full, chunked = (pair.run(cases.watched, loss=loss)[0] for loss in ("full", "chunked"))
-    assert chunked["maximum"] == full["maximum"] and full["seen"] == full["unseen"]
-    assert chunked["seen"] == pytest.approx(chunked["unseen"], rel=1e-6)
+def test_an_observed_head_computes_what_it_computes_unobserved(pair, tmp_path) -> None:
+    """A step stays chunked under hooks and modes; dtypes and FLOPs are those that are seen of the full loss."""
+    full, chunked = (pair.run(cases.observed, loss=loss, folder=str(tmp_path))[0] for loss in ("full", "chunked"))
+    assert chunked["step"] == chunked["unseen"] and full["step"] == full["unseen"]
+    assert full["shapes"] == {(2, 16, 64)} and chunked["shapes"] == {(1, 1, 1)}
+    assert chunked["computed"]["lm_head"] == {"fp16"}
+    for what in ("computed", "flops", "inner"):
+        assert chunked[what] == full[what] != {}
 
 
 @pytest.mark.parametrize(

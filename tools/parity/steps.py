@@ -31,7 +31,6 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +117,8 @@ class StepParity:
         signatures = Signatures(
             reference.model, engine.model, compute=compute, regions=regions, world=world, slices=slices
         )
-        own_loss = partial(engine.loss_path.score, inspected=True)
-        watch = signatures.watch_loss(reference.objective, *next(batch.micro_batches(world.device)), own_loss)
+        first = next(batch.micro_batches(world.device))
+        watch = signatures.watch_loss(reference.objective, *first, engine.loss_path.score)
         products = Fp8Products(reference.model, engine.model, regions, world=world)
         with errors.of_candidate(), signatures.of_candidate(), products.of_candidate():
             outcome = engine.forward_backward(batch, step=batch.position + 1, on_loss=watch)
@@ -272,7 +271,7 @@ class StepParity:
         router = router_balance(engine.model, self._resolved.config.model)
 
         def score(inputs: dict[str, Any], labels: torch.Tensor, scale: torch.Tensor | float = 0.0) -> Scored:
-            scored = engine.loss_path.score(inputs, labels, scale, inspected=True)
+            scored = engine.loss_path.score(inputs, labels, scale)
             if router is not None and engine.router is not None:
                 router.routed = engine.router.routed
             return scored
@@ -294,7 +293,7 @@ class StepParity:
         inputs, labels = next(iter(batch.micro_batches(engine.world.device)))
         for index, weight in enumerate(weights):
             factor = weight * engine.world.world_size / max(batch.label_tokens, 1)
-            scored = engine.loss_path.score(inputs, labels, factor * engine.loss_scale, inspected=True)
+            scored = engine.loss_path.score(inputs, labels, factor * engine.loss_scale)
             engine.backward(scored.loss * factor, last=index == len(weights) - 1)
         return self._taken_gradients()
 

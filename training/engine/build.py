@@ -144,7 +144,7 @@ def _one_micro_batch(engine: Engine, resolved: Resolved) -> Callable[[], None]:
 
     def forward() -> None:
         engine.deepspeed.train()
-        engine.loss_path.score(inputs, inputs["input_ids"], 1.0, inspected=False)
+        engine.loss_path.score(inputs, inputs["input_ids"], 1.0)
 
     return forward
 

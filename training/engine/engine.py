@@ -219,7 +219,7 @@ class Engine:
         """
         share = share.float()
         with self._work.measured():
-            scored = self.loss_path.score(inputs, labels, share * self.loss_scale, inspected=on_loss is not None)
+            scored = self.loss_path.score(inputs, labels, share * self.loss_scale)
         if on_loss is not None:
             on_loss(scored.loss)
         loss = scored.loss * share
@@ -237,6 +237,12 @@ class Engine:
         if sums.sources is not None:
             assert scored.parts is not None, "a task with several sources knows its loss by sample"
             sums.by_source[0] += _by_source(scored.parts, sums.sources[index], len(sums.by_source[0]))
+
+    def forward_beside(self, batch: Batch) -> None:
+        """A training forward pass of the step's first micro-batch, for its observers: nothing of it remains."""
+        before = generators(self.world.device)
+        self.loss_path.score(*next(iter(batch.micro_batches(self.world.device))), 0.0)
+        restore_generators(before, self.world.device)
 
     def _sums_of(self, batch: Batch) -> StepSums:
         """The sums of a step before its first micro-batch."""
@@ -261,7 +267,7 @@ class Engine:
         before = generators(self.world.device)
         found: Any = 0
         for inputs, labels in batch.micro_batches(self.world.device):
-            self.loss_path.score(inputs, labels, 0.0, inspected=True)
+            self.loss_path.score(inputs, labels, 0.0)
             found = found + self.router.counts()
         restore_generators(before, self.world.device)
         return self.world.sum(found)
@@ -413,7 +419,7 @@ class Engine:
         totals = torch.zeros(2 + len(self.objective.sums), dtype=torch.float64, device=self.world.device)
         for batch in batches:
             for inputs, labels in batch.micro_batches(self.world.device):
-                scored = self.loss_path.score(inputs, labels, 1.0, inspected=False)
+                scored = self.loss_path.score(inputs, labels, 1.0)
                 totals[0] += scored.loss.double()
                 if scored.sums is not None:
                     totals[2:] += scored.sums

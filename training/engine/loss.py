@@ -77,18 +77,15 @@ class LossPath:
         labels: torch.Tensor,
         gradient_scale: torch.Tensor | float,
         *,
-        inspected: bool,
         forward: Forward | None = None,
     ) -> Scored:
         """Forward pass and summed loss of a micro-batch. inputs, labels: as `Batch.micro_batches` gives them.
 
-        gradient_scale: factor of the backward pass, the loss scale included. A hook on the output embedding measures
-        logits, so all are then materialized, unless inspected: the hooks only check for values that are not finite,
-        which show in the loss too; a step that goes wrong must not need more memory than others. forward: another
-        forward pass of the model than the engine's; None is that.
+        gradient_scale: factor of the backward pass, the loss scale included. forward: another forward pass of the model
+        than the engine's; None is that.
         """
         head, chunked, forward = self._head, self._labels, forward or self._forward
-        if head is None or chunked is None or (head.watched and not inspected):
+        if head is None or chunked is None:
             return self._objective.score(forward, inputs, labels)
         weights = chunked.weights(inputs, labels)
         with chunked.noisy(inputs) as given, head.loss_of(labels, gradient_scale, weights, judged=chunked.judges):

@@ -133,7 +133,7 @@ def _train(world: World, stage: int, compute: str, overrides: Sequence[str]) -> 
 
         inputs, labels = next(batch_of(world, MICRO, seed=0).micro_batches(world.device))
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            engine.loss_path.score(inputs, labels, 1.0, inspected=False)
+            engine.loss_path.score(inputs, labels, 1.0)
         return {
             "losses": [loss for loss, _ in steps],
             "norms": [norm for _, norm in steps],

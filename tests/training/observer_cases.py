@@ -1,0 +1,125 @@
+"""What runs inside the processes of test_observers.py: a short job, observed or not."""
+
+import random
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from config.cli import REPOSITORY
+from config.command_line import read_command_line
+from config.resolved import Resolved
+from tests.support.models.flex_on_cpu import flex_on_cpu
+from tests.support.models.small_run import checksum, masters_of
+from tests.training.checkpoint.resume_cases import last_by_step
+from training.build import build
+from training.distributed import World
+from training.loop import train
+from training.session import locked_run_dir, session
+
+WIDTH = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536}
+"""SmolLM2-135M's."""
+STEPS = 3
+
+
+MANIFESTS = {
+    "mixed": {
+        "default": "bf16",
+        "rules": [{"match": "lm_head", "compute": "fp16", "reason": "to be another dtype than its surroundings"}],
+    },
+    "fp8": {
+        "default": "bf16",
+        "rules": [{"match": "*.mlp.*_proj", "compute": "fp8", "reason": "linear layers are what FP8 is for"}],
+    },
+}
+
+
+def cast(dtype: str, stage: int) -> list[str]:
+    """Overrides of the cast path."""
+    return [f"deepspeed.config=ds_configs/zero{stage}_{dtype}.json", f"precision.compute={dtype}"]
+
+
+def manifest(name: str, stage: int) -> list[str]:
+    """Overrides of the manifest path."""
+    where = f"deepspeed.config=ds_configs/zero{stage}_fp32.json"
+    return [where, "precision.compute=auto", "precision.path=manifest", f"precision.manifest={{folder}}/{name}.json"]
+
+
+def heavy_tailed(folder: Path, *, layers: int = 2, vocabulary: int = 320) -> Path:
+    """A Llama of SmolLM2's width, its matrices drawn from Student's t with 2.5 degrees of freedom: real weights have
+    such outliers, beside which order and rounding of a sum show."""
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        **WIDTH,
+        vocab_size=vocabulary,
+        num_hidden_layers=layers,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = LlamaForCausalLM(shape)
+    tails = torch.distributions.StudentT(torch.tensor(2.5))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.copy_(tails.sample(parameter.shape) * 0.5 * parameter.shape[1] ** -0.5)
+    model.save_pretrained(folder / "base")
+    return folder / "base"
+
+
+def write_text(folder: Path) -> None:
+    """A text of a few thousand letters."""
+    (folder / "text").mkdir()
+    letters = random.Random(0)
+    for index in range(8):
+        (folder / "text" / f"{index}.txt").write_text("".join(letters.choices("abcdefgh ", k=400)))
+
+
+def resolve(folder: str, name: str, overrides: Sequence[str]) -> Resolved:
+    """The job's config."""
+    settings = [
+        *("--config", str(REPOSITORY / "config/recipes/demo.yaml")),
+        *(f"run.dir={folder}/runs", f"run.name={name}", f"run.steps={STEPS}", "run.resume=auto"),
+        *("schedule.warmup_steps=1", "evaluate.every_steps=0", "checkpoint.every_steps=0", "checkpoint.at_end=false"),
+        *("data.source=text", f"data.path={folder}/text", f"data.cache_dir={folder}/cache", "data.tokenizer=bytes"),
+        *("data.sequence_length=32", "data.validation_fraction=0", "batch.global_size=4", "batch.micro_size=1"),
+        *("model.architecture=null", f"model.name_or_path={folder}/base", "model.activation_checkpointing=none"),
+        *("model.config={}", "model.loss=chunked", "model.loss_chunk_tokens=12"),
+        *("tracking.wandb=disabled", "tracking.log_every_steps=1000", "telemetry.every_steps=0"),
+        *("precision.loss_scale.initial=256", "optimizer.learning_rate=1e-3"),
+        *overrides,
+    ]
+    return read_command_line(settings)
+
+
+def job(
+    world: World, *, folder: str, name: str, overrides: Sequence[str], observed: bool = True, flex: bool = False
+) -> dict[str, Any]:
+    """Train the job; everything that must not depend on who looks on. observed: whether dtypes are, in the session's
+    first step and where `precision.verify_every_steps` says."""
+    resolved = resolve(folder, name, overrides)
+    with (
+        flex_on_cpu() if flex else nullcontext(),
+        locked_run_dir(resolved, world),
+        session(resolved, world=world, shares=("sequence", "expert")) as opened,
+    ):
+        parts, progress = build(opened)
+        try:
+            ending = train(parts if observed else replace(parts, first_step=-1), progress)
+            parts.stop_watching()
+            return {
+                "exit_code": ending.exit_code,
+                "steps": last_by_step(folder, name),
+                "chunked": parts.engine.loss_path.chunked,
+                "scaler": parts.engine.scaler_state(),
+                "masters": checksum(masters_of(parts.engine)),
+                "random": torch.get_rng_state().numpy().tobytes(),
+            }
+        finally:
+            parts.checkpoints.outcomes()  # the saving thread would die with the process
+            parts.record.close()
