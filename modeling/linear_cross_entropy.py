@@ -119,6 +119,7 @@ class _ChunkedLoss(torch.autograd.Function):
         with_gradients: bool,
         right: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        global _making_gradients
         wide = torch.promote_types(compute, torch.float32)
         needs = [with_gradients and needed for needed in ctx.needs_input_grad[:3]]
         sums = _Gradients(hidden, weight, bias, wide, needs)
@@ -138,7 +139,11 @@ class _ChunkedLoss(torch.autograd.Function):
                 total += weighted.sum()
                 if any(needs):
                     factors = gradient_scale if weights is None else (gradient_scale * weights[rows]).unsqueeze(1)
-                    sums.add(rows, logits.mul_(factors), states, narrow)
+                    _making_gradients = True
+                    try:
+                        sums.add(rows, logits.mul_(factors), states, narrow)
+                    finally:
+                        _making_gradients = False
                 del logits  # before the next chunk's
         ctx.made, ctx.scale = sums.made(), gradient_scale
         if head.shared is not None and ctx.made[0] is not None:
@@ -228,14 +233,6 @@ class _Gradients:
 
     def add(self, rows: slice, gradient: torch.Tensor, states: torch.Tensor, weight: torch.Tensor) -> None:
         """Add a chunk. gradient: of its logits, FP32 or wider. states, weight: in the compute dtype."""
-        global _making_gradients
-        _making_gradients = True
-        try:
-            self._add(rows, gradient, states, weight)
-        finally:
-            _making_gradients = False
-
-    def _add(self, rows: slice, gradient: torch.Tensor, states: torch.Tensor, weight: torch.Tensor) -> None:
         narrow = gradient.to(weight.dtype)
         if self._hidden is not None:
             self._hidden[rows] = narrow @ weight

@@ -81,7 +81,7 @@ class AttentionMeter:
         ) -> Any:
             name = self._names.get(module)
             if name is not None and query.dim() == key.dim() == 4 and not _recomputing():
-                with _unseen(query.device.type):
+                with unseen(query.device.type):
                     self._measure(name, module, query.detach(), key.detach(), mask, options)
             return attention(module, query, key, value, mask, *rest, **options)
 
@@ -175,7 +175,7 @@ class ChannelMeter:
         found = next((tensor for tensor in tensors_of(output) if tensor.is_floating_point()), None)
         if found is None or not found.numel() or _recomputing():
             return
-        with _unseen(found.device.type):
+        with unseen(found.device.type):
             tokens = found.detach().flatten(0, -2)
             squares = tokens[:: math.ceil(len(tokens) / TOKENS)].float().square()
             means = squares.mean(1).clamp(min=torch.finfo(torch.float32).tiny)
@@ -195,7 +195,7 @@ def _recomputing() -> bool:
 
 
 @contextmanager
-def _unseen(device: str) -> Iterator[None]:
+def unseen(device: str) -> Iterator[None]:
     """Without a gradient, autocast or dispatch modes."""
     with torch.no_grad(), _disable_current_modes(), torch.autocast(device, enabled=False):
         yield

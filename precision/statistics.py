@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from precision.activation_signals import unseen
 from precision.findings import tensors_of
 from precision.sampling import largest_of
 
@@ -96,11 +97,12 @@ class ActivationMeter:
             handle.remove()
         self._handles = []
 
-    @torch.no_grad()
     def _measure(self, module: nn.Module, args: tuple, output: Any) -> None:
         name = self._names[module]
         for tensor in tensors_of(output):
-            if tensor.is_floating_point() and tensor.numel():
+            if not tensor.is_floating_point() or not tensor.numel():
+                continue
+            with unseen(tensor.device.type):  # a recomputation takes another number of maxima
                 largest = largest_of(tensor.detach())
                 known = self.maxima.get(name)
                 self.maxima[name] = largest if known is None else torch.maximum(known, largest)

@@ -42,7 +42,8 @@ def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, H
     # Forward and backward of every micro-batch. Where due, dtypes and gradients are observed.
     watch, telemetry, checks = _due_watch(parts, progress), _due_telemetry(parts, progress), parts.checks
     signing = checks.signing(progress.step + 1) if checks else nullcontext()
-    with _watched(parts, watch, batch), telemetry.watching(batch) if telemetry else nullcontext(), signing:
+    watching = _watching(parts, watch, batch)  # inside of telemetry, whose probe is an FP32 pass of its own
+    with telemetry.watching(batch) if telemetry else nullcontext(), signing, watching:
         outcome = engine.forward_backward(batch, step=batch.position + 1)
 
     # The norm of the reduced gradients, and one small gather, after which every rank decides the same.
@@ -115,12 +116,9 @@ def _due_watch(parts: Parts, progress: Progress) -> Observation | None:
     return Observation(parts.engine.model, in_backward=is_making_gradients) if due else None
 
 
-def _watched(parts: Parts, watch: Observation | None, batch: Batch) -> AbstractContextManager[object]:
-    """Around the passes of a step, observed or not: the same step to the bit.
-
-    An observed block runs its own code, which rounds otherwise than the compiled one. So compiled blocks are observed
-    here, in a forward pass beside the step. A collective.
-    """
+def _watching(parts: Parts, watch: Observation | None, batch: Batch) -> AbstractContextManager[object]:
+    """Around the passes of a step, observed or not. A collective: compiled blocks, which run other code under an
+    observer, are observed here in a forward pass beside the step."""
     if watch is None or not parts.resolved.config.model.compile:
         return watch or nullcontext()
     with watch:

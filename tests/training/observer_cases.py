@@ -3,26 +3,23 @@
 import random
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from config.resolved import Resolved
 from tests.support.models.flex_on_cpu import flex_on_cpu
-from tests.support.models.small_run import checksum, masters_of
-from tests.training.checkpoint.resume_cases import last_by_step
-from training.build import build
+from tests.training.checkpoint.resume_cases import last_by_step, trained
 from training.distributed import World
-from training.loop import train
 from training.session import locked_run_dir, session
 
 WIDTH = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536}
 """SmolLM2-135M's."""
+NARROW = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 192}
 STEPS = 3
 
 
@@ -30,6 +27,10 @@ MANIFESTS = {
     "mixed": {
         "default": "bf16",
         "rules": [{"match": "lm_head", "compute": "fp16", "reason": "to be another dtype than its surroundings"}],
+    },
+    "flex": {
+        "default": "bf16",
+        "rules": [{"match": "*.self_attn", "compute": "fp32", "reason": "no autocast for FlexAttention's queries"}],
     },
     "fp8": {
         "default": "bf16",
@@ -49,27 +50,28 @@ def manifest(name: str, stage: int) -> list[str]:
     return [where, "precision.compute=auto", "precision.path=manifest", f"precision.manifest={{folder}}/{name}.json"]
 
 
-def heavy_tailed(folder: Path, *, layers: int = 2, vocabulary: int = 320) -> Path:
-    """A Llama of SmolLM2's width, its matrices drawn from Student's t with 2.5 degrees of freedom: real weights have
-    such outliers, beside which order and rounding of a sum show."""
+def heavy_tailed(folder: Path, name: str, shape: dict[str, Any], *, family: str = "llama") -> None:
+    """A model whose matrices are drawn from Student's t with 2.5 degrees of freedom. Real weights have such outliers,
+    beside which the order and the rounding of a sum show."""
     torch.manual_seed(0)
-    shape = LlamaConfig(
-        **WIDTH,
-        vocab_size=vocabulary,
-        num_hidden_layers=layers,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = LlamaForCausalLM(shape)
+    special = {"bos_token_id": None, "eos_token_id": None, "max_position_embeddings": 256, "vocab_size": 320}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, num_hidden_layers=2, **shape, **special))
     tails = torch.distributions.StudentT(torch.tensor(2.5))
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.copy_(tails.sample(parameter.shape) * 0.5 * parameter.shape[1] ** -0.5)
-    model.save_pretrained(folder / "base")
-    return folder / "base"
+            if parameter.dim() >= 2:
+                parameter.copy_(tails.sample(parameter.shape) * 0.5 * parameter.shape[-1] ** -0.5)
+    model.save_pretrained(folder / name)
+
+
+def of_smollm2(folder: str) -> list[str]:
+    """Overrides of a job that trains the first 12 layers of SmolLM2-135M, whose vocabulary of 49,152 makes it chunk its
+    loss by itself."""
+    return [
+        *(f"model.name_or_path={folder}", "model.config={num_hidden_layers: 12}", "data.tokenizer=model"),
+        *("data.sequence_length=96", "model.loss=auto", "model.loss_chunk_tokens=1344"),
+        *("batch.global_size=4", "optimizer.learning_rate=1e-4"),
+    ]
 
 
 def write_text(folder: Path) -> None:
@@ -98,28 +100,25 @@ def resolve(folder: str, name: str, overrides: Sequence[str]) -> Resolved:
 
 
 def job(
-    world: World, *, folder: str, name: str, overrides: Sequence[str], observed: bool = True, flex: bool = False
+    world: World,
+    *,
+    folder: str,
+    name: str,
+    overrides: Sequence[str],
+    observed: bool = True,
+    flex: bool = False,
+    passes: int | None = None,
 ) -> dict[str, Any]:
-    """Train the job; everything that must not depend on who looks on. observed: whether dtypes are, in the session's
-    first step and where `precision.verify_every_steps` says."""
+    """Resume the job and train it to its end; everything that must not depend on who looks on.
+
+    observed: whether dtypes are, in the session's first step and where `precision.verify_every_steps` says. passes: it
+    breaks off at the forward pass after so many.
+    """
     resolved = resolve(folder, name, overrides)
     with (
         flex_on_cpu() if flex else nullcontext(),
         locked_run_dir(resolved, world),
         session(resolved, world=world, shares=("sequence", "expert")) as opened,
     ):
-        parts, progress = build(opened)
-        try:
-            ending = train(parts if observed else replace(parts, first_step=-1), progress)
-            parts.stop_watching()
-            return {
-                "exit_code": ending.exit_code,
-                "steps": last_by_step(folder, name),
-                "chunked": parts.engine.loss_path.chunked,
-                "scaler": parts.engine.scaler_state(),
-                "masters": checksum(masters_of(parts.engine)),
-                "random": torch.get_rng_state().numpy().tobytes(),
-            }
-        finally:
-            parts.checkpoints.outcomes()  # the saving thread would die with the process
-            parts.record.close()
+        found = trained(opened, passes, observed=observed)
+        return found | {"steps": last_by_step(folder, name), "chunked": opened.engine.loss_path.chunked}

@@ -1,5 +1,6 @@
 """What runs inside the processes of test_resume.py: a whole job that is interrupted."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,17 @@ def job(world: World, *, folder: str, name: str, overrides: list[str], passes: i
     """Resume the job and train it to its end, or until its `passes`-th forward pass; its state then."""
     resolved = resolve(folder, name, overrides)
     with locked_run_dir(resolved, world), session(resolved, world=world, shares=("sequence", "expert")) as opened:
-        return _train(opened, passes)
+        return trained(opened, passes)
 
 
-def _train(opened: Session, passes: int | None) -> dict[str, Any]:
+def trained(opened: Session, passes: int | None, *, observed: bool = True) -> dict[str, Any]:
+    """The state in which a session's training ends, or breaks off at the forward pass after `passes`.
+
+    observed: False observes no dtypes in its first step.
+    """
     parts, progress = build(opened)
+    if not observed:
+        parts = replace(parts, first_step=-1)
     begun = 0
 
     def count(*_: Any) -> None:
@@ -43,6 +50,7 @@ def _train(opened: Session, passes: int | None) -> dict[str, Any]:
     handle = parts.engine.model.register_forward_pre_hook(count)
     try:
         ending = train(parts, progress)
+        parts.stop_watching()
         return {
             "exit_code": ending.exit_code,
             "progress": ending.progress,
