@@ -218,7 +218,7 @@ class InnerDtypes:
     def _unobserved(self, compiled: bool) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         if compiled:
-            why = "other steps run a compiled graph, which shows no operators; the blocks' own code was observed"
+            why = "steps run a compiled graph, which shows no operators; the blocks' own code was observed beside one"
             found.append({"what": "compiled blocks", "why": why, "modules": []})
         if self._compiled:
             why = "flex_attention is a compiled graph, which shows no operators"

@@ -36,7 +36,6 @@ SETTINGS = {
         f"{path}, recomputing {kind}": [*PATHS[path], f"model.activation_checkpointing={kind}"]
         for path in ("bf16 2", "bf16 3", "fp8 2")
         for kind in ("full", "selective", "attention", "ops")
-        if (path, kind) != ("bf16 3", "ops")
     },
     **{
         f"{path}, {name}": [*PATHS[path], *overrides]
