@@ -17,6 +17,7 @@ from precision.observe import Observation, verify
 from precision.regions import Regions
 from tests.precision.test_regions import build, gradients, in_regions, oracle_of
 from tests.support.models.small_models import distance
+from tools.parity import fp8_layers
 
 MODEL = {"e4m3": (3, -6, Fraction(448)), "e5m2": (2, -14, Fraction(57344))}
 """Stored bits of the mantissa, exponent of the smallest normal number, largest number (Micikevicius et al. 2022)."""
@@ -88,7 +89,7 @@ def test_the_reference_multiplies_the_same_operands(ambient: torch.dtype, weight
     section = Fp8Section(weight_gradient=weight_gradient, gradient="e5m2")
     given = [torch.randn(shape, generator=generator) for shape in ((3, 9, 48), (20, 48), (20,), (3, 9, 20))]
     results = []
-    for function in (linear_fp8, fp8_reference.linear):
+    for function in (linear_fp8, fp8_layers.linear):
         leaves = [value.clone().requires_grad_() for value in given[:3]]
         output = function(*leaves, ambient=ambient, section=section)
         output.backward(given[3].to(ambient))

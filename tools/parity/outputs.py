@@ -21,10 +21,10 @@ import torch
 from config.errors import one_line
 from modeling.adapter import is_off
 from precision.findings import tensors_of
-from precision.fp8_reference import in_fp8
 from precision.manifest import find_regions
 from precision.regions import Regions
 from precision.tolerance import relative
+from tools.parity.fp8_layers import in_fp8
 from tools.parity.recompute import map_floats
 from tools.parity.slices import Slices
 from training.distributed import World

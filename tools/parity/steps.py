@@ -50,10 +50,10 @@ from modeling.build import dropouts
 from modeling.objectives.objective import Scored
 from modeling.router_balance import router_balance
 from precision.dtypes import DTYPES
-from precision.fp8_reference import in_fp8
 from precision.sampling import distances
 from precision.statistics import compare_gradients, to_plain
 from precision.tolerance import relative
+from tools.parity.fp8_layers import in_fp8
 from tools.parity.fp8_products import Fp8Products
 from tools.parity.judge_steps import Walk, beyond_bounds, blamed, first_divergence, judge_steps
 from tools.parity.oracle.optimizers import decay_and_factor
