@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.jobs.process_group import ProcessGroup
+from tests.support.models.small_run import gathered
 from tests.training.engine import start_cases as cases
 
 ODD = "model.config={hidden_size: 28, intermediate_size: 47, num_hidden_layers: 2, num_attention_heads: 2, "
@@ -40,7 +41,13 @@ def cells_of(folder: Path, stage: int, compute: str) -> list[cases.Cell]:
         ("fp32 files, experts", from_files(folder, "moe-float32")),  # which has each expert by itself
         ("bf16 files", from_files(folder, "tied-bfloat16")),
         ("lora", [*from_files(folder, "tied-float32"), LORA]),
+        (
+            "fp32 files, head beside lora",
+            [*from_files(folder, "odd-float32"), LORA[:-1] + ", modules_to_save: [lm_head]}"],
+        ),
     ]
+    if stage == 3:  # no parameter stays whole, and masters are many flat tensors
+        cells.append(("fp32 files, gathered", [*from_files(folder, "odd-float32"), gathered(folder, compute)]))
     if compute == "bf16" and stage:
         cells.append(("split", [*from_files(folder, "odd-float32"), "precision.masters=split"]))
     if stage:
