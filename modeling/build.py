@@ -1,8 +1,8 @@
 """Build a Hugging Face language model or classifier: from a config with reproducible weights, or from saved weights.
 
 The weights of a model trained from scratch depend on the seed and the module's name only. Every module draws from
-a generator of its own, in FP32, and is rounded to the dtype of its parameters afterwards. So ZeRO 0, 1, 2 and 3, any
-number of ranks, and FP32 and 16-bit runs all start from the same point and are comparable.
+a generator of its own, in FP32, and nothing rounds it but the engine, which keeps masters. So ZeRO 0, 1, 2 and 3, any
+number of ranks, and FP32 and 16-bit runs all start from the same masters and are comparable.
 """
 
 from __future__ import annotations
@@ -113,10 +113,10 @@ def build_model(
     model_class: str = CAUSAL_LM,
     adapter: AdapterSection | None = None,
 ) -> PreTrainedModel:
-    """The model in FP32 (in the DeepSpeed config's dtype under ZeRO-3, where each rank holds only its partition).
+    """The model in FP32; under ZeRO-3 each rank holds only its partition.
 
-    Under ZeRO-3 the caller keeps an HfDeepSpeedConfig alive; transformers then constructs and loads the model inside
-    `deepspeed.zero.Init`. `gather` gives access to full parameters while the weights are drawn. model_class: of
+    Under ZeRO-3 the caller keeps an HfDeepSpeedConfig of FP32 alive; transformers then constructs and loads the model
+    inside `deepspeed.zero.Init`. `gather` gives access to full parameters while the weights are drawn. model_class: of
     config/task.py. adapter: whose base may be in 4 or 8 bits; its linear layers then hold codes, on every rank all.
 
     Raises UserError when the attention implementation cannot be used here or the weights cannot be loaded.
@@ -132,11 +132,9 @@ def build_model(
             model = _loaded(auto, section, config, options, seed=seed, gather=gather)
             if quantised:
                 freeze_quantised(model)
-            unround_buffers(model, loaded=True)
             return model
         with no_init_weights():
             model = auto.from_config(config, dtype=torch.float32, **options)
-    unround_buffers(model)
     draw_weights(model, seed=seed, gather=gather)
     return model
 
@@ -166,26 +164,6 @@ def _refused(section: ModelSection) -> Iterator[None]:
             f"model cannot be built (model.name_or_path = {section.name_or_path}, model.architecture = "
             f"{section.architecture}, model.attention = {section.attention}): {one_line(error)}"
         ) from error
-
-
-def unround_buffers(model: torch.nn.Module, *, loaded: bool = False) -> None:
-    """Give buffers in 16 bits, such as rotary frequencies, the values that they have outside of `deepspeed.zero.Init`.
-
-    Inside, what a constructor makes is rounded to the DeepSpeed config's dtype: Gemma's scale of its embeddings, and
-    before transformers 5.18 frequencies. To be called outside of it. loaded: those that files hold keep their values,
-    and are widened.
-    """
-    rounded = [name for name, buffer in model.named_buffers() if buffer.dtype in (torch.bfloat16, torch.float16)]
-    if not rounded:
-        return
-    with no_init_weights(), init_empty_weights(include_buffers=False):
-        made = dict(type(model)(model.config).named_buffers())
-    files = set(model.state_dict()) if loaded else set()
-    for name in made.keys() & set(rounded):
-        parent, _, key = name.rpartition(".")
-        held = model.get_buffer(name)
-        right = held.to(made[name].dtype) if name in files else made[name].to(held.device)
-        setattr(model.get_submodule(parent), key, right)
 
 
 def _loaded(
@@ -353,7 +331,7 @@ def _bottom_up(
 
 @contextmanager
 def _in_fp32(parameters: Sequence[torch.nn.Parameter], only: Collection[torch.nn.Parameter] | None) -> Iterator[None]:
-    """Inside, the parameters are FP32 on the CPU; on leaving they are rounded back to their own dtype and device.
+    """Inside, the parameters are FP32 on the CPU; on leaving they are back in their own dtype, on their own device.
 
     only: those that keep what was written; the others are as before. None: all.
 

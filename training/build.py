@@ -171,6 +171,7 @@ def _record_start(parts: Parts, progress: Progress, found: Path | None) -> None:
         compute=resolved.compute,
         zero_stage=resolved.zero_stage,
         resumed_from=str(found) if found else None,
+        masters=str(engine.start),
         name=config.run.name,
         model=type(engine.model).__name__,
         attention=config.model.attention,

@@ -23,12 +23,12 @@ from tracking.trackers.sink import TrackerSink
 from tracking.wandb.sink import WandbSink
 from training.distributed import World
 from training.engine import Engine
-from training.engine.ledger import as_plain, read_ledger
+from training.engine.ledger import as_plain, read_ledger, read_start
 
 
 def open_record(resolved: Resolved, corpus: Corpus, engine: Engine, run_dir: RunDir, world: World) -> Record:
     """Open the record of a run and write the run folder's inputs; on ranks other than 0 it is silent. A collective."""
-    ledger = read_ledger(engine, reduce=resolved.config.precision.reduce)
+    ledger = [*read_ledger(engine, reduce=resolved.config.precision.reduce), read_start(engine)]
     if not world.is_main:
         return Record.silent()
     config = resolved.config

@@ -32,7 +32,12 @@ AS_EXPECTED, UNEXPECTED = 0, 3
 _HANG_MINUTES = 5.0
 _CODE = [
     *("training/engine/engine", "training/engine/gradients", "training/engine/optimizer", "training/engine/build"),
-    *("training/engine/split_masters", "modeling/router_balance", "training/engine/process_groups"),
+    *(
+        "training/engine/weights",
+        "training/engine/split_masters",
+        "modeling/router_balance",
+        "training/engine/process_groups",
+    ),
     *("training/engine/sharded_pieces", "training/engine/flat_optimizer", "training/engine/optimizers/rule"),
     *(f"training/engine/optimizers/{name}" for name in OPTIMIZERS),
     *("lab/matrix/cells", "lab/matrix/run", "tools/parity/oracle/optimizers"),
@@ -45,7 +50,7 @@ _CODE = [
         "modeling/expert_parallel",
     ),
     *("training/engine/tensor_slices", "training/engine/expert_slices", "training/distributed"),
-    *("precision/fp8", "precision/fp8_reference"),
+    *("precision/fp8", "precision/fp8_reference", "tools/parity/fp8_layers"),
     *("precision/regions", "precision/manifest", "precision/loss_scale", "config/deepspeed/combinations"),
 ]
 """Modules whose code determines what a cell measures."""

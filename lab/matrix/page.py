@@ -114,7 +114,7 @@ Qwen3-MoE, for {conditions["steps"]} AdamW steps on different
 batches on {conditions["processes"]} processes, through the real config and engine. It is compared with **one process of
 plain torch in FP32** with the whole batch at once: no DeepSpeed, none of Mantissa's engine. Labels are masked unevenly,
 the learning rate changes at every step, and FP16's loss scale grows every second step. Both start from the same
-weights, rounded to the cell's dtype on the cast path, where the masters start rounded too.
+FP32 weights; bare DeepSpeed, whose masters start rounded on the cast path, is compared from the rounded ones.
 
 Errors are the largest over the steps and, in a row of several cells, over those:
 

@@ -2,9 +2,9 @@
 
 The reference is plain torch in FP32 in one process, the whole batch at once, with torch's own AdamW and clipping:
 neither DeepSpeed nor Mantissa's engine. Of an FP8 cell it multiplies FP8 operands as well, made by
-`precision.fp8_reference`, so that what is left is everything but FP8's own error. It starts from the same weights, on
-the cast path rounded to the cell's dtype, as the masters are there. With another optimizer it is in FP64, with the
-rule of `tools.parity.oracle.optimizers`.
+`precision.fp8_reference`, so that what is left is everything but FP8's own error. It starts from the same weights; for
+bare DeepSpeed on the cast path from weights rounded to the cell's dtype, as its masters are. With another optimizer it
+is in FP64, with the rule of `tools.parity.oracle.optimizers`.
 """
 
 from __future__ import annotations
@@ -79,10 +79,12 @@ def measure(world: World, cell: Cell, *, steps: int, upstream: bool = True) -> d
         folder = Path(name)
         overrides, path = cell.prepare(folder)
         config = load_config(path, overrides, None)
-        expected = reference(config, cell.dtype, clipping=cell.clipping, steps=steps, world=world, fp8=cell.fp8)
+        options: dict[str, Any] = {"clipping": cell.clipping, "steps": steps, "world": world, "fp8": cell.fp8}
+        expected = reference(config, "fp32", **options)
         found = _judge(world, cell, expected, lambda: mantissa(world, cell.resolve(folder), steps=steps))
         if upstream and cell.bare:
             document = cell.resolve_document(folder)
+            expected = reference(config, cell.dtype, **options) if cell.dtype != "fp32" else expected
             found["upstream"] = _judge(world, cell, expected, lambda: bare(world, config, document, steps=steps))
     return found
 

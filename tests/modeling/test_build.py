@@ -4,7 +4,6 @@ import json
 import logging
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,8 +13,7 @@ from transformers import AutoModelForCausalLM
 from config.errors import UserError
 from config.schema import ModelSection
 from config.task import MASKED_LM
-from modeling.build import attention_of, build_model, count_parameters, drawn_notes, model_config, unround_buffers
-from tests.support.models.small_models import small_model
+from modeling.build import attention_of, build_model, count_parameters, drawn_notes, model_config
 
 LLAMA = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 DEEPSEEK = {"num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}
@@ -209,32 +207,3 @@ def test_a_quantised_base_is_refused(tmp_path, given):
         f"{given['quant_method']}); give the model in BF16, FP16 or FP32, and set adapter.base = nf4 or int8 (with "
         "adapter.kind = lora) to hold it in 4 or 8 bits"
     )
-
-
-@pytest.mark.parametrize(("family", "other"), [("llama", 0), ("gpt_neox", 0), ("gemma3_text", 1)])
-def test_buffers_that_were_rounded_while_a_model_was_built_are_fp32_again(family: str, other: int) -> None:
-    """As transformers before 5.18 and `deepspeed.zero.Init` leave them: frequencies, and Gemma's scale."""
-    model = small_model(family)
-    expected = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    assert len([name for name in expected if "inv_freq" not in name]) == other
-    weights = [parameter.clone() for parameter in model.parameters()]
-    for name, buffer in list(model.named_buffers()):
-        parent, _, key = name.rpartition(".")
-        setattr(model.get_submodule(parent), key, buffer.bfloat16())
-    unround_buffers(model)
-    for name, values in expected.items():
-        assert model.get_buffer(name).dtype == torch.float32 and torch.equal(model.get_buffer(name), values)
-    assert all(map(torch.equal, model.parameters(), weights))
-
-
-def test_a_rounded_buffer_that_files_hold_keeps_its_value() -> None:
-    """Only it can be wrong: what files hold is not made anew."""
-    model = small_model("deepseek_v3", **DEEPSEEK)
-    name = "model.layers.1.mlp.gate.e_score_correction_bias"
-    gate: Any = model.get_submodule(name.rpartition(".")[0])
-    gate.e_score_correction_bias = torch.full((4,), 0.3).bfloat16()
-    unround_buffers(model, loaded=True)
-    assert torch.equal(gate.e_score_correction_bias, torch.full((4,), 0.3).bfloat16().float())
-    gate.e_score_correction_bias = torch.full((4,), 0.3).bfloat16()
-    unround_buffers(model)
-    assert torch.equal(gate.e_score_correction_bias, torch.zeros(4))

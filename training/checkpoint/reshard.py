@@ -24,6 +24,7 @@ from training.checkpoint.partitions import SavedModel, SavedTensor, open_saved_m
 from training.checkpoint.reader import PLAIN, Opener, Reader
 from training.checkpoint.saved_parameters import AnyPieces, SlicedPieces
 from training.engine import Engine
+from training.engine.masters import Start
 from training.engine.tensor_slices import slice_group
 from training.engine.tensors import (
     Checksums,
@@ -79,12 +80,15 @@ def restore(
     )
     engine.world.raise_first(next(filter(None, differences), None), UserError)
     change = change or engine.world.on_main(lambda: _group_difference(engine, path / TAG, opener))
+    line = None
     if change is None:
         engine.load(path, TAG, Reader(opener))
         require_same_checksums(engine, path, recorded or {})
-        return None
-    restored = load_resharded(engine, path / TAG, recorded=recorded, opener=opener)
-    return f"checkpoint {path}: {change}; {restored}"
+    else:
+        restored = load_resharded(engine, path / TAG, recorded=recorded, opener=opener)
+        line = f"checkpoint {path}: {change}; {restored}"
+    engine.start = Start(f"those of {path.name}", (recorded or checksums_of(engine))["master"])
+    return line
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from typing import Any
 
 import deepspeed
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
 from config.errors import UserError
@@ -39,7 +39,7 @@ from training.engine.kernels import choose_fp8_kernel, choose_kernels
 from training.engine.sharded_pieces import attach_pieces
 from training.engine.teacher import Teacher
 from training.engine.tensors import attach_counted
-from training.engine.weights import start_from_weights
+from training.engine.weights import hold_fp32, start_masters
 
 
 def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: World) -> Engine:
@@ -63,7 +63,7 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
     # A quantised base is partitioned when it is whole, since zero.Init knows floats only.
     slices = world.tensor is not None or world.experts is not None
     partitioned = resolved.zero_stage == 3 and not slices and config.adapter.base == "compute"
-    zero3 = HfDeepSpeedConfig(resolved.deepspeed) if partitioned else None
+    zero3 = fp32_partitions(resolved) if partitioned else None
     gather = _gather_partitioned(world) if zero3 else no_gather
     model_class, seed = model_class_of(config), config.run.seed
     model = build_model(
@@ -86,13 +86,9 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
         reentrant=config.model.checkpointing_reentrant,
         every=config.model.checkpointing_every,
     )
-    engine = Engine(model, resolved, world, teacher, attention)
-    attach_pieces(engine)
+    engine = engine_on(model, resolved, world, teacher, attention)
     attach_faults(engine, config.faults)
-    attach_counted(engine)
     engine.notes += notes + choose_fp8_kernel(engine.regions, world)
-    if config.model.name_or_path is not None:
-        start_from_weights(engine, config.model.name_or_path, adapter=config.adapter, seed=config.run.seed)
     if config.keeps_documents_apart:
         _require_documents_apart(engine)
     if world.sequence is not None:
@@ -101,6 +97,27 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
         _recompute_within(engine, resolved, config.model.activation_memory_gib)
     if config.model.compile:
         engine.notes.append(compile_blocks(engine.model, _one_micro_batch(engine, resolved)))
+    return engine
+
+
+def fp32_partitions(resolved: Resolved) -> HfDeepSpeedConfig:
+    """While it is there, transformers builds and loads models in FP32, each rank its partition of every parameter."""
+    return HfDeepSpeedConfig({key: value for key, value in resolved.deepspeed.items() if key not in ("bf16", "fp16")})
+
+
+def engine_on(
+    model: PreTrainedModel,
+    resolved: Resolved,
+    world: World,
+    teacher: Teacher | None = None,
+    attention: SequenceAttention | None = None,
+) -> Engine:
+    """The engine of an FP32 model, whose values its masters get unrounded. A collective."""
+    held = hold_fp32(model, resolved.compute, world)
+    engine = Engine(model, resolved, world, teacher, attention)
+    attach_pieces(engine)
+    attach_counted(engine)
+    start_masters(engine, held, resolved.config.model.name_or_path)
     return engine
 
 

@@ -48,7 +48,7 @@ from training.engine.health import (
     require_equal,
 )
 from training.engine.loss import LossPath, label_tokens_of_all
-from training.engine.masters import UpdateMeter, local_masters, local_states, sum_of_squares
+from training.engine.masters import Start, UpdateMeter, local_masters, local_states, sum_of_squares
 from training.engine.optimizer import build_optimizer, import_muon_uncompiled
 from training.engine.process_groups import forget_groups
 from training.engine.regions import regions_of
@@ -119,6 +119,8 @@ class Engine:
         """How the masters are held that are no FP32 tensors; None where they are."""
         if resolved.config.precision.masters == "split":
             self.split_masters = SplitMasters(self.deepspeed, stage=self.stage, world=world)
+        self.start: Start | None = None
+        """What the masters started from; None until they have their values."""
         self.gradients = ReducedGradients(self.deepspeed, stage=self.stage, tensor=world.tensor)
         self.counted_states: Callable[[str], list[torch.Tensor]] = lambda name: local_states(
             self.deepspeed.basic_optimizer, name

@@ -13,7 +13,7 @@ from precision.dtypes import DTYPES
 from training.engine.engine import Engine
 from training.engine.masters import local_masters, local_states
 from training.engine.split_masters import SplitMasters
-from training.engine.tensors import shape_of
+from training.engine.tensors import checksums_of, shape_of
 
 
 class PrecisionError(UserError):
@@ -69,11 +69,25 @@ def read_ledger(engine: Engine, *, reduce: str) -> list[Entry]:
         *([_entry("quantised base", list(stored_tensors(engine.model)))] if coded else []),
         *([_entry("buffers", list(buffers.values()))] if buffers else []),
         _entry("masters", masters) if engine.split_masters is None else _split_entry(engine.split_masters),
+        *([_entry("teacher, without masters", engine.teacher.weights)] if engine.teacher is not None else []),
         _entry("moments", moments, absent="float32, from the first step on" if states else "none"),
         Entry("gradients of a micro-batch", _name(compute), 0),
         Entry("gradients accumulated", _name(accumulation), 0),
         Entry("gradients reduced", _name(communication), 0),
     ]
+
+
+def read_start(engine: Engine) -> Entry:
+    """The row of what the masters are before the first step of this session. A collective.
+
+    Raises PrecisionError naming the first that is not what it was started from.
+    """
+    assert engine.start is not None
+    found = checksums_of(engine)["master"]
+    other = next((name for name, text in engine.start.checksums.items() if found[name] != text), None)
+    if other is not None:
+        raise PrecisionError(f"{other}: its master is not what it started from ({engine.start.source})")
+    return Entry("masters at the start", str(engine.start), 0)
 
 
 def _require_no_state_of_frozen(engine: Engine) -> None:

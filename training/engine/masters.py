@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from training.distributed import World
+
+
+@dataclass(frozen=True)
+class Start:
+    """What the masters were before the first step of this session."""
+
+    source: str
+    """Human-readable: where their values are from."""
+    checksums: Mapping[str, str]
+    """Parameter name to the checksum of the values there (`tensors.checksums_of`)."""
+
+    def __str__(self) -> str:
+        content = json.dumps(self.checksums, sort_keys=True)
+        digest = hashlib.sha256(content.encode()).hexdigest()[:16]
+        return f"{self.source}, equal to the bit (checksum {digest})"
 
 
 def local_masters(optimizer: Any) -> list[torch.Tensor]:

@@ -70,6 +70,11 @@ class Teacher:
         """transformers' output; its logits are (batch, sequence, vocabulary) in the teacher's dtype."""
         return self._forward(**inputs | {"use_cache": False})
 
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """What this rank holds of them."""
+        return [getattr(parameter, "ds_tensor", parameter).data for parameter in self._forward.parameters()]
+
     def close(self) -> None:
         """Release the weights."""
         if self._engine is not None:

@@ -11,7 +11,7 @@ changes it, and so does any exchange of two different ones. It detects accidents
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -218,21 +218,22 @@ def trainable_parameters(engine: Engine) -> dict[str, torch.nn.Parameter]:
 
 
 @torch.no_grad()
-def checksums_of(engine: Engine) -> Checksums:
+def checksums_of(engine: Engine, others: Mapping[str, torch.Tensor] | None = None) -> Checksums:
     """The checksums of every master and state tensor; there are state tensors from the first update on.
 
-    A collective.
+    others: by parameter, FP32 values of this rank's part to sum in place of the master's. A collective.
     """
     parameters, names = trainable_parameters(engine), tensor_kinds(engine)
     sums = torch.zeros(len(parameters), len(names), 2, dtype=torch.int64)
     exists = torch.zeros(len(names), device=engine.world.device)
     exists[0] = 1.0  # masters are always there
-    for row, parameter in zip(sums, parameters.values(), strict=True):
+    for row, (name, parameter) in zip(sums, parameters.items(), strict=True):
         shard, how = shard_of(engine, parameter), cut(parameter)
         group = slice_group(parameter, engine.world)
         if shard is None or not counts_here(parameter, engine.world.tensor):
             continue
-        for kind, values in shard.tensors(engine).items():
+        given = {"master": others[name]} if others and name in others else {}
+        for kind, values in (shard.tensors(engine) | given).items():
             column = names.index(kind)
             exists[column] = 1.0
             place = None if group is None or how is None else how.place(shape_of(parameter), group.rank)

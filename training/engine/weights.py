@@ -1,63 +1,109 @@
-"""A run that starts from a Hugging Face folder starts from exactly its weights, masters included.
+"""The masters of a new run are the FP32 values of its weights to the bit, drawn or read from files.
 
-DeepSpeed makes the masters from the computing weights, which are rounded: a BF16 run that starts from an FP32 folder
-would lose the lower 16 bits of every weight (measured on normal weights: a median relative distance of 1.4e-3). So the
-masters are refreshed from the folder. Then, on every start from weights, each master rounded to the computing dtype has
-to equal the computing weight. Where it does not, the first step would restore the stale master's value.
+DeepSpeed makes masters from the computing weights, which are rounded: a BF16 run would lose the lower 16 bits of every
+FP32 weight (measured on normal weights: a median relative distance of 1.4e-3). So models are built in FP32, at ZeRO-3
+in FP32 partitions. `hold_fp32` keeps the values that are trained while DeepSpeed gets what they round to, and
+`start_masters` writes each rank's part of them into its masters. Where the two differ by more than rounding, the first
+step would restore the stale master's value.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from safetensors import safe_open
 
-from config.schema import AdapterSection
-from modeling.adapter import base_name, initial_value
+from modeling.adapter import base_name
 from modeling.disk_names import equivalent_names
 from modeling.quantised_base import quantised_parameters
 from modeling.tensor_parallel import cut
+from precision.dtypes import DTYPES
+from training.distributed import World
 from training.engine.engine import Engine
 from training.engine.ledger import PrecisionError
+from training.engine.masters import Start
 from training.engine.tensor_slices import slice_group
-from training.engine.tensors import shape_of, shard_of, whole_master, whole_shape_of, whole_weight
+from training.engine.tensors import (
+    Shard,
+    checksums_of,
+    local_weight,
+    shape_of,
+    shard_of,
+    trainable_parameters,
+    whole_shape_of,
+    whole_weight,
+)
+
+Held = Mapping[str, tuple[torch.Tensor, int]]
+"""Parameter to FP32 values, of all of it or of this rank's partition, and the index of the first of them."""
 
 
 class StaleMaster(PrecisionError):
     """A master and the weight computed with are not the same number; a step would undo what was loaded."""
 
 
-def start_from_weights(
-    engine: Engine, name_or_path: str, *, adapter: AdapterSection | None = None, seed: int = 0
-) -> int:
-    """Refresh the masters from a folder of safetensors, then require that all are fresh; how many were refreshed.
+def hold_fp32(model: torch.nn.Module, compute: str, world: World) -> Held:
+    """Round a model to the compute dtype in place, as DeepSpeed would, and return the FP32 values that are trained.
 
-    A hub id, or a folder in another format, is not read again: its masters are the rounded weights. adapter: drawn with
-    `seed`; its masters become the values before rounding. A collective. Raises StaleMaster.
+    Nothing is copied where that is FP32. At ZeRO-3 each rank holds its partitions only, elsewhere whole parameters.
     """
-    folder = Path(name_or_path).expanduser()
-    with engine.whole_masters():
-        refreshed = refresh_masters(engine, folder) if engine.world.from_main(folder.is_dir()) else 0
-        if adapter is not None:
-            _refresh_adapter(engine, adapter, seed=seed)
-        require_fresh_masters(engine)
-    return refreshed
+    dtype, held = DTYPES[compute], dict[str, tuple[torch.Tensor, int]]()
+    parameter: Any
+    for name, parameter in model.named_parameters():
+        if parameter.dtype != torch.float32 or dtype == torch.float32:
+            continue
+        partition = getattr(parameter, "ds_tensor", None)
+        if parameter.requires_grad:
+            held[name] = parameter.data, 0
+            if partition is not None:
+                held[name] = partition.data, parameter.ds_zero_partition_rank * partition.numel()
+        for tensor in filter(torch.is_tensor, (partition, getattr(parameter, "ds_secondary_tensor", None))):
+            rounded = tensor.data.to(dtype)
+            tensor.data = get_accelerator().pin_memory(rounded) if tensor.is_pinned() else rounded
+        # DeepSpeed moves it next, but where it cuts matrices in host memory first
+        parameter.data = parameter.data.to(parameter.device if world.tensor else world.device, dtype)
+    return held
 
 
 @torch.no_grad()
-def refresh_masters(engine: Engine, folder: Path) -> int:
-    """Give every master the value that the folder's files have for it, unrounded; how many were found there.
+def start_masters(engine: Engine, held: Held, name_or_path: str | None = None) -> None:
+    """Give every master the value that was held for it, and compare all with the folder of safetensors they came from.
 
-    Parameters that the files have in another shape, in pieces or transposed keep their masters. What a quantised weight
-    stands for has to be near the folder's. Raises StaleMaster, on
-    every rank, when the model computes with other weights than the folder's. A collective; holds one whole parameter at
-    a time.
+    A hub id, or a folder in another format, is not read again. A collective. Raises StaleMaster, on every rank, naming
+    the first parameter whose weight is not its master, rounded, or whose master is not the folder's.
     """
-    problems: list[str] = []
+    parts: dict[str, torch.Tensor] = {}
+    with engine.whole_masters():
+        for name, parameter, shard in _masters(engine):
+            if name in held:
+                parts[name] = _part(engine, parameter, shard, *held[name])
+                # not safe_set_full_fp32_param: at ZeRO-3 it fails where the ranks do not divide the parameter's size
+                shard.of(shard.flat).copy_(parts[name])
+    checksums = checksums_of(engine, parts)["master"]
+    require_fresh_masters(engine)
+    source = "drawn in float32"
+    if name_or_path is not None:
+        folder = Path(name_or_path).expanduser()
+        dtypes = compare_with_files(engine, folder) if engine.world.from_main(folder.is_dir()) else set()
+        if dtypes or not engine.has_frozen_base:
+            source = " and ".join(sorted(dtypes)) + " files" if dtypes else "as loaded in float32"
+    engine.start = Start(source, checksums)
+
+
+@torch.no_grad()
+def compare_with_files(engine: Engine, folder: Path) -> set[str]:
+    """Compare every master, or weight without one, with the folder's value; the dtypes of the files of masters.
+
+    Parameters that the files have in another shape, in pieces or transposed are not compared. What a quantised weight
+    stands for has to be near the folder's. Raises StaleMaster, on every rank. A collective.
+    """
+    problems, dtypes = list[str](), set[str]()
     coded = quantised_parameters(engine.model)
     where = engine.world.from_main(_find(engine, folder) if engine.world.is_main else None)
     with ExitStack() as stack:
@@ -67,46 +113,47 @@ def refresh_masters(engine: Engine, folder: Path) -> int:
             if name not in where:
                 continue
             file, key = where[name]
-            value = files[file].get_tensor(key).to(device=engine.world.device, dtype=torch.float32)
+            saved = files[file].get_tensor(key)
             if id(parameter) in coded:
+                value = saved.to(device=engine.world.device, dtype=torch.float32)
                 problems += _distance(engine, name, coded[id(parameter)], value, f"{folder} has")
                 continue
-            problems += _difference(name, whole_weight(engine, parameter), value, f"{folder} has")
-            _set_master(engine, parameter, value)
+            if not parameter.requires_grad:
+                problems += _difference(name, whole_weight(engine, parameter), saved, 0, f"{folder} has")
+                continue
+            dtypes.add(str(saved.dtype).removeprefix("torch."))
+            if (shard := shard_of(engine, parameter)) is not None:
+                part = _part(engine, parameter, shard, saved)
+                problems += _difference(name, shard.master(), part, shard.start, f"{folder} has")
     engine.world.raise_first(next(iter(problems), None), StaleMaster)
-    return len(where)
+    return dtypes
 
 
-@torch.no_grad()
-def _refresh_adapter(engine: Engine, section: AdapterSection, *, seed: int) -> None:
-    for name, parameter in engine.model.named_parameters():
-        value = initial_value(section, name, shape_of(parameter), seed=seed)
-        if value is not None:
-            _set_master(engine, parameter, value.to(engine.world.device))
+def _masters(engine: Engine) -> Iterator[tuple[str, torch.nn.Parameter, Shard]]:
+    """This rank's parts of the masters."""
+    for name, parameter in trainable_parameters(engine).items():
+        if (shard := shard_of(engine, parameter)) is not None:
+            yield name, parameter, shard
 
 
-def _set_master(engine: Engine, parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
-    """Give this rank's part of a parameter's master its value; a frozen one has none, at ZeRO-0 it is the parameter."""
-    shard = shard_of(engine, parameter) if parameter.requires_grad else None
+def _part(engine: Engine, parameter: Any, shard: Shard, values: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """(shard.length,) view of this rank's part of values that begin at index `first` of the parameter."""
     how, group = cut(parameter), slice_group(parameter, engine.world)
-    if group is not None and how is not None:
-        value = how.slice_of(value, group.rank)
-    if shard is not None and engine.stage > 0:
-        # not safe_set_full_fp32_param: at ZeRO-3 it fails where the ranks do not divide the parameter's size
-        shard.of(shard.flat).copy_(value.reshape(-1)[shard.start : shard.start + shard.length])
+    if how is not None and group is not None and values.shape != shape_of(parameter):
+        values = how.slice_of(values, group.rank)
+    return values.reshape(-1)[shard.start - first :][: shard.length]
 
 
 @torch.no_grad()
 def require_fresh_masters(engine: Engine) -> None:
     """Require cast(master) == weight for every trainable parameter, bit for bit.
 
-    A collective; holds one whole parameter at a time. Raises StaleMaster naming the first one, on every rank.
+    Each rank compares its part; a collective. Raises StaleMaster naming the first one, on every rank.
     """
     problems: list[str] = []
-    for name, parameter in engine.model.named_parameters():
-        if parameter.requires_grad:
-            weight, master = whole_weight(engine, parameter), whole_master(engine, parameter)
-            problems += _difference(name, weight, master, "its master has")
+    for name, parameter, shard in _masters(engine):
+        weight = local_weight(parameter, shard, engine.stage)
+        problems += _difference(name, weight, shard.master(), shard.start, "its master has")
     engine.world.raise_first(next(iter(problems), None), StaleMaster)
 
 
@@ -147,14 +194,14 @@ def _distance(engine: Engine, name: str, layer: Any, value: torch.Tensor, whose:
     return [f"{name}: its codes stand for weights at a relative distance of {distance:.3g} from what {whose}"]
 
 
-def _difference(name: str, weight: torch.Tensor, other: torch.Tensor, whose: str) -> list[str]:
-    """One line when `other`, rounded to the weight's dtype, is not the weight."""
-    differ = (other.to(weight.dtype) != weight).flatten()
+def _difference(name: str, mine: torch.Tensor, other: torch.Tensor, start: int, whose: str) -> list[str]:
+    """One line when `other`, rounded to the dtype of `mine`, is not the same. start: their place in the parameter."""
+    mine, other = mine.flatten(), other.flatten()
+    differ = other.to(mine) != mine
     if not bool(differ.any()):
         return []
     first = int(differ.int().argmax())
-    mine, theirs = float(weight.flatten()[first]), float(other.flatten()[first])
     return [
-        f"{name}: {int(differ.sum()):,} of {weight.numel():,} weights are not what they should be at the start: the "
-        f"model computes with {mine:.9g} at index {first}, {whose} {theirs:.9g}"
+        f"{name}: {int(differ.sum()):,} of {len(mine):,} weights are not what they should be at the start: the "
+        f"model has {float(mine[first]):.9g} at index {start + first}, {whose} {float(other[first]):.9g}"
     ]

@@ -1,20 +1,18 @@
 """Functions that run inside the processes of test_export.py. Every function is called on every rank."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from transformers.integrations import HfDeepSpeedConfig
-
-from modeling.build import build_model, model_config
+from modeling.build import build_model, model_config, no_gather
 from tests.support.models.small_run import SEQUENCE, VOCABULARY, batch_of, engine_of, resolve
 from training.distributed import World
 from training.engine import Engine
-from training.engine.build import _gather_partitioned
+from training.engine.build import _gather_partitioned, engine_on, fp32_partitions
 from training.engine.masters import local_masters
 from training.engine.tensors import whole_master, whole_weight
-from training.engine.weights import StaleMaster, refresh_masters, require_fresh_masters, start_from_weights
+from training.engine.weights import StaleMaster, compare_with_files, require_fresh_masters
 
 FROZEN = ("model.layers.0.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight")
 ODD = ["model.config.hidden_size=28", "model.config.intermediate_size=47", "model.config.mlp_bias=true"]
@@ -54,12 +52,12 @@ def _engine(world: World, resolved: Any, *, freeze: tuple[str, ...]) -> Iterator
             yield engine
         return
     shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
-    zero3 = HfDeepSpeedConfig(resolved.deepspeed) if resolved.zero_stage == 3 else None
-    gather = _gather_partitioned(world) if zero3 else lambda parameters: nullcontext(True)
+    zero3 = fp32_partitions(resolved) if resolved.zero_stage == 3 else None
+    gather = _gather_partitioned(world) if zero3 else no_gather
     model = build_model(resolved.config.model, shape, seed=0, gather=gather)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in freeze)
-    engine = Engine(model, resolved, world)
+    engine = engine_on(model, resolved, world)
     try:
         yield engine
     finally:
@@ -75,12 +73,11 @@ def start(world: World, *, folder: str, stage: int, compute: str, variant: str =
     """A run from a folder: its masters, and its weights after a step at learning rate 0."""
     with engine_of(world, _from_folder(world, folder, stage, compute, variant)) as engine:
         parameters = dict(engine.model.named_parameters())
-        refreshed = start_from_weights(engine, folder)
         after = {name: whole_master(engine, parameter).cpu() for name, parameter in parameters.items()}
         health = engine.health(engine.forward_backward(batch_of(world, 4, seed=1), step=1))
         applied = engine.step(health, 0.0).applied
         stepped = {name: whole_weight(engine, parameter).cpu() for name, parameter in parameters.items()}
-        return {"after": after, "stepped": stepped, "refreshed": refreshed, "applied": applied}
+        return {"after": after, "stepped": stepped, "applied": applied}
 
 
 def stale(world: World, *, folder: str, stage: int, compute: str, how: str) -> str:
@@ -90,22 +87,15 @@ def stale(world: World, *, folder: str, stage: int, compute: str, how: str) -> s
     the masters, as a load into the module does.
     """
     with engine_of(world, _from_folder(world, folder, stage, compute)) as engine:
-        start_from_weights(engine, folder)
         if how == "master" and world.rank == 1:
             local_masters(engine.deepspeed.optimizer)[0].data[5] += 0.5
         parameter = engine.model.get_parameter("model.layers.1.self_attn.o_proj.weight")
         if how != "master":
             getattr(parameter, "ds_tensor", parameter).data.mul_(1.5)
-        try:
-            require_fresh_masters(engine)
-        except StaleMaster as error:
-            text = str(error)
-        else:
-            return ""
-        if how == "master":
-            return text
-        try:
-            refresh_masters(engine, Path(folder))
-        except StaleMaster as error:
-            return f"{text}\n{error}"
-    return ""
+        found = []
+        for check in (lambda: require_fresh_masters(engine), lambda: compare_with_files(engine, Path(folder))):
+            try:
+                check()
+            except StaleMaster as error:
+                found.append(str(error))
+        return "\n".join(found)

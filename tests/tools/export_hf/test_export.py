@@ -389,7 +389,7 @@ def test_a_run_starts_from_the_exported_masters_unrounded(pair, exported, stage,
     arguments = {"folder": str(exported), "stage": stage, "compute": compute, "variant": variant}
     found = pair.run(export_cases.start, **arguments)[0]
     weights = load_file(exported / "model.safetensors")
-    assert found["refreshed"] == len(found["after"]) == len(weights)
+    assert len(found["after"]) == len(weights)
     rounds = False
     for name, master in found["after"].items():
         assert torch.equal(master, weights[name]), name
@@ -422,7 +422,7 @@ def test_a_stale_master_is_named_on_every_rank(pair, exported, stage, compute, h
         lines = text.splitlines()
         assert "weights are not what they should be at the start" in lines[0] and "its master has" in lines[0], text
         if how == "weight":
-            assert all(line.startswith("model.layers.1.self_attn.o_proj.weight: 1,024 of 1,024") for line in lines)
-            assert f"{exported} has" in lines[1]
+            assert re.match(r"model.layers.1.self_attn.o_proj.weight: ([\d,]+) of \1 ", lines[0]) and len(lines) == 1
         else:
-            assert lines[0].startswith("model.") and ": 1 of " in lines[0]
+            assert all(line.startswith("model.") and ": 1 of " in line for line in lines)
+            assert f"{exported} has" in lines[1]

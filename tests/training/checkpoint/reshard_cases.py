@@ -1,24 +1,23 @@
 """What runs inside the processes of test_reshard.py. Every function is called on every rank."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.integrations import HfDeepSpeedConfig
 
 from config.errors import UserError
 from config.optimizers import COUNT
-from modeling.build import build_model, model_config
+from modeling.build import build_model, model_config, no_gather
 from tests.support.models.small_run import SEQUENCE, VOCABULARY, batch_of, resolve
 from tools.parity.slices import whole_state
 from training.checkpoint.reader import PLAIN
 from training.checkpoint.reshard import load_resharded, restore
 from training.distributed import World
 from training.engine import Engine
-from training.engine.build import _gather_partitioned
+from training.engine.build import _gather_partitioned, engine_on, fp32_partitions
 from training.engine.masters import local_masters
 from training.engine.sharded_pieces import attach_pieces
 from training.engine.tensors import Checksums, checksums_of, whole_master, whole_weight
@@ -47,14 +46,13 @@ def engine(
     """A small engine whose weights, and one persistent buffer, are drawn from `seed`."""
     resolved = resolve(world, stage=stage, compute=compute, micro=micro, variant=variant, overrides=overrides)
     shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
-    zero3 = HfDeepSpeedConfig(resolved.deepspeed) if resolved.zero_stage == 3 else None
-    gather = _gather_partitioned(world) if zero3 else lambda parameters: nullcontext(True)
+    zero3 = fp32_partitions(resolved) if resolved.zero_stage == 3 else None
+    gather = _gather_partitioned(world) if zero3 else no_gather
     model = build_model(resolved.config.model, shape, seed=seed, gather=gather)
     model.register_buffer("seen", torch.full((3,), float(seed)))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)
-    built = Engine(model, resolved, world)
-    attach_pieces(built)
+    built = engine_on(model, resolved, world)
     try:
         yield built
     finally:

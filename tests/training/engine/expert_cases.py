@@ -16,7 +16,6 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from config.resolved import Resolved
 from lab.matrix.run import fp32_model
 from modeling.expert_parallel import share_experts
-from precision.dtypes import DTYPES
 from tests.support.models.plain_steps import EVALUATED, distance_of_updates, farthest, plain_steps, trained
 from tests.support.models.small_run import batch_of, engine_of, masters_of, plain_model, refusal, resolve, take
 from training.distributed import World
@@ -76,7 +75,7 @@ def against_one_rank(
         found.append(engine.evaluate([batch_of(world, micro, seed=EVALUATED)]).loss)
         masters = masters_of(engine)
         regions = {} if engine.regions is None else dict(engine.regions.dtypes)
-    drawn = fp32_model(resolved.config.model, seed=resolved.config.run.seed).to(DTYPES[compute]).float()
+    drawn = fp32_model(resolved.config.model, seed=resolved.config.run.seed)
     plain: Any = plain_model(resolved, start)
     if resolved.config.optimizer.name != "adamw":  # its rule is written out in FP64, which grouped products do not take
         plain.double().set_experts_implementation("eager")

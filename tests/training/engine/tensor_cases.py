@@ -13,7 +13,6 @@ import torch
 from transformers import AutoConfig
 
 from lab.matrix.run import fp32_model
-from precision.dtypes import DTYPES
 from precision.manifest import load_manifest
 from precision.observe import Observation, verify
 from precision.regions import Regions
@@ -108,7 +107,7 @@ def against_one_rank(
         found.append(engine.evaluate([batch_of(alone, micro, seed=EVALUATED)]).loss)
         masters = masters_of(engine)
         regions = {} if engine.regions is None else engine.regions.dtypes
-    drawn = fp32_model(resolved.config.model, seed=resolved.config.run.seed).to(DTYPES[compute]).float()
+    drawn = fp32_model(resolved.config.model, seed=resolved.config.run.seed)
     plain = plain_model(resolved, start, attention="eager" if kind == "gemma2" else "sdpa")
     under = Regions(plain, load_manifest(Path(manifest))).dtypes if manifest is not None else {}
     expected = plain_steps(plain, resolved.config.optimizer, steps=STEPS, lr=LR)

@@ -168,7 +168,7 @@ def test_a_master_that_is_not_fp32_stops_the_run(pair, stage):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_buffer_that_is_not_in_the_dtype_of_the_models_code_stops_the_run(pair, stage):
-    """At ZeRO-3 what makes Gemma's is rounded, and what is read here has been mended."""
+    """Gemma's constructor makes one, at ZeRO-3 inside `deepspeed.zero.Init`."""
     for rows, error in pair.run(engine_cases.rounded_buffer, stage=stage):
         assert rows["buffers"] == "float32"
         assert "softmax and loss" not in rows

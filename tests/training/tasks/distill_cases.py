@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.training.tasks.sft_cases import labelled, resolve, trained_plainly
 from training.distributed import World
+from training.engine.ledger import read_ledger
 from training.session import session
 
 
@@ -75,6 +76,7 @@ def first_metrics(world: World, *, folder: Path, **options: Any) -> dict[str, An
         return {
             "metrics": health.metrics,
             "norm": health.grad_norm,
+            "ledger": {row.what: row.dtype for row in read_ledger(engine, reduce="fp32")},
             "loss": health.loss,
             "held out": evaluation,
             "losses of sources": health.loss_by_source

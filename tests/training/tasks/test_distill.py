@@ -92,6 +92,7 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(
         assert found["metrics"]["teacher_agreement"] == found["held out"].metrics["teacher_agreement"] == 1
         assert found["norm"] < 1e-6
         assert found["held out"].perplexity is None
+        assert found["ledger"]["teacher, without masters"] == "float32"
 
 
 @pytest.mark.parametrize("sources", [1, 2])
