@@ -177,6 +177,13 @@ class World:
         dist.all_reduce(values, group=self.group)
         return values
 
+    def maximum(self, values: torch.Tensor) -> torch.Tensor:
+        """Largest value over ranks; nan where any rank has one, which backends drop or not. values: float64."""
+        bits = values.masked_fill(values.isnan(), torch.nan).view(torch.int64)  # one nan, above infinity in this order
+        ordered = bits ^ (bits >> 63 & torch.iinfo(torch.int64).max)
+        dist.all_reduce(ordered, op=dist.ReduceOp.MAX, group=self.group)
+        return (ordered ^ (ordered >> 63 & torch.iinfo(torch.int64).max)).view(torch.float64)
+
     def copy_from(self, values: torch.Tensor, rank: int) -> None:
         """Overwrite `values`, contiguous and of one size on all ranks, with those of `rank`."""
         dist.broadcast(values, src=rank, group=self.group)
