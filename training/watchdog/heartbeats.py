@@ -1,6 +1,6 @@
 """Heartbeats in the process group's store: each rank writes its own, rank 0 reads them all and writes one survey.
 
-The others read the survey, which is as short for any number of ranks: the work of all is linear in their number.
+The survey is as short for any number of ranks, so the work of all is linear in their number.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -44,6 +45,7 @@ class Heartbeats:
         self._members, self._me = members, members[world.rank]
         self._beat_seconds, self._silence_seconds, self._on_silent = beat_seconds, silence_seconds, on_silent
         self._local = {member.rank for member in members if member.machine == self._me.machine}
+        self._speaks = self._me.rank == min(self._local)  # of its machine, of rank 0
         self._silent: set[int] = set()  # those of which on_silent was told
         now = time.monotonic()
         self._beats = [(("", now), ("", now))] * len(members)  # of rank 0: number and line of each, and since when
@@ -52,9 +54,9 @@ class Heartbeats:
         # A prefix, since torchrun over several machines keeps a store through a restart, with the messages about the
         # ranks that died.
         prefix = os.urandom(8).hex()
-        if world.is_main:  # all keys that are read are there from the start: reading waits for one that is not
-            started = {f"beat/{member.rank}": "0 at its start" for member in members}
-            keys = {"lost": "", "survey": json.dumps(self._survey), **started}
+        if world.is_main:  # from the start, since reading waits for a key that is not there
+            keys = {f"beat/{member.rank}": "0 at its start" for member in members}
+            keys["survey"] = json.dumps(self._survey)
             store.multi_set([f"{prefix}/{key}" for key in keys], [*keys.values()])
         self.store: Any = dist.PrefixStore(world.from_main(prefix), store)
 
@@ -66,13 +68,18 @@ class Heartbeats:
 
     def read(self) -> str:
         """Which rank is lost, as another rank published it; empty while none is. Raises RuntimeError."""
-        lost, text = (value.decode() for value in self.store.multi_get(["lost", "survey"]))
-        survey = json.loads(text)
-        if survey["beat"] != self._survey["beat"]:
-            self._survey, self._surveyed = survey, time.monotonic()
-        if self._me.rank == min(self._local):  # of each machine one rank tells of rank 0
+        if self._speaks:
+            self.read_survey()
+        return self.store.get("lost").decode() if self.store.check(["lost"]) else ""
+
+    def read_survey(self) -> None:
+        """What rank 0 says of all ranks; for one rank of each machine in every beat, else to look for a culprit."""
+        with suppress(RuntimeError):  # the store's host may be what was lost
+            survey = json.loads(self.store.get("survey"))
+            if survey["beat"] != self._survey["beat"]:
+                self._survey, self._surveyed = survey, time.monotonic()
+        if self._speaks:
             self._note_silence(self._members[0], self._main_silence)
-        return lost
 
     @property
     def _main_silence(self) -> float:

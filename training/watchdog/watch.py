@@ -142,6 +142,8 @@ class Watch:
 
         Takes up to 15 seconds, in which reports of other ranks still arrive.
         """
+        if self._beats is not None:
+            self._beats.read_survey()
         ends = time.monotonic() + 3 * BEAT_SECONDS * bool(self._others)
         self._known.wait(BEAT_SECONDS / 5 * bool(self._others))  # the watching thread may know the exit status
         while not self._lost and time.monotonic() < ends:
@@ -153,6 +155,7 @@ class Watch:
             return None if f" stopped: {_named(error)}" in self._lost else self._lost
         if self._beats is None:
             return None
+        self._beats.read_survey()  # the same as before the wait where rank 0 is silent
         return "; ".join(self._beats.silent_members() or self._beats.at_other_lines(_innermost(self._main))) or None
 
     def describe_failure(self, error: Exception) -> str:

@@ -26,6 +26,13 @@ class _Counting:
         self.counts.update(requests=1, keys=1, bytes=len(value))
         self._store.set(key, value)
 
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def check(self, keys: list[str]) -> bool:
+        self.counts.update(requests=1, keys=len(keys))
+        return bool(self._store.check(keys))
+
     def multi_get(self, keys: list[str]) -> list[bytes]:
         values: list[bytes] = self._store.multi_get(keys)
         self.counts.update(requests=1, keys=len(keys), bytes=sum(map(len, values)))
@@ -72,10 +79,15 @@ class Ranks:
                 beats.write(number, (lines or {}).get(rank, "in step.py:7 wait"))
                 beats.read()
 
+    def look(self) -> None:
+        """As when a collective has failed on all."""
+        for beats in self.ranks:
+            beats.read_survey()
+
 
 def cost(count: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Of one beat of all ranks, each at a line of its own."""
-    ranks = Ranks(count, monkeypatch, machines=max(1, count // 8))
+    ranks = Ranks(count, monkeypatch, machines=count // 8)
     lines = {rank: f"in step.py:{rank:04} wait" for rank in range(count)}
     ranks.beat(1, lines)
     counting = [_Counting(beats.store) for beats in ranks.ranks]
@@ -87,22 +99,24 @@ def cost(count: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 def test_a_beat_costs_each_rank_the_same_for_any_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     for count in (16, 64, 256):
-        found = cost(count, monkeypatch)
-        assert found["requests"] == 2 * count + 2  # rank 0 reads all beats, and writes the survey
-        assert found["keys"] == 4 * count + 1
-        assert found["bytes"] < count * (LISTED + 2) * 100
+        found, machines = cost(count, monkeypatch), count // 8
+        assert found["requests"] == 2 * count + machines + 2  # rank 0 reads all beats, and writes the survey
+        assert found["keys"] == 3 * count + machines + 1
+        assert found["bytes"] < count * 100 + (machines + 1) * LISTED * 100
 
 
 def test_ranks_that_are_silent_or_elsewhere_are_named_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(40, monkeypatch, machines=5)
     for number in range(1, 7):  # rank 0 sees a beat of the others at its own next one
         ranks.beat(number, {7: "in data.py:3 read"}, without=(33,) if number > 2 else ())
+    ranks.look()
     ranks.now += 1
     for rank in (0, 1, 39):
         (line,) = ranks.ranks[rank].at_other_lines("in step.py:7 wait")
         assert line.startswith("rank 7 (pid ") and line.endswith("is in data.py:3 read for 21 s")
         assert ranks.ranks[rank].silent_members() == []  # 33 is, for three beats and no more
     ranks.beat(7, {7: "in data.py:3 read"}, without=(33,))
+    ranks.look()
     for rank in (0, 1, 39):
         (line,) = ranks.ranks[rank].silent_members()
         assert line.startswith("rank 33 (pid ") and line.endswith("has been silent for 21 s")
@@ -123,6 +137,9 @@ def test_of_a_silent_rank_rank_0_speaks_once_and_of_rank_0_one_rank_a_machine(mo
     for number in range(40, 60):
         ranks.beat(number, without=(0,))
     assert ranks.silent == [(2, 0), (4, 0), (6, 0)]
+    ranks.look()
+    ranks.now += 3 * BEAT + 1
+    ranks.look()
     assert ranks.ranks[3].silent_members()[0].startswith("rank 0 (pid ")
     assert ranks.ranks[1].silent_members(), "on its own machine it is named as well"
 
