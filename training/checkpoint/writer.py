@@ -22,7 +22,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from training.checkpoint.encryption import EncryptingStream, owner_only
 from training.checkpoint.inventory import leaves, tensors_of
 from training.checkpoint.key import Key
-from training.checkpoint.manifest import Tensors, Written
+from training.checkpoint.manifest import Tensors, Written, layout_of
 
 _PARALLEL_FROM = 1 << 20
 
@@ -97,6 +97,8 @@ class Files(CheckpointEngine):
         self.name = "Mantissa"
         self.written: dict[str, Written] = {}
         """By path inside the checkpoint."""
+        self.layouts: dict[str, Tensors] = {}
+        """The tensors of these files, by their layout."""
         self.error: str | None = None
         self._folder, self._rank, self._reached = folder, rank, reached
         self._copied, self._key = copied, key
@@ -156,7 +158,9 @@ class Files(CheckpointEngine):
             self._note(path, error)
             return
         name = path.relative_to(self._folder).as_posix()
-        self.written[name] = Written(digest, file.size, self._rank, tensors)
+        self.written[name] = Written(digest, file.size, self._rank, layout_of(tensors))
+        if tensors:
+            self.layouts[layout_of(tensors)] = tensors
 
     def _note(self, path: Path, error: OSError) -> None:
         inside = path.relative_to(self._folder).as_posix() if path.is_relative_to(self._folder) else str(path)

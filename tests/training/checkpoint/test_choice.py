@@ -125,7 +125,7 @@ def test_an_older_format_is_named_and_not_touched(pair, saved):
         (saved / f"step-{step}" / MANIFEST).unlink()
         (saved / f"step-{step}" / "state.json").write_text('{"format": 1, "files": {}}')
     text, _ = found(pair, saved)
-    assert "state.json has format 1, which has no hashes; this version reads format 2" in text
+    assert "state.json has format 1, which has no hashes; this version reads formats 2 and 3" in text
     assert (saved / "step-3").is_dir()
 
 
