@@ -6,8 +6,6 @@ A few architectures have other names in memory than in the files of the hub, or 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -16,19 +14,6 @@ from transformers.core_model_loading import revert_weight_conversion
 def on_disk(model: PreTrainedModel, name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
     """The tensors, by name, that a file has for one parameter. `value` may be on the meta device."""
     return dict(revert_weight_conversion(model, {name: value}))
-
-
-def converts_separately(model: PreTrainedModel, parameters: Mapping[str, torch.Tensor]) -> bool:
-    """Whether each parameter can be converted by itself. parameters: all of them, on the meta device.
-
-    False where a file's tensor is made of several parameters: such a model is written under its names in memory.
-    """
-    try:
-        together = set(revert_weight_conversion(model, dict(parameters)))
-        apart = {key for name, value in parameters.items() for key in on_disk(model, name, value)}
-    except Exception:  # transformers raises whatever its conversion operations raise
-        return False
-    return together == apart
 
 
 def equivalent_names(model: PreTrainedModel, name: str, shape: torch.Size) -> tuple[str, ...]:

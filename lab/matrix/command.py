@@ -45,7 +45,7 @@ _CODE = [
         "modeling/expert_parallel",
     ),
     *("training/engine/tensor_slices", "training/engine/expert_slices", "training/distributed"),
-    *("precision/fp8", "precision/fp8_reference"),
+    *("precision/fp8", "precision/fp8_reference", "precision/fp8_reference_layers"),
     *("precision/regions", "precision/manifest", "precision/loss_scale", "config/deepspeed/combinations"),
 ]
 """Modules whose code determines what a cell measures."""

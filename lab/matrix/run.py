@@ -33,7 +33,7 @@ from lab.matrix.cells import CLIPPING, DTYPES, SEQUENCE, VOCABULARY, Cell, globa
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.build import build_model, model_config
 from modeling.linear_cross_entropy import IGNORED, label_loss_sum
-from precision.fp8_reference import in_fp8
+from precision.fp8_reference_layers import in_fp8
 from tools.parity.oracle.optimizers import optimizer_of
 from training.distributed import World, allow_fp16_on_cpu
 from training.engine import Engine, build_engine

@@ -10,7 +10,7 @@ import torch
 
 from config.errors import UserError
 from config.schema import Fp8Section
-from precision import fp8_reference
+from precision import fp8_reference, fp8_reference_layers
 from precision.fp8 import BLOCK, FORMATS, FlushMeter, kernel_problem, linear_fp8, no_kernel, quantise, rounded, scale_of
 from precision.manifest import Manifest, Rule, load_manifest
 from precision.observe import Observation, verify
@@ -88,7 +88,7 @@ def test_the_reference_multiplies_the_same_operands(ambient: torch.dtype, weight
     section = Fp8Section(weight_gradient=weight_gradient, gradient="e5m2")
     given = [torch.randn(shape, generator=generator) for shape in ((3, 9, 48), (20, 48), (20,), (3, 9, 20))]
     results = []
-    for function in (linear_fp8, fp8_reference.linear):
+    for function in (linear_fp8, fp8_reference_layers.linear):
         leaves = [value.clone().requires_grad_() for value in given[:3]]
         output = function(*leaves, ambient=ambient, section=section)
         output.backward(given[3].to(ambient))

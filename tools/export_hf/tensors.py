@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -11,10 +11,11 @@ from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from config.errors import UserError
 from config.files import flush
-from modeling.disk_names import converts_separately, on_disk
+from modeling.disk_names import on_disk
 from training.checkpoint.partitions import SavedModel
 
 PATTERN = "model{suffix}.safetensors"
@@ -36,7 +37,7 @@ class Tensors:
         self._saved, self._skeleton, self.dtype = saved, skeleton, dtype
         parameters = {name: value.to(dtype) for name, value in skeleton.named_parameters()}
         _require_same_model(saved, skeleton)
-        self._converts = converts_separately(skeleton, parameters)
+        self._converts = _converts_separately(skeleton, parameters)
         self._source: dict[str, str] = {}
         """Name in the files -> parameter or buffer."""
         planned: dict[str, torch.Tensor] = {}
@@ -67,6 +68,19 @@ class Tensors:
 
     def _pieces(self, name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
         return on_disk(self._skeleton, name, value) if self._converts else {name: value}
+
+
+def _converts_separately(model: PreTrainedModel, parameters: Mapping[str, torch.Tensor]) -> bool:
+    """Whether each parameter can be converted by itself. parameters: all of them, on the meta device.
+
+    False where a file's tensor is made of several parameters: such a model is written under its names in memory.
+    """
+    try:
+        together = set(revert_weight_conversion(model, dict(parameters)))
+        apart = {key for name, value in parameters.items() for key in on_disk(model, name, value)}
+    except Exception:  # transformers raises whatever its conversion operations raise
+        return False
+    return together == apart
 
 
 def untie(model: PreTrainedModel, saved: SavedModel) -> None:

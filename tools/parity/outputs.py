@@ -21,7 +21,7 @@ import torch
 from config.errors import one_line
 from modeling.adapter import is_off
 from precision.findings import tensors_of
-from precision.fp8_reference import in_fp8
+from precision.fp8_reference_layers import in_fp8
 from precision.manifest import find_regions
 from precision.regions import Regions
 from precision.tolerance import relative

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from modeling.tensor_parallel import Cut
-from precision import fp8_reference
+from precision import fp8_reference_layers
 from precision.dtypes import DTYPES
 from precision.findings import tensors_of
 from precision.manifest import RegionKind, find_regions
@@ -296,7 +296,9 @@ class Plan:
         ambient = DTYPES[regions.ambient_of(name)]
         if compute == "fp8":
             given = args[0] if args else kwargs["input"]
-            return fp8_reference.linear(given, own["weight"], own.get("bias"), ambient=ambient, section=regions.fp8)
+            return fp8_reference_layers.linear(
+                given, own["weight"], own.get("bias"), ambient=ambient, section=regions.fp8
+            )
         dtype, kind = DTYPES[compute], self._kinds[name]
         given = next((item.dtype for item in tensors_of((args, kwargs)) if item.is_floating_point()), dtype)
         if kind in ("norm", "functional") or compute == "fp32":

@@ -50,7 +50,7 @@ from modeling.build import dropouts
 from modeling.objectives.objective import Scored
 from modeling.router_balance import router_balance
 from precision.dtypes import DTYPES
-from precision.fp8_reference import in_fp8
+from precision.fp8_reference_layers import in_fp8
 from precision.sampling import distances
 from precision.statistics import compare_gradients, to_plain
 from precision.tolerance import relative

@@ -13,7 +13,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from config.printable import shown
 from config.redact import redact
 from tracking.jsonl import encode
 from tracking.pages.markdown import Table
-from tracking.report.context import Finding, MeasureContext, Verdict, limits_from, percent
+from tracking.report.context import LIMITS, Finding, Limit, MeasureContext, Verdict, percent
 from tracking.report.measures import all_measures, caveats, count_verdicts, read_run
 from tracking.report.page import resume_command_of, summary_table, write_report
 from tracking.report.service_levels import (
@@ -94,6 +94,23 @@ def _one(options: argparse.Namespace) -> bool:
     for path in filter(None, (report, options.html)):
         print(shown(path))
     return failed
+
+
+def limits_from(arguments: Sequence[str]) -> dict[str, Limit]:
+    """LIMITS with those replaced that KEY=VALUE `arguments` name. Raises UserError for an unknown key or no number."""
+    limits = dict(LIMITS)
+    for argument in arguments:
+        key, _, text = argument.partition("=")
+        try:
+            old, value = limits[key], float(text)
+        except KeyError as error:
+            raise UserError(f"--limit {argument}: unknown measure; take one of {', '.join(LIMITS)}") from error
+        except ValueError as error:
+            raise UserError(f"--limit {argument}: {text!r} is not a number; example: --limit epoch_time=0.8") from error
+        if math.isnan(value):
+            raise UserError(f"--limit {argument}: nan is not a limit; give a number")
+        limits[key] = replace(old, value=value, chosen=False)
+    return limits
 
 
 def _many(options: argparse.Namespace) -> bool:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from config.errors import UserError
 from tracking.report.sessions import RunHistory
 from tracking.run_facts import RunFacts, median
 from tracking.status import Status, run_status
@@ -83,23 +81,6 @@ class Finding:
     verdict: Verdict
     how: str
     reason: str = ""
-
-
-def limits_from(arguments: Sequence[str]) -> dict[str, Limit]:
-    """LIMITS with those replaced that KEY=VALUE `arguments` name. Raises UserError for an unknown key or no number."""
-    limits = dict(LIMITS)
-    for argument in arguments:
-        key, _, text = argument.partition("=")
-        try:
-            old, value = limits[key], float(text)
-        except KeyError as error:
-            raise UserError(f"--limit {argument}: unknown measure; take one of {', '.join(LIMITS)}") from error
-        except ValueError as error:
-            raise UserError(f"--limit {argument}: {text!r} is not a number; example: --limit epoch_time=0.8") from error
-        if math.isnan(value):
-            raise UserError(f"--limit {argument}: nan is not a limit; give a number")
-        limits[key] = replace(old, value=value, chosen=False)
-    return limits
 
 
 @dataclass(frozen=True)

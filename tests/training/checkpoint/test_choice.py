@@ -7,8 +7,9 @@ import pytest
 
 from tests.training.checkpoint import checkpoint_cases
 from tests.training.checkpoint.checkpoint_cases import flip
+from tools.replay.repeat import newest_before
 from training.checkpoint import commit
-from training.checkpoint.choice import candidates, newest, newest_before
+from training.checkpoint.choice import candidates, newest
 from training.checkpoint.manifest import MANIFEST, is_whole, read_manifest
 from training.checkpoint.retention import Retention
 from training.checkpoint.seal import sealed
