@@ -55,14 +55,15 @@ def exponent_counts(samples: Sequence[torch.Tensor]) -> torch.Tensor:
     return counts.view(len(samples), EXPONENTS + 1)
 
 
-def share_below(counts: Sequence[float], limit: float) -> float:
-    """Share of the nonzero values with a magnitude below `limit`, a power of two; 0 without such values.
+def bins_below(limit: float) -> int:
+    """How many bins of `exponent_counts`, from the first, hold magnitudes below `limit`, a power of two."""
+    return min(max(math.frexp(limit)[1] - 1 + 127, 0), EXPONENTS)
 
-    counts: a row of `exponent_counts`.
-    """
-    nonzero = sum(counts[:EXPONENTS])
-    bins = min(max(math.frexp(limit)[1] - 1 + 127, 0), EXPONENTS)
-    return sum(counts[:bins]) / nonzero if nonzero else 0.0
+
+def counts_in_bins(counts: torch.Tensor, bins: torch.Tensor) -> torch.Tensor:
+    """(samples, n) int64: how many nonzero values of each sample lie in its first `bins`, (samples, n), of `counts`,
+    as `exponent_counts` makes them; EXPONENTS bins hold them all."""
+    return torch.nn.functional.pad(counts[:, :EXPONENTS].cumsum(1), (1, 0)).gather(1, bins)
 
 
 def distances(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

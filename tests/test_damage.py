@@ -59,7 +59,7 @@ CHECKPOINTS = {
     "a manifest that is a list": ("manifest.json", d.holding(b"[]")),
     "a manifest that is a number": ("manifest.json", d.holding(b"1" * 5000)),
     "a manifest without a seal": ("manifest.json", d.edited(lambda m: {k: m[k] for k in m if k != "sha256"})),
-    "a manifest of a later format": ("manifest.json", d.sealed_again(lambda m: {"format": 3})),
+    "a manifest of a later format": ("manifest.json", d.sealed_again(lambda m: {"format": 4})),
     "a manifest without files": ("manifest.json", d.sealed_again(lambda m: {"files": {}})),
     "a manifest whose files are a list": ("manifest.json", d.sealed_again(lambda m: {"files": []})),
     "a manifest of files elsewhere": (

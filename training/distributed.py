@@ -160,6 +160,21 @@ class World:
         dist.all_gather_into_tensor(rows, values, group=self.group)
         return rows.view(self.world_size, -1)
 
+    def to_main(self, value: Any) -> list[Any]:
+        """Every rank's plain Python value, in rank order, on the main process; elsewhere empty. A collective."""
+        values: list[Any] = [None] * (self.world_size if self.is_main else 0)
+        dist.gather_object(value, values or None, dst=0, group=self.group)
+        return values
+
+    def main_receives(self, value: T, rank: int) -> T:
+        """The plain Python value of another rank, on the main process; elsewhere `value`. Concerns these two only."""
+        box = [value]
+        if self.is_main:
+            dist.recv_object_list(box, src=rank, group=self.group)
+        elif self.rank == rank:
+            dist.send_object_list(box, dst=0, group=self.group)
+        return box[0]
+
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's plain Python value, in rank order, on every rank. Not for every step: it pickles."""
         values: list[Any] = [None] * self.world_size
@@ -176,6 +191,13 @@ class World:
         """In-place sum over ranks."""
         dist.all_reduce(values, group=self.group)
         return values
+
+    def maximum(self, values: torch.Tensor) -> torch.Tensor:
+        """Largest value over ranks; nan where any rank has one, which backends drop or not. values: float64."""
+        bits = values.masked_fill(values.isnan(), torch.nan).view(torch.int64)  # one nan, above infinity in this order
+        ordered = bits ^ (bits >> 63 & torch.iinfo(torch.int64).max)
+        dist.all_reduce(ordered, op=dist.ReduceOp.MAX, group=self.group)
+        return (ordered ^ (ordered >> 63 & torch.iinfo(torch.int64).max)).view(torch.float64)
 
     def copy_from(self, values: torch.Tensor, rank: int) -> None:
         """Overwrite `values`, contiguous and of one size on all ranks, with those of `rank`."""

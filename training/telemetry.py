@@ -2,7 +2,8 @@
 
 On a measured step every rank looks at its own part: its shard of the reduced gradients, the masters it holds with the
 weights made from them, the activations of its micro-batches. The results stay on the device until the step has been
-taken; then one small vector is gathered from all ranks. No tensor of a parameter's size is gathered or kept.
+taken; then their sums and maxima over ranks are taken, which no number of ranks makes larger. No tensor of a
+parameter's size is gathered or kept.
 
 The probe runs the step's micro-batches once more in FP32 from the masters and compares the real pass's gradients with
 it: cosine and sign agreement by parameter. It gathers gradients whole, module by module, and costs one more pass and an
@@ -30,12 +31,13 @@ from precision.dtypes import DTYPES
 from precision.fp8 import FORMATS, FlushMeter, rounded
 from precision.sampling import (
     EXPONENTS,
+    bins_below,
+    counts_in_bins,
     distances,
     exponent_counts,
     largest,
     largest_of,
     sampled,
-    share_below,
     sums_of_squares,
 )
 from precision.statistics import ActivationMeter, Agreement, compare_gradients, to_plain
@@ -62,9 +64,10 @@ FIGURES: tuple[Figure, ...] = get_args(Figure)
 """Early-warning figures that are measured separately (docs/early-warnings.md)."""
 _DIGITS = 6  # of a recorded number: telemetry has thousands of them
 # Columns of a parameter's numbers: squared gradients and the largest; how far weights are from their rounded masters,
-# and the squares of that; squared change and size of the masters, how many changed, how many of these in vain.
-_SQUARES, _LARGEST, _APART, _APART_SQUARES, _CHANGE, _SIZE, _UPDATED, _LOST = range(8)
-_ADAM = slice(8, 8 + len(ADAM_COLUMNS))
+# and the squares of that; squared change and size of the masters, how many changed, how many of these in vain; how many
+# sampled gradients are below the dtype's normal numbers, are flushed, are not 0; then Adam's.
+_SQUARES, _LARGEST, _APART, _APART_SQUARES, _CHANGE, _SIZE, _UPDATED, _LOST, _SMALL, _FLUSHED, _NONZERO = range(11)
+_ADAM = slice(11, 11 + len(ADAM_COLUMNS))
 _MAXIMA = (_LARGEST, _APART, _ADAM.stop - 1)  # over ranks the largest counts; the other columns are added up
 
 
@@ -91,7 +94,7 @@ class Telemetry:
         self._reference: dict[str, torch.Tensor] = {}
         self._meter: ActivationMeter | None = None
         self._flushed = FlushMeter((), engine.world.device)
-        self._numbers = self._counts = torch.zeros(0)
+        self._numbers = self._exponents = torch.zeros(0)
         self._scale = 1.0
         self._agreement: dict[str, Agreement] = {}
         self._masters: dict[int, tuple[Shard, torch.Tensor]] = {}
@@ -152,7 +155,7 @@ class Telemetry:
         device, scale = engine.world.device, engine.loss_scale
         self._scale = scale  # the step may change it
         self._numbers = torch.zeros(len(self._parameters), _ADAM.stop, dtype=torch.float64, device=device)
-        self._counts = torch.zeros(len(self._parameters), EXPONENTS + 1, dtype=torch.int64, device=device)
+        self._exponents = torch.zeros(EXPONENTS - 1, dtype=torch.float64, device=device)
         gradients: dict[int, torch.Tensor] = {}
         self._masters, self._samples = {}, {}
         for row, parameter in enumerate(self._parameters.values()):
@@ -168,11 +171,21 @@ class Telemetry:
             self._numbers[rows, _SQUARES] = sums_of_squares(found).to(device) / scale**2
             self._numbers[rows, _LARGEST] = largest(found).to(device) / scale
             self._samples = {row: sampled(values).float() / scale for row, values in gradients.items()}
-            self._counts[rows] = exponent_counts(list(self._samples.values())).to(device)
+            counts = exponent_counts(list(self._samples.values())).to(device)
+            names = list(self._parameters)
+            bins = torch.tensor([self._bins(names[row].rpartition(".")[0]) for row in gradients], device=device)
+            self._numbers[rows, _SMALL : _NONZERO + 1] = counts_in_bins(counts, bins).double()
+            self._exponents = counts[:, 1:EXPONENTS].sum(0).double()
         if engine.compute != "fp32" and engine.stage > 0:
             self._measure_drift()
         if self._reference:
             self._agreement = self._compare()
+
+    def _bins(self, module: str) -> tuple[int, int, int]:
+        """How many of `exponent_counts` hold gradients that the module's dtype keeps with fewer bits, loses, or any."""
+        info = torch.finfo(self._dtype(module))
+        normal = info.smallest_normal / self._scale
+        return bins_below(normal), bins_below(normal * info.eps / 2), EXPONENTS
 
     def _own_shard(self, parameter: nn.Parameter) -> Shard | None:
         """The part of a parameter that this rank looks at; at ZeRO-0, where all have all of it, an equal part.
@@ -241,50 +254,45 @@ class Telemetry:
         seen = torch.stack([unseen, *(maxima.get(name, unseen) for name in names)])[1:].double()
         flushed = self._flushed.counts
         logits = [largest.double().view(1) for largest in self._attention.largest.values()]
-        tops = torch.cat(logits) if logits else seen[:0]
-        parts = (self._numbers.reshape(-1), self._counts.reshape(-1).double(), seen, flushed.reshape(-1), tops)
-        ranks = self._engine.world.gather(torch.cat(parts)).cpu()
-        by_rank = ranks.split([part.numel() for part in parts], dim=1)
-        numbers = by_rank[0].view(len(ranks), len(self._parameters), _ADAM.stop)
-        total = numbers.sum(0)
-        total[:, _MAXIMA] = numbers.amax(0)[:, _MAXIMA]
-        counts = by_rank[1].view(len(ranks), len(self._parameters), EXPONENTS + 1).sum(0)
-        activations = {name: _short(value) for name, value in zip(names, by_rank[2].amax(0).tolist(), strict=True)}
+        entropies, squares = self._attention.entropies, self._channels.squares
+        world, signals = self._engine.world, [tensor.reshape(-1) for tensor in (*entropies.values(), *squares.values())]
+        added = [self._numbers.reshape(-1), self._exponents, flushed.reshape(-1), *signals]
+        numbers, exponents, flushes, *sums = world.sum(torch.cat(added)).cpu().split([len(part) for part in added])
+        maxima_of = [self._numbers[:, _MAXIMA].reshape(-1), seen, *logits]
+        largest, seen, *tops = world.maximum(torch.cat(maxima_of)).cpu().split([len(part) for part in maxima_of])
+        total = numbers.view_as(self._numbers)
+        total[:, _MAXIMA] = largest.view(-1, len(_MAXIMA))
+        activations = {name: _short(value) for name, value in zip(names, seen.tolist(), strict=True)}
         fields = {
-            "gradients": self._gradients(total, counts),
+            "gradients": self._gradients(total),
             "activation_max": {name: activations[name] for name in maxima if name in activations},
             "probe": to_plain(self._agreement),
             "drift": self._drift(total),
             "update_ratio": _ratio(total[:, _CHANGE].sum(), total[:, _SIZE].sum()) if applied else None,
             "update_ratios": self._updates(total) if applied else {},
             "lost_updates": self._lost(total),
-            "gradient_exponents": _trimmed(counts[:, 1:EXPONENTS].sum(0)),
-            **self._forward_signals(by_rank[4].amax(0).tolist()),
+            "gradient_exponents": _trimmed(exponents),
+            **self._forward_signals([float(top) for top in tops], iter(sums)),
             "adam": self._averages(total) if applied else {},
             "embedding_share": self._embedding_share(total),
         }
         if self._flushed.modules:
-            shares = self._flushed.shares(by_rank[3].sum(0).view_as(flushed))
+            shares = self._flushed.shares(flushes.view_as(flushed))
             fields["fp8_flushed"] = {name: {key: _short(v) for key, v in row.items()} for name, row in shares.items()}
         self._reference, self._agreement, self._masters, self._meter = {}, {}, {}, None
         self._attention, self._channels = AttentionMeter(self._engine.model, active=False), ChannelMeter({})
         self._flushed, self._samples = FlushMeter((), self._engine.world.device), {}
         return fields
 
-    def _forward_signals(self, largest: list[float]) -> dict[str, Any]:
-        """The figures of attention and channels. largest: logits over ranks. A collective."""
-        entropies, squares = self._attention.entropies, self._channels.squares
-        found = [tensor.reshape(-1) for tensor in (*entropies.values(), *squares.values())]
-        if not found:
-            return {"attentions": {}, "channels": {}}
-        sums = iter(self._engine.world.sum(torch.cat(found)).cpu().split([len(part) for part in found]))
+    def _forward_signals(self, largest: list[float], sums: Iterator[torch.Tensor]) -> dict[str, Any]:
+        """The figures of attention and channels, over ranks. largest: logits. sums: what the meters added up."""
         attention, channels = {}, {}
-        for name, logit in zip(entropies, largest, strict=True):
+        for name, logit in zip(self._attention.entropies, largest, strict=True):
             shares, counts = next(sums).view(2, -1)
             heads = shares / counts  # nan of sequences of one token
             figures = {"logit": logit, "entropy": float(heads.mean()), "lowest_entropy": float(heads.min())}
             attention[name] = {key: _short(value) for key, value in figures.items()}
-        for name in squares:
+        for name in self._channels.squares:
             kurtosis, outliers = channel_figures(next(sums))
             channels[name] = {"kurtosis": _short(kurtosis), "outliers": outliers}
         return {"attentions": attention, "channels": channels}
@@ -313,21 +321,19 @@ class Telemetry:
             found[name.rpartition(".")[0]].append(row)
         return found
 
-    def _gradients(self, total: torch.Tensor, counts: torch.Tensor) -> dict[str, dict[str, float]]:
+    def _gradients(self, total: torch.Tensor) -> dict[str, dict[str, float]]:
         """Norm, RMS and largest value of each module, and the shares that its dtype keeps with fewer bits or loses."""
         shapes = [whole_shape_of(parameter).numel() for parameter in self._parameters.values()]
         found = {}
         for module, rows in self._by_module().items():
             squares, values = float(total[rows, _SQUARES].sum()), sum(shapes[row] for row in rows)
-            info = torch.finfo(self._dtype(module))
-            normal = info.smallest_normal / self._scale
-            seen = counts[rows].sum(0).tolist()
+            small, flushed, nonzero = total[rows, _SMALL : _NONZERO + 1].sum(0).tolist()
             measures = {
                 "norm": math.sqrt(squares),
                 "rms": math.sqrt(squares / max(values, 1)),
                 "maximum": float(total[rows, _LARGEST].max()),
-                "below_normal": share_below(seen, normal),
-                "flushed": share_below(seen, normal * info.eps / 2),
+                "below_normal": small / max(nonzero, 1),
+                "flushed": flushed / max(nonzero, 1),
             }
             found[module] = {name: _short(value) for name, value in measures.items()}
         return found

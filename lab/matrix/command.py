@@ -50,7 +50,7 @@ _CODE = [
         "modeling/expert_parallel",
     ),
     *("training/engine/tensor_slices", "training/engine/expert_slices", "training/distributed"),
-    *("precision/fp8", "precision/fp8_reference", "tools/parity/fp8_layers"),
+    *("precision/fp8", "precision/fp8_reference", "tools/parity/fp8_linear"),
     *("precision/regions", "precision/manifest", "precision/loss_scale", "config/deepspeed/combinations"),
 ]
 """Modules whose code determines what a cell measures."""

@@ -1,6 +1,9 @@
 """What runs inside the processes of test_telemetry.py."""
 
 import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -64,6 +67,64 @@ def measured(
         "oracle": oracle,
         "reference": _reference_norms(world, resolved, before),
     }
+
+
+@dataclass(frozen=True)
+class Gathered(World):
+    """A world whose sums and maxima are taken from every rank's values, by torch on each rank."""
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """In-place sum over ranks."""
+        return values.copy_(self.gather(values.double().reshape(-1)).sum(0).view_as(values))
+
+    def maximum(self, values: torch.Tensor) -> torch.Tensor:
+        """Largest value over ranks."""
+        return self.gather(values).amax(0)
+
+
+def like_gathered(world: World, **arguments: Any) -> list[dict[str, Any]]:
+    """The event of one measured step: by all-reduce, and from the gathered values of all ranks."""
+    gathered = Gathered(**{field.name: getattr(world, field.name) for field in fields(world)})
+    return [measured(one, **arguments)["telemetry"] for one in (world, gathered)]
+
+
+def maxima(world: World) -> tuple[list[float], list[float]]:
+    """The largest of two ranks' values of every kind, all pairs of them, and what they are by torch."""
+    kinds = [0.0, -0.0, 5e-324, -5e-324, 1.5, -1.5, 1e308, -1e308, math.inf, -math.inf, math.nan, -math.nan]
+    pairs = torch.cartesian_prod(*[torch.tensor(kinds, dtype=torch.float64)] * 2)
+    mine = pairs[:, world.rank].contiguous()
+    return world.maximum(mine).tolist(), world.gather(mine).amax(0).tolist()
+
+
+def sent(world: World, **arguments: Any) -> dict[str, int]:
+    """Bytes that the collectives of `Telemetry.finish` return on a rank, by their kind."""
+    counted: dict[str, int] = {}
+
+    def counting(kind: str, collective: Callable[..., Any]) -> Callable[..., Any]:
+        def run(result: torch.Tensor, *rest: Any, **options: Any) -> Any:
+            counted[kind] = counted.get(kind, 0) + result.nbytes
+            return collective(result, *rest, **options)
+
+        return run
+
+    kinds = ("all_reduce", "all_gather_into_tensor", "all_gather", "all_to_all_single", "broadcast", "reduce")
+    plain, finish = {kind: getattr(torch.distributed, kind) for kind in kinds}, Telemetry.finish
+
+    def counted_finish(self: Telemetry, **options: Any) -> dict[str, Any]:
+        for kind, collective in plain.items():
+            setattr(torch.distributed, kind, counting(kind, collective))
+        try:
+            return finish(self, **options)
+        finally:
+            for kind, collective in plain.items():
+                setattr(torch.distributed, kind, collective)
+
+    Telemetry.finish = counted_finish  # type: ignore[method-assign]
+    try:
+        parameters = len(measured(world, **arguments)["telemetry"]["gradients"])
+    finally:
+        Telemetry.finish = finish  # type: ignore[method-assign]
+    return {**counted, "modules": parameters}
 
 
 def _oracle(engine: Any) -> dict[str, dict[str, float]]:

@@ -70,6 +70,19 @@ class Tensors:
         return on_disk(self._skeleton, name, value) if self._converts else {name: value}
 
 
+def _converts_separately(model: PreTrainedModel, parameters: Mapping[str, torch.Tensor]) -> bool:
+    """Whether each parameter can be converted by itself. parameters: all of them, on the meta device.
+
+    False where a file's tensor is made of several parameters: such a model is written under its names in memory.
+    """
+    try:
+        together = set(revert_weight_conversion(model, dict(parameters)))
+        apart = {key for name, value in parameters.items() for key in on_disk(model, name, value)}
+    except Exception:  # transformers raises whatever its conversion operations raise
+        return False
+    return together == apart
+
+
 def untie(model: PreTrainedModel, saved: SavedModel) -> None:
     """Give the model a parameter of its own where the checkpoint has two and transformers ties them by the config.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from config.errors import UserError
 from config.printable import line
@@ -14,7 +15,8 @@ from tools.replay.recorded import Event, Recorded
 from tracking.record import Record
 from tracking.run_dir import RunDir
 from training.build import assemble
-from training.checkpoint.choice import newest_before
+from training.checkpoint.choice import by_step, step_of
+from training.checkpoint.manifest import is_whole
 from training.parts import Parts
 from training.progress import Progress
 from training.session import session
@@ -103,6 +105,11 @@ def repeat(run_dir: RunDir, resolved: Resolved, recorded: Recorded, log: Log) ->
             log(f"cause: {describe(cause)}")
     log("reproduced" if same else "not reproduced: see the steps marked above")
     return REPRODUCED if same else DIFFERENT
+
+
+def newest_before(folder: Path, step: int) -> Path | None:
+    """The whole checkpoint of the highest step below `step`; None if there is none."""
+    return next((path for path in by_step(folder) if step_of(path) < step and is_whole(path)), None)
 
 
 def describe(cause: Event) -> str:

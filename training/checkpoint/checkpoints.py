@@ -40,9 +40,10 @@ from training.checkpoint.manifest import (
     Damaged,
     Unusable,
     check_hashes,
-    files_of_rank,
     find_problem,
+    problem_of,
     read_state,
+    shares_of,
 )
 from training.checkpoint.outcome import Saved, SaveFailed, on_main
 from training.checkpoint.reader import Opener
@@ -168,8 +169,9 @@ class Checkpoints:
     def find(self, resume: str) -> Path | None:
         """The checkpoint that `run.resume` asks for, or None to start from scratch. The same on every rank.
 
-        Each rank hashes part of the files. Where `run.resume` leaves a choice, a checkpoint that is damaged or of
-        another run is passed over, with a line that says why. Raises UserError when there are some and none is usable.
+        Rank 0 looks at the folder; each rank hashes part of the files. Where `run.resume` leaves a choice, a checkpoint
+        that is damaged or of another run is passed over, with a line that says why. Raises UserError when there are
+        some and none is usable.
         """
         self._collect_outcome()
         if resume == "never":
@@ -271,14 +273,15 @@ class Checkpoints:
 
     def _check(self, path: Path, *, of_any_run: bool = True) -> tuple[str | None, bool]:
         """Why the run cannot resume from `path`, or None; and whether it is damaged. Remembers one that can be used."""
-        world = self.world
-
-        def hash_my_share(manifest: dict[str, Any]) -> None:
-            check_hashes(path, manifest, files_of_rank(manifest, world.rank, world.world_size))
-
-        for found in world.gather_objects(find_problem(path, hash_my_share, of_any_run=of_any_run)):
-            if found is not None:
-                return str(found), isinstance(found, Damaged)
+        world, found = self.world, list[dict[str, Any]]()
+        problem = find_problem(path, found.append, of_any_run=of_any_run) if world.is_main else None
+        problem, manifest = world.from_main((problem, found and {"files": found[0]["files"]}))
+        if problem is None:
+            mine = shares_of(manifest, world.world_size)[world.rank]
+            problems = world.gather_objects(problem_of(lambda: check_hashes(path, manifest, mine), path))
+            problem = next(filter(None, problems), None)
+        if problem is not None:
+            return str(problem), isinstance(problem, Damaged)
         saved = world.from_main(_identity(path) if world.is_main else None)
         if isinstance(saved, Unusable):
             return str(saved), isinstance(saved, Damaged)

@@ -70,11 +70,6 @@ def newest(folder: Path) -> Path | None:
     return next((path for path in candidates(folder) if is_whole(path)), None)
 
 
-def newest_before(folder: Path, step: int) -> Path | None:
-    """The whole checkpoint of the highest step below `step`; None if there is none."""
-    return next((path for path in by_step(folder) if step_of(path) < step and is_whole(path)), None)
-
-
 def orders_in(folder: Path) -> list[Order]:
     """Steps of the checkpoints in a folder, whole or not."""
     return [_order(step_of(path), _manifest(path)) for path in by_step(folder)]

@@ -46,7 +46,7 @@ def add_unlisted_files(partial: Path, files: dict[str, Written]) -> None:
         name = path.relative_to(partial).as_posix()
         if name not in files:
             flush(path)
-            files[name] = Written(file_sha256(path), path.stat().st_size, 0, {})
+            files[name] = Written(file_sha256(path), path.stat().st_size, 0)
 
 
 def seal_folder(partial: Path, manifest: dict[str, Any], reached: Reached = lambda phase: None) -> int:

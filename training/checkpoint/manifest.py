@@ -6,6 +6,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import heapq
+import json
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,7 +20,9 @@ from config.files import file_sha256
 from training.checkpoint.run_record import read_record, run_in
 from training.checkpoint.seal import unsealed
 
-FORMAT = 2
+FORMAT = 3
+_READABLE = (2, FORMAT)
+_READS = f"this version reads formats {' and '.join(map(str, _READABLE))}"
 MANIFEST = "manifest.json"
 STATE = "state.json"
 
@@ -32,8 +37,9 @@ _FIELDS = {
     "data": dict,
     "versions": dict,
     "files": dict,
+    "layouts": dict,
 }
-"""What every manifest of this format has, and of which type."""
+"""What every manifest has, and of which type."""
 _STATE_FIELDS = ("progress", "identity", "parameters", "reactions")
 
 # Tensor name to its dtype and shape.
@@ -55,14 +61,13 @@ class Written:
     sha256: str
     bytes: int
     rank: int
-    tensors: Tensors
+    layout: str = ""
+    """`layout_of` its tensors; the manifest lists those once for all files that have the same."""
 
-    def as_plain(self) -> dict[str, Any]:
-        """For the manifest; tensors as name to [dtype, shape]."""
-        plain: dict[str, Any] = {"sha256": self.sha256, "bytes": self.bytes, "rank": self.rank}
-        if self.tensors:
-            plain["tensors"] = {name: [dtype, shape] for name, (dtype, shape) in self.tensors.items()}
-        return plain
+
+def layout_of(tensors: Tensors) -> str:
+    """A short hash of names, dtypes and shapes; empty without tensors."""
+    return hashlib.sha256(json.dumps(tensors).encode()).hexdigest()[:16] if tensors else ""
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -79,21 +84,28 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def parse_manifest(text: bytes) -> dict[str, Any]:
-    """The content of a manifest. Raises Damaged when its seal does not match, Unusable for another format."""
+    """The content of a manifest, as of format 3. Raises Damaged when its seal does not match, Unusable for another
+    format."""
     try:
         manifest, intact = unsealed(text)
     except ValueError:
         raise Damaged(f"{MANIFEST} is not a whole manifest") from None
-    if manifest.get("format") != FORMAT:
-        raise Unusable(f"{MANIFEST} has format {manifest.get('format')}; this version reads format {FORMAT}")
+    if manifest.get("format") not in _READABLE:
+        raise Unusable(f"{MANIFEST} has format {manifest.get('format')}; {_READS}")
     if not intact:
         raise Damaged(f"{MANIFEST} does not have the SHA-256 it was sealed with")
+    if manifest["format"] == 2:  # which lists the tensors of each file
+        manifest |= {"format": FORMAT, "layouts": {}}
     for field, kind in _FIELDS.items():
         if not isinstance(manifest.get(field), kind):
             raise Damaged(f"{MANIFEST} has no {field} as docs/checkpoints.md describes it")
     for name, entry in manifest["files"].items():
         if not _is_file_entry(name, entry):
             raise Damaged(f"{MANIFEST} has an entry {name!r} that is no file of a checkpoint")
+        if "layout" not in entry:
+            tensors = entry.pop("tensors", {})
+            entry["layout"] = layout_of(tensors)
+            manifest["layouts"][entry["layout"]] = tensors
     return manifest
 
 
@@ -140,15 +152,14 @@ def check_hashes(path: Path, manifest: dict[str, Any], names: Iterable[str]) -> 
             raise Damaged(f"{name} has SHA-256 {found[:12]}...; the manifest says {expected[:12]}...")
 
 
-def files_of_rank(manifest: dict[str, Any], rank: int, world_size: int) -> list[str]:
-    """The files that `rank` of `world_size` hashes: about the same bytes on each rank, every file once."""
-    loads, mine = [0] * world_size, []
+def shares_of(manifest: dict[str, Any], world_size: int) -> list[list[str]]:
+    """The files that each of `world_size` ranks hashes: about the same bytes on each rank, every file once."""
+    loads, shares = [(0, rank) for rank in range(world_size)], [list[str]() for _ in range(world_size)]
     for name, entry in sorted(manifest["files"].items(), key=lambda item: (-item[1]["bytes"], item[0])):
-        lightest = loads.index(min(loads))
-        loads[lightest] += entry["bytes"]
-        if lightest == rank:
-            mine.append(name)
-    return mine
+        load, rank = loads[0]
+        heapq.heapreplace(loads, (load + entry["bytes"], rank))
+        shares[rank].append(name)
+    return shares
 
 
 def is_whole(path: Path) -> bool:
@@ -163,13 +174,22 @@ def find_problem(
 
     of_any_run: also the checkpoint of another run than the folder's it lies in can be used.
     """
-    try:
+
+    def check() -> None:
         manifest = read_manifest(path)
         _check_name(path, manifest)
         if not of_any_run:
             _check_run(path, manifest)
         check_sizes(path, manifest)
         further(manifest)
+
+    return problem_of(check, path)
+
+
+def problem_of(check: Callable[[], None], path: Path) -> Unusable | None:
+    """The Unusable that `check` of the checkpoint at `path` raises, or a file that it cannot read; else None."""
+    try:
+        check()
     except Unusable as problem:
         return problem
     except OSError as error:
@@ -197,5 +217,5 @@ def _check_run(path: Path, manifest: dict[str, Any]) -> None:
 def _without_manifest(path: Path) -> Unusable:
     with contextlib.suppress(OSError, ValueError, AttributeError):
         if json_text.parse((path / STATE).read_bytes()).get("format") == 1:
-            return Unusable(f"{STATE} has format 1, which has no hashes; this version reads format {FORMAT}")
+            return Unusable(f"{STATE} has format 1, which has no hashes; {_READS}")
     return Damaged(f"{MANIFEST} is missing")

@@ -10,14 +10,14 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from config.files import file_sha256
 from training.checkpoint import commit
 from training.checkpoint.choice import newest
-from training.checkpoint.manifest import Written
+from training.checkpoint.manifest import Tensors, Written
 from training.checkpoint.outcome import NotFinite, Saved, SaveFailed, on_main
 from training.checkpoint.retention import Retention
 
@@ -97,8 +97,8 @@ class Save:
         request = self._request
         self._files.write_all()
         self._reached("written")
-        written = self._agree_on_files()
-        size = on_main(self._world, lambda: self._publish(written), request.final)
+        written, layouts = agree_on_files(self._world, self._files, request.final)
+        size = on_main(self._world, lambda: self._publish(written, layouts), request.final)
         self._published.set()
         if request.verify:
             self._read_back(written)
@@ -115,20 +115,13 @@ class Save:
             verified=request.verify or request.remote is not None,
         )
 
-    def _agree_on_files(self) -> dict[str, Written]:
-        everyone = self._world.gather_objects((self._files.written, self._files.error, self._files.finite))
-        for _, error, finite in everyone:
-            if error is not None:
-                failure = SaveFailed if finite else NotFinite
-                raise failure(f"checkpoint {self._request.final} was not saved: {error}")
-        return {name: file for written, _, _ in everyone for name, file in sorted(written.items())}
-
-    def _publish(self, files: dict[str, Written]) -> int:
+    def _publish(self, files: dict[str, Written], layouts: dict[str, Tensors]) -> int:
         request = self._request
         commit.add_unlisted_files(request.partial, files)
         if request.private:
             request.partial.chmod(0o700)
-        manifest = {**request.manifest, "files": {name: file.as_plain() for name, file in files.items()}}
+        listed = {name: asdict(file) for name, file in files.items()}
+        manifest = {**request.manifest, "layouts": layouts, "files": listed}
         size = commit.seal_folder(request.partial, manifest, self._reached)
         commit.publish(request.partial, request.final, self._reached)
         for old in request.retention.to_delete(request.final.parent, request.final):
@@ -144,6 +137,29 @@ class Save:
         if problem is not None:
             on_main(self._world, lambda: _rename_damaged(final), final)
             raise SaveFailed(f"checkpoint {final} is not what was written and is set aside: {problem}")
+
+
+def agree_on_files(world: World, files: Files, final: Path) -> tuple[dict[str, Written], dict[str, Tensors]]:
+    """On rank 0 the files of all ranks and their layouts, elsewhere those of this rank. A collective.
+
+    Ranks have the same few layouts; one that rank 0 has not is sent by the first rank that has it. Raises SaveFailed on
+    every rank where any could not write, NotFinite where what it was to write is not finite.
+    """
+    layouts = files.layouts
+    everyone = world.to_main((files.written, files.error, files.finite))
+
+    def settled() -> tuple[str | None, bool, dict[str, int]]:
+        """What is wrong, whether all is finite, and of each layout that rank 0 has not the first rank that has it."""
+        problem, finite = next(((error, fine) for _, error, fine in everyone if error is not None), (None, True))
+        listed = [file for written, *_ in reversed(everyone) for file in written.values() if file.layout]
+        return problem, finite, {file.layout: file.rank for file in listed if file.layout not in layouts}
+
+    problem, finite, unknown = on_main(world, settled, final)
+    if problem is not None:
+        raise (SaveFailed if finite else NotFinite)(f"checkpoint {final} was not saved: {problem}")
+    for layout, rank in unknown.items():
+        layouts[layout] = world.main_receives(layouts.get(layout, {}), rank)
+    return {name: file for written, *_ in everyone for name, file in sorted(written.items())} or files.written, layouts
 
 
 def _read_problem(path: Path, files: dict[str, str]) -> str | None:

@@ -80,7 +80,7 @@ def verify(given: argparse.Namespace, say: Say) -> int:
         if found is None:
             manifest = read_manifest(path)
             needed = _encryption(manifest)
-            tensors = f"{sum(len(file.get('tensors', {})) for file in manifest['files'].values())} tensors"
+            tensors = f"{sum(len(_recorded(manifest, name)) for name in manifest['files'])} tensors"
             if needed and key is None:
                 tensors = f"encrypted with the key {needed}: give it with --key to compare tensors as well"
             say(f"{path}: whole; {_size(manifest)} in {len(manifest['files'])} files, {tensors}")
@@ -137,7 +137,7 @@ def inspect(given: argparse.Namespace, say: Say) -> int:
     for name, file in manifest["files"].items():
         ranks[file["rank"]] += file["bytes"]
         files.add(file["sha256"][:12], _human(file["bytes"]), name)
-        for tensor, (dtype, shape) in file.get("tensors", {}).items():
+        for tensor, (dtype, shape) in _recorded(manifest, name).items():
             tensors[dtype] += 1
             elements[dtype] += math.prod(shape)
             if given.tensors:
@@ -205,15 +205,21 @@ def _check_everything(path: Path, manifest: dict[str, Any], key: Key | None) -> 
     encrypted = _encryption(manifest) is not None
     if encrypted and key is None:
         return
-    for name, file in manifest["files"].items():
+    for name in manifest["files"]:
         if not name.endswith(".pt"):
             continue
-        recorded = {tensor: (dtype, list(shape)) for tensor, (dtype, shape) in file.get("tensors", {}).items()}
+        recorded = _recorded(manifest, name)
         found = tensors_in(path / name, key if encrypted else None)
         for tensor in [*recorded, *found]:
             if recorded.get(tensor) != found.get(tensor):
                 text = f"holds {found.get(tensor)}; the manifest says {recorded.get(tensor)}"
                 raise Damaged(f"{name}: {tensor} {text}")
+
+
+def _recorded(manifest: dict[str, Any], name: str) -> Tensors:
+    """The tensors that a file has by the manifest."""
+    listed = manifest["layouts"].get(manifest["files"][name]["layout"], {})
+    return {tensor: (dtype, list(shape)) for tensor, (dtype, shape) in listed.items()}
 
 
 def tensors_in(path: Path, key: Key | None = None) -> Tensors:

@@ -24,7 +24,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from training.checkpoint.encryption import EncryptingStream, owner_only
 from training.checkpoint.inventory import leaves, tensors_of
 from training.checkpoint.key import Key
-from training.checkpoint.manifest import Written
+from training.checkpoint.manifest import Tensors, Written, layout_of
 
 _PARALLEL_FROM = 1 << 20
 
@@ -99,6 +99,8 @@ class Files(CheckpointEngine):
         self.name = "Mantissa"
         self.written: dict[str, Written] = {}
         """By path inside the checkpoint."""
+        self.layouts: dict[str, Tensors] = {}
+        """The tensors of these files, by their layout."""
         self.error: str | None = None
         self.finite = True
         """Whether the masters and moments among them are; if not, `error` names the first that is not."""
@@ -163,8 +165,10 @@ class Files(CheckpointEngine):
         except OSError as error:
             self._note(path, error)
             return
-        name = path.relative_to(self._folder).as_posix()
-        self.written[name] = Written(digest, file.size, self._rank, tensors_of(state))
+        name, tensors = path.relative_to(self._folder).as_posix(), tensors_of(state)
+        self.written[name] = Written(digest, file.size, self._rank, layout_of(tensors))
+        if tensors:
+            self.layouts[layout_of(tensors)] = tensors
 
     def _note(self, path: Path, error: OSError) -> None:
         inside = path.relative_to(self._folder).as_posix() if path.is_relative_to(self._folder) else str(path)

@@ -470,6 +470,14 @@ class Engine:
         groups = self.deepspeed.optimizer.param_groups
         keys = (*self.optimizer_spec.settings, "weight_decay", "lr_factor", "matrix")
         settings = [{key: group[key] for key in keys} for group in groups]
+        # DeepSpeed would list the folder, and look for the files of all ranks, on each of them; it reads its own.
+        of, own = self.deepspeed, self.deepspeed.checkpoint_mp_rank
+        of._get_all_ckpt_names = lambda path, tag: [
+            of._get_ckpt_name(path, tag, mp_placeholder=f"{rank:02d}") for rank in range(of.mp_world_size)
+        ]
+        of._get_all_zero_checkpoint_names = lambda path, tag, bf16: of._get_mp_rank_zero_checkpoint_names(
+            path, tag, own, of.loaded_checkpoint_dp_world_size, bf16
+        )
         with self.whole_masters(), self._checkpoints_through(reader):
             path, _ = self.deepspeed.load_checkpoint(
                 str(folder), tag=tag, load_lr_scheduler_states=False, load_module_strict=not self.has_frozen_base

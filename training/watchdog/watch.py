@@ -28,17 +28,17 @@ import torch.distributed as dist
 from config.cli import BROKEN, CONFIG_ERROR, CRASH, DIVERGED, DONE, LOST, PREEMPTED, REPOSITORY, UNSAVED
 from config.errors import WAIT_SECONDS, UserError
 from training.distributed import World
+from training.watchdog.heartbeats import LEFT, Heartbeats
 from training.watchdog.links import Links
 from training.watchdog.process import Member, MemoryKills, describe_exit, exit_status
 
 GRACE_SECONDS = 10.0
 """How long the main thread has to stop by itself once a rank is lost; then the process is ended."""
 BEAT_SECONDS = 5.0
-"""How often a rank writes a heartbeat to the store, and looks there whether a rank is lost."""
+"""How often a rank writes a heartbeat to the store, and reads there whether a rank is lost."""
 SILENCE_SECONDS = 60.0
 """After how long a rank that hangs is reported. It may wake up, so no rank ends before a collective times out."""
 _PYTHON = get_path("stdlib")
-_LEFT = "left"  # in place of the number of a beat: this rank is done, and waits for the others
 
 # exit codes that may be about to be ours as well; None is not known
 _SHARED = (None, DONE, CONFIG_ERROR, DIVERGED, LOST, BROKEN, UNSAVED, PREEMPTED)
@@ -105,23 +105,16 @@ class Watch:
         self._known = threading.Event()
         self._over = threading.Event()
         self._main = threading.main_thread().ident
-        now = time.monotonic()
-        # Rank -> what it last wrote to the store, and when that changed: its beat's number, where its main thread is.
-        self._beats = {member.rank: ("", now) for member in self._others}
-        self._locations = {member.rank: ("at its start", now) for member in self._others}
-        self._reported_silent: set[int] = set()
-        self._store: Any = None
+        self._beats: Heartbeats | None = None
         self._links: Links | None = None
         if self._others:
             if len({member.machine for member in members}) > 1:
                 self._links = Links(
                     world, self._me, self._others, on_exit=self._on_remote_exit, on_unreachable=self._declare_lost
                 )
-            # A connection of its own, which never waits for training's; and a prefix of its own, since torchrun over
-            # several machines keeps a store through a restart, with the messages about the ranks that died.
-            store = cast(Any, dist.distributed_c10d._get_default_store()).clone()
-            self._store = dist.PrefixStore(world.from_main(os.urandom(8).hex()), store)
-            self._store.set(f"beat/{self._me.rank}", "0 at its start")  # the others can time its silence from here on
+            store = cast(Any, dist.distributed_c10d._get_default_store()).clone()  # waits for nothing of training's
+            seconds = {"beat_seconds": BEAT_SECONDS, "silence_seconds": SILENCE_SECONDS}
+            self._beats = Heartbeats(world, members, store, self._report_silent, **seconds)
             for work in (self._watch_processes, self._watch_store):
                 threading.Thread(target=work, daemon=True).start()
 
@@ -149,6 +142,8 @@ class Watch:
 
         Takes up to 15 seconds, in which reports of other ranks still arrive.
         """
+        if self._beats is not None:
+            self._beats.read_survey()
         ends = time.monotonic() + 3 * BEAT_SECONDS * bool(self._others)
         self._known.wait(BEAT_SECONDS / 5 * bool(self._others))  # the watching thread may know the exit status
         while not self._lost and time.monotonic() < ends:
@@ -158,7 +153,10 @@ class Watch:
             self._known.wait(0.1)
         if self._lost:
             return None if f" stopped: {_named(error)}" in self._lost else self._lost
-        return "; ".join(self._silent_members() or self._at_other_lines()) or None
+        if self._beats is None:
+            return None
+        self._beats.read_survey()  # the same as before the wait where rank 0 is silent
+        return "; ".join(self._beats.silent_members() or self._beats.at_other_lines(_innermost(self._main))) or None
 
     def describe_failure(self, error: Exception) -> str:
         """This rank's own exception in words, and which line raised it."""
@@ -166,9 +164,9 @@ class Watch:
 
     def publish_failure(self, error: Exception) -> None:
         """Let the others know of this rank's own exception, long before its process is gone."""
-        if self._store is not None and not self._lost:
+        if self._beats is not None and not self._lost:
             with suppress(RuntimeError):
-                self._store.set("lost", self.describe_failure(error))
+                self._beats.store.set("lost", self.describe_failure(error))
 
     def is_reported(self, error: UserError) -> bool | None:
         """Whether another rank prints this mistake, which several may meet; None where that cannot be known.
@@ -176,15 +174,15 @@ class Watch:
         One prints it, as soon as it meets it: rank 0, or another one that waited for rank 0 a moment in vain. A rank
         that has ended with the exit code of a mistake has printed it, and may have taken the store with it.
         """
-        if self._store is None:
+        if self._beats is None:
             return False
         key = f"error/{hashlib.sha256(str(error).encode(errors='replace')).hexdigest()}"
         ends = time.monotonic() + WAIT_SECONDS * bool(self._me.rank)
         with suppress(RuntimeError):
-            while time.monotonic() < ends and CONFIG_ERROR not in self._statuses and not self._store.check([key]):
+            while time.monotonic() < ends and CONFIG_ERROR not in self._statuses and not self._beats.store.check([key]):
                 time.sleep(0.1)
             if CONFIG_ERROR not in self._statuses:
-                return bool(self._store.add(key, 1) > 1)
+                return bool(self._beats.store.add(key, 1) > 1)
         while time.monotonic() < ends and CONFIG_ERROR not in self._statuses:
             time.sleep(0.1)
         return True if CONFIG_ERROR in self._statuses else None
@@ -222,41 +220,22 @@ class Watch:
 
     def _watch_store(self) -> None:
         """Write where this rank is, and read what the others know. Rank 0 or its launcher hosts the store."""
-        beat = 0
+        beat, beats = 0, self._beats
+        assert beats is not None
         while not self._over.is_set():
             beat += 1
             with suppress(RuntimeError):  # the store's host may be what was lost
-                self._exchange(beat)
+                beats.write(beat, _innermost(self._main))
+                lost = beats.read()
+                if lost and not lost.startswith(f"{self._me} "):
+                    self._declare_lost(lost, certain=False, publish=False)
             self._over.wait(BEAT_SECONDS)
         with suppress(RuntimeError):
-            self._store.set(f"beat/{self._me.rank}", _LEFT)
-
-    def _exchange(self, beat: int) -> None:
-        store = self._store
-        store.set(f"beat/{self._me.rank}", f"{beat} {_innermost(self._main)}")
-        if store.check(["lost"]):
-            lost = store.get("lost").decode()
-            if not lost.startswith(f"{self._me} "):
-                self._declare_lost(lost, certain=False, publish=False)
-        keys = [f"beat/{member.rank}" for member in self._others]
-        if not store.check(keys):
-            return
-        now = time.monotonic()
-        for member, beat_text in zip(self._others, store.multi_get(keys), strict=True):
-            number, _, where = beat_text.decode().partition(" ")
-            if self._beats[member.rank][0] != number:
-                self._beats[member.rank] = (number, now)
-                self._reported_silent.discard(member.rank)
-            if self._locations[member.rank][0] != where:
-                self._locations[member.rank] = (where, now)
-            silent = now - self._beats[member.rank][1] > SILENCE_SECONDS and number != _LEFT
-            if silent and member not in self._local:
-                self._report_silent(member)
+            beats.write(LEFT, "at its end")
 
     def _report_silent(self, member: Member) -> None:
-        """Report once that a rank of another machine is silent, though its connection is up."""
-        if member.rank not in self._reported_silent and not self._lost:
-            self._reported_silent.add(member.rank)
+        """Report that a rank of another machine is silent, though its connection is up."""
+        if not self._lost:
             _print(
                 f"{member} has been silent for {SILENCE_SECONDS:.0f} s, stopped or too busy to run Python; "
                 f"rank {self._me.rank} waits for it"
@@ -278,9 +257,9 @@ class Watch:
             self._lost = text
         self._known.set()
         threading.Thread(target=self._exit, args=(certain,), daemon=True).start()
-        if publish and self._store is not None:
+        if publish and self._beats is not None:
             with suppress(RuntimeError):
-                self._store.set("lost", text)
+                self._beats.store.set("lost", text)
 
     def _exit(self, certain: bool) -> None:
         """End this process, whatever its main thread is doing."""
@@ -299,22 +278,6 @@ class Watch:
     def _is_mistake(self, lost: str) -> bool:
         """Whether a rank was lost for a user's mistake: it said so, or ended with that exit code."""
         return f" stopped: {UserError.__name__}: " in lost or CONFIG_ERROR in self._statuses
-
-    def _silent_members(self) -> list[str]:
-        """A clause for each rank whose last heartbeat is more than three beats old."""
-        found = []
-        for member in self._others:
-            seconds = time.monotonic() - self._beats[member.rank][1]
-            why = member.standstill if member in self._local else None
-            if seconds > 3 * BEAT_SECONDS:
-                found.append(f"{member} has been {why or 'silent'} for {seconds:.0f} s")
-        return found
-
-    def _at_other_lines(self) -> list[str]:
-        """A clause for each rank whose main thread is not at the same line as this one's."""
-        now, mine = time.monotonic(), _innermost(self._main)
-        places = [(member, *self._locations[member.rank]) for member in self._others]
-        return [f"{member} is {where} for {now - since:.0f} s" for member, where, since in places if where != mine]
 
 
 def _of_a_collective(error: Exception) -> bool:

@@ -19,7 +19,6 @@ from training.distributed import World
 from training.engine import Engine
 from training.engine.build import _gather_partitioned, engine_on, fp32_partitions
 from training.engine.masters import local_masters
-from training.engine.sharded_pieces import attach_pieces
 from training.engine.tensors import Checksums, checksums_of, whole_master, whole_weight
 from training.engine.weights import require_fresh_masters
 

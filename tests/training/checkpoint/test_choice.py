@@ -7,8 +7,9 @@ import pytest
 
 from tests.training.checkpoint import checkpoint_cases
 from tests.training.checkpoint.checkpoint_cases import flip
+from tools.replay.repeat import newest_before
 from training.checkpoint import commit
-from training.checkpoint.choice import candidates, newest, newest_before
+from training.checkpoint.choice import candidates, newest
 from training.checkpoint.manifest import MANIFEST, is_whole, read_manifest
 from training.checkpoint.retention import Retention
 from training.checkpoint.seal import sealed
@@ -125,7 +126,7 @@ def test_an_older_format_is_named_and_not_touched(pair, saved):
         (saved / f"step-{step}" / MANIFEST).unlink()
         (saved / f"step-{step}" / "state.json").write_text('{"format": 1, "files": {}}')
     text, _ = found(pair, saved)
-    assert "state.json has format 1, which has no hashes; this version reads format 2" in text
+    assert "state.json has format 1, which has no hashes; this version reads formats 2 and 3" in text
     assert (saved / "step-3").is_dir()
 
 

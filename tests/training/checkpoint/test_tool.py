@@ -16,7 +16,7 @@ from tests.training.checkpoint.checkpoint_cases import flip
 from training.checkpoint import commit
 from training.checkpoint import tool as checkpoint_tool
 from training.checkpoint.inventory import tensors_of
-from training.checkpoint.manifest import MANIFEST, Damaged, files_of_rank, read_manifest
+from training.checkpoint.manifest import MANIFEST, Damaged, read_manifest, shares_of
 from training.checkpoint.tool import tensors_in
 
 
@@ -98,7 +98,8 @@ def test_tensors_are_listed_as_torch_loads_them(run):
         found = tensors_in(path)
         assert found == tensors_of(torch.load(path, weights_only=False))
         name = path.relative_to(run / "checkpoints" / "step-3").as_posix()
-        recorded = read_manifest(run / "checkpoints" / "step-3")["files"][name]["tensors"]
+        manifest = read_manifest(run / "checkpoints" / "step-3")
+        recorded = manifest["layouts"][manifest["files"][name]["layout"]]
         assert {tensor: (dtype, shape) for tensor, (dtype, shape) in recorded.items()} == found
         assert found
 
@@ -106,7 +107,8 @@ def test_tensors_are_listed_as_torch_loads_them(run):
 def test_a_manifest_that_tells_other_tensors_is_found(copy):
     path = copy / "checkpoints" / "step-2"
     manifest = read_manifest(path)
-    tensors = manifest["files"]["deepspeed/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"]["tensors"]
+    entry = manifest["files"]["deepspeed/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"]
+    tensors = manifest["layouts"][entry["layout"]]
     name = next(name for name in tensors if name.endswith("exp_avg"))
     tensors[name] = ["float16", tensors[name][1]]
     commit.seal_folder(path, manifest, lambda phase: None)
@@ -180,7 +182,7 @@ def test_prune_keeps_the_newest_whole_ones(copy):
 def test_ranks_share_the_hashing_and_leave_nothing_out(run):
     manifest = read_manifest(run / "checkpoints" / "step-3")
     for world_size in (1, 2, 3, 16):
-        shares = [files_of_rank(manifest, rank, world_size) for rank in range(world_size)]
+        shares = shares_of(manifest, world_size)
         assert sorted(name for mine in shares for name in mine) == sorted(manifest["files"])
-    loads = [sum(manifest["files"][name]["bytes"] for name in files_of_rank(manifest, rank, 2)) for rank in range(2)]
+    loads = [sum(manifest["files"][name]["bytes"] for name in mine) for mine in shares_of(manifest, 2)]
     assert max(loads) < 1.2 * min(loads)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from config.errors import UserError
 from training.checkpoint import commit
 from training.checkpoint.choice import newest
-from training.checkpoint.manifest import MANIFEST, Unusable, Written, files_of_rank, read_manifest
+from training.checkpoint.manifest import MANIFEST, Unusable, Written, read_manifest, shares_of
 from training.checkpoint.outcome import SaveFailed, on_main
 from training.checkpoint.retention import Retention, loss_in
 from training.checkpoint.run_record import Order, Record, order_in, read_record, run_in
@@ -122,7 +122,7 @@ class Remote:
         on_main(world, lambda: commit.begin(folder, step), final)
         problem = None
         try:
-            for name in files_of_rank(manifest, world.rank, world.world_size):
+            for name in shares_of(manifest, world.world_size)[world.rank]:
                 entry, private = manifest["files"][name], bool(manifest.get("encryption"))
                 target = {"sha256": entry["sha256"], "size": entry["bytes"], "private": private}
                 self.store.download(f"step-{step}/{name}", partial / name, **target)

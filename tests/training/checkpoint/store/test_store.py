@@ -76,8 +76,17 @@ def checkpoint(folder: Path, step: int, sizes: dict[str, int]) -> dict[str, Any]
         path = folder / f"step-{step}" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(random.Random(f"{step} {name}").randbytes(size))
-        files[name] = {"sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "bytes": size, "rank": 0}
-    further = {"world_size": 1, "zero_stage": 0, "precision": {}, "data": {}, "versions": {}, "went_back": 0}
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        files[name] = {"sha256": digest, "bytes": size, "rank": 0, "layout": ""}
+    further = {
+        "layouts": {},
+        "world_size": 1,
+        "zero_stage": 0,
+        "precision": {},
+        "data": {},
+        "versions": {},
+        "went_back": 0,
+    }
     return {"format": FORMAT, "step": step, "written": "2026-01-01", "files": files, **further}
 
 
