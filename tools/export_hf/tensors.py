@@ -177,16 +177,3 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     return torch.equal(*(values.contiguous().reshape(-1).view(torch.uint8) for values in (one, other)))
-
-
-def _converts_separately(model: PreTrainedModel, parameters: Mapping[str, torch.Tensor]) -> bool:
-    """Whether each parameter can be converted by itself. parameters: all of them, on the meta device.
-
-    False where a file's tensor is made of several parameters: such a model is written under its names in memory.
-    """
-    try:
-        together = set(revert_weight_conversion(model, dict(parameters)))
-        apart = {key for name, value in parameters.items() for key in on_disk(model, name, value)}
-    except Exception:  # transformers raises whatever its conversion operations raise
-        return False
-    return together == apart
