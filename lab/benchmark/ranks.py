@@ -46,7 +46,7 @@ class ManyRanks(World):
 
     def to_main(self, value: Any) -> list[Any]:
         """The files of all ranks, as if each had written its own."""
-        everyone = [(files_of(rank, self.parameters)[0], None) for rank in range(self.world_size)]
+        everyone = [(files_of(rank, self.parameters)[0], None, True) for rank in range(self.world_size)]
         type(self).received += sum(len(pickle.dumps(one)) for one in everyone)
         return everyone
 
@@ -83,7 +83,7 @@ def manifest_of(ranks: int, parameters: int) -> tuple[dict[str, Any], int]:
     """The lists of a manifest, and the bytes that rank 0 received for them."""
     ManyRanks.parameters, ManyRanks.received = parameters, 0
     written, layouts = files_of(0, parameters)
-    own: Any = SimpleNamespace(written=written, layouts=layouts, error=None)
+    own: Any = SimpleNamespace(written=written, layouts=layouts, error=None, finite=True)
     world = ManyRanks(0, ranks, 0, torch.device("cpu"))
     files, layouts = agree_on_files(world, own, Path("step-1"))
     files["state.json"] = Written("0" * 64, 1, 0)

@@ -1,15 +1,18 @@
 """How jobs start: a launcher by this interpreter's module, since its program cannot start from a path with a space."""
 
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import launch.job as launch_job
 from launch.job import (
     LAUNCHER_VARIABLES,
     by_interpreter,
     default_processes,
+    error_line_of,
     job_environment,
     kill,
     launch,
@@ -72,6 +75,38 @@ def test_a_job_does_not_inherit_what_a_launcher_told_this_process(
     program = ["-c", "import os, launch; print(sorted(os.environ.keys() & set('RANK KEPT'.split())))"]
     assert launch(program, processes=1, log=tmp_path / "log") == 0
     assert (tmp_path / "log").read_text().splitlines()[1:] == ["['KEPT']"]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_log_of_a_killed_job_says_the_signal(tmp_path: Path, processes: int) -> None:
+    program = tmp_path / "program.py"
+    killed = "if os.environ.get('RANK', '1') == '1': os.kill(os.getpid(), signal.SIGKILL)"
+    program.write_text(f"import os, signal\n{killed}\n")
+    assert launch([str(program)], processes=processes, log=tmp_path / "log") != 0
+    who = "it" if processes == 1 else "rank 1"
+    line = f"error: {who} was killed by SIGKILL, as the kernel does where memory runs out (dmesg tells)"
+    assert error_line_of(tmp_path / "log") == line
+
+
+def test_sigterm_ends_the_job_of_the_one_who_waits_for_it(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    job = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
+    waits = "import sys; from pathlib import Path; from launch.job import launch\n"
+    waits += "launch(['-c', sys.argv[1]], processes=1, log=Path(sys.argv[2]))"
+    waiting = subprocess.Popen([sys.executable, "-c", waits, job, str(log)], env=job_environment())
+    wait_until(lambda: log.exists() and log.read_text().splitlines()[1:])
+    waiting.terminate()
+    assert waiting.wait(30) == 128 + signal.SIGTERM
+    assert not Path(f"/proc/{log.read_text().splitlines()[1]}").exists()
+
+
+def test_progress_is_asked_for_while_a_job_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_job, "REPORT_SECONDS", 0.05)
+    asked: list[bool] = []
+    launch(["-c", "import time; time.sleep(0.5)"], processes=1, log=tmp_path / "log", report=lambda: asked.append(True))
+    assert 2 <= len(asked) <= 10
+    with pytest.raises(subprocess.TimeoutExpired):
+        launch(["-c", "import time; time.sleep(100)"], processes=1, log=tmp_path / "log", seconds=0.2)
 
 
 def test_a_killed_job_leaves_nothing_behind_in_whatever_session(tmp_path: Path) -> None:

@@ -138,7 +138,8 @@ def _group_difference(engine: Engine, folder: Path, opener: Opener) -> str | Non
     """In words that the optimizer's groups have other parameters, or an order, than those saved at the same ZeRO stage;
     None where they are the same. Raises UserError at ZeRO-0, whose files do not name parameters.
     """
-    state = opener.read(min(folder.glob("*_model_states.pt")), mmap=True)
+    of_rank = "zero_pp_rank_0_" if engine.stage == 3 else ""
+    state = opener.read(folder / f"{of_rank}mp_rank_00_model_states.pt", mmap=True)
     own = names_by_group(engine)
     if engine.stage > 0:
         same = [list(shapes) for shapes in state["param_shapes"]] == own

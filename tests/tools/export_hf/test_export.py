@@ -367,7 +367,7 @@ def test_log_probabilities_are_compared_before_the_folder_appears(job, tmp_path,
     found = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
     kl = torch.cat([row_gap(exact, found, row).kl for row in rows])
     assert gap["kl"] == pytest.approx(float(kl.mean()), rel=1e-6) and gap["tokens"] == len(kl) and gap["rows"] == 3
-    assert gap["bounds"] == {"kl": 0.1, "difference": 1.0} and gap["data"] == "of the run"
+    assert gap["bounds"] == {"kl": 0.1, "difference": 1.0, "ratio": 1.5} and gap["data"] == "of the run"
     for line in (f"| largest kl | {gap['largest kl']:.6g} |", f"| `{gap['modules'][0]['module']}` |"):
         assert line in card
 

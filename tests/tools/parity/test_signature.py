@@ -521,6 +521,49 @@ def fused(run: Any) -> None:
     softmax(lambda scores: scores.float().softmax(-1))(run)
 
 
+def massive(model: Any) -> None:
+    """One token makes a channel of the first MLP so large that it has nearly all the energy, as in trained models."""
+    layer = model.model.layers[0]
+    with torch.no_grad():
+        direction = functional.normalize(model.model.embed_tokens.weight[0], dim=0)
+        for linear in (layer.mlp.gate_proj, layer.mlp.up_proj):
+            linear.weight[3] += 20 * direction
+
+
+def halved(run: Any) -> None:
+    """Each product of the first layer as the sum of two that are rounded, as where two ranks share the matrix."""
+    for module in run.model.layers[0].modules():
+        if isinstance(module, torch.nn.Linear):
+            columns = module.in_features // 2
+
+            def forward(given: torch.Tensor, own: torch.nn.Linear = module, at: int = columns) -> torch.Tensor:
+                first = functional.linear(given[..., :at], own.weight[:, :at])
+                return first + functional.linear(given[..., at:], own.weight[:, at:])
+
+            module.forward = forward
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+def test_a_token_with_all_the_energy_decides_no_verdict(compute: str) -> None:
+    """Its few roundings have no scatter: they were a bias, 69 times beyond the bound, of a sound sum in two halves."""
+    down = "model.layers.0.mlp.down_proj"
+    sound = measured(compute=compute, both=massive, plant=halved)
+    [part] = [part for part in pooled(sound) if (part.module, part.part) == ("model.layers.0.mlp", "into down_proj")]
+    assert part.sums["xx"] > 100 * part.sums["rows"] * 0.1, "no token is massive"
+    assert named(sound) == ()
+    for wrong in (1.001, 0.999):
+        assert down in named(measured(compute=compute, both=massive, plant=_scaled_at(down, wrong)))
+
+
+def _scaled_at(name: str, factor: float) -> Plant:
+    def plant(run: Any) -> None:
+        module = run.get_submodule(name)
+        own = module.forward
+        module.forward = lambda given: own(given) * factor
+
+    return plant
+
+
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])
 def test_other_kernels_for_the_same_are_no_defect(compute: str) -> None:
     steps = measured(compute=compute, plant=fused)

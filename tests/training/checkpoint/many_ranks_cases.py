@@ -73,7 +73,7 @@ def agreed(world: World, *, broken: bool) -> Any:
     tables = {layout_of(table): table for table in ({"a": ("float32", [world.rank])}, {"b": ("int64", [])})}
     written = {f"{number}-{world.rank}.pt": Written("0", 1, world.rank, layout) for number, layout in enumerate(tables)}
     error = "rank 1 cannot write" if broken and world.rank == 1 else None
-    files: Any = SimpleNamespace(written=written, layouts=tables, error=error)
+    files: Any = SimpleNamespace(written=written, layouts=tables, error=error, finite=True)
     try:
         return agree_on_files(world.on_own_group(), files, Path("step-1"))
     except SaveFailed as failure:
