@@ -85,7 +85,7 @@ CLASSES = {
 
 All else does neither, embeddings and the head that shares their weight among them.
 """
-_NEVER = re.compile(r"norm|ln_|_ln|ln\d|embed|wte|wpe|bias|A_log|\.D$|dt_bias|sinks|scale|time_|recurrent_param|_hc|hc_")
+_NEVER = re.compile(r"norm|ln_|_ln|ln\d|emb|wte|wpe|bias|A_log|\.D$|dt_bias|sinks|scale|time_|recurrent_param|_hc|hc_")
 
 
 @pytest.mark.parametrize("case", [*CASES, *OTHERS], ids=lambda case: f"{case.architecture} {case.name}")
