@@ -81,6 +81,23 @@ def test_bf16_passes_and_the_report_says_under_which_conditions(folder, judged):
         assert (folder / "good" / name).stat().st_size > 10_000
 
 
+def test_a_finished_run_is_kept_for_the_same_command_and_code(judged, monkeypatch):
+    """As where judging was ended before its end; what was trained by other code or otherwise is made anew."""
+    run, clean = judged[1].twins[0], {"commit": "1", "dirty": False}
+    log = run.folder.path.parents[1] / "logs" / f"{run.folder.path.name}.log"
+    command = log.read_text().splitlines()[0].removeprefix("$ ").split(" ")
+    recorded = run.folder.environment.read_text()
+    try:
+        run.folder.environment.write_text(json.dumps({**json.loads(recorded), "git": clean}))
+        for git, kept in ((clean, True), ({**clean, "commit": "2"}, False), ({**clean, "dirty": True}, False)):
+            monkeypatch.setattr(parity_jobs, "git_state", lambda git=git: git)
+            assert parity_jobs._is_kept(run.folder, command, log) == kept
+        monkeypatch.setattr(parity_jobs, "git_state", lambda: clean)
+        assert not parity_jobs._is_kept(run.folder, [*command, "optimizer.learning_rate=1"], log)
+    finally:
+        run.folder.environment.write_text(recorded)
+
+
 def test_what_both_runs_share_is_judged_outside_of_the_engine(folder, judged):
     """The twin's steps recomputed, as they were recorded and with one loss that is off by what BF16 would hide."""
     found, references = judged
