@@ -29,6 +29,7 @@ _WORDS = {
     "fp8_products": "products of an FP8 layer against FP8's definition, in roundings",
     "module_error": "a module's own error, on the inputs it got",
     "accumulation_error": "known gradients added up, relative error",
+    "by_rule": "learning rate and loss scale, replayed by the config's rules",
     "oracle": "first steps of the FP32 run recomputed outside of the engine, in bounds",
     "weighting_error": "gradients against every label counting the same",
     "loss_error": "reported loss against the mean over all labels",
