@@ -201,6 +201,7 @@ def _conditions(chosen: Plan, run: Run) -> dict[str, Any]:
         "offload": resolved.offload,
         "processes": chosen.processes,
         "steps": resolved.config.run.steps,
+        "compared_after": chosen.points,
         "seeds": resolved.config.parity.seeds,
         "global_batch": resolved.batch.global_size,
         "accumulation": resolved.batch.accumulation,

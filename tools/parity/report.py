@@ -155,6 +155,7 @@ def _conditions(conditions: dict[str, Any]) -> Table:
         ("data fingerprint", code(conditions["data"])),
         ("global batch", f"{batch}, accumulation {conditions['accumulation']}"),
         ("steps, seeds", f"{conditions['steps']}, {conditions['seeds']}"),
+        ("single steps after steps", ", ".join(map(str, conditions["compared_after"]))),
         ("ZeRO stage, offload", f"{conditions['zero_stage']}, {conditions['offload']}"),
         ("processes", str(conditions["processes"])),
         ("hardware", text(device)),
