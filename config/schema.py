@@ -585,6 +585,8 @@ class CheckpointSection:
     """[true or false] Resume from an unencrypted checkpoint although a key is set, when turning encryption on."""
     every_steps: int = limit(0, at_least=0, null=0)
     """[steps] Interval of saves, with one more at the end; 0: only at the end."""
+    also_after: tuple[int, ...] = limit((), at_least=1)
+    """[steps] Further steps after which a checkpoint is saved, such as [900, 1350]."""
     at_end: bool = True
     """[true or false] Save the state after the last planned step. false: nothing is left to resume or export from, for
     runs that are only timed; a run that is stopped early saves all the same."""
@@ -809,7 +811,10 @@ class ParitySection:
     """[runs] FP32 runs at a learning rate 2^-8 larger, 2^-8 smaller, 2^-7 larger and so on. They
     diverge from the twin by chaos alone, so twice their root mean square distance is no failure."""
     points: int = limit(3, at_least=1)
-    """[points] Places of the trajectory at which single steps are compared: the start, then evenly spaced."""
+    """[points] Places of the trajectory at which single steps are compared: the start, then one drawn from each of the
+    other equal parts of the run."""
+    draw: int = limit(0, at_least=0)
+    """[number] Seed of the places that are drawn; another one compares other steps."""
     oracle_steps: int = limit(0, at_least=0, null=0)
     """[steps] First steps of the FP32 run that are recomputed outside of the engine, as by --oracle: an error that both
     runs share, such as a label that is lost, is beyond FP32's bounds there. 0: none."""

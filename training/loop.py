@@ -58,7 +58,9 @@ def train(parts: Parts, progress: Progress) -> Ending:
             if config.checkpoint.at_end:
                 start_save(parts, progress, validation_loss)
             problem = record_saves(parts)
-        elif _due(config.checkpoint.every_steps, progress.step, planned):
+        elif (
+            _due(config.checkpoint.every_steps, progress.step, planned) or progress.step in config.checkpoint.also_after
+        ):
             start_save(parts, progress, validation_loss)
         if saves.failures >= config.checkpoint.max_failures:
             return Ending(progress, UNSAVED, f"{saves.failures} saves in a row failed: {saves.last_failure}")

@@ -31,7 +31,9 @@ from typing import Any
 from config.cli import Arguments, entry_point, positive_int
 from config.errors import UserError
 from config.redact import redact, redact_arguments
+from config.schema import Config
 from launch.job import add_processes_option
+from precision.tolerance import relative
 from tools.parity.jobs import (
     Log,
     Plan,
@@ -49,12 +51,15 @@ from tools.parity.jobs import (
 from tools.parity.judge_runs import Trajectory, confidence, confidence_line, first_departure, judge_trajectories
 from tools.parity.judge_steps import Check, first_divergence, judge_dtypes, judge_steps
 from tools.parity.oracle.judge import STEPS, Comparison, judge
+from tools.parity.oracle.rules import loss_scale, schedule
 from tools.parity.power import MOST_PAIRS, POWER, pairs_needed
 from tools.parity.report import verdict_lines, write_report
-from tracking.jsonl import encode
+from tracking.jsonl import encode, read_events, surviving
 from tracking.summary import read_inputs
 
 PARITY, NO_PARITY = 0, 3
+SAME_RATE = 1e-9
+"""Relative difference up to which a learning rate is the schedule's: both are computed in FP64, in another order."""
 MAX_CURVE_POINTS = 2000
 
 
@@ -84,6 +89,7 @@ def gate(chosen: Plan, log: Log = print, *, references: References | None = None
         *judge_trajectories(half, fp32, bounds, nudged, whole=whole),
         *judge_steps(walks, bounds),
         judge_dtypes([report for run in candidates for report in inner_dtypes(run)], bounds),
+        by_rule(candidates[0].folder.events, chosen.resolved.config),
         *outside(twins[0], bounds.oracle_steps, log),
     ]
     failed = [check.name for check in checks if not check.passed]
@@ -103,6 +109,30 @@ def gate(chosen: Plan, log: Log = print, *, references: References | None = None
     (chosen.folder / "parity.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     write_report(chosen.folder, found)
     return found
+
+
+def by_rule(events: Path, config: Config) -> Check:
+    """Learning rate and loss scale of every step of a run, against the config's rules outside of the engine.
+
+    Measured is the largest relative difference, up to the first incident: what the guard does changes both.
+    """
+    found = surviving(read_events(events))
+    incident = min((event["step"] for event in found if event["event"] == "incident"), default=math.inf)
+    start = next(event for event in found if event["event"] == "run_start")
+    rate = schedule(config.schedule, peak=config.optimizer.learning_rate, total=config.scheduled_steps)
+    scaled = "fp16" in {start["compute"], *(start["regions"] or {}).values()}
+    scale = loss_scale(config.precision.loss_scale) if scaled else None
+    applied, worst, where = 0, 0.0, ""
+    for event in (event for event in found if event["event"] == "step" and event["step"] < incident):
+        pairs = [("learning rate", event["lr"], rate(applied))]
+        if scale is not None:
+            pairs.append(("loss scale", event["loss_scale"], scale(not event["applied"])))
+        for what, recorded, expected in pairs:
+            off = relative(abs(recorded - expected), abs(expected))
+            if not off <= worst:
+                worst, where = off, f"{what} at step {event['step']}"
+        applied += event["applied"]
+    return Check("by_rule", worst, SAME_RATE, worst <= SAME_RATE, where=where)
 
 
 def outside(twin: Run, steps: int, log: Log) -> list[Check]:
@@ -171,6 +201,7 @@ def _conditions(chosen: Plan, run: Run) -> dict[str, Any]:
         "offload": resolved.offload,
         "processes": chosen.processes,
         "steps": resolved.config.run.steps,
+        "compared_after": chosen.points,
         "seeds": resolved.config.parity.seeds,
         "global_batch": resolved.batch.global_size,
         "accumulation": resolved.batch.accumulation,

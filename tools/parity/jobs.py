@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +59,17 @@ class Plan:
     launcher: tuple[str, ...]
 
     @property
-    def interval(self) -> int:
-        """Steps between the points at which single steps are compared."""
-        return max(1, self.resolved.config.run.steps // self.resolved.config.parity.points)
-
-    @property
     def points(self) -> list[int]:
-        """Attempted steps after which single steps are compared, the first being 0."""
+        """Attempted steps after which single steps are compared: 0, then one of each further equal part of the run.
+
+        Drawn, so that another `parity.draw` meets a defect that spares these steps. WALK steps remain after each.
+        """
         config = self.resolved.config
-        return list(range(0, config.run.steps, self.interval))[: config.parity.points]
+        last, count = max(1, config.run.steps - WALK + 1), min(config.parity.points, config.run.steps)
+        ends = [max(1, last * part // count) for part in range(1, count + 1)]
+        dice = random.Random(f"{config.parity.draw} {config.run.seed}")
+        drawn = [dice.randrange(start, max(end, start + 1)) for start, end in pairwise(ends)]
+        return sorted({0, *drawn})
 
 
 @dataclass(frozen=True)
@@ -155,7 +159,8 @@ def train_twin(
 
 def train_candidate(chosen: Plan, seed: int, log: Log) -> Run:
     """The half-precision job. Raises UserError when it does not start; that it ends early is a finding."""
-    checkpoints = [f"checkpoint.every_steps={chosen.interval}", f"checkpoint.keep={len(chosen.points) + 1}"]
+    points = chosen.points[1:]
+    checkpoints = ["checkpoint.every_steps=0", f"checkpoint.also_after={points}", f"checkpoint.keep={len(points) + 2}"]
     run = _train(chosen, f"candidate-seed-{seed}", seed, checkpoints, log)
     if not run.folder.events.exists():
         raise UserError(f"the run did not start: {run.error_line}; see {_log(chosen, run.folder.name)}")

@@ -119,15 +119,22 @@ def judge_steps(walks: Sequence[Walk], bounds: ParitySection) -> list[Check]:
 def judge_signatures(steps: Sequence[Mapping[str, Any]], bounds: ParitySection) -> Check:
     """Modules whose errors rounding does not explain (`tools.parity.rounding`), over all applied steps together.
 
-    Their own, those of the gradients that they make, and the loss's.
+    Their own, those of the gradients that they make, and the loss's. What one rank's own sums show in a step counts as
+    well, which those of all ranks may hide, and a finding names its ranks where not all have it.
     """
     measured = [step["signature"] for step in steps]
     found: dict[str, list[str]] = {}
     parts = pooled(measured)
     for item in findings(parts):
         found.setdefault(item.module, []).append(f"{item.module} ({item.part}): {item.why}")
+    wrong: dict[str, set[int]] = {}
+    for rank, own in (pair for step in measured for pair in enumerate(step["ranks"])):
+        for name, why in own.items():
+            wrong.setdefault(name, set()).add(rank)
+            found.setdefault(name, []).append(f"{name}: {why}")
+    ranks = max((len(step["ranks"]) for step in measured), default=1)
     named = tuple(found)[:MOST_NAMED]
-    notes = [found[name][0] for name in named]
+    notes = [f"{_on_ranks(wrong.get(name, set()), ranks)}{found[name][0]}" for name in named]
     if len(found) > MOST_NAMED:
         notes.append(f"and {len(found) - MOST_NAMED} more")
     if not found and resolutions(parts):
@@ -141,6 +148,13 @@ def judge_signatures(steps: Sequence[Mapping[str, Any]], bounds: ParitySection) 
     count = len(found) if seen else math.nan
     passed = seen and len(found) <= bounds.unexplained
     return Check("unexplained", count, bounds.unexplained, passed, modules=named, note="; ".join(notes))
+
+
+def _on_ranks(wrong: set[int], ranks: int) -> str:
+    """`on rank 3, ` where not all ranks are wrong, counted without those that share its samples."""
+    if not 0 < len(wrong) < ranks:
+        return ""
+    return f"on rank{'s' * (len(wrong) > 1)} {', '.join(map(str, sorted(wrong)))}, "
 
 
 def _listed(resolved: Mapping[str, float]) -> str:

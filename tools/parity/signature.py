@@ -48,7 +48,7 @@ from tools.parity.recompute import (
     row_of,
     terms_of,
 )
-from tools.parity.rounding import further_off, summed, sums_of
+from tools.parity.rounding import findings, further_off, pooled, summed, sums_of
 from tools.parity.slices import Slices, cuts_of
 from training.distributed import World
 
@@ -102,11 +102,16 @@ class Signatures:
         self._not_measured |= blind
 
     def measured(self) -> dict[str, Any]:
-        """{"parts": rows for `tools.parity.rounding.pooled`, "not_measured": reason by module}. A collective."""
+        """{"parts": rows for `tools.parity.rounding.pooled`, "ranks": [..], "not_measured": reason by module}.
+
+        ranks: of each, in order, what `findings` says of its own rows, as {module: why}. A collective.
+        """
         ranks = [self._rows] if self._world is None else self._world.gather_objects(self._rows)
         group = self._slices.group
         ranks = ranks[:: group.size] if group is not None else ranks  # each of a group has measured the same
-        return {"parts": summed(row for rows in ranks for row in rows), "not_measured": self._not_measured}
+        alone = [{item.module: item.why for item in reversed(findings(pooled([{"parts": rows}])))} for rows in ranks]
+        parts = summed(row for rows in ranks for row in rows)
+        return {"parts": parts, "ranks": alone, "not_measured": self._not_measured}
 
     def _enter(self, name: str, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         call = Call(name, args, kwargs)

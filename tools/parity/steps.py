@@ -55,6 +55,7 @@ from tools.parity.fp8_products import Fp8Products
 from tools.parity.judge_steps import COMPARED, Walk, beyond_bounds, blamed, first_divergence, judge_steps
 from tools.parity.oracle.optimizers import decay_and_factor
 from tools.parity.outputs import OutputErrors
+from tools.parity.recompute import MOST_VALUES
 from tools.parity.reference import Reference, clip_coefficient, dropouts, tokens_by_expert
 from tools.parity.signature import Signatures
 from tools.parity.slices import Slices, whole_state
@@ -346,28 +347,33 @@ class StepParity:
         for name, parameter in engine.model.named_parameters():
             if name not in gradients:
                 continue
-            group, gradient = engine.group_of[id(parameter)], gradients[name]
-            decay, factor = self._rules[name]
-            given = UpdateInputs(
-                self._reference.weight(name),
-                gradient * exact,
-                states[name],
-                section=section,
-                weight_decay=decay,
-                lr=lr * factor,
-                step=step,
-                matrix=group["matrix"],
+            group, (decay, factor) = engine.group_of[id(parameter)], self._rules[name]
+            options = {"section": section, "weight_decay": decay, "lr": lr * factor, "step": step}
+            counted = engine.has_torch_adamw
+            now = [whole_state(engine, parameter, key) for key in states_of(engine, parameter)] if counted else []
+            before = [self._reference.weight(name), gradients[name], *states[name]]
+            # AdamW's values are each of their own: a part at a time, since FP64 takes ten times the parameter's memory
+            parts = zip(
+                *map(_parts if counted else _whole, (*before, whole_master(engine, parameter), *now)), strict=True
             )
-            expected, master = update(given), whole_master(engine, parameter).double()
-            explained = 2.0**-24 * float(given.master.norm()) + rounding(section.name, given)
-            off = max(0.0, float((master - given.master - expected).norm()) - explained)
-            errors[name] = relative(off, float(expected.norm()))
-            if engine.has_torch_adamw:
-                now = [whole_state(engine, parameter, key).double() for key in states_of(engine, parameter)]
-                values, slack = after(dataclasses.replace(given, gradient=gradient.double() * reported))
-                rows = zip([master, *now], values, slack, strict=True)
-                within = torch.stack([(found - value).abs() <= least for found, value, least in rows])  # no nan is
-                beyond[name] = 1.0 - float(within.all(0).double().mean())
+            off = size = moved = explained = 0.0
+            within = 0
+            for master, gradient, *rest in parts:
+                known, (found, *found_states) = rest[: len(states[name])], rest[len(states[name]) :]
+                given = UpdateInputs(master, gradient * exact, known, matrix=group["matrix"], **options)
+                expected = update(given)
+                off += float((found.double() - given.master - expected).square().sum())
+                size, moved = size + float(given.master.square().sum()), moved + float(expected.square().sum())
+                explained += rounding(section.name, given)
+                if counted:
+                    values, slack = after(dataclasses.replace(given, gradient=gradient.double() * reported))
+                    rows = zip([found, *found_states], values, slack, strict=True)
+                    close = [(mine.double() - value).abs() <= least for mine, value, least in rows]  # no nan is
+                    within += int(torch.stack(close).all(0).sum())
+            beyond_rounding = max(0.0, math.sqrt(off) - 2.0**-24 * math.sqrt(size) - explained)
+            errors[name] = relative(beyond_rounding, math.sqrt(moved))
+            if counted:
+                beyond[name] = 1.0 - within / gradients[name].numel()
         return {"update_error": errors, "update_rounding": beyond}
 
 
@@ -451,6 +457,14 @@ def verdict(found: Sequence[Mapping[str, Any]], bounds: ParitySection) -> dict[s
         "first_parting": first_divergence(walks, bounds),
         "walks": list(found),
     }
+
+
+def _parts(values: torch.Tensor) -> Sequence[torch.Tensor]:
+    return values.reshape(-1).split(MOST_VALUES)
+
+
+def _whole(values: torch.Tensor) -> Sequence[torch.Tensor]:
+    return (values,)
 
 
 def _distance(found: torch.Tensor, *expected: torch.Tensor) -> float:

@@ -66,15 +66,18 @@ def inner_dtypes(
         return seen.inner.report(**promises(resolved.config, engine.compute, engine.regions))
 
 
-def signature_with(world: World, *, stage: int, compute: str, module: str, overrides: Sequence[str] = ()) -> Check:
-    """The judgement on two steps of an engine in which one module's output is 1% too large."""
+def signature_with(
+    world: World, *, stage: int, compute: str, module: str, overrides: Sequence[str] = (), rank: int | None = None
+) -> Check:
+    """The judgement on two steps of an engine in which one module's output is 1% too large. rank: there alone."""
     resolved = resolve(world, stage=stage, compute=compute, micro=2, overrides=overrides)
     shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
     with engine_of(world, resolved) as engine:
         steps = StepParity(engine, Reference(resolved, shape, world), resolved)
-        engine.model.get_submodule(module).register_forward_hook(
-            lambda _, args, output: (output[0] * 1.01, *output[1:])
-        )
+        if rank in (None, world.rank):
+            engine.model.get_submodule(module).register_forward_hook(
+                lambda _, args, output: (output[0] * 1.01, *output[1:])
+            )
         rows = [steps.step(batch_of(world, 2, seed=step), applied=step) for step in range(2)]
         return judge_signatures(rows, ParitySection())
 

@@ -16,6 +16,7 @@ from tests.support.runs.synthetic_events import SCALE, TOKENS_PER_STEP, step_fie
 from tools.parity import gate as parity
 from tools.parity import jobs as parity_jobs
 from tools.parity.judge_runs import Settling
+from tools.parity.oracle.rules import loss_scale, schedule
 from tracking.jsonl import JsonlSink
 from tracking.record import Record
 from tracking.run_dir import RunDir
@@ -60,7 +61,6 @@ def test_bf16_passes_and_the_report_says_under_which_conditions(folder, judged):
         "gradient_cosine",
         "update_error",
     }
-    assert [walk["point"] for walk in found["walks"]] == [0, 6]
     assert all(len(walk["steps"]) == 2 and walk["recorded_loss"] == walk["steps"][0]["loss"] for walk in found["walks"])
     runs = found["trajectories"]
     assert runs["candidate"][0]["steps"] == runs["fp32"][0]["steps"] == list(range(1, 13))
@@ -184,9 +184,47 @@ def test_the_skips_of_a_settling_loss_scale_are_read_from_the_events(tmp_path):
 def test_the_warm_up_shrinks_with_the_steps_and_points_fit(folder):
     chosen = parity.plan(DEMO, [], folder=folder, steps=45, processes=2)
     assert chosen.resolved.config.schedule.warmup_steps == 4
-    assert chosen.points == [0, 15, 30]
-    assert parity.plan(DEMO, ["parity.points=4"], folder=folder, steps=10, processes=2).points == [0, 2, 4, 6]
-    assert parity.plan(DEMO, [], folder=folder, steps=2, processes=2).points == [0, 1]
+    draws = {
+        tuple(parity.plan(DEMO, [f"parity.draw={draw}"], folder=folder, steps=45, processes=2).points)
+        for draw in range(8)
+    }
+    assert len(draws) > 4 and tuple(chosen.points) in draws
+    assert all(first == 0 and 14 <= second < 29 <= third < 44 for first, second, third in draws)
+    for steps, count in ((10, 4), (2, 3), (1, 3)):
+        given = [f"parity.points={count}"]
+        points = parity.plan(DEMO, given, folder=folder, steps=steps, processes=2).points
+        assert points == sorted(set(points)) and points[0] == 0 and points[-1] < steps
+
+
+def test_rates_and_scales_that_no_rule_gives_are_named(tmp_path):
+    """A learning rate one step late, a scale that grows one step early; up to an incident, which changes both."""
+    given = ["precision.compute=fp16", "precision.loss_scale={initial: 1024, window: 4}", "schedule.warmup_steps=2"]
+    config = parity.plan(DEMO, given, folder=tmp_path, steps=12, processes=2).resolved.config
+    rate = schedule(config.schedule, peak=config.optimizer.learning_rate, total=12)
+    scale = loss_scale(config.precision.loss_scale)
+    by_rule = [{"step": n + 1, "lr": rate(n), "loss_scale": scale(False)} for n in range(12)]
+    steps = [{"event": "step", "applied": True, **row} for row in by_rule]
+    start = {"event": "run_start", "step": 0, "compute": "fp16", "regions": None}
+    grown = next(row["step"] for row in by_rule if row["loss_scale"] == 2048)
+
+    def measured(*events, **wrong):
+        rows = [start, *({**step, **wrong.get(f"at_{step['step']}", {})} for step in steps), *events]
+        path = tmp_path / "events.jsonl"
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        return parity.by_rule(path, config)
+
+    assert measured().passed
+    late = measured(at_7={"lr": steps[5]["lr"]})
+    assert (late.passed, late.where) == (False, "learning rate at step 7")
+    early = measured(**{f"at_{grown - 1}": {"loss_scale": 2048.0}})
+    assert early.where == f"loss scale at step {grown - 1}"
+    assert measured({"event": "incident", "step": 7}, at_7={"lr": steps[5]["lr"]}).passed
+
+
+def test_a_checkpoint_is_saved_after_each_step_that_is_named(judged):
+    found, _ = judged
+    points = [walk["point"] for walk in found["walks"]]
+    assert points[0] == 0 and len(points) == 2 and 5 <= points[1] < 11
 
 
 @pytest.mark.parametrize(

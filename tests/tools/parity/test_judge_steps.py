@@ -48,7 +48,7 @@ def step(number: int = 1, **changes: Any) -> dict[str, Any]:
     fields |= {"parameters": dict.fromkeys(("a.weight", "b.weight"), agreement)}
     fields |= {"roundoff": 2.0**-8, "reference_norms": {"a.weight": 0.8, "b.weight": 0.6}}
     fields |= dict.fromkeys(("update_error", "drift"), {"a.weight": 0.0, "b.weight": 0.0})
-    fields |= {"signature": {"parts": [part()], "not_measured": {}}}
+    fields |= {"signature": {"parts": [part()], "ranks": [{}, {}], "not_measured": {}}}
     return fields | changes
 
 

@@ -54,6 +54,7 @@ def found() -> dict[str, Any]:
             "steps": 3,
             "seeds": 1,
             "global_batch": 8,
+            "compared_after": [0, 7],
             "accumulation": 1,
             "sequence_length": 32,
             "data": "abc",

@@ -588,6 +588,12 @@ def test_a_wrong_constant_in_the_engines_model_is_named(pair: Any, stage: int, c
         assert (check.passed, check.modules) == (False, (ATTENTION,))
 
 
+def test_the_rank_that_is_wrong_is_named(pair: Any) -> None:
+    for check in pair.run(step_cases.signature_with, stage=2, compute="bf16", module=ATTENTION, rank=1):
+        assert (check.passed, check.modules) == (False, (ATTENTION,))
+        assert check.note.startswith(f"on rank 1, {ATTENTION}")
+
+
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(

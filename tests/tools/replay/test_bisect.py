@@ -132,7 +132,7 @@ def step(**values):
     sound = {"order": names, "own_error": dict.fromkeys(names, 0.001), "drift": dict.fromkeys(weights, 0.0)}
     sound |= {"parameters": dict.fromkeys(weights, same), "reference_norms": dict.fromkeys(weights, 1.0)}
     sound |= {"update_error": dict.fromkeys(weights, 0.0), "applied": True, "grad_norm": 1.0, "own_grad_norm": 1.0}
-    sound["signature"] = {"parts": [part()], "not_measured": {}}
+    sound["signature"] = {"parts": [part()], "ranks": [{}], "not_measured": {}}
     return {"step": 7, "loss": 2.0, "reference_grad_norm": 1.0, **sound, **values}
 
 
