@@ -348,7 +348,7 @@ class StepParity:
             if name not in gradients:
                 continue
             group, (decay, factor) = engine.group_of[id(parameter)], self._rules[name]
-            options = {"section": section, "weight_decay": decay, "lr": lr * factor, "step": step}
+            options: dict[str, Any] = {"section": section, "weight_decay": decay, "lr": lr * factor, "step": step}
             counted = engine.has_torch_adamw
             now = [whole_state(engine, parameter, key) for key in states_of(engine, parameter)] if counted else []
             before = [self._reference.weight(name), gradients[name], *states[name]]
