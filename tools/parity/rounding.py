@@ -13,8 +13,9 @@ With r the error of one of them, x the exact values, and their rows being tokens
 In a pretrained model one token can hold nearly all of a tensor's energy (Sun et al. 2024, "Massive activations in large
 language models"), and its few roundings, which have no scatter to be judged by, would be the tensor's bias and size. So
 where the run is held against the plan's dtype, r and x are first divided by the error that is expected of each value,
-e^2 = (u x)^2 + m^2, m the root mean square of the plan's errors in its row (`_expected`): weighted least squares, in
-which a value counts by how well it is known and none of them by more than 1 / u^2.
+e^2 = (u x)^2 + m^2, m the root mean square of the plan's errors in its row, or in a usual row where that is more
+(`_expected`): weighted least squares, in which a value counts by how well it is known and none of them by more than
+1 / u^2.
 
 Verdicts are without a size below which an error is forgiven:
 
@@ -177,7 +178,10 @@ def _expected(x: torch.Tensor, off: torch.Tensor, roundoff: float, floor: float)
     floor: the mean square of what the rounding of a subnormal number may be off by.
     """
     square = off.square()
-    mean = square.mean(1, keepdim=True) if x.shape[1] >= FEWEST_VALUES else square.mean()
+    mean = square.mean()
+    if x.shape[1] >= FEWEST_VALUES:  # a row that is exact only since all of it cancels would count more than any
+        rows = square.mean(1, keepdim=True)
+        mean = torch.maximum(rows, rows.median())
     expected = (roundoff * x).square() + mean + floor
     least = roundoff**2 * x.square().mean()  # of values that are 0 as are the plan's errors in their row
     return torch.where(expected > 0, expected, torch.where(least > 0, least, 1.0)).sqrt()
