@@ -373,7 +373,7 @@ def _scatter(sums: Mapping[str, float], who: Who, bias: float) -> float:
 
 
 def _least_error(part: Part) -> float:
-    """That of values which are each off by no more than is expected of one rounding."""
+    """The standard error of a bias where each value is off by one rounding at most."""
     size = part.sums["weighted_xx"]
     return ONE_ROUNDING / math.sqrt(size) if size else math.inf
 

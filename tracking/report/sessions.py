@@ -66,7 +66,7 @@ class RunHistory:
     nonfinite: int = 0
     """All other attempts whose loss or gradient norm was not finite."""
     forward_overflows: int = 0
-    """Those of them in which an activation exceeded FP16's largest number: no loss scale handles that."""
+    """Attempts among `nonfinite` in which an activation exceeded FP16's largest number: no loss scale handles that."""
     first_nonfinite: str = ""
     scaled: bool = False
     """Whether the loss was scaled: the scale changed, or was not 1."""

@@ -545,7 +545,7 @@ def halved(run: Any) -> None:
 
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])
 def test_a_token_with_all_the_energy_decides_no_verdict(compute: str) -> None:
-    """Its few roundings have no scatter: they were a bias, 69 times beyond the bound, of a sound sum in two halves."""
+    """Its few roundings have no scatter: they were a bias of a sound sum in two halves."""
     down = "model.layers.0.mlp.down_proj"
     sound = measured(compute=compute, both=massive, plant=halved)
     [part] = [part for part in pooled(sound) if (part.module, part.part) == ("model.layers.0.mlp", "into down_proj")]

@@ -131,7 +131,7 @@ class StoreFiles:
             partial.unlink(missing_ok=True)
 
     def give_up(self) -> None:
-        """From now on nothing is retried: operations in progress succeed or fail at their next error."""
+        """Stop retrying from now on: operations in progress succeed or fail at their next error."""
         self._given_up.set()
 
     def _connect(self) -> tuple[Any, str]:
