@@ -117,8 +117,11 @@ def _due_watch(parts: Parts, progress: Progress) -> Observation | None:
 
 
 def _watching(parts: Parts, watch: Observation | None, batch: Batch) -> AbstractContextManager[object]:
-    """Around the passes of a step, observed or not. A collective: compiled blocks, which run other code under an
-    observer, are observed here in a forward pass beside the step."""
+    """Context around the passes of a step, observed or not.
+
+    Compiled blocks run other code under an observer, so they are observed here, in a forward pass beside the step. A
+    collective.
+    """
     if watch is None or not parts.resolved.config.model.compile:
         return watch or nullcontext()
     with watch:

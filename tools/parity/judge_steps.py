@@ -151,7 +151,7 @@ def judge_signatures(steps: Sequence[Mapping[str, Any]], bounds: ParitySection) 
 
 
 def _on_ranks(wrong: set[int], ranks: int) -> str:
-    """`on rank 3, ` where not all ranks are wrong, counted without those that share its samples."""
+    """The prefix `on rank 3, ` where only some ranks are wrong; ranks that share samples count as one."""
     if not 0 < len(wrong) < ranks:
         return ""
     return f"on rank{'s' * (len(wrong) > 1)} {', '.join(map(str, sorted(wrong)))}, "

@@ -149,7 +149,7 @@ def agree_on_files(world: World, files: Files, final: Path) -> tuple[dict[str, W
     everyone = world.to_main((files.written, files.error, files.finite))
 
     def settled() -> tuple[str | None, bool, dict[str, int]]:
-        """What is wrong, whether all is finite, and of each layout that rank 0 has not the first rank that has it."""
+        """The problem or None, whether all is finite, and for each layout that rank 0 lacks the first rank with it."""
         problem, finite = next(((error, fine) for _, error, fine in everyone if error is not None), (None, True))
         listed = [file for written, *_ in reversed(everyone) for file in written.values() if file.layout]
         return problem, finite, {file.layout: file.rank for file in listed if file.layout not in layouts}
