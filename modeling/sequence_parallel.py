@@ -109,11 +109,8 @@ class SequenceAttention:
         mask: torch.Tensor | None,
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Attention over whole sequences, called as transformers calls its attention functions.
-
-        query, key, value: (micro, heads, slice, head size) -> (micro, slice, heads, head size). mask: None, or of the
-        slice, and not used.
-        """
+        """Attention over whole sequences, called as transformers does. query, key, value: (micro, heads, slice, head
+        size) -> (micro, slice, heads, head size). mask: None, or of the slice, and not used."""
         group = self._group
         repeats = math.lcm(key.shape[1], group.size) // key.shape[1]
         if repeats > 1:

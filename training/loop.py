@@ -30,6 +30,7 @@ def train(parts: Parts, progress: Progress) -> Ending:
     or the ending says that the save failed.
     """
     config, saves = parts.resolved.config, parts.checkpoints
+    saving = config.checkpoint
     problem: SaveFailed | None = None
     planned = config.run.steps
     if config.evaluate.at_start and config.evaluate.every_steps and progress.position == 0:
@@ -55,14 +56,12 @@ def train(parts: Parts, progress: Progress) -> Ending:
         if _due(config.evaluate.every_steps, progress.step, planned):
             validation_loss = evaluate(parts, progress)
         if progress.step == planned:
-            if config.checkpoint.at_end:
+            if saving.at_end:
                 start_save(parts, progress, validation_loss)
             problem = record_saves(parts)
-        elif (
-            _due(config.checkpoint.every_steps, progress.step, planned) or progress.step in config.checkpoint.also_after
-        ):
+        elif progress.step in saving.also_after or _due(saving.every_steps, progress.step, planned):
             start_save(parts, progress, validation_loss)
-        if saves.failures >= config.checkpoint.max_failures:
+        if saves.failures >= saving.max_failures:
             return Ending(progress, UNSAVED, f"{saves.failures} saves in a row failed: {saves.last_failure}")
     skips = progress.consecutive_skips
     if skips >= config.guard.max_consecutive_skips or 2 * skips > planned:

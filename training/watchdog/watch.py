@@ -9,6 +9,7 @@ through a connection with rank 0, which also breaks when a machine is gone.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import select
 import signal
@@ -106,6 +107,7 @@ class Watch:
         self._over = threading.Event()
         self._main = threading.main_thread().ident
         self._beats: Heartbeats | None = None
+        self._numbers = itertools.count(1)  # of the heartbeats
         self._links: Links | None = None
         if self._others:
             if len({member.machine for member in members}) > 1:
@@ -140,21 +142,25 @@ class Watch:
     def find_culprit(self, error: Exception) -> str | None:
         """Which rank a collective failed for, in words; None when the others look healthy, or report this very error.
 
-        Takes up to 15 seconds, in which reports of other ranks still arrive.
+        Takes up to 15 seconds, in which reports of other ranks still arrive: 10 on rank 0, whose end takes the store
+        along, so that the others still read there whether it is about to report the same error.
         """
+        ends = time.monotonic() + (3 if self._me.rank else 2) * BEAT_SECONDS * bool(self._others)
         if self._beats is not None:
+            self._beat()
             self._beats.read_survey()
-        ends = time.monotonic() + 3 * BEAT_SECONDS * bool(self._others)
         self._known.wait(BEAT_SECONDS / 5 * bool(self._others))  # the watching thread may know the exit status
         while not self._lost and time.monotonic() < ends:
+            self._learn_of_lost()  # before a rank that has said why is gone, and its store with it
             for member in self._local:
                 if not member.alive:
                     self._declare_lost(describe_exit(member, exit_status(member), self._kills))
-            self._known.wait(0.1)
+            self._known.wait(BEAT_SECONDS / 50)
         if self._lost:
             return None if f" stopped: {_named(error)}" in self._lost else self._lost
         if self._beats is None:
             return None
+        self._beat()
         self._beats.read_survey()  # the same as before the wait where rank 0 is silent
         return "; ".join(self._beats.silent_members() or self._beats.at_other_lines(_innermost(self._main))) or None
 
@@ -167,6 +173,8 @@ class Watch:
         if self._beats is not None and not self._lost:
             with suppress(RuntimeError):
                 self._beats.store.set("lost", self.describe_failure(error))
+            if not self._me.rank and _of_a_collective(error):  # the others look for its culprit in the store
+                time.sleep(BEAT_SECONDS / 5)
 
     def is_reported(self, error: UserError) -> bool | None:
         """Whether another rank prints this mistake, which several may meet; None where that cannot be known.
@@ -205,6 +213,7 @@ class Watch:
                 poller.unregister(handle)
                 os.close(handle)
                 if not self._over.is_set():
+                    self._learn_of_lost()  # it may have said why
                     self._declare_lost(describe_exit(member, status, self._kills), certain=status not in _SHARED)
             for member in watched.values():
                 self._check_standstill(member, standing)
@@ -220,18 +229,28 @@ class Watch:
 
     def _watch_store(self) -> None:
         """Write where this rank is, and read what the others know. Rank 0 or its launcher hosts the store."""
-        beat, beats = 0, self._beats
+        beats = self._beats
         assert beats is not None
         while not self._over.is_set():
-            beat += 1
-            with suppress(RuntimeError):  # the store's host may be what was lost
-                beats.write(beat, _innermost(self._main))
-                lost = beats.read()
-                if lost and not lost.startswith(f"{self._me} "):
-                    self._declare_lost(lost, certain=False, publish=False)
+            self._beat()
+            self._learn_of_lost()
             self._over.wait(BEAT_SECONDS)
         with suppress(RuntimeError):
             beats.write(LEFT, "at its end")
+
+    def _beat(self) -> None:
+        """Write where the main thread is; on rank 0, where those of all ranks are."""
+        with suppress(RuntimeError):  # the store's host may be what was lost
+            if self._beats is not None:
+                self._beats.write(next(self._numbers), _innermost(self._main))
+
+    def _learn_of_lost(self) -> None:
+        """Take over from the store which rank is lost."""
+        lost = ""
+        with suppress(RuntimeError):  # the store's host may be what was lost
+            lost = self._beats.read() if self._beats is not None else ""
+        if lost and not lost.startswith(f"{self._me} "):
+            self._declare_lost(lost, certain=False, publish=False)
 
     def _report_silent(self, member: Member) -> None:
         """Report that a rank of another machine is silent, though its connection is up."""
@@ -295,22 +314,20 @@ def _raised_at(error: BaseException) -> str:
     found = ""
     for frame in traceback.extract_tb(error.__traceback__):
         path = Path(frame.filename)
-        if (
-            not {"site-packages", "dist-packages"} & {*path.parts}
-            and not path.is_relative_to(_PYTHON)
-            and path.is_file()
-        ):
+        installed = {"site-packages", "dist-packages"} & {*path.parts} or path.is_relative_to(_PYTHON)
+        if not installed and path.is_file():
             shown = path.relative_to(REPOSITORY) if path.is_relative_to(REPOSITORY) else path
             found = f"(in {shown}:{frame.lineno} {frame.name})"
     return found
 
 
 def _innermost(thread: int | None) -> str:
-    """The innermost line of Mantissa's own code that the thread is in."""
+    """The innermost line of Mantissa's own code, this package's aside, that the thread is in."""
     frame: FrameType | None = sys._current_frames().get(thread or 0)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(REPOSITORY) and "site-packages" not in path.parts and path != Path(__file__):
+        ours = path.is_relative_to(REPOSITORY) and "site-packages" not in path.parts
+        if ours and path.parent != Path(__file__).parent:
             return f"in {path.relative_to(REPOSITORY)}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back
     return "outside Mantissa's code"
