@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 from config import json_text
 from config.errors import UserError
 from config.files import write_flushed
+from config.schema import DataSection
 from data.corpora.labelled_shards import LabelledShards
 from data.corpora.mixture import Mixture
 from data.corpora.row_shards import RowShards, open_tensors
@@ -154,3 +156,27 @@ def _read_index(folder: Path) -> dict[str, Any]:
 
 def _content_sha256(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def labels_of(corpus: Corpus, given: tuple[str, ...], data: DataSection) -> tuple[str, ...]:
+    """The labels in the order of a model's outputs. given: classify.labels; empty: those of the data, sorted.
+
+    data: the section that the corpus is of. Raises UserError where a label of the data is not among them, or all rows
+    have one.
+    """
+    if len(corpus.labels) < 2:
+        key = "data.tags_field" if data.format == "tagged" else "data.label_field"
+        field = data.tags_field if data.format == "tagged" else data.label_field
+        raise UserError(f"{key}={field}: all rows have one label, so there is nothing to learn. Name another field.")
+    missing = [name for name in sorted_labels(corpus.labels) if name not in given]
+    if given and missing:
+        raise UserError(f"classify.labels: lacks {missing[0]!r}, which rows of {corpus.source} have; name it too")
+    return given or sorted_labels(corpus.labels)
+
+
+def sorted_labels(names: Iterable[str]) -> tuple[str, ...]:
+    """Labels in the order in which a model has them unless told otherwise: numbers by value, else by the alphabet."""
+    found = set(names)
+    if all(name.removeprefix("-").isdecimal() for name in found):
+        return tuple(sorted(found, key=int))
+    return tuple(sorted(found))

@@ -20,7 +20,6 @@ import numpy as np
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from config.errors import UserError
 from config.schema import DataSection
 from data.batches.loader import IGNORED_LABEL
 from data.corpora.corpus import Corpus, open_corpus
@@ -34,7 +33,7 @@ from data.rows.row_preparation import (
     lost,
     source_of_texts,
 )
-from data.sources.labelled_rows import LabelledRow, read_labelled, sorted_labels
+from data.sources.labelled_rows import LabelledRow, read_labelled
 from data.sources.sources import Source
 from data.text.preparation_progress import Progress, ProgressFile
 from data.text.prepare import identified, published
@@ -185,19 +184,3 @@ def _notes(
             best = of_validation.counts[most[0][0]] / validation.labels
             said += f"; always {names[most[0][0]]} would be right for {best:.1%} of those held out"
     return [kept, said, *preparation.found.bad_notes()]
-
-
-def labels_of(corpus: Corpus, given: tuple[str, ...], data: DataSection) -> tuple[str, ...]:
-    """The labels in the order of a model's outputs. given: classify.labels; empty: those of the data, sorted.
-
-    data: the section that the corpus is of. Raises UserError where a label of the data is not among them, or all rows
-    have one.
-    """
-    if len(corpus.labels) < 2:
-        key = "data.tags_field" if data.format == "tagged" else "data.label_field"
-        field = data.tags_field if data.format == "tagged" else data.label_field
-        raise UserError(f"{key}={field}: all rows have one label, so there is nothing to learn. Name another field.")
-    missing = [name for name in sorted_labels(corpus.labels) if name not in given]
-    if given and missing:
-        raise UserError(f"classify.labels: lacks {missing[0]!r}, which rows of {corpus.source} have; name it too")
-    return given or sorted_labels(corpus.labels)

@@ -41,8 +41,7 @@ from data.rows.row_preparation import (
     source_of_texts,
 )
 from data.sources.chat import Chat, Tokens
-from data.sources.json_rows import Found
-from data.sources.row_formats import BadRow, Example, read_examples, recognise
+from data.sources.row_formats import BadRow, Example, Found, read_examples, recognise
 from data.sources.row_sources import located_rows
 from data.sources.seq2seq_rows import SourceAndTarget, for_encoder_decoder
 from data.sources.sources import Source

@@ -26,8 +26,7 @@ from data.batches.loader import IGNORED_LABEL
 from data.corpora.corpus import SPLITS, TOKENIZER, tokenizer_sha256, write_index
 from data.corpora.row_shards import write_tensors
 from data.corpora.shards import token_dtype
-from data.sources.json_rows import Found
-from data.sources.row_formats import BadRow
+from data.sources.row_formats import BadRow, Found
 from data.sources.row_sources import is_held_out, located_rows
 from data.sources.sources import Source
 from data.text.preparation_progress import Progress, ProgressFile
@@ -278,10 +277,10 @@ def lost(counts: Mapping[str, Any]) -> str:
 def source_of_texts(data: DataSection, source: Source, texts_of: Callable[[dict[str, Any]], Iterable[str]]) -> Source:
     """The text of the rows as documents, which a BPE is trained on. texts_of: it may raise BadRow."""
 
-    def texts() -> Iterator[dict[str, Any]]:
-        for _, row in located_rows(data, source):
+    def texts() -> Iterator[Found]:
+        for where, row in located_rows(data, source):
             if not isinstance(row, BadRow):
                 with suppress(BadRow, UnicodeEncodeError):
-                    yield from ({"text": text} for text in texts_of(row))
+                    yield from ((where, {"text": text}) for text in texts_of(row))
 
     return replace(source, open=texts, text_field="text", deduplicate=False)

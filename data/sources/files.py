@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, cast
 
+import pyarrow
+
 from config.errors import UserError, one_line
 from config.task import is_url
 
@@ -37,8 +39,6 @@ def decompressed(path: str) -> BinaryIO:
 
     Raises OSError, also while it is read; of one that is not what its name says pyarrow.ArrowException, too.
     """
-    import pyarrow
-
     return cast(BinaryIO, pyarrow.input_stream(opened(path), compression=compression_of(path)))
 
 

@@ -32,6 +32,10 @@ class BadRow(ValueError):
         self.of_config = of_config
 
 
+Found = tuple[str, dict[str, Any] | BadRow]
+"""Where a row is, and the row, or why it is none."""
+
+
 @dataclass(frozen=True)
 class Example:
     """One row in the common form: messages for a chat template, or two texts of which the second is the answer."""

@@ -1,8 +1,4 @@
-"""Rows of a source, each with where it is: file and line, or its number.
-
-JSONL is read by `json_rows` and not through `datasets`, which knows no line numbers and gives every row the keys of all
-others.
-"""
+"""Rows of a source, those that are made of the standard library included; and which of them are held out."""
 
 from __future__ import annotations
 
@@ -15,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from config.schema import DataSection
-from data.sources.json_rows import LONE_SURROGATE, Found, json_rows
+from data.sources.file_rows import LONE_SURROGATE
 from data.sources.labelled_rows import TASK_FORMATS
-from data.sources.row_formats import BadRow
+from data.sources.row_formats import BadRow, Found
 from data.sources.sources import Source
 from data.text.encode import is_validation
 
@@ -30,13 +26,11 @@ _TESTS = {"test", "tests", "idle_test"}
 
 def located_rows(data: DataSection, source: Source) -> Iterator[Found]:
     """Every row of the source in its order. Raises UserError for a source that cannot be read."""
-    if data.source == "stdlib":
-        if data.format in TASK_FORMATS:
-            return _functions_by_folder(source)
-        return _short_and_long(source) if data.format == "preference" else _summaries(source)
-    if data.source == "jsonl":
-        return (found for path in source.files for found in json_rows(path))
-    return ((f"{source.label}: row {number}", row) for number, row in enumerate(source.rows(), 1))
+    if data.source != "stdlib":
+        return iter(source.open())
+    if data.format in TASK_FORMATS:
+        return _functions_by_folder(source)
+    return _short_and_long(source) if data.format == "preference" else _summaries(source)
 
 
 def is_held_out(row: dict[str, Any], validation_fraction: float) -> bool:

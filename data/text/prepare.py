@@ -42,6 +42,7 @@ from data.text.cache_folder import cache_folder
 from data.text.encode import Encoded, EncodedCodec, encode_batch, start_worker
 from data.text.holdout import hold_out_tail
 from data.text.preparation_progress import Display, Progress, ProgressFile, read_progress
+from data.text.token_ids import Vocabulary, copied
 from data.text.tokenizer import (
     load_tokenizer,
     make_masking_tokenizer,
@@ -219,8 +220,6 @@ def _fill(
         work = _work(data, folder / TOKENIZER)
         batches = results(work, _batches(source.documents(skipped)), data.workers, kept)
     else:
-        from data.text.token_ids import Vocabulary, copied  # it loads pyarrow
-
         batches = copied(data, source, Vocabulary(data.tokenizer, vocab_size, end_of_document, dtype), skipped)
     with closing(batches):
         for batch in batches:

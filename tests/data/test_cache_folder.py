@@ -73,8 +73,9 @@ def test_nothing_that_can_be_written(tmp_path: Path, monkeypatch) -> None:
 @pytest.mark.parametrize("home", ["/proc/none", "~"])
 def test_a_stream_of_local_files_opens_without_a_home(tmp_path: Path, home: str) -> None:
     """`datasets` makes a folder in HOME for any stream."""
-    (tmp_path / "a.txt").write_text("text", encoding="utf-8")
-    program = f"from data.sources.streams import texts; print(*texts([{str(tmp_path / 'a.txt')!r}], separator=None))"
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local/a.txt").write_text("text", encoding="utf-8")
+    program = "from data.sources.streams import folder; print(*folder('local', 'train', name=None))"
     variables = os.environ | {"PYTHONPATH": str(REPOSITORY), "HOME": home, "TMPDIR": str(tmp_path)}
     for name in ("HF_HOME", "HF_DATASETS_CACHE", "XDG_CACHE_HOME"):
         variables.pop(name, None)

@@ -21,7 +21,7 @@ import data.sources.sources
 from config.errors import UserError
 from config.schema import DataSection
 from data.sources.sources import open_source
-from data.sources.streams import texts
+from data.sources.streams import folder
 
 TEXTS = ["first\n", "zweites Dokument ü\r\n", "third \x00 with a null", "four\u2028th"]
 
@@ -299,6 +299,6 @@ def test_what_python_caches_beside_its_files_makes_no_other_corpus(tmp_path: Pat
 def test_a_stream_takes_no_shared_memory(tmp_path: Path) -> None:
     """tests/machines/test_limits.py has a job without any."""
     (tmp_path / "a.txt").write_text("text", encoding="utf-8")
-    stream: Any = texts([str(tmp_path / "a.txt")], None)
+    stream: Any = folder(tmp_path, "train", name=None)
     assert [row["text"] for row in stream] == ["text"]
     assert not isinstance(stream._epoch, torch.Tensor)
