@@ -1,10 +1,8 @@
 """Recompute as few blocks as a memory budget allows: `model.activation_checkpointing = budget`.
 
-What autograd saves is counted, not computed by a formula: a forward pass of one micro-batch runs under
-`torch.autograd.graph.saved_tensors_hooks`, once with no block recomputed and once with all. What is saved inside a
-block is counted and released, so that counting needs no more memory than a forward pass without gradients. A storage
-counts once, however many views of it are saved; parameters and buffers do not count, wherever ZeRO-3 has gathered
-them. On the manifest path the 16-bit copies of weights do: they are made for each micro-batch.
+What autograd saves is counted in a forward pass of one micro-batch, once with no block recomputed and once with all.
+What is saved inside a block is counted and released, so that counting needs no more memory than a pass without
+gradients. A storage counts once, however many views of it are saved; parameters and buffers do not count.
 
 The peak of a choice is the larger of what is kept when the backward pass begins, and of what is there while a block is
 recomputed: all that was kept up to it, and all that this block keeps when it is not recomputed.

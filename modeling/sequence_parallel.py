@@ -1,16 +1,13 @@
 """Attention over sequences whose tokens are shared out among ranks: each has a slice of every sequence.
 
-All layers but attention work token by token, so a rank runs them on its slice alone. Around attention the ranks of a
-group trade tokens for heads: an all-to-all gives each rank all tokens of its share of the heads, attention runs as it
-would on one rank, and a second all-to-all gives the tokens back (Jacobs et al. 2023, "DeepSpeed Ulysses"). Where there
-are fewer key and value heads than ranks, or a number that they do not divide, these heads are repeated first.
+Around attention the ranks of a group trade tokens for heads by an all-to-all, and back (Jacobs et al. 2023, "DeepSpeed
+Ulysses"); docs/parallel.md has more. The mask that a model makes is of its slice, so it is not used: whether documents
+are kept apart is known, where they begin follows from the positions of the whole sequence, and a layer's window is the
+one it passes to its attention.
 
-The mask that a model makes is of its slice, so it is not used: whether documents are kept apart is known, where they
-begin follows from the positions of the whole sequence, and a layer's window is the one it passes to its attention.
-
-DeepSpeed's own wrapper (UlyssesSPAttentionHF) replaces a function of the whole process and drops masks: windows and
-documents are lost (docs/upstream/). This one belongs to one model, under a name of its own for `_attn_implementation`.
-Forward passes without WHOLE_POSITIONS, such as those that generate text, are the model's own.
+DeepSpeed's own wrapper (UlyssesSPAttentionHF) replaces a function of the whole process and drops masks
+(docs/upstream/). This one belongs to one model, under a name of its own for `_attn_implementation`. Forward passes
+without WHOLE_POSITIONS, such as those that generate text, are the model's own.
 """
 
 from __future__ import annotations

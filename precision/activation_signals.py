@@ -1,23 +1,12 @@
 """Early signs of trouble in the forward pass: attention's largest logit and entropy, channels that stand out.
 
-Attention. Logits are q k / sqrt(d) (or the model's own scaling, soft cap and bias) of keys that the query may see.
-Where they grow without end, softmax becomes one-hot and its gradient vanishes, then the loss diverges: beyond 1e4 in
-ViT-22B (Dehghani et al. 2023; Wortsman et al. 2023, "Small-scale proxies", section 3.1.1, find it at small scale, too);
-Kimi K2 rescales queries and keys of a head beyond 100 (Kimi Team 2025, section 2.1). The entropy of the probabilities
-falls with it, and runs that lost it oscillate or diverge (Zhai et al. 2023, "Preventing Attention Entropy Collapse").
-It is given as a share of the logarithm of the number of keys seen, so that 1 is even attention
-and 0 one key only; a query that sees one key has no entropy to lose and is left out.
-
-Channels. The kurtosis of channel norms over a layer's width d, mean(s^4) / mean(s^2)^2 for s the root mean square of a
-channel over all tokens, is 1 where all channels are alike and d where one has everything (He et al. 2024,
-"Understanding and Minimising Outlier Features", section 2). Unlike there each token counts as RMSNorm hands it on, with
-a root mean square of 1: else the few tokens of enormous norm that sound language models have (Sun et al. 2024,
-"Massive Activations") decide it alone. Outlier channels are those with more than OUTLIER times the median channel's
-norm (their ratio of maximum to median, the same section, counted).
+docs/early-warnings.md has what they tell and where they come from. The entropy of attention is a share of the logarithm
+of the number of keys seen; a query that sees one key has no entropy to lose and is left out. The kurtosis of channel
+norms is mean(s^4) / mean(s^2)^2 for s the root mean square of a channel over all tokens, each as RMSNorm hands it on:
+else the few tokens of enormous norm that sound language models have (Sun et al. 2024) decide it alone.
 
 All of it is FP32 and stays on the device. Queries are sampled, POSITIONS of a sequence, evenly spaced with the last one
-among them; keys and sequences are all there are. So are tokens for channels, at most TOKENS of a call. Nothing here is
-seen by dispatch modes, such as those of activation checkpointing or of an observation of dtypes.
+among them, and so are tokens for channels, at most TOKENS of a call. Nothing here is seen by dispatch modes.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """What a flipped bit is, whom it is blamed on, and what running a step again says about it.
 
-Pure decisions on numbers that all ranks share; `training/corruption/` gathers them.
-
-A step that is run again answers three questions. Does the same rank give the same answer to the same inputs? Does
-another rank give that answer as well? Is the answer healthy now? From these follow the three cases that Megatron-LM's
-rerun state machine tells apart (`megatron/core/rerun_state_machine.py`): a *transient* fault (another answer the second
-time, and a healthy one), a *persistent* one (the same rank answers otherwise than other ranks do, or keeps changing its
-answer), and a *numeric* event (every rank gives the same answer bit for bit: it is the model's, not the machine's).
-Megatron-LM needs a restart on other nodes for the second question; here ranks exchange their micro-batches.
+Pure decisions on numbers that all ranks share; `training/corruption/` gathers them. A step that is run again tells the
+three cases of Megatron-LM's rerun state machine apart: a *transient* fault (another answer the second time, and a
+healthy one), a *persistent* one (the rank answers otherwise than other ranks do, or keeps changing its answer), and a
+*numeric* event (every rank gives the same answer bit for bit: it is the model's). docs/corruption.md has more.
 """
 
 from __future__ import annotations

@@ -2,31 +2,11 @@
 
 A step is judged between its backward pass and its optimizer step, on a few numbers that all ranks share. Only a
 healthy step is applied (STEP). Every other verdict discards its gradients, so that masters, moments and the learning
-rate schedule stay unchanged, and then reacts.
+rate schedule stay unchanged, and then reacts. docs/numerics.md has what is unhealthy and which reaction helps.
 
-What is unhealthy: (1) A loss or gradient that is inf or nan, in any dtype. Under dynamic loss scaling a gradient that
-overflows at a finite loss is routine instead: backing off is how the scale finds its level (Micikevicius et al. 2018,
-"Mixed Precision Training", section 3.2), so it is skipped without being an incident. A loss or an activation that is
-itself not finite is never routine: the scale comes in after it. (2) An overflow at the smallest scale. (3) Too many
-skips in a row. (4) A spike: loss or gradient norm many robust standard deviations above its recent median
-(precision/robust_window.py). OLMo 2 skips such steps at 6 sigmas over 128 steps (2 OLMo 2 Furious 2025;
-SkipStepOptimizer in OLMo-core); PaLM went back to a checkpoint about 100 steps before the spike and left out 200 to
-500 batches (Chowdhery et al. 2022, section 5.1). Spikes are one-sided: a low loss is none. (5) An update that is too
-large or too small for its weights. (6) An early warning of a kind that guard.warnings names (docs/early-warnings.md).
-
-Reactions: `guard.reactions` is an ordered plan. The first reaction that can help against this trouble, is
-possible now and has budget left is taken, and ABORT when there is none. Budgets are per run and finite, and each
-reaction gets `guard.max_consecutive_skips` steps to work before the plan is asked again, so a run that never becomes
-healthy ends after at most max_consecutive_skips x (1 + the other budgets) steps.
-
-    not finite         skip, cut_lr, promote, rollback     spike               skip, cut_lr, promote, rollback
-    beyond FP16        promote, rollback, skip once        weight not finite   rollback
-    smallest scale     promote, rollback                   update too large    cut_lr, rollback
-    too many skips     promote, rollback                   update too small    promote
-    early warning      skip, cut_lr, rollback
-
-Gaps: while nothing is applied the learning rate has no effect, and after an update that was too large skipping the next
-step repairs nothing. `judge` only reads and `note` writes, so judging twice gives the same answer.
+Budgets are per run and finite, and each reaction gets `guard.max_consecutive_skips` steps to work before the plan is
+asked again, so a run that never becomes healthy ends after at most max_consecutive_skips x (1 + the other budgets)
+steps. `judge` only reads and `note` writes, so judging twice gives the same answer.
 """
 
 from __future__ import annotations

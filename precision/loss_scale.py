@@ -1,18 +1,7 @@
 """The loss-scale policies: how the scale of an FP16 run changes after an overflow and after clean steps.
 
-Why scale the loss: FP16 holds magnitudes from 2^-24 to 65504; gradients of a deep model sit at the small end, and what
-falls below 2^-24 is zero. Multiplying the loss by S multiplies every gradient by S (chain rule); dividing by S in FP32
-before the optimizer undoes it (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2). S has to be large
-enough to lift small gradients and small enough that S times the largest one stays below 65504. Where that is moves
-while a model trains, so S is searched for: a step whose gradients are not finite is skipped and S falls; a stretch of
-steps without overflow lets S rise again. All three policies here are that search with different patience:
-
-- `DeepSpeedPolicy`: upstream's `DynamicLossScaler`, bit for bit. Halve after `hysteresis` overflows, double after a
-  clean window.
-- `AdaptivePolicy`: starts low, backs off harder and regrows more slowly when overflows come in a burst.
-- `StaticPolicy`: one scale for ever, the constant scale of Micikevicius et al.
-
-Scales are powers of two wherever the config lets them be: then scaling changes only the exponent and rounds nothing.
+docs/loss-scale.md has why the loss is scaled, and how the three differ. Scales are powers of two wherever the config
+lets them be: then scaling changes only the exponent and rounds nothing.
 
 A policy only decides and counts; it needs neither torch nor DeepSpeed. `training/loss_scaler.py` passes it to
 DeepSpeed. Every rank runs the same policy on the same sequence of overflows, so all hold one scale.
@@ -146,24 +135,12 @@ class DeepSpeedPolicy(ScalePolicy):
 
 
 class AdaptivePolicy(ScalePolicy):
-    """Backs off harder and regrows more slowly while overflows come in bursts.
+    """Starts low, backs off harder and regrows more slowly while overflows come in bursts.
 
-    - Conservative start (4096 unless `initial` says otherwise). The usual start is high, because a scale that is too
-      high is found in a few overflows and one that is too low only after many windows (TensorFlow's DynamicLossScale:
-      2^15; torch's GradScaler and NVIDIA Apex: 2^16). But every overflow is a skipped step, and the first steps of a
-      warm-up, with gradients larger than ever again, are the ones skipped. 4096 is within the 8 to 32768
-      that Micikevicius et al. (2018, section 3.2) trained with.
-    - Back off by `factor` on an overflow, multiply by `factor` after `window` clean steps in a row (GradScaler's
-      backoff_factor, growth_factor and growth_interval).
-    - Burst: `escalate_after` overflows within `escalate_within` attempted steps escalate. The backoff factor squares
-      (2, 4, 16; `MOST_ESCALATIONS`, `LARGEST_BACKOFF`) from that overflow on, and the growth window doubles (1, 2, 4
-      windows). Halving takes sixteen skipped steps from 65536 to 1; this takes seven with the defaults. And a window
-      that was too short would raise the scale straight back into the overflow. The next escalation takes as many
-      overflows again.
-    - One clean (lengthened) window restores factor and window.
-    - Hysteresis as in `DeepSpeedPolicy`, off by default (1). A burst overrules it.
-    - Never above `maximum` (2^24, as in NVIDIA Apex). Gradients that are mostly exact zeros never overflow, and an
-      unbounded scale then doubles until the scaled loss itself is inf.
+    `escalate_after` overflows within `escalate_within` attempted steps escalate: the backoff factor squares (2, 4, 16;
+    `MOST_ESCALATIONS`, `LARGEST_BACKOFF`) from that overflow on, the growth window doubles, and hysteresis is
+    overruled. The next escalation takes as many overflows again. One clean (lengthened) window restores factor and
+    window.
     """
 
     name = "adaptive"

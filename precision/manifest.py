@@ -1,19 +1,9 @@
 """The precision manifest: a JSON file that says which module computes in FP32, BF16, FP16 or FP8, and why.
 
-    {"default": "bf16",
-     "rules": [{"match": "*.q_proj", "compute": "fp16", "reason": "needs 11 bits of mantissa"},
-               {"match": "lm_head", "compute": "fp32", "reason": "logits feed the loss"}]}
-
-A *region* is a module that multiplies matrices itself, or a norm (`find_regions`). The default is the dtype of every
-matmul region that no rule matches. Rules refine it in reading order, **the last match wins**, as in .gitignore: write
-the general rule first and its exceptions below. A rule that matches no region, or that later rules overrule
-everywhere, is an error, since it has no effect.
-
-Norms compute in FP32. A glob on names alone never reaches them, or `model.layers.0.*` would lower them by accident; a
-rule lowers a norm only by naming its `module_class`. Routers of experts compute in FP32, too, where no rule matches
-them.
-
-This module only decides; `precision.regions` applies the decision to a model.
+docs/manifest.md has its format. A *region* is a module that multiplies matrices itself, or a norm (`find_regions`). The
+**last match wins**, as in .gitignore. A rule that matches no region, or that later rules overrule everywhere, is an
+error, since it has no effect. A rule lowers a norm only by naming its `module_class`: `model.layers.0.*` would do it by
+accident. This module only decides; `precision.regions` applies the decision to a model.
 """
 
 from __future__ import annotations

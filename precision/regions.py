@@ -1,34 +1,15 @@
 """Applies a precision manifest: every matmul region computes in a `torch.autocast` region of its own.
 
-How it works: parameters stay FP32: they are the masters, ZeRO shards them, the optimizer updates them. A region's
-`forward` is replaced, on the instance, by one that enters `torch.autocast` with the region's dtype, calls the original
-and casts the result for its caller. Autocast casts the operands of each matmul, weights included, and its backward
-casts the gradients back, so that parameter gradients are FP32 whatever the region computes in. An FP32 region runs with
-autocast off on inputs cast to FP32. `Module.__call__` still runs all hooks around the new `forward`, so ZeRO-3 has
-gathered the parameters when it starts. Changing a region's dtype changes one entry of a dict.
-
-Which dtype flows where:
-- *Matmul outputs* are returned in the dtype of the region that encloses the module: the attention module's for the
-  projections inside it, else the manifest's default. So the dtypes between modules do not depend on any rule, and
-  FP16 and BF16 never meet: under autocast, `add` or `cat` of the two raises. The output embedding (lm_head) alone
-  keeps its own dtype: its consumer is the FP32 loss, and FP32 logits rounded to BF16 would be FP32 in name only.
-- *Fused experts and routers* get their inputs and weights in their dtype: autocast does not know grouped matmuls. A
-  router's is FP32 unless a rule says otherwise.
-- *Norms* compute in FP32 and return the dtype of their input.
-- *The residual stream is FP32*, as under plain `torch.autocast`: embeddings are FP32 and FP32 + BF16 is FP32. It is a
-  sum over all blocks; in BF16, with 8 bits of mantissa, it would lose what later blocks add, and in FP16 its largest
-  channels can exceed 65504. It also means that a region of another dtype reads inputs that were not rounded to the
-  ambient dtype. It costs four bytes per element instead of two.
-- *RoPE, softmax in fused attention kernels and the loss* stay FP32.
-
-- *FP8* is for linear layers (precision/fp8.py). They take inputs in the dtype in which they return outputs, that of the
-  region around them, in which they also compute the gradient of their weight.
+Parameters stay FP32: they are the masters. A region's `forward` is replaced, on the instance, by one that enters
+`torch.autocast` with the region's dtype, calls the original and casts the result for its caller. `Module.__call__`
+still runs all hooks around it, so ZeRO-3 has gathered the parameters when it starts. docs/manifest.md has which dtype
+flows where.
 
 Autocast's weight cache is off, because it is keyed by the parameter alone, not by the dtype: a tied weight used in a
 BF16 and an FP16 region would get the first one's copy in both. And it would hold a 16-bit copy of each weight that
 ZeRO-3 has gathered until the forward pass ends.
 
-Checkpointing: both of torch's implementations recompute by calling the modules again, so the same `forward` enters the
+Both of torch's checkpointing implementations recompute by calling the modules again, so the same `forward` enters the
 same region. `set` must therefore be called between two steps, never between a forward and its backward pass.
 """
 

@@ -1,19 +1,6 @@
-"""Statistics of one step: magnitudes, what a 16-bit format loses of them, agreement of gradients, drift of weights.
+"""Statistics of one step: magnitudes, agreement of gradients, drift of weights.
 
 Nothing here waits for the device: everything stays a tensor until `to_plain`.
-
-What a format loses: it stores magnitudes from its smallest normal number with full precision, those below it
-(subnormals) with fewer and fewer bits, and rounds to zero whatever lies under half of its smallest subnormal, a tie
-going to the even neighbour, zero (IEEE 754-2019, sections 3.3, 3.4, 4.3.1; for BF16 the 8 exponent bits of binary32 and
-7 stored bits of significand, Intel 2018, "BFLOAT16 Hardware Numerics Definition").
-
-|          | smallest normal     | smallest subnormal  | rounds to zero       |
-| float16  | 2^-14  = 6.10e-05   | 2^-24  = 5.96e-08   | up to 2^-25          |
-| bfloat16 | 2^-126 = 1.18e-38   | 2^-133 = 9.18e-41   | up to 2^-134         |
-| float32  | 2^-126 = 1.18e-38   | 2^-149 = 1.40e-45   | up to 2^-150         |
-
-Gradients have to be measured before they are rounded: in FP32, or in 16 bits of a wider range, times the loss scale.
-FTZ, which some devices use for BF16, zeroes all subnormals: then the share below the smallest normal number is lost.
 """
 
 from __future__ import annotations

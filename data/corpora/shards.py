@@ -1,14 +1,11 @@
 """Token shards: what preparation writes and training reads, memory-mapped and checksummed.
 
 A shard is a safetensors file with one tensor, `tokens` (n,) of uint16 (vocabularies up to 65536) or uint32, and a text
-header beside it: format version, dtype, vocabulary size, tokenizer sha256, source fingerprint, split, documents that
-end in it, sha256 of the token bytes. Documents follow each other, each ended by the end-of-document token; one may
-continue in the next shard.
+header beside it. Documents follow each other, each ended by the end-of-document token; one may continue in the next
+shard.
 
-Windows: sequence i of a shard is tokens[i*L : i*L + L + 1], inputs and the token after each. Windows step by L, so
-every token of a shard but its first is a label once; they never cross shards. The tokens after the last whole window
-of a shard, at most L, are not trained on. A window may hold several documents; attention and labels run across their
-ends, which the end-of-document token marks, unless data.document_masking is set.
+Sequence i of a shard is tokens[i*L : i*L + L + 1], inputs and the token after each: every token of a shard but its
+first is a label once. The tokens after the last whole window of a shard, at most L, are not trained on.
 """
 
 from __future__ import annotations

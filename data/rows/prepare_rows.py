@@ -1,11 +1,8 @@
-"""Prepare rows for fine-tuning once: read, turn into tokens, cut or drop what is too long, pack, publish.
+"""Prepare rows for fine-tuning once: read, turn into tokens, cut or drop what is too long, pack, publish as `prepare`.
 
-It publishes as `prepare` does: one process prepares under a lock, the folder appears by one rename, later runs with the
-same fingerprint open it. The fingerprint has everything that decides the tokens, `data.sequence_length` and the chat
-template included. What was dropped, cut or skipped is counted in the index, and so in the record of every run on it.
-
-Rows do not depend on the number of workers: their results are taken in the order of the batches. A few thousand rows
-are prepared in this process, since starting another takes longer.
+The fingerprint has everything that decides the tokens, `data.sequence_length` and the chat template included. Rows do
+not depend on the number of workers. A few thousand rows are prepared in this process, since starting another takes
+longer.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
 """An example as tokens, and which of them are trained: those of the answers, each with the token that ends it.
 
-The text of a conversation comes from `tokenizer.apply_chat_template`. Where its answers are in that text is taken from
-the template's generation markers where it has them, else from differences: answer i is what lies between the rendering
-of the turns before it, with the prompt to generate, and the rendering up to and with it. Both have to be beginnings of
-the whole text. Templates for which they are not, because they render a turn differently once others follow, are
-refused with that reason.
+Where the answers are in the text of a conversation is taken from the template's generation markers where it has them,
+else from differences: answer i is what lies between the rendering of the turns before it, with the prompt to generate,
+and the rendering up to and with it. Both have to be beginnings of the whole text; other templates are refused.
 
-The whole text is tokenized once, so the tokens are those the model meets, and a token is trained when it has a
-character of an answer. (`return_assistant_tokens_mask` of transformers 5.23 marks everything after an answer that ends
-in the first token of the text: github.com/huggingface/transformers/issues/47325.)
+The whole text is tokenized once, and a token is trained when it has a character of an answer.
+(`return_assistant_tokens_mask` of transformers 5.23 marks everything after an answer that ends in the first token of
+the text: github.com/huggingface/transformers/issues/47325.)
 """
 
 from __future__ import annotations

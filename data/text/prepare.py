@@ -1,15 +1,9 @@
 """Prepare a corpus once: read the source, tokenize in several processes, publish shards atomically.
 
-Every rank of a run calls `prepare`; it needs no process group. Whichever takes the file lock first prepares; the
-others, also those of other machines that see the folder, wait and then find the corpus finished, as does every later
-run with the same fingerprint of source, tokenizer and split. Everything is written into `<fingerprint>.partial-<pid>`
-and renamed at the end, so a killed preparation leaves nothing that looks finished; the next preparation of the same
-corpus removes the partial folder, since it holds the lock, and takes the batches that were tokenized from
-`<fingerprint>.pieces` (`batch_results`).
-
-The tokens do not depend on the number of workers: one process reads the stream into batches, the workers tokenize them,
-and results are taken in the order of the batches. Memory is bounded by one shard for each split and 2 x workers + 1
-batches of about BATCH_CHARACTERS.
+Every rank of a run calls `prepare`; it needs no process group. Whichever takes the file lock first prepares, the others
+wait and find the corpus finished. Everything is written into `<fingerprint>.partial-<pid>` and renamed at the end; what
+a killed preparation leaves is removed by the next one, which holds the lock, but for the batches in
+`<fingerprint>.pieces` (`batch_results`). The tokens do not depend on the number of workers.
 """
 
 from __future__ import annotations

@@ -6,12 +6,8 @@ At a label, with teacher p and student q, both softmax(logits / temperature):
 - reverse_kl: KL(q || p)                                                        (Gu et al. 2024, MiniLLM)
 - jsd: beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q       (Agarwal et al. 2024, GKD, section 2)
 
-The loss is (1 - ce_weight) temperature^2 divergence + ce_weight cross-entropy; the square keeps gradients of one size
-when the temperature changes (Hinton et al. 2015, section 2). All of it is computed from log-probabilities in FP32, some
-tokens at a time: in 16 bits a KL of equal logits is not 0, and softmax before log gives nan gradients.
-
-Where only the teacher's k likeliest tokens are known, all others are one outcome more, for both: its probability is
-what is left. No mass is dropped or spread; by the log-sum inequality the divergence is then at most the full one.
+The loss is (1 - ce_weight) temperature^2 divergence + ce_weight cross-entropy, from log-probabilities in FP32, some
+tokens at a time. Where only the teacher's k likeliest tokens are known, all others are one outcome more, for both.
 """
 
 from __future__ import annotations
