@@ -64,11 +64,7 @@ Problem = tuple[str, str]
 
 
 def check(config: Config, origin: Callable[[str], str]) -> None:
-    """Check all rules; `origin(key)` is where the user wrote a key. Steps of run.epochs are checked once known.
-
-    Raises:
-        UserError: the first broken rule: the keys that conflict and what to change.
-    """
+    """Raise UserError for the first broken rule. origin: where the user wrote a key. Steps of run.epochs come later."""
     for rule in (
         *(_run, _model, _routers, _activation_checkpointing, _compile, _kernels, _task, _sft, _preference, _distill),
         *(_parallel, _tensor, _expert, _encoder, _seq2seq, _adapter, _mixture, _validation, _data, _documents),

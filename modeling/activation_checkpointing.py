@@ -45,12 +45,10 @@ _CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
 def apply_activation_checkpointing(model: PreTrainedModel, mode: Mode, *, reentrant: bool, every: int = 2) -> int:
-    """Switch it on and return how many transformer blocks are recomputed, at least in part.
+    """Switch it on and return how many transformer blocks are recomputed, at least in part. Raises UserError.
 
-    full: every block. selective: every `every`-th block, counted from the first. attention, ops: see above, of every
-    block. budget: every block, until `modeling.activation_checkpointing_budget` has measured how many have to be.
-
-    Raises UserError when the architecture does not support it.
+    selective: every `every`-th block, counted from the first. budget: every block, until
+    `modeling.activation_checkpointing_budget` has measured how many have to be.
     """
     if mode == "none":
         return 0

@@ -64,13 +64,10 @@ def recompute_within_budget(
     forward: Callable[[], Any],
     largest: Callable[[Sequence[int]], list[int]] = list,
 ) -> Choice:
-    """Recompute the fewest blocks, spread evenly, whose peak of activations is at most `gib` GiB.
+    """Recompute the fewest blocks, spread evenly, whose peak of activations is at most `gib` GiB. Raises UserError.
 
     The model has activation checkpointing switched on. forward: runs one micro-batch as training will, loss included;
-    it is called three times or a few more, and leaves the random state unchanged. largest: the elementwise maximum over
-    ranks, so that all choose alike.
-
-    Raises UserError where no choice fits, with the GiB that the smallest one needs.
+    the random state stays. largest: the elementwise maximum over ranks, so that all choose alike.
     """
     blocks = blocks_of(model)
 

@@ -35,11 +35,7 @@ _TASK_TYPES = {
 
 
 def adapter_config(section: AdapterSection, *, model_class: str, whole: Sequence[str]) -> Any:
-    """The `peft.LoraConfig` of the config's section.
-
-    model_class: of config/task.py. whole: names of the modules that are trained whole, into which `peft` puts no
-    factors.
-    """
+    """The `peft.LoraConfig` of the config's section. whole: names of the modules that are trained whole."""
     from peft import LoraConfig
 
     targets = section.target_modules
@@ -61,9 +57,7 @@ def add_adapter(
 ) -> PreTrainedModel:
     """Freeze the model and put the adapter into it; the same model, changed in place. model_class: of config/task.py.
 
-    Modules that the base's files lack, which `modeling.build` has drawn, are trained whole (`_trained_whole`). Under
-    ZeRO-3 the weights may be partitioned already, and a model on the meta device stays there. Raises UserError for
-    modules that the model does not have.
+    Under ZeRO-3 the weights may be partitioned already, and a model on the meta device stays there. Raises UserError.
     """
     adapted: Any = wrapped_with_adapter(model, section, seed=seed, model_class=model_class).get_base_model()
     return adapted
@@ -103,9 +97,8 @@ def wrapped_with_adapter(
 def _trained_whole(section: AdapterSection, model: Any, *, model_class: str) -> list[str]:
     """Names of the modules that are trained beside the factors: `modules_to_save`, and what the base's files lack.
 
-    A classifier's head is always among them, as in `peft`. Parameters that the files lack were drawn (`model.drawn`):
-    they would stay so, and nobody who loads the adapter has them. For each the largest module of which the files lack
-    all is taken. Raises UserError for one that shares its module with others.
+    A classifier's head is always among them, as in `peft`. Parameters that the files lack were drawn (`model.drawn`),
+    and nobody who loads the adapter has them. Raises UserError for one that shares its module with others.
     """
     found = list(section.modules_to_save)
     if model_class in (SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION):

@@ -58,10 +58,7 @@ def model_config(
 ) -> PretrainedConfig:
     """The Hugging Face config of the model to train. Needs no process group. model_class: of config/task.py.
 
-    given: arguments of the config that the task decides, such as the names of labels.
-
-    Raises UserError when the architecture or one of its keys does not exist, when the folder or hub id cannot be read,
-    when the model's vocabulary or context is smaller than the data's, or when an encoder would see what it predicts.
+    given: arguments of the config that the task decides, such as the names of labels. Raises UserError.
     """
     if section.name_or_path is not None:
         config = _saved_config(section, model_class)
@@ -113,13 +110,11 @@ def build_model(
     model_class: str = CAUSAL_LM,
     adapter: AdapterSection | None = None,
 ) -> PreTrainedModel:
-    """The model in FP32; under ZeRO-3 each rank holds only its partition.
+    """The model in FP32; under ZeRO-3 each rank holds only its partition. Raises UserError.
 
     Under ZeRO-3 the caller keeps an HfDeepSpeedConfig of FP32 alive; transformers then constructs and loads the model
     inside `deepspeed.zero.Init`. `gather` gives access to full parameters while the weights are drawn. model_class: of
-    config/task.py. adapter: whose base may be in 4 or 8 bits; its linear layers then hold codes, on every rank all.
-
-    Raises UserError when the attention implementation cannot be used here or the weights cannot be loaded.
+    config/task.py. adapter: whose base may be in 4 or 8 bits.
     """
     auto, options = getattr(transformers, model_class), _options(section)
     if section.attention == "flex_attention" and not torch.accelerator.is_available():
@@ -333,9 +328,7 @@ def _bottom_up(
 def _in_fp32(parameters: Sequence[torch.nn.Parameter], only: Collection[torch.nn.Parameter] | None) -> Iterator[None]:
     """Inside, the parameters are FP32 on the CPU; on leaving they are back in their own dtype, on their own device.
 
-    only: those that keep what was written; the others are as before. None: all.
-
-    Drawing in 16 bits or on another device would give different numbers for the same seed.
+    Other dtypes and devices would draw other numbers. only: those that keep what was written. None: all.
     """
     originals = [(parameter, parameter.data) for parameter in parameters]
     for parameter, original in originals:

@@ -27,11 +27,9 @@ _LENGTHS = (6, 10)
 def require_documents_apart(
     forward: Callable[[dict[str, Any]], torch.Tensor], config: PretrainedConfig, device: torch.device
 ) -> None:
-    """Change the first of two packed documents and check that the second one's logits stay the same.
+    """Raise UserError unless the second of two packed documents has the same logits when the first one changes.
 
-    forward: calls the model in evaluation mode with these arguments and returns its logits. Two short passes.
-
-    Raises UserError when they do not stay.
+    forward: calls the model in evaluation mode with these arguments and returns its logits.
     """
     vocabulary = config.get_text_config().vocab_size
     first, length = _LENGTHS[0], sum(_LENGTHS)

@@ -106,12 +106,9 @@ class Plan:
 
 
 def plan_liger(model: PreTrainedModel, *, dtype: torch.dtype, device: torch.device) -> Plan:
-    """The modules of a model that Liger's kernels can compute; the model is not changed.
+    """The modules of a model that Liger's kernels can compute; the model is not changed. Raises UserError.
 
-    dtype: in which the model will train. Each kernel is first tested on the device, forward and backward, on random
-    numbers of the model's widths.
-
-    Raises UserError where Liger is unavailable, or where a kernel fails or is further from FP32 than torch's own code.
+    dtype: in which the model will train. Each kernel is first tested on the device, forward and backward.
     """
     architecture = model.config.model_type
     require_liger(architecture, device)

@@ -63,15 +63,12 @@ def linear_cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Summed cross-entropy in nats over the labels that count, as a scalar; and that of each label, without gradient.
 
-    Both FP32, or FP64 where the logits are; the second has the shape of labels, and 0 where one is masked.
-
     hidden: (..., hidden size). labels: (...) int64, already shifted, IGNORED where masked. Matmuls run in the dtype of
-    autocast where it is on, else in that of the weight; the softmax in FP32 or wider. gradient_scale: the gradient
-    that the sum will receive; any other one is correct too, but 16-bit gradients are rounded at this scale. weights: of
-    the shape of labels, FP32 or wider, factors on the losses in the sum; None: 1 each. right: contiguous, FP32, of the
-    shape of labels, filled with what `likeliest` gives; only where no gradients are made.
-    One backward pass can run through the sum, which keeps gradients instead of activations. Raises ValueError when
-    hidden states and labels are not of the same tokens, or where both gradients and `right` are asked for.
+    autocast where it is on, else in that of the weight; the softmax and both results are FP32 or wider. gradient_scale:
+    the gradient that the sum will receive; any other one is correct too, but 16-bit gradients are rounded at this
+    scale. weights: of the shape of labels, factors on the losses in the sum; None: 1 each. right: contiguous, FP32, of
+    the shape of labels, filled with what `likeliest` gives; only where no gradients are made. One backward pass can run
+    through the sum, which keeps gradients instead of activations. Raises ValueError.
     """
     if right is not None and torch.is_grad_enabled():
         raise ValueError("which labels are the likeliest is found without gradients only")
@@ -257,9 +254,8 @@ IGNORED = -100
 def label_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Summed cross-entropy in nats over the labels that count, as an FP32 scalar.
 
-    logits: (batch, sequence, vocabulary), any floating dtype; the softmax runs in FP32. labels: (batch, sequence)
-    int64, already shifted, IGNORED where masked. With every label masked the result is 0, still connected to the
-    graph, so that a rank without labels takes part in every collective of the backward pass.
+    logits: (batch, sequence, vocabulary), any floating dtype. labels: (batch, sequence) int64, already shifted. With
+    every label masked the result is 0, still connected to the graph, so that each rank takes part in every collective.
     """
     return functional.cross_entropy(
         logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"

@@ -31,10 +31,9 @@ def loading_options(section: AdapterSection, auto: Any, config: PretrainedConfig
 
 
 def settings(section: AdapterSection, *, skipped: list[str] | None = None) -> Any:
-    """The `BitsAndBytesConfig` of a base in 4 or 8 bits.
+    """The `BitsAndBytesConfig` of a base in 4 or 8 bits. Raises UserError without the library.
 
-    skipped: names of modules that stay floats; None: as transformers chooses them, embeddings and the output. Raises
-    UserError without the library.
+    skipped: names of modules that stay floats; None: as transformers chooses them, embeddings and the output.
     """
     require("bitsandbytes", f"adapter.base={section.base}")
     from transformers import BitsAndBytesConfig

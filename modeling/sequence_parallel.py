@@ -231,9 +231,8 @@ def require_equal_logits(
 ) -> str | None:
     """Compare this rank's slice of a short sequence with the model's own pass over all of it; what is wrong, or None.
 
-    forward: calls the model in evaluation mode with these arguments and returns its logits. apart: the sequence is of
-    two documents, the second of which begins within a slice. largest: difference allowed, over the largest logit. Two
-    short passes on every rank.
+    forward: calls the model in evaluation mode and returns its logits. apart: the sequence is of two documents, the
+    second of which begins within a slice. largest: difference allowed, over the largest logit.
     """
     vocabulary, length = config.get_text_config().vocab_size, _SLICE * group.size
     ids = torch.arange(length, device=device).unsqueeze(0) * 7 % vocabulary

@@ -137,10 +137,8 @@ def _entropy_shares(logits: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Ten
 
 
 class ChannelMeter:
-    """Context manager: the sum over tokens of the squares of every channel in the output of each of the given modules,
-    each token's mean square being 1.
-
-    `squares`: module name to (channels,) float64, over all calls and tokens.
+    """Context manager: `squares`, module name to (channels,) float64, sums over calls and tokens of the squares of
+    every channel in the module's output, each token's mean square being 1.
     """
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:

@@ -102,12 +102,11 @@ def judge_reexecution(
 ) -> Reexecution:
     """What a repeated step says.
 
-    suspicious: it was repeated for a reason, and not because a check was due. changed: by rank, whether the rank's
-    answer to its own inputs differs between the first and the last run, bit for bit. healthy: the last run is.
-    disagreed: by rank b, whether rank b and the rank before it, (b - 1) modulo their number, gave different answers to
-    the inputs of rank b; None where there is one rank. finite: by rank b, whether the answers to its inputs of rank b,
-    and of the rank before it, were finite. named: by rank, whether what it computed itself, before the reduction,
-    differs between the first and the last run: its loss, and where `signed` its gradients.
+    suspicious: it was repeated for a reason, and not because a check was due. changed: by rank, whether the answer to
+    its own inputs differs between the first and the last run. healthy: the last run is. disagreed: by rank b, whether
+    rank b and the rank before it gave different answers to the inputs of rank b; None where there is one rank. finite:
+    by rank b, whether these two answers were finite. named: by rank, whether what it computed itself, before the
+    reduction, differs between the first and the last run: its loss, and where `signed` its gradients.
     """
     again = any(changed)
     agreed = disagreed is None or not any(disagreed)

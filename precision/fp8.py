@@ -45,9 +45,8 @@ def is_multiplying() -> bool:
 
 
 def scale_of(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The smallest power of two s with largest / s within the format, nan where that is not finite.
-
-    largest: FP32, at least 0; so is what is returned, of the same shape.
+    """The smallest power of two s with largest / s within the format, nan where that is not finite; FP32, like
+    `largest`.
     """
     mantissa, exponent = torch.frexp(largest)
     top_mantissa, top_exponent = math.frexp(torch.finfo(dtype).max)

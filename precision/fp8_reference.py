@@ -86,8 +86,7 @@ def off_by(
     """Norm of the difference between `found` and left right^T + bias, and how large rounding may make it.
 
     Two roundings to the dtype around the layer, each relative to the result (or the bias), and the sum in FP32,
-    relative to the sum of magnitudes (Higham and Mary 2019, theorem 2.4). found: (rows, columns). left, right: see
-    `operands`. bias: (columns,).
+    relative to the sum of magnitudes (Higham and Mary 2019, theorem 2.4). left, right: see `operands`.
     """
     exact, magnitudes = left @ right.t(), left.abs() @ right.abs().t()
     added = torch.zeros_like(exact) if bias is None else bias.double().expand_as(exact)

@@ -106,10 +106,7 @@ class Guard:
         self._warned = chosen[0] if chosen else self._warned
 
     def judge(self, health: Health, *, can_promote: bool = False, can_roll_back: bool = False) -> Judgement:
-        """What to do with a step. Changes no state.
-
-        can_promote: some blamed module can still be promoted. can_roll_back: there is a good checkpoint.
-        """
+        """What to do with a step. Changes no state. can_promote, can_roll_back: that is possible now."""
         skips, limit = health.consecutive_skips, self._section.max_consecutive_skips
         streak = max(skips - self._answered_skips, 0)
         trouble = self._trouble(health)
@@ -140,8 +137,8 @@ class Guard:
     def note(self, health: Health, judgement: Judgement, *, applied: bool, update_ratio: float | None = None) -> None:
         """Record a step once it is over; on ROLLBACK before the checkpoint is loaded.
 
-        applied: whether the weights changed. update_ratio: as the attribute. Raises ValueError when the weights changed
-        against the verdict.
+        applied: whether the weights changed. update_ratio: as the attribute. Raises ValueError for weights that should
+        not.
         """
         verdict, section = judgement.verdict, self._section
         self.update_ratio, self._warned = update_ratio, ""
@@ -246,12 +243,9 @@ class Guard:
 def rollback_skip(n_used: int, since_checkpoint: int = 1) -> int:
     """How many batches after the checkpoint's position in the data order the n-th rollback of a run leaves out.
 
-    The first leaves out everything seen since the checkpoint, the offending batch included; the n-th 2^(n-1) times as
-    much, at most 64 times, so that a longer stretch of bad data is jumped sooner or later.
-    PaLM's recipe is of that size: a checkpoint 100 steps before the spike, 200 to 500 batches left out (section 5.1).
-
-    n_used: rollbacks taken, this one included. since_checkpoint: batches between the checkpoint's position and the
-    present one, batches left out by earlier rollbacks included. Raises ValueError below 1.
+    The first leaves out everything seen since the checkpoint; the n-th 2^(n-1) times as much, at most 64 times, so that
+    a longer stretch of bad data is jumped sooner or later (PaLM: 200 to 500 batches, section 5.1). n_used: rollbacks
+    taken, this one included. since_checkpoint: batches since, those left out included. Raises ValueError below 1.
     """
     if n_used < 1 or since_checkpoint < 1:
         raise ValueError(f"rollback {n_used} over {since_checkpoint} batches leaves nothing out")

@@ -169,12 +169,9 @@ class InnerDtypes:
     ) -> dict[str, Any]:
         """What was computed in which dtype, what in a lower one than promised, and what could not be observed.
 
-        promised: module name to the dtype of norms' statistics and routers' products where a manifest says
-        (`Regions.dtypes`). stream: the dtype of the residual stream; routers: of routers' products where `promised` has
-        none. compiled: whether the steps that are not observed run a compiled graph instead.
-
-        {"computed": {what: {dtype: modules}}, "lower": [{"what", "computed", "promised", "modules"}],
-        "unobserved": [{"what", "why", "modules"}]}; the first has counts, the other two names.
+        promised: module name to the dtype of norms' statistics and routers' products where a manifest says. stream: the
+        dtype of the residual stream; routers: of routers' products where `promised` has none. compiled: whether the
+        steps that are not observed run a compiled graph instead. docs/run-folder.md has the form.
         """
         computed: dict[str, dict[str, int]] = {}
         lower: dict[tuple[str, str, str], list[str]] = defaultdict(list)

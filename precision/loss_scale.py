@@ -98,11 +98,8 @@ class ScalePolicy(ABC):
 class DeepSpeedPolicy(ScalePolicy):
     """The scales of DeepSpeed 0.19.8's `DynamicLossScaler` (consecutive_hysteresis off) on any pattern of overflows.
 
-    Hysteresis (from Megatron-LM, where DeepSpeed's scaler comes from): the first `hysteresis - 1` overflows since the
-    scale last grew cost a skipped step but not the scale, so that one freak batch does not cost a window of small
-    gradients. Two properties of upstream are kept: the first window after an overflow, and the
-    very first one, is one step longer than the others; and a minimum that is not a power of two is taken as it is.
-    Upstream has no maximum; where `maximum` is set, growth stops there.
+    Hysteresis: the first `hysteresis - 1` overflows since the scale last grew cost a skipped step but not the scale. As
+    upstream, the first window after an overflow, and the very first one, is one step longer than the others.
     """
 
     name = "deepspeed"
@@ -195,11 +192,7 @@ class AdaptivePolicy(ScalePolicy):
 
 
 class StaticPolicy(ScalePolicy):
-    """Always `initial`. An overflow still skips its step, and is counted.
-
-    `at_minimum` stays False: a fixed scale has no minimum to reach, and a single overflow is no verdict on it. That
-    overflows do not end shows in `consecutive_overflows`.
-    """
+    """Always `initial`. An overflow still skips its step, and is counted; `at_minimum` stays False."""
 
     name = "static"
 
@@ -221,7 +214,4 @@ POLICIES = (DeepSpeedPolicy, AdaptivePolicy, StaticPolicy)
 
 def make_policy(section: LossScaleSection) -> ScalePolicy:
     """The policy that precision.loss_scale asks for, at its first scale."""
-    policies: dict[str, type[DeepSpeedPolicy | AdaptivePolicy | StaticPolicy]] = {
-        policy.name: policy for policy in POLICIES
-    }
-    return policies[section.policy](section)
+    return next(policy for policy in POLICIES if policy.name == section.policy)(section)

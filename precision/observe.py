@@ -159,9 +159,7 @@ class Observation:
 def verify(observation: Observation, dtypes: Mapping[str, str], *, may_idle: Collection[str] = ()) -> None:
     """Compare the observed dtypes with the assigned ones (`Regions.dtypes`, `Regions.may_idle`).
 
-    Raises:
-        PrecisionMismatch: some module computed in another dtype, or did not compute and is not in `may_idle`. Names
-            the module, the expected and the actual dtype, and how many more there are.
+    Raises PrecisionMismatch where a module computed in another dtype, or did not compute and is not in `may_idle`.
     """
     computed = observation.computed
     wrong = []

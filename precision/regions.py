@@ -59,11 +59,7 @@ class Regions:
     """The regions of one model. Changes the model in place until `close`."""
 
     def __init__(self, model: torch.nn.Module, manifest: Manifest, fp8: Fp8Section | None = None) -> None:
-        """fp8: how modules in FP8 compute.
-
-        Raises UserError when a rule of the manifest matches nothing, or sets what cannot be FP8 to it (see
-        `precision.manifest.assign`).
-        """
+        """fp8: how modules in FP8 compute. Raises UserError as `precision.manifest.assign`."""
         self.manifest = manifest
         self.fp8 = fp8 or Fp8Section()
         self.fp8_count: Callable[[str], Count] | None = None
@@ -133,11 +129,9 @@ class Regions:
 
     @contextmanager
     def ambient(self) -> Iterator[None]:
-        """What is outside every region runs in the manifest's default dtype inside.
+        """What is outside every region runs in the manifest's default dtype inside; for calls of parts of the model.
 
-        The model's own forward enters it (within DeepSpeed's engine, which switches off an autocast that is on when the
-        engine is called); it is for calls of parts of the model. The backward pass belongs outside: autograd sums
-        gradients with `add`, which refuses to mix BF16 and FP16 under autocast.
+        The backward pass belongs outside: autograd sums gradients with `add`, which refuses to mix BF16 and FP16 there.
         """
         device_type = next(self._model.parameters()).device.type
         with _autocast(device_type, self.manifest.default):
@@ -269,10 +263,8 @@ def own_parameters_in(
 ) -> Iterator[None]:
     """Inside, the module's own code sees its parameters in `dtype`; their gradients arrive at the FP32 parameters.
 
-    names: of those that it is for; None: all.
-
-    An instance attribute hides the parameter of the same name from `self.weight`, and from nothing else: hooks,
-    state_dict and ZeRO still see the parameter.
+    names: of those that it is for; None: all. An instance attribute hides the parameter of the same name from
+    `self.weight`, and from nothing else: hooks, state_dict and ZeRO still see the parameter.
     """
     own = [item for item in module.named_parameters(recurse=False) if names is None or item[0] in names]
     shadows = {name: item.to(dtype) for name, item in own if item.dtype in _FLOATS and item.dtype != dtype}

@@ -23,10 +23,8 @@ class RobustWindow:
     """The newest `size` accepted values of one quantity. Memory and time are O(size); 128 values take microseconds."""
 
     def __init__(self, size: int, *, floor: float = 0.01) -> None:
-        """size: values kept. floor: lower limit of the standard deviation, in the unit of the values.
-
-        Raises:
-            ValueError: a size below 2 or a floor that is not positive.
+        """size: values kept. floor: lower limit of the standard deviation, in the unit of the values. Raises
+        ValueError.
         """
         if size < 2 or not floor > 0:
             raise ValueError(f"a window of {size} values with floor {floor} cannot score anything")

@@ -37,10 +37,7 @@ class Agreement(NamedTuple):
 
 
 def compare_gradients(gradients: Named, reference: Named) -> dict[str, Agreement]:
-    """Cosine, sign agreement and relative error of each gradient against the one of the same name.
-
-    Computed in FP64. Raises KeyError if a name has no reference, ValueError if their shapes differ.
-    """
+    """Cosine, sign agreement and relative error, in FP64, of each gradient against the one of the same name."""
     references = dict(reference)
     result = {}
     for name, gradient in gradients:
@@ -59,11 +56,10 @@ def compare_gradients(gradients: Named, reference: Named) -> dict[str, Agreement
 
 
 class ActivationMeter:
-    """Context manager: the largest magnitude in each module's outputs while it is entered.
+    """Context manager: `maxima`, module name to the () float32 largest magnitude in its outputs, nan if any value is
+    nan.
 
-    `maxima`: module name (class name for the whole model) to a () float32 tensor, over all calls inside; nan if any
-    value is nan. A recomputation by activation checkpointing sees the same values again and changes nothing.
-    unwatched: modules that get no hook.
+    The whole model goes by its class name. unwatched: modules that get no hook.
     """
 
     def __init__(self, model: nn.Module, unwatched: Collection[nn.Module] = ()) -> None:

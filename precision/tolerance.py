@@ -24,10 +24,7 @@ def relative(off: float, size: float) -> float:
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
-    """u: the largest relative error of rounding a real number to nearest, half of torch.finfo(dtype).eps.
-
-    2^-53 for float64, 2^-24 for float32, 2^-11 for float16, 2^-8 for bfloat16.
-    """
+    """u: the largest relative error of rounding a real number to nearest, half of torch.finfo(dtype).eps."""
     return torch.finfo(dtype).eps / 2
 
 

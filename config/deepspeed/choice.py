@@ -33,10 +33,7 @@ class Place(IntEnum):
 def settle(config: Config, path: Path, place: Callable[[str], Place]) -> Config:
     """`config` with precision.path and deepspeed.config decided by the keys that imply them.
 
-    Args:
-        config: as written; what contradicts itself in one place is left to be refused.
-        path: the run config, which names of files are relative to.
-        place: where a dotted key was written.
+    path: the run config, which names of files are relative to. place: where a dotted key was written.
     """
     precision = config.precision
     if place("precision.manifest") > place("precision.path"):
@@ -88,13 +85,8 @@ def _name(stage: int | None, compute: str | None, offload: str | None) -> str:
 def find_deepspeed_json(name: str | None, config_path: Path, *, first: bool = False, origin: str | None = None) -> Path:
     """The DeepSpeed JSON `name`: beside the run config, then in the working folder, then in Mantissa's own folder.
 
-    Args:
-        name: path as given or chosen; may be absolute or begin with ~.
-        first: look in the working folder first, as for any path on a command line.
-        origin: where it was named, for the error; the run config unless given.
-
-    Raises:
-        UserError: it is in none of them.
+    first: look in the working folder first, as for any path on a command line. origin: where it was named, for the
+    error. Raises UserError.
     """
     assert name is not None, "load_config chooses one"
     given = Path(name).expanduser()

@@ -260,9 +260,8 @@ def refuse_combination(where: str, combination: Combination) -> None:
 
 
 def refuse_settings(where: str, values: dict[str, Any], stage: int) -> None:
-    """Raises UserError for a setting of a DeepSpeed JSON that the matrix does not verify.
-
-    where: the file. values: dotted key to value of the whole JSON.
+    """Raises UserError for a setting of a JSON that the matrix does not verify. values: by dotted key of the whole
+    JSON.
     """
     for row in SETTINGS:
         if row.in_json and row.key in values and row.refuses(values[row.key], stage):

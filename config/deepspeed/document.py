@@ -41,11 +41,7 @@ def write_in_fp32(path: Path, copy: Path) -> None:
 
 
 def check_document(path: Path, document: dict[str, Any]) -> None:
-    """Check that every key is known and allowed, every value is of its kind or "auto", and offload is usable.
-
-    Raises:
-        UserError: the first mistake; for an unknown key with the nearest known one.
-    """
+    """Raises UserError for an unknown or refused key, a value of another kind, or an offload that the stage has not."""
     _check_keys(path, document)
     _check_offload(path, document, zero_stage(document))
 

@@ -83,8 +83,6 @@ SECTIONS: dict[str, dict[str, str]] = {
     "timers.throughput": _keys(bool="enabled synchronized"),
 }
 
-_REMOVED = "DeepSpeed 0.19.8 has removed it; remove it here"
-_RENAMED_GATHER = "its new name is stage3_gather_16bit_weights_on_model_save"
 _OWN_WRITER = "Mantissa writes checkpoints itself, hashed and flushed; remove it and use the checkpoint.* keys"
 _NOT_DRIVEN = "Mantissa does not drive it; remove it"
 _LOSSY = (
@@ -123,15 +121,9 @@ REFUSED: dict[str, str] = {
     " only after several steps, which is another optimizer than AdamW, and nothing of it was measured; use"
     " offload_optimizer: {device: cpu}",
     "zero_optimization.save_muon_momentum_buffer_in_memory": "it is for the Muon optimizer only; remove it",
-    "zero_optimization.elastic_checkpoint": "DeepSpeed replaced it by universal checkpoints; remove it",
-    "zero_optimization.legacy_stage1": "DeepSpeed no longer has it; remove it",
     "zero_optimization.cpu_offload": "it is the old form of offload_optimizer; write offload_optimizer: {device: cpu}",
     "zero_optimization.cpu_offload_param": "it is the old form of offload_param; write offload_param: {device: cpu}",
     "zero_optimization.cpu_offload_use_pin_memory": "it is the old form of offload_optimizer.pin_memory; write that",
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": _RENAMED_GATHER,
-    "zero_optimization.mics_shard_size": _REMOVED,
-    "zero_optimization.mics_hierarchical_params_gather": _REMOVED,
-    "zero_optimization.zeropp_loco_param": _REMOVED,
     "weight_quantization": _TRADES_PRECISION,
     "data_efficiency": "Mantissa's sampler decides which sample is trained when; remove it",
     "checkpoint.writer": _OWN_WRITER,
@@ -156,15 +148,4 @@ REFUSED: dict[str, str] = {
     "autotuning": _NOT_DRIVEN,
     "compile": _NOT_DRIVEN,
     "datastates_ckpt": _NOT_DRIVEN,
-    "amp": _REMOVED,
-    "nebula": _REMOVED,
-    "compression_training": _REMOVED,
-    "quantize_training": _REMOVED,
-    "sparse_gradients": _REMOVED,
-    "sparse_attention": _REMOVED,
-    "eigenvalue": _REMOVED,
-    "elasticity": _REMOVED,
-    "graph_harvesting": _REMOVED,
-    "curriculum_learning": _REMOVED,
-    "progressive_layer_drop": _REMOVED,
 }

@@ -41,15 +41,8 @@ class _Owned(NamedTuple):
 def resolve_json(config: Config, path: Path, document: dict[str, Any], *, world_size: int) -> dict[str, Any]:
     """The DeepSpeed JSON of this run: `document` with every "auto" replaced and every owned value filled in.
 
-    Args:
-        config: the run config; its precision.compute may still be auto.
-        path: where `document` was read, for the messages.
-        document: the parsed JSON; left as it is.
-        world_size: processes.
-
-    Raises:
-        UserError: an unknown or refused key, a wrong kind of value, a disagreement with the run config, an "auto"
-            that nothing decides, or a combination or setting that is not verified.
+    config: its precision.compute may still be auto. path: where `document` was read. Raises UserError for a key or
+    value that is wrong, refused or not verified, a disagreement with the run config, or an "auto" that nothing decides.
     """
     check_document(path, document)
     check_choices(config, path, document)

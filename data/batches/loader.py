@@ -112,11 +112,7 @@ These are (accumulation, micro). It has to be a function of these arguments alon
 
 
 class Batches:
-    """The endless stream of training batches of one rank.
-
-    Raises UserError when the shards hold no sequence of this length or the sizes do not divide. One background thread
-    reads the next step's windows; what it raises, `next_step` raises.
-    """
+    """The endless stream of training batches of one rank, whose next step's windows one background thread reads."""
 
     def __init__(
         self,
@@ -232,9 +228,7 @@ def validation_batches(
 ) -> Iterator[Batch]:
     """The same validation batches at every call: min(all, batches * global_size) sequences, evenly spaced over the set.
 
-    batches: None is all. The first so many would come from a handful of documents. The last global batch is padded with
-    fully masked rows, so that every rank has the same shapes and takes part in the same collectives. Yields nothing
-    without a sequence.
+    The last global batch is padded with fully masked rows, so that every rank takes part in the same collectives.
     """
     make_batch = make_batch or next_tokens(sequence_length, documents)
     held_out = shards.sequences(sequence_length)

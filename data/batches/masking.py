@@ -111,10 +111,7 @@ def _word_edges(tokenizer: PreTrainedTokenizerFast, vocabulary: dict[str, int], 
 
 
 def masking_of(config: Config, corpus: Corpus) -> MakeBatch:
-    """Batches of a config: windows between the tokens that a text begins and ends with, if the tokenizer has them.
-
-    Raises UserError where it has no mask token.
-    """
+    """Batches of a config: windows between the tokens that a text begins and ends with, if the tokenizer has them."""
     tokenizer = load_tokenizer(corpus.tokenizer_folder)
     first, last = tokenizer.cls_token_id, tokenizer.sep_token_id
     return masked_batches(

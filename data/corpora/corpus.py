@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,14 +75,16 @@ class Corpus:
 
 
 def is_prepared(folder: Path) -> bool:
-    """Whether a finished corpus is there. Does not check for damage; `open_corpus` does.
-
-    Raises UserError when the folder cannot be looked into.
-    """
+    """Whether a finished corpus is there. Does not check for damage. Raises UserError when it cannot be looked into."""
     try:
         return (folder / INDEX).is_file()
     except OSError as error:
         raise UserError(f"data.cache_dir: {folder} cannot be read ({error.strerror}). Set another folder.") from error
+
+
+def fingerprint_of_parts(parts: list[Any]) -> str:
+    """Name of a corpus: 20 hex digits of a hash over everything that decides it."""
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]
 
 
 def write_index(folder: Path, content: dict[str, Any]) -> None:
@@ -180,3 +182,9 @@ def sorted_labels(names: Iterable[str]) -> tuple[str, ...]:
     if all(name.removeprefix("-").isdecimal() for name in found):
         return tuple(sorted(found, key=int))
     return tuple(sorted(found))
+
+
+def lost(counts: Mapping[str, Any]) -> str:
+    """The numbers of rows that were left out or cut, as the end of a sentence; empty for none."""
+    reasons = {key: counts.get(key, 0) for key in ("dropped", "truncated", "skipped")}
+    return "".join(f", {count:,} {key}" for key, count in reasons.items() if count)

@@ -23,11 +23,7 @@ _SMALLEST_HALF_BITS = 3
 
 
 def sample_ids(position: int, *, samples: int, seed: int, global_size: int) -> np.ndarray:
-    """Samples of one global batch, the same at every world size and accumulation.
-
-    position: global batches consumed before this one. samples: sequences in the corpus. Returns (global_size,) int64
-    in [0, samples). Raises ValueError when there is nothing to sample or before the first batch.
-    """
+    """(global_size,) int64 samples of one global batch, in [0, samples). position: batches consumed before it."""
     if samples < 1 or position < 0:
         raise ValueError(f"no batch {position} of {samples} samples")
     index = position * global_size + np.arange(global_size, dtype=np.int64)
@@ -76,10 +72,9 @@ def grouped(
 
 
 def split_for_rank(ids: np.ndarray, *, micro_size: int, rank: int, world_size: int) -> np.ndarray:
-    """One rank's part of a global batch: (global_size,) -> (accumulation, micro_size).
+    """One rank's part of a global batch: (global_size,) -> (accumulation, micro_size). Raises UserError.
 
-    The ranks' micro-batches number a together are the a-th stretch of the global batch. Raises UserError when the size
-    is not a multiple of micro_size * world_size.
+    The ranks' micro-batches number a together are the a-th stretch of the global batch.
     """
     if len(ids) % (micro_size * world_size):
         raise UserError(

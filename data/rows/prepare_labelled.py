@@ -6,8 +6,6 @@ by name; which output of a model each is, is decided when training starts.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -22,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from config.schema import DataSection
 from data.batches.loader import IGNORED_LABEL
-from data.corpora.corpus import Corpus, open_corpus
+from data.corpora.corpus import Corpus, fingerprint_of_parts, lost
 from data.rows.packing import by_number
 from data.rows.row_preparation import (
     BatchEncoder,
@@ -30,13 +28,12 @@ from data.rows.row_preparation import (
     Preparation,
     Row,
     batches_of,
-    lost,
     source_of_texts,
 )
 from data.sources.labelled_rows import LabelledRow, read_labelled
 from data.sources.sources import Source
 from data.text.preparation_progress import Progress, ProgressFile
-from data.text.prepare import identified, published
+from data.text.prepare import prepared
 from data.text.tokenizer import make_encoder_tokenizer, tokenizer_identity
 
 _VERSION = "labelled-1"
@@ -45,20 +42,15 @@ _SHOWN = 8
 
 
 def prepare_labelled(data: DataSection, *, progress: bool) -> Corpus:
-    """Open the labelled rows that a config names, preparing them first if need be. data: with its format.
-
-    Raises UserError for a source or tokenizer that cannot be read, a row that does not fit (data.on_bad_row), and what
-    `prepare` raises it for.
-    """
-    source, fingerprint = identified(data, labelled_fingerprint)
-    return open_corpus(published(data, source, fingerprint, _fill, progress=progress), verify=data.verify)
+    """The labelled rows that a config names, prepared first if need be. data: with its format. Raises UserError."""
+    return prepared(data, labelled_fingerprint, _fill, progress=progress)
 
 
 def labelled_fingerprint(data: DataSection, source: Source) -> str:
     """Name of the prepared rows: 20 hex digits of a hash over everything that decides them."""
     parts = [_VERSION, data.source, source.identity, tokenizer_identity(data.tokenizer)]
     parts += [getattr(data, key) for key in _DECIDING]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]
+    return fingerprint_of_parts(parts)
 
 
 _DECIDING = (

@@ -24,7 +24,7 @@ import transformers
 
 from config.errors import UserError
 from config.schema import DataSection
-from data.corpora.corpus import TOKENIZER, Corpus, open_corpus
+from data.corpora.corpus import TOKENIZER, Corpus, fingerprint_of_parts, lost
 from data.rows.packing import best_fit, by_number
 from data.rows.row_preparation import (
     FIX,
@@ -34,7 +34,6 @@ from data.rows.row_preparation import (
     Row,
     batches_of,
     empty,
-    lost,
     source_of_texts,
 )
 from data.sources.chat import Chat, Tokens
@@ -44,7 +43,7 @@ from data.sources.seq2seq_rows import SourceAndTarget, for_encoder_decoder
 from data.sources.sources import Source
 from data.text.batch_results import Work, kept_folder, results
 from data.text.preparation_progress import Progress, ProgressFile
-from data.text.prepare import identified, published
+from data.text.prepare import prepared
 from data.text.tokenizer import is_made, load_tokenizer, make_tokenizer, tokenizer_identity
 
 _VERSION = "rows-2"
@@ -53,14 +52,8 @@ _BATCHES_HERE = 16
 
 
 def prepare_rows(data: DataSection, *, progress: bool) -> Corpus:
-    """Open the rows that a config names, preparing them first if need be. progress: as for `prepare`.
-
-    Raises UserError for a source or tokenizer that cannot be read, a row that does not fit (data.on_bad_row), and what
-    `prepare` raises it for.
-    """
-    source, fingerprint = identified(data, rows_fingerprint)
-    folder = published(data, source, fingerprint, _fill, progress=progress)
-    return open_corpus(folder, verify=data.verify)
+    """Open the rows that a config names, preparing them first if need be. Raises UserError."""
+    return prepared(data, rows_fingerprint, _fill, progress=progress)
 
 
 def rows_fingerprint(data: DataSection, source: Source) -> str:
@@ -76,7 +69,7 @@ def rows_fingerprint(data: DataSection, source: Source) -> str:
         *(getattr(data, key) for key in _DECIDING),
         *([] if data.target_length is None else [data.target_length]),
     ]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]
+    return fingerprint_of_parts(parts)
 
 
 _DECIDING = (

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -266,12 +266,6 @@ def batches_of(data: DataSection, source: Source) -> Iterator[list[Found]]:
     """The rows of a source by BATCH_ROWS."""
     rows = located_rows(data, source)
     return iter(lambda: list(islice(rows, BATCH_ROWS)), [])
-
-
-def lost(counts: Mapping[str, Any]) -> str:
-    """The numbers of rows that were left out or cut, as the end of a sentence; empty for none."""
-    reasons = {key: counts.get(key, 0) for key in ("dropped", "truncated", "skipped")}
-    return "".join(f", {count:,} {key}" for key, count in reasons.items() if count)
 
 
 def source_of_texts(data: DataSection, source: Source, texts_of: Callable[[dict[str, Any]], Iterable[str]]) -> Source:

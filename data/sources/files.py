@@ -18,9 +18,8 @@ BLOCK_BYTES = 1 << 20
 
 
 def opened(path: str, *, seekable: bool = False) -> BinaryIO:
-    """A file or URL for reading. seekable: whether it is read in parts, which not every web server sends.
-
-    Raises OSError, also while it is read.
+    """A file or URL for reading; OSError, also while it is read. seekable: it is read in parts, which not all servers
+    send.
     """
     if not is_url(path):
         return Path(path).open("rb")
@@ -35,9 +34,8 @@ def compression_of(path: str) -> str | None:
 
 
 def decompressed(path: str) -> BinaryIO:
-    """A file or URL for reading from its start, unpacked.
-
-    Raises OSError, also while it is read; of one that is not what its name says pyarrow.ArrowException, too.
+    """A file or URL for reading from its start, unpacked. Raises OSError and pyarrow.ArrowException, also while it is
+    read.
     """
     return cast(BinaryIO, pyarrow.input_stream(opened(path), compression=compression_of(path)))
 

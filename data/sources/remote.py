@@ -44,10 +44,7 @@ class RemoteFile:
 
 
 def list_files(url: str, patterns: Sequence[str]) -> list[RemoteFile]:
-    """The file at a URL, those of a folder (recursive) whose names fit one of the patterns, or those of a glob.
-
-    Raises UserError for a file system that is not installed or does not answer, and for a URL without files.
-    """
+    """The file at a URL, those of a folder whose names fit a pattern, or those of a glob. Raises UserError."""
     try:
         system, root = _connect(url)
         system.invalidate_cache()
@@ -72,10 +69,7 @@ def list_files(url: str, patterns: Sequence[str]) -> list[RemoteFile]:
 
 
 def opened(url: str, *, seekable: bool = False) -> BinaryIO:
-    """A file for reading, whose errors are OSErrors. seekable: of the web, from servers that send parts of files only.
-
-    Raises OSError.
-    """
+    """A file for reading, whose errors are OSErrors. seekable: of servers that send parts of files only."""
     with _as_os_error():
         system, path = _connect(url)
         # One request for a whole file, which every server can answer, or one for each part of it.

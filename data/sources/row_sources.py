@@ -34,10 +34,7 @@ def located_rows(data: DataSection, source: Source) -> Iterator[Found]:
 
 
 def is_held_out(row: dict[str, Any], validation_fraction: float) -> bool:
-    """Whether a row is of the validation set, by a hash of all its fields: the same row, the same answer.
-
-    Raises BadRow for text that is none.
-    """
+    """Whether a row is of the validation set, by a hash of all its fields. Raises BadRow for text that is none."""
     try:
         text = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str)  # str: parquet has dates, too
         return is_validation(text, validation_fraction)
@@ -46,10 +43,7 @@ def is_held_out(row: dict[str, Any], validation_fraction: float) -> bool:
 
 
 def _functions(source: Source) -> Iterator[tuple[str, str, list[str]]]:
-    """Where it is, code and lines of the docstring of every short function of the standard library that has one.
-
-    The code is as Python writes it, without the docstring.
-    """
+    """Where it is, code and lines of the docstring of every short function of the standard library that has one."""
     for number, text in enumerate(source.documents(Counter()), 1):
         try:
             tree = ast.parse(text)
@@ -76,10 +70,7 @@ def _short_and_long(source: Source) -> Iterator[Found]:
 
 
 def _functions_by_folder(source: Source) -> Iterator[Found]:
-    """{text, label} of every short function of the standard library's packages: its code, and its package's name.
-
-    The code is without decorators and docstring, as Python writes it. Tests, which not every Python has, are left out.
-    """
+    """{text, label} of every short function of the standard library but tests: its code, and its package's name."""
     root = Path(sysconfig.get_path("stdlib"))
     for path in map(Path, source.files):
         folders = path.relative_to(root).parts[:-1]

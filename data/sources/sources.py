@@ -76,8 +76,7 @@ class Source:
     def documents(self, skipped: Counter[str]) -> Iterator[str]:
         """Yield every document's text; what is left out is counted in `skipped` by reason.
 
-        Reasons: "not utf-8", "no text" (null or empty), "duplicate". Raises UserError when the source cannot be
-        read, has no field `text_field`, or holds something else than text there.
+        Reasons: "not utf-8", "no text" (null or empty), "duplicate". Raises UserError.
         """
         seen: set[bytes] = set()
         has_field = False

@@ -8,21 +8,10 @@ from __future__ import annotations
 
 import zlib
 from pathlib import Path
-from typing import Any
 
 import datasets
 import httpx
 import pyarrow
-
-from config.files import temporary_folder, why_not_writable
-
-if why_not_writable(Path(datasets.config.HF_DATASETS_CACHE)):
-    # Nothing is kept there of a stream, but even one of local files makes the folder, for a lock.
-    datasets.config.HF_DATASETS_CACHE = temporary_folder() / "datasets"
-
-# A stream is read where it is opened: its epoch needs no shared memory, of which there may be none left.
-iterable_dataset: Any = datasets.iterable_dataset
-iterable_dataset._maybe_share_with_torch_persistent_workers = lambda value: value
 
 READ_ERRORS = (
     *(datasets.exceptions.DatasetsError, pyarrow.ArrowException, httpx.HTTPError, ValueError, OSError),

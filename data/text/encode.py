@@ -81,10 +81,7 @@ def is_drawn(content: bytes, fraction: float) -> bool:
 def start_worker(
     tokenizer_json: str, end_of_document: int, dtype: str, validation_fraction: float, bytewise: bool = False
 ) -> None:
-    """Initialise a worker process with its tokenizer and with what `encode_batch` needs to know.
-
-    bytewise: the tokenizer is that of `bytes`.
-    """
+    """Initialise a worker process for `encode_batch`. bytewise: the tokenizer is that of `bytes`."""
     global _worker
     # Parallelism comes from the processes; threads in each of them would only compete for the cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -141,8 +138,7 @@ def byte_ids() -> np.ndarray:
 def pieces(text: str) -> Iterator[str]:
     """Cut a long text after line ends into pieces of at most PIECE_CHARACTERS; joined they are the text again.
 
-    Byte-level tokenizers decode the pieces to exactly the text. One that marks the start of a text (SentencePiece's
-    prefix) marks each piece.
+    A tokenizer that marks the start of a text (SentencePiece's prefix) marks each piece.
     """
     start = 0
     while len(text) - start > PIECE_CHARACTERS:

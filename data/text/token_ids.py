@@ -46,8 +46,7 @@ def copied(
 ) -> Generator[tuple[Encoded, Encoded]]:
     """The documents of a source with `ids_field` in batches, in order: (training, validation).
 
-    Documents without ids are counted in `skipped` as "no tokens". Raises UserError for a file that cannot be read, a
-    row without the field, something else in it than a list of whole numbers, and an id that is not in the vocabulary.
+    Documents without ids are counted in `skipped` as "no tokens". Raises UserError for what is no document of ids.
     """
     assert source.ids_field is not None
     parts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])

@@ -42,11 +42,7 @@ def tokenizer_identity(spec: str) -> str:
 
 
 def make_tokenizer(spec: str, source: Source, validation_fraction: float) -> PreTrainedTokenizerFast:
-    """Build, train or load the tokenizer that data.tokenizer names.
-
-    A BPE is trained on training documents only. Raises UserError for a vocabulary that is too small, a tokenizer that
-    cannot be loaded, is not a fast one, or has no end-of-document token.
-    """
+    """The tokenizer that data.tokenizer names; a BPE is trained on training documents only. Raises UserError."""
     if spec == "bytes":
         return _wrap(_bytes_tokenizer())
     vocabulary = _bpe_vocabulary(spec)
@@ -110,10 +106,7 @@ def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
 
 
 def draw_sample(source: Source, validation_fraction: float) -> list[str]:
-    """Training documents for the BPE: those with the smallest hashes among the first SCANNED_BYTES, in hash order.
-
-    Deterministic, spread evenly over what was scanned, and bounded: at most SAMPLE_BYTES of text are held at a time.
-    """
+    """Training documents for the BPE: those with the smallest hashes among the first SCANNED_BYTES, in hash order."""
     heap: list[tuple[int, str]] = []
     held = scanned = 0
     cut = 1 << 64  # hash of the smallest document that did not fit: a larger one that would fit has to stay out too

@@ -19,13 +19,13 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from modeling.linear_cross_entropy import IGNORED
 from modeling.objectives.objective import Forward, Scored
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd"]
 IDS, LOG_PROBS = "teacher_ids", "teacher_log_probs"
 """Further inputs of a batch: (micro, sequence, k) int32 the teacher's likeliest tokens, the likeliest first;
 (micro, sequence, k + 1) FP32 their log-probabilities at the temperature, and last that of all others."""
-_IGNORED = -100
 CHUNK_VALUES = 1 << 22
 """Logits in a chunk, at most: 16 MiB of FP32."""
 
@@ -111,7 +111,7 @@ class Distillation:
         logits: (tokens, vocabulary). known: the teacher's logits, or with ids its log-probabilities.
         """
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        counts = labels != _IGNORED
+        counts = labels != IGNORED
         q = torch.log_softmax(logits / self._temperature, dim=-1)
         if ids is None:
             p, likeliest = torch.log_softmax(known.to(logits.dtype) / self._temperature, dim=-1), known.argmax(dim=-1)
@@ -119,7 +119,7 @@ class Distillation:
             p, likeliest = known.to(logits.dtype), ids[:, 0].long()
             q = on_likeliest(q, ids.long())
         apart = divergence(p, q, kind=self._kind, beta=self._beta)
-        entropy = functional.cross_entropy(logits, labels, ignore_index=_IGNORED, reduction="none")
+        entropy = functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
         loss = (1 - self._ce_weight) * self._temperature**2 * apart
         if self._ce_weight:
             loss = loss + self._ce_weight * entropy

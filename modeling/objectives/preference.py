@@ -23,11 +23,9 @@ import torch
 from torch.nn import functional
 
 from config.schema import PreferenceSection
+from modeling.linear_cross_entropy import IGNORED
 from modeling.log_probs import token_log_probs
 from modeling.objectives.objective import Forward, Scored
-
-IGNORED = -100
-"""Pair number of targets that belong to no answer, and label of padding."""
 
 Off = Callable[[], AbstractContextManager[None]]
 """Makes the model compute as its base, in evaluation mode, inside the context."""
