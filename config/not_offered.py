@@ -18,10 +18,7 @@ _OPTIMIZERS = (
         "stable_adamw, or lion for one state less",
     ),
     (r"1.?bit|one.?bit|zero.?one|zoadam", "it sends compressed updates, which are no longer AdamW's; use adamw"),
-    (
-        r"soap|shampoo",
-        "its preconditioners are of whole matrices, and there is no rule for shards yet; use muon",
-    ),
+    (r"soap|shampoo", "its preconditioners are of whole matrices, and there is no rule for shards yet; use muon"),
     (
         r"schedule.?free",
         "it trains at one point and is evaluated, exported and sampled at the average of its points: two sets of "

@@ -357,9 +357,7 @@ def _expert(config: Config) -> Iterator[Problem]:
     yield from _beside(config, key, verified | _WITH_SLICES)
     repeated = {"guard.replica_checks": (0,), "guard.reexecute": ("never",)}
     yield from _beside(config, key, repeated, "puts other experts on the rank that repeats a suspicious step for")
-    compared = {
-        "telemetry.probe": (False,),
-    }
+    compared = {"telemetry.probe": (False,)}
     yield from _beside(config, key, compared, "gives a rank some experts, which are compared with all of them by")
 
 

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from precision.findings import tensors_of
+from precision.findings import in_backward, tensors_of
 
 POSITIONS = 16
 """Queries of a sequence that are looked at."""
@@ -69,7 +69,7 @@ class AttentionMeter:
             module: Any, query: Any, key: Any, value: Any, mask: Any = None, *rest: Any, **options: Any
         ) -> Any:
             name = self._names.get(module)
-            if name is not None and query.dim() == key.dim() == 4 and not _recomputing():
+            if name is not None and query.dim() == key.dim() == 4 and not in_backward():
                 with unseen(query.device.type):
                     self._measure(name, module, query.detach(), key.detach(), mask, options)
             return attention(module, query, key, value, mask, *rest, **options)
@@ -160,7 +160,7 @@ class ChannelMeter:
 
     def _measure(self, name: str, module: nn.Module, args: tuple, output: Any) -> None:
         found = next((tensor for tensor in tensors_of(output) if tensor.is_floating_point()), None)
-        if found is None or not found.numel() or _recomputing():
+        if found is None or not found.numel() or in_backward():
             return
         with unseen(found.device.type):
             tokens = found.detach().flatten(0, -2)
@@ -174,11 +174,6 @@ def channel_figures(squares: torch.Tensor) -> tuple[float, int]:
     total, fourth = float(squares.mean()), float(squares.square().mean())
     median = float(squares.median())
     return (fourth / total**2 if total else 1.0), int((squares > OUTLIER**2 * median).sum())
-
-
-def _recomputing() -> bool:
-    """Whether a backward pass is running, which calls modules to compute their outputs once more."""
-    return torch._C._current_graph_task_id() != -1
 
 
 @contextmanager

@@ -123,3 +123,8 @@ def replace_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) 
     if type(value) is tuple:
         return tuple(replace_tensors(item, change) for item in value)
     return value
+
+
+def in_backward() -> bool:
+    """Whether autograd is running on this thread, which calls modules to compute their outputs once more."""
+    return torch._C._current_graph_task_id() != -1

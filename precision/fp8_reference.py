@@ -69,19 +69,12 @@ def operands(
     if product == "input gradient":
         return rounded(gradient, section.gradient, section.scaling), rounded(weight.t(), "e4m3", section.scaling)
     if section.weight_gradient == "fp8":
-        return (
-            rounded(gradient.t(), section.gradient, section.scaling),
-            rounded(inputs.t(), "e4m3", section.scaling),
-        )
+        return (rounded(gradient.t(), section.gradient, section.scaling), rounded(inputs.t(), "e4m3", section.scaling))
     return gradient.t().double(), inputs.t().double()
 
 
 def off_by(
-    found: torch.Tensor,
-    left: torch.Tensor,
-    right: torch.Tensor,
-    ambient: torch.dtype,
-    bias: torch.Tensor | None = None,
+    found: torch.Tensor, left: torch.Tensor, right: torch.Tensor, ambient: torch.dtype, bias: torch.Tensor | None = None
 ) -> tuple[float, float]:
     """Norm of the difference between `found` and left right^T + bias, and how large rounding may make it.
 

@@ -73,12 +73,7 @@ class Guard:
 
     def __init__(self, section: GuardSection) -> None:
         self._section = section
-        self._budgets = {
-            "skip": section.skip_budget,
-            "cut_lr": section.cut_lr_budget,
-            "promote": section.promote_budget,
-            "rollback": section.rollback_budget,
-        }
+        self._budgets = {name: getattr(section, f"{name}_budget") for name in ("skip", "cut_lr", "promote", "rollback")}
         self._used = dict.fromkeys(self._budgets, 0)
         self._losses = RobustWindow(section.spike_window)
         self._log_norms = RobustWindow(section.spike_window)

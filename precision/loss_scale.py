@@ -103,11 +103,7 @@ class DeepSpeedPolicy(ScalePolicy):
     """
 
     name = "deepspeed"
-    _COUNTERS = {
-        "iteration": "_iteration",
-        "last_overflow_iteration": "_last_overflow",
-        "hysteresis": "hysteresis",
-    }
+    _COUNTERS = {"iteration": "_iteration", "last_overflow_iteration": "_last_overflow", "hysteresis": "hysteresis"}
     _FACTOR = 2.0
 
     def __init__(self, section: LossScaleSection) -> None:

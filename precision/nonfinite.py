@@ -29,6 +29,7 @@ from precision.findings import (
     What,
     describe,
     first_bad,
+    in_backward,
     largest_half,
     replace_tensors,
     tensors_of,
@@ -130,7 +131,7 @@ class Inspector:
         return args, kwargs
 
     def _open(self, module: nn.Module) -> _Call:
-        replayed = _in_backward()
+        replayed = in_backward()
         if module is self._model and not replayed:
             self._micro_batch, self._forward_bad, self._calls = self._micro_batch + 1, False, {}
         calls = self._calls.setdefault(module, [])
@@ -257,8 +258,3 @@ class Inspector:
         if not inner and not any(call.gradient_in_bad for call in calls):
             name = self._parameter_names[parameter]
             self._record(name, "gradient", found, max(self._micro_batch, 0), "the gradient of a parameter")
-
-
-def _in_backward() -> bool:
-    """Whether autograd is running on this thread; torch.utils.module_tracker detects recomputation the same way."""
-    return torch._C._current_graph_task_id() != -1

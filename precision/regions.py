@@ -221,12 +221,7 @@ class Regions:
         count = self.fp8_count(name) if self.fp8_count is not None else None
         with _autocast(device_type, "fp32"):
             return linear_fp8(
-                input,
-                module.weight,
-                module.bias,
-                ambient=DTYPES[self.ambient_of(name)],
-                section=self.fp8,
-                count=count,
+                input, module.weight, module.bias, ambient=DTYPES[self.ambient_of(name)], section=self.fp8, count=count
             )
 
     def _enclosing(self, name: str) -> str | None:

@@ -182,11 +182,12 @@ class Batches:
         if self._mixture is None:
             return batch
         sources, names = self._mixture.source_of(mine), self._mixture.names
+        knows_all = isinstance(self._shards, RowShards) or batch.label_tokens_of_all is not None
         counts = np.bincount(sources.reshape(-1), batch.counted.reshape(-1), len(names))
         return replace(
             batch,
             source_names=names,
-            labels_by_source=self._by_source(ids) if self._known(batch) else None,
+            labels_by_source=self._by_source(ids) if knows_all else None,
             sources=on_host(sources),
             counts_by_source=tuple(counts.tolist()),
         )
@@ -201,10 +202,6 @@ class Batches:
         if self._mixture is not None:
             return self._mixture.bounds(place, seed=self._order["seed"], about=STRETCH * self._order["global_size"])
         return place - place % self._samples, place - place % self._samples + self._samples
-
-    def _known(self, batch: Batch) -> bool:
-        """Whether each rank knows the labels of all."""
-        return isinstance(self._shards, RowShards) or batch.label_tokens_of_all is not None
 
     def _by_source(self, ids: np.ndarray) -> dict[str, int]:
         assert self._mixture is not None

@@ -22,14 +22,7 @@ from config.schema import DataSection
 from data.batches.loader import IGNORED_LABEL
 from data.corpora.corpus import Corpus, fingerprint_of_parts, lost
 from data.rows.packing import by_number
-from data.rows.row_preparation import (
-    BatchEncoder,
-    EncodedRows,
-    Preparation,
-    Row,
-    batches_of,
-    source_of_texts,
-)
+from data.rows.row_preparation import BatchEncoder, EncodedRows, Preparation, Row, batches_of, source_of_texts
 from data.sources.labelled_rows import LabelledRow, read_labelled
 from data.sources.sources import Source
 from data.text.preparation_progress import Progress, ProgressFile

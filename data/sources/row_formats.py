@@ -143,9 +143,7 @@ def _alpaca(row: Mapping[str, Any]) -> Example:
     question = f"{instruction}\n\n{given}" if given else instruction
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": output}]
     return Example(
-        messages=_with_system(row, messages, "instruction"),
-        prompt=alpaca_prompt(instruction, given),
-        completion=output,
+        messages=_with_system(row, messages, "instruction"), prompt=alpaca_prompt(instruction, given), completion=output
     )
 
 

@@ -34,7 +34,7 @@ from config.schema import DataSection
 from config.task import is_url
 from data.sources import megatron
 from data.sources.file_rows import json_rows, parquet_rows, text_rows
-from data.sources.files import compression_of
+from data.sources.files import compression_of, hidden, no_file
 from data.sources.row_formats import BadRow, Found, json_kind, recognise
 
 HASHED_BYTES = 1 << 30
@@ -223,7 +223,7 @@ def _local_files(path: str, source: str) -> tuple[Path, list[Path]]:
         return place.parent, [place]
     if place.is_dir():
         found = {file for pattern in _PATTERNS[source] for file in place.rglob(pattern)}
-        files = [file for file in found if file.is_file() and not _hidden(file, place)]
+        files = [file for file in found if file.is_file() and not hidden(file.relative_to(place).as_posix())]
         root = place
     else:
         parts = place.parts
@@ -231,14 +231,8 @@ def _local_files(path: str, source: str) -> tuple[Path, list[Path]]:
         root = Path(*parts[:split])
         files = [file for file in root.glob(str(Path(*parts[split:]))) if file.is_file()]
     if not files:
-        wanted = " or ".join(_PATTERNS[source])
-        raise UserError(f"data.path={path}: no file there. Set data.path to a file, a folder with {wanted}, or a glob.")
+        raise no_file(path, _PATTERNS[source])
     return root, files
-
-
-def _hidden(file: Path, root: Path) -> bool:
-    # Python writes __pycache__ at any time, which would change the identity of the corpus.
-    return any(part.startswith(".") or part == "__pycache__" for part in file.relative_to(root).parts)
 
 
 def _files_identity(root: Path, files: list[Path]) -> str:
@@ -271,7 +265,9 @@ def _hub_source(data: DataSection, label: str) -> Source:
             "data.source to what the file is: text, jsonl, parquet or megatron"
         )
     if folder.is_dir():
-        files = [path for path in folder.rglob("*") if path.is_file() and not _hidden(path, folder)]
+        files = [
+            path for path in folder.rglob("*") if path.is_file() and not hidden(path.relative_to(folder).as_posix())
+        ]
         saved = (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
         return Source(
             label=label,
