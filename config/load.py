@@ -113,7 +113,7 @@ def read_file(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, _names_beside(path), n=1)
+        near = difflib.get_close_matches(path.name, [item.name for item in path.parent.glob("*")], n=1)
         hint = f"; did you mean {path.parent / near[0]}?" if near else "; give the path of a YAML or JSON file"
         raise UserError(f"{path}: no such run config{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -152,10 +152,6 @@ def suggest(key: str, known: Sequence[str]) -> str:
 def _can_be_written(text: str) -> bool:
     """Whether text from a command line or a file can be the content of a file, or a path."""
     return re.search("[\0\ud800-\udfff]", text) is None
-
-
-def _names_beside(path: Path) -> list[str]:
-    return [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
 
 
 def _parse_override(text: str) -> tuple[str, Any]:

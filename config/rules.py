@@ -66,7 +66,18 @@ Problem = tuple[str, str]
 def check(config: Config, origin: Callable[[str], str]) -> None:
     """Raise UserError for the first broken rule. origin: where the user wrote a key. Steps of run.epochs come later."""
     for rule in (
-        *(_run, _model, _routers, _activation_checkpointing, _compile, _kernels, _task, _sft, _preference, _distill),
+        *(
+            _run,
+            _model,
+            _routers,
+            _activation_checkpointing,
+            _compile,
+            _kernels,
+            _task,
+            _sections,
+            _preference,
+            _distill,
+        ),
         *(_parallel, _tensor, _expert, _encoder, _seq2seq, _adapter, _mixture, _validation, _data, _documents),
         *(_optimizer, _schedule, _precision, _loss_scale, _evaluate, _tracking, _guard, _faults, _canary),
     ):
@@ -229,15 +240,16 @@ def _only_read_by(reader: str, name: str, section: Any) -> Iterator[Problem]:
             yield f"{name}.{item.name}", f"= {scalar(value)} is only read by {reader}; {fix}"
 
 
-def _sft(config: Config) -> Iterator[Problem]:
-    if config.task != "sft":
-        yield from _only_read_by("task = sft", "sft", config.sft)
+def _sections(config: Config) -> Iterator[Problem]:
+    for name in ("sft", "preference", "distill", "classify", "mlm"):
+        task = "dpo" if name == "preference" else name
+        if config.task != task:
+            yield from _only_read_by(f"task = {task}", name, getattr(config, name))
 
 
 def _preference(config: Config) -> Iterator[Problem]:
     preference, data = config.preference, config.data
     if config.task != "dpo":
-        yield from _only_read_by("task = dpo", "preference", preference)
         return
     for key, format in _formats(data):
         if format != "preference":
@@ -258,7 +270,6 @@ def _preference(config: Config) -> Iterator[Problem]:
 def _distill(config: Config) -> Iterator[Problem]:
     section, name = config.distill, config.distill.teacher
     if config.task != "distill":
-        yield from _only_read_by("task = distill", "distill", section)
         return
     if name is None:
         yield "distill.teacher", "is missing for task = distill; name a model folder or a hub id"
@@ -352,9 +363,6 @@ def _expert(config: Config) -> Iterator[Problem]:
 
 def _encoder(config: Config) -> Iterator[Problem]:
     task, data = config.task, config.data
-    for name in ("classify", "mlm"):
-        if task != name:
-            yield from _only_read_by(f"task = {name}", name, getattr(config, name))
     if task not in ENCODER_TASKS:
         return
     if data.document_masking:

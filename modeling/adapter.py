@@ -135,10 +135,7 @@ def _require_modules(section: AdapterSection, known: Sequence[str]) -> None:
 
 
 def head_weights(model: Any) -> set[int]:
-    """ids of the parameters of the layer that makes the logits, those of a copy that `peft` trains among them.
-
-    A causal or masked language model's layer is its output embedding. A classifier's is the last one in its head.
-    """
+    """ids of the parameters of the layer that makes the logits, those of a copy that `peft` trains among them."""
     get = getattr(model, "get_output_embeddings", None)
     head = get() if get is not None else None
     if head is None:
@@ -147,14 +144,11 @@ def head_weights(model: Any) -> set[int]:
         return set()
     copies = getattr(head, "modules_to_save", None)
     heads = [head] if copies is None else [head.original_module, *copies.values()]
-    own = (getattr(one, "base_layer", one) for one in heads)
-    return {id(parameter) for one in own for parameter in _last_layer(one)}
-
-
-def _last_layer(module: Any) -> list[Any]:
-    """Parameters of the last layer in a module that has some."""
-    layers = [list(layer.parameters(recurse=False)) for layer in module.modules()]
-    return next((layer for layer in reversed(layers) if layer), [])
+    found: set[int] = set()
+    for one in heads:
+        layers = [list(layer.parameters(recurse=False)) for layer in getattr(one, "base_layer", one).modules()]
+        found.update(map(id, next((layer for layer in reversed(layers) if layer), [])))
+    return found
 
 
 def initial_value(section: AdapterSection, name: str, shape: torch.Size, *, seed: int) -> torch.Tensor | None:

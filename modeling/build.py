@@ -193,10 +193,7 @@ def _loaded(
 
 @contextmanager
 def _without_report() -> Iterator[None]:
-    """Inside, transformers' table of tensors that lack or are left over is not printed by every rank, unless it fails.
-
-    `drawn_notes` says the same once.
-    """
+    """Inside, transformers' table of tensors that lack or are left over is not printed, unless loading fails."""
     logger = logging.getLogger("transformers.modeling_utils")
     held: list[logging.LogRecord] = []
 
@@ -221,8 +218,7 @@ def _without_report() -> Iterator[None]:
 def _tying_by_value(gather: Gather) -> Iterator[None]:
     """Inside, transformers sees whole weights when it asks whether the files have two that it should tie as one.
 
-    It keeps them apart where they differ, as the head of Flan-T5 and mT5 does from the embedding. Under ZeRO-3 it would
-    compare what is left of partitioned weights, which is empty and equal, and drop the head of the files.
+    It keeps them apart where they differ, and would compare what ZeRO-3 leaves of them, which is empty and equal.
     """
     original = PreTrainedModel.tie_weights
 
@@ -272,8 +268,7 @@ def draw_weights(
 ) -> None:
     """Initialise every module as its architecture prescribes, with a generator seeded by (seed, module name).
 
-    Follows the order of transformers' own initialisation (children before parents, which may overwrite what their
-    children drew) and leaves torch's global generators as they were. only: parameters to initialise, others stay.
+    The order is transformers' own: children before parents. only: parameters to initialise, others stay.
     """
     model.tie_weights(recompute_mapping=False)  # under ZeRO-3 the constructor leaves tied weights apart
     with torch.random.fork_rng(devices=[]):
@@ -299,10 +294,7 @@ def attention_of(model: PreTrainedModel) -> str:
 
 
 def count_parameters(model: torch.nn.Module, *, trained: bool = False) -> int:
-    """Number of parameters, shared ones once, whole ones also under ZeRO-3 and where ranks share them.
-
-    trained: of those alone that are not frozen.
-    """
+    """Number of parameters, shared ones once, whole ones also under ZeRO-3. trained: of those that are not frozen."""
     found, coded = 0, quantised_parameters(model)
     for parameter in model.parameters():
         if trained and not parameter.requires_grad:

@@ -115,10 +115,7 @@ def quote_library_folders() -> None:
 
 
 def compile_blocks(model: nn.Module, run: Callable[[], None]) -> str:
-    """Compile every block by one forward pass; returns a line to log. run: a training pass, of the run's shape.
-
-    Raises UserError, with the compiler's first line, where a block cannot be compiled as a whole.
-    """
+    """Compile every block by one forward pass, `run`, of the run's shape; a line to log. Raises UserError."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException  # imports the whole compiler
 
     quote_library_folders()

@@ -1,12 +1,9 @@
 """Experts of a mixture that are shared out among ranks (`parallel.expert`): each has E / N of every layer's E experts.
 
-The ranks of a group have sequences of their own. In each layer a rank sends every (token, expert) pair to the rank that
-has the expert, which computes it and sends the result back (Lepikhin et al. 2021, "GShard"); none is dropped. The
-sender weighs the results and adds them up, so routers, their gradients and the counts of `router_balance` are those of
-experts that are not shared.
-
-transformers keeps a layer's experts in tensors of three dimensions, the first of which counts experts: a rank's slice
-of it is E / N consecutive experts, computed by the model's own module as if there were no others.
+In each layer a rank sends every (token, expert) pair to the rank that has the expert, which computes it and sends the
+result back (Lepikhin et al. 2021, "GShard"); none is dropped. The sender weighs the results and adds them up, so
+routers and the counts of `router_balance` are those of experts that are not shared. A rank's slice of transformers'
+three-dimensional tensors is computed by the model's own module as if there were no others.
 """
 
 from __future__ import annotations
@@ -63,10 +60,7 @@ def require_shareable_experts(shape: PretrainedConfig, ranks: int) -> None:
 
 
 def share_experts(model: nn.Module, group: Group, name: str) -> int:
-    """Keep this rank's experts of each layer and exchange tokens for them; the number of layers. Changes the model.
-
-    name: DeepSpeed's of the group, by which it knows over which ranks a slice's gradient is summed.
-    """
+    """Keep this rank's experts of each layer, in place; the number of layers. name: DeepSpeed's of the group."""
     layers = 0
     for module in _layers_of_experts(model):
         count, own = int(module.num_experts), int(module.num_experts) // group.size

@@ -7,10 +7,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 
 def can_cache(config: PretrainedConfig) -> bool:
-    """Whether `generate` may keep keys and values.
-
-    transformers 5.23 makes room for as many layers as T5's encoder has, and fails where the decoder has more.
-    """
+    """Whether `generate` may keep keys and values, which fails where T5's decoder has more layers than its encoder."""
     deep = getattr(config, "num_decoder_layers", None)
     return deep is None or deep <= config.num_hidden_layers
 

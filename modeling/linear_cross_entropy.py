@@ -1,13 +1,9 @@
 """Cross-entropy of a linear layer's logits, some tokens at a time: no tensor ever holds all logits.
 
 The gradients of a chunk are made while its logits are there, in the forward pass, as in Liger Kernel (Hsu et al. 2024,
-Liger Kernel: Efficient Triton Kernels for LLM Training, section 3.2): three matmuls as usual, none repeated. Two things
-differ, for 16 bits.
-
-- *The weight's gradient is summed over chunks in FP32* and rounded once. Summed in BF16 it would be rounded once a
-  chunk, by an error relative to the whole sum.
-- *Gradients are multiplied by `gradient_scale`*, the gradient that the loss will receive in the backward pass. Without
-  it an FP16 gradient of the hidden states would be rounded before the loss scale could lift it.
+section 3.2). *The weight's gradient is summed over chunks in FP32* and rounded once. *Gradients are multiplied by
+`gradient_scale`*, the gradient that the loss will receive in the backward pass: without it an FP16 gradient of the
+hidden states would be rounded before the loss scale could lift it.
 """
 
 from __future__ import annotations
@@ -85,11 +81,6 @@ def linear_cross_entropy(
         flat, head.weight, head.bias, labels.reshape(-1), scale, *options, torch.is_grad_enabled(), filled
     )
     return total, losses.view(labels.shape)
-
-
-def linear_cross_entropy_sum(hidden: torch.Tensor, head: Head, labels: torch.Tensor, **options: Any) -> torch.Tensor:
-    """The sum alone of `linear_cross_entropy`."""
-    return linear_cross_entropy(hidden, head, labels, **options)[0]
 
 
 _making_gradients = False
@@ -266,7 +257,6 @@ def likeliest(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """1 where no token is likelier than the label, 0 elsewhere and where a label is masked, FP32 of the labels' shape.
 
     Of n tokens that are equally the likeliest each counts 1 / n: a model that prefers nothing is right by chance.
-    Arguments as of `label_loss_sum`.
     """
     largest = logits.amax(-1, keepdim=True)
     of_label = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1))

@@ -56,10 +56,7 @@ class SequenceAttention:
     """Shared attention of one model. Changes the model in place until `close`."""
 
     def __init__(self, model: PreTrainedModel, group: Group, *, apart: bool) -> None:
-        """apart: documents that share a sequence do not see each other.
-
-        Raises UserError, with the reason, for a model whose attention cannot be shared.
-        """
+        """apart: documents that share a sequence do not see each other. Raises UserError, with the reason."""
         shape = model.config.get_text_config()
         reason = unshared_reason(shape, str(model.config._attn_implementation), group.size)
         if reason is not None:
@@ -151,10 +148,7 @@ class SequenceAttention:
 
 
 def unshared_reason(shape: PretrainedConfig, attention: str, ranks: int) -> str | None:
-    """Why a model's attention cannot be shared among `ranks`; None where nothing is known against it.
-
-    shape: the config of its language model. attention: its implementation.
-    """
+    """Why attention, of this implementation, cannot be shared among `ranks`; None where nothing is known against it."""
     if attention != "sdpa":
         return f"its attention is {attention}, and this is verified with sdpa"
     heads = getattr(shape, "num_attention_heads", None)

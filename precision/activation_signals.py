@@ -36,8 +36,7 @@ OUTLIER = 6.0
 class AttentionMeter:
     """Context manager: the largest logit and the entropy in each attention that transformers' interface dispatches.
 
-    A recomputation by activation checkpointing is left out: it is the same again. An attention that a model computes by
-    code of its own is not seen, and has no figures.
+    An attention that a model computes by code of its own has no figures.
     """
 
     def __init__(self, model: nn.Module, *, active: bool = True) -> None:

@@ -129,10 +129,7 @@ def judge_reexecution(
 
 
 def _blamed(disagreed: Sequence[bool], finite: Sequence[tuple[bool, bool]]) -> tuple[int, ...]:
-    """The rank that took part in most of the disagreements; several where they cannot be told apart.
-
-    A faulty rank f spoils the answers to its own inputs and to those of rank f + 1.
-    """
+    """The rank f that spoiled the answers to its own inputs and to those of rank f + 1; several where they tie."""
     ranks = len(disagreed)
     votes: Counter[int] = Counter()
     bad: Counter[int] = Counter()

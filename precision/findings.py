@@ -56,10 +56,7 @@ class Finding:
 
 
 def describe(tensor: torch.Tensor) -> Description | None:
-    """(kind, number of non-finite values, largest finite magnitude, dtype) of a tensor; None if all of it is finite.
-
-    Integers, empty tensors and meta tensors are finite. Waits for the device.
-    """
+    """`Description` of a tensor; None if all of it is finite, as integers and meta tensors are. It waits."""
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
     if not tensor.is_floating_point() or tensor.numel() == 0 or tensor.is_meta:

@@ -156,10 +156,7 @@ def linear_fp8(
     section: Fp8Section,
     count: Count | None = None,
 ) -> torch.Tensor:
-    """inputs W^T + bias in `ambient`. inputs: (..., in), any floating dtype. weight: (out, in), its FP32 master.
-
-    count: sees every operand and what rounding made of it.
-    """
+    """inputs W^T + bias in `ambient`. weight: (out, in), its FP32 master. count: sees every operand, rounded too."""
     kernel = not no_kernel(weight.shape, inputs.device, ambient, section)
     output = _Linear.apply(inputs.to(ambient), weight, section, kernel, count)
     return output if bias is None else output + bias.to(ambient)

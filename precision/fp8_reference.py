@@ -37,8 +37,7 @@ _SCALES = (-126, 127)
 def rounded(values: torch.Tensor, name: Name, scaling: str) -> torch.Tensor:
     """`values` as FP8 has them, FP64, each with the scale of those it is summed with: along the last dimension.
 
-    values: any shape and floating dtype. scaling: of Fp8Section. Where one of those that share a scale is not finite
-    all are nan.
+    Where one of those that share a scale is not finite all are nan. scaling: of Fp8Section.
     """
     if scaling == "block32":
         blocks = [rounded(part, name, "row") for part in values.split(_BLOCK, dim=-1)]
@@ -61,8 +60,8 @@ def operands(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(rows, summed) and (columns, summed), FP64: what a linear layer multiplies for one of its three products.
 
-    inputs: (tokens, in), in the dtype around the layer. weight: (out, in), the master. gradient: (tokens, out), of the
-    output; None for the output itself.
+    inputs: (tokens, in), in the dtype around the layer. weight: (out, in), the master. gradient: of the output, or
+    None.
     """
     if gradient is None or product == "output":
         return rounded(inputs, "e4m3", section.scaling), rounded(weight, "e4m3", section.scaling)

@@ -116,10 +116,7 @@ class Guard:
         return self._react(trouble, {"promote": can_promote, "rollback": can_roll_back})
 
     def suspicion(self, health: Health) -> str | None:
-        """Why a step is worth repeating to tell a fault of the machine from a numeric event; None: it is not.
-
-        A routine FP16 overflow is not, and neither are the step's consequences, such as too many skips.
-        """
+        """Why a step is worth repeating to tell a machine's fault from a numeric event; None: it is not."""
         if health.disagreement:
             return health.disagreement
         found = not_finite(health)
@@ -167,10 +164,7 @@ class Guard:
         return due
 
     def roll_back(self, state: dict[str, Any] | None) -> None:
-        """Return to the guard's state in a checkpoint, but keep the used budgets: a run must not loop.
-
-        state: from `state_dict`; None for a checkpoint without one.
-        """
+        """Return to the guard's `state_dict` in a checkpoint, if it has one, but keep the used budgets."""
         used = self._used
         self.load_state_dict(state if state is not None else Guard(self._section).state_dict())
         self._used = {name: max(used[name], self._used[name]) for name in used}

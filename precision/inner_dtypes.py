@@ -319,10 +319,7 @@ def _makes_table(module: torch.nn.Module) -> bool:
 
 
 def _rounded_to(tensor: torch.Tensor) -> str | None:
-    """The 16-bit dtype that all of an FP32 tensor's values were rounded to, by the values; None where there is none.
-
-    Integers and powers of two are the same in any dtype: three others at least have to be exact in 16 bits.
-    """
+    """The 16-bit dtype that three telling values at least, and all others, of an FP32 tensor were rounded to."""
     values = tensor.detach()
     if values.dtype != torch.float32 or values.numel() > _MOST_FREQUENCIES:
         return None

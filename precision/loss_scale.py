@@ -68,10 +68,7 @@ class ScalePolicy(ABC):
         return shared | {key: copy(getattr(self, name)) for key, name in self._COUNTERS.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`. Limits and windows stay those of the config.
-
-        The state of another policy gives its scale, clamped to this one's limits; its counters are ignored.
-        """
+        """The inverse of `state_dict` within the config's limits; another policy's state gives its scale."""
         self.scale = min(max(float(state["scale"]), self._minimum), self._maximum)
         self.consecutive_overflows = int(state["consecutive_overflows"])
         self.at_minimum, self.reason = False, None

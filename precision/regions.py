@@ -101,10 +101,7 @@ class Regions:
         return tuple(name for name, now in self._compute.items() if now == compute)
 
     def set(self, name: str, compute: str, reason: str) -> Change | None:
-        """Let a region compute in another dtype from the next forward pass on; None when it already does.
-
-        Call it on every rank alike, between two steps. Raises UserError for an unknown region or dtype.
-        """
+        """Let a region compute in another dtype from the next pass on, on every rank alike; None: it does already."""
         self._check(name, compute)
         old = self._compute[name]
         if old == compute:
@@ -117,10 +114,7 @@ class Regions:
         return {name: now for name, now in self._compute.items() if now != self.assignments[name].compute}
 
     def load_state_dict(self, state: dict[str, str]) -> None:
-        """The manifest's dtypes, with the changes saved in a checkpoint applied.
-
-        Raises UserError when the state names a region that this model does not have; nothing has changed then.
-        """
+        """The manifest's dtypes, with a checkpoint's changes applied; raises UserError before any change."""
         for name, compute in state.items():
             self._check(name, compute)
         wanted = {name: str(given.compute) for name, given in self.assignments.items()} | state

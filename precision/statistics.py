@@ -92,10 +92,7 @@ class ActivationMeter:
 
 
 def to_plain(measured: Any) -> Any:
-    """`measured` with Python numbers for tensors and dicts for named tuples. Waits for the device.
-
-    measured: mappings and named tuples, nested, of () or (n,) tensors and plain values.
-    """
+    """Nested mappings and named tuples of tensors with Python numbers for tensors, dicts for named tuples; waits."""
     if isinstance(measured, torch.Tensor):
         return measured.tolist()
     if isinstance(measured, Mapping):

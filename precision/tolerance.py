@@ -35,10 +35,7 @@ def worst_case(terms: int, dtype: torch.dtype) -> float:
 
 
 def expected(terms: int, dtype: torch.dtype, *, confidence: float = CONFIDENCE) -> float:
-    """exp(lambda sqrt(n) u + n u^2 / (1 - u)) - 1: what n independent roundings reach (Higham and Mary 2019, 2.4).
-
-    Holds for one result with probability 1 - 2 exp(-lambda^2 (1 - u)^2 / 2), so widen `confidence` for many results.
-    """
+    """exp(lambda sqrt(n) u + n u^2 / (1 - u)) - 1: what n independent roundings reach (Higham and Mary 2019, 2.4)."""
     u = unit_roundoff(dtype)
     exponent = confidence * math.sqrt(terms) * u + terms * u * u / (1 - u)
     return math.expm1(exponent) if exponent < 700 else math.inf

@@ -1,9 +1,8 @@
 """The choice of the DeepSpeed JSON that a run starts from, where one key says it: precision.compute,
 precision.manifest, deepspeed.stage or deepspeed.offload.
 
-The JSONs of Mantissa's own ds_configs/ are one for every dtype, ZeRO stage and offload, so naming one says these three,
-and naming these three names one. What is written later wins, the command line over the file. What is written in the
-same place has to agree, and a JSON of the user's own is never replaced: config/deepspeed/resolve.py refuses those.
+What is written later wins, the command line over the file; what is written in the same place has to agree, and a JSON
+of the user's own is never replaced: config/deepspeed/resolve.py refuses those.
 """
 
 from __future__ import annotations

@@ -244,10 +244,7 @@ def refusal(combination: Combination) -> Upstream | None:
 
 
 def refuse_combination(where: str, combination: Combination) -> None:
-    """Raises UserError for a combination that is known to be wrong, or that the matrix does not measure.
-
-    where: the file or key to name. A manifest without any 16-bit dtype is FP32 on the cast path.
-    """
+    """Raises UserError for a combination that is known to be wrong, or not measured. where: the file or key to name."""
     row = refusal(combination)
     if row is not None:
         manifest = " regions" if combination.path == "manifest" else ""

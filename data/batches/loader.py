@@ -82,10 +82,7 @@ class Batch:
         return found
 
     def micro_batches(self, device: torch.device) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
-        """The model's arguments and the labels of each micro-batch, on `device`.
-
-        input_ids, labels and position_ids: (micro, sequence_length), or (1, micro x sequence_length) with one_row.
-        """
+        """The model's arguments and labels of each micro-batch, on `device`; one row of all with one_row."""
         for index, (input_ids, labels) in enumerate(zip(self.input_ids, self.labels, strict=True)):
             inputs: dict[str, Any] = {"input_ids": input_ids}
             inputs |= {name: values[index] for name, values in self.further.items()}
@@ -302,10 +299,8 @@ def _batch_of_rows(
     mine: np.ndarray,
     documents: Documents | None,
 ) -> Batch:
-    """Sequences of whole rows, each padded at its end.
-
-    With `documents` all are `sequence_length` long and every row is a document, the padding too. Without, they are as
-    long as this rank's longest; nothing attends to what comes after it, so padding needs no mask.
+    """Sequences of whole rows, each padded at its end: with `documents` to `sequence_length`, the padding a document,
+    too; without, to this rank's longest, since nothing attends to what comes after it.
     """
     samples, length = mine.reshape(-1), sequence_length
     if documents is None:

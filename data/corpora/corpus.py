@@ -99,10 +99,7 @@ def tokenizer_sha256(folder: Path) -> str:
 
 
 def open_corpus(folder: Path, *, verify: bool) -> Corpus:
-    """Open a prepared corpus. Sizes, headers, index and tokenizer are always checked, shard checksums with `verify`.
-
-    Raises UserError naming the damaged file.
-    """
+    """Open a prepared corpus; shard checksums are compared with `verify`. Raises UserError naming the damaged file."""
     index = _read_index(folder)
     train, validation = (_open_split(folder, index, split, verify=verify) for split in SPLITS)
     try:
@@ -161,11 +158,7 @@ def _content_sha256(content: dict[str, Any]) -> str:
 
 
 def labels_of(corpus: Corpus, given: tuple[str, ...], data: DataSection) -> tuple[str, ...]:
-    """The labels in the order of a model's outputs. given: classify.labels; empty: those of the data, sorted.
-
-    data: the section that the corpus is of. Raises UserError where a label of the data is not among them, or all rows
-    have one.
-    """
+    """Labels in the order of a model's outputs. given: classify.labels; empty: those of the data. Raises UserError."""
     if len(corpus.labels) < 2:
         key = "data.tags_field" if data.format == "tagged" else "data.label_field"
         field = data.tags_field if data.format == "tagged" else data.label_field

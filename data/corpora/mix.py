@@ -39,9 +39,13 @@ def mixed(data: DataSection, prepare: Callable[[DataSection], Corpus]) -> Corpus
         f"data: {name}: {share:.1%} of the samples, {count:,} sequences of its own"
         for name, share, count in zip(names, mixture.shares(), samples, strict=True)
     ]
-    first = parts[0]
+    of_parts = (
+        f"data: {name}: {line.removeprefix('data: ')}"
+        for name, part in zip(names, parts, strict=True)
+        for line in part.notes
+    )
     return replace(
-        first,
+        parts[0],
         fingerprint=fingerprint_of_parts([[part.fingerprint for part in parts], weights]),
         train=_joined([part.train for part in parts]),
         validation=_joined([part.validation for part in parts]),
@@ -55,12 +59,8 @@ def mixed(data: DataSection, prepare: Callable[[DataSection], Corpus]) -> Corpus
         validation_by_source={
             name: part.validation for name, part in zip(names, parts, strict=True) if part.validation.sequences(length)
         },
-        notes=(*(line for name, part in zip(names, parts, strict=True) for line in _notes_of(name, part)), *notes),
+        notes=(*of_parts, *notes),
     )
-
-
-def _notes_of(name: str, part: Corpus) -> list[str]:
-    return [f"data: {name}: {line.removeprefix('data: ')}" for line in part.notes]
 
 
 def section_of(data: DataSection, item: SourceSection | ValidationSection) -> DataSection:

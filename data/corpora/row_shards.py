@@ -34,10 +34,7 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> dict[str, An
 
 
 def open_tensors(path: Path, expected: Mapping[str, Any], *, verify: bool) -> dict[str, np.ndarray]:
-    """Read-only views of a file's tensors, compared with its entry in the index.
-
-    Raises UserError that names the file where size or header differ, or with `verify` the sha256.
-    """
+    """Read-only views of a file's tensors. Raises UserError where size, header or with `verify` the sha256 differ."""
     try:
         if path.stat().st_size != expected["bytes"]:
             raise damaged(path, f"it has {path.stat().st_size} bytes instead of {expected['bytes']}")

@@ -85,10 +85,7 @@ class Shard:
 
 
 def open_shard(path: Path, expected: dict[str, Any], *, verify: bool) -> Shard:
-    """Open a shard and compare it with its entry in the index: size, header, and with `verify` the sha256.
-
-    Raises UserError that names the file when any of them differs.
-    """
+    """Open a shard. Raises UserError where size or header, or with `verify` the sha256, are not those of the index."""
     try:
         if path.stat().st_size != expected["bytes"]:
             raise damaged(path, f"it has {path.stat().st_size} bytes instead of {expected['bytes']}")

@@ -57,10 +57,7 @@ def unreadable(path: str, error: Exception) -> UserError:
 
 
 def pieces(file: BinaryIO, separator: bytes) -> Iterator[bytes]:
-    """The parts that `bytes.split` makes of a file, with a block and copies of the longest piece in memory.
-
-    A separator that is UTF-8 cuts no character of a text that is: no character's bytes are inside another's.
-    """
+    """The parts that `bytes.split` makes of a file, with a block and copies of the longest piece in memory."""
     held = bytearray()
     while block := file.read(BLOCK_BYTES):
         start = max(0, len(held) - len(separator) + 1)  # where one may begin that was not whole before

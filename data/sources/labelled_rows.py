@@ -1,13 +1,4 @@
-"""Rows of task classify: one or two texts, or words, and what is to be predicted of them.
-
-| format | fields of the row, by their default names | predicted |
-|---|---|---|
-| labelled | `text`, or with a second one, and `label`: text, a whole number, or true or false | a label |
-| tagged | `tokens`, a list of words, and `tags`, as many labels | a label of each word |
-| scored | `text`, or with a second one, and `label`, a number | the number |
-
-What does not fit is a `BadRow` that names the field. Whoever reads the rows knows the file and the line.
-"""
+"""Rows of task classify (docs/data.md): one or two texts, or words, and what is to be predicted of them."""
 
 from __future__ import annotations
 

@@ -1,11 +1,8 @@
 """Rows for an encoder-decoder: a source that the encoder reads, and a target that the decoder learns.
 
-The source is the text that the tokenizer of transformers makes tokens of, with the special tokens that it puts around a
-text, and so is the target, which always ends with the end of a text: T5 has X </s>, BART <s> X </s>. A conversation's
-target is its last turn, which has to be the assistant's; the source is the turns before it under the chat template,
-with what stands before an answer.
-
-A prepared row is its source with its target behind it, of which all are labels.
+Both are what the tokenizer of transformers makes of a text, special tokens included, and a target always ends with the
+end of a text. A conversation's target is its last turn, which has to be the assistant's. A prepared row is its source
+with its target behind it, of which all are labels.
 """
 
 from __future__ import annotations

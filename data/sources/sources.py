@@ -1,16 +1,10 @@
-"""Sources of documents, each a stream with an identity.
+"""Sources of documents, each a stream with an identity, the part of the corpus's fingerprint that stands for the text.
 
-A `Source` is cheap to make and reads nothing of a hub until its documents are asked for, so that a corpus that was
-prepared earlier opens on a machine without a network.
-
-Identity, the part of the corpus's fingerprint that stands for the text:
-
-- Local files: names (relative to data.path) and sizes, and the sha256 of the contents while these are at most
-  `HASHED_BYTES` in all, so that copies of a corpus on two nodes are the same corpus whatever their times. Above that
-  size hashing would delay every start by minutes, so modification times take its place.
-- URLs: each with its size and the ETag, checksum or time of its file system (`remote`), so that a start asks for these.
-- Hub: id, name, split, and the revision when data.path pins one (`owner/name@revision`). Without a pin, what was
-  prepared stays in use when the hub changes; the revision that was read is recorded in the corpus (`revision`).
+Local files: names (relative to data.path) and sizes, and the sha256 of the contents while these are at most
+`HASHED_BYTES` in all, so that copies of a corpus on two nodes are the same corpus whatever their times; above that
+size modification times, since hashing would delay every start by minutes. URLs: each with its size and what its file
+system tells versions apart by (`remote`). Hub: id, name, split, and the revision when data.path pins one; without a
+pin, what was prepared stays in use when the hub changes, and the revision that was read is recorded.
 """
 
 from __future__ import annotations

@@ -125,10 +125,8 @@ def _tokens(piece: str, worker: _Encoder) -> np.ndarray:
 
 
 def byte_ids() -> np.ndarray:
-    """(256,) int64: the token of each byte under the tokenizer `bytes`.
-
-    Its vocabulary is the alphabet of byte-level tokenizers in the order of code points: GPT-2's bytes_to_unicode leaves
-    printable Latin-1 as it is and moves the other bytes, in their order, behind it.
+    """(256,) int64: the token of each byte under the tokenizer `bytes`, whose vocabulary is GPT-2's alphabet of bytes
+    in the order of code points: printable Latin-1 as it is, the other bytes behind it.
     """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = sorted(set(range(256)) - set(printable))
@@ -150,10 +148,7 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def train_bpe(sample: list[str], vocabulary: int) -> str:
-    """Train a byte-level BPE (Sennrich et al. 2016, on bytes as in GPT-2) and return its tokenizer.json.
-
-    The result depends on the sample alone. A sample with too few distinct words gives fewer than `vocabulary` entries.
-    """
+    """Train a byte-level BPE (Sennrich et al. 2016) on the sample alone and return its tokenizer.json."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

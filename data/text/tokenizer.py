@@ -59,10 +59,7 @@ ENCODER_TOKENS = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD
 
 
 def make_encoder_tokenizer(spec: str, source: Source, validation_fraction: float) -> PreTrainedTokenizerFast:
-    """`make_tokenizer` for an encoder: bytes and bpe get ENCODER_TOKENS, and put texts between them as BERT does.
-
-    A Hugging Face tokenizer stays as it is. Raises UserError as that, and where it lacks a token that is needed.
-    """
+    """`make_tokenizer` for an encoder: bytes and bpe get ENCODER_TOKENS, and put texts between them as BERT does."""
     tokenizer = make_tokenizer(spec, source, validation_fraction)
     if is_made(spec):
         tokenizer.add_special_tokens(dict(ENCODER_TOKENS))

@@ -44,10 +44,7 @@ def divergence(p: torch.Tensor, q: torch.Tensor, *, kind: Kind, beta: float = 0.
 
 
 def on_likeliest(log_probs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities of the outcomes `ids`, and last that of all others together.
-
-    log_probs: (tokens, vocabulary). ids: (tokens, k) int64, k below the vocabulary -> (tokens, k + 1).
-    """
+    """Log-probabilities of the outcomes `ids`, (tokens, k) int64, and last that of all others: (tokens, k + 1)."""
     others = log_probs.scatter(-1, ids, -torch.inf).logsumexp(dim=-1, keepdim=True)
     return torch.cat([log_probs.gather(-1, ids), others], dim=-1)
 
