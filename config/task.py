@@ -65,7 +65,7 @@ def settle_task(config: Config) -> Config:
     data = config.data
     if config.task == "dpo":
         if config.preference.reference == "auto":
-            reference = "precomputed" if config.adapter.kind == "none" else "adapter_off"
+            reference: Any = "precomputed" if config.adapter.kind == "none" else "adapter_off"
             config = replace(config, preference=replace(config.preference, reference=reference))
         data = replace(_of_format(data, "preference"), packing="none")
     if config.task == "seq2seq":

@@ -1,8 +1,8 @@
 """Uniform noise on the embeddings in training, as a regulariser of fine-tuning.
 
 To every value of the embedding layer's output epsilon alpha / sqrt(L d) is added (Jain et al. 2023, "NEFTune",
-algorithm 1), epsilon uniform in (-1, 1), L the row's tokens, d the width. It is drawn by the row and the place alone,
-so that it does not depend on ranks, micro-batches or packing, and a step that is run again has the same.
+algorithm 1): epsilon uniform in (-1, 1), L the tokens of the row, d the width. Epsilon is a hash of a key of its token,
+which comes with the batch, and of its channel, so it is the same however a batch is cut, and no generator is saved.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from config.errors import UserError
-from modeling.tensor_parallel import CUT, Cut
+from modeling.tensor_parallel import CUT, Cut, Ranks
 
 MEASURED = frozenset({"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "deepseek_v3", "glm4_moe", "granitemoe"})
 """Kinds of models whose masters, losses and norms were compared with those of one rank (docs/moe.md)."""
@@ -26,16 +26,8 @@ _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Keys of the number of experts of a layer."""
 
 
-class Group(Protocol):
+class Group(Ranks, Protocol):
     """The ranks that share experts, in the order of their slices."""
-
-    @property
-    def rank(self) -> int:
-        """Which slice is this rank's, from 0."""
-
-    @property
-    def size(self) -> int:
-        """How many they are."""
 
     def exchange(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         """rows: (n, ...), first the `sent[0]` for rank 0, ... -> (m, ...), first the `received[0]` from rank 0, ..."""

@@ -26,6 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from config.batch import WHOLE_POSITIONS
 from config.errors import UserError, one_line
+from modeling.tensor_parallel import Ranks
 
 LARGEST_IN_FP32 = 1e-3
 """[fraction of the largest logit] Difference that rounding is taken to explain in `require_equal_logits`."""
@@ -37,16 +38,8 @@ _SLICE = 8
 _numbers = itertools.count(1)
 
 
-class Group(Protocol):
+class Group(Ranks, Protocol):
     """The ranks that share sequences, in the order of their slices."""
-
-    @property
-    def rank(self) -> int:
-        """Which slice is this rank's, from 0."""
-
-    @property
-    def size(self) -> int:
-        """How many they are."""
 
     def exchange(self, parts: torch.Tensor) -> torch.Tensor:
         """parts: (size, ...), contiguous, the i-th for rank i -> the same shape, the i-th from rank i."""

@@ -7,7 +7,7 @@ et al. 2019, "Megatron-LM"). Norms, embeddings and biases after a sum stay whole
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import PretrainedConfig
@@ -24,6 +24,18 @@ _HEAD_NORMS = ("use_qk_norm", "qk_layernorm")
 """Keys of norms of each head that are in no `tp_plan`: a rank would train them on its own heads alone."""
 _INNER_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "activation_dropout")
 """Keys of dropout within what is cut, where a rank draws for its own heads or values."""
+
+
+class Ranks(Protocol):
+    """Ranks that share something, in the order of their slices."""
+
+    @property
+    def rank(self) -> int:
+        """Which slice is this rank's, from 0."""
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
 
 
 def unshared_reason(shape: PretrainedConfig, ranks: int) -> str | None:
