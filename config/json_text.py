@@ -18,10 +18,7 @@ def parse(text: str | bytes) -> Any:
 
 
 def read_object(path: Path, what: str) -> dict[str, Any]:
-    """The object in a JSON file that somebody wrote. what: the kind of file, for the error, such as DeepSpeed JSON.
-
-    Raises UserError, also where one of its objects names a key twice.
-    """
+    """The object in a JSON file that somebody wrote, no key twice. what: its kind, for the error. Raises UserError."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}

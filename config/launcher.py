@@ -31,10 +31,7 @@ class RankEnv:
 
 
 def read_rank_env(environment: Mapping[str, str], local_rank_option: int | None) -> RankEnv:
-    """The variables that `deepspeed`, `torchrun` and `accelerate launch` all set; without any a single process.
-
-    `--local_rank` of older launchers may replace LOCAL_RANK, or equal it. Raises UserError.
-    """
+    """The variables that launchers set; none: a single process. The option may replace LOCAL_RANK. Raises UserError."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     values = {name: _number(name, environment[name]) for name in names if name in environment}
     if local_rank_option is not None:
@@ -147,10 +144,7 @@ def without_accelerate(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_agreement(environment: Mapping[str, str], source: str, deepspeed: Mapping[str, Any], precision: str) -> None:
-    """Refuse a run that contradicts Accelerate's config; `auto` and missing settings never do. Raises UserError.
-
-    source: the files that decided the run's settings. precision: fp32, bf16, fp16, or `manifest`.
-    """
+    """Raise UserError for a run that contradicts Accelerate's config. source: the files that decided the run's."""
     for name, what in _OTHER_BACKENDS.items():
         if environment.get(name) == "true":
             problem = "is not what train.py does: it trains with DeepSpeed's ZeRO"

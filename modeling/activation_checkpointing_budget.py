@@ -106,10 +106,7 @@ def spread(blocks: int, number: int) -> tuple[int, ...]:
 
 
 def peak(kept: Saved, recomputed: Saved, chosen: Sequence[int], *, counted: Saved | None = None) -> int:
-    """[bytes] Peak activation memory when the blocks `chosen` are recomputed.
-
-    kept, recomputed: counted with no block recomputed, and with all. counted: counted for this very choice.
-    """
+    """[bytes] Peak activation memory when the blocks `chosen` are recomputed. counted: for this very choice."""
     each = tuple(recomputed.blocks[index] if index in chosen else whole for index, whole in enumerate(kept.blocks))
     now = counted or Saved(kept.before, each, kept.after)
     return max(now.total, *(now.before + sum(now.blocks[: index + 1]) + kept.blocks[index] for index in chosen), 0)

@@ -56,10 +56,7 @@ def model_config(
     model_class: str = CAUSAL_LM,
     given: Mapping[str, Any] | None = None,
 ) -> PretrainedConfig:
-    """The Hugging Face config of the model to train. Needs no process group. model_class: of config/task.py.
-
-    given: arguments of the config that the task decides, such as the names of labels. Raises UserError.
-    """
+    """The Hugging Face config of the model to train. given: arguments that the task decides. Raises UserError."""
     if section.name_or_path is not None:
         config = _saved_config(section, model_class)
         config.update(dict(given or {}))

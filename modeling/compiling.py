@@ -37,10 +37,7 @@ _OPTIONS: dict[str, Any] = {
 
 
 class CompiledBlock:
-    """Replaces one block's `forward`.
-
-    Create it last, after DeepSpeed and all others have registered their permanent hooks and forwards.
-    """
+    """Replaces one block's `forward`; the last to do so, after DeepSpeed and all permanent hooks."""
 
     def __init__(self, block: GradientCheckpointingLayer) -> None:
         """Raises ValueError where the block's forward is not that of its class."""

@@ -106,10 +106,7 @@ class Plan:
 
 
 def plan_liger(model: PreTrainedModel, *, dtype: torch.dtype, device: torch.device) -> Plan:
-    """The modules of a model that Liger's kernels can compute; the model is not changed. Raises UserError.
-
-    dtype: in which the model will train. Each kernel is first tested on the device, forward and backward.
-    """
+    """The modules that Liger's kernels can compute in `dtype`, each kernel tested on the device. Raises UserError."""
     architecture = model.config.model_type
     require_liger(architecture, device)
     made: dict[type, type] = {}

@@ -28,10 +28,7 @@ def loading_options(section: AdapterSection, auto: Any, config: PretrainedConfig
 
 
 def settings(section: AdapterSection, *, skipped: list[str] | None = None) -> Any:
-    """The `BitsAndBytesConfig` of a base in 4 or 8 bits. Raises UserError without the library.
-
-    skipped: names of modules that stay floats; None: as transformers chooses them, embeddings and the output.
-    """
+    """The `BitsAndBytesConfig` of a base. skipped: modules that stay floats; None: as transformers has it."""
     require("bitsandbytes", f"adapter.base={section.base}")
     from transformers import BitsAndBytesConfig
 

@@ -34,10 +34,7 @@ OUTLIER = 6.0
 
 
 class AttentionMeter:
-    """Context manager: the largest logit and the entropy in each attention that transformers' interface dispatches.
-
-    An attention that a model computes by code of its own has no figures.
-    """
+    """Context manager: the largest logit and entropy in each attention that transformers' interface dispatches."""
 
     def __init__(self, model: nn.Module, *, active: bool = True) -> None:
         """active: False measures nothing, such as for compiled blocks, which would be compiled anew."""

@@ -58,11 +58,7 @@ def rounded(values: torch.Tensor, name: Name, scaling: str) -> torch.Tensor:
 def operands(
     product: Product, inputs: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor | None, section: Fp8Section
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows, summed) and (columns, summed), FP64: what a linear layer multiplies for one of its three products.
-
-    inputs: (tokens, in), in the dtype around the layer. weight: (out, in), the master. gradient: of the output, or
-    None.
-    """
+    """(rows, summed) and (columns, summed), FP64: what a linear layer multiplies for one of its three products."""
     if gradient is None or product == "output":
         return rounded(inputs, "e4m3", section.scaling), rounded(weight, "e4m3", section.scaling)
     if product == "input gradient":

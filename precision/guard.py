@@ -127,11 +127,7 @@ class Guard:
         return found.what if found is not None else None
 
     def note(self, health: Health, judgement: Judgement, *, applied: bool, update_ratio: float | None = None) -> None:
-        """Record a step once it is over; on ROLLBACK before the checkpoint is loaded.
-
-        applied: whether the weights changed. update_ratio: as the attribute. Raises ValueError for weights that should
-        not.
-        """
+        """Record a step once it is over; on ROLLBACK before the checkpoint is loaded. applied: the weights changed."""
         verdict, section = judgement.verdict, self._section
         self.update_ratio, self._warned = update_ratio, ""
         if applied and verdict is not Verdict.STEP:

@@ -30,10 +30,7 @@ class Place(IntEnum):
 
 
 def settle(config: Config, path: Path, place: Callable[[str], Place]) -> Config:
-    """`config` with precision.path and deepspeed.config decided by the keys that imply them.
-
-    path: the run config, which names of files are relative to. place: where a dotted key was written.
-    """
+    """`config` with precision.path and deepspeed.config decided by the keys that imply them. path: the run config."""
     precision = config.precision
     if place("precision.manifest") > place("precision.path"):
         precision = replace(precision, path="cast" if precision.manifest is None else "manifest")

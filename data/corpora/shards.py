@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 
 from config import json_text
 from config.errors import UserError
-from config.files import flush
+from config.files import file_sha256, flush
 
 FORMAT_VERSION = "1"
 _DTYPE_NAMES = {"U16": "uint16", "U32": "uint32"}
@@ -100,16 +100,10 @@ def open_shard(path: Path, expected: dict[str, Any], *, verify: bool) -> Shard:
         raise damaged(path, f"its header cannot be read: {type(error).__name__}") from error
     if described != (expected["header"], expected["tokens"], expected["header"]["dtype"], 0, expected["bytes"]):
         raise damaged(path, "its header is not the one in index.json")
-    if verify and _sha256_from(path, shard.offset) != expected["header"]["sha256"]:
+    # read, not mapped: mapped pages count as memory of the process
+    if verify and file_sha256(path, start=shard.offset) != expected["header"]["sha256"]:
         raise damaged(path, "its tokens do not have the sha256 in its header")
     return shard
-
-
-def _sha256_from(path: Path, offset: int) -> str:
-    """SHA-256 of the bytes from `offset` on. Read, not mapped: mapped pages count as memory of the process."""
-    with path.open("rb") as file:
-        file.seek(offset)
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def damaged(path: Path, reason: str) -> UserError:

@@ -30,7 +30,9 @@ def located_rows(data: DataSection, source: Source) -> Iterator[Found]:
         return iter(source.open())
     if data.format in TASK_FORMATS:
         return _functions_by_folder(source)
-    return _short_and_long(source) if data.format == "preference" else _summaries(source)
+    if data.format == "preference":
+        return _short_and_long(source)
+    return ((where, {"prompt": code, "completion": lines[0]}) for where, code, lines in _functions(source))
 
 
 def is_held_out(row: dict[str, Any], validation_fraction: float) -> bool:
@@ -55,11 +57,6 @@ def _functions(source: Source) -> Iterator[tuple[str, str, list[str]]]:
                 code = _code_of(node) if lines else None
                 if code is not None:
                     yield f"{source.label}: file {number}, line {node.lineno}", f"{code}\n\n# In words: ", lines
-
-
-def _summaries(source: Source) -> Iterator[Found]:
-    """{prompt, completion}: a function, and the first line of its docstring."""
-    return ((where, {"prompt": code, "completion": lines[0]}) for where, code, lines in _functions(source))
 
 
 def _short_and_long(source: Source) -> Iterator[Found]:

@@ -46,10 +46,7 @@ class SourceAndTarget(Chat):
         return Tokens(np.concatenate([asked, answer]), np.arange(len(asked) + len(answer)) >= len(asked))
 
     def fitted(self, row: Tokens, data: DataSection, counts: Counter[str]) -> list[Tokens]:
-        """The row with both sides cut to their lengths, or nothing. `counts` says what became of it.
-
-        A source keeps its special tokens. A target loses its end, so that nothing teaches the model to stop there.
-        """
+        """The row with both sides cut to their lengths, a target without its end, or nothing; `counts` says which."""
         source, target = sides(row.ids, row.trained)
         too_long = len(source) > data.sequence_length, len(target) > data.label_length
         if not any(too_long):

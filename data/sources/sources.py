@@ -34,6 +34,8 @@ from data.sources.row_formats import BadRow, Found, json_kind, recognise
 HASHED_BYTES = 1 << 30
 """[bytes] Local sources up to this size are identified by content, larger ones by modification time."""
 
+_ROWS_WITHOUT = 1000
+"""Rows from the start without data.text_field after which no other is looked at."""
 _NO_TEXT = "not text; correct the row, or set data.text_field to the field that holds the document"
 _PATTERNS = {
     "text": ("*",),
@@ -68,22 +70,18 @@ class Source:
     """Field with the token ids of a document, where it is tokenized already and no text."""
 
     def documents(self, skipped: Counter[str]) -> Iterator[str]:
-        """Yield every document's text; what is left out is counted in `skipped` by reason.
-
-        Reasons: "not utf-8", "no text" (null or empty), "duplicate". Raises UserError.
-        """
+        """Every document's text; what is left out is counted in `skipped` by its reason. Raises UserError."""
         seen: set[bytes] = set()
-        has_field = False
+        lacking: list[dict[str, Any]] | None = []  # None: the field has been there
         for where, row in self.open():
             if isinstance(row, BadRow):
                 raise UserError(f"{where}: {row}; correct the row")
-            has_field = has_field or self.text_field in row
-            if not has_field:
-                raise UserError(
-                    f"data.text_field={self.text_field}: not a field of {self.label}; its fields are "
-                    f"{', '.join(sorted(row))}. Set data.text_field to the one that holds the document"
-                    f"{_as_rows(row)}."
-                )
+            if self.text_field in row:
+                lacking = None
+            elif lacking is not None:
+                lacking.append(row)
+                if len(lacking) == _ROWS_WITHOUT:
+                    break
             text = row.get(self.text_field)
             if text is None:
                 skipped[self.null_means] += 1
@@ -95,6 +93,12 @@ class Source:
                 skipped["duplicate"] += 1
             else:
                 yield text
+        if lacking:
+            raise UserError(
+                f"data.text_field={self.text_field}: not a field of {self.label}; its fields are "
+                f"{', '.join(sorted(lacking[0]))}. Set data.text_field to the one that holds the document"
+                f"{_as_rows(lacking[0])}."
+            )
 
 
 def open_source(data: DataSection) -> Source:
@@ -295,10 +299,7 @@ def _hub_source(data: DataSection, label: str) -> Source:
 
 
 def _streamed(label: str, opened: Callable[[Any], Iterable[dict[str, Any]]], *, check: str) -> Iterator[Found]:
-    """The rows of a stream of `datasets` by number. Raises UserError.
-
-    opened: opens it, given `data.sources.streams`. check: advice where it cannot be read.
-    """
+    """The rows of a stream of `datasets` by number. check: advice where it cannot be read. Raises UserError."""
     from data.sources import streams  # `datasets` takes longer to import than opening a prepared corpus
 
     try:

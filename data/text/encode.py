@@ -134,10 +134,7 @@ def byte_ids() -> np.ndarray:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """Cut a long text after line ends into pieces of at most PIECE_CHARACTERS; joined they are the text again.
-
-    A tokenizer that marks the start of a text (SentencePiece's prefix) marks each piece.
-    """
+    """Cut a long text after line ends into pieces of at most PIECE_CHARACTERS; joined they are the text again."""
     start = 0
     while len(text) - start > PIECE_CHARACTERS:
         line_end = text.rfind("\n", start, start + PIECE_CHARACTERS)

@@ -122,10 +122,7 @@ def corpus_fingerprint(data: DataSection, source: Source, *, for_encoder: bool =
 
 @contextmanager
 def _lock(folder: Path, wait_minutes: float, display: Display) -> Iterator[None]:
-    """Hold the corpus's lock; while another process holds it, display that one's progress.
-
-    Raises UserError once that process has made no progress for `wait_minutes`.
-    """
+    """Hold the corpus's lock, or display its holder's progress; UserError once it makes none for `wait_minutes`."""
     lock = FileLock(f"{folder}.lock")
     deadline, seen = time.monotonic() + wait_minutes * 60, None
     while True:

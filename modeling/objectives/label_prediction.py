@@ -61,10 +61,7 @@ class LabelPrediction:
         weights: torch.Tensor | None,
         right: torch.Tensor | None = None,
     ) -> Scored:
-        """A micro-batch from its summed loss and, without gradient, the losses of its labels before `weights`.
-
-        right: what `likeliest` says of the labels, where `judges`.
-        """
+        """A micro-batch from its summed loss and, without gradient, the losses of its labels before `weights`."""
         return Scored(loss, self._sums(labels, right), losses)
 
     def metrics(self, sums: Sequence[float], count: float) -> dict[str, float]:

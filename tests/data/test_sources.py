@@ -204,6 +204,11 @@ def test_a_missing_field_names_those_that_are_there(tmp_path: Path) -> None:
         read(section("jsonl", path))
     with pytest.raises(UserError, match=rf"^{path}:1: id: is a number, not text; correct the row, or set"):
         read(section("jsonl", path, text_field="id"))
+    later = write_jsonl(tmp_path / "b.jsonl", [{"body": "x"}] * 999 + [{"text": "y"}, {"body": "z"}])
+    assert read(section("jsonl", later)) == (["y"], {"no text": 1000})
+    write_jsonl(later, [{"body": "x"}] * 1000 + [{"text": "y"}])
+    with pytest.raises(UserError, match="data.text_field=text: not a field of"):
+        read(section("jsonl", later))
 
 
 @pytest.mark.parametrize("name", ["b.jsonl", "b.jsonl.bz2"])
