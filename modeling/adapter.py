@@ -152,11 +152,7 @@ def head_weights(model: Any) -> set[int]:
 
 
 def initial_value(section: AdapterSection, name: str, shape: torch.Size, *, seed: int) -> torch.Tensor | None:
-    """A factor's first value in FP32; None for a parameter that is no factor.
-
-    A: uniform in +-1/sqrt(inputs) as torch's linear layers, or normal with deviation 1/r (`init: gaussian`). B: zero,
-    so that the model starts as its base.
-    """
+    """A factor's first value in FP32, zero for B, so that the model starts as its base; None: it is no factor."""
     if f".lora_B.{NAME}." in name:
         return torch.zeros(shape)
     if f".lora_A.{NAME}." not in name:

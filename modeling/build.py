@@ -315,10 +315,7 @@ def _bottom_up(
 
 @contextmanager
 def _in_fp32(parameters: Sequence[torch.nn.Parameter], only: Collection[torch.nn.Parameter] | None) -> Iterator[None]:
-    """Inside, the parameters are FP32 on the CPU; on leaving they are back in their own dtype, on their own device.
-
-    Other dtypes and devices would draw other numbers. only: those that keep what was written. None: all.
-    """
+    """Inside, the parameters are FP32 on the CPU; on leaving as they were, with what was written to those of `only`."""
     originals = [(parameter, parameter.data) for parameter in parameters]
     for parameter, original in originals:
         parameter.data = original.to(device="cpu", dtype=torch.float32, copy=True)

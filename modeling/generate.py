@@ -26,8 +26,7 @@ def sample_text(
 ) -> str:
     """The prompt and its continuation by `tokens` sampled tokens, or on a line of its own an encoder-decoder's answer.
 
-    Every rank has to call it with the same arguments: under ZeRO-3 each forward pass is a collective. The length is
-    fixed, so that no rank stops before another. Leaves the generators and the training mode as they were.
+    Every rank has to call it alike: under ZeRO-3 each forward pass is a collective, so the length is fixed.
     """
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=has_encoder).input_ids.to(device)
     was_training = model.training

@@ -135,10 +135,7 @@ class RouterBalance:
         return torch.stack(rows).double()
 
     def loss(self, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The last pass's part of the step's loss, with and without coefficients: () FP32, and (2,) float64 detached.
-
-        counts: (layers, experts), of all tokens of the step.
-        """
+        """The last pass's part of the loss with coefficients, () FP32, and without, (2,). counts: of the step."""
         experts, tokens = counts.shape[1], counts[0].sum() / self.routed[0][1].shape[-1]
         shares = (counts / tokens).float()
         balance = z = torch.zeros((), device=counts.device)

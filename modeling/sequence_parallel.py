@@ -72,10 +72,7 @@ class SequenceAttention:
         del ALL_ATTENTION_FUNCTIONS[self._name]
 
     def begin(self, positions: torch.Tensor | None) -> None:
-        """Attend to sequences of these positions, (micro, whole) int64, from here on; None: as the model does alone.
-
-        Each forward pass of the model begins so. It holds until the next one, since a backward pass recomputes blocks.
-        """
+        """Attend to sequences of these positions until the next call; None: as the model does alone."""
         self._positions, self._masks = positions, {}
         self._use(self._own if positions is None else self._name)
 
@@ -126,10 +123,7 @@ class SequenceAttention:
         )
 
     def _mask(self, window: int | None) -> torch.Tensor | None:
-        """(micro, 1, whole, whole) bool, True where a token sees another; None: every token sees all before it.
-
-        As transformers' causal masks with its overlays for windows and packed documents, but of the whole sequence.
-        """
+        """(micro, 1, whole, whole) bool, True where a token sees another; None: every token sees all before it."""
         assert self._positions is not None, "attention of a slice outside of the model's forward pass"
         positions = self._positions
         length = positions.shape[1]

@@ -44,10 +44,7 @@ class Vocabulary:
 def copied(
     data: DataSection, source: Source, vocabulary: Vocabulary, skipped: Counter[str]
 ) -> Generator[tuple[Encoded, Encoded]]:
-    """The documents of a source with `ids_field` in batches, in order: (training, validation).
-
-    Documents without ids are counted in `skipped` as "no tokens". Raises UserError for what is no document of ids.
-    """
+    """The documents of a source with `ids_field` in batches: (training, validation). Raises UserError."""
     assert source.ids_field is not None
     parts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
     end, held = np.array([vocabulary.end_of_document], dtype=vocabulary.dtype), 0
