@@ -78,9 +78,8 @@ def launch_command(
 ) -> str:
     """The command line that starts this run again, by the launcher that started it.
 
-    Where that launcher runs on this machine (it is among `above`), its own command line says how. Else it follows from
-    the environment, and assumes the hostfile that launch/deepspeed/ describes. Other ways to start train.py, such as
-    launch/slurm/train.sbatch, set MANTISSA_START to what comes before the arguments.
+    Where that launcher is among `above`, on this machine, its own command line says how; else the environment, and the
+    hostfile of launch/deepspeed/. launch/slurm/train.sbatch sets MANTISSA_START to what comes before the arguments.
     """
     if environment.get("MANTISSA_START"):
         return f"{environment['MANTISSA_START']} {shlex.join(arguments)}"

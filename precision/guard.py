@@ -228,9 +228,8 @@ class Guard:
 def rollback_skip(n_used: int, since_checkpoint: int = 1) -> int:
     """How many batches after the checkpoint's position in the data order the n-th rollback of a run leaves out.
 
-    The first leaves out everything seen since the checkpoint; the n-th 2^(n-1) times as much, at most 64 times, so that
-    a longer stretch of bad data is jumped sooner or later (PaLM: 200 to 500 batches, section 5.1). n_used: rollbacks
-    taken, this one included. since_checkpoint: batches since, those left out included. Raises ValueError below 1.
+    The first leaves out everything seen since the checkpoint (`since_checkpoint`, with batches left out); the n-th
+    2^(n-1) times as much, at most 64 times, so that a longer stretch of bad data is jumped sooner or later.
     """
     if n_used < 1 or since_checkpoint < 1:
         raise ValueError(f"rollback {n_used} over {since_checkpoint} batches leaves nothing out")

@@ -127,10 +127,8 @@ class DeepSpeedPolicy(ScalePolicy):
 class AdaptivePolicy(ScalePolicy):
     """Starts low, backs off harder and regrows more slowly while overflows come in bursts.
 
-    `escalate_after` overflows within `escalate_within` attempted steps escalate: the backoff factor squares (2, 4, 16;
-    `MOST_ESCALATIONS`, `LARGEST_BACKOFF`) from that overflow on, the growth window doubles, and hysteresis is
-    overruled. The next escalation takes as many overflows again. One clean (lengthened) window restores factor and
-    window.
+    Every `escalate_after` overflows within `escalate_within` attempted steps escalate: from that overflow on the
+    backoff factor squares (2, 4, 16), the growth window doubles, and hysteresis is overruled, until one clean window.
     """
 
     name = "adaptive"

@@ -64,9 +64,8 @@ class _Call:
 class Inspector:
     """Context manager: run forward and backward inside it once or several times, then read `findings`.
 
-    Losses and random states are the same as without it; gradients too, up to rounding (the gradients of a tensor that
-    feeds several modules are added in another order). Not for modules compiled by torch.compile, whose graphs its
-    hooks would break. Partitioned parameters of ZeRO-3 are not checked.
+    Losses and random states are the same as without it; gradients too, up to rounding (those of a tensor that feeds
+    several modules are added in another order). Compiled modules and ZeRO-3's partitioned parameters are not for it.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -87,15 +87,11 @@ class Shard:
 def open_shard(path: Path, expected: dict[str, Any], *, verify: bool) -> Shard:
     """Open a shard. Raises UserError where size or header, or with `verify` the sha256, are not those of the index."""
     try:
-        if path.stat().st_size != expected["bytes"]:
-            raise damaged(path, f"it has {path.stat().st_size} bytes instead of {expected['bytes']}")
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json_text.parse(file.read(min(length, _LARGEST_HEADER)))
+        header, base = header_of(path, expected["bytes"])
         tensor = header["tokens"]
         start, end = tensor["data_offsets"]
-        shard = Shard(path, tensor["shape"][0], _DTYPE_NAMES[tensor["dtype"]], 8 + length + start)
-        described = (header["__metadata__"], shard.tokens, shard.dtype, start, 8 + length + end)
+        shard = Shard(path, tensor["shape"][0], _DTYPE_NAMES[tensor["dtype"]], base + start)
+        described = (header["__metadata__"], shard.tokens, shard.dtype, start, base + end)
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise damaged(path, f"its header cannot be read: {type(error).__name__}") from error
     if described != (expected["header"], expected["tokens"], expected["header"]["dtype"], 0, expected["bytes"]):
@@ -104,6 +100,15 @@ def open_shard(path: Path, expected: dict[str, Any], *, verify: bool) -> Shard:
     if verify and file_sha256(path, start=shard.offset) != expected["header"]["sha256"]:
         raise damaged(path, "its tokens do not have the sha256 in its header")
     return shard
+
+
+def header_of(path: Path, size: int) -> tuple[dict[str, Any], int]:
+    """Header of a safetensors file of `size` bytes, and where its tensors begin."""
+    if path.stat().st_size != size:
+        raise damaged(path, f"it has {path.stat().st_size} bytes instead of {size}")
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        return json_text.parse(file.read(min(length, _LARGEST_HEADER))), 8 + length
 
 
 def damaged(path: Path, reason: str) -> UserError:
