@@ -50,13 +50,8 @@ def plan_batch(
 ) -> BatchPlan:
     """Divide the batch among `world_size` ranks, of which `sequence` share each sequence, or `tensor` each matrix.
 
-    expert: ranks that share experts, which divides their number and nothing else.
-
-    where: the file that errors name.
-
-    Raises:
-        UserError: `sequence`, `tensor` or `expert` does not divide world_size, or micro_size x data ranks does not
-            divide global_size; says which numbers would.
+    expert: ranks that share experts, which divides their number and nothing else. where: the file that errors name.
+    Raises UserError, which says which numbers would do.
     """
     sharing = sequence * tensor
     key = "parallel.sequence" if tensor == 1 else "parallel.tensor"
@@ -93,8 +88,7 @@ def plan_batch(
 def refuse_sharing(batch: BatchPlan, *, but: Collection[str] = (), why: str = "") -> None:
     """Raise UserError where ranks share sequences, matrices or experts.
 
-    but: of sequence, tensor and expert, those that may be shared. why: the command's own reason, in place of that it is
-    verified without.
+    but: of sequence, tensor and expert, those that may be shared. why: the command's own reason.
     """
     for key, what in (("sequence", "whole sequences"), ("tensor", "whole matrices"), ("expert", "all experts")):
         ranks = getattr(batch, key)

@@ -61,12 +61,9 @@ def print_any_text() -> None:
 def entry_point(*, launched: bool = False, closed_pipe: int = 1) -> Callable[[Callable[P, int]], Callable[P, int]]:
     """Decorate the `main` of a `python -m` tool: a UserError becomes one line on stderr and exit code 2.
 
-    When the reader of stdout has left (`| head`), the rest of the output is dropped without a traceback. The exit code
-    stays if main was through by then.
-
-    Args:
-        launched: the tool runs once per rank; only rank 0 prints the error.
-        closed_pipe: exit code where main was cut short by a closed pipe, and so may not know its verdict.
+    When the reader of stdout has left (`| head`), the rest of the output is dropped without a traceback, and the exit
+    code stays if main was through by then. launched: the tool runs once per rank; only rank 0 prints the error.
+    closed_pipe: exit code where main was cut short by a closed pipe, and so may not know its verdict.
     """
 
     def decorate(main: Callable[P, int]) -> Callable[P, int]:

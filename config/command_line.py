@@ -28,9 +28,7 @@ EXAMPLE = "deepspeed --num_gpus 2 train.py --config config/recipes/demo.yaml"
 def read_command_line(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> Resolved:
     """The run that `argv` (without the program's name) and the launcher's environment describe.
 
-    Raises:
-        SystemExit: 2 after one line on stderr (rank 0 only) when the user must fix something;
-            0 after `--help`, `--version` and `--show-config`.
+    Raises SystemExit: 2 after one line on stderr (rank 0 only), 0 after `--help`, `--version` and `--show-config`.
     """
     prints = is_rank_0(environment)
     try:
@@ -43,7 +41,6 @@ def read_command_line(argv: Sequence[str], environment: Mapping[str, str] = os.e
                 sys.stdout.write(f"mantissa {VERSION}\n")
             raise SystemExit(0)
         _require_text([*argv, str(REPOSITORY), str(Path.cwd())])
-        _require_docstrings(sys.flags.optimize)
         options = parse(argv)
         resolved = resolve_run(options, environment)
     except (UserError, PermissionError) as error:
@@ -64,15 +61,6 @@ def refusal(arguments: Sequence[str], environment: Mapping[str, str]) -> str | N
     except UserError as error:
         return str(error).removeprefix("command line: ")
     return None
-
-
-def _require_docstrings(optimize: int) -> None:
-    """Refuse an interpreter that has dropped them. optimize: of `sys.flags`. Raises UserError."""
-    if optimize > 1:
-        raise UserError(
-            "environment: Python runs with -OO (or PYTHONOPTIMIZE=2), without the docstrings that transformers builds "
-            "models from; use -O, or neither"
-        )
 
 
 def _require_text(given: Sequence[str]) -> None:

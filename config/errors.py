@@ -9,10 +9,7 @@ from config.printable import shown
 
 
 class UserError(Exception):
-    """A mistake in a config, a command line or an input file, reported in one line without a traceback.
-
-    The message names the file, the key, the value and what to do. `train.py` prints it and ends with exit code 2.
-    """
+    """A mistake of the user's in one line that names the file, the key, the value and what to do; exit code 2."""
 
     reported: bool | None = None
     """Whether another rank prints this very error; None where the ranks could not agree on that."""

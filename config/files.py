@@ -39,9 +39,10 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def file_sha256(path: Path) -> str:
-    """The file's SHA-256, in hexadecimal. Raises OSError."""
+def file_sha256(path: Path, *, start: int = 0) -> str:
+    """SHA-256, in hexadecimal, of the file's bytes from `start` on. Raises OSError."""
     with path.open("rb", buffering=0) as file:
+        file.seek(start)
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -133,12 +133,9 @@ def _field_docstrings() -> dict[str, dict[str, str]]:
     documents: dict[str, dict[str, str]] = {}
     for node in ast.parse(Path(inspect.getfile(schema)).read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef):
-            documents[node.name] = dict(_docstrings_of(node))
+            found = documents.setdefault(node.name, {})
+            for statement, following in zip(node.body, node.body[1:], strict=False):
+                match statement, following:
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                        found[name] = text
     return documents
-
-
-def _docstrings_of(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    for statement, following in zip(node.body, node.body[1:], strict=False):
-        match statement, following:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                yield name, text

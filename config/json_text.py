@@ -10,11 +10,7 @@ from config.errors import UserError, one_line
 
 
 def parse(text: str | bytes) -> Any:
-    """The value that `text` spells.
-
-    Raises:
-        ValueError: it is no JSON, no text, or nested so deeply that Python gives up.
-    """
+    """The value that `text` spells. Raises ValueError for what is no JSON, or nested so deeply that Python gives up."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -22,11 +18,7 @@ def parse(text: str | bytes) -> Any:
 
 
 def read_object(path: Path, what: str) -> dict[str, Any]:
-    """The object in a JSON file that somebody wrote. what: the kind of file, for the error, such as DeepSpeed JSON.
-
-    Raises:
-        UserError: missing, not JSON, not an object, or one of its objects names a key twice.
-    """
+    """The object in a JSON file that somebody wrote, no key twice. what: its kind, for the error. Raises UserError."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}

@@ -31,13 +31,7 @@ class RankEnv:
 
 
 def read_rank_env(environment: Mapping[str, str], local_rank_option: int | None) -> RankEnv:
-    """The variables that `deepspeed`, `torchrun` and `accelerate launch` all set.
-
-    Without any of them this is a single process. `--local_rank` of older launchers may replace LOCAL_RANK, or equal it.
-
-    Raises:
-        UserError: some are set and some are not, one is not a number, or they contradict each other.
-    """
+    """The variables that launchers set; none: a single process. The option may replace LOCAL_RANK. Raises UserError."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     values = {name: _number(name, environment[name]) for name in names if name in environment}
     if local_rank_option is not None:
@@ -84,11 +78,8 @@ def launch_command(
 ) -> str:
     """The command line that starts this run again, by the launcher that started it.
 
-    Where that launcher runs on this machine (it is among `above`), its own command line says how, up to `script`. Else
-    it is this machine's command from what the environment says, and assumes the hostfile that launch/deepspeed/
-    describes: the deepspeed launcher does not pass its path on, and with --num_nodes it refuses a missing hostfile.
-    Other ways to start train.py, such as launch/slurm/train.sbatch, set MANTISSA_START to what comes before the
-    arguments.
+    Where that launcher is among `above`, on this machine, its own command line says how; else the environment, and the
+    hostfile of launch/deepspeed/. launch/slurm/train.sbatch sets MANTISSA_START to what comes before the arguments.
     """
     if environment.get("MANTISSA_START"):
         return f"{environment['MANTISSA_START']} {shlex.join(arguments)}"
@@ -152,17 +143,7 @@ def without_accelerate(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_agreement(environment: Mapping[str, str], source: str, deepspeed: Mapping[str, Any], precision: str) -> None:
-    """Refuse a run that contradicts Accelerate's config; `auto` and missing settings never do.
-
-    Args:
-        environment: of this process.
-        source: the files that decided the run's settings, for the message.
-        deepspeed: the resolved DeepSpeed JSON.
-        precision: fp32, bf16, fp16, or `manifest` when a manifest decides module by module.
-
-    Raises:
-        UserError: the first contradiction, with both values.
-    """
+    """Raise UserError for a run that contradicts Accelerate's config. source: the files that decided the run's."""
     for name, what in _OTHER_BACKENDS.items():
         if environment.get(name) == "true":
             problem = "is not what train.py does: it trains with DeepSpeed's ZeRO"

@@ -34,14 +34,8 @@ _BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le
 def load_config(path: Path, overrides: Sequence[str], deepspeed_config: str | None) -> Config:
     """The run config in `path` with `overrides` (`key.sub=value`, values in YAML), and with its DeepSpeed JSON chosen.
 
-    Args:
-        path: YAML or JSON file.
-        overrides: later ones win. A mapping given to a section is merged into it; `model.config.hidden_size=64`
-            sets one key of a free mapping, `model.config={...}` replaces it.
-        deepspeed_config: the value of `--deepspeed_config`, which wins over deepspeed.config.
-
-    Raises:
-        UserError: the file is missing or unreadable, or a key, a type, a value or a combination is wrong.
+    Later overrides win. A mapping given to a section is merged into it; `model.config.hidden_size=64` sets one key of a
+    free mapping, `model.config={...}` replaces it. deepspeed_config: of the command line. Raises UserError.
     """
     tree = read_file(path)
     if tree.get("defects") == []:  # runs before version 0.2.0 recorded this section, which is gone
@@ -96,11 +90,7 @@ def field_types(section: type) -> dict[str, Any]:
 
 
 def build_section(kind: type[T], tree: Any, path: Path, prefix: str = "") -> T:
-    """An instance of a dataclass from the mapping that a file has, checked as the run config is.
-
-    Raises:
-        UserError: a key, a type or a value is wrong.
-    """
+    """An instance of a dataclass from the mapping that a file has, checked as the run config is. Raises UserError."""
     section: T = _Builder({"": str(path)}, kind).section(kind, tree, prefix)
     return section
 
@@ -119,15 +109,11 @@ def describe_bounds(limits: Mapping[str, float]) -> str:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML or JSON file; an empty file is an empty mapping.
-
-    Raises:
-        UserError: no such file, not UTF-8 text, not YAML, or not a mapping.
-    """
+    """The mapping in a YAML or JSON file; an empty file is an empty mapping. Raises UserError."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, _names_beside(path), n=1)
+        near = difflib.get_close_matches(path.name, [item.name for item in path.parent.glob("*")], n=1)
         hint = f"; did you mean {path.parent / near[0]}?" if near else "; give the path of a YAML or JSON file"
         raise UserError(f"{path}: no such run config{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -166,10 +152,6 @@ def suggest(key: str, known: Sequence[str]) -> str:
 def _can_be_written(text: str) -> bool:
     """Whether text from a command line or a file can be the content of a file, or a path."""
     return re.search("[\0\ud800-\udfff]", text) is None
-
-
-def _names_beside(path: Path) -> list[str]:
-    return [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
 
 
 def _parse_override(text: str) -> tuple[str, Any]:

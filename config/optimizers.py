@@ -14,7 +14,7 @@ master. They are made with the first update.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from config.schema import OptimizerSection
@@ -60,14 +60,9 @@ class OptimizerSpec:
         return 4 * len(self.states_of(matrix=matrix))
 
 
+_ADAM = OptimizerSpec(states=AVERAGES, momentum=AVERAGES[0], counts_updates=True, settings=("betas", "eps"))
 OPTIMIZERS: dict[str, OptimizerSpec] = {
-    "adamw": OptimizerSpec(
-        states=("exp_avg", "exp_avg_sq"),  # of the gradient, and of its square
-        momentum="exp_avg",
-        counts_updates=True,
-        settings=("betas", "eps"),
-        offload_op="cpu_adam",
-    ),
+    "adamw": replace(_ADAM, offload_op="cpu_adam"),
     "sgd": OptimizerSpec(
         states=("momentum_buffer",),
         momentum="momentum_buffer",
@@ -75,32 +70,15 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         settings=("momentum",),
         defaults={"momentum": 0.9},
     ),
-    "muon": OptimizerSpec(
-        states=("exp_avg", "exp_avg_sq"),
-        matrix_states=("exp_avg",),
-        momentum="exp_avg",
-        counts_updates=True,
+    "muon": replace(
+        _ADAM,
+        matrix_states=AVERAGES[:1],
         settings=("momentum", "orthogonalization", "betas", "eps"),
         defaults={"momentum": 0.95},
     ),
-    "lion": OptimizerSpec(
-        states=("exp_avg",),
-        momentum="exp_avg",
-        counts_updates=False,
-        settings=("betas",),
-    ),
-    "lamb": OptimizerSpec(
-        states=("exp_avg", "exp_avg_sq"),
-        momentum="exp_avg",
-        counts_updates=True,
-        settings=("betas", "eps"),
-    ),
-    "stable_adamw": OptimizerSpec(
-        states=("exp_avg", "exp_avg_sq"),
-        momentum="exp_avg",
-        counts_updates=True,
-        settings=("betas", "eps"),
-    ),
+    "lion": OptimizerSpec(states=AVERAGES[:1], momentum=AVERAGES[0], counts_updates=False, settings=("betas",)),
+    "lamb": _ADAM,
+    "stable_adamw": _ADAM,
 }
 """optimizer.name to its row."""
 

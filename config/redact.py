@@ -2,9 +2,7 @@
 
 Hidden is what *is* a secret: a key of a known format, the login in a URL, and the value of a variable or setting whose
 name says secret and which also looks like one. A path, a number, a word, or a name made of words such as gpt2-medium is
-never hidden, whatever it is the value of, so that nothing is lost that a reader or a program needs.
-
-What Mantissa's own processes send each other stays as it is.
+never hidden, so that nothing is lost that a reader or a program needs.
 """
 
 from __future__ import annotations

@@ -58,11 +58,7 @@ class Resolved:
 
 
 def resolve_run(options: argparse.Namespace, environment: Mapping[str, str]) -> Resolved:
-    """Load, merge and check everything.
-
-    Raises:
-        UserError: the first thing that is wrong.
-    """
+    """Load, merge and check everything. Raises UserError for the first thing that is wrong."""
     env = read_rank_env(environment, options.local_rank)
     path = Path(options.config)
     accelerate_file = deepspeed_config_file(environment)

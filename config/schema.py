@@ -183,19 +183,8 @@ class DistillSection:
 
 
 RowFormat = Literal[
-    "auto",
-    "messages",
-    "sharegpt",
-    "alpaca",
-    "prompt_completion",
-    "text",
-    "preference",
-    "labelled",
-    "tagged",
-    "scored",
+    "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "preference", "labelled", "tagged", "scored"
 ]
-
-
 SourceKind = Literal["auto", "stdlib", "text", "jsonl", "parquet", "megatron", "hub"]
 
 

@@ -24,10 +24,7 @@ _NO_TOKENS = re.compile(r"google_default|cache|anon|browser|cloud|.*\.json")
 
 
 def refuse_secrets(url: str, options: Mapping[str, Any]) -> None:
-    """Raises UserError naming the key when `checkpoint.dir` or `checkpoint.storage_options` seems to hold a credential.
-
-    The error never shows the value.
-    """
+    """Raises UserError that names the key, never the value, where the URL or an option looks like a credential."""
     if WITH_PASSWORD.search(url):
         raise UserError(f"checkpoint.dir: holds a user or password before the @; take it out and {ADVICE}")
     for path, value in _leaves(options, "checkpoint.storage_options"):

@@ -64,35 +64,24 @@ def settle_task(config: Config) -> Config:
     """`config` with data.source = auto, evaluate.batches = auto and the like decided, as far as they can be."""
     data = config.data
     if config.task == "dpo":
-        config, data = _settle_pairs(config), _of_pairs(data)
+        if config.preference.reference == "auto":
+            reference: Any = "precomputed" if config.adapter.kind == "none" else "adapter_off"
+            config = replace(config, preference=replace(config.preference, reference=reference))
+        data = replace(_of_format(data, "preference"), packing="none")
     if config.task == "seq2seq":
         data = replace(data, target_length=data.label_length)
     if config.learns_rows and data.packing == "auto":
         data = replace(data, packing="none" if config.task in UNPACKED_TASKS else "best_fit")
     if config.task == "classify":
         data = _of_format(data, ROW_FORMATS[config.classify.kind])
-    if data.source == "auto":
-        data = replace(data, source=_decided(data.source, data.path))
-    data = replace(data, sources=_named(data.sources, "source"), validation=_named(data.validation, "validation"))
+    sources, sets = _named(data.sources, "source"), _named(data.validation, "validation")
+    data = replace(data, source=_decided(data.source, data.path), sources=sources, validation=sets)
     if data.tokenizer == "model" and config.model.name_or_path is not None:
         data = replace(data, tokenizer=config.model.name_or_path)
     evaluate = config.evaluate
     if evaluate.batches == "auto":
         evaluate = replace(evaluate, batches=None if config.task == "classify" else 8)
     return replace(config, data=data, evaluate=evaluate)
-
-
-def _settle_pairs(config: Config) -> Config:
-    preference = config.preference
-    if preference.reference == "auto":
-        adapted = config.adapter.kind != "none"
-        preference = replace(preference, reference="adapter_off" if adapted else "precomputed")
-    return replace(config, preference=preference)
-
-
-def _of_pairs(data: DataSection) -> DataSection:
-    """Rows of pairs have one format, and are not packed."""
-    return replace(_of_format(data, "preference"), packing="none")
 
 
 def _of_format(data: DataSection, format: str) -> DataSection:
@@ -113,16 +102,14 @@ def _named(items: tuple[T, ...], what: str) -> tuple[T, ...]:
     )
 
 
-def _decided(source: str, path: str | None) -> Any:
-    return _source_of(path) if source == "auto" else source
-
-
 def is_url(path: str) -> bool:
     """Whether a data.path is read through fsspec and not from a disk, such as s3://bucket/folder."""
     return "://" in path
 
 
-def _source_of(path: str | None) -> str:
+def _decided(source: str, path: str | None) -> Any:
+    if source != "auto":
+        return source
     if path is None:
         return "stdlib"
     name = path.partition("?")[0] if is_url(path) else path

@@ -52,11 +52,7 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.012345
 
 
 def parse(text: str) -> Any:
-    """The value that `text` spells.
-
-    Raises:
-        ValueError: one line saying what is wrong, and on which line when the text has several.
-    """
+    """The value that `text` spells. Raises ValueError: one line saying what is wrong, and on which line of several."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:

@@ -22,11 +22,11 @@ from config.schema import Config, DataSection
 from config.task import settle_task
 from data.batches.loader import IGNORED_LABEL
 from data.batches.masking import masking_of
-from data.corpora.corpus import Corpus
+from data.corpora.corpus import Corpus, labels_of
 from data.corpora.labelled_shards import LabelledShards
 from data.corpora.mix import corpus_of
 from data.corpora.row_shards import RowShards
-from data.rows.prepare_labelled import labels_of, prepare_labelled
+from data.rows.prepare_labelled import prepare_labelled
 from data.rows.prepare_rows import prepare_rows
 from data.text.prepare import prepare
 from data.text.tokenizer import load_tokenizer

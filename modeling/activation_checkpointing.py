@@ -1,16 +1,13 @@
 """Recompute activations in the backward pass instead of keeping them (Chen et al. 2016, "Training Deep Nets with
 Sublinear Memory Cost").
 
-Blocks are recomputed by transformers' own switch, with either implementation of torch: the reentrant one runs a nested
-backward per block, the other one (the default) saves and restores through hooks and keeps the autograd graph of one
-pass. Two modes recompute less than a block, with the second implementation only:
+Blocks are recomputed by transformers' own switch, with either implementation of torch. Two modes recompute less than a
+block, with the one that is not reentrant:
 
-- *attention* (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 5): the
-  attention module, its projections included. Each block keeps its input and its MLP's activations.
+- *attention* (Korthikanti et al. 2022, section 5): the attention module, its projections included.
 - *ops*: selective checkpointing, as torchtitan's `op`. The results of matmuls and of fused attention are kept, all else
-  (norms, activation functions, rotations, residuals, the softmax of eager attention) is computed again from them.
-  torch's own wants every operator of the forward pass in the recomputation, where ZeRO-3 gathers other parameters, and
-  does not see a kept result overwritten through a view, as ZeRO-3's linear layers add their bias.
+  is computed again from them. torch's own wants every operator of the forward pass in the recomputation, where ZeRO-3
+  gathers other parameters, and does not see a kept result overwritten through a view, as ZeRO-3's linear layers do.
 
 All of them draw the same random numbers again, so dropout drops the same values.
 """
@@ -48,12 +45,10 @@ _CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
 def apply_activation_checkpointing(model: PreTrainedModel, mode: Mode, *, reentrant: bool, every: int = 2) -> int:
-    """Switch it on and return how many transformer blocks are recomputed, at least in part.
+    """Switch it on and return how many transformer blocks are recomputed, at least in part. Raises UserError.
 
-    full: every block. selective: every `every`-th block, counted from the first. attention, ops: see above, of every
-    block. budget: every block, until `modeling.activation_checkpointing_budget` has measured how many have to be.
-
-    Raises UserError when the architecture does not support it.
+    selective: every `every`-th block, counted from the first. budget: every block, until
+    `modeling.activation_checkpointing_budget` has measured how many have to be.
     """
     if mode == "none":
         return 0

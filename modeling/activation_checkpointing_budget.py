@@ -1,10 +1,8 @@
 """Recompute as few blocks as a memory budget allows: `model.activation_checkpointing = budget`.
 
-What autograd saves is counted, not computed by a formula: a forward pass of one micro-batch runs under
-`torch.autograd.graph.saved_tensors_hooks`, once with no block recomputed and once with all. What is saved inside a
-block is counted and released, so that counting needs no more memory than a forward pass without gradients. A storage
-counts once, however many views of it are saved; parameters and buffers do not count, wherever ZeRO-3 has gathered
-them. On the manifest path the 16-bit copies of weights do: they are made for each micro-batch.
+What autograd saves is counted in a forward pass of one micro-batch, once with no block recomputed and once with all.
+What is saved inside a block is counted and released, so that counting needs no more memory than a pass without
+gradients. A storage counts once, however many views of it are saved; parameters and buffers do not count.
 
 The peak of a choice is the larger of what is kept when the backward pass begins, and of what is there while a block is
 recomputed: all that was kept up to it, and all that this block keeps when it is not recomputed.
@@ -66,13 +64,10 @@ def recompute_within_budget(
     forward: Callable[[], Any],
     largest: Callable[[Sequence[int]], list[int]] = list,
 ) -> Choice:
-    """Recompute the fewest blocks, spread evenly, whose peak of activations is at most `gib` GiB.
+    """Recompute the fewest blocks, spread evenly, whose peak of activations is at most `gib` GiB. Raises UserError.
 
     The model has activation checkpointing switched on. forward: runs one micro-batch as training will, loss included;
-    it is called three times or a few more, and leaves the random state unchanged. largest: the elementwise maximum over
-    ranks, so that all choose alike.
-
-    Raises UserError where no choice fits, with the GiB that the smallest one needs.
+    the random state stays. largest: the elementwise maximum over ranks, so that all choose alike.
     """
     blocks = blocks_of(model)
 
@@ -111,11 +106,7 @@ def spread(blocks: int, number: int) -> tuple[int, ...]:
 
 
 def peak(kept: Saved, recomputed: Saved, chosen: Sequence[int], *, counted: Saved | None = None) -> int:
-    """[bytes] Peak activation memory when the blocks `chosen` are recomputed.
-
-    kept, recomputed: counted with no block recomputed, and with all. counted: counted for this very choice; without it
-    each block's bytes are taken from those two.
-    """
+    """[bytes] Peak activation memory when the blocks `chosen` are recomputed. counted: for this very choice."""
     each = tuple(recomputed.blocks[index] if index in chosen else whole for index, whole in enumerate(kept.blocks))
     now = counted or Saved(kept.before, each, kept.after)
     return max(now.total, *(now.before + sum(now.blocks[: index + 1]) + kept.blocks[index] for index in chosen), 0)

@@ -35,11 +35,7 @@ _TASK_TYPES = {
 
 
 def adapter_config(section: AdapterSection, *, model_class: str, whole: Sequence[str]) -> Any:
-    """The `peft.LoraConfig` of the config's section.
-
-    model_class: of config/task.py. whole: names of the modules that are trained whole, into which `peft` puts no
-    factors.
-    """
+    """The `peft.LoraConfig` of the config's section. whole: names of the modules that are trained whole."""
     from peft import LoraConfig
 
     targets = section.target_modules
@@ -61,9 +57,7 @@ def add_adapter(
 ) -> PreTrainedModel:
     """Freeze the model and put the adapter into it; the same model, changed in place. model_class: of config/task.py.
 
-    Modules that the base's files lack, which `modeling.build` has drawn, are trained whole (`_trained_whole`). Under
-    ZeRO-3 the weights may be partitioned already, and a model on the meta device stays there. Raises UserError for
-    modules that the model does not have.
+    Under ZeRO-3 the weights may be partitioned already, and a model on the meta device stays there. Raises UserError.
     """
     adapted: Any = wrapped_with_adapter(model, section, seed=seed, model_class=model_class).get_base_model()
     return adapted
@@ -103,9 +97,8 @@ def wrapped_with_adapter(
 def _trained_whole(section: AdapterSection, model: Any, *, model_class: str) -> list[str]:
     """Names of the modules that are trained beside the factors: `modules_to_save`, and what the base's files lack.
 
-    A classifier's head is always among them, as in `peft`. Parameters that the files lack were drawn (`model.drawn`):
-    they would stay so, and nobody who loads the adapter has them. For each the largest module of which the files lack
-    all is taken. Raises UserError for one that shares its module with others.
+    A classifier's head is always among them, as in `peft`. Parameters that the files lack were drawn (`model.drawn`),
+    and nobody who loads the adapter has them. Raises UserError for one that shares its module with others.
     """
     found = list(section.modules_to_save)
     if model_class in (SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION):
@@ -142,10 +135,7 @@ def _require_modules(section: AdapterSection, known: Sequence[str]) -> None:
 
 
 def head_weights(model: Any) -> set[int]:
-    """ids of the parameters of the layer that makes the logits, those of a copy that `peft` trains among them.
-
-    A causal or masked language model's layer is its output embedding. A classifier's is the last one in its head.
-    """
+    """ids of the parameters of the layer that makes the logits, those of a copy that `peft` trains among them."""
     get = getattr(model, "get_output_embeddings", None)
     head = get() if get is not None else None
     if head is None:
@@ -154,22 +144,15 @@ def head_weights(model: Any) -> set[int]:
         return set()
     copies = getattr(head, "modules_to_save", None)
     heads = [head] if copies is None else [head.original_module, *copies.values()]
-    own = (getattr(one, "base_layer", one) for one in heads)
-    return {id(parameter) for one in own for parameter in _last_layer(one)}
-
-
-def _last_layer(module: Any) -> list[Any]:
-    """Parameters of the last layer in a module that has some."""
-    layers = [list(layer.parameters(recurse=False)) for layer in module.modules()]
-    return next((layer for layer in reversed(layers) if layer), [])
+    found: set[int] = set()
+    for one in heads:
+        layers = [list(layer.parameters(recurse=False)) for layer in getattr(one, "base_layer", one).modules()]
+        found.update(map(id, next((layer for layer in reversed(layers) if layer), [])))
+    return found
 
 
 def initial_value(section: AdapterSection, name: str, shape: torch.Size, *, seed: int) -> torch.Tensor | None:
-    """A factor's first value in FP32; None for a parameter that is no factor.
-
-    A: uniform in +-1/sqrt(inputs) as torch's linear layers, or normal with deviation 1/r (`init: gaussian`). B: zero,
-    so that the model starts as its base.
-    """
+    """A factor's first value in FP32, zero for B, so that the model starts as its base; None: it is no factor."""
     if f".lora_B.{NAME}." in name:
         return torch.zeros(shape)
     if f".lora_A.{NAME}." not in name:

@@ -56,13 +56,7 @@ def model_config(
     model_class: str = CAUSAL_LM,
     given: Mapping[str, Any] | None = None,
 ) -> PretrainedConfig:
-    """The Hugging Face config of the model to train. Needs no process group. model_class: of config/task.py.
-
-    given: arguments of the config that the task decides, such as the names of labels.
-
-    Raises UserError when the architecture or one of its keys does not exist, when the folder or hub id cannot be read,
-    when the model's vocabulary or context is smaller than the data's, or when an encoder would see what it predicts.
-    """
+    """The Hugging Face config of the model to train. given: arguments that the task decides. Raises UserError."""
     if section.name_or_path is not None:
         config = _saved_config(section, model_class)
         config.update(dict(given or {}))
@@ -113,13 +107,11 @@ def build_model(
     model_class: str = CAUSAL_LM,
     adapter: AdapterSection | None = None,
 ) -> PreTrainedModel:
-    """The model in FP32; under ZeRO-3 each rank holds only its partition.
+    """The model in FP32; under ZeRO-3 each rank holds only its partition. Raises UserError.
 
     Under ZeRO-3 the caller keeps an HfDeepSpeedConfig of FP32 alive; transformers then constructs and loads the model
     inside `deepspeed.zero.Init`. `gather` gives access to full parameters while the weights are drawn. model_class: of
-    config/task.py. adapter: whose base may be in 4 or 8 bits; its linear layers then hold codes, on every rank all.
-
-    Raises UserError when the attention implementation cannot be used here or the weights cannot be loaded.
+    config/task.py. adapter: whose base may be in 4 or 8 bits.
     """
     auto, options = getattr(transformers, model_class), _options(section)
     if section.attention == "flex_attention" and not torch.accelerator.is_available():
@@ -198,10 +190,7 @@ def _loaded(
 
 @contextmanager
 def _without_report() -> Iterator[None]:
-    """Inside, transformers' table of tensors that lack or are left over is not printed by every rank, unless it fails.
-
-    `drawn_notes` says the same once.
-    """
+    """Inside, transformers' table of tensors that lack or are left over is not printed, unless loading fails."""
     logger = logging.getLogger("transformers.modeling_utils")
     held: list[logging.LogRecord] = []
 
@@ -226,8 +215,7 @@ def _without_report() -> Iterator[None]:
 def _tying_by_value(gather: Gather) -> Iterator[None]:
     """Inside, transformers sees whole weights when it asks whether the files have two that it should tie as one.
 
-    It keeps them apart where they differ, as the head of Flan-T5 and mT5 does from the embedding. Under ZeRO-3 it would
-    compare what is left of partitioned weights, which is empty and equal, and drop the head of the files.
+    It keeps them apart where they differ, and would compare what ZeRO-3 leaves of them, which is empty and equal.
     """
     original = PreTrainedModel.tie_weights
 
@@ -277,8 +265,7 @@ def draw_weights(
 ) -> None:
     """Initialise every module as its architecture prescribes, with a generator seeded by (seed, module name).
 
-    Follows the order of transformers' own initialisation (children before parents, which may overwrite what their
-    children drew) and leaves torch's global generators as they were. only: parameters to initialise, others stay.
+    The order is transformers' own: children before parents. only: parameters to initialise, others stay.
     """
     model.tie_weights(recompute_mapping=False)  # under ZeRO-3 the constructor leaves tied weights apart
     with torch.random.fork_rng(devices=[]):
@@ -304,10 +291,7 @@ def attention_of(model: PreTrainedModel) -> str:
 
 
 def count_parameters(model: torch.nn.Module, *, trained: bool = False) -> int:
-    """Number of parameters, shared ones once, whole ones also under ZeRO-3 and where ranks share them.
-
-    trained: of those alone that are not frozen.
-    """
+    """Number of parameters, shared ones once, whole ones also under ZeRO-3. trained: of those that are not frozen."""
     found, coded = 0, quantised_parameters(model)
     for parameter in model.parameters():
         if trained and not parameter.requires_grad:
@@ -331,12 +315,7 @@ def _bottom_up(
 
 @contextmanager
 def _in_fp32(parameters: Sequence[torch.nn.Parameter], only: Collection[torch.nn.Parameter] | None) -> Iterator[None]:
-    """Inside, the parameters are FP32 on the CPU; on leaving they are back in their own dtype, on their own device.
-
-    only: those that keep what was written; the others are as before. None: all.
-
-    Drawing in 16 bits or on another device would give different numbers for the same seed.
-    """
+    """Inside, the parameters are FP32 on the CPU; on leaving as they were, with what was written to those of `only`."""
     originals = [(parameter, parameter.data) for parameter in parameters]
     for parameter, original in originals:
         parameter.data = original.to(device="cpu", dtype=torch.float32, copy=True)

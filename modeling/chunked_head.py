@@ -1,12 +1,10 @@
 """Makes a model's output embedding return the loss instead of logits, whatever the model does around it.
 
-The head's `forward` is replaced on the instance, so it runs where it always did: under ZeRO-3's hooks, which have
-gathered its weight by then, and inside its precision region. The model returns the loss as its `logits`, where
-DeepSpeed's backward hooks and all others that read a model's outputs find it. A hook on the head gets the loss, too: no
-logits are made for it, since a step that is observed must stay the same step.
+The head's `forward` is replaced on the instance, so it runs where it always did: under ZeRO-3's hooks and inside its
+precision region. The model returns the loss as its `logits`, where DeepSpeed's backward hooks and all others that read
+a model's outputs find it, and hooks on the head get it, too: a step that is observed must stay the same step.
 
-What a model does to its logits after the head is measured: one pass in which the head returns known numbers. Nothing, a
-factor (Granite, Cohere) and a soft cap (Gemma 2) can be computed chunk by chunk; any other model needs its logits.
+What a model does to its logits after the head is measured by one pass in which the head returns known numbers.
 """
 
 from __future__ import annotations
@@ -64,10 +62,7 @@ class ChunkedHead:
     """
 
     def __init__(self, model: PreTrainedModel, *, chunk_tokens: int, shared: Vocabulary | None = None) -> None:
-        """shared: with whom the head's rows are shared, where DeepSpeed cut it.
-
-        Raises ValueError, with the reason, where the head is not a plain linear layer.
-        """
+        """shared: with whom the head's rows are shared. Raises ValueError where it is not a plain linear layer."""
         head: Any = model.get_output_embeddings()
         kind, self._shared = type(head), shared
         plain = kind is nn.Linear if shared is None else getattr(head, "gather_output", False)
@@ -110,10 +105,7 @@ class ChunkedHead:
             self._pass = None
 
     def detect_logit_transform(self, run: Callable[[], Any]) -> None:
-        """Detect what the model does to its logits. run: a pass without gradients that returns the model's output.
-
-        Raises ValueError, with the reason, where it cannot be done chunk by chunk.
-        """
+        """Detect what the model does to its logits. run: a pass without gradients. Raises ValueError."""
         self._pass = _Pass(None)
         try:
             found = run().logits

@@ -1,13 +1,10 @@
 """Compile the transformer blocks of a model with `torch.compile`, and run uncompiled while hooks are registered.
 
-One block at a time ("regional compilation"): blocks of equal shape share one graph, so compiling takes as long for 48
-of them as for one. What is around a block is not compiled: the embedding, the head and the loss, activation
-checkpointing, DeepSpeed's hooks on parameters, hooks on the block itself.
+Blocks of equal shape share one graph, so compiling takes as long for 48 of them as for one. What is around a block is
+not compiled: activation checkpointing, DeepSpeed's hooks on parameters, hooks on the block itself.
 
-Hooks inside a compiled block do not fire: torch.compile does not check for hooks registered after it. All diagnostics
-here are hooks or dispatch modes (observed dtypes, the cause of a non-finite value, telemetry, parity). So each call
-first checks for them, and runs the block's own code if there are any. Both draw the same random numbers in the same
-order, so that a step that is run again under hooks drops the same values.
+Hooks inside a compiled block do not fire, and all diagnostics here are hooks or dispatch modes. So each call first
+checks for them, and runs the block's own code if there are any. Both draw the same random numbers in the same order.
 """
 
 from __future__ import annotations
@@ -40,10 +37,7 @@ _OPTIONS: dict[str, Any] = {
 
 
 class CompiledBlock:
-    """Replaces one block's `forward`.
-
-    Create it last, after DeepSpeed and all others have registered their permanent hooks and forwards.
-    """
+    """Replaces one block's `forward`; the last to do so, after DeepSpeed and all permanent hooks."""
 
     def __init__(self, block: GradientCheckpointingLayer) -> None:
         """Raises ValueError where the block's forward is not that of its class."""
@@ -118,10 +112,7 @@ def quote_library_folders() -> None:
 
 
 def compile_blocks(model: nn.Module, run: Callable[[], None]) -> str:
-    """Compile every block by one forward pass; returns a line to log. run: a training pass, of the run's shape.
-
-    Raises UserError, with the compiler's first line, where a block cannot be compiled as a whole.
-    """
+    """Compile every block by one forward pass, `run`, of the run's shape; a line to log. Raises UserError."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException  # imports the whole compiler
 
     quote_library_folders()

@@ -27,12 +27,7 @@ _LENGTHS = (6, 10)
 def require_documents_apart(
     forward: Callable[[dict[str, Any]], torch.Tensor], config: PretrainedConfig, device: torch.device
 ) -> None:
-    """Change the first of two packed documents and check that the second one's logits stay the same.
-
-    forward: calls the model in evaluation mode with these arguments and returns its logits. Two short passes.
-
-    Raises UserError when they do not stay.
-    """
+    """Raise UserError unless changing the first of two packed documents leaves the second one's logits the same."""
     vocabulary = config.get_text_config().vocab_size
     first, length = _LENGTHS[0], sum(_LENGTHS)
     ids = torch.arange(length, device=device).unsqueeze(0) * 7 % vocabulary

@@ -1,11 +1,8 @@
 """Uniform noise on the embeddings in training, as a regulariser of fine-tuning.
 
-To every value of the embedding layer's output epsilon alpha / sqrt(L d) is added (Jain et al. 2023, "NEFTune: Noisy
-Embeddings Improve Instruction Finetuning", algorithm 1): epsilon uniform in (-1, 1), L the number of tokens of the row
-that the token is of, d the width of the embedding.
-
-Epsilon is a hash of a key of its token, which comes with the batch, and of its channel. So it is the same however a
-batch is cut, in every dtype, and whoever computes the step once more; no generator has to be saved.
+To every value of the embedding layer's output epsilon alpha / sqrt(L d) is added (Jain et al. 2023, "NEFTune",
+algorithm 1): epsilon uniform in (-1, 1), L the tokens of the row, d the width. Epsilon is a hash of a key of its token,
+which comes with the batch, and of its channel, so it is the same however a batch is cut, and no generator is saved.
 """
 
 from __future__ import annotations
@@ -59,10 +56,8 @@ class EmbeddingNoise:
 
 @torch.no_grad()
 def uniform(keys: torch.Tensor, width: int) -> torch.Tensor:
-    """(n, width) of FP32, uniform over the 2^23 odd multiples of 2^-23 in (-1, 1). keys: (n,) int64.
-
-    The value of channel c is made from the upper bits of the (c + 1)-th number that SplitMix64 (Steele, Lea and Flood
-    2014) gives from the state `key`.
+    """(n, width) of FP32, uniform over the 2^23 odd multiples of 2^-23 in (-1, 1), by SplitMix64 (Steele, Lea and Flood
+    2014) from each of the states `keys`, (n,) int64.
     """
     found = torch.empty(len(keys), width, device=keys.device)
     steps = torch.arange(1, width + 1, device=keys.device) * _GOLDEN  # int64 wraps, as the unsigned numbers do

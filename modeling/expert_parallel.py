@@ -1,12 +1,9 @@
 """Experts of a mixture that are shared out among ranks (`parallel.expert`): each has E / N of every layer's E experts.
 
-The ranks of a group have sequences of their own. In each layer a rank sends every (token, expert) pair to the rank that
-has the expert, which computes it and sends the result back (Lepikhin et al. 2021, "GShard"); none is dropped. The
-sender weighs the results and adds them up, so routers, their gradients and the counts of `router_balance` are those of
-experts that are not shared.
-
-transformers keeps a layer's experts in tensors of three dimensions, the first of which counts experts: a rank's slice
-of it is E / N consecutive experts, computed by the model's own module as if there were no others.
+In each layer a rank sends every (token, expert) pair to the rank that has the expert, which computes it and sends the
+result back (Lepikhin et al. 2021, "GShard"); none is dropped. The sender weighs the results and adds them up, so
+routers and the counts of `router_balance` are those of experts that are not shared. A rank's slice of transformers'
+three-dimensional tensors is computed by the model's own module as if there were no others.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from config.errors import UserError
-from modeling.tensor_parallel import CUT, Cut
+from modeling.tensor_parallel import CUT, Cut, Ranks
 
 MEASURED = frozenset({"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "deepseek_v3", "glm4_moe", "granitemoe"})
 """Kinds of models whose masters, losses and norms were compared with those of one rank (docs/moe.md)."""
@@ -29,16 +26,8 @@ _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Keys of the number of experts of a layer."""
 
 
-class Group(Protocol):
+class Group(Ranks, Protocol):
     """The ranks that share experts, in the order of their slices."""
-
-    @property
-    def rank(self) -> int:
-        """Which slice is this rank's, from 0."""
-
-    @property
-    def size(self) -> int:
-        """How many they are."""
 
     def exchange(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         """rows: (n, ...), first the `sent[0]` for rank 0, ... -> (m, ...), first the `received[0]` from rank 0, ..."""
@@ -63,10 +52,7 @@ def require_shareable_experts(shape: PretrainedConfig, ranks: int) -> None:
 
 
 def share_experts(model: nn.Module, group: Group, name: str) -> int:
-    """Keep this rank's experts of each layer and exchange tokens for them; the number of layers. Changes the model.
-
-    name: DeepSpeed's of the group, by which it knows over which ranks a slice's gradient is summed.
-    """
+    """Keep this rank's experts of each layer, in place; the number of layers. name: DeepSpeed's of the group."""
     layers = 0
     for module in _layers_of_experts(model):
         count, own = int(module.num_experts), int(module.num_experts) // group.size

@@ -7,10 +7,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 
 def can_cache(config: PretrainedConfig) -> bool:
-    """Whether `generate` may keep keys and values.
-
-    transformers 5.23 makes room for as many layers as T5's encoder has, and fails where the decoder has more.
-    """
+    """Whether `generate` may keep keys and values, which fails where T5's decoder has more layers than its encoder."""
     deep = getattr(config, "num_decoder_layers", None)
     return deep is None or deep <= config.num_hidden_layers
 
@@ -29,8 +26,7 @@ def sample_text(
 ) -> str:
     """The prompt and its continuation by `tokens` sampled tokens, or on a line of its own an encoder-decoder's answer.
 
-    Every rank has to call it with the same arguments: under ZeRO-3 each forward pass is a collective. The length is
-    fixed, so that no rank stops before another. Leaves the generators and the training mode as they were.
+    Every rank has to call it alike: under ZeRO-3 each forward pass is a collective, so the length is fixed.
     """
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=has_encoder).input_ids.to(device)
     was_training = model.training

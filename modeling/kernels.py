@@ -1,18 +1,13 @@
 """Liger's Triton kernels for a model's norms, rotary embeddings and gated activations: `model.kernels` liger or auto.
 
-Hsu et al. 2024, "Liger Kernel: Efficient Triton Kernels for LLM Training". Each kernel reads and writes memory once
-where torch's operators do it several times, and keeps less for the backward pass.
-
 Liger's own patching (`apply_liger_kernel_to_llama`) replaces functions and classes of transformers, and so changes
 every other model in the process, the FP32 reference included. So only its autograd functions are used. A module gets a
-subclass of its own class with another `forward`: its name, parameters, hooks and isinstance checks stay.
-
-Calls in another dtype than the run's, such as telemetry's pass over the FP32 masters, run the module's own code.
+subclass of its own class with another `forward`: its name, parameters, hooks and isinstance checks stay. Calls in
+another dtype than the run's, such as telemetry's pass over the FP32 masters, run the module's own code.
 
 The rotary embedding overwrites the outputs of the projections, and the gradients of a gated activation overwrite its
-inputs, unknown to autograd. Nothing reads those again in a pass that keeps its activations or recomputes whole modules.
-torch's selective checkpointing (`activation_checkpointing = ops`) keeps the outputs of projections, which is why the
-config refuses it.
+inputs, unknown to autograd. Nothing reads those again in a pass that keeps its activations or recomputes whole modules;
+`activation_checkpointing = ops` does, and the config refuses it.
 """
 
 from __future__ import annotations
@@ -111,13 +106,7 @@ class Plan:
 
 
 def plan_liger(model: PreTrainedModel, *, dtype: torch.dtype, device: torch.device) -> Plan:
-    """The modules of a model that Liger's kernels can compute; the model is not changed.
-
-    dtype: in which the model will train. Each kernel is first tested on the device, forward and backward, on random
-    numbers of the model's widths.
-
-    Raises UserError where Liger is unavailable, or where a kernel fails or is further from FP32 than torch's own code.
-    """
+    """The modules that Liger's kernels can compute in `dtype`, each kernel tested on the device. Raises UserError."""
     architecture = model.config.model_type
     require_liger(architecture, device)
     made: dict[type, type] = {}

@@ -1,13 +1,9 @@
 """Cross-entropy of a linear layer's logits, some tokens at a time: no tensor ever holds all logits.
 
 The gradients of a chunk are made while its logits are there, in the forward pass, as in Liger Kernel (Hsu et al. 2024,
-Liger Kernel: Efficient Triton Kernels for LLM Training, section 3.2): three matmuls as usual, none repeated. Two things
-differ, for 16 bits.
-
-- *The weight's gradient is summed over chunks in FP32* and rounded once. Summed in BF16 it would be rounded once a
-  chunk, by an error relative to the whole sum.
-- *Gradients are multiplied by `gradient_scale`*, the gradient that the loss will receive in the backward pass. Without
-  it an FP16 gradient of the hidden states would be rounded before the loss scale could lift it.
+section 3.2). *The weight's gradient is summed over chunks in FP32* and rounded once. *Gradients are multiplied by
+`gradient_scale`*, the gradient that the loss will receive in the backward pass: without it an FP16 gradient of the
+hidden states would be rounded before the loss scale could lift it.
 """
 
 from __future__ import annotations
@@ -63,15 +59,12 @@ def linear_cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Summed cross-entropy in nats over the labels that count, as a scalar; and that of each label, without gradient.
 
-    Both FP32, or FP64 where the logits are; the second has the shape of labels, and 0 where one is masked.
-
     hidden: (..., hidden size). labels: (...) int64, already shifted, IGNORED where masked. Matmuls run in the dtype of
-    autocast where it is on, else in that of the weight; the softmax in FP32 or wider. gradient_scale: the gradient
-    that the sum will receive; any other one is correct too, but 16-bit gradients are rounded at this scale. weights: of
-    the shape of labels, FP32 or wider, factors on the losses in the sum; None: 1 each. right: contiguous, FP32, of the
-    shape of labels, filled with what `likeliest` gives; only where no gradients are made.
-    One backward pass can run through the sum, which keeps gradients instead of activations. Raises ValueError when
-    hidden states and labels are not of the same tokens, or where both gradients and `right` are asked for.
+    autocast where it is on, else in that of the weight; the softmax and both results are FP32 or wider. gradient_scale:
+    the gradient that the sum will receive; any other one is correct too, but 16-bit gradients are rounded at this
+    scale. weights: of the shape of labels, factors on the losses in the sum; None: 1 each. right: contiguous, FP32, of
+    the shape of labels, filled with what `likeliest` gives; only where no gradients are made. One backward pass can run
+    through the sum, which keeps gradients instead of activations. Raises ValueError.
     """
     if right is not None and torch.is_grad_enabled():
         raise ValueError("which labels are the likeliest is found without gradients only")
@@ -88,11 +81,6 @@ def linear_cross_entropy(
         flat, head.weight, head.bias, labels.reshape(-1), scale, *options, torch.is_grad_enabled(), filled
     )
     return total, losses.view(labels.shape)
-
-
-def linear_cross_entropy_sum(hidden: torch.Tensor, head: Head, labels: torch.Tensor, **options: Any) -> torch.Tensor:
-    """The sum alone of `linear_cross_entropy`."""
-    return linear_cross_entropy(hidden, head, labels, **options)[0]
 
 
 _making_gradients = False
@@ -257,9 +245,8 @@ IGNORED = -100
 def label_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Summed cross-entropy in nats over the labels that count, as an FP32 scalar.
 
-    logits: (batch, sequence, vocabulary), any floating dtype; the softmax runs in FP32. labels: (batch, sequence)
-    int64, already shifted, IGNORED where masked. With every label masked the result is 0, still connected to the
-    graph, so that a rank without labels takes part in every collective of the backward pass.
+    logits: (batch, sequence, vocabulary), any floating dtype. labels: (batch, sequence) int64, already shifted. With
+    every label masked the result is 0, still connected to the graph, so that each rank takes part in every collective.
     """
     return functional.cross_entropy(
         logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
@@ -270,7 +257,6 @@ def likeliest(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """1 where no token is likelier than the label, 0 elsewhere and where a label is masked, FP32 of the labels' shape.
 
     Of n tokens that are equally the likeliest each counts 1 / n: a model that prefers nothing is right by chance.
-    Arguments as of `label_loss_sum`.
     """
     largest = logits.amax(-1, keepdim=True)
     of_label = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1))

@@ -16,11 +16,7 @@ CHUNK_VALUES = 1 << 24
 
 
 def token_log_probs(logits: torch.Tensor, targets: torch.Tensor, *, ignored: int) -> torch.Tensor:
-    """log softmax(logits)[targets] in nats, 0 at ignored targets.
-
-    logits: (..., vocabulary) of any floating dtype. targets: (...) int64. Returns (...) of FP32, or FP64 where the
-    logits are. The gradient has the logits' dtype, rounded once.
-    """
+    """log softmax(logits)[targets] in nats, (...) of FP32, or FP64 where the logits are; 0 at ignored targets."""
     return _TokenLogProbs.apply(logits, targets, ignored)
 
 

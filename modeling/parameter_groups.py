@@ -19,19 +19,15 @@ _NO_WEIGHTS = ("Norm", "Embedding", "Dora")
 
 
 def parameter_groups(model: torch.nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:
-    """torch's groups: `params`, and what they have in common. None is empty.
+    """torch's groups: `params`, and what they have in common. None is empty; frozen parameters are left out.
 
     weight_decay: that of weights (`_is_weight`); 0 for all else. A parameter shared by an embedding and an output head
-    counts as an embedding.
-    lr_factor: of the learning rate that the schedule gives, 1.0 but for `optimizer.groups`.
+    counts as an embedding. lr_factor: of the learning rate that the schedule gives, 1.0 but for `optimizer.groups`.
     matrix: whether they are hidden matrices and the optimizer has a rule for these: a linear layer's or router's
-    weight, and the 3-D tensors of fused experts, which are a matrix for each expert; but not the layer that makes the
-    logits, of which an adapter may train a copy.
+    weight, and the 3-D tensors of fused experts; but not the layer that makes the logits, of which an adapter may train
+    a copy. moe, name: of experts that ranks share (`parallel.expert`), which DeepSpeed partitions over fewer ranks.
 
-    moe, name: of experts that ranks share (`parallel.expert`), which DeepSpeed partitions over fewer ranks.
-
-    Frozen parameters are left out. Shapes are read from `ds_shape` where ZeRO-3 has already partitioned a parameter to
-    an empty tensor. Raises UserError for a group of the config that matches no parameter.
+    Raises UserError for a group of the config that matches no parameter.
     """
     tables = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     embeddings = {id(parameter) for table in tables for parameter in table.parameters(recurse=False)}

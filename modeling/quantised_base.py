@@ -17,10 +17,7 @@ from config.schema import AdapterSection
 
 
 def loading_options(section: AdapterSection, auto: Any, config: PretrainedConfig, options: dict) -> dict[str, Any]:
-    """Arguments of `from_pretrained` for a quantised base; none for one in floats.
-
-    auto: the class that loads it. options: what it is built with. Raises UserError without the library.
-    """
+    """Arguments of `from_pretrained` for a quantised base; none for one in floats. auto: the class that loads it."""
     if section.base == "compute":
         return {}
     with torch.device("meta"):
@@ -31,11 +28,7 @@ def loading_options(section: AdapterSection, auto: Any, config: PretrainedConfig
 
 
 def settings(section: AdapterSection, *, skipped: list[str] | None = None) -> Any:
-    """The `BitsAndBytesConfig` of a base in 4 or 8 bits.
-
-    skipped: names of modules that stay floats; None: as transformers chooses them, embeddings and the output. Raises
-    UserError without the library.
-    """
+    """The `BitsAndBytesConfig` of a base. skipped: modules that stay floats; None: as transformers has it."""
     require("bitsandbytes", f"adapter.base={section.base}")
     from transformers import BitsAndBytesConfig
 
@@ -59,10 +52,7 @@ def compute_as_inputs(model: torch.nn.Module) -> None:
 
 
 def freeze_quantised(model: PreTrainedModel) -> None:
-    """`compute_as_inputs`, and let the model be an ordinary one, in place.
-
-    transformers would refuse to cast it, and write the settings into whatever is saved. `peft` still recognises it.
-    """
+    """`compute_as_inputs`, and let the model be an ordinary one, in place, which can be cast and saved."""
     from accelerate.hooks import remove_hook_from_module
 
     remove_hook_from_module(model, recurse=True)

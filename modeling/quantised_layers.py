@@ -1,9 +1,7 @@
 """Linear layers of `bitsandbytes` that compute in the dtype of their input, and in no other.
 
-The library's own depart from that. Its 8-bit layer rounds inputs to FP16 and then to 8 bits, on a CPU in evaluation
-but not in training. Its 4-bit layer rounds inputs to a dtype that its first call sets, and on CPUs with BF16
-instructions it packs its weights anew in the first forward pass in evaluation, under ZeRO-3 in every other copy of
-them as well. Here every pass rebuilds the weights from their codes and scales and multiplies; the backward pass
+The library's own round inputs to FP16 or to a dtype that the first call sets, and on some CPUs pack their weights anew
+in evaluation. Here every pass rebuilds the weights from their codes and scales and multiplies; the backward pass
 rebuilds them once more, so that only codes and scales are kept.
 
 Imported where a config asks for it: it needs the package.

@@ -1,17 +1,14 @@
 """The balancing loss of mixtures of experts, over the whole global batch, so that it does not depend on how it is cut.
 
-For each layer with E experts, of which every token takes k (Fedus et al. 2021, "Switch Transformers", equations 4 to 6;
-with k > 1 as in transformers' `load_balancing_loss_func`, which gives k where all experts are used alike):
+For each layer with E experts, of which every token takes k (Fedus et al. 2021, equations 4 to 6), and then the mean
+over the layers:
 
     L = E sum_e f_e P_e     f_e: tokens sent to expert e, as a share of all tokens; it has no gradient
                             P_e: mean over all tokens of the probability that the router gives expert e
 
-and the mean over the layers. transformers pools all layers into one f and one P, so that one layer's surplus hides
-another's lack, and takes both over one micro-batch: a product of means, so the router's gradient depends on the cut.
-Here f_e is of all tokens of the step, on all ranks and in all micro-batches; P_e is a sum over tokens, whose parts add
-up.
-
-The router's z-loss (Zoph et al. 2022, "ST-MoE", equation 5) is the mean over tokens of logsumexp(logits)^2.
+f_e is of all tokens of the step, on all ranks and in all micro-batches; P_e is a sum over tokens, whose parts add up.
+The router's z-loss (Zoph et al. 2022, equation 5) is the mean over tokens of logsumexp(logits)^2. docs/moe.md has why
+transformers' own, of one micro-batch and all layers together, depends on the cut.
 """
 
 from __future__ import annotations
@@ -27,29 +24,19 @@ from config.errors import UserError
 from config.schema import ModelSection
 
 _VERIFIED = frozenset(
-    (
-        *(
-            "ernie4_5_moe",
-            "flex_olmo",
-            "gpt_oss",
-            "granitemoe",
-            "granitemoe_swa",
-            "granitemoehybrid",
-            "granitemoeshared",
-        ),
-        *(
-            "jamba",
-            "jetmoe",
-            "mellum",
-            "minimax",
-            "mixtral",
-            "olmoe",
-            "qwen2_moe",
-            "qwen3_5_moe",
-            "qwen3_moe",
-            "qwen3_next",
-        ),
-    )
+    {"ernie4_5_moe", "flex_olmo", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"}
+    | {
+        "jamba",
+        "jetmoe",
+        "mellum",
+        "minimax",
+        "mixtral",
+        "olmoe",
+        "qwen2_moe",
+        "qwen3_5_moe",
+        "qwen3_moe",
+        "qwen3_next",
+    }
 )
 """Kinds of models whose routers weigh experts by a softmax of their logits, and whose own choice is seen, whatever
 biases it. Others take a sigmoid (DeepSeek V3, MiniMax-M2, Laguna, Flint) or sample (Phi-3.5-MoE), and P is not defined.
@@ -148,10 +135,7 @@ class RouterBalance:
         return torch.stack(rows).double()
 
     def loss(self, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The last pass's part of the step's loss, with and without coefficients: () FP32, and (2,) float64 detached.
-
-        counts: (layers, experts), of all tokens of the step.
-        """
+        """The last pass's part of the loss with coefficients, () FP32, and without, (2,). counts: of the step."""
         experts, tokens = counts.shape[1], counts[0].sum() / self.routed[0][1].shape[-1]
         shares = (counts / tokens).float()
         balance = z = torch.zeros((), device=counts.device)

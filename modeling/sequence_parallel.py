@@ -1,16 +1,13 @@
 """Attention over sequences whose tokens are shared out among ranks: each has a slice of every sequence.
 
-All layers but attention work token by token, so a rank runs them on its slice alone. Around attention the ranks of a
-group trade tokens for heads: an all-to-all gives each rank all tokens of its share of the heads, attention runs as it
-would on one rank, and a second all-to-all gives the tokens back (Jacobs et al. 2023, "DeepSpeed Ulysses"). Where there
-are fewer key and value heads than ranks, or a number that they do not divide, these heads are repeated first.
+Around attention the ranks of a group trade tokens for heads by an all-to-all, and back (Jacobs et al. 2023, "DeepSpeed
+Ulysses"); docs/parallel.md has more. The mask that a model makes is of its slice, so it is not used: whether documents
+are kept apart is known, where they begin follows from the positions of the whole sequence, and a layer's window is the
+one it passes to its attention.
 
-The mask that a model makes is of its slice, so it is not used: whether documents are kept apart is known, where they
-begin follows from the positions of the whole sequence, and a layer's window is the one it passes to its attention.
-
-DeepSpeed's own wrapper (UlyssesSPAttentionHF) replaces a function of the whole process and drops masks: windows and
-documents are lost (docs/upstream/). This one belongs to one model, under a name of its own for `_attn_implementation`.
-Forward passes without WHOLE_POSITIONS, such as those that generate text, are the model's own.
+DeepSpeed's own wrapper (UlyssesSPAttentionHF) replaces a function of the whole process and drops masks
+(docs/upstream/). This one belongs to one model, under a name of its own for `_attn_implementation`. Forward passes
+without WHOLE_POSITIONS, such as those that generate text, are the model's own.
 """
 
 from __future__ import annotations
@@ -29,6 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from config.batch import WHOLE_POSITIONS
 from config.errors import UserError, one_line
+from modeling.tensor_parallel import Ranks
 
 LARGEST_IN_FP32 = 1e-3
 """[fraction of the largest logit] Difference that rounding is taken to explain in `require_equal_logits`."""
@@ -40,16 +38,8 @@ _SLICE = 8
 _numbers = itertools.count(1)
 
 
-class Group(Protocol):
+class Group(Ranks, Protocol):
     """The ranks that share sequences, in the order of their slices."""
-
-    @property
-    def rank(self) -> int:
-        """Which slice is this rank's, from 0."""
-
-    @property
-    def size(self) -> int:
-        """How many they are."""
 
     def exchange(self, parts: torch.Tensor) -> torch.Tensor:
         """parts: (size, ...), contiguous, the i-th for rank i -> the same shape, the i-th from rank i."""
@@ -59,10 +49,7 @@ class SequenceAttention:
     """Shared attention of one model. Changes the model in place until `close`."""
 
     def __init__(self, model: PreTrainedModel, group: Group, *, apart: bool) -> None:
-        """apart: documents that share a sequence do not see each other.
-
-        Raises UserError, with the reason, for a model whose attention cannot be shared.
-        """
+        """apart: documents that share a sequence do not see each other. Raises UserError, with the reason."""
         shape = model.config.get_text_config()
         reason = unshared_reason(shape, str(model.config._attn_implementation), group.size)
         if reason is not None:
@@ -85,10 +72,7 @@ class SequenceAttention:
         del ALL_ATTENTION_FUNCTIONS[self._name]
 
     def begin(self, positions: torch.Tensor | None) -> None:
-        """Attend to sequences of these positions, (micro, whole) int64, from here on; None: as the model does alone.
-
-        Each forward pass of the model begins so. It holds until the next one, since a backward pass recomputes blocks.
-        """
+        """Attend to sequences of these positions until the next call; None: as the model does alone."""
         self._positions, self._masks = positions, {}
         self._use(self._own if positions is None else self._name)
 
@@ -139,10 +123,7 @@ class SequenceAttention:
         )
 
     def _mask(self, window: int | None) -> torch.Tensor | None:
-        """(micro, 1, whole, whole) bool, True where a token sees another; None: every token sees all before it.
-
-        As transformers' causal masks with its overlays for windows and packed documents, but of the whole sequence.
-        """
+        """(micro, 1, whole, whole) bool, True where a token sees another; None: every token sees all before it."""
         assert self._positions is not None, "attention of a slice outside of the model's forward pass"
         positions = self._positions
         length = positions.shape[1]
@@ -154,10 +135,7 @@ class SequenceAttention:
 
 
 def unshared_reason(shape: PretrainedConfig, attention: str, ranks: int) -> str | None:
-    """Why a model's attention cannot be shared among `ranks`; None where nothing is known against it.
-
-    shape: the config of its language model. attention: its implementation.
-    """
+    """Why attention, of this implementation, cannot be shared among `ranks`; None where nothing is known against it."""
     if attention != "sdpa":
         return f"its attention is {attention}, and this is verified with sdpa"
     heads = getattr(shape, "num_attention_heads", None)
@@ -234,9 +212,8 @@ def require_equal_logits(
 ) -> str | None:
     """Compare this rank's slice of a short sequence with the model's own pass over all of it; what is wrong, or None.
 
-    forward: calls the model in evaluation mode with these arguments and returns its logits. apart: the sequence is of
-    two documents, the second of which begins within a slice. largest: difference allowed, over the largest logit. Two
-    short passes on every rank.
+    forward: calls the model in evaluation mode and returns its logits. apart: the sequence is of two documents, the
+    second of which begins within a slice. largest: difference allowed, over the largest logit.
     """
     vocabulary, length = config.get_text_config().vocab_size, _SLICE * group.size
     ids = torch.arange(length, device=device).unsqueeze(0) * 7 % vocabulary

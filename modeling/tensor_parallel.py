@@ -1,15 +1,13 @@
 """Which models may have their matrices shared among ranks (`parallel.tensor`), and what such a model's parameters are.
 
-DeepSpeed's AutoTP cuts the linear layers of a block by transformers' `tp_plan`: those that make queries, keys, values
-and the MLP's inner values by rows, so that a rank has whole heads, the following ones by columns, whose results are
-summed over ranks (Shoeybi et al. 2019, "Megatron-LM"). An output embedding of its own is cut by rows and its logits are
-gathered. Norms, embeddings and biases after a sum stay whole on every rank: replicas.
+DeepSpeed's AutoTP cuts the linear layers of a block by transformers' `tp_plan`, so that a rank has whole heads (Shoeybi
+et al. 2019, "Megatron-LM"). Norms, embeddings and biases after a sum stay whole on every rank: replicas.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import PretrainedConfig
@@ -26,6 +24,18 @@ _HEAD_NORMS = ("use_qk_norm", "qk_layernorm")
 """Keys of norms of each head that are in no `tp_plan`: a rank would train them on its own heads alone."""
 _INNER_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "activation_dropout")
 """Keys of dropout within what is cut, where a rank draws for its own heads or values."""
+
+
+class Ranks(Protocol):
+    """Ranks that share something, in the order of their slices."""
+
+    @property
+    def rank(self) -> int:
+        """Which slice is this rank's, from 0."""
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
 
 
 def unshared_reason(shape: PretrainedConfig, ranks: int) -> str | None:
@@ -110,10 +120,7 @@ def cut(parameter: Any) -> Cut | None:
 
 
 def cut_of(parameter: Any) -> Cut | None:
-    """How AutoTP cut a parameter; None of a replica.
-
-    Raises ValueError, with the reason, where it is cut in a way that is not one slice for each rank.
-    """
+    """How AutoTP cut a parameter; None of a replica. Raises ValueError where it is not one slice for each rank."""
     described = getattr(parameter, _DESCRIBED, None)
     if described is None or described["replicated"]:
         if getattr(parameter, "tensor_model_parallel", False) and described is None:

@@ -1,23 +1,12 @@
 """Early signs of trouble in the forward pass: attention's largest logit and entropy, channels that stand out.
 
-Attention. Logits are q k / sqrt(d) (or the model's own scaling, soft cap and bias) of keys that the query may see.
-Where they grow without end, softmax becomes one-hot and its gradient vanishes, then the loss diverges: beyond 1e4 in
-ViT-22B (Dehghani et al. 2023; Wortsman et al. 2023, "Small-scale proxies", section 3.1.1, find it at small scale, too);
-Kimi K2 rescales queries and keys of a head beyond 100 (Kimi Team 2025, section 2.1). The entropy of the probabilities
-falls with it, and runs that lost it oscillate or diverge (Zhai et al. 2023, "Preventing Attention Entropy Collapse").
-It is given as a share of the logarithm of the number of keys seen, so that 1 is even attention
-and 0 one key only; a query that sees one key has no entropy to lose and is left out.
-
-Channels. The kurtosis of channel norms over a layer's width d, mean(s^4) / mean(s^2)^2 for s the root mean square of a
-channel over all tokens, is 1 where all channels are alike and d where one has everything (He et al. 2024,
-"Understanding and Minimising Outlier Features", section 2). Unlike there each token counts as RMSNorm hands it on, with
-a root mean square of 1: else the few tokens of enormous norm that sound language models have (Sun et al. 2024,
-"Massive Activations") decide it alone. Outlier channels are those with more than OUTLIER times the median channel's
-norm (their ratio of maximum to median, the same section, counted).
+docs/early-warnings.md has what they tell and where they come from. The entropy of attention is a share of the logarithm
+of the number of keys seen; a query that sees one key has no entropy to lose and is left out. The kurtosis of channel
+norms is mean(s^4) / mean(s^2)^2 for s the root mean square of a channel over all tokens, each as RMSNorm hands it on:
+else the few tokens of enormous norm that sound language models have (Sun et al. 2024) decide it alone.
 
 All of it is FP32 and stays on the device. Queries are sampled, POSITIONS of a sequence, evenly spaced with the last one
-among them; keys and sequences are all there are. So are tokens for channels, at most TOKENS of a call. Nothing here is
-seen by dispatch modes, such as those of activation checkpointing or of an observation of dtypes.
+among them, and so are tokens for channels, at most TOKENS of a call. Nothing here is seen by dispatch modes.
 """
 
 from __future__ import annotations
@@ -33,7 +22,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from precision.findings import tensors_of
+from precision.findings import in_backward, tensors_of
 
 POSITIONS = 16
 """Queries of a sequence that are looked at."""
@@ -45,11 +34,7 @@ OUTLIER = 6.0
 
 
 class AttentionMeter:
-    """Context manager: the largest logit and the entropy in each attention that transformers' interface dispatches.
-
-    A recomputation by activation checkpointing is left out: it is the same again. An attention that a model computes by
-    code of its own is not seen, and has no figures.
-    """
+    """Context manager: the largest logit and entropy in each attention that transformers' interface dispatches."""
 
     def __init__(self, model: nn.Module, *, active: bool = True) -> None:
         """active: False measures nothing, such as for compiled blocks, which would be compiled anew."""
@@ -80,7 +65,7 @@ class AttentionMeter:
             module: Any, query: Any, key: Any, value: Any, mask: Any = None, *rest: Any, **options: Any
         ) -> Any:
             name = self._names.get(module)
-            if name is not None and query.dim() == key.dim() == 4 and not _recomputing():
+            if name is not None and query.dim() == key.dim() == 4 and not in_backward():
                 with unseen(query.device.type):
                     self._measure(name, module, query.detach(), key.detach(), mask, options)
             return attention(module, query, key, value, mask, *rest, **options)
@@ -148,10 +133,8 @@ def _entropy_shares(logits: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Ten
 
 
 class ChannelMeter:
-    """Context manager: the sum over tokens of the squares of every channel in the output of each of the given modules,
-    each token's mean square being 1.
-
-    `squares`: module name to (channels,) float64, over all calls and tokens.
+    """Context manager: `squares`, module name to (channels,) float64, sums over calls and tokens of the squares of
+    every channel in the module's output, each token's mean square being 1.
     """
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
@@ -173,7 +156,7 @@ class ChannelMeter:
 
     def _measure(self, name: str, module: nn.Module, args: tuple, output: Any) -> None:
         found = next((tensor for tensor in tensors_of(output) if tensor.is_floating_point()), None)
-        if found is None or not found.numel() or _recomputing():
+        if found is None or not found.numel() or in_backward():
             return
         with unseen(found.device.type):
             tokens = found.detach().flatten(0, -2)
@@ -187,11 +170,6 @@ def channel_figures(squares: torch.Tensor) -> tuple[float, int]:
     total, fourth = float(squares.mean()), float(squares.square().mean())
     median = float(squares.median())
     return (fourth / total**2 if total else 1.0), int((squares > OUTLIER**2 * median).sum())
-
-
-def _recomputing() -> bool:
-    """Whether a backward pass is running, which calls modules to compute their outputs once more."""
-    return torch._C._current_graph_task_id() != -1
 
 
 @contextmanager

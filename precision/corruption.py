@@ -1,13 +1,9 @@
 """What a flipped bit is, whom it is blamed on, and what running a step again says about it.
 
-Pure decisions on numbers that all ranks share; `training/corruption/` gathers them.
-
-A step that is run again answers three questions. Does the same rank give the same answer to the same inputs? Does
-another rank give that answer as well? Is the answer healthy now? From these follow the three cases that Megatron-LM's
-rerun state machine tells apart (`megatron/core/rerun_state_machine.py`): a *transient* fault (another answer the second
-time, and a healthy one), a *persistent* one (the same rank answers otherwise than other ranks do, or keeps changing its
-answer), and a *numeric* event (every rank gives the same answer bit for bit: it is the model's, not the machine's).
-Megatron-LM needs a restart on other nodes for the second question; here ranks exchange their micro-batches.
+Pure decisions on numbers that all ranks share; `training/corruption/` gathers them. A step that is run again tells the
+three cases of Megatron-LM's rerun state machine apart: a *transient* fault (another answer the second time, and a
+healthy one), a *persistent* one (the rank answers otherwise than other ranks do, or keeps changing its answer), and a
+*numeric* event (every rank gives the same answer bit for bit: it is the model's). docs/corruption.md has more.
 """
 
 from __future__ import annotations
@@ -106,12 +102,11 @@ def judge_reexecution(
 ) -> Reexecution:
     """What a repeated step says.
 
-    suspicious: it was repeated for a reason, and not because a check was due. changed: by rank, whether the rank's
-    answer to its own inputs differs between the first and the last run, bit for bit. healthy: the last run is.
-    disagreed: by rank b, whether rank b and the rank before it, (b - 1) modulo their number, gave different answers to
-    the inputs of rank b; None where there is one rank. finite: by rank b, whether the answers to its inputs of rank b,
-    and of the rank before it, were finite. named: by rank, whether what it computed itself, before the reduction,
-    differs between the first and the last run: its loss, and where `signed` its gradients.
+    suspicious: it was repeated for a reason, and not because a check was due. changed: by rank, whether the answer to
+    its own inputs differs between the first and the last run. healthy: the last run is. disagreed: by rank b, whether
+    rank b and the rank before it gave different answers to the inputs of rank b; None where there is one rank. finite:
+    by rank b, whether these two answers were finite. named: by rank, whether what it computed itself, before the
+    reduction, differs between the first and the last run: its loss, and where `signed` its gradients.
     """
     again = any(changed)
     agreed = disagreed is None or not any(disagreed)
@@ -134,10 +129,7 @@ def judge_reexecution(
 
 
 def _blamed(disagreed: Sequence[bool], finite: Sequence[tuple[bool, bool]]) -> tuple[int, ...]:
-    """The rank that took part in most of the disagreements; several where they cannot be told apart.
-
-    A faulty rank f spoils the answers to its own inputs and to those of rank f + 1.
-    """
+    """The rank f that spoiled the answers to its own inputs and to those of rank f + 1; several where they tie."""
     ranks = len(disagreed)
     votes: Counter[int] = Counter()
     bad: Counter[int] = Counter()

@@ -56,10 +56,7 @@ class Finding:
 
 
 def describe(tensor: torch.Tensor) -> Description | None:
-    """(kind, number of non-finite values, largest finite magnitude, dtype) of a tensor; None if all of it is finite.
-
-    Integers, empty tensors and meta tensors are finite. Waits for the device.
-    """
+    """`Description` of a tensor; None if all of it is finite, as integers and meta tensors are. It waits."""
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
     if not tensor.is_floating_point() or tensor.numel() == 0 or tensor.is_meta:
@@ -123,3 +120,8 @@ def replace_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) 
     if type(value) is tuple:
         return tuple(replace_tensors(item, change) for item in value)
     return value
+
+
+def in_backward() -> bool:
+    """Whether autograd is running on this thread, which calls modules to compute their outputs once more."""
+    return torch._C._current_graph_task_id() != -1

@@ -1,4 +1,4 @@
-"""Linear layers whose matmuls have FP8 operands: a manifest's `fp8`.
+"""Linear layers whose matmuls have FP8 operands: a manifest's `fp8`. docs/fp8.md has what is rounded and why.
 
 For y = x W^T with gradient g of y, the operands are rounded to 8 bits, each over the dimension that is summed:
 
@@ -6,21 +6,8 @@ For y = x W^T with gradient g of y, the operands are rounded to 8 bits, each ove
     dx = q(g) q(W)          g by token, W by input feature
     dW = g^T x              in the dtype around the layer, or of q(g) and q(x), both over the tokens
 
-Formats are those of Micikevicius et al. 2022, "FP8 Formats for Deep Learning": E4M3 (largest 448, no inf) and E5M2
-(largest 57344). W is rounded from its FP32 master, never from a 16-bit copy: two roundings would give another number
-for 3.1% of normally distributed weights.
-
-Scales are powers of two, the smallest with which the largest value still fits, so nothing is clipped. Dividing by them
-is exact, and how a value is rounded does not depend on the others that share its scale, unless it is below some 2^-14
-of the largest (in E4M3). Therefore the gradient does not depend on how a batch is cut into micro-batches or over ranks.
-With scales as they come, largest / 448, every value is rounded otherwise in other company.
-
-An operand with a value that is not finite becomes nan throughout its row: the cast alone would turn inf into 448 and
-hide it. That also is why there is no delayed scaling, whose scales are of earlier steps.
-
-Anywhere, operands are rounded to FP8 and back, and multiplied in BF16 (FP32 where the surroundings are not BF16), which
-holds them exactly, with sums in FP32. On GPUs of compute capability 9.0 and higher `torch._scaled_mm` multiplies them,
-and on CPUs if it is asked for; `kernel_problem` compares it with `precision.fp8_reference` first.
+Scales are powers of two, the smallest with which the largest value still fits: dividing by them is exact. An operand
+with a value that is not finite becomes nan throughout its row: the cast alone would turn inf into 448 and hide it.
 """
 
 from __future__ import annotations
@@ -58,9 +45,8 @@ def is_multiplying() -> bool:
 
 
 def scale_of(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The smallest power of two s with largest / s within the format, nan where that is not finite.
-
-    largest: FP32, at least 0; so is what is returned, of the same shape.
+    """The smallest power of two s with largest / s within the format, nan where that is not finite; FP32, like
+    `largest`.
     """
     mantissa, exponent = torch.frexp(largest)
     top_mantissa, top_exponent = math.frexp(torch.finfo(dtype).max)
@@ -170,10 +156,7 @@ def linear_fp8(
     section: Fp8Section,
     count: Count | None = None,
 ) -> torch.Tensor:
-    """inputs W^T + bias in `ambient`. inputs: (..., in), any floating dtype. weight: (out, in), its FP32 master.
-
-    count: sees every operand and what rounding made of it.
-    """
+    """inputs W^T + bias in `ambient`. weight: (out, in), its FP32 master. count: sees every operand, rounded too."""
     kernel = not no_kernel(weight.shape, inputs.device, ambient, section)
     output = _Linear.apply(inputs.to(ambient), weight, section, kernel, count)
     return output if bias is None else output + bias.to(ambient)

@@ -37,8 +37,7 @@ _SCALES = (-126, 127)
 def rounded(values: torch.Tensor, name: Name, scaling: str) -> torch.Tensor:
     """`values` as FP8 has them, FP64, each with the scale of those it is summed with: along the last dimension.
 
-    values: any shape and floating dtype. scaling: of Fp8Section. Where one of those that share a scale is not finite
-    all are nan.
+    Where one of those that share a scale is not finite all are nan. scaling: of Fp8Section.
     """
     if scaling == "block32":
         blocks = [rounded(part, name, "row") for part in values.split(_BLOCK, dim=-1)]
@@ -59,35 +58,23 @@ def rounded(values: torch.Tensor, name: Name, scaling: str) -> torch.Tensor:
 def operands(
     product: Product, inputs: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor | None, section: Fp8Section
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows, summed) and (columns, summed), FP64: what a linear layer multiplies for one of its three products.
-
-    inputs: (tokens, in), in the dtype around the layer. weight: (out, in), the master. gradient: (tokens, out), of the
-    output; None for the output itself.
-    """
+    """(rows, summed) and (columns, summed), FP64: what a linear layer multiplies for one of its three products."""
     if gradient is None or product == "output":
         return rounded(inputs, "e4m3", section.scaling), rounded(weight, "e4m3", section.scaling)
     if product == "input gradient":
         return rounded(gradient, section.gradient, section.scaling), rounded(weight.t(), "e4m3", section.scaling)
     if section.weight_gradient == "fp8":
-        return (
-            rounded(gradient.t(), section.gradient, section.scaling),
-            rounded(inputs.t(), "e4m3", section.scaling),
-        )
+        return (rounded(gradient.t(), section.gradient, section.scaling), rounded(inputs.t(), "e4m3", section.scaling))
     return gradient.t().double(), inputs.t().double()
 
 
 def off_by(
-    found: torch.Tensor,
-    left: torch.Tensor,
-    right: torch.Tensor,
-    ambient: torch.dtype,
-    bias: torch.Tensor | None = None,
+    found: torch.Tensor, left: torch.Tensor, right: torch.Tensor, ambient: torch.dtype, bias: torch.Tensor | None = None
 ) -> tuple[float, float]:
     """Norm of the difference between `found` and left right^T + bias, and how large rounding may make it.
 
     Two roundings to the dtype around the layer, each relative to the result (or the bias), and the sum in FP32,
-    relative to the sum of magnitudes (Higham and Mary 2019, theorem 2.4). found: (rows, columns). left, right: see
-    `operands`. bias: (columns,).
+    relative to the sum of magnitudes (Higham and Mary 2019, theorem 2.4). left, right: see `operands`.
     """
     exact, magnitudes = left @ right.t(), left.abs() @ right.abs().t()
     added = torch.zeros_like(exact) if bias is None else bias.double().expand_as(exact)

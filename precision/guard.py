@@ -2,31 +2,11 @@
 
 A step is judged between its backward pass and its optimizer step, on a few numbers that all ranks share. Only a
 healthy step is applied (STEP). Every other verdict discards its gradients, so that masters, moments and the learning
-rate schedule stay unchanged, and then reacts.
+rate schedule stay unchanged, and then reacts. docs/numerics.md has what is unhealthy and which reaction helps.
 
-What is unhealthy: (1) A loss or gradient that is inf or nan, in any dtype. Under dynamic loss scaling a gradient that
-overflows at a finite loss is routine instead: backing off is how the scale finds its level (Micikevicius et al. 2018,
-"Mixed Precision Training", section 3.2), so it is skipped without being an incident. A loss or an activation that is
-itself not finite is never routine: the scale comes in after it. (2) An overflow at the smallest scale. (3) Too many
-skips in a row. (4) A spike: loss or gradient norm many robust standard deviations above its recent median
-(precision/robust_window.py). OLMo 2 skips such steps at 6 sigmas over 128 steps (2 OLMo 2 Furious 2025;
-SkipStepOptimizer in OLMo-core); PaLM went back to a checkpoint about 100 steps before the spike and left out 200 to
-500 batches (Chowdhery et al. 2022, section 5.1). Spikes are one-sided: a low loss is none. (5) An update that is too
-large or too small for its weights. (6) An early warning of a kind that guard.warnings names (docs/early-warnings.md).
-
-Reactions: `guard.reactions` is an ordered plan. The first reaction that can help against this trouble, is
-possible now and has budget left is taken, and ABORT when there is none. Budgets are per run and finite, and each
-reaction gets `guard.max_consecutive_skips` steps to work before the plan is asked again, so a run that never becomes
-healthy ends after at most max_consecutive_skips x (1 + the other budgets) steps.
-
-    not finite         skip, cut_lr, promote, rollback     spike               skip, cut_lr, promote, rollback
-    beyond FP16        promote, rollback, skip once        weight not finite   rollback
-    smallest scale     promote, rollback                   update too large    cut_lr, rollback
-    too many skips     promote, rollback                   update too small    promote
-    early warning      skip, cut_lr, rollback
-
-Gaps: while nothing is applied the learning rate has no effect, and after an update that was too large skipping the next
-step repairs nothing. `judge` only reads and `note` writes, so judging twice gives the same answer.
+Budgets are per run and finite, and each reaction gets `guard.max_consecutive_skips` steps to work before the plan is
+asked again, so a run that never becomes healthy ends after at most max_consecutive_skips x (1 + the other budgets)
+steps. `judge` only reads and `note` writes, so judging twice gives the same answer.
 """
 
 from __future__ import annotations
@@ -93,12 +73,7 @@ class Guard:
 
     def __init__(self, section: GuardSection) -> None:
         self._section = section
-        self._budgets = {
-            "skip": section.skip_budget,
-            "cut_lr": section.cut_lr_budget,
-            "promote": section.promote_budget,
-            "rollback": section.rollback_budget,
-        }
+        self._budgets = {name: getattr(section, f"{name}_budget") for name in ("skip", "cut_lr", "promote", "rollback")}
         self._used = dict.fromkeys(self._budgets, 0)
         self._losses = RobustWindow(section.spike_window)
         self._log_norms = RobustWindow(section.spike_window)
@@ -126,10 +101,7 @@ class Guard:
         self._warned = chosen[0] if chosen else self._warned
 
     def judge(self, health: Health, *, can_promote: bool = False, can_roll_back: bool = False) -> Judgement:
-        """What to do with a step. Changes no state.
-
-        can_promote: some blamed module can still be promoted. can_roll_back: there is a good checkpoint.
-        """
+        """What to do with a step. Changes no state. can_promote, can_roll_back: that is possible now."""
         skips, limit = health.consecutive_skips, self._section.max_consecutive_skips
         streak = max(skips - self._answered_skips, 0)
         trouble = self._trouble(health)
@@ -144,10 +116,7 @@ class Guard:
         return self._react(trouble, {"promote": can_promote, "rollback": can_roll_back})
 
     def suspicion(self, health: Health) -> str | None:
-        """Why a step is worth repeating to tell a fault of the machine from a numeric event; None: it is not.
-
-        A routine FP16 overflow is not, and neither are the step's consequences, such as too many skips.
-        """
+        """Why a step is worth repeating to tell a machine's fault from a numeric event; None: it is not."""
         if health.disagreement:
             return health.disagreement
         found = not_finite(health)
@@ -158,11 +127,7 @@ class Guard:
         return found.what if found is not None else None
 
     def note(self, health: Health, judgement: Judgement, *, applied: bool, update_ratio: float | None = None) -> None:
-        """Record a step once it is over; on ROLLBACK before the checkpoint is loaded.
-
-        applied: whether the weights changed. update_ratio: as the attribute. Raises ValueError when the weights changed
-        against the verdict.
-        """
+        """Record a step once it is over; on ROLLBACK before the checkpoint is loaded. applied: the weights changed."""
         verdict, section = judgement.verdict, self._section
         self.update_ratio, self._warned = update_ratio, ""
         if applied and verdict is not Verdict.STEP:
@@ -195,10 +160,7 @@ class Guard:
         return due
 
     def roll_back(self, state: dict[str, Any] | None) -> None:
-        """Return to the guard's state in a checkpoint, but keep the used budgets: a run must not loop.
-
-        state: from `state_dict`; None for a checkpoint without one.
-        """
+        """Return to the guard's `state_dict` in a checkpoint, if it has one, but keep the used budgets."""
         used = self._used
         self.load_state_dict(state if state is not None else Guard(self._section).state_dict())
         self._used = {name: max(used[name], self._used[name]) for name in used}
@@ -266,12 +228,8 @@ class Guard:
 def rollback_skip(n_used: int, since_checkpoint: int = 1) -> int:
     """How many batches after the checkpoint's position in the data order the n-th rollback of a run leaves out.
 
-    The first leaves out everything seen since the checkpoint, the offending batch included; the n-th 2^(n-1) times as
-    much, at most 64 times, so that a longer stretch of bad data is jumped sooner or later.
-    PaLM's recipe is of that size: a checkpoint 100 steps before the spike, 200 to 500 batches left out (section 5.1).
-
-    n_used: rollbacks taken, this one included. since_checkpoint: batches between the checkpoint's position and the
-    present one, batches left out by earlier rollbacks included. Raises ValueError below 1.
+    The first leaves out everything seen since the checkpoint (`since_checkpoint`, with batches left out); the n-th
+    2^(n-1) times as much, at most 64 times, so that a longer stretch of bad data is jumped sooner or later.
     """
     if n_used < 1 or since_checkpoint < 1:
         raise ValueError(f"rollback {n_used} over {since_checkpoint} batches leaves nothing out")

@@ -18,16 +18,10 @@ _LIBRARY = torch.library.Library("aten", "IMPL")
 
 @functools.cache
 def multiply_through_fp32() -> frozenset[torch.dtype]:
-    """Let this process compute the products of half dtypes for which its CPU has no instructions in FP32.
+    """The half dtypes whose products this process computes in FP32 from here on, its CPU lacking instructions for them.
 
-    A BF16 or FP16 dot-product instruction multiplies exactly, sums in FP32 and rounds the sum to its result. FP32
-    products of the same values, rounded once, are that up to the order of the sums; torch's own kernels for other CPUs
-    are right, too, but took 27 ms for a 256 x 256 BF16 product where this takes 0.7 (one core of an AMD EPYC with AVX2,
-    torch 2.13.0). The gradients within attention are kept in FP32 until they leave it. An FP32 product takes 4
-    microseconds more, the way through Python.
-
-    Returns the dtypes that the CPU lacks; where it has instructions for both, nothing changes. Compiled graphs call
-    torch's own kernels.
+    Such an instruction multiplies exactly, sums in FP32 and rounds the sum: FP32 products of the same values, rounded
+    once, are that up to the order of the sums, and faster than torch's own kernels there (docs/lab-notebook.md).
     """
     lacking = frozenset(
         dtype

@@ -1,25 +1,9 @@
 """The dtype of the sums inside a step: softmaxes, norms' statistics, the loss, rotary tables, routers.
 
-A matmul's dtype says nothing about these: a BF16 model whose softmax adds up in 8 bits multiplies in BF16 like a sound
-one, and 24 steps of it end where the sound ones do. So the operators themselves are looked at (`precision.observe`
-calls `see` with each of them), and what is told apart is this:
-
-- *Operators of torch* that are one kernel (`_softmax`, `native_layer_norm`) and get 16 bits read these, add up in FP32
-  and round the result once (`KERNEL`). On 16-bit scores that gives the bits which softmax in FP32, rounded to their
-  dtype, gives: `tests/precision/test_inner_dtypes.py` holds both against FP64.
-- *The same written out* (exp, sum; pow, mean, rsqrt) rounds every step to the dtype of its tensors. The narrowest
-  of them counts, also where it is widened again before the next, or narrowed just for this within the module.
-- *A fused attention kernel* (`scaled_dot_product_attention`, flash attention) shows its operands only. Its sums are the
-  kernel's (`FUSED`).
-
-Norms' statistics are those of modules that `find_regions` calls norms. Of a rotary table all that led to cos and sin
-inside its module counts: frequencies, positions, their product. Frequencies that were rounded to 16 bits and stored in
-FP32 before are known by their values. Rotary positions in BF16 are exact up to 256, and named all the same.
-
-The residual stream is what a block gets and what its own additions make of it; the sum of two branches, such as of an
-attention and an MLP side by side, is none of it.
-
-What leaves no such operator is not guessed: `report` lists it with the reason. Backward passes are not seen.
+A matmul's dtype says nothing about these, so the operators themselves are looked at: `precision.observe` calls `see`
+with each of them. A kernel of torch that gets 16 bits adds up in FP32 and rounds the result once (`KERNEL`); the same
+written out (exp, sum; pow, mean, rsqrt) rounds every step, and the narrowest dtype counts. A fused attention kernel
+shows its operands only (`FUSED`). docs/numerics.md has what counts for each, and what leaves no operator to see.
 """
 
 from __future__ import annotations
@@ -185,12 +169,9 @@ class InnerDtypes:
     ) -> dict[str, Any]:
         """What was computed in which dtype, what in a lower one than promised, and what could not be observed.
 
-        promised: module name to the dtype of norms' statistics and routers' products where a manifest says
-        (`Regions.dtypes`). stream: the dtype of the residual stream; routers: of routers' products where `promised` has
-        none. compiled: whether the steps that are not observed run a compiled graph instead.
-
-        {"computed": {what: {dtype: modules}}, "lower": [{"what", "computed", "promised", "modules"}],
-        "unobserved": [{"what", "why", "modules"}]}; the first has counts, the other two names.
+        promised: module name to the dtype of norms' statistics and routers' products where a manifest says. stream: the
+        dtype of the residual stream; routers: of routers' products where `promised` has none. compiled: whether the
+        steps that are not observed run a compiled graph instead. docs/run-folder.md has the form.
         """
         computed: dict[str, dict[str, int]] = {}
         lower: dict[tuple[str, str, str], list[str]] = defaultdict(list)
@@ -338,10 +319,7 @@ def _makes_table(module: torch.nn.Module) -> bool:
 
 
 def _rounded_to(tensor: torch.Tensor) -> str | None:
-    """The 16-bit dtype that all of an FP32 tensor's values were rounded to, by the values; None where there is none.
-
-    Integers and powers of two are the same in any dtype: three others at least have to be exact in 16 bits.
-    """
+    """The 16-bit dtype that three telling values at least, and all others, of an FP32 tensor were rounded to."""
     values = tensor.detach()
     if values.dtype != torch.float32 or values.numel() > _MOST_FREQUENCIES:
         return None

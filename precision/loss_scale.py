@@ -1,18 +1,7 @@
 """The loss-scale policies: how the scale of an FP16 run changes after an overflow and after clean steps.
 
-Why scale the loss: FP16 holds magnitudes from 2^-24 to 65504; gradients of a deep model sit at the small end, and what
-falls below 2^-24 is zero. Multiplying the loss by S multiplies every gradient by S (chain rule); dividing by S in FP32
-before the optimizer undoes it (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2). S has to be large
-enough to lift small gradients and small enough that S times the largest one stays below 65504. Where that is moves
-while a model trains, so S is searched for: a step whose gradients are not finite is skipped and S falls; a stretch of
-steps without overflow lets S rise again. All three policies here are that search with different patience:
-
-- `DeepSpeedPolicy`: upstream's `DynamicLossScaler`, bit for bit. Halve after `hysteresis` overflows, double after a
-  clean window.
-- `AdaptivePolicy`: starts low, backs off harder and regrows more slowly when overflows come in a burst.
-- `StaticPolicy`: one scale for ever, the constant scale of Micikevicius et al.
-
-Scales are powers of two wherever the config lets them be: then scaling changes only the exponent and rounds nothing.
+docs/loss-scale.md has why the loss is scaled, and how the three differ. Scales are powers of two wherever the config
+lets them be: then scaling changes only the exponent and rounds nothing.
 
 A policy only decides and counts; it needs neither torch nor DeepSpeed. `training/loss_scaler.py` passes it to
 DeepSpeed. Every rank runs the same policy on the same sequence of overflows, so all hold one scale.
@@ -79,10 +68,7 @@ class ScalePolicy(ABC):
         return shared | {key: copy(getattr(self, name)) for key, name in self._COUNTERS.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`. Limits and windows stay those of the config.
-
-        The state of another policy gives its scale, clamped to this one's limits; its counters are ignored.
-        """
+        """The inverse of `state_dict` within the config's limits; another policy's state gives its scale."""
         self.scale = min(max(float(state["scale"]), self._minimum), self._maximum)
         self.consecutive_overflows = int(state["consecutive_overflows"])
         self.at_minimum, self.reason = False, None
@@ -109,19 +95,12 @@ class ScalePolicy(ABC):
 class DeepSpeedPolicy(ScalePolicy):
     """The scales of DeepSpeed 0.19.8's `DynamicLossScaler` (consecutive_hysteresis off) on any pattern of overflows.
 
-    Hysteresis (from Megatron-LM, where DeepSpeed's scaler comes from): the first `hysteresis - 1` overflows since the
-    scale last grew cost a skipped step but not the scale, so that one freak batch does not cost a window of small
-    gradients. Two properties of upstream are kept: the first window after an overflow, and the
-    very first one, is one step longer than the others; and a minimum that is not a power of two is taken as it is.
-    Upstream has no maximum; where `maximum` is set, growth stops there.
+    Hysteresis: the first `hysteresis - 1` overflows since the scale last grew cost a skipped step but not the scale. As
+    upstream, the first window after an overflow, and the very first one, is one step longer than the others.
     """
 
     name = "deepspeed"
-    _COUNTERS = {
-        "iteration": "_iteration",
-        "last_overflow_iteration": "_last_overflow",
-        "hysteresis": "hysteresis",
-    }
+    _COUNTERS = {"iteration": "_iteration", "last_overflow_iteration": "_last_overflow", "hysteresis": "hysteresis"}
     _FACTOR = 2.0
 
     def __init__(self, section: LossScaleSection) -> None:
@@ -146,24 +125,10 @@ class DeepSpeedPolicy(ScalePolicy):
 
 
 class AdaptivePolicy(ScalePolicy):
-    """Backs off harder and regrows more slowly while overflows come in bursts.
+    """Starts low, backs off harder and regrows more slowly while overflows come in bursts.
 
-    - Conservative start (4096 unless `initial` says otherwise). The usual start is high, because a scale that is too
-      high is found in a few overflows and one that is too low only after many windows (TensorFlow's DynamicLossScale:
-      2^15; torch's GradScaler and NVIDIA Apex: 2^16). But every overflow is a skipped step, and the first steps of a
-      warm-up, with gradients larger than ever again, are the ones skipped. 4096 is within the 8 to 32768
-      that Micikevicius et al. (2018, section 3.2) trained with.
-    - Back off by `factor` on an overflow, multiply by `factor` after `window` clean steps in a row (GradScaler's
-      backoff_factor, growth_factor and growth_interval).
-    - Burst: `escalate_after` overflows within `escalate_within` attempted steps escalate. The backoff factor squares
-      (2, 4, 16; `MOST_ESCALATIONS`, `LARGEST_BACKOFF`) from that overflow on, and the growth window doubles (1, 2, 4
-      windows). Halving takes sixteen skipped steps from 65536 to 1; this takes seven with the defaults. And a window
-      that was too short would raise the scale straight back into the overflow. The next escalation takes as many
-      overflows again.
-    - One clean (lengthened) window restores factor and window.
-    - Hysteresis as in `DeepSpeedPolicy`, off by default (1). A burst overrules it.
-    - Never above `maximum` (2^24, as in NVIDIA Apex). Gradients that are mostly exact zeros never overflow, and an
-      unbounded scale then doubles until the scaled loss itself is inf.
+    Every `escalate_after` overflows within `escalate_within` attempted steps escalate: from that overflow on the
+    backoff factor squares (2, 4, 16), the growth window doubles, and hysteresis is overruled, until one clean window.
     """
 
     name = "adaptive"
@@ -218,11 +183,7 @@ class AdaptivePolicy(ScalePolicy):
 
 
 class StaticPolicy(ScalePolicy):
-    """Always `initial`. An overflow still skips its step, and is counted.
-
-    `at_minimum` stays False: a fixed scale has no minimum to reach, and a single overflow is no verdict on it. That
-    overflows do not end shows in `consecutive_overflows`.
-    """
+    """Always `initial`. An overflow still skips its step, and is counted; `at_minimum` stays False."""
 
     name = "static"
 
@@ -244,7 +205,4 @@ POLICIES = (DeepSpeedPolicy, AdaptivePolicy, StaticPolicy)
 
 def make_policy(section: LossScaleSection) -> ScalePolicy:
     """The policy that precision.loss_scale asks for, at its first scale."""
-    policies: dict[str, type[DeepSpeedPolicy | AdaptivePolicy | StaticPolicy]] = {
-        policy.name: policy for policy in POLICIES
-    }
-    return policies[section.policy](section)
+    return next(policy for policy in POLICIES if policy.name == section.policy)(section)

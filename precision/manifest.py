@@ -1,19 +1,9 @@
 """The precision manifest: a JSON file that says which module computes in FP32, BF16, FP16 or FP8, and why.
 
-    {"default": "bf16",
-     "rules": [{"match": "*.q_proj", "compute": "fp16", "reason": "needs 11 bits of mantissa"},
-               {"match": "lm_head", "compute": "fp32", "reason": "logits feed the loss"}]}
-
-A *region* is a module that multiplies matrices itself, or a norm (`find_regions`). The default is the dtype of every
-matmul region that no rule matches. Rules refine it in reading order, **the last match wins**, as in .gitignore: write
-the general rule first and its exceptions below. A rule that matches no region, or that later rules overrule
-everywhere, is an error, since it has no effect.
-
-Norms compute in FP32. A glob on names alone never reaches them, or `model.layers.0.*` would lower them by accident; a
-rule lowers a norm only by naming its `module_class`. Routers of experts compute in FP32, too, where no rule matches
-them.
-
-This module only decides; `precision.regions` applies the decision to a model.
+docs/manifest.md has its format. A *region* is a module that multiplies matrices itself, or a norm (`find_regions`). The
+**last match wins**, as in .gitignore. A rule that matches no region, or that later rules overrule everywhere, is an
+error, since it has no effect. A rule lowers a norm only by naming its `module_class`: `model.layers.0.*` would do it by
+accident. This module only decides; `precision.regions` applies the decision to a model.
 """
 
 from __future__ import annotations
@@ -86,13 +76,7 @@ RegionKind = Literal["matmul", "attention", "functional", "norm"]
 
 
 def load_manifest(path: Path) -> Manifest:
-    """Read and check a manifest.
-
-    Raises:
-        UserError: the file is missing or no JSON, a key is unknown, missing, double or of the wrong type, a dtype is
-            not one of fp32, bf16, fp16, fp8, a rule has no pattern, or a reason is empty. One line that names file and
-            key.
-    """
+    """Read and check a manifest. Raises UserError: one line that names file and key."""
     tree = read_object(path, "precision manifest")
     tree.pop("$schema", None)
     file = build_section(_File, tree, path)
@@ -112,10 +96,9 @@ def load_manifest(path: Path) -> Manifest:
 def find_regions(model: torch.nn.Module) -> dict[str, RegionKind]:
     """Full name to kind of every module that gets a region, in the order of `named_modules`.
 
-    matmul: Linear and slices of one, transformers' Conv1D, convolutions. attention: a module with `Attention` in its
-    class name that has projections below it and no further attention; QK^T and PV, in whichever kernel, are its own.
-    functional: a module that owns a parameter of two or more dimensions and is no embedding, such as fused experts and
-    routers. norm: a childless module with `Norm` in the name of its class or of a base class.
+    attention: a module with `Attention` in its class name that has projections below it and no further attention; QK^T
+    and PV are its own. functional: one that owns a parameter of two or more dimensions and is no embedding, such as
+    fused experts and routers. norm: a childless module with `Norm` in the name of its class or of a base class.
     """
     found: dict[str, RegionKind] = {}
     inside_fused = ""  # torch's MultiheadAttention uses its projection's weights without calling the projection
@@ -133,9 +116,7 @@ def find_regions(model: torch.nn.Module) -> dict[str, RegionKind]:
 def assign(manifest: Manifest, model: torch.nn.Module) -> dict[str, Assignment]:
     """The dtype of every region of `model`, by full module name.
 
-    Raises:
-        UserError: a rule matches no region, or later rules overrule it everywhere; fp8 for another module than
-            `can_be_fp8` says.
+    Raises UserError for a rule without effect, and for fp8 of another module than `can_be_fp8` says.
     """
     modules = dict(model.named_modules())
     regions = find_regions(model)

@@ -1,24 +1,16 @@
 """Finds the module in which a number stopped being finite, by repeating the pass under hooks.
 
-One inf in one product becomes nan in the next norm, and a nan reaches every loss, gradient and weight downstream. So
-the cause is the *first* non-finite tensor whose inputs were still finite, and it is found by running the same
-micro-batches again inside an `Inspector`. Outside of one there are no hooks and no cost; inside, every tensor is
-checked and the host waits for each result.
+The cause is the *first* non-finite tensor whose inputs were still finite. Outside of an `Inspector` there are no hooks
+and no cost; inside, every tensor is checked and the host waits for each result.
 
-Forward: hooks on every module compare inputs with outputs. If the inputs are finite, the output is not, and no
-submodule is the cause, this module is. A submodule that *gets* a non-finite tensor although its parent got finite ones
-and no earlier submodule failed got the result of the parent's own code (a softmax between two projections, a residual
-sum): the parent is the cause.
+Forward: if a module's inputs are finite, its output is not, and no submodule is the cause, it is the cause. A submodule
+that *gets* a non-finite tensor although its parent got finite ones got the result of the parent's own code (a softmax
+between two projections, a residual sum): the parent is the cause. Backward: the same rule with gradients. A tensor that
+feeds several modules has one summed gradient, so every module gets its inputs through a private view, whose gradient is
+this module's share alone.
 
-Backward: the same rule with gradients: a module's backward is the cause if the gradient of its output was finite and
-the gradient of its input or of its parameters is not. A tensor that feeds several modules has one summed gradient, so
-every module gets its inputs through a private view, whose gradient is this module's share alone. Where only the code
-after the model can be the cause (the loss, a loss scale that is too large), the module is called "loss". Gradients of a
-micro-batch whose forward pass was not finite are not checked.
-
-Activation checkpointing runs a block a second time in the backward pass (Chen et al. 2016). Only the first run is
-checked; the second only provides the tensors for the gradient hooks, since with the reentrant implementation the first
-run has no graph.
+Activation checkpointing runs a block a second time in the backward pass. Only the first run is checked; the second only
+provides the tensors for the gradient hooks, since with the reentrant implementation the first run has no graph.
 """
 
 from __future__ import annotations
@@ -37,6 +29,7 @@ from precision.findings import (
     What,
     describe,
     first_bad,
+    in_backward,
     largest_half,
     replace_tensors,
     tensors_of,
@@ -71,9 +64,8 @@ class _Call:
 class Inspector:
     """Context manager: run forward and backward inside it once or several times, then read `findings`.
 
-    Losses and random states are the same as without it; gradients too, up to rounding (the gradients of a tensor that
-    feeds several modules are added in another order). Not for modules compiled by torch.compile, whose graphs its
-    hooks would break. Partitioned parameters of ZeRO-3 are not checked.
+    Losses and random states are the same as without it; gradients too, up to rounding (those of a tensor that feeds
+    several modules are added in another order). Compiled modules and ZeRO-3's partitioned parameters are not for it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -138,7 +130,7 @@ class Inspector:
         return args, kwargs
 
     def _open(self, module: nn.Module) -> _Call:
-        replayed = _in_backward()
+        replayed = in_backward()
         if module is self._model and not replayed:
             self._micro_batch, self._forward_bad, self._calls = self._micro_batch + 1, False, {}
         calls = self._calls.setdefault(module, [])
@@ -265,8 +257,3 @@ class Inspector:
         if not inner and not any(call.gradient_in_bad for call in calls):
             name = self._parameter_names[parameter]
             self._record(name, "gradient", found, max(self._micro_batch, 0), "the gradient of a parameter")
-
-
-def _in_backward() -> bool:
-    """Whether autograd is running on this thread; torch.utils.module_tracker detects recomputation the same way."""
-    return torch._C._current_graph_task_id() != -1

@@ -3,19 +3,12 @@
 A `TorchDispatchMode` sees every operator below autograd and autocast, so the operands of `mm` have the dtype that the
 kernel gets. An operator belongs to the innermost module whose `forward` is running. Backward passes run outside every
 `forward` and are not counted, nor are the gradients that a chunked loss makes inside its head's; recomputation of
-checkpointed blocks is.
-
-Attention is the common surprise: without a fused kernel (on a CPU: with attention dropout) `sdpa` widens to FP32.
-
-FLOPs count one multiply-add as two (torch.utils.flop_counter's formulas; attention 2 B H S_q S_k (D + D_v), causality
-not deducted) and are booked under the dtype of the operands, of forward and recomputation.
-
-Softmaxes, norms' statistics, the loss, rotary tables, routers and the residual stream: `precision.inner_dtypes`.
+checkpointed blocks is. FLOPs are those of torch.utils.flop_counter, booked under the dtype of the operands.
 
 It does not change the numbers of the pass, as long as nothing decides what to compute by whether hooks or modes are
 there. Compiled blocks do, because a hook in them would not fire: `training.step` observes them in a pass beside the
-step. It slows a pass down: use it now and then. FlexAttention is a compiled graph too, which torch does not enter under
-a dispatch mode: it runs without the mode, and its arguments are recorded.
+step. FlexAttention is a compiled graph too, which torch does not enter under a dispatch mode: it runs without the mode,
+and its arguments are recorded.
 """
 
 from __future__ import annotations
@@ -166,9 +159,7 @@ class Observation:
 def verify(observation: Observation, dtypes: Mapping[str, str], *, may_idle: Collection[str] = ()) -> None:
     """Compare the observed dtypes with the assigned ones (`Regions.dtypes`, `Regions.may_idle`).
 
-    Raises:
-        PrecisionMismatch: some module computed in another dtype, or did not compute and is not in `may_idle`. Names
-            the module, the expected and the actual dtype, and how many more there are.
+    Raises PrecisionMismatch where a module computed in another dtype, or did not compute and is not in `may_idle`.
     """
     computed = observation.computed
     wrong = []

@@ -1,34 +1,15 @@
 """Applies a precision manifest: every matmul region computes in a `torch.autocast` region of its own.
 
-How it works: parameters stay FP32: they are the masters, ZeRO shards them, the optimizer updates them. A region's
-`forward` is replaced, on the instance, by one that enters `torch.autocast` with the region's dtype, calls the original
-and casts the result for its caller. Autocast casts the operands of each matmul, weights included, and its backward
-casts the gradients back, so that parameter gradients are FP32 whatever the region computes in. An FP32 region runs with
-autocast off on inputs cast to FP32. `Module.__call__` still runs all hooks around the new `forward`, so ZeRO-3 has
-gathered the parameters when it starts. Changing a region's dtype changes one entry of a dict.
-
-Which dtype flows where:
-- *Matmul outputs* are returned in the dtype of the region that encloses the module: the attention module's for the
-  projections inside it, else the manifest's default. So the dtypes between modules do not depend on any rule, and
-  FP16 and BF16 never meet: under autocast, `add` or `cat` of the two raises. The output embedding (lm_head) alone
-  keeps its own dtype: its consumer is the FP32 loss, and FP32 logits rounded to BF16 would be FP32 in name only.
-- *Fused experts and routers* get their inputs and weights in their dtype: autocast does not know grouped matmuls. A
-  router's is FP32 unless a rule says otherwise.
-- *Norms* compute in FP32 and return the dtype of their input.
-- *The residual stream is FP32*, as under plain `torch.autocast`: embeddings are FP32 and FP32 + BF16 is FP32. It is a
-  sum over all blocks; in BF16, with 8 bits of mantissa, it would lose what later blocks add, and in FP16 its largest
-  channels can exceed 65504. It also means that a region of another dtype reads inputs that were not rounded to the
-  ambient dtype. It costs four bytes per element instead of two.
-- *RoPE, softmax in fused attention kernels and the loss* stay FP32.
-
-- *FP8* is for linear layers (precision/fp8.py). They take inputs in the dtype in which they return outputs, that of the
-  region around them, in which they also compute the gradient of their weight.
+Parameters stay FP32: they are the masters. A region's `forward` is replaced, on the instance, by one that enters
+`torch.autocast` with the region's dtype, calls the original and casts the result for its caller. `Module.__call__`
+still runs all hooks around it, so ZeRO-3 has gathered the parameters when it starts. docs/manifest.md has which dtype
+flows where.
 
 Autocast's weight cache is off, because it is keyed by the parameter alone, not by the dtype: a tied weight used in a
 BF16 and an FP16 region would get the first one's copy in both. And it would hold a 16-bit copy of each weight that
 ZeRO-3 has gathered until the forward pass ends.
 
-Checkpointing: both of torch's implementations recompute by calling the modules again, so the same `forward` enters the
+Both of torch's checkpointing implementations recompute by calling the modules again, so the same `forward` enters the
 same region. `set` must therefore be called between two steps, never between a forward and its backward pass.
 """
 
@@ -78,11 +59,7 @@ class Regions:
     """The regions of one model. Changes the model in place until `close`."""
 
     def __init__(self, model: torch.nn.Module, manifest: Manifest, fp8: Fp8Section | None = None) -> None:
-        """fp8: how modules in FP8 compute.
-
-        Raises UserError when a rule of the manifest matches nothing, or sets what cannot be FP8 to it (see
-        `precision.manifest.assign`).
-        """
+        """fp8: how modules in FP8 compute. Raises UserError as `precision.manifest.assign`."""
         self.manifest = manifest
         self.fp8 = fp8 or Fp8Section()
         self.fp8_count: Callable[[str], Count] | None = None
@@ -124,10 +101,7 @@ class Regions:
         return tuple(name for name, now in self._compute.items() if now == compute)
 
     def set(self, name: str, compute: str, reason: str) -> Change | None:
-        """Let a region compute in another dtype from the next forward pass on; None when it already does.
-
-        Call it on every rank alike, between two steps. Raises UserError for an unknown region or dtype.
-        """
+        """Let a region compute in another dtype from the next pass on, on every rank alike; None: it does already."""
         self._check(name, compute)
         old = self._compute[name]
         if old == compute:
@@ -140,10 +114,7 @@ class Regions:
         return {name: now for name, now in self._compute.items() if now != self.assignments[name].compute}
 
     def load_state_dict(self, state: dict[str, str]) -> None:
-        """The manifest's dtypes, with the changes saved in a checkpoint applied.
-
-        Raises UserError when the state names a region that this model does not have; nothing has changed then.
-        """
+        """The manifest's dtypes, with a checkpoint's changes applied; raises UserError before any change."""
         for name, compute in state.items():
             self._check(name, compute)
         wanted = {name: str(given.compute) for name, given in self.assignments.items()} | state
@@ -152,11 +123,9 @@ class Regions:
 
     @contextmanager
     def ambient(self) -> Iterator[None]:
-        """What is outside every region runs in the manifest's default dtype inside.
+        """What is outside every region runs in the manifest's default dtype inside; for calls of parts of the model.
 
-        The model's own forward enters it (within DeepSpeed's engine, which switches off an autocast that is on when the
-        engine is called); it is for calls of parts of the model. The backward pass belongs outside: autograd sums
-        gradients with `add`, which refuses to mix BF16 and FP16 under autocast.
+        The backward pass belongs outside: autograd sums gradients with `add`, which refuses to mix BF16 and FP16 there.
         """
         device_type = next(self._model.parameters()).device.type
         with _autocast(device_type, self.manifest.default):
@@ -246,12 +215,7 @@ class Regions:
         count = self.fp8_count(name) if self.fp8_count is not None else None
         with _autocast(device_type, "fp32"):
             return linear_fp8(
-                input,
-                module.weight,
-                module.bias,
-                ambient=DTYPES[self.ambient_of(name)],
-                section=self.fp8,
-                count=count,
+                input, module.weight, module.bias, ambient=DTYPES[self.ambient_of(name)], section=self.fp8, count=count
             )
 
     def _enclosing(self, name: str) -> str | None:
@@ -288,10 +252,8 @@ def own_parameters_in(
 ) -> Iterator[None]:
     """Inside, the module's own code sees its parameters in `dtype`; their gradients arrive at the FP32 parameters.
 
-    names: of those that it is for; None: all.
-
-    An instance attribute hides the parameter of the same name from `self.weight`, and from nothing else: hooks,
-    state_dict and ZeRO still see the parameter.
+    names: of those that it is for; None: all. An instance attribute hides the parameter of the same name from
+    `self.weight`, and from nothing else: hooks, state_dict and ZeRO still see the parameter.
     """
     own = [item for item in module.named_parameters(recurse=False) if names is None or item[0] in names]
     shadows = {name: item.to(dtype) for name, item in own if item.dtype in _FLOATS and item.dtype != dtype}

@@ -1,21 +1,11 @@
 """How unusual a number is, compared with the healthy numbers before it.
 
-Mean and standard deviation are not robust: one spike of a thousand in a window of 128 raises the mean and inflates the
-deviation so much that the next spike passes. The median and the median absolute deviation (MAD) tolerate outliers in up
-to half of the window, the highest breakdown point there is (Rousseeuw and Croux 1993,
-"Alternatives to the Median Absolute Deviation", section 1). For normal data 1.4826 x MAD estimates the standard
-deviation, so
-
     score = (value - median) / (1.4826 x MAD)
 
-reads like the familiar number of sigmas. Quantities that vary by a factor, such as gradient norms, belong into the
-window as logarithms: their noise is close to lognormal, and "twice the usual" should weigh the same at any size.
-
-Two limits keep the score reliable. Until the window is half full there is none, because the MAD of a handful of values
-is often far too small. And the spread is never taken as less than `floor`, because values that happen to repeat (MAD
-0) would otherwise make every change an infinite spike.
-
-Its owner pushes only values that were accepted.
+Median and median absolute deviation tolerate outliers in up to half of the window (Rousseeuw and Croux 1993, section
+1), and for normal data 1.4826 x MAD estimates the standard deviation. Quantities that vary by a factor, such as
+gradient norms, belong into the window as logarithms. Until the window is half full there is no score, because the MAD
+of a handful of values is often far too small. Its owner pushes only values that were accepted.
 """
 
 from __future__ import annotations
@@ -33,10 +23,8 @@ class RobustWindow:
     """The newest `size` accepted values of one quantity. Memory and time are O(size); 128 values take microseconds."""
 
     def __init__(self, size: int, *, floor: float = 0.01) -> None:
-        """size: values kept. floor: lower limit of the standard deviation, in the unit of the values.
-
-        Raises:
-            ValueError: a size below 2 or a floor that is not positive.
+        """size: values kept. floor: lower limit of the standard deviation, in the unit of the values. Raises
+        ValueError.
         """
         if size < 2 or not floor > 0:
             raise ValueError(f"a window of {size} values with floor {floor} cannot score anything")

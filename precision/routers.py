@@ -21,10 +21,7 @@ from precision.regions import cast, own_parameters_in
 
 
 def compute_routers_in_fp32(model: torch.nn.Module) -> list[str]:
-    """Let every router of a 16-bit model compute in FP32; their full names.
-
-    It replaces `forward` on the instance, before DeepSpeed is given the model: ZeRO-3 gathers the weights around it.
-    """
+    """Let every router of a 16-bit model compute in FP32, before DeepSpeed is given the model; their full names."""
     found = [(name, module) for name, module in model.named_modules() if is_router(module)]
     for _, module in found:
         module.forward = _in_fp32(module, module.forward)

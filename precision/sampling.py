@@ -42,9 +42,8 @@ def largest_of(values: torch.Tensor) -> torch.Tensor:
 
 
 def exponent_counts(samples: Sequence[torch.Tensor]) -> torch.Tensor:
-    """(samples, EXPONENTS + 1) int64: how many values of each sample there are by exponent; the last column are zeros.
-
-    samples: FP32, finite.
+    """(samples, EXPONENTS + 1) int64: how many values of each finite FP32 sample there are by exponent, zeros in the
+    last.
     """
     lengths = torch.tensor([len(sample) for sample in samples], device=samples[0].device)
     values = torch.cat(list(samples))

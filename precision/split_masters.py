@@ -1,13 +1,10 @@
 """An FP32 master as its BF16 weight and what rounding took from it, bit for bit.
 
-The weight of a BF16 run is the upper half of its FP32 master, rounded to the nearest, ties to even. What is left is the
-master's bits minus the weight's, which are 16 bits lower: -2^15 to 2^15. That is one number more than 16 bits have.
-Both ends are ties, half a unit of the weight away from it: -2^15 and 2^15 are told apart by one more bit a value, so
-that the weight is exactly the master rounded, as in a run with whole masters. apex's `store_param_remainders` has no
-such bit, and rounds ties away from zero (NVIDIA/apex, issue 1842).
+The weight is the upper half of its FP32 master, rounded to the nearest, ties to even. What is left is the master's bits
+minus the weight's: -2^15 to 2^15, one number more than 16 bits have. Both ends are ties, told apart by one more bit a
+value; apex's `store_param_remainders` has no such bit, and rounds ties away from zero (NVIDIA/apex, issue 1842).
 
-Exact for every finite value, subnormal ones and those that round to infinity included, for both zeros and both
-infinities. A NaN stays one, with other bits in it.
+Exact for every value but the bits of a NaN.
 """
 
 from __future__ import annotations
@@ -25,10 +22,7 @@ _TIE = 1 << 15
 
 
 def remainder_of(master: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(remainder, uppers): (n,) int16, and (ceil(n / 8),) uint8 with a bit for each tie above its weight.
-
-    master: (n,) FP32. weight: (n,) BF16, the master rounded.
-    """
+    """(remainder, uppers) of (n,) FP32 masters: (n,) int16, and (ceil(n / 8),) uint8, a bit for each tie above."""
     upper = weight.view(torch.int16).int().bitwise_left_shift_(16)
     apart = torch.sub(master.view(torch.int32), upper, out=upper)
     return apart.to(torch.int16), _packed(apart == _TIE)

@@ -1,19 +1,6 @@
-"""Statistics of one step: magnitudes, what a 16-bit format loses of them, agreement of gradients, drift of weights.
+"""Statistics of one step: magnitudes, agreement of gradients, drift of weights.
 
 Nothing here waits for the device: everything stays a tensor until `to_plain`.
-
-What a format loses: it stores magnitudes from its smallest normal number with full precision, those below it
-(subnormals) with fewer and fewer bits, and rounds to zero whatever lies under half of its smallest subnormal, a tie
-going to the even neighbour, zero (IEEE 754-2019, sections 3.3, 3.4, 4.3.1; for BF16 the 8 exponent bits of binary32 and
-7 stored bits of significand, Intel 2018, "BFLOAT16 Hardware Numerics Definition").
-
-|          | smallest normal     | smallest subnormal  | rounds to zero       |
-| float16  | 2^-14  = 6.10e-05   | 2^-24  = 5.96e-08   | up to 2^-25          |
-| bfloat16 | 2^-126 = 1.18e-38   | 2^-133 = 9.18e-41   | up to 2^-134         |
-| float32  | 2^-126 = 1.18e-38   | 2^-149 = 1.40e-45   | up to 2^-150         |
-
-Gradients have to be measured before they are rounded: in FP32, or in 16 bits of a wider range, times the loss scale.
-FTZ, which some devices use for BF16, zeroes all subnormals: then the share below the smallest normal number is lost.
 """
 
 from __future__ import annotations
@@ -50,10 +37,7 @@ class Agreement(NamedTuple):
 
 
 def compare_gradients(gradients: Named, reference: Named) -> dict[str, Agreement]:
-    """Cosine, sign agreement and relative error of each gradient against the one of the same name.
-
-    Computed in FP64. Raises KeyError if a name has no reference, ValueError if their shapes differ.
-    """
+    """Cosine, sign agreement and relative error, in FP64, of each gradient against the one of the same name."""
     references = dict(reference)
     result = {}
     for name, gradient in gradients:
@@ -72,11 +56,10 @@ def compare_gradients(gradients: Named, reference: Named) -> dict[str, Agreement
 
 
 class ActivationMeter:
-    """Context manager: the largest magnitude in each module's outputs while it is entered.
+    """Context manager: `maxima`, module name to the () float32 largest magnitude in its outputs, nan if any value is
+    nan.
 
-    `maxima`: module name (class name for the whole model) to a () float32 tensor, over all calls inside; nan if any
-    value is nan. A recomputation by activation checkpointing sees the same values again and changes nothing.
-    unwatched: modules that get no hook.
+    The whole model goes by its class name. unwatched: modules that get no hook.
     """
 
     def __init__(self, model: nn.Module, unwatched: Collection[nn.Module] = ()) -> None:
@@ -109,10 +92,7 @@ class ActivationMeter:
 
 
 def to_plain(measured: Any) -> Any:
-    """`measured` with Python numbers for tensors and dicts for named tuples. Waits for the device.
-
-    measured: mappings and named tuples, nested, of () or (n,) tensors and plain values.
-    """
+    """Nested mappings and named tuples of tensors with Python numbers for tensors, dicts for named tuples; waits."""
     if isinstance(measured, torch.Tensor):
         return measured.tolist()
     if isinstance(measured, Mapping):

@@ -112,11 +112,7 @@ def corrupted(health: Health) -> Trouble | None:
 
 
 def not_finite(health: Health) -> Trouble | None:
-    """A loss or a gradient that is inf or nan.
-
-    When even the smallest scale overflows no step is applied, so neither another skip nor a smaller learning rate
-    changes anything; nor where an activation overflows again and the weights have not changed.
-    """
+    """A loss or a gradient that is inf or nan. Skipping does not help where the same weights overflow again."""
     if health.finite:
         return None
     what = f"the step is not finite (loss {health.loss:.4g}, gradient norm {health.grad_norm:.4g})"
@@ -168,11 +164,7 @@ def spike(health: Health, losses: RobustWindow, log_norms: RobustWindow, sigmas:
 
 
 def wrong_update(ratio: float | None, low: float | None, high: float | None) -> Trouble | None:
-    """An update-to-weight ratio, of the step before this one, outside [low, high]; None is no bound.
-
-    Skipping the next step does not undo an update that was too large, and a smaller learning rate makes one that was
-    too small no larger.
-    """
+    """An update-to-weight ratio, of the step before this one, outside [low, high]; None is no bound."""
     if ratio is None:
         return None
     what = f"the last update was {ratio:.3g} of the weights' norm"

@@ -1,15 +1,9 @@
-"""Tolerances for comparisons with FP32: how large rounding errors may get before they are a bug.
+"""Tolerances for comparisons with FP32, derived from the arithmetic that was done.
 
-A tolerance is derived from the arithmetic that was done, instead of an `rtol` without a reason.
-
-Every operation in a format with unit roundoff u is exact up to a factor (1 + d), |d| <= u (Higham 2002, "Accuracy and
-Stability of Numerical Algorithms", 2nd ed., section 2.2), as long as nothing over- or underflows. n of them in a row,
-as in a sum or a dot product of n terms, give at worst the factor gamma_n = n u / (1 - n u) (section 3.1). That bound is
-sharp only if all errors have the same sign, and void from n u = 1 on: 256 terms in BF16. Treated as independent random
-variables of mean zero, the errors stay under about confidence * sqrt(n) * u with a probability that `confidence` sets
-(Higham and Mary 2019, "A New Approach to Probabilistic Rounding Error Analysis", SIAM J. Sci. Comput. 41(5), theorem
-2.4). Either bound is relative to the sum of the magnitudes, not to the sum: with cancellation the relative error of
-the result itself is unbounded.
+Every operation in a format with unit roundoff u is exact up to a factor (1 + d), |d| <= u (Higham 2002, section 2.2).
+n of them in a row give at worst the factor gamma_n = n u / (1 - n u) (section 3.1), and treated as independent random
+variables of mean zero about confidence * sqrt(n) * u (Higham and Mary 2019, theorem 2.4). Either bound is relative to
+the sum of the magnitudes, not to the sum: with cancellation the relative error of the result itself is unbounded.
 """
 
 from __future__ import annotations
@@ -30,10 +24,7 @@ def relative(off: float, size: float) -> float:
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
-    """u: the largest relative error of rounding a real number to nearest, half of torch.finfo(dtype).eps.
-
-    2^-53 for float64, 2^-24 for float32, 2^-11 for float16, 2^-8 for bfloat16.
-    """
+    """u: the largest relative error of rounding a real number to nearest, half of torch.finfo(dtype).eps."""
     return torch.finfo(dtype).eps / 2
 
 
@@ -44,10 +35,7 @@ def worst_case(terms: int, dtype: torch.dtype) -> float:
 
 
 def expected(terms: int, dtype: torch.dtype, *, confidence: float = CONFIDENCE) -> float:
-    """exp(lambda sqrt(n) u + n u^2 / (1 - u)) - 1: what n independent roundings reach (Higham and Mary 2019, 2.4).
-
-    Holds for one result with probability 1 - 2 exp(-lambda^2 (1 - u)^2 / 2), so widen `confidence` for many results.
-    """
+    """exp(lambda sqrt(n) u + n u^2 / (1 - u)) - 1: what n independent roundings reach (Higham and Mary 2019, 2.4)."""
     u = unit_roundoff(dtype)
     exponent = confidence * math.sqrt(terms) * u + terms * u * u / (1 - u)
     return math.expm1(exponent) if exponent < 700 else math.inf

@@ -1,9 +1,8 @@
 """The choice of the DeepSpeed JSON that a run starts from, where one key says it: precision.compute,
 precision.manifest, deepspeed.stage or deepspeed.offload.
 
-The JSONs of Mantissa's own ds_configs/ are one for every dtype, ZeRO stage and offload, so naming one says these three,
-and naming these three names one. What is written later wins, the command line over the file. What is written in the
-same place has to agree, and a JSON of the user's own is never replaced: config/deepspeed/resolve.py refuses those.
+What is written later wins, the command line over the file; what is written in the same place has to agree, and a JSON
+of the user's own is never replaced: config/deepspeed/resolve.py refuses those.
 """
 
 from __future__ import annotations
@@ -31,13 +30,7 @@ class Place(IntEnum):
 
 
 def settle(config: Config, path: Path, place: Callable[[str], Place]) -> Config:
-    """`config` with precision.path and deepspeed.config decided by the keys that imply them.
-
-    Args:
-        config: as written; what contradicts itself in one place is left to be refused.
-        path: the run config, which names of files are relative to.
-        place: where a dotted key was written.
-    """
+    """`config` with precision.path and deepspeed.config decided by the keys that imply them. path: the run config."""
     precision = config.precision
     if place("precision.manifest") > place("precision.path"):
         precision = replace(precision, path="cast" if precision.manifest is None else "manifest")
@@ -88,13 +81,8 @@ def _name(stage: int | None, compute: str | None, offload: str | None) -> str:
 def find_deepspeed_json(name: str | None, config_path: Path, *, first: bool = False, origin: str | None = None) -> Path:
     """The DeepSpeed JSON `name`: beside the run config, then in the working folder, then in Mantissa's own folder.
 
-    Args:
-        name: path as given or chosen; may be absolute or begin with ~.
-        first: look in the working folder first, as for any path on a command line.
-        origin: where it was named, for the error; the run config unless given.
-
-    Raises:
-        UserError: it is in none of them.
+    first: look in the working folder first, as for any path on a command line. origin: where it was named, for the
+    error. Raises UserError.
     """
     assert name is not None, "load_config chooses one"
     given = Path(name).expanduser()

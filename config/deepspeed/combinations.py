@@ -244,10 +244,7 @@ def refusal(combination: Combination) -> Upstream | None:
 
 
 def refuse_combination(where: str, combination: Combination) -> None:
-    """Raises UserError for a combination that is known to be wrong, or that the matrix does not measure.
-
-    where: the file or key to name. A manifest without any 16-bit dtype is FP32 on the cast path.
-    """
+    """Raises UserError for a combination that is known to be wrong, or not measured. where: the file or key to name."""
     row = refusal(combination)
     if row is not None:
         manifest = " regions" if combination.path == "manifest" else ""
@@ -260,9 +257,8 @@ def refuse_combination(where: str, combination: Combination) -> None:
 
 
 def refuse_settings(where: str, values: dict[str, Any], stage: int) -> None:
-    """Raises UserError for a setting of a DeepSpeed JSON that the matrix does not verify.
-
-    where: the file. values: dotted key to value of the whole JSON.
+    """Raises UserError for a setting of a JSON that the matrix does not verify. values: by dotted key of the whole
+    JSON.
     """
     for row in SETTINGS:
         if row.in_json and row.key in values and row.refuses(values[row.key], stage):

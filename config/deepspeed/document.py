@@ -25,10 +25,8 @@ def in_fp32(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def initializable(resolved: dict[str, Any]) -> dict[str, Any]:
-    """A resolved JSON as `deepspeed.initialize` takes it.
-
-    Where ranks share matrices, DeepSpeed 0.19.8 checks train_batch_size against the number of all ranks, and at ZeRO-3
-    once more against that of those with data of their own: it is left to work it out.
+    """A resolved JSON as `deepspeed.initialize` takes it: where ranks share matrices, without train_batch_size, which
+    DeepSpeed 0.19.8 checks against another number of ranks.
     """
     shared = resolved.get("tensor_parallel", {}).get("autotp_size", 1) > 1
     return {key: value for key, value in resolved.items() if not shared or key != "train_batch_size"}
@@ -41,11 +39,7 @@ def write_in_fp32(path: Path, copy: Path) -> None:
 
 
 def check_document(path: Path, document: dict[str, Any]) -> None:
-    """Check that every key is known and allowed, every value is of its kind or "auto", and offload is usable.
-
-    Raises:
-        UserError: the first mistake; for an unknown key with the nearest known one.
-    """
+    """Raises UserError for an unknown or refused key, a value of another kind, or an offload that the stage has not."""
     _check_keys(path, document)
     _check_offload(path, document, zero_stage(document))
 

@@ -41,15 +41,8 @@ class _Owned(NamedTuple):
 def resolve_json(config: Config, path: Path, document: dict[str, Any], *, world_size: int) -> dict[str, Any]:
     """The DeepSpeed JSON of this run: `document` with every "auto" replaced and every owned value filled in.
 
-    Args:
-        config: the run config; its precision.compute may still be auto.
-        path: where `document` was read, for the messages.
-        document: the parsed JSON; left as it is.
-        world_size: processes.
-
-    Raises:
-        UserError: an unknown or refused key, a wrong kind of value, a disagreement with the run config, an "auto"
-            that nothing decides, or a combination or setting that is not verified.
+    config: its precision.compute may still be auto. path: where `document` was read. Raises UserError for a key or
+    value that is wrong, refused or not verified, a disagreement with the run config, or an "auto" that nothing decides.
     """
     check_document(path, document)
     check_choices(config, path, document)
@@ -61,7 +54,6 @@ def resolve_json(config: Config, path: Path, document: dict[str, Any], *, world_
         _check_split_masters(path, compute, offload(document))
     _check_secondary_partition(path, document, world_size)
     _check_slices(config, path, document)
-    _check_expert_stage(config, path, document)
     return resolve_unverified(config, path, document, world_size=world_size)
 
 
@@ -100,15 +92,12 @@ def _check_slices(config: Config, path: Path, document: dict[str, Any]) -> None:
             setting = f"{row.key} = {show(values[row.key])}"
             raise UserError(f"{path}: {setting} is not verified with {given}; remove one of them")
 
-
-def _check_expert_stage(config: Config, path: Path, document: dict[str, Any]) -> None:
-    if config.parallel.expert == 1 or zero_stage(document) > 0:
-        return
-    raise UserError(
-        f"{path}: ZeRO stage 0 with parallel.expert = {config.parallel.expert}: without ZeRO, DeepSpeed 0.19.8 clips "
-        "by the mean of the ranks' gradient norms, which differ where their experts do (measured: an update of "
-        "0.062760 for 0.062279); set deepspeed.stage=1, 2 or 3, or parallel.expert=1"
-    )
+    if parallel.expert > 1 and not zero_stage(document):
+        raise UserError(
+            f"{path}: ZeRO stage 0 with {given}: without ZeRO, DeepSpeed 0.19.8 clips by the mean of the ranks' "
+            "gradient norms, which differ where their experts do (measured: an update of 0.062760 for 0.062279); set "
+            "deepspeed.stage=1, 2 or 3, or parallel.expert=1"
+        )
 
 
 def resolve_unverified(config: Config, path: Path, document: dict[str, Any], *, world_size: int) -> dict[str, Any]:
@@ -199,10 +188,7 @@ def _owned_values(config: Config, compute: str, batch: BatchPlan) -> dict[str, _
 
 
 def _loss_scale_values(config: Config) -> dict[str, _Owned]:
-    """The fp16 section's scale keys; DeepSpeed reads loss_scale 0 as dynamic.
-
-    Mantissa's scaler replaces the one that DeepSpeed builds from them, so they only document the run.
-    """
+    """The fp16 section's scale keys, which only document the run; DeepSpeed reads loss_scale 0 as dynamic."""
     scale, owner = config.precision.loss_scale, "precision.loss_scale"
     if scale.policy == "static":
         return {"fp16.loss_scale": _Owned(scale.initial_scale, f"{owner}.initial")}

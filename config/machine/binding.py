@@ -35,10 +35,7 @@ def usable_cpus() -> frozenset[int]:
 
 
 def apply_binding(binding: Binding) -> str | None:
-    """Bind all threads of this process and return one line to log; None where there is nothing worth logging.
-
-    A thread with cores of its own keeps them. Never raises: a refusal of the system is in the line.
-    """
+    """Bind all threads of this process but those with cores of their own; one line to log, of a refusal, too."""
     global _before, _outcome
     _outcome, logged, before = f"not bound, {binding.reason}", binding.logged, usable_cpus()
     if binding.cpus is not None:

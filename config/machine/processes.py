@@ -51,10 +51,7 @@ def stat_fields(pid: int) -> list[str]:
 
 
 def start_ticks(pid: int) -> int:
-    """Clock ticks from the machine's start to the process's; 0 where it is not known.
-
-    They tell it from a later process that gets the same number.
-    """
+    """Clock ticks from the machine's start to the process's, which tell it from a later one of its number."""
     fields = stat_fields(pid)
     return int(fields[19]) if fields else 0
 
@@ -110,10 +107,7 @@ def _launcher(pid: int) -> Launcher | None:
 
 
 def as_written(command: Sequence[str]) -> list[str]:
-    """A command line without folders, and without the interpreter before a script: `torchrun ...`, `python -m ...`.
-
-    An interpreter that was started by its path keeps it: `.venv/bin/python -m ...`.
-    """
+    """A command line without folders and the interpreter before a script, unless that was started by its path."""
     words = list(command)
     if words and Path(words[0]).name.startswith("python"):
         del words[0]

@@ -82,10 +82,7 @@ class Batch:
         return found
 
     def micro_batches(self, device: torch.device) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
-        """The model's arguments and the labels of each micro-batch, on `device`.
-
-        input_ids, labels and position_ids: (micro, sequence_length), or (1, micro x sequence_length) with one_row.
-        """
+        """The model's arguments and labels of each micro-batch, on `device`; one row of all with one_row."""
         for index, (input_ids, labels) in enumerate(zip(self.input_ids, self.labels, strict=True)):
             inputs: dict[str, Any] = {"input_ids": input_ids}
             inputs |= {name: values[index] for name, values in self.further.items()}
@@ -112,11 +109,7 @@ These are (accumulation, micro). It has to be a function of these arguments alon
 
 
 class Batches:
-    """The endless stream of training batches of one rank.
-
-    Raises UserError when the shards hold no sequence of this length or the sizes do not divide. One background thread
-    reads the next step's windows; what it raises, `next_step` raises.
-    """
+    """The endless stream of training batches of one rank, whose next step's windows one background thread reads."""
 
     def __init__(
         self,
@@ -186,11 +179,12 @@ class Batches:
         if self._mixture is None:
             return batch
         sources, names = self._mixture.source_of(mine), self._mixture.names
+        knows_all = isinstance(self._shards, RowShards) or batch.label_tokens_of_all is not None
         counts = np.bincount(sources.reshape(-1), batch.counted.reshape(-1), len(names))
         return replace(
             batch,
             source_names=names,
-            labels_by_source=self._by_source(ids) if self._known(batch) else None,
+            labels_by_source=self._by_source(ids) if knows_all else None,
             sources=on_host(sources),
             counts_by_source=tuple(counts.tolist()),
         )
@@ -205,10 +199,6 @@ class Batches:
         if self._mixture is not None:
             return self._mixture.bounds(place, seed=self._order["seed"], about=STRETCH * self._order["global_size"])
         return place - place % self._samples, place - place % self._samples + self._samples
-
-    def _known(self, batch: Batch) -> bool:
-        """Whether each rank knows the labels of all."""
-        return isinstance(self._shards, RowShards) or batch.label_tokens_of_all is not None
 
     def _by_source(self, ids: np.ndarray) -> dict[str, int]:
         assert self._mixture is not None
@@ -232,9 +222,7 @@ def validation_batches(
 ) -> Iterator[Batch]:
     """The same validation batches at every call: min(all, batches * global_size) sequences, evenly spaced over the set.
 
-    batches: None is all. The first so many would come from a handful of documents. The last global batch is padded with
-    fully masked rows, so that every rank has the same shapes and takes part in the same collectives. Yields nothing
-    without a sequence.
+    The last global batch is padded with fully masked rows, so that every rank takes part in the same collectives.
     """
     make_batch = make_batch or next_tokens(sequence_length, documents)
     held_out = shards.sequences(sequence_length)
@@ -311,10 +299,8 @@ def _batch_of_rows(
     mine: np.ndarray,
     documents: Documents | None,
 ) -> Batch:
-    """Sequences of whole rows, each padded at its end.
-
-    With `documents` all are `sequence_length` long and every row is a document, the padding too. Without, they are as
-    long as this rank's longest; nothing attends to what comes after it, so padding needs no mask.
+    """Sequences of whole rows, each padded at its end: with `documents` to `sequence_length`, the padding a document,
+    too; without, to this rank's longest, since nothing attends to what comes after it.
     """
     samples, length = mine.reshape(-1), sequence_length
     if documents is None:

@@ -1,11 +1,8 @@
 """The tokens of a text that are hidden from a masked language model, and what stands in their place.
 
-A token, or a word with all its tokens, is chosen with one probability, independently of the others. Of the chosen
-tokens 80% become the mask token, 10% a token drawn evenly from those that are not special, and 10% stay (Devlin et al.
-2019, "BERT", section 3.1 and appendix A). Special tokens are never chosen.
-
-All of it is a function of a key and the tokens. Random numbers are those of SplitMix64 (Steele, Lea and Flood 2014),
-which does not change with the version of a library.
+Tokens or whole words are chosen independently, special tokens never; 80% become the mask token, 10% one drawn evenly
+from those that are not special, and 10% stay (Devlin et al. 2019, section 3.1 and appendix A). All of it is a function
+of a key and the tokens, by SplitMix64 (Steele, Lea and Flood 2014), which does not change with a library's version.
 """
 
 from __future__ import annotations
@@ -114,10 +111,7 @@ def _word_edges(tokenizer: PreTrainedTokenizerFast, vocabulary: dict[str, int], 
 
 
 def masking_of(config: Config, corpus: Corpus) -> MakeBatch:
-    """Batches of a config: windows between the tokens that a text begins and ends with, if the tokenizer has them.
-
-    Raises UserError where it has no mask token.
-    """
+    """Batches of a config: windows between the tokens that a text begins and ends with, if the tokenizer has them."""
     tokenizer = load_tokenizer(corpus.tokenizer_folder)
     first, last = tokenizer.cls_token_id, tokenizer.sep_token_id
     return masked_batches(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from data.batches.loader import IGNORED_LABEL, NO_SAMPLE, Batch, MakeBatch, batch_of, of_all_ranks
+from data.batches.loader import IGNORED_LABEL, NO_SAMPLE, PADDED_TO, Batch, MakeBatch, batch_of, of_all_ranks
 from data.corpora.corpus import Corpus
 from data.corpora.row_shards import RowShards
 from data.corpora.shards import TokenShards
@@ -17,14 +17,12 @@ from data.corpora.shards import TokenShards
 REFERENCE = "reference"
 """Column of (pairs, lengths, 2) float32: log-probabilities of both answers [nats] at each of the lengths, under the
 start weights; NaN where the pair is longer."""
-_PADDED_TO = 8
-"""[tokens] Lengths are multiples of this, for tensor cores."""
 _HALVINGS = 2
 
 
 def lengths_of(longest: int) -> tuple[int, ...]:
     """The lengths that batches are padded to: of the longest sequence, half and a quarter of it, ascending."""
-    parts = {-(-max(longest, 1) // (_PADDED_TO << halvings)) * _PADDED_TO for halvings in range(_HALVINGS + 1)}
+    parts = {-(-max(longest, 1) // (PADDED_TO << halvings)) * PADDED_TO for halvings in range(_HALVINGS + 1)}
     return tuple(sorted(parts))
 
 

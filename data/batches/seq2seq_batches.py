@@ -18,10 +18,7 @@ from data.sources.seq2seq_rows import sides
 def seq2seq_batches(data: DataSection, *, start: int, pad: int) -> MakeBatch:
     """Batches of sources and targets, both padded at their ends to the longest of this rank's.
 
-    input_ids: (accumulation, micro, longest source), and `attention_mask` of that shape. labels and
-    `decoder_input_ids`: (accumulation, micro, longest target). No place of a decoder sees those after it, so that side
-    needs no mask.
-    start: [id] that the decoder begins with. pad: [id] of padding.
+    No place of a decoder sees those after it, so that side needs no mask. start, pad: [id].
     """
 
     def make(shards: TokenShards | RowShards, position: int, ids: np.ndarray, mine: np.ndarray) -> Batch:

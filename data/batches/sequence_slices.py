@@ -29,8 +29,7 @@ def sliced(make: MakeBatch, *, rank: int, ranks: int) -> MakeBatch:
 def slice_of(batch: Batch, *, rank: int, ranks: int) -> Batch:
     """The `rank`-th of `ranks` slices of a batch's sequences, all of one length.
 
-    Sequences that `ranks` does not divide are padded at their end: token 0 without a label, positions from 0 on, so
-    that padding is a document of its own.
+    Padding at the end of sequences is a document of its own: token 0 without a label, positions from 0 on.
     """
     length = batch.input_ids.shape[-1]
     each = slice_length(length, ranks)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 from config import json_text
 from config.errors import UserError
 from config.files import write_flushed
+from config.schema import DataSection
 from data.corpora.labelled_shards import LabelledShards
 from data.corpora.mixture import Mixture
 from data.corpora.row_shards import RowShards, open_tensors
@@ -73,14 +75,16 @@ class Corpus:
 
 
 def is_prepared(folder: Path) -> bool:
-    """Whether a finished corpus is there. Does not check for damage; `open_corpus` does.
-
-    Raises UserError when the folder cannot be looked into.
-    """
+    """Whether a finished corpus is there. Does not check for damage. Raises UserError when it cannot be looked into."""
     try:
         return (folder / INDEX).is_file()
     except OSError as error:
         raise UserError(f"data.cache_dir: {folder} cannot be read ({error.strerror}). Set another folder.") from error
+
+
+def fingerprint_of_parts(parts: list[Any]) -> str:
+    """Name of a corpus: 20 hex digits of a hash over everything that decides it."""
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]
 
 
 def write_index(folder: Path, content: dict[str, Any]) -> None:
@@ -95,10 +99,7 @@ def tokenizer_sha256(folder: Path) -> str:
 
 
 def open_corpus(folder: Path, *, verify: bool) -> Corpus:
-    """Open a prepared corpus. Sizes, headers, index and tokenizer are always checked, shard checksums with `verify`.
-
-    Raises UserError naming the damaged file.
-    """
+    """Open a prepared corpus; shard checksums are compared with `verify`. Raises UserError naming the damaged file."""
     index = _read_index(folder)
     train, validation = (_open_split(folder, index, split, verify=verify) for split in SPLITS)
     try:
@@ -154,3 +155,29 @@ def _read_index(folder: Path) -> dict[str, Any]:
 
 def _content_sha256(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def labels_of(corpus: Corpus, given: tuple[str, ...], data: DataSection) -> tuple[str, ...]:
+    """Labels in the order of a model's outputs. given: classify.labels; empty: those of the data. Raises UserError."""
+    if len(corpus.labels) < 2:
+        key = "data.tags_field" if data.format == "tagged" else "data.label_field"
+        field = data.tags_field if data.format == "tagged" else data.label_field
+        raise UserError(f"{key}={field}: all rows have one label, so there is nothing to learn. Name another field.")
+    missing = [name for name in sorted_labels(corpus.labels) if name not in given]
+    if given and missing:
+        raise UserError(f"classify.labels: lacks {missing[0]!r}, which rows of {corpus.source} have; name it too")
+    return given or sorted_labels(corpus.labels)
+
+
+def sorted_labels(names: Iterable[str]) -> tuple[str, ...]:
+    """Labels in the order in which a model has them unless told otherwise: numbers by value, else by the alphabet."""
+    found = set(names)
+    if all(name.removeprefix("-").isdecimal() for name in found):
+        return tuple(sorted(found, key=int))
+    return tuple(sorted(found))
+
+
+def lost(counts: Mapping[str, Any]) -> str:
+    """The numbers of rows that were left out or cut, as the end of a sentence; empty for none."""
+    reasons = {key: counts.get(key, 0) for key in ("dropped", "truncated", "skipped")}
+    return "".join(f", {count:,} {key}" for key, count in reasons.items() if count)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -12,31 +10,22 @@ import numpy as np
 from config.errors import UserError
 from config.schema import DataSection, SourceSection, ValidationSection
 from config.task import OWN
-from data.corpora.corpus import Corpus
+from data.corpora.corpus import Corpus, fingerprint_of_parts, lost
 from data.corpora.labelled_shards import LabelledShards
 from data.corpora.mixture import Mixture
 from data.corpora.row_shards import RowShards
 from data.corpora.shards import TokenShards
 
-_LOST = ("dropped", "truncated", "skipped")
-"""What happens to rows, by its name in their counts."""
-
 
 def corpus_of(data: DataSection, prepare: Callable[[DataSection], Corpus]) -> Corpus:
-    """The corpus of a data section: of one source or several, and with its data.validation. prepare: of one source.
-
-    Raises UserError for a source or a set without one whole sequence, and what `prepare` raises.
-    """
+    """The corpus of a data section: of one source or several, and with its data.validation. prepare: of one source."""
     alone = replace(data, validation=())
     corpus = mixed(alone, prepare) if data.sources else prepare(alone)
     return _with_sets(corpus, data, prepare) if data.validation else corpus
 
 
 def mixed(data: DataSection, prepare: Callable[[DataSection], Corpus]) -> Corpus:
-    """The corpus of data.sources. prepare: of one source.
-
-    Raises UserError for a source without one whole sequence, and what `prepare` raises.
-    """
+    """The corpus of data.sources. prepare: of one source. Raises UserError for one without a whole sequence."""
     parts = _with_one_numbering([prepare(section_of(data, item)) for item in data.sources])
     length = data.sequence_length
     names = tuple(str(item.name) for item in data.sources)
@@ -46,15 +35,18 @@ def mixed(data: DataSection, prepare: Callable[[DataSection], Corpus]) -> Corpus
             raise UserError(f"data.sources: {name} holds no sequence of {length} tokens; leave it out, or shorten them")
     weights = tuple(_weight(item, count) for item, count in zip(data.sources, samples, strict=True))
     mixture = Mixture(names, samples, weights)
-    identity = json.dumps([[part.fingerprint for part in parts], weights])
     notes = [
         f"data: {name}: {share:.1%} of the samples, {count:,} sequences of its own"
         for name, share, count in zip(names, mixture.shares(), samples, strict=True)
     ]
-    first = parts[0]
+    of_parts = (
+        f"data: {name}: {line.removeprefix('data: ')}"
+        for name, part in zip(names, parts, strict=True)
+        for line in part.notes
+    )
     return replace(
-        first,
-        fingerprint=hashlib.sha256(identity.encode()).hexdigest()[:20],
+        parts[0],
+        fingerprint=fingerprint_of_parts([[part.fingerprint for part in parts], weights]),
         train=_joined([part.train for part in parts]),
         validation=_joined([part.validation for part in parts]),
         train_documents=sum(part.train_documents for part in parts),
@@ -67,12 +59,8 @@ def mixed(data: DataSection, prepare: Callable[[DataSection], Corpus]) -> Corpus
         validation_by_source={
             name: part.validation for name, part in zip(names, parts, strict=True) if part.validation.sequences(length)
         },
-        notes=(*(line for name, part in zip(names, parts, strict=True) for line in _notes_of(name, part)), *notes),
+        notes=(*of_parts, *notes),
     )
-
-
-def _notes_of(name: str, part: Corpus) -> list[str]:
-    return [f"data: {name}: {line.removeprefix('data: ')}" for line in part.notes]
 
 
 def section_of(data: DataSection, item: SourceSection | ValidationSection) -> DataSection:
@@ -94,16 +82,14 @@ def _with_sets(corpus: Corpus, data: DataSection, prepare: Callable[[DataSection
         own = {OWN: corpus.validation}
     labels = tuple(dict.fromkeys([*corpus.labels, *(name for part in parts.values() for name in part.labels)]))
     sets = own | {name: _renumbered(part.train, part.labels, labels) for name, part in parts.items()}
-    identity = json.dumps([corpus.fingerprint, *(part.fingerprint for part in parts.values())])
     counts = {name: part.counts for name, part in parts.items() if part.counts}
     notes = [
-        f"data: validation set {name}: {_size(part, length)}, none of them trained"
-        f"{''.join(f', {text}' for text in _lost(part))}"
+        f"data: validation set {name}: {_size(part, length)}, none of them trained{lost(part.counts)}"
         for name, part in parts.items()
     ]
     return replace(
         corpus,
-        fingerprint=hashlib.sha256(identity.encode()).hexdigest()[:20],
+        fingerprint=fingerprint_of_parts([corpus.fingerprint, *(part.fingerprint for part in parts.values())]),
         validation=_joined(list(sets.values())),
         validation_documents=corpus.validation_documents + sum(part.train_documents for part in parts.values()),
         validation_bytes=corpus.validation_bytes + sum(part.train_bytes for part in parts.values()),
@@ -121,11 +107,6 @@ def _size(part: Corpus, length: int) -> str:
         return f"{sequences:,} pairs"
     what = f"{part.train_documents:,} {'rows' if isinstance(part.train, RowShards) else 'documents'}"
     return what if sequences == part.train_documents else f"{what} in {sequences:,} sequences"
-
-
-def _lost(part: Corpus) -> list[str]:
-    """What of a source's rows was left out or cut, in words."""
-    return [f"{value:,} {key}" for key, value in part.counts.items() if key in _LOST and value]
 
 
 def _weight(item: SourceSection, samples: int) -> float:

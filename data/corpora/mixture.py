@@ -1,10 +1,8 @@
 """Which samples of several sources make a global batch: still a pure function of seed and position.
 
-The samples of all sources are numbered one source after another. The order is cut into blocks of BLOCK samples. Up to
-the end of any block each source has had its share of all samples so far, rounded down (the largest source takes the
-rest), so the shares are exact at any length of training. Within a block the sources are shuffled, and each source gives
-its own samples in the order of its own epochs (`sampler.permute`). Nothing of it depends on the number of ranks, on
-accumulation, or on where a run was resumed.
+The order is cut into blocks of BLOCK samples. Up to the end of any block each source has had its share of all samples
+so far, rounded down (the largest source takes the rest). Within a block the sources are shuffled, and each source gives
+its own samples in the order of its own epochs (`sampler.permute`).
 """
 
 from __future__ import annotations
@@ -66,10 +64,7 @@ class Mixture:
         return found
 
     def bounds(self, place: int, *, seed: int, about: int) -> tuple[int, int]:
-        """The part [first, end) of the order around a place in which no source begins another pass of its samples.
-
-        It is within as many whole blocks as `about` samples fill, at whose end each source has had its share.
-        """
+        """The part [first, end) of the order around a place in which no source begins another pass of its samples."""
         span = max(about // BLOCK, 1) * BLOCK
         window = place // span * span
         cuts = _passes(self, window, span, seed)

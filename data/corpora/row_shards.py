@@ -19,9 +19,8 @@ from typing import Any, Self
 import numpy as np
 from safetensors.numpy import save_file
 
-from config import json_text
 from config.files import file_sha256, flush
-from data.corpora.shards import damaged
+from data.corpora.shards import damaged, header_of
 
 _DTYPES = {"U8": "uint8", "U16": "uint16", "U32": "uint32", "I32": "int32", "I64": "int64", "F64": "float64"}
 
@@ -34,19 +33,12 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> dict[str, An
 
 
 def open_tensors(path: Path, expected: Mapping[str, Any], *, verify: bool) -> dict[str, np.ndarray]:
-    """Read-only views of a file's tensors, compared with its entry in the index.
-
-    Raises UserError that names the file where size or header differ, or with `verify` the sha256.
-    """
+    """Read-only views of a file's tensors. Raises UserError where size, header or with `verify` the sha256 differ."""
     try:
-        if path.stat().st_size != expected["bytes"]:
-            raise damaged(path, f"it has {path.stat().st_size} bytes instead of {expected['bytes']}")
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json_text.parse(file.read(length))
+        header, base = header_of(path, expected["bytes"])
         if verify and file_sha256(path) != expected["sha256"]:
             raise damaged(path, "it does not have the sha256 in index.json")
-        return {name: _view(path, 8 + length, entry) for name, entry in header.items() if name != "__metadata__"}
+        return {name: _view(path, base, entry) for name, entry in header.items() if name != "__metadata__"}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, MemoryError) as error:
         raise damaged(path, f"it cannot be read: {type(error).__name__}") from error
 

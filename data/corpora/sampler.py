@@ -1,17 +1,10 @@
 """Which sequences make a global batch: a pure function of seed, position and sizes, with nothing to save.
 
-Every epoch needs a fresh permutation of [0, samples). Shuffling an index array takes 8 bytes a sample on every rank,
-2 GB for a trillion tokens in sequences of 4096. A keyed bijection computes the i-th element alone instead, in memory
-that does not depend on the number of samples, so any position is reached at once and resuming needs only a number.
-
-The bijection is a Feistel network (Luby and Rackoff 1988, "How to construct pseudorandom permutations from
-pseudorandom functions") on the smallest even number of bits that covers [0, samples), restricted to that range by
-cycle walking (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"): a value that leaves the range is
-encrypted again until it is back, at most four times on average. The rounds use an integer mixer, not a cryptographic
-function: the shuffle has to look random to a loss curve, not to an adversary.
-
-Samples are numbered through all epochs, each a permutation: global batch `position` has places position * global_size
-onwards, so all have one size, and the last of an epoch is completed with the next one's first samples.
+Every epoch needs a fresh permutation of [0, samples), numbered through all epochs. Shuffling an index array takes 8
+bytes a sample on every rank. A keyed bijection computes the i-th element alone instead: a Feistel network (Luby and
+Rackoff 1988) on the smallest even number of bits that covers [0, samples), restricted to that range by cycle walking
+(Black and Rogaway 2002): a value that leaves the range is encrypted again until it is back, at most four times on
+average. The rounds use an integer mixer: the shuffle has to look random to a loss curve, not to an adversary.
 """
 
 from __future__ import annotations
@@ -30,11 +23,7 @@ _SMALLEST_HALF_BITS = 3
 
 
 def sample_ids(position: int, *, samples: int, seed: int, global_size: int) -> np.ndarray:
-    """Samples of one global batch, the same at every world size and accumulation.
-
-    position: global batches consumed before this one. samples: sequences in the corpus. Returns (global_size,) int64
-    in [0, samples). Raises ValueError when there is nothing to sample or before the first batch.
-    """
+    """(global_size,) int64 samples of one global batch, in [0, samples). position: batches consumed before it."""
     if samples < 1 or position < 0:
         raise ValueError(f"no batch {position} of {samples} samples")
     index = position * global_size + np.arange(global_size, dtype=np.int64)
@@ -83,10 +72,9 @@ def grouped(
 
 
 def split_for_rank(ids: np.ndarray, *, micro_size: int, rank: int, world_size: int) -> np.ndarray:
-    """One rank's part of a global batch: (global_size,) -> (accumulation, micro_size).
+    """One rank's part of a global batch: (global_size,) -> (accumulation, micro_size). Raises UserError.
 
-    The ranks' micro-batches number a together are the a-th stretch of the global batch. Raises UserError when the size
-    is not a multiple of micro_size * world_size.
+    The ranks' micro-batches number a together are the a-th stretch of the global batch.
     """
     if len(ids) % (micro_size * world_size):
         raise UserError(

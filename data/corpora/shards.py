@@ -1,14 +1,11 @@
 """Token shards: what preparation writes and training reads, memory-mapped and checksummed.
 
 A shard is a safetensors file with one tensor, `tokens` (n,) of uint16 (vocabularies up to 65536) or uint32, and a text
-header beside it: format version, dtype, vocabulary size, tokenizer sha256, source fingerprint, split, documents that
-end in it, sha256 of the token bytes. Documents follow each other, each ended by the end-of-document token; one may
-continue in the next shard.
+header beside it. Documents follow each other, each ended by the end-of-document token; one may continue in the next
+shard.
 
-Windows: sequence i of a shard is tokens[i*L : i*L + L + 1], inputs and the token after each. Windows step by L, so
-every token of a shard but its first is a label once; they never cross shards. The tokens after the last whole window
-of a shard, at most L, are not trained on. A window may hold several documents; attention and labels run across their
-ends, which the end-of-document token marks, unless data.document_masking is set.
+Sequence i of a shard is tokens[i*L : i*L + L + 1], inputs and the token after each: every token of a shard but its
+first is a label once. The tokens after the last whole window of a shard, at most L, are not trained on.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from safetensors.numpy import save_file
 
 from config import json_text
 from config.errors import UserError
-from config.files import flush
+from config.files import file_sha256, flush
 
 FORMAT_VERSION = "1"
 _DTYPE_NAMES = {"U16": "uint16", "U32": "uint32"}
@@ -88,34 +85,30 @@ class Shard:
 
 
 def open_shard(path: Path, expected: dict[str, Any], *, verify: bool) -> Shard:
-    """Open a shard and compare it with its entry in the index: size, header, and with `verify` the sha256.
-
-    Raises UserError that names the file when any of them differs.
-    """
+    """Open a shard. Raises UserError where size or header, or with `verify` the sha256, are not those of the index."""
     try:
-        if path.stat().st_size != expected["bytes"]:
-            raise damaged(path, f"it has {path.stat().st_size} bytes instead of {expected['bytes']}")
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json_text.parse(file.read(min(length, _LARGEST_HEADER)))
+        header, base = header_of(path, expected["bytes"])
         tensor = header["tokens"]
         start, end = tensor["data_offsets"]
-        shard = Shard(path, tensor["shape"][0], _DTYPE_NAMES[tensor["dtype"]], 8 + length + start)
-        described = (header["__metadata__"], shard.tokens, shard.dtype, start, 8 + length + end)
+        shard = Shard(path, tensor["shape"][0], _DTYPE_NAMES[tensor["dtype"]], base + start)
+        described = (header["__metadata__"], shard.tokens, shard.dtype, start, base + end)
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise damaged(path, f"its header cannot be read: {type(error).__name__}") from error
     if described != (expected["header"], expected["tokens"], expected["header"]["dtype"], 0, expected["bytes"]):
         raise damaged(path, "its header is not the one in index.json")
-    if verify and _sha256_from(path, shard.offset) != expected["header"]["sha256"]:
+    # read, not mapped: mapped pages count as memory of the process
+    if verify and file_sha256(path, start=shard.offset) != expected["header"]["sha256"]:
         raise damaged(path, "its tokens do not have the sha256 in its header")
     return shard
 
 
-def _sha256_from(path: Path, offset: int) -> str:
-    """SHA-256 of the bytes from `offset` on. Read, not mapped: mapped pages count as memory of the process."""
+def header_of(path: Path, size: int) -> tuple[dict[str, Any], int]:
+    """Header of a safetensors file of `size` bytes, and where its tensors begin."""
+    if path.stat().st_size != size:
+        raise damaged(path, f"it has {path.stat().st_size} bytes instead of {size}")
     with path.open("rb") as file:
-        file.seek(offset)
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        length = int.from_bytes(file.read(8), "little")
+        return json_text.parse(file.read(min(length, _LARGEST_HEADER))), 8 + length
 
 
 def damaged(path: Path, reason: str) -> UserError:

@@ -6,12 +6,10 @@ import numpy as np
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pack rows of (n,) int `lengths` into sequences of `capacity`: (rows, ends).
+    """Pack rows of (n,) int `lengths` into sequences of `capacity`: (rows, ends). Raises ValueError for one too long.
 
-    Best-fit decreasing (Johnson 1973, "Near-optimal bin packing algorithms": at most 11/9 of the fewest possible, and a
-    constant): the longest row first, each into the fullest sequence that still has room. rows: (n,) int64, the row
-    numbers in the order of the sequences. ends: (sequences,) int64, where in `rows` each sequence ends. The same
-    lengths give the same sequences. Raises ValueError for a row that is longer than the capacity, or empty.
+    Best-fit decreasing (Johnson 1973: at most 11/9 of the fewest possible, and a constant). rows: (n,) int64, the row
+    numbers in the order of the sequences. ends: (sequences,) int64, where in `rows` each sequence ends.
     """
     if len(lengths) and not 0 < int(lengths.min()) <= int(lengths.max()) <= capacity:
         raise ValueError(f"rows of {lengths.min()} to {lengths.max()} tokens in sequences of {capacity}")

@@ -6,8 +6,6 @@ by name; which output of a model each is, is decided when training starts.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -20,24 +18,15 @@ import numpy as np
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from config.errors import UserError
 from config.schema import DataSection
 from data.batches.loader import IGNORED_LABEL
-from data.corpora.corpus import Corpus, open_corpus
+from data.corpora.corpus import Corpus, fingerprint_of_parts, lost
 from data.rows.packing import by_number
-from data.rows.row_preparation import (
-    BatchEncoder,
-    EncodedRows,
-    Preparation,
-    Row,
-    batches_of,
-    lost,
-    source_of_texts,
-)
-from data.sources.labelled_rows import LabelledRow, read_labelled, sorted_labels
+from data.rows.row_preparation import BatchEncoder, EncodedRows, Preparation, Row, batches_of, source_of_texts
+from data.sources.labelled_rows import LabelledRow, read_labelled
 from data.sources.sources import Source
 from data.text.preparation_progress import Progress, ProgressFile
-from data.text.prepare import identified, published
+from data.text.prepare import prepared
 from data.text.tokenizer import make_encoder_tokenizer, tokenizer_identity
 
 _VERSION = "labelled-1"
@@ -46,20 +35,15 @@ _SHOWN = 8
 
 
 def prepare_labelled(data: DataSection, *, progress: bool) -> Corpus:
-    """Open the labelled rows that a config names, preparing them first if need be. data: with its format.
-
-    Raises UserError for a source or tokenizer that cannot be read, a row that does not fit (data.on_bad_row), and what
-    `prepare` raises it for.
-    """
-    source, fingerprint = identified(data, labelled_fingerprint)
-    return open_corpus(published(data, source, fingerprint, _fill, progress=progress), verify=data.verify)
+    """The labelled rows that a config names, prepared first if need be. data: with its format. Raises UserError."""
+    return prepared(data, labelled_fingerprint, _fill, progress=progress)
 
 
 def labelled_fingerprint(data: DataSection, source: Source) -> str:
     """Name of the prepared rows: 20 hex digits of a hash over everything that decides them."""
     parts = [_VERSION, data.source, source.identity, tokenizer_identity(data.tokenizer)]
     parts += [getattr(data, key) for key in _DECIDING]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]
+    return fingerprint_of_parts(parts)
 
 
 _DECIDING = (
@@ -185,19 +169,3 @@ def _notes(
             best = of_validation.counts[most[0][0]] / validation.labels
             said += f"; always {names[most[0][0]]} would be right for {best:.1%} of those held out"
     return [kept, said, *preparation.found.bad_notes()]
-
-
-def labels_of(corpus: Corpus, given: tuple[str, ...], data: DataSection) -> tuple[str, ...]:
-    """The labels in the order of a model's outputs. given: classify.labels; empty: those of the data, sorted.
-
-    data: the section that the corpus is of. Raises UserError where a label of the data is not among them, or all rows
-    have one.
-    """
-    if len(corpus.labels) < 2:
-        key = "data.tags_field" if data.format == "tagged" else "data.label_field"
-        field = data.tags_field if data.format == "tagged" else data.label_field
-        raise UserError(f"{key}={field}: all rows have one label, so there is nothing to learn. Name another field.")
-    missing = [name for name in sorted_labels(corpus.labels) if name not in given]
-    if given and missing:
-        raise UserError(f"classify.labels: lacks {missing[0]!r}, which rows of {corpus.source} have; name it too")
-    return given or sorted_labels(corpus.labels)

@@ -1,11 +1,8 @@
-"""Prepare rows for fine-tuning once: read, turn into tokens, cut or drop what is too long, pack, publish.
+"""Prepare rows for fine-tuning once: read, turn into tokens, cut or drop what is too long, pack, publish as `prepare`.
 
-It publishes as `prepare` does: one process prepares under a lock, the folder appears by one rename, later runs with the
-same fingerprint open it. The fingerprint has everything that decides the tokens, `data.sequence_length` and the chat
-template included. What was dropped, cut or skipped is counted in the index, and so in the record of every run on it.
-
-Rows do not depend on the number of workers: their results are taken in the order of the batches. A few thousand rows
-are prepared in this process, since starting another takes longer.
+The fingerprint has everything that decides the tokens, `data.sequence_length` and the chat template included. Rows do
+not depend on the number of workers. A few thousand rows are prepared in this process, since starting another takes
+longer.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ import transformers
 
 from config.errors import UserError
 from config.schema import DataSection
-from data.corpora.corpus import TOKENIZER, Corpus, open_corpus
+from data.corpora.corpus import TOKENIZER, Corpus, fingerprint_of_parts, lost
 from data.rows.packing import best_fit, by_number
 from data.rows.row_preparation import (
     FIX,
@@ -37,18 +34,16 @@ from data.rows.row_preparation import (
     Row,
     batches_of,
     empty,
-    lost,
     source_of_texts,
 )
 from data.sources.chat import Chat, Tokens
-from data.sources.json_rows import Found
-from data.sources.row_formats import BadRow, Example, read_examples, recognise
+from data.sources.row_formats import BadRow, Example, Found, read_examples, recognise
 from data.sources.row_sources import located_rows
 from data.sources.seq2seq_rows import SourceAndTarget, for_encoder_decoder
 from data.sources.sources import Source
 from data.text.batch_results import Work, kept_folder, results
 from data.text.preparation_progress import Progress, ProgressFile
-from data.text.prepare import identified, published
+from data.text.prepare import prepared
 from data.text.tokenizer import is_made, load_tokenizer, make_tokenizer, tokenizer_identity
 
 _VERSION = "rows-2"
@@ -57,14 +52,8 @@ _BATCHES_HERE = 16
 
 
 def prepare_rows(data: DataSection, *, progress: bool) -> Corpus:
-    """Open the rows that a config names, preparing them first if need be. progress: as for `prepare`.
-
-    Raises UserError for a source or tokenizer that cannot be read, a row that does not fit (data.on_bad_row), and what
-    `prepare` raises it for.
-    """
-    source, fingerprint = identified(data, rows_fingerprint)
-    folder = published(data, source, fingerprint, _fill, progress=progress)
-    return open_corpus(folder, verify=data.verify)
+    """Open the rows that a config names, preparing them first if need be. Raises UserError."""
+    return prepared(data, rows_fingerprint, _fill, progress=progress)
 
 
 def rows_fingerprint(data: DataSection, source: Source) -> str:
@@ -80,7 +69,7 @@ def rows_fingerprint(data: DataSection, source: Source) -> str:
         *(getattr(data, key) for key in _DECIDING),
         *([] if data.target_length is None else [data.target_length]),
     ]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]
+    return fingerprint_of_parts(parts)
 
 
 _DECIDING = (

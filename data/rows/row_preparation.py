@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -26,8 +26,7 @@ from data.batches.loader import IGNORED_LABEL
 from data.corpora.corpus import SPLITS, TOKENIZER, tokenizer_sha256, write_index
 from data.corpora.row_shards import write_tensors
 from data.corpora.shards import token_dtype
-from data.sources.json_rows import Found
-from data.sources.row_formats import BadRow
+from data.sources.row_formats import BadRow, Found
 from data.sources.row_sources import is_held_out, located_rows
 from data.sources.sources import Source
 from data.text.preparation_progress import Progress, ProgressFile
@@ -269,19 +268,13 @@ def batches_of(data: DataSection, source: Source) -> Iterator[list[Found]]:
     return iter(lambda: list(islice(rows, BATCH_ROWS)), [])
 
 
-def lost(counts: Mapping[str, Any]) -> str:
-    """The numbers of rows that were left out or cut, as the end of a sentence; empty for none."""
-    reasons = {key: counts.get(key, 0) for key in ("dropped", "truncated", "skipped")}
-    return "".join(f", {count:,} {key}" for key, count in reasons.items() if count)
-
-
 def source_of_texts(data: DataSection, source: Source, texts_of: Callable[[dict[str, Any]], Iterable[str]]) -> Source:
     """The text of the rows as documents, which a BPE is trained on. texts_of: it may raise BadRow."""
 
-    def texts() -> Iterator[dict[str, Any]]:
-        for _, row in located_rows(data, source):
+    def texts() -> Iterator[Found]:
+        for where, row in located_rows(data, source):
             if not isinstance(row, BadRow):
                 with suppress(BadRow, UnicodeEncodeError):
-                    yield from ({"text": text} for text in texts_of(row))
+                    yield from ((where, {"text": text}) for text in texts_of(row))
 
     return replace(source, open=texts, text_field="text", deduplicate=False)

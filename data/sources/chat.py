@@ -1,14 +1,12 @@
 """An example as tokens, and which of them are trained: those of the answers, each with the token that ends it.
 
-The text of a conversation comes from `tokenizer.apply_chat_template`. Where its answers are in that text is taken from
-the template's generation markers where it has them, else from differences: answer i is what lies between the rendering
-of the turns before it, with the prompt to generate, and the rendering up to and with it. Both have to be beginnings of
-the whole text. Templates for which they are not, because they render a turn differently once others follow, are
-refused with that reason.
+Where the answers are in the text of a conversation is taken from the template's generation markers where it has them,
+else from differences: answer i is what lies between the rendering of the turns before it, with the prompt to generate,
+and the rendering up to and with it. Both have to be beginnings of the whole text; other templates are refused.
 
-The whole text is tokenized once, so the tokens are those the model meets, and a token is trained when it has a
-character of an answer. (`return_assistant_tokens_mask` of transformers 5.23 marks everything after an answer that ends
-in the first token of the text: github.com/huggingface/transformers/issues/47325.)
+The whole text is tokenized once, and a token is trained when it has a character of an answer.
+(`return_assistant_tokens_mask` of transformers 5.23 marks everything after an answer that ends in the first token of
+the text: github.com/huggingface/transformers/issues/47325.)
 """
 
 from __future__ import annotations
@@ -46,7 +44,8 @@ class Chat:
     def __init__(self, tokenizer: PreTrainedTokenizerFast, *, template: str | None, train_on: str) -> None:
         """template: Jinja, in place of the tokenizer's own. train_on: assistant, last_assistant or all."""
         self._tokenizer, self._train_on = tokenizer, train_on
-        self.template = template or _own_template(tokenizer)
+        own: Any = tokenizer.chat_template
+        self.template = template or (own.get("default") if isinstance(own, dict) else own)
         """None where there is none."""
         self.has_markers = self.template is not None and _MARKER.search(self.template) is not None
         self._special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -180,10 +179,7 @@ class Chat:
     def _encode(
         self, text: str, spans: Spans, *, control_tokens: bool, ends: list[int] | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of the text, and which of them belong to the spans, to the token that ends the turn and no further.
-
-        ends: last character of each span's turn, up to which that token is looked for.
-        """
+        """Ids of the text, and which of them belong to the spans. ends: up to where each span's turn may go on."""
         self._encoder.encode_special_tokens = not control_tokens
         encoding = self._encoder.encode(text, add_special_tokens=False)
         ids = np.array(encoding.ids, dtype=np.int64)
@@ -231,11 +227,6 @@ class Chat:
 _PLACEHOLDER = "PLACEHOLDER4711"
 """Rendered in place of an answer to see where its content would begin."""
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-def _own_template(tokenizer: PreTrainedTokenizerFast) -> str | None:
-    own: Any = tokenizer.chat_template
-    return own.get("default") if isinstance(own, dict) else own
 
 
 def _with_exact_offsets(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, cast
+
+import pyarrow
 
 from config.errors import UserError, one_line
 from config.task import is_url
@@ -16,9 +18,8 @@ BLOCK_BYTES = 1 << 20
 
 
 def opened(path: str, *, seekable: bool = False) -> BinaryIO:
-    """A file or URL for reading. seekable: whether it is read in parts, which not every web server sends.
-
-    Raises OSError, also while it is read.
+    """A file or URL for reading; OSError, also while it is read. seekable: it is read in parts, which not all servers
+    send.
     """
     if not is_url(path):
         return Path(path).open("rb")
@@ -33,13 +34,21 @@ def compression_of(path: str) -> str | None:
 
 
 def decompressed(path: str) -> BinaryIO:
-    """A file or URL for reading from its start, unpacked.
-
-    Raises OSError, also while it is read; of one that is not what its name says pyarrow.ArrowException, too.
+    """A file or URL for reading from its start, unpacked. Raises OSError and pyarrow.ArrowException, also while it is
+    read.
     """
-    import pyarrow
-
     return cast(BinaryIO, pyarrow.input_stream(opened(path), compression=compression_of(path)))
+
+
+def hidden(name: str) -> bool:
+    """Whether a file of a folder is left out. Python writes __pycache__ at any time: it would be another corpus."""
+    return any(part.startswith(".") or part == "__pycache__" for part in name.split("/"))
+
+
+def no_file(path: str, patterns: Sequence[str]) -> UserError:
+    """The error for a data.path at which nothing is. patterns: of the files that its source reads."""
+    wanted = " or ".join(patterns)
+    return UserError(f"data.path={path}: no file there. Set data.path to a file, a folder with {wanted}, or a glob.")
 
 
 def unreadable(path: str, error: Exception) -> UserError:
@@ -48,10 +57,7 @@ def unreadable(path: str, error: Exception) -> UserError:
 
 
 def pieces(file: BinaryIO, separator: bytes) -> Iterator[bytes]:
-    """The parts that `bytes.split` makes of a file, with a block and copies of the longest piece in memory.
-
-    A separator that is UTF-8 cuts no character of a text that is: no character's bytes are inside another's.
-    """
+    """The parts that `bytes.split` makes of a file, with a block and copies of the longest piece in memory."""
     held = bytearray()
     while block := file.read(BLOCK_BYTES):
         start = max(0, len(held) - len(separator) + 1)  # where one may begin that was not whole before

@@ -1,18 +1,9 @@
-"""Rows of task classify: one or two texts, or words, and what is to be predicted of them.
-
-| format | fields of the row, by their default names | predicted |
-|---|---|---|
-| labelled | `text`, or with a second one, and `label`: text, a whole number, or true or false | a label |
-| tagged | `tokens`, a list of words, and `tags`, as many labels | a label of each word |
-| scored | `text`, or with a second one, and `label`, a number | the number |
-
-What does not fit is a `BadRow` that names the field. Whoever reads the rows knows the file and the line.
-"""
+"""Rows of task classify (docs/data.md): one or two texts, or words, and what is to be predicted of them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,14 +37,6 @@ def read_labelled(row: Mapping[str, Any], data: DataSection) -> LabelledRow:
     if data.format == "scored":
         return LabelledRow(texts, (), _number(value, data.label_field))
     return LabelledRow(texts, (), _label(value, data.label_field))
-
-
-def sorted_labels(names: Iterable[str]) -> tuple[str, ...]:
-    """Labels in the order in which a model has them unless told otherwise: numbers by value, else by the alphabet."""
-    found = set(names)
-    if all(name.removeprefix("-").isdecimal() for name in found):
-        return tuple(sorted(found, key=int))
-    return tuple(sorted(found))
 
 
 def _tagged(row: Mapping[str, Any], data: DataSection) -> LabelledRow:

@@ -55,10 +55,7 @@ def bin_of(index: Path) -> Path:
 
 
 def documents(index: Path) -> Iterator[np.ndarray]:
-    """The ids of every document, (tokens,) of the file's integer dtype, read from disk when they are used.
-
-    Raises UserError for files that are damaged, of another format, or not of each other.
-    """
+    """The ids of every document, (tokens,) of the file's integer dtype, read when they are used. Raises UserError."""
     found = _read_index(index)
     size = found.dtype.itemsize
     shape = (found.bin_bytes // size,)

@@ -20,6 +20,7 @@ import fsspec
 from fsspec.registry import known_implementations
 
 from config.errors import UserError, one_line
+from data.sources.files import hidden, no_file
 
 _WEB = ("http", "https")
 _VERSIONS = (
@@ -44,10 +45,7 @@ class RemoteFile:
 
 
 def list_files(url: str, patterns: Sequence[str]) -> list[RemoteFile]:
-    """The file at a URL, those of a folder (recursive) whose names fit one of the patterns, or those of a glob.
-
-    Raises UserError for a file system that is not installed or does not answer, and for a URL without files.
-    """
+    """The file at a URL, those of a folder whose names fit a pattern, or those of a glob. Raises UserError."""
     try:
         system, root = _connect(url)
         system.invalidate_cache()
@@ -63,8 +61,7 @@ def list_files(url: str, patterns: Sequence[str]) -> list[RemoteFile]:
             ) from error
         found = {}
     if not found:
-        wanted = " or ".join(patterns)
-        raise UserError(f"data.path={url}: no file there. Set data.path to a file, a folder with {wanted}, or a glob.")
+        raise no_file(url, patterns)
     return [
         RemoteFile(system.unstrip_protocol(path), name, info.get("size"), _version(info))
         for path, (name, info) in found.items()
@@ -72,10 +69,7 @@ def list_files(url: str, patterns: Sequence[str]) -> list[RemoteFile]:
 
 
 def opened(url: str, *, seekable: bool = False) -> BinaryIO:
-    """A file for reading, whose errors are OSErrors. seekable: of the web, from servers that send parts of files only.
-
-    Raises OSError.
-    """
+    """A file for reading, whose errors are OSErrors. seekable: of servers that send parts of files only."""
     with _as_os_error():
         system, path = _connect(url)
         # One request for a whole file, which every server can answer, or one for each part of it.
@@ -151,7 +145,7 @@ def _found(system: Any, root: str, patterns: Sequence[str]) -> Iterator[tuple[st
         listed, patterns = system.glob(root, detail=True), ("*",)
     elif (web and root.endswith("/")) or (info := system.info(root))["type"] == "directory":
         base, listed = root.rstrip("/"), system.find(root, detail=True)
-        listed = {found: info for found, info in listed.items() if not _hidden(found.removeprefix(base))}
+        listed = {found: info for found, info in listed.items() if not hidden(found.removeprefix(base))}
     else:
         yield root, (PurePosixPath(path).name, info)
         return
@@ -160,10 +154,6 @@ def _found(system: Any, root: str, patterns: Sequence[str]) -> Iterator[tuple[st
         if info["type"] == "file" and any(fnmatch.fnmatchcase(PurePosixPath(name).name, each) for each in patterns):
             # A web server's list of links says nothing of the files.
             yield found, (name, info if _version(info) else system.info(found))
-
-
-def _hidden(name: str) -> bool:
-    return any(part.startswith(".") or part == "__pycache__" for part in name.split("/"))
 
 
 def _version(info: dict[str, Any]) -> str:

@@ -1,13 +1,4 @@
-"""The forms in which rows for fine-tuning come, and the one they are turned into.
-
-| format | fields |
-|---|---|
-| messages | `messages`: list of {role, content}, as OpenAI's API has it; `tools` beside them |
-| sharegpt | `conversations`: list of {from, value}; `system`, `tools` beside them |
-| alpaca | `instruction`, `output`; `input`, `system` may be empty or absent |
-| prompt_completion | `prompt`, `completion`: two texts, or two lists of messages |
-| text | one text |
-| preference | `chosen`, `rejected`: two texts, or two lists of messages; `prompt`, or what both begin with |
+"""The forms in which rows for fine-tuning come (docs/data.md), and the one they are turned into.
 
 What does not fit is a `BadRow` that names the field. Whoever reads the rows knows the file and the line.
 """
@@ -30,6 +21,10 @@ class BadRow(ValueError):
         """of_config: it is the config that does not fit the row; `problem` says what to set there."""
         super().__init__(f"{where}: {problem}" if where else problem)
         self.of_config = of_config
+
+
+Found = tuple[str, dict[str, Any] | BadRow]
+"""Where a row is, and the row, or why it is none."""
 
 
 @dataclass(frozen=True)
@@ -139,9 +134,7 @@ def _alpaca(row: Mapping[str, Any]) -> Example:
     question = f"{instruction}\n\n{given}" if given else instruction
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": output}]
     return Example(
-        messages=_with_system(row, messages, "instruction"),
-        prompt=alpaca_prompt(instruction, given),
-        completion=output,
+        messages=_with_system(row, messages, "instruction"), prompt=alpaca_prompt(instruction, given), completion=output
     )
 
 
@@ -191,10 +184,7 @@ def _pair(row: Mapping[str, Any]) -> tuple[Example, Example]:
 
 
 def _conversations_of_pair(row: Mapping[str, Any]) -> tuple[Messages, list[Messages]]:
-    """The prompt of two lists of messages, and what follows it in each.
-
-    `prompt` may be what both lists begin with, too, as in several public datasets.
-    """
+    """The prompt of two lists of messages, which both may begin with, and what follows it in each."""
     lists, prompt = [_conversation(row, "chosen"), _conversation(row, "rejected")], row.get("prompt")
     shared = next((n for n, (a, b) in enumerate(zip(*lists, strict=False)) if a != b), min(map(len, lists)))
     if isinstance(prompt, list):
@@ -221,21 +211,15 @@ def _shared_question(row: Mapping[str, Any], first: str, second: str) -> str:
     other = next((name for name in _QUESTIONS if isinstance(row.get(name), str)), None)
     if other is not None:
         raise BadRow("prompt", f"is missing, and {other} would not be read; rename it to prompt, or remove it")
-    shared = _shared_text(first, second)
+    pairs = enumerate(zip(first, second, strict=False))
+    shared = first[: next((n for n, (a, b) in pairs if a != b), min(len(first), len(second)))]
+    while shared and not shared[-1].isspace():  # up to the start of a word
+        shared = shared[:-1]
+    shared = shared.rstrip()
     if not shared:
         problem = "is missing, and chosen and rejected do not begin with the same words; give a prompt, or an empty one"
         raise BadRow("prompt", f"{problem}. The row's fields are {', '.join(sorted(row))}")
     return shared
-
-
-def _shared_text(first: str, second: str) -> str:
-    """What two texts begin with, up to the start of a word."""
-    shared = next(
-        (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
-    )
-    while shared and not first[shared - 1].isspace():
-        shared -= 1
-    return first[:shared].rstrip()
 
 
 def _conversation(row: Mapping[str, Any], name: str) -> Messages:
@@ -260,10 +244,7 @@ def _conversation(row: Mapping[str, Any], name: str) -> Messages:
 
 
 def _meant(role: str) -> str | None:
-    """The role that was meant by one that is misspelled or of another form of rows; None for the roles there are.
-
-    Templates show a role that they do not know as it is, so that its answer would be left untrained without a word.
-    """
+    """The role meant by one that is misspelled or of another form of rows, which a template would show as it is."""
     if role in _ROLES:
         return None
     plain = role.strip().lower()

@@ -1,8 +1,4 @@
-"""Rows of a source, each with where it is: file and line, or its number.
-
-JSONL is read by `json_rows` and not through `datasets`, which knows no line numbers and gives every row the keys of all
-others.
-"""
+"""Rows of a source, those that are made of the standard library included; and which of them are held out."""
 
 from __future__ import annotations
 
@@ -15,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from config.schema import DataSection
-from data.sources.json_rows import LONE_SURROGATE, Found, json_rows
+from data.sources.file_rows import LONE_SURROGATE
 from data.sources.labelled_rows import TASK_FORMATS
-from data.sources.row_formats import BadRow
+from data.sources.row_formats import BadRow, Found
 from data.sources.sources import Source
 from data.text.encode import is_validation
 
@@ -30,20 +26,17 @@ _TESTS = {"test", "tests", "idle_test"}
 
 def located_rows(data: DataSection, source: Source) -> Iterator[Found]:
     """Every row of the source in its order. Raises UserError for a source that cannot be read."""
-    if data.source == "stdlib":
-        if data.format in TASK_FORMATS:
-            return _functions_by_folder(source)
-        return _short_and_long(source) if data.format == "preference" else _summaries(source)
-    if data.source == "jsonl":
-        return (found for path in source.files for found in json_rows(path))
-    return ((f"{source.label}: row {number}", row) for number, row in enumerate(source.rows(), 1))
+    if data.source != "stdlib":
+        return iter(source.open())
+    if data.format in TASK_FORMATS:
+        return _functions_by_folder(source)
+    if data.format == "preference":
+        return _short_and_long(source)
+    return ((where, {"prompt": code, "completion": lines[0]}) for where, code, lines in _functions(source))
 
 
 def is_held_out(row: dict[str, Any], validation_fraction: float) -> bool:
-    """Whether a row is of the validation set, by a hash of all its fields: the same row, the same answer.
-
-    Raises BadRow for text that is none.
-    """
+    """Whether a row is of the validation set, by a hash of all its fields. Raises BadRow for text that is none."""
     try:
         text = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str)  # str: parquet has dates, too
         return is_validation(text, validation_fraction)
@@ -52,10 +45,7 @@ def is_held_out(row: dict[str, Any], validation_fraction: float) -> bool:
 
 
 def _functions(source: Source) -> Iterator[tuple[str, str, list[str]]]:
-    """Where it is, code and lines of the docstring of every short function of the standard library that has one.
-
-    The code is as Python writes it, without the docstring.
-    """
+    """Where it is, code and lines of the docstring of every short function of the standard library that has one."""
     for number, text in enumerate(source.documents(Counter()), 1):
         try:
             tree = ast.parse(text)
@@ -69,11 +59,6 @@ def _functions(source: Source) -> Iterator[tuple[str, str, list[str]]]:
                     yield f"{source.label}: file {number}, line {node.lineno}", f"{code}\n\n# In words: ", lines
 
 
-def _summaries(source: Source) -> Iterator[Found]:
-    """{prompt, completion}: a function, and the first line of its docstring."""
-    return ((where, {"prompt": code, "completion": lines[0]}) for where, code, lines in _functions(source))
-
-
 def _short_and_long(source: Source) -> Iterator[Found]:
     """{prompt, chosen, rejected}: a function, the first line of its docstring, and more lines of it than that."""
     for where, code, lines in _functions(source):
@@ -82,10 +67,7 @@ def _short_and_long(source: Source) -> Iterator[Found]:
 
 
 def _functions_by_folder(source: Source) -> Iterator[Found]:
-    """{text, label} of every short function of the standard library's packages: its code, and its package's name.
-
-    The code is without decorators and docstring, as Python writes it. Tests, which not every Python has, are left out.
-    """
+    """{text, label} of every short function of the standard library but tests: its code, and its package's name."""
     root = Path(sysconfig.get_path("stdlib"))
     for path in map(Path, source.files):
         folders = path.relative_to(root).parts[:-1]

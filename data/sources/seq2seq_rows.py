@@ -1,11 +1,8 @@
 """Rows for an encoder-decoder: a source that the encoder reads, and a target that the decoder learns.
 
-The source is the text that the tokenizer of transformers makes tokens of, with the special tokens that it puts around a
-text, and so is the target, which always ends with the end of a text: T5 has X </s>, BART <s> X </s>. A conversation's
-target is its last turn, which has to be the assistant's; the source is the turns before it under the chat template,
-with what stands before an answer.
-
-A prepared row is its source with its target behind it, of which all are labels.
+Both are what the tokenizer of transformers makes of a text, special tokens included, and a target always ends with the
+end of a text. A conversation's target is its last turn, which has to be the assistant's. A prepared row is its source
+with its target behind it, of which all are labels.
 """
 
 from __future__ import annotations
@@ -49,10 +46,7 @@ class SourceAndTarget(Chat):
         return Tokens(np.concatenate([asked, answer]), np.arange(len(asked) + len(answer)) >= len(asked))
 
     def fitted(self, row: Tokens, data: DataSection, counts: Counter[str]) -> list[Tokens]:
-        """The row with both sides cut to their lengths, or nothing. `counts` says what became of it.
-
-        A source keeps its special tokens. A target loses its end, so that nothing teaches the model to stop there.
-        """
+        """The row with both sides cut to their lengths, a target without its end, or nothing; `counts` says which."""
         source, target = sides(row.ids, row.trained)
         too_long = len(source) > data.sequence_length, len(target) > data.label_length
         if not any(too_long):

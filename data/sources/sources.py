@@ -1,16 +1,10 @@
-"""Sources of documents, each a stream with an identity.
+"""Sources of documents, each a stream with an identity, the part of the corpus's fingerprint that stands for the text.
 
-A `Source` is cheap to make and reads nothing of a hub until its documents are asked for, so that a corpus that was
-prepared earlier opens on a machine without a network.
-
-Identity, the part of the corpus's fingerprint that stands for the text:
-
-- Local files: names (relative to data.path) and sizes, and the sha256 of the contents while these are at most
-  `HASHED_BYTES` in all, so that copies of a corpus on two nodes are the same corpus whatever their times. Above that
-  size hashing would delay every start by minutes, so modification times take its place.
-- URLs: each with its size and the ETag, checksum or time of its file system (`remote`), so that a start asks for these.
-- Hub: id, name, split, and the revision when data.path pins one (`owner/name@revision`). Without a pin, what was
-  prepared stays in use when the hub changes; the revision that was read is recorded in the corpus (`revision`).
+Local files: names (relative to data.path) and sizes, and the sha256 of the contents while these are at most
+`HASHED_BYTES` in all, so that copies of a corpus on two nodes are the same corpus whatever their times; above that
+size modification times, since hashing would delay every start by minutes. URLs: each with its size and what its file
+system tells versions apart by (`remote`). Hub: id, name, split, and the revision when data.path pins one; without a
+pin, what was prepared stays in use when the hub changes, and the revision that was read is recorded.
 """
 
 from __future__ import annotations
@@ -23,20 +17,25 @@ import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path, PurePath, PurePosixPath
-from types import ModuleType
 from typing import Any
 
-from config.errors import UserError
+from config.errors import UserError, one_line
 from config.files import file_sha256
 from config.schema import DataSection
 from config.task import is_url
-from data.sources.files import compression_of
-from data.sources.row_formats import BadRow, json_kind, recognise
+from data.sources import megatron
+from data.sources.file_rows import json_rows, parquet_rows, text_rows
+from data.sources.files import compression_of, hidden, no_file
+from data.sources.row_formats import BadRow, Found, json_kind, recognise
 
 HASHED_BYTES = 1 << 30
 """[bytes] Local sources up to this size are identified by content, larger ones by modification time."""
 
+_ROWS_WITHOUT = 1000
+"""Rows from the start without data.text_field after which no other is looked at."""
 _NO_TEXT = "not text; correct the row, or set data.text_field to the field that holds the document"
 _PATTERNS = {
     "text": ("*",),
@@ -57,8 +56,8 @@ class Source:
     total_bytes: int | None
     """[bytes] Size of the files, for the progress bar; None when it is not known beforehand."""
     text_field: str
-    open: Callable[[], Iterable[dict[str, Any]]]
-    """Opens the stream. May raise anything that `datasets` raises; `documents` turns that into a UserError."""
+    open: Callable[[], Iterable[Found]]
+    """Opens the stream of rows as they are. Raises UserError, also while it is read."""
     null_means: str = "no text"
     """Reason under which a document that is null is counted as left out."""
     deduplicate: bool = False
@@ -67,64 +66,39 @@ class Source:
     """Revision of a hub dataset, once it was opened."""
     files: tuple[str, ...] = ()
     """Paths or URLs of the files, in order."""
-    other_way: str = ""
-    """Advice where it cannot be read as it is, for the message."""
-    damage: Callable[[], str | None] = field(default=lambda: None)
-    """Human-readable damage of the files, once something is wrong; None where it is not known."""
-    no_text: Callable[[], str | None] = field(default=lambda: None)
-    """The first row whose `text_field` holds no text: where, and what; None where rows have no lines."""
     ids_field: str | None = None
     """Field with the token ids of a document, where it is tokenized already and no text."""
 
     def documents(self, skipped: Counter[str]) -> Iterator[str]:
-        """Yield every document's text; what is left out is counted in `skipped` by reason.
-
-        Reasons: "not utf-8", "no text" (null or empty), "duplicate". Raises UserError when the source cannot be
-        read, has no field `text_field`, or holds something else than text there.
-        """
+        """Every document's text; what is left out is counted in `skipped` by its reason. Raises UserError."""
         seen: set[bytes] = set()
-        for number, row in enumerate(self.rows(), 1):
-            if self.text_field not in row:
-                raise UserError(
-                    f"data.text_field={self.text_field}: not a field of {self.label}; its fields are "
-                    f"{', '.join(sorted(row))}. Set data.text_field to the one that holds the document"
-                    f"{_as_rows(row)}."
-                )
-            text = row[self.text_field]
+        lacking: list[dict[str, Any]] | None = []  # None: the field has been there
+        for where, row in self.open():
+            if isinstance(row, BadRow):
+                raise UserError(f"{where}: {row}; correct the row")
+            if self.text_field in row:
+                lacking = None
+            elif lacking is not None:
+                lacking.append(row)
+                if len(lacking) == _ROWS_WITHOUT:
+                    break
+            text = row.get(self.text_field)
             if text is None:
                 skipped[self.null_means] += 1
             elif text == "":
                 skipped["no text"] += 1
             elif not isinstance(text, str):
-                what = f"{self.label}: row {number}: {self.text_field}: is {json_kind(text)}"
-                raise UserError(f"{self.no_text() or what}, {_NO_TEXT}")
+                raise UserError(f"{where}: {self.text_field}: is {json_kind(text)}, {_NO_TEXT}")
             elif self.deduplicate and _seen_before(text, seen):
                 skipped["duplicate"] += 1
             else:
                 yield text
-
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """Every row as it is. Raises UserError when the source cannot be read."""
-        from data.sources.streams import READ_ERRORS
-
-        # What the libraries of stores raise has no base class but this one.
-        errors = (Exception,) if any(map(is_url, self.files[:1])) else READ_ERRORS
-        try:
-            yield from self.open()
-        except UserError:
-            raise
-        except errors as error:
-            raise UserError(self.damage() or self._unreadable(error)) from error
-
-    def _unreadable(self, error: Exception) -> str:
-        row = self.no_text() if self.ids_field is None else None
-        if row is not None:  # of one column in which types are mixed Arrow says where in a block that is
-            return f"{row}, {_NO_TEXT}"
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-        on_a_disk = self.files and not is_url(self.files[0])
-        usual = "Check its format." if on_a_disk else "Check that it exists, its format and the network."
-        check = self.other_way or usual
-        return f"{self.label}: cannot be read ({reason}). {check}"
+        if lacking:
+            raise UserError(
+                f"data.text_field={self.text_field}: not a field of {self.label}; its fields are "
+                f"{', '.join(sorted(lacking[0]))}. Set data.text_field to the one that holds the document"
+                f"{_as_rows(lacking[0])}."
+            )
 
 
 def open_source(data: DataSection) -> Source:
@@ -147,16 +121,13 @@ def open_source(data: DataSection) -> Source:
 
 
 def _row_source(data: DataSection, path: str, label: str) -> Source:
-    files = _files(path, data.source)
-    builder = "json" if data.source == "jsonl" else "parquet"
+    files, read = _files(path, data.source), json_rows if data.source == "jsonl" else parquet_rows
     return Source(
         label=label,
         identity=files.identity,
         total_bytes=files.total_bytes,
         text_field=data.text_field,
-        open=lambda: _streams().files(builder, list(files.names)),
-        damage=lambda: _streams().damage(builder, list(files.names)),
-        no_text=lambda: _streams().no_text(list(files.names), data.text_field) if builder == "json" else None,
+        open=lambda: chain.from_iterable(map(read, files.names)),
         files=files.names,
     )
 
@@ -212,7 +183,7 @@ def _text_source(label: str, files: _Files, *, deduplicate: bool = False, separa
         identity=identity if separator is None else f"{identity}:split at {json.dumps(separator)}",
         total_bytes=files.total_bytes,
         text_field="text",
-        open=lambda: _streams().texts(list(files.names), separator),
+        open=partial(text_rows, files.names, separator),
         null_means="not utf-8",
         deduplicate=deduplicate,
         files=files.names,
@@ -220,8 +191,6 @@ def _text_source(label: str, files: _Files, *, deduplicate: bool = False, separa
 
 
 def _megatron_source(path: str, label: str) -> Source:
-    from data.sources import megatron
-
     whole = Path(path).expanduser()
     prefix = whole.with_suffix("") if whole.suffix == ".bin" else whole
     index = Path(f"{prefix}.idx")
@@ -235,7 +204,11 @@ def _megatron_source(path: str, label: str) -> Source:
         identity=_files_identity(root, [*files, *(file for file in tokens if file.is_file())]),
         total_bytes=None,
         text_field="text",
-        open=lambda: ({"input_ids": ids} for file in files for ids in megatron.documents(file)),
+        open=lambda: (
+            (f"{file}: document {number}", {"input_ids": ids})
+            for file in files
+            for number, ids in enumerate(megatron.documents(file), 1)
+        ),
         files=tuple(map(str, files)),
         ids_field="input_ids",
     )
@@ -248,7 +221,7 @@ def _local_files(path: str, source: str) -> tuple[Path, list[Path]]:
         return place.parent, [place]
     if place.is_dir():
         found = {file for pattern in _PATTERNS[source] for file in place.rglob(pattern)}
-        files = [file for file in found if file.is_file() and not _hidden(file, place)]
+        files = [file for file in found if file.is_file() and not hidden(file.relative_to(place).as_posix())]
         root = place
     else:
         parts = place.parts
@@ -256,14 +229,8 @@ def _local_files(path: str, source: str) -> tuple[Path, list[Path]]:
         root = Path(*parts[:split])
         files = [file for file in root.glob(str(Path(*parts[split:]))) if file.is_file()]
     if not files:
-        wanted = " or ".join(_PATTERNS[source])
-        raise UserError(f"data.path={path}: no file there. Set data.path to a file, a folder with {wanted}, or a glob.")
+        raise no_file(path, _PATTERNS[source])
     return root, files
-
-
-def _hidden(file: Path, root: Path) -> bool:
-    # Python writes __pycache__ at any time, which would change the identity of the corpus.
-    return any(part.startswith(".") or part == "__pycache__" for part in file.relative_to(root).parts)
 
 
 def _files_identity(root: Path, files: list[Path]) -> str:
@@ -296,23 +263,29 @@ def _hub_source(data: DataSection, label: str) -> Source:
             "data.source to what the file is: text, jsonl, parquet or megatron"
         )
     if folder.is_dir():
-        files = [path for path in folder.rglob("*") if path.is_file() and not _hidden(path, folder)]
+        files = [
+            path for path in folder.rglob("*") if path.is_file() and not hidden(path.relative_to(folder).as_posix())
+        ]
         saved = (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
         return Source(
             label=label,
             identity=f"{_files_identity(folder, files)}:{data.name}:{data.split}",
             total_bytes=None,
             text_field=data.text_field,
-            other_way="All files of a kind in a folder are read by data.source=jsonl or parquet.",
-            open=lambda: (
-                _streams().saved(folder, data.split) if saved else _streams().folder(folder, data.name, data.split)
+            open=partial(
+                _streamed,
+                label,
+                lambda streams: (streams.saved if saved else partial(streams.folder, name=data.name))(
+                    folder, data.split
+                ),
+                check="All files of a kind in a folder are read by data.source=jsonl or parquet.",
             ),
         )
     repository, _, pinned = data.path.partition("@")
     found: dict[str, str | None] = {}
 
-    def open_hub() -> Iterable[dict[str, Any]]:
-        stream, found["revision"] = _streams().hub(repository, data.name, data.split, pinned or None)
+    def opened(streams: Any) -> Iterable[dict[str, Any]]:
+        stream, found["revision"] = streams.hub(repository, data.name, data.split, pinned or None)
         return stream
 
     return Source(
@@ -320,16 +293,20 @@ def _hub_source(data: DataSection, label: str) -> Source:
         identity=f"hub:{repository}:{data.name}:{data.split}:{pinned}",
         total_bytes=None,
         text_field=data.text_field,
-        open=open_hub,
+        open=partial(_streamed, label, opened, check="Check that it exists, its format and the network."),
         revision=lambda: found.get("revision"),
     )
 
 
-def _streams() -> ModuleType:
-    """`data.streams`, imported when a stream is opened and not before."""
-    from data.sources import streams
+def _streamed(label: str, opened: Callable[[Any], Iterable[dict[str, Any]]], *, check: str) -> Iterator[Found]:
+    """The rows of a stream of `datasets` by number. check: advice where it cannot be read. Raises UserError."""
+    from data.sources import streams  # `datasets` takes longer to import than opening a prepared corpus
 
-    return streams
+    try:
+        for number, row in enumerate(opened(streams), 1):
+            yield f"{label}: row {number}", row
+    except streams.READ_ERRORS as error:
+        raise UserError(f"{label}: cannot be read ({one_line(error)}). {check}") from error
 
 
 def _as_rows(row: dict[str, Any]) -> str:

@@ -65,8 +65,8 @@ def kept_folder(corpus: Path) -> Path:
 def results(work: Work, batches: Iterable[Any], workers: int, kept: Path | None) -> Generator[Any]:
     """The result of every batch, in their order. At most two batches for each worker are in flight, and one more.
 
-    kept: the folder of `kept_folder`, which is made; None: no result is kept. Raises what computing a batch raises,
-    WorkerDied, and OSError where a result cannot be written.
+    kept: the folder of `kept_folder`, which is made; None: no result is kept. Raises what a batch raises, and
+    WorkerDied.
     """
     if kept is not None:
         kept.mkdir(exist_ok=True)

@@ -11,11 +11,10 @@ from data.corpora.corpus import is_prepared
 
 
 def cache_folder(data: DataSection, fingerprint: str, *, say: bool) -> Path:
-    """The folder of a corpus that is there or will be prepared.
+    """The folder of a corpus that is there or will be prepared. say: print where it is not that of the config.
 
-    Services and containers often have no HOME that they may write. Where data.cache_dir is the default, in HOME, a run
-    starts all the same: its data goes to a folder of this user beside the temporary files. say: print so. Raises
-    UserError when that cannot be written either, or data.cache_dir has a ~ for which there is no folder.
+    Services often have no HOME that they may write: the default then becomes a folder of this user beside the temporary
+    files. Raises UserError.
     """
     default = data.cache_dir == DataSection.cache_dir
     key = f"data.cache_dir={data.cache_dir}"

@@ -81,10 +81,7 @@ def is_drawn(content: bytes, fraction: float) -> bool:
 def start_worker(
     tokenizer_json: str, end_of_document: int, dtype: str, validation_fraction: float, bytewise: bool = False
 ) -> None:
-    """Initialise a worker process with its tokenizer and with what `encode_batch` needs to know.
-
-    bytewise: the tokenizer is that of `bytes`.
-    """
+    """Initialise a worker process for `encode_batch`. bytewise: the tokenizer is that of `bytes`."""
     global _worker
     # Parallelism comes from the processes; threads in each of them would only compete for the cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -128,10 +125,8 @@ def _tokens(piece: str, worker: _Encoder) -> np.ndarray:
 
 
 def byte_ids() -> np.ndarray:
-    """(256,) int64: the token of each byte under the tokenizer `bytes`.
-
-    Its vocabulary is the alphabet of byte-level tokenizers in the order of code points: GPT-2's bytes_to_unicode leaves
-    printable Latin-1 as it is and moves the other bytes, in their order, behind it.
+    """(256,) int64: the token of each byte under the tokenizer `bytes`, whose vocabulary is GPT-2's alphabet of bytes
+    in the order of code points: printable Latin-1 as it is, the other bytes behind it.
     """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = sorted(set(range(256)) - set(printable))
@@ -139,11 +134,7 @@ def byte_ids() -> np.ndarray:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """Cut a long text after line ends into pieces of at most PIECE_CHARACTERS; joined they are the text again.
-
-    Byte-level tokenizers decode the pieces to exactly the text. One that marks the start of a text (SentencePiece's
-    prefix) marks each piece.
-    """
+    """Cut a long text after line ends into pieces of at most PIECE_CHARACTERS; joined they are the text again."""
     start = 0
     while len(text) - start > PIECE_CHARACTERS:
         line_end = text.rfind("\n", start, start + PIECE_CHARACTERS)
@@ -154,10 +145,7 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def train_bpe(sample: list[str], vocabulary: int) -> str:
-    """Train a byte-level BPE (Sennrich et al. 2016, on bytes as in GPT-2) and return its tokenizer.json.
-
-    The result depends on the sample alone. A sample with too few distinct words gives fewer than `vocabulary` entries.
-    """
+    """Train a byte-level BPE (Sennrich et al. 2016) on the sample alone and return its tokenizer.json."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

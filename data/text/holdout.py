@@ -1,9 +1,8 @@
 """Holds out the end of the longest document where no document was drawn for validation, as of a single text file.
 
 It is done when a corpus is opened and changes nothing on disk: what is held out are the last whole sequences of that
-document, `data.validation_fraction` of all tokens and at least one, never more than half of it. Training stops
-at the token before, on the border of a sequence, so no token is in both splits. The split depends on the prepared
-tokens, the fraction and the sequence length alone. A `bpe:` tokenizer was trained on the whole document.
+document, `data.validation_fraction` of all tokens and at least one, never more than half of it. Training stops at the
+token before, on the border of a sequence, so no token is in both splits.
 """
 
 from __future__ import annotations

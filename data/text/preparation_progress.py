@@ -38,10 +38,7 @@ class Progress:
 
 
 class Display:
-    """A progress bar on a terminal, elsewhere a plain line every five seconds, every minute where it says nothing new.
-
-    Nothing unless `shown`.
-    """
+    """A progress bar on a terminal, elsewhere a plain line every five seconds, or minute where it says nothing new."""
 
     def __init__(self, label: str, *, shown: bool) -> None:
         self._label, self._shown = printable.shown(label), shown

@@ -1,15 +1,9 @@
 """Prepare a corpus once: read the source, tokenize in several processes, publish shards atomically.
 
-Every rank of a run calls `prepare`; it needs no process group. Whichever takes the file lock first prepares; the
-others, also those of other machines that see the folder, wait and then find the corpus finished, as does every later
-run with the same fingerprint of source, tokenizer and split. Everything is written into `<fingerprint>.partial-<pid>`
-and renamed at the end, so a killed preparation leaves nothing that looks finished; the next preparation of the same
-corpus removes the partial folder, since it holds the lock, and takes the batches that were tokenized from
-`<fingerprint>.pieces` (`batch_results`).
-
-The tokens do not depend on the number of workers: one process reads the stream into batches, the workers tokenize them,
-and results are taken in the order of the batches. Memory is bounded by one shard for each split and 2 x workers + 1
-batches of about BATCH_CHARACTERS.
+Every rank of a run calls `prepare`; it needs no process group. Whichever takes the file lock first prepares, the others
+wait and find the corpus finished. Everything is written into `<fingerprint>.partial-<pid>` and renamed at the end; what
+a killed preparation leaves is removed by the next one, which holds the lock, but for the batches in
+`<fingerprint>.pieces` (`batch_results`). The tokens do not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -34,7 +28,16 @@ from transformers import PreTrainedTokenizerFast
 
 from config.errors import UserError
 from config.schema import DataSection
-from data.corpora.corpus import SPLITS, TOKENIZER, Corpus, is_prepared, open_corpus, tokenizer_sha256, write_index
+from data.corpora.corpus import (
+    SPLITS,
+    TOKENIZER,
+    Corpus,
+    fingerprint_of_parts,
+    is_prepared,
+    open_corpus,
+    tokenizer_sha256,
+    write_index,
+)
 from data.corpora.shards import FORMAT_VERSION, token_dtype, write_shard
 from data.sources.sources import Source, open_source
 from data.text.batch_results import Work, kept_folder, results
@@ -42,6 +45,7 @@ from data.text.cache_folder import cache_folder
 from data.text.encode import Encoded, EncodedCodec, encode_batch, start_worker
 from data.text.holdout import hold_out_tail
 from data.text.preparation_progress import Display, Progress, ProgressFile, read_progress
+from data.text.token_ids import Vocabulary, copied
 from data.text.tokenizer import (
     load_tokenizer,
     make_masking_tokenizer,
@@ -61,19 +65,13 @@ MakeTokenizer = Callable[[str, Source, float], PreTrainedTokenizerFast]
 
 
 def prepare(data: DataSection, *, progress: bool, for_encoder: bool = False) -> Corpus:
-    """Open the corpus that a config names, preparing it first if need be.
+    """Open the corpus that a config names, preparing it first if need be. It does not depend on the run's seed.
 
     progress: show a progress bar (plain lines when there is no terminal), also while another process prepares.
-    for_encoder: with the tokenizer of `make_masking_tokenizer`.
-    It does not depend on the run's seed: runs that differ by seed share one preparation and one validation set.
-
-    Raises UserError for a source or tokenizer that cannot be read, an empty source, another process that prepares it
-    and makes no progress for data.wait_minutes, damaged prepared data, and a cache folder that cannot be written.
+    for_encoder: with the tokenizer of `make_masking_tokenizer`. Raises UserError.
     """
-    source, fingerprint = identified(data, partial(corpus_fingerprint, for_encoder=for_encoder))
     fill = partial(_fill_text, make=make_masking_tokenizer if for_encoder else make_tokenizer)
-    folder = published(data, source, fingerprint, fill, progress=progress)
-    corpus = open_corpus(folder, verify=data.verify)
+    corpus = prepared(data, partial(corpus_fingerprint, for_encoder=for_encoder), fill, progress=progress)
     if data.hold_out == "auto" and data.validation_fraction and not corpus.validation_documents:
         return hold_out_tail(corpus, fraction=data.validation_fraction, sequence_length=data.sequence_length)
     return corpus
@@ -83,22 +81,18 @@ Fill = Callable[[DataSection, Source, str, Path, "ProgressFile"], None]
 """Writes a whole corpus: of which data and source, its fingerprint, the folder to fill, and where progress goes."""
 
 
-def identified(data: DataSection, fingerprint: Callable[[DataSection, Source], str]) -> tuple[Source, str]:
-    """The source that a config names, and the corpus's fingerprint. Raises UserError for files that cannot be read."""
+def prepared(
+    data: DataSection, fingerprint_of: Callable[[DataSection, Source], str], fill: Fill, *, progress: bool
+) -> Corpus:
+    """The finished corpus of one source, which `fill` writes if it is not there. Raises UserError."""
     try:
         source = open_source(data)
-        return source, fingerprint(data, source)
+        fingerprint = fingerprint_of(data, source)
     except OSError as error:
         key = "data.path" if data.path else "data.source"
         reason = f"{error.filename or 'its files'} cannot be read ({error.strerror or error})"
         raise UserError(f"{key}={data.path or data.source}: {reason}. Change the permissions, or {key}.") from error
 
-
-def published(data: DataSection, source: Source, fingerprint: str, fill: Fill, *, progress: bool) -> Path:
-    """The folder of a finished corpus, which `fill` writes if it is not there; one process does, others wait.
-
-    Raises UserError.
-    """
     folder = cache_folder(data, fingerprint, say=progress)
     if not is_prepared(folder):
         try:
@@ -116,30 +110,19 @@ def published(data: DataSection, source: Source, fingerprint: str, fill: Fill, *
             raise UserError(
                 f"data.cache_dir={data.cache_dir}: cannot be written ({error}). Free space there or set another folder."
             ) from error
-    return folder
+    return open_corpus(folder, verify=data.verify)
 
 
 def corpus_fingerprint(data: DataSection, source: Source, *, for_encoder: bool = False) -> str:
     """Name of the corpus: 20 hex digits of a hash over everything that decides its tokens."""
-    parts = [
-        FORMAT_VERSION,
-        data.source,
-        source.identity,
-        source.text_field,
-        str(source.deduplicate),
-        tokenizer_identity(data.tokenizer),
-        repr(data.validation_fraction),
-        *(["encoder"] if for_encoder else []),
-    ]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]
+    parts = [FORMAT_VERSION, data.source, source.identity, source.text_field, str(source.deduplicate)]
+    parts += [tokenizer_identity(data.tokenizer), repr(data.validation_fraction), *["encoder"] * for_encoder]
+    return fingerprint_of_parts(parts)
 
 
 @contextmanager
 def _lock(folder: Path, wait_minutes: float, display: Display) -> Iterator[None]:
-    """Hold the corpus's lock; while another process holds it, display that one's progress.
-
-    Raises UserError once that process has made no progress for `wait_minutes`.
-    """
+    """Hold the corpus's lock, or display its holder's progress; UserError once it makes none for `wait_minutes`."""
     lock = FileLock(f"{folder}.lock")
     deadline, seen = time.monotonic() + wait_minutes * 60, None
     while True:
@@ -219,8 +202,6 @@ def _fill(
         work = _work(data, folder / TOKENIZER)
         batches = results(work, _batches(source.documents(skipped)), data.workers, kept)
     else:
-        from data.text.token_ids import Vocabulary, copied  # it loads pyarrow
-
         batches = copied(data, source, Vocabulary(data.tokenizer, vocab_size, end_of_document, dtype), skipped)
     with closing(batches):
         for batch in batches:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,10 +17,8 @@ import pyarrow.parquet
 
 from config.errors import UserError
 from config.schema import DataSection
-from data.sources import megatron
 from data.sources.files import opened, unreadable
 from data.sources.row_formats import BadRow
-from data.sources.row_sources import located_rows
 from data.sources.sources import Source
 from data.text.encode import Encoded, is_drawn
 
@@ -47,11 +44,7 @@ class Vocabulary:
 def copied(
     data: DataSection, source: Source, vocabulary: Vocabulary, skipped: Counter[str]
 ) -> Generator[tuple[Encoded, Encoded]]:
-    """The documents of a source with `ids_field` in batches, in order: (training, validation).
-
-    Documents without ids are counted in `skipped` as "no tokens". Raises UserError for a file that cannot be read, a
-    row without the field, something else in it than a list of whole numbers, and an id that is not in the vocabulary.
-    """
+    """The documents of a source with `ids_field` in batches: (training, validation). Raises UserError."""
     assert source.ids_field is not None
     parts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
     end, held = np.array([vocabulary.end_of_document], dtype=vocabulary.dtype), 0
@@ -98,15 +91,11 @@ def _ids(where: str, value: Any, field: str, vocabulary: Vocabulary) -> np.ndarr
 
 def _located(data: DataSection, source: Source, field: str) -> Iterator[Found]:
     """What stands in the field of every row, with its file and its place in that, as far as a hub tells them."""
-    if data.source == "megatron":
-        for path in source.files:
-            for number, ids in enumerate(megatron.documents(Path(path)), 1):
-                yield f"{path}: document {number}", ids
-    elif data.source == "parquet":
+    if data.source == "parquet":
         for path in source.files:
             yield from _of_parquet(path, field)
     else:
-        for where, row in located_rows(data, source):
+        for where, row in source.open():
             if isinstance(row, BadRow):
                 raise UserError(f"{where}: {row}; correct the row") from row
             if field not in row:

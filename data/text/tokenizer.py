@@ -42,11 +42,7 @@ def tokenizer_identity(spec: str) -> str:
 
 
 def make_tokenizer(spec: str, source: Source, validation_fraction: float) -> PreTrainedTokenizerFast:
-    """Build, train or load the tokenizer that data.tokenizer names.
-
-    A BPE is trained on training documents only. Raises UserError for a vocabulary that is too small, a tokenizer that
-    cannot be loaded, is not a fast one, or has no end-of-document token.
-    """
+    """The tokenizer that data.tokenizer names; a BPE is trained on training documents only. Raises UserError."""
     if spec == "bytes":
         return _wrap(_bytes_tokenizer())
     vocabulary = _bpe_vocabulary(spec)
@@ -63,10 +59,7 @@ ENCODER_TOKENS = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD
 
 
 def make_encoder_tokenizer(spec: str, source: Source, validation_fraction: float) -> PreTrainedTokenizerFast:
-    """`make_tokenizer` for an encoder: bytes and bpe get ENCODER_TOKENS, and put texts between them as BERT does.
-
-    A Hugging Face tokenizer stays as it is. Raises UserError as that, and where it lacks a token that is needed.
-    """
+    """`make_tokenizer` for an encoder: bytes and bpe get ENCODER_TOKENS, and put texts between them as BERT does."""
     tokenizer = make_tokenizer(spec, source, validation_fraction)
     if is_made(spec):
         tokenizer.add_special_tokens(dict(ENCODER_TOKENS))
@@ -110,10 +103,7 @@ def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
 
 
 def draw_sample(source: Source, validation_fraction: float) -> list[str]:
-    """Training documents for the BPE: those with the smallest hashes among the first SCANNED_BYTES, in hash order.
-
-    Deterministic, spread evenly over what was scanned, and bounded: at most SAMPLE_BYTES of text are held at a time.
-    """
+    """Training documents for the BPE: those with the smallest hashes among the first SCANNED_BYTES, in hash order."""
     heap: list[tuple[int, str]] = []
     held = scanned = 0
     cut = 1 << 64  # hash of the smallest document that did not fit: a larger one that would fit has to stay out too

@@ -14,7 +14,6 @@ workers that tokenize.
 from __future__ import annotations
 
 import argparse
-import importlib
 import multiprocessing
 import resource
 import sys
@@ -92,7 +91,6 @@ def measure(path: str, tokenizer: str, megabytes: float, processes: int, scratch
     section = DataSection(
         source="text", path=path, tokenizer=tokenizer, cache_dir=f"{scratch}/cache", workers=processes
     )
-    importlib.import_module("data.streams")  # seconds that are the same for any amount of text
     trained = 0.0
     if tokenizer.startswith("bpe:"):
         started = time.perf_counter()

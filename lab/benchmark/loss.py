@@ -31,7 +31,7 @@ from config.errors import one_line
 from config.schema import ModelSection
 from lab.benchmark.harness import ALL_HOLD, FAILED, in_own_process, seconds_of
 from modeling.chunked_head import loss_chunk
-from modeling.linear_cross_entropy import Head, label_loss_sum, linear_cross_entropy_sum
+from modeling.linear_cross_entropy import Head, label_loss_sum, linear_cross_entropy
 from precision.dtypes import DTYPES
 from training.engine.work_time import forget_peak_memory, peak_memory_bytes
 
@@ -44,7 +44,7 @@ def _full(hidden: Tensor, weight: Tensor, labels: Tensor, *_: Any) -> Tensor:
 
 
 def _chunked(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, scale: float) -> Tensor:
-    return linear_cross_entropy_sum(hidden, Head(weight, None), labels, chunk_tokens=chunk, gradient_scale=scale)
+    return linear_cross_entropy(hidden, Head(weight, None), labels, chunk_tokens=chunk, gradient_scale=scale)[0]
 
 
 def _autograd(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, _: float) -> Tensor:

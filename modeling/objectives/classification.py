@@ -9,19 +9,16 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from modeling.linear_cross_entropy import IGNORED
 from modeling.objectives.objective import Forward, Scored
-
-IGNORED = -100
-"""Label of a place that does not count; the default of torch's cross_entropy."""
 
 
 class Classification:
     """Cross-entropy in nats, in FP32, of logits (..., labels) at labels (...).
 
     The sums are, for each label, how often it was right, was predicted, and was there. All metrics follow from them:
-    accuracy; macro F1, the mean of 2 right / (predicted + there) over the labels that occur on either side; binary F1,
-    of the second of two labels; and Matthews' correlation, for any number of labels as in Gorodkin 2004 ("Comparing two
-    K-category assignments by a K-category correlation coefficient"), 0 where either side has one label only.
+    accuracy; macro F1 over the labels that occur on either side; binary F1, of the second of two labels; and Matthews'
+    correlation as in Gorodkin 2004, 0 where either side has one label only.
     """
 
     has_perplexity = False

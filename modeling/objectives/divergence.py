@@ -6,12 +6,8 @@ At a label, with teacher p and student q, both softmax(logits / temperature):
 - reverse_kl: KL(q || p)                                                        (Gu et al. 2024, MiniLLM)
 - jsd: beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q       (Agarwal et al. 2024, GKD, section 2)
 
-The loss is (1 - ce_weight) temperature^2 divergence + ce_weight cross-entropy; the square keeps gradients of one size
-when the temperature changes (Hinton et al. 2015, section 2). All of it is computed from log-probabilities in FP32, some
-tokens at a time: in 16 bits a KL of equal logits is not 0, and softmax before log gives nan gradients.
-
-Where only the teacher's k likeliest tokens are known, all others are one outcome more, for both: its probability is
-what is left. No mass is dropped or spread; by the log-sum inequality the divergence is then at most the full one.
+The loss is (1 - ce_weight) temperature^2 divergence + ce_weight cross-entropy, from log-probabilities in FP32, some
+tokens at a time. Where only the teacher's k likeliest tokens are known, all others are one outcome more, for both.
 """
 
 from __future__ import annotations
@@ -23,13 +19,13 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from modeling.linear_cross_entropy import IGNORED
 from modeling.objectives.objective import Forward, Scored
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd"]
 IDS, LOG_PROBS = "teacher_ids", "teacher_log_probs"
 """Further inputs of a batch: (micro, sequence, k) int32 the teacher's likeliest tokens, the likeliest first;
 (micro, sequence, k + 1) FP32 their log-probabilities at the temperature, and last that of all others."""
-_IGNORED = -100
 CHUNK_VALUES = 1 << 22
 """Logits in a chunk, at most: 16 MiB of FP32."""
 
@@ -48,10 +44,7 @@ def divergence(p: torch.Tensor, q: torch.Tensor, *, kind: Kind, beta: float = 0.
 
 
 def on_likeliest(log_probs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities of the outcomes `ids`, and last that of all others together.
-
-    log_probs: (tokens, vocabulary). ids: (tokens, k) int64, k below the vocabulary -> (tokens, k + 1).
-    """
+    """Log-probabilities of the outcomes `ids`, (tokens, k) int64, and last that of all others: (tokens, k + 1)."""
     others = log_probs.scatter(-1, ids, -torch.inf).logsumexp(dim=-1, keepdim=True)
     return torch.cat([log_probs.gather(-1, ids), others], dim=-1)
 
@@ -115,7 +108,7 @@ class Distillation:
         logits: (tokens, vocabulary). known: the teacher's logits, or with ids its log-probabilities.
         """
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        counts = labels != _IGNORED
+        counts = labels != IGNORED
         q = torch.log_softmax(logits / self._temperature, dim=-1)
         if ids is None:
             p, likeliest = torch.log_softmax(known.to(logits.dtype) / self._temperature, dim=-1), known.argmax(dim=-1)
@@ -123,7 +116,7 @@ class Distillation:
             p, likeliest = known.to(logits.dtype), ids[:, 0].long()
             q = on_likeliest(q, ids.long())
         apart = divergence(p, q, kind=self._kind, beta=self._beta)
-        entropy = functional.cross_entropy(logits, labels, ignore_index=_IGNORED, reduction="none")
+        entropy = functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
         loss = (1 - self._ce_weight) * self._temperature**2 * apart
         if self._ce_weight:
             loss = loss + self._ce_weight * entropy

@@ -61,10 +61,7 @@ class LabelPrediction:
         weights: torch.Tensor | None,
         right: torch.Tensor | None = None,
     ) -> Scored:
-        """A micro-batch from its summed loss and, without gradient, the losses of its labels before `weights`.
-
-        right: what `likeliest` says of the labels, where `judges`.
-        """
+        """A micro-batch from its summed loss and, without gradient, the losses of its labels before `weights`."""
         return Scored(loss, self._sums(labels, right), losses)
 
     def metrics(self, sums: Sequence[float], count: float) -> dict[str, float]:
@@ -114,8 +111,7 @@ class RowPrediction(LabelPrediction):
 def labels_of_row(labels: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
     """How many labels count in the row that each place belongs to, int64 of the shape of labels.
 
-    labels: (batch, sequence) int64. positions: the same, 0 where a row begins, as in packed sequences and in several of
-    them laid end to end; None: every sequence is one row.
+    positions: of the shape of labels, 0 where a row begins, as in packed sequences; None: every sequence is one row.
     """
     counts = (labels != IGNORED).long()
     if positions is None:

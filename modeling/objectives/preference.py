@@ -4,22 +4,13 @@ Of a pair with prompt x, chosen answer c and rejected answer r, the *log-ratio* 
 model minus that of the reference, both summed over the answer's tokens [nats]; the *margin* h is the log-ratio of c
 minus that of r. Losses of beta and h, summed over pairs:
 
-- sigmoid, -log sigmoid(beta h): DPO, Rafailov et al. 2023, "Direct Preference Optimization", equation 7. With label
-  smoothing e, -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h): Mitchell 2023, "A note on DPO with noisy
-  preferences & relationship to IPO", equation 3.
-- hinge, max(0, 1 - beta h): Zhao et al. 2023, "SLiC-HF", as Liu et al. 2023, "Statistical Rejection Sampling Improves
-  Preference Optimization" write it.
-- ipo, (h - 1 / (2 beta))^2: Azar et al. 2023, "A General Theoretical Paradigm to Understand Learning from Human
-  Preferences", equation 17.
+- sigmoid, -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h), e the label smoothing: DPO, Rafailov et al. 2023,
+  equation 7; Mitchell 2023, "A note on DPO with noisy preferences & relationship to IPO", equation 3.
+- hinge, max(0, 1 - beta h): Zhao et al. 2023, "SLiC-HF".
+- ipo, (h - 1 / (2 beta))^2: Azar et al. 2023, equation 17.
 
-`sft_weight` adds the chosen answer's mean cross-entropy by token, as Pang et al. 2024, "Iterative Reasoning Preference
-Optimization", equation 2. The implicit reward of an answer is beta times its log-ratio.
-
-How far the model p went from its reference q is estimated from the answers' tokens, in nats a token, by two
-estimators of KL(p || q) (Schulman 2020, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html): k1, the
-mean of log p - log q, and k3, the mean of q / p - 1 - log(q / p), which is never negative. Both are unbiased where p
-drew the tokens. Here the data did: k1 is then below 0 where the model likes them less than its reference does, and
-neither is the divergence itself. k3 needs the reference of every token, so it is there where that is live.
+`sft_weight` adds the chosen answer's mean cross-entropy by token (Pang et al. 2024, equation 2). docs/finetuning.md has
+the metrics, of which k1 and k3 estimate KL(p || q) (Schulman 2020, "Approximating KL Divergence").
 """
 
 from __future__ import annotations
@@ -32,11 +23,9 @@ import torch
 from torch.nn import functional
 
 from config.schema import PreferenceSection
+from modeling.linear_cross_entropy import IGNORED
 from modeling.log_probs import token_log_probs
 from modeling.objectives.objective import Forward, Scored
-
-IGNORED = -100
-"""Pair number of targets that belong to no answer, and label of padding."""
 
 Off = Callable[[], AbstractContextManager[None]]
 """Makes the model compute as its base, in evaluation mode, inside the context."""

@@ -247,14 +247,3 @@ def test_what_the_terminal_cannot_show_is_printed_as_a_question_mark(tmp_path: P
         done = subprocess.run(command, env=variables, capture_output=True, timeout=60, check=False)
         assert (done.returncode, done.stderr) == (0, b"")
         assert shown in done.stdout
-
-
-@pytest.mark.parametrize(("flag", "code"), [("-O", 0), ("-OO", 2)])
-def test_an_interpreter_without_docstrings_is_refused_in_a_line(flag: str, code: int) -> None:
-    program = "import sys; from config.command_line import read_command_line; read_command_line(sys.argv[1:])"
-    given = [sys.executable, flag, "-c", program, "--config", "config/recipes/demo.yaml", "--show-config"]
-    done = subprocess.run(given, cwd=REPOSITORY, capture_output=True, text=True, encoding="utf-8", check=False)
-    assert done.returncode == code, done.stderr
-    refused = "error: environment: Python runs with -OO (or PYTHONOPTIMIZE=2), without the docstrings"
-    assert done.stderr.startswith(refused) == (code == 2)
-    assert done.stderr.count("\n") == (code == 2)

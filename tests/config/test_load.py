@@ -236,12 +236,7 @@ def test_what_is_written_reads_back_equal(config: Config, monkeypatch: pytest.Mo
         ("{steps: 7}", ["run.epochs=3"], 0, 3.0),
         ("{epochs: 3}", [], 0, 3.0),
         ("{epochs: 3}", ["run.steps=7"], 7, None),
-        (
-            "{steps: 7, epochs: 3}",
-            [],
-            7,
-            3.0,
-        ),  # as a run records them
+        ("{steps: 7, epochs: 3}", [], 7, 3.0),  # as a run records them
         ("{steps: 7, epochs: 3}", ["run.epochs=2"], 0, 2.0),
         ("{steps: 7, epochs: 3}", ["run.epochs=null"], 7, None),
         ("{}", ["run.steps=null", "run.epochs=3"], 0, 3.0),

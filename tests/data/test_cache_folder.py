@@ -1,14 +1,11 @@
 """Prepared data goes beside the temporary files where HOME cannot be written, and only then."""
 
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from config.cli import REPOSITORY
 from config.errors import UserError
 from config.schema import DataSection
 from data.corpora.corpus import INDEX
@@ -67,19 +64,3 @@ def test_nothing_that_can_be_written(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/proc/none")
     with pytest.raises(UserError, match="No such file or directory: '/proc/none/mantissa-"):
         cache_folder(DataSection(), "f", say=True)
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("home", ["/proc/none", "~"])
-def test_a_stream_of_local_files_opens_without_a_home(tmp_path: Path, home: str) -> None:
-    """`datasets` makes a folder in HOME for any stream."""
-    (tmp_path / "a.txt").write_text("text", encoding="utf-8")
-    program = f"from data.sources.streams import texts; print(*texts([{str(tmp_path / 'a.txt')!r}], separator=None))"
-    variables = os.environ | {"PYTHONPATH": str(REPOSITORY), "HOME": home, "TMPDIR": str(tmp_path)}
-    for name in ("HF_HOME", "HF_DATASETS_CACHE", "XDG_CACHE_HOME"):
-        variables.pop(name, None)
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout) == (0, "{'text': 'text'}\n"), done.stderr
-    assert not (tmp_path / "~").exists()

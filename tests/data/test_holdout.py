@@ -69,7 +69,8 @@ def test_of_several_texts_the_longest_is_cut_also_where_it_is_in_two_shards(sect
     texts = [text_of(size, seed) for seed, size in enumerate((1000, 8_100, 2000))]
     corpus = prepare(section(*texts, validation_fraction=0.02, sequence_length=16), progress=False)
     end = sum(len(text) + 1 for text in texts[:2])
-    everything = np.concatenate([tokens(prepare(section_of(corpus, texts), progress=False), "train")])
+    whole = section_of(corpus, validation_fraction=0.02, hold_out="documents")
+    everything = np.concatenate([tokens(prepare(whole, progress=False), "train")])
     cut = end - corpus.tail_tokens
     assert len(corpus.train.shards) == 2 and len(corpus.validation.shards) == 2  # 9,000 is inside the tail
     assert cut < 9_000 < end
@@ -80,16 +81,10 @@ def test_of_several_texts_the_longest_is_cut_also_where_it_is_in_two_shards(sect
     assert not held & {bytes(window) for window in windows}
 
 
-def section_of(corpus: Corpus, texts: list[str]) -> DataSection:
-    folder = corpus.folder.parent.parent / "texts"
-    return DataSection(
-        source="text",
-        path=str(folder),
-        cache_dir=str(corpus.folder.parent),
-        tokenizer="bytes",
-        validation_fraction=0.02,
-        hold_out="documents",
-    )
+def section_of(corpus: Corpus, **changes: Any) -> DataSection:
+    """The texts of a corpus, prepared otherwise."""
+    folders = {"path": str(corpus.folder.parent.parent / "texts"), "cache_dir": str(corpus.folder.parent)}
+    return DataSection(source="text", **{**folders, "tokenizer": "bytes", **changes})
 
 
 def test_a_single_text_that_was_drawn_for_validation_is_trained_on(section):
@@ -106,15 +101,8 @@ def test_where_a_document_is_held_out_nothing_changes(section, tokenizer):
     corpus = prepare(section(*texts, tokenizer=tokenizer), progress=False)
     assert corpus.validation_documents == 1 and corpus.tail_tokens == 0
     assert corpus.fingerprint == corpus.folder.name
-    assert prepare(section_with(corpus, tokenizer, 0.0), progress=False).tail_tokens == 0
-
-
-def section_with(corpus: Corpus, tokenizer: str, fraction: float) -> DataSection:
-    folder = corpus.folder.parent.parent / "texts"
-    cache = str(corpus.folder.parent)
-    return DataSection(
-        source="text", path=str(folder), cache_dir=cache, tokenizer=tokenizer, validation_fraction=fraction
-    )
+    without = section_of(corpus, tokenizer=tokenizer, validation_fraction=0.0)
+    assert prepare(without, progress=False).tail_tokens == 0
 
 
 def test_a_text_too_short_to_cut_is_left_whole(section):

@@ -76,7 +76,7 @@ def prepared(made: Path, folder: Path, rows: list[dict[str, Any]], *overrides: s
 
 def test_labels_are_numbered_and_sorted(made: Path, tmp_path: Path) -> None:
     from config.schema import DataSection
-    from data.rows.prepare_labelled import labels_of
+    from data.corpora.corpus import labels_of
 
     corpus = prepared(made, tmp_path, [{"text": "a", "label": label} for label in (10, 9, 10, -1)])
     assert corpus.labels == ("10", "9", "-1")

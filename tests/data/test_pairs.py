@@ -64,10 +64,7 @@ MALFORMED = [
     ({"prompt": "p", "chosen": "", "rejected": "b"}, "chosen: is empty"),
     ({"chosen": [GOOD], "rejected": [BAD]}, "prompt: is missing, and chosen and rejected do not begin with the same"),
     ({"chosen": "cat", "rejected": "car"}, "prompt: is missing, and chosen and rejected do not begin with the same"),
-    (
-        {"question": "q", "chosen": "a b", "rejected": "a c"},
-        "prompt: is missing, and question would not be read; rename",
-    ),
+    ({"question": "q", "chosen": "a b", "rejected": "a c"}, "prompt: is missing, and question would not be read"),
     ({"chosen": [ASKED, GOOD], "rejected": [ASKED, GOOD]}, "rejected: is the same as chosen"),
     ({"chosen": [ASKED, GOOD], "rejected": [ASKED, GOOD, MORE, BAD]}, "chosen: has no turn after the prompt"),
     ({"chosen": [ASKED, GOOD], "rejected": [ASKED, MORE]}, r"rejected\[1\].role: is 'user'; an answer starts with"),

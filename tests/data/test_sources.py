@@ -15,13 +15,11 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 
 import data.sources.sources
 from config.errors import UserError
 from config.schema import DataSection
 from data.sources.sources import open_source
-from data.sources.streams import texts
 
 TEXTS = ["first\n", "zweites Dokument ü\r\n", "third \x00 with a null", "four\u2028th"]
 
@@ -206,6 +204,11 @@ def test_a_missing_field_names_those_that_are_there(tmp_path: Path) -> None:
         read(section("jsonl", path))
     with pytest.raises(UserError, match=rf"^{path}:1: id: is a number, not text; correct the row, or set"):
         read(section("jsonl", path, text_field="id"))
+    later = write_jsonl(tmp_path / "b.jsonl", [{"body": "x"}] * 999 + [{"text": "y"}, {"body": "z"}])
+    assert read(section("jsonl", later)) == (["y"], {"no text": 1000})
+    write_jsonl(later, [{"body": "x"}] * 1000 + [{"text": "y"}])
+    with pytest.raises(UserError, match="data.text_field=text: not a field of"):
+        read(section("jsonl", later))
 
 
 @pytest.mark.parametrize("name", ["b.jsonl", "b.jsonl.bz2"])
@@ -294,11 +297,3 @@ def test_what_python_caches_beside_its_files_makes_no_other_corpus(tmp_path: Pat
     (tmp_path / "__pycache__").mkdir()
     (tmp_path / "__pycache__" / "a.cpython-311.pyc").write_bytes(b"\xff\xfe")
     assert open_source(section("text", tmp_path)).identity == before
-
-
-def test_a_stream_takes_no_shared_memory(tmp_path: Path) -> None:
-    """tests/machines/test_limits.py has a job without any."""
-    (tmp_path / "a.txt").write_text("text", encoding="utf-8")
-    stream: Any = texts([str(tmp_path / "a.txt")], None)
-    assert [row["text"] for row in stream] == ["text"]
-    assert not isinstance(stream._epoch, torch.Tensor)

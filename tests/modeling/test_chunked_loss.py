@@ -19,7 +19,6 @@ from modeling.linear_cross_entropy import (
     label_loss_sum,
     likeliest,
     linear_cross_entropy,
-    linear_cross_entropy_sum,
 )
 from tests.support.models.small_models import VOCABULARY, small_model
 
@@ -110,7 +109,7 @@ def test_a_gradient_of_another_size_than_told_is_right_too() -> None:
     found = {}
     for told, brought in ((0.25, 0.25), (1.0, 0.25), (0.0, 0.0)):
         (hidden, weight, _), labels = draw(torch.float32, bias=False, seed=1)
-        loss = linear_cross_entropy_sum(hidden, Head(weight, None), labels, chunk_tokens=7, gradient_scale=told)
+        loss = linear_cross_entropy(hidden, Head(weight, None), labels, chunk_tokens=7, gradient_scale=told)[0]
         (loss * brought).backward()
         found[told] = hidden.grad, weight.grad
     torch.testing.assert_close(found[0.25], found[1.0])
@@ -122,7 +121,7 @@ def test_fp16_gradients_that_the_scale_lifts_are_not_flushed_before() -> None:
     weight, label, found = torch.tensor([[1.0], [-1.0]]).half(), torch.tensor([0]), {}
     for told in (2.0**12, 1.0):
         hidden = torch.tensor([[9.0]]).half().requires_grad_()
-        loss = linear_cross_entropy_sum(hidden, Head(weight, None), label, chunk_tokens=1, gradient_scale=told)
+        loss = linear_cross_entropy(hidden, Head(weight, None), label, chunk_tokens=1, gradient_scale=told)[0]
         (loss * 2.0**12).backward()
         assert hidden.grad is not None
         found[told] = float(hidden.grad) / 2.0**12
@@ -139,7 +138,7 @@ def test_a_weight_gradient_of_many_chunks_is_rounded_once() -> None:
     hidden, weight = (torch.randn(size, HIDDEN, generator=generator).bfloat16() for size in (512, VOCABULARY))
     labels = torch.randint(VOCABULARY, (512,), generator=generator)
     once, each = weight.clone().requires_grad_(), weight.clone().requires_grad_()
-    linear_cross_entropy_sum(hidden, Head(once, None), labels, chunk_tokens=1).backward()
+    linear_cross_entropy(hidden, Head(once, None), labels, chunk_tokens=1)[0].backward()
     for state, label in zip(hidden.split(1), labels.split(1), strict=True):
         label_loss_sum(functional.linear(state, each)[None], label[None]).backward()
     _, gradients, _ = in_fp64([hidden[None], weight, None], labels[None], 1.0, None)
@@ -157,7 +156,7 @@ def test_autocast_does_not_round_the_gradient_of_an_fp32_weight() -> None:
             if way == "full":
                 loss = label_loss_sum(functional.linear(hidden, weight), labels)
             else:
-                loss = linear_cross_entropy_sum(hidden, Head(weight, None), labels, chunk_tokens=7)
+                loss = linear_cross_entropy(hidden, Head(weight, None), labels, chunk_tokens=7)[0]
         loss.backward()
         made[way] = weight.grad
         assert hidden.grad.dtype == weight.grad.dtype == torch.float32
@@ -169,15 +168,15 @@ def test_autocast_does_not_round_the_gradient_of_an_fp32_weight() -> None:
 
 def test_one_backward_pass_and_none_without_gradients() -> None:
     (hidden, weight, _), labels = draw(torch.float32, bias=False, seed=4)
-    loss = linear_cross_entropy_sum(hidden, Head(weight, None), labels, chunk_tokens=7)
+    loss = linear_cross_entropy(hidden, Head(weight, None), labels, chunk_tokens=7)[0]
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="one backward pass"):
         loss.backward()
     with torch.no_grad():
-        again = linear_cross_entropy_sum(hidden, Head(weight, None), labels, chunk_tokens=7)
+        again = linear_cross_entropy(hidden, Head(weight, None), labels, chunk_tokens=7)[0]
     assert torch.equal(again, loss.detach()) and not again.requires_grad
     with pytest.raises(ValueError, match="labels of"):
-        linear_cross_entropy_sum(hidden, Head(weight, None), labels[:2], chunk_tokens=7)
+        linear_cross_entropy(hidden, Head(weight, None), labels[:2], chunk_tokens=7)[0]
 
 
 FAMILIES = {

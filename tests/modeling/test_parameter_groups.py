@@ -17,11 +17,7 @@ OTHERS = (
     Case("falcon_mamba", "Falcon Mamba", _WIDTH),
     Case("mamba2", "Mamba 2", {**_WIDTH, "num_heads": 4, "head_dim": 16, "n_groups": 1, "state_size": 8}),
     Case("jamba", "Jamba", {**_GROUPED, "num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1}),
-    Case(
-        "zamba",
-        "Zamba",
-        {**_GROUPED, "num_hidden_layers": 6, "attn_layer_period": 3, "attn_layer_offset": 2},
-    ),
+    Case("zamba", "Zamba", {**_GROUPED, "num_hidden_layers": 6, "attn_layer_period": 3, "attn_layer_offset": 2}),
     Case(
         "dbrx",
         "DBRX, all experts of a layer in one tensor of two dimensions",

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling.activation_checkpointing import apply_activation_checkpointing
-from modeling.linear_cross_entropy import Head, label_loss_sum, linear_cross_entropy_sum
+from modeling.linear_cross_entropy import Head, label_loss_sum, linear_cross_entropy
 from modeling.log_probs import token_log_probs
 from precision.dtypes import DTYPES, NAMES
 from precision.findings import LOSS
@@ -255,7 +255,7 @@ def test_the_losses_of_the_tasks_add_up_in_fp32(kind: str) -> None:
     model, _ = sound("llama", "sdpa", "cast")
     if kind == "chunked":
         head: Any = model.get_output_embeddings()
-        head.forward = lambda hidden: linear_cross_entropy_sum(hidden, Head(head.weight, None), IDS, chunk_tokens=8)
+        head.forward = lambda hidden: linear_cross_entropy(hidden, Head(head.weight, None), IDS, chunk_tokens=8)[0]
         report = observed(model, loss=lambda loss, _: loss)
     elif kind == "whole":
         report = observed(model)

@@ -93,10 +93,7 @@ MISTAKES = [
     ({"default": ["bf16"]}, "default = "),
     ({"default": "bf16", "rules": {}}, "rules = {} is not a list"),
     ({"default": "bf16", "rules": ["lm_head"]}, "rules[0] = 'lm_head' is not a mapping; it has the keys"),
-    (
-        {"default": "bf16", "rules": [{**RULE, "matches": "x"}]},
-        "rules[0].matches: no such key; did you mean rules[0].mat",
-    ),
+    ({"default": "bf16", "rules": [{**RULE, "matches": "x"}]}, "rules[0].matches: no such key; did you mean"),
     ({"default": "bf16", "rules": [RULE, {"compute": "fp16", "reason": "r"}]}, "rules[1] says no module"),
     ({"default": "bf16", "rules": [{**RULE, "match": 3}]}, "rules[0].match = 3 is not text"),
     ({"default": "bf16", "rules": [{**RULE, "match": ""}]}, "rules[0].match = '' is empty"),

@@ -13,8 +13,7 @@ from config import rules
 from config.errors import UserError
 from config.schema import Config
 from config.task import ENCODER_TASKS, model_class_of
-from data.corpora.corpus import Corpus
-from data.rows.prepare_labelled import labels_of
+from data.corpora.corpus import Corpus, labels_of
 from data.text.tokenizer import load_tokenizer
 from modeling.build import model_config
 

@@ -6,7 +6,8 @@ is the mean over everything that counts in the global batch: labels, answers, pa
 
 from __future__ import annotations
 
-from typing import Protocol
+from importlib import import_module
+from typing import Any, Protocol
 
 from transformers import PreTrainedModel
 
@@ -16,7 +17,6 @@ from data.corpora.corpus import Corpus
 from data.corpora.mix import corpus_of
 from modeling.objectives.divergence import Distillation
 from modeling.objectives.objective import Forward, Objective
-from training.tasks import classify, distill, dpo, mlm, pretrain, seq2seq, sft
 
 
 class Task(Protocol):
@@ -32,21 +32,10 @@ class Task(Protocol):
         """How samples become inputs and labels; None: each token is a label of those before it."""
 
 
-TASKS: dict[str, Task] = {
-    "pretrain": pretrain,
-    "sft": sft,
-    "seq2seq": seq2seq,
-    "dpo": dpo,
-    "distill": distill,
-    "classify": classify,
-    "mlm": mlm,
-}
-"""Value of `task` to its module."""
-
-
 def task_of(config: Config) -> Task:
-    """The module of the task that a config names."""
-    return TASKS[config.task]
+    """The module of the task that a config names, the only one of them that is loaded."""
+    module: Any = import_module(f"training.tasks.{config.task}")
+    return module
 
 
 def objective_of(config: Config, model: PreTrainedModel, teacher: Forward | None = None) -> Objective:

@@ -86,14 +86,13 @@ def test_the_top_level_is_what_deepspeed_reads(runtime: types.ModuleType) -> Non
     looked_up = keys_read_by(runtime)
     described = SECTIONS[""].keys() | {key for key in REFUSED if "." not in key}
     # These are read for an optimizer, scheduler or autocast section, which the table refuses as a whole.
-    missing = looked_up - described
-    assert not missing
     removed = set(runtime._REMOVED_TOP_LEVEL_CONFIG_KEYS)
-    assert removed <= REFUSED.keys()
+    assert not looked_up - described - removed
+    assert not described & removed
     read_elsewhere = {"bfloat16", "sequence_parallel_size", "wandb", "tensorboard", "csv_monitor", "comet"}
     read_elsewhere |= {"bf16", "fp16", "activation_checkpointing", "aio", "comms_logger", "flops_profiler", "timers"}
     read_elsewhere |= {"zero_optimization", "autotuning", "tensor_parallel", "data_efficiency", "datastates_ckpt"}
-    assert described - looked_up - removed <= read_elsewhere
+    assert described - looked_up <= read_elsewhere
     for key in read_elsewhere:
         assert any(f'"{key}"' in text or f"'{key}'" in text for text in deepspeed_sources()), key
 

@@ -1,23 +1,55 @@
-"""Rows of JSONL and JSON files, each with its file and line. Compressed files (.gz, .zst, .bz2) need no unpacking."""
+"""Rows of files, each with its file and its place there. Compressed text (.gz, .zst, .bz2) needs no unpacking.
+
+Read here and not by `datasets`, which knows no line numbers and gives every row of JSON the keys of all others.
+"""
 
 from __future__ import annotations
 
 import codecs
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
 import pyarrow
+import pyarrow.parquet
 
 from config.errors import one_line
-from data.sources.files import decompressed, pieces, unreadable
-from data.sources.row_formats import BadRow
+from data.sources.files import decompressed, opened, pieces, unreadable
+from data.sources.row_formats import BadRow, Found
 
 LONE_SURROGATE = "holds a lone surrogate, which is no character"
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-Found = tuple[str, dict[str, Any] | BadRow]
-"""Where a row is, and the row, or why it is none."""
+_PARQUET_ROWS = 256
+"""Rows of Parquet that are Python objects at a time."""
+
+
+def text_rows(paths: Sequence[str], separator: str | None) -> Iterator[Found]:
+    """{text} of each file, or of each piece between separators; null where bytes are not UTF-8. Raises UserError."""
+    for path in paths:
+        try:
+            with decompressed(path) as file:
+                for raw in [file.read()] if separator is None else pieces(file, separator.encode()):
+                    try:
+                        text = raw.decode("utf-8")
+                    except UnicodeDecodeError:  # one bad file must not end a corpus
+                        text = None
+                    yield path, {"text": text}
+        except (OSError, pyarrow.ArrowException) as error:
+            raise unreadable(path, error) from error
+
+
+def parquet_rows(path: str) -> Iterator[Found]:
+    """The rows of a Parquet file by number. Raises UserError."""
+    try:
+        with pyarrow.parquet.ParquetFile(opened(path, seekable=True)) as file:
+            number = 0
+            for batch in file.iter_batches(_PARQUET_ROWS):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}: row {number}", row
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise unreadable(path, error) from error
 
 
 def json_rows(path: str) -> Iterator[Found]:
