@@ -8,8 +8,6 @@ the one counts in which it began.
 Costs about two steps, and nothing while steps are finite.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -4,8 +4,6 @@ Rank and world size come from the launcher's environment and are checked against
 state is not used: under `accelerate launch` on a machine without a GPU it is process 0 on every rank.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import os
@@ -13,7 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import deepspeed
 import torch
@@ -212,21 +210,21 @@ class World:
         dist.all_to_all_single(result, values, received, sent, group=self.group)
         return result
 
-    def sharing_sequences(self, ranks: int, *, timeout_minutes: float) -> World:
+    def sharing_sequences(self, ranks: int, *, timeout_minutes: float) -> Self:
         """This world with groups of `ranks` consecutive ranks that share each sequence. A collective."""
         if ranks == 1:
             return self
         group = self._consecutive(ranks, timeout_minutes)
         return replace(self, sequence=SequenceGroup(self.rank % ranks, ranks, group))
 
-    def sharing_tensors(self, ranks: int, *, timeout_minutes: float) -> World:
+    def sharing_tensors(self, ranks: int, *, timeout_minutes: float) -> Self:
         """This world with groups of `ranks` consecutive ranks that share each matrix. A collective."""
         if ranks == 1:
             return self
         group = self._consecutive(ranks, timeout_minutes)
         return replace(self, tensor=TensorGroup(self.rank % ranks, ranks, group))
 
-    def sharing_experts(self, ranks: int, *, timeout_minutes: float) -> World:
+    def sharing_experts(self, ranks: int, *, timeout_minutes: float) -> Self:
         """This world with groups of `ranks` consecutive ranks that share the experts of each layer. A collective."""
         if ranks == 1:
             return self
@@ -242,7 +240,7 @@ class World:
         groups = [dist.new_group(list(range(first, first + ranks)), timeout=timeout) for first in firsts]
         return groups[self.rank // ranks]
 
-    def on_own_group(self) -> World:
+    def on_own_group(self) -> Self:
         """This world on a new gloo group, whose collectives may run in a thread at the same time as training's.
 
         Its time-out is a day: a rank with more to write may reach a collective hours after the others. A collective.

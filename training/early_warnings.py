@@ -6,8 +6,6 @@ definition, source and bound. A bound that is broken gives one warning, and the 
 REARM looks in a row.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """The training loop: steps, evaluations and checkpoints."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from config.cli import BROKEN, DIVERGED, DONE, PREEMPTED, UNSAVED

@@ -11,8 +11,6 @@ accepts it, and pickles it into its checkpoints; of the parent's state nothing b
 DeepSpeed reads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The named collaborators of a run: their state in a checkpoint, and those that observe its steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field

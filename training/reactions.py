@@ -5,8 +5,6 @@ caused it to a wider dtype, on probation. ROLLBACK loads the last good checkpoin
 many each time, so that it cannot repeat forever.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

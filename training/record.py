@@ -1,7 +1,5 @@
 """The events of a run; docs/run-folder.md has their fields."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict

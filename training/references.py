@@ -6,8 +6,6 @@ prepared data that is named by a hash of everything that decides them and appear
 reads it, and a process that is killed leaves nothing that looks finished.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -3,8 +3,6 @@
 A skipped step does not advance it, and neither accumulation nor the number of ranks scales it.
 """
 
-from __future__ import annotations
-
 import math
 
 from config.schema import Config, ScheduleSection

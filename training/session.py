@@ -1,7 +1,5 @@
 """Data, process group, model, engine and batches of a resolved config, built alike for `train.py` and every tool."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import random

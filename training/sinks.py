@@ -1,7 +1,5 @@
 """Open the sinks of a run's record: the event file, the console, wandb and other trackers, Prometheus."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

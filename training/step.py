@@ -4,8 +4,6 @@ forward, backward -> norm -> (again, if it is suspicious) -> (causes, if it is n
 -> record -> react
 """
 
-from __future__ import annotations
-
 import time
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial

@@ -2,8 +2,6 @@
 and where the config asks for it its answers to every sequence are computed once.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

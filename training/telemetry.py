@@ -10,8 +10,6 @@ it: cosine and sign agreement by parameter. It gathers gradients whole, module b
 FP32 copy of the gradients in host memory on every rank.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator

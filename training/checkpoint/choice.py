@@ -3,8 +3,6 @@
 Manifests decide, which are sealed. LATEST is a hint for people and other tools: where it disagrees, one line says so.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Collection, Mapping

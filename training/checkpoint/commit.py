@@ -8,8 +8,6 @@
 After a kill `recover` finishes or undoes what was in progress. Only the main process calls these.
 """
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from collections.abc import Callable

@@ -15,8 +15,6 @@ nonces never repeat, however many files one key writes.
 docs/object-stores.md has what another tool needs to read one.
 """
 
-from __future__ import annotations
-
 import io
 import os
 from collections import OrderedDict

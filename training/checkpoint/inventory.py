@@ -1,7 +1,5 @@
 """The tensors of a checkpoint's files by name, dtype and shape."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any

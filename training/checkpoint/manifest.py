@@ -3,8 +3,6 @@
 `docs/checkpoints.md` describes the format for other tools. Nothing here unpickles, and nothing needs torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import heapq

@@ -12,8 +12,6 @@ Files are mapped, not read, unless they are encrypted, and unpickled with an all
 any other code is refused.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import math

@@ -1,13 +1,11 @@
 """Read a checkpoint's .pt files: decrypted where they are encrypted, and without running code in them."""
 
-from __future__ import annotations
-
 import pickle
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
@@ -42,7 +40,7 @@ class Opener:
     accept_plain: bool = False
 
     @classmethod
-    def of(cls, section: CheckpointSection) -> Opener:
+    def of(cls, section: CheckpointSection) -> Self:
         """The opener for a run's config. Raises UserError when there is no key where the config says."""
         key = Key.from_setting(section.encryption_key) if section.encryption_key is not None else None
         return cls(key, section.accept_plain)

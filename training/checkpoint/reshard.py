@@ -8,8 +8,6 @@ are computed again and compared with those of the engine that saved; the run sto
 docs/elastic.md lists what carries over, and explains why DeepSpeed's universal checkpoint is not used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which checkpoints are kept: the newest, those at an interval, the best by validation loss, and those being read."""
 
-from __future__ import annotations
-
 import fcntl
 import math
 import os

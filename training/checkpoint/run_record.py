@@ -7,8 +7,6 @@ newer than a higher step from before, whatever the clocks and LATEST say; and a 
 the folder is not taken for one of this run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ disk is full that rank raises while the others wait at a barrier. Here a rank re
 state can be copied first, so that training continues while it is written.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import io

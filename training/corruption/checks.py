@@ -5,8 +5,6 @@ Everything else happens once something differs: the value is named, repaired whe
 is made again, so that a run that was repaired goes on with the bits of one that nothing disturbed.
 """
 
-from __future__ import annotations
-
 import socket
 import time
 from collections import Counter

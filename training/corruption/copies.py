@@ -11,8 +11,6 @@ ranks; where there is no majority, of a trained weight the owner's master, round
 the one that has its first sum still.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -11,8 +11,6 @@ has the gradients' squared norms in place of their bits, and two are the same wi
 the norm of a whole gradient is seen then, and no rank is taken for broken that merely sums in another order.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager

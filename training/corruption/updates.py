@@ -7,8 +7,6 @@ update that was computed wrongly. How many values differ travels in the gather o
 anything else is done with them: no device sync, no collective of its own.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, replace
 from typing import Any

@@ -16,8 +16,6 @@ gradients have agreed for many steps, as before a divergence (Molybog et al. 202
 section 4); clearly below 0 they alternate in sign, as they do where the learning rate is too high for the curvature.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -7,8 +7,6 @@ batch. ZeRO-1 and 2 know the parameter by `allreduce = False`, where DeepSpeed f
 parameter by itself, and knows those of DeepSpeed's AutoEP by what is set here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -5,8 +5,6 @@ from a checkpoint; a flipped bit once, unless it persists. Faults wrap methods o
 touched.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial

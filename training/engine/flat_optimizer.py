@@ -4,8 +4,6 @@ Where a rule takes the norm or the mean of a whole parameter, each rank computes
 are added up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Self

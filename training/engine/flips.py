@@ -1,7 +1,5 @@
 """Bits of tensors: a sum that changes with any one of them, and flipping one."""
 
-from __future__ import annotations
-
 import torch
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -9,8 +9,6 @@ A step is discarded through DeepSpeed's own overflow path, which clears every ac
 optimizer state and counters unchanged: the step is given an infinite norm.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The results of a step on this rank: of its backward pass, and of its optimizer step."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate

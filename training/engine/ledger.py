@@ -1,7 +1,5 @@
 """The actual dtype of everything in training, read from the engine and compared with the config."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 

@@ -1,7 +1,5 @@
 """How the engine computes its loss: as the task's objective does, or from chunks of logits that are not kept."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

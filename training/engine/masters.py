@@ -1,7 +1,5 @@
 """This rank's part of the FP32 masters and of the optimizer's state, at every ZeRO stage."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping

@@ -1,7 +1,5 @@
 """Ops of DeepSpeed's that are built from source with the first run that needs them. Only offload from a GPU does."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

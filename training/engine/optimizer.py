@@ -1,7 +1,5 @@
 """The optimizer on the FP32 masters: which one the config names, built for this model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Protocol
 

@@ -1,7 +1,5 @@
 """The random number generators that a training step uses: torch's, on the CPU and on this rank's device."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 

@@ -1,7 +1,5 @@
 """Whole parameters for an optimizer of ZeRO's flat tensors: each rank's pieces, and matrices put together."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property

@@ -7,8 +7,6 @@ moment the master *is* the weight. To save, to load and to set masters they are 
 run with FP32 masters and holds none of its activations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """A teacher's forward pass: a model that is not trained, on every rank whole, or partitioned by ZeRO-3."""
 
-from __future__ import annotations
-
 from pickle import UnpicklingError
 from typing import Any
 

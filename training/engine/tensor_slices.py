@@ -6,8 +6,6 @@ norm, which is summed over the group, stays the same on all ranks (docs/upstream
 ranks that share matrices compute from the same sequences, and the bits of a share of the replicas.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ gathered, and the result does not depend on the number of ranks, the ZeRO stage 
 changes it, and so does any exchange of two different ones. It detects accidents; the files' SHA-256 detects tampering.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -28,6 +26,42 @@ from training.engine.gradients import reduced_gradient
 from training.engine.masters import local_masters
 from training.engine.split_masters import SplitMaster
 from training.engine.tensor_slices import counts_here, joined, slice_group
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's part of one parameter: values `start` to `start + length` of it, at `at` in a flat FP32 tensor."""
+
+    flat: torch.Tensor
+    """Masters, and the key of their state in torch's optimizer. At ZeRO-0 the parameter itself."""
+    at: int
+    start: int
+    length: int
+    split: SplitMaster | None = None
+    """How the master is held where `flat` has no values."""
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """(length,) view of the part's values in a state tensor of the size of `flat`.
+
+        Also in `flat` itself, to write a master: inside `Engine.whole_masters`.
+        """
+        return tensor.detach().view(-1)[self.at : self.at + self.length]
+
+    def master(self, start: int = 0, length: int | None = None) -> torch.Tensor:
+        """(length,) FP32, to read: the part's master from its value `start` on. A view, of a split master a copy."""
+        length = self.length - start if length is None else length
+        if self.split is not None:
+            return self.split.values(self.at + start, length)
+        return self.of(self.flat)[start : start + length]
+
+    def states(self, engine: Engine) -> dict[str, torch.Tensor]:
+        """(length,) views of the part's state tensors by torch's keys; empty before the first update."""
+        held = engine.deepspeed.basic_optimizer.state.get(self.flat, {})
+        return {name: self.of(held[name]) for name in engine.optimizer_spec.states if torch.is_tensor(held.get(name))}
+
+    def tensors(self, engine: Engine) -> dict[str, torch.Tensor]:
+        """(length,) the part's tensors by kind (`tensor_kinds`), to read; state tensors from the first update on."""
+        return {"master": self.master(), **self.states(engine)}
 
 
 def shape_of(parameter: torch.nn.Parameter) -> torch.Size:
@@ -116,42 +150,6 @@ _CHUNK, _CHUNK_ON_A_GPU = 1 << 16, 1 << 22
 _HALF, _WHOLE = 1 << 32, 1 << 64
 Checksums = dict[str, dict[str, str]]
 """`tensor_kinds` to parameter name to 32 hexadecimal digits."""
-
-
-@dataclass(frozen=True)
-class Shard:
-    """This rank's part of one parameter: values `start` to `start + length` of it, at `at` in a flat FP32 tensor."""
-
-    flat: torch.Tensor
-    """Masters, and the key of their state in torch's optimizer. At ZeRO-0 the parameter itself."""
-    at: int
-    start: int
-    length: int
-    split: SplitMaster | None = None
-    """How the master is held where `flat` has no values."""
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """(length,) view of the part's values in a state tensor of the size of `flat`.
-
-        Also in `flat` itself, to write a master: inside `Engine.whole_masters`.
-        """
-        return tensor.detach().view(-1)[self.at : self.at + self.length]
-
-    def master(self, start: int = 0, length: int | None = None) -> torch.Tensor:
-        """(length,) FP32, to read: the part's master from its value `start` on. A view, of a split master a copy."""
-        length = self.length - start if length is None else length
-        if self.split is not None:
-            return self.split.values(self.at + start, length)
-        return self.of(self.flat)[start : start + length]
-
-    def states(self, engine: Engine) -> dict[str, torch.Tensor]:
-        """(length,) views of the part's state tensors by torch's keys; empty before the first update."""
-        held = engine.deepspeed.basic_optimizer.state.get(self.flat, {})
-        return {name: self.of(held[name]) for name in engine.optimizer_spec.states if torch.is_tensor(held.get(name))}
-
-    def tensors(self, engine: Engine) -> dict[str, torch.Tensor]:
-        """(length,) the part's tensors by kind (`tensor_kinds`), to read; state tensors from the first update on."""
-        return {"master": self.master(), **self.states(engine)}
 
 
 def shard_of(engine: Engine, parameter: Any) -> Shard | None:

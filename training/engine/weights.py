@@ -7,8 +7,6 @@ in FP32 partitions. `hold_fp32` keeps the values that are trained while DeepSpee
 step would restore the stale master's value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path

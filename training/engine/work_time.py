@@ -5,8 +5,6 @@ no collective: a slow rank shows there and in its wait for data. At ZeRO-3 param
 forward pass, and a slow rank is partly hidden by the others' waiting.
 """
 
-from __future__ import annotations
-
 import resource
 import statistics
 import time

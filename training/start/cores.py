@@ -7,14 +7,12 @@ ranks with numactl; here the ranks do it themselves, under every launcher, once 
 use.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from config.machine.binding import Binding, usable_cpus
 from config.machine.processes import machine
@@ -44,7 +42,7 @@ class RankCpus:
     """NUMA node of its GPU, or UNKNOWN; None: it computes on the CPU."""
 
     @classmethod
-    def here(cls, gpu: str | None = None) -> RankCpus:
+    def here(cls, gpu: str | None = None) -> Self:
         """This process's claim. gpu: PCI address of its GPU, as in `0000:dc:00.0`."""
         return cls(machine(), usable_cpus(), None if gpu is None else gpu_node(gpu))
 

@@ -6,8 +6,6 @@ other containers and machines cannot be seen. So a build started here also holds
 on a marker file: a marker that says "builds" and is not locked belongs to a killed build.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os

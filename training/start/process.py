@@ -7,8 +7,6 @@ would fail in its own way otherwise. data/text/cache_folder.py finds the folder 
 data, which is Mantissa's own.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import select

@@ -5,8 +5,6 @@ the other ranks would then join. So the store says which job it belongs to, and 
 launcher on this machine they agree on a free port instead, in a file that only this launcher's ranks look for.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

@@ -6,8 +6,6 @@ content. Of each split two arrays: `<split>-ids.npy` (sequences, places, k) int3
 of all other tokens together. `index.json`, written last, has the size and sha256 of each.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

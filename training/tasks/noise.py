@@ -1,7 +1,5 @@
 """What the noise on embeddings is made from, beside each batch: a key and the length of its row for every token."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -5,8 +5,6 @@ full, the oldest are dropped. Headers, certificates, compression, time-outs, sam
 OTEL_* variables, so that no secret has to be in a config.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import logging

@@ -4,8 +4,6 @@ Errors come from many libraries (botocore, aiohttp, gcsfs, adlfs), none of which
 classified by what these have in common: HTTP status, S3's error code, names of the transport's exceptions.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

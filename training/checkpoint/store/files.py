@@ -4,8 +4,6 @@ fsspec and the libraries under it cache listings, retry in ways of their own and
 nothing is cached, and one place decides what is retried, how often, and how long in between.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os

@@ -9,8 +9,6 @@ again after its upload, and the manifest, which is sealed, is uploaded last and 
 docs/object-stores.md explains how to set one up.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from concurrent.futures import ThreadPoolExecutor

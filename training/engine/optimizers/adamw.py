@@ -1,7 +1,5 @@
 """AdamW (Loshchilov and Hutter 2019): decoupled weight decay."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ With weight decay and the size of AdamW's steps (Liu et al. 2025, "Muon is Scala
 that one learning rate and one decay serve both; all other parameters are AdamW's. Gradients are clipped before.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

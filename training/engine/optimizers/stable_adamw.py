@@ -3,8 +3,6 @@
 A parameter whose gradients grow faster than their average takes smaller steps, instead of the spike that AdamW makes.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
