@@ -10,7 +10,6 @@ Costs about two steps, and nothing while steps are finite.
 
 from collections.abc import Iterator
 
-import torch
 from torch import nn
 
 from data.batches.loader import Batch
@@ -36,7 +35,8 @@ def attribute(engine: Engine, batch: Batch, outcome: Outcome, *, step: int) -> l
     device = engine.world.device
     after = generators(device)
     restore_generators(outcome.generators, device)
-    local = check_parameters(_held_parameters(engine))
+    held = ((name, getattr(p, "ds_tensor", p).data) for name, p in engine.model.named_parameters())
+    local = check_parameters(held)  # of each parameter all, or at ZeRO-3 this rank's partition
     with Inspector(engine.model) as inspector:
         engine.forward_backward(batch, step=step, on_loss=inspector.check_loss)
     # A bad weight is found again in the module that uses it, under ZeRO-3 also on ranks that do not hold it.
@@ -92,9 +92,3 @@ def _ends(module: nn.Module, name: str) -> Iterator[str]:
     for child_name, child in module.named_children():
         yield from _ends(child, f"{name}.{child_name}" if name else child_name)
     yield name
-
-
-def _held_parameters(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
-    """This rank's part of each parameter: all of it, or its partition under ZeRO-3."""
-    for name, parameter in engine.model.named_parameters():
-        yield name, getattr(parameter, "ds_tensor", parameter).data

@@ -37,8 +37,6 @@ class LossScaler(DynamicLossScaler):
 
     cur_scale: float
     """Factor by which DeepSpeed scales the loss and unscales the gradients; only `apply_change` changes it."""
-    at_minimum: bool
-    """The last step overflowed and the scale could not get smaller."""
 
     def __init__(self, section: LossScaleSection) -> None:
         self.policy = make_policy(section)
@@ -50,14 +48,8 @@ class LossScaler(DynamicLossScaler):
             consecutive_hysteresis=False,
             raise_error_at_min_scale=False,
         )
-        self.at_minimum = False
         self._reason: str | None = None
         self._discarding = False
-
-    @property
-    def consecutive_overflows(self) -> int:
-        """Consecutive overflows; steps that the guard discarded neither count nor reset it."""
-        return self.policy.consecutive_overflows
 
     def update_scale(self, overflow: bool) -> None:
         """Called by DeepSpeed inside its step. The new scale takes effect in `apply_change`.
@@ -68,10 +60,10 @@ class LossScaler(DynamicLossScaler):
         if self._discarding:
             if not overflow:
                 raise RuntimeError("DeepSpeed applies a step that was to be discarded: its overflow path was not taken")
-            self.at_minimum, self._reason = False, None
+            self._reason = None
             return
         self.policy.update(bool(overflow))
-        self.at_minimum, self._reason = self.policy.at_minimum, self.policy.reason
+        self._reason = self.policy.reason
 
     @contextmanager
     def ignoring_overflow(self) -> Iterator[None]:
@@ -99,5 +91,4 @@ class LossScaler(DynamicLossScaler):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`; limits and window stay those of the config."""
         self.policy.load_state_dict(state)
-        self.cur_scale = self.policy.scale
-        self.at_minimum, self._reason = False, None
+        self.cur_scale, self._reason = self.policy.scale, None

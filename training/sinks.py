@@ -1,5 +1,6 @@
 """Open the sinks of a run's record: the event file, the console, wandb and other trackers, Prometheus."""
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from tracking.trackers.sink import TrackerSink
 from tracking.wandb.sink import WandbSink
 from training.distributed import World
 from training.engine import Engine
-from training.engine.ledger import as_plain, read_ledger, read_start
+from training.engine.ledger import read_ledger, read_start
 
 
 def open_record(resolved: Resolved, corpus: Corpus, engine: Engine, run_dir: RunDir, world: World) -> Record:
@@ -44,7 +45,7 @@ def open_record(resolved: Resolved, corpus: Corpus, engine: Engine, run_dir: Run
             },
             "model": type(engine.model).__name__,
             "parameters": count_parameters(engine.model),
-            "ledger": as_plain(ledger),
+            "ledger": [asdict(entry) for entry in ledger],
             "resume_command": resolved.resume_command,
         }
     )

@@ -422,7 +422,7 @@ class Telemetry:
         masters = {
             name: whole_master(engine, parameter).requires_grad_() for name, parameter in self._parameters.items()
         }
-        frozen = ((name, whole_weight(engine, parameter)) for name, parameter in _frozen(engine))
+        frozen = ((name, whole_weight(engine, p)) for name, p in engine.model.named_parameters() if not p.requires_grad)
         weights = {name: weight.float() if weight.is_floating_point() else weight for name, weight in frozen}
         tokens = engine.world.sum(torch.tensor(float(batch.label_tokens), dtype=torch.float64, device=device))
 
@@ -436,10 +436,6 @@ class Telemetry:
             gradient = torch.zeros_like(master) if master.grad is None else master.grad
             found[name] = engine.world.sum(gradient).detach().cpu()
         return found
-
-
-def _frozen(engine: Engine) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((name, p) for name, p in engine.model.named_parameters() if not p.requires_grad)
 
 
 def _short(value: float) -> float:

@@ -38,7 +38,6 @@ from training.checkpoint.manifest import (
     MANIFEST,
     STATE,
     Damaged,
-    Unusable,
     check_hashes,
     find_problem,
     problem_of,
@@ -273,19 +272,21 @@ class Checkpoints:
 
     def _check(self, path: Path, *, of_any_run: bool = True) -> tuple[str | None, bool]:
         """Why the run cannot resume from `path`, or None; and whether it is damaged. Remembers one that can be used."""
-        world, found = self.world, list[dict[str, Any]]()
-        problem = find_problem(path, found.append, of_any_run=of_any_run) if world.is_main else None
-        problem, manifest = world.from_main((problem, found and {"files": found[0]["files"]}))
+        world, found = self.world, dict[str, Any]()
+
+        def read(manifest: dict[str, Any]) -> None:
+            check_hashes(path, manifest, [STATE])
+            found.update(files=manifest["files"], identity=read_state(path)["identity"])
+
+        problem = find_problem(path, read, of_any_run=of_any_run) if world.is_main else None
+        problem, found = world.from_main((problem, found))
         if problem is None:
-            mine = shares_of(manifest, world.world_size)[world.rank]
-            problems = world.gather_objects(problem_of(lambda: check_hashes(path, manifest, mine), path))
+            mine = shares_of(found, world.world_size)[world.rank]
+            problems = world.gather_objects(problem_of(lambda: check_hashes(path, found, mine), path))
             problem = next(filter(None, problems), None)
         if problem is not None:
             return str(problem), isinstance(problem, Damaged)
-        saved = world.from_main(_identity(path) if world.is_main else None)
-        if isinstance(saved, Unusable):
-            return str(saved), isinstance(saved, Damaged)
-        difference = identity_difference(saved, self.identity)
+        difference = identity_difference(found["identity"], self.identity)
         if difference is None:
             self._verified.add(path)
         return difference, False
@@ -317,13 +318,3 @@ class Checkpoints:
         if self.world.is_main:
             print(f"mantissa: {shown(text)}", file=sys.stderr, flush=True)
         return text
-
-
-def _identity(path: Path) -> dict[str, Any] | Unusable:
-    """The identity in a checkpoint's state, or why there is none."""
-    try:
-        return read_state(path)["identity"]
-    except Unusable as problem:
-        return problem
-    except OSError as error:
-        return Unusable(f"{STATE} cannot be read: {error.strerror or error}")

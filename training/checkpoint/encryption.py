@@ -17,8 +17,8 @@ docs/object-stores.md has what another tool needs to read one.
 
 import io
 import os
-from collections import OrderedDict
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -33,7 +33,7 @@ CHUNK = 1 << 20
 """[bytes] Plain text per chunk."""
 TAG = 16
 HEADER = 52
-_CACHED = 4
+_CACHED = 4  # chunks
 
 
 class EncryptingStream(io.RawIOBase):
@@ -95,7 +95,7 @@ class DecryptedFile(io.RawIOBase):
                 raise Damaged(f"{path.name}: is not whole, or its header is not as it was written")
             self._header = header
             self._cipher, self._prefix = key.cipher(header)
-            self._cache: OrderedDict[int, bytearray] = OrderedDict()
+            self._decrypted = lru_cache(_CACHED)(self._decrypt)
             self._at = 0
             self._decrypted(self._chunks - 1)  # its nonce says that it is the last one, so the file is not truncated
         except BaseException:
@@ -134,10 +134,7 @@ class DecryptedFile(io.RawIOBase):
         self._file.close()
         super().close()
 
-    def _decrypted(self, number: int) -> bytearray:
-        if number in self._cache:
-            self._cache.move_to_end(number)
-            return self._cache[number]
+    def _decrypt(self, number: int) -> bytearray:
         from cryptography.exceptions import InvalidTag
 
         last = number == self._chunks - 1
@@ -152,9 +149,6 @@ class DecryptedFile(io.RawIOBase):
         except InvalidTag:
             self.damage = Damaged(f"{self._path.name}: chunk {number} is not what was encrypted, or the file is cut")
             raise self.damage from None
-        self._cache[number] = plain
-        if len(self._cache) > _CACHED:
-            self._cache.popitem(last=False)
         return plain
 
 

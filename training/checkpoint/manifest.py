@@ -3,7 +3,6 @@
 `docs/checkpoints.md` describes the format for other tools. Nothing here unpickles, and nothing needs torch.
 """
 
-import contextlib
 import hashlib
 import heapq
 import json
@@ -20,7 +19,6 @@ from training.checkpoint.seal import unsealed
 
 FORMAT = 3
 _READABLE = (2, FORMAT)
-_READS = f"this version reads formats {' and '.join(map(str, _READABLE))}"
 MANIFEST = "manifest.json"
 STATE = "state.json"
 
@@ -77,7 +75,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     try:
         text = (path / MANIFEST).read_bytes()
     except FileNotFoundError:
-        raise _without_manifest(path) from None
+        raise Damaged(f"{MANIFEST} is missing") from None
     return parse_manifest(text)
 
 
@@ -89,7 +87,8 @@ def parse_manifest(text: bytes) -> dict[str, Any]:
     except ValueError:
         raise Damaged(f"{MANIFEST} is not a whole manifest") from None
     if manifest.get("format") not in _READABLE:
-        raise Unusable(f"{MANIFEST} has format {manifest.get('format')}; {_READS}")
+        reads = f"this version reads formats {' and '.join(map(str, _READABLE))}"
+        raise Unusable(f"{MANIFEST} has format {manifest.get('format')}; {reads}")
     if not intact:
         raise Damaged(f"{MANIFEST} does not have the SHA-256 it was sealed with")
     if manifest["format"] == 2:  # which lists the tensors of each file
@@ -210,10 +209,3 @@ def _check_run(path: Path, manifest: dict[str, Any]) -> None:
         raise Unusable(
             f"{MANIFEST} is of another run, {run[1]} ({run[0]}); run.resume={path} starts from it all the same"
         )
-
-
-def _without_manifest(path: Path) -> Unusable:
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        if json_text.parse((path / STATE).read_bytes()).get("format") == 1:
-            return Unusable(f"{STATE} has format 1, which has no hashes; {_READS}")
-    return Damaged(f"{MANIFEST} is missing")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.fp16 import loss_scaler as deepspeed_scaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
@@ -73,8 +73,8 @@ PLAIN = Opener()
 """For files that are not encrypted."""
 
 
-class Reader(CheckpointEngine):
-    """Replaces DeepSpeed's reader, which runs any code that a file names."""
+class Reader(TorchCheckpointEngine):
+    """Replaces DeepSpeed's reader, which runs any code that a file names; installed only while loading."""
 
     def __init__(self, opener: Opener) -> None:
         super().__init__()
@@ -83,14 +83,3 @@ class Reader(CheckpointEngine):
     def load(self, path: str, map_location: Any = None) -> Any:
         """For DeepSpeed. Raises as `Opener.read` does."""
         return self._opener.read(Path(path), map_location=map_location)
-
-    def save(self, state_dict: Any, path: str) -> None:
-        """Never called: this engine is installed only while loading."""
-        raise NotImplementedError("these files are read only")
-
-    def create(self, info: Any) -> None:
-        """For DeepSpeed: nothing to prepare."""
-
-    def commit(self, info: Any) -> bool:
-        """For DeepSpeed: nothing was written."""
-        return True

@@ -49,9 +49,6 @@ class Restored:
 
     parameters: int
     """Parameters with a master."""
-    frozen: int
-    """Parameters without one, whose weights were restored."""
-    buffers: int
     updates: int | None
     """Updates by the optimizer so far; 0: its state starts at zero. None where the optimizer does not count them."""
     compared: int
@@ -112,13 +109,13 @@ def load_resharded(engine: Engine, folder: Path, *, recorded: Checksums | None, 
                 if parameter.requires_grad or not engine.has_frozen_base:
                     _restore(engine, parameter, saved.tensors[name])
         _restore_padding(engine, updates)
-    buffers = _restore_buffers(engine, saved)
+    buffers = dict(engine.model.named_buffers())
+    for name in saved.buffers.keys() & buffers.keys():
+        buffers[name].copy_(saved.buffers[name])
     recorded = recorded or _checksums_of_files(engine, saved)
     require_same_checksums(engine, folder, recorded)
     return Restored(
         parameters=len(trainable_parameters(engine)),
-        frozen=sum(not parameter.requires_grad for parameter in engine.model.parameters()),
-        buffers=buffers,
         updates=updates if engine.optimizer_spec.counts_updates else None,
         compared=sum(len(recorded.get(kind, {})) for kind in tensor_kinds(engine)),
     )
@@ -267,14 +264,6 @@ def _own(engine: Engine, parameter: Any, whole: AnyPieces) -> AnyPieces:
         return whole
     shape = shape_of(parameter)
     return SlicedPieces(whole, how.place(shape, group.rank), shape.numel())
-
-
-def _restore_buffers(engine: Engine, saved: SavedModel) -> int:
-    buffers = dict(engine.model.named_buffers())
-    found = [name for name in saved.buffers if name in buffers]
-    for name in found:
-        buffers[name].copy_(saved.buffers[name])
-    return len(found)
 
 
 def _checksums_of_files(engine: Engine, saved: SavedModel) -> Checksums:

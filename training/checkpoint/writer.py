@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
 from training.checkpoint.encryption import EncryptingStream, owner_only
 from training.checkpoint.inventory import leaves, tensors_of
@@ -84,7 +84,7 @@ class HashedFile(io.RawIOBase):
         return self._digest.hexdigest()
 
 
-class Files(CheckpointEngine):
+class Files(TorchCheckpointEngine):
     """This rank's files of one checkpoint. Never raises OSError: `error` has it, in one line."""
 
     def __init__(
@@ -126,17 +126,6 @@ class Files(CheckpointEngine):
             Path(path).mkdir(parents=True, exist_ok=exist_ok)
         except OSError as error:
             self._note(Path(path), error)
-
-    def create(self, info: Any) -> None:
-        """For DeepSpeed: nothing to prepare."""
-
-    def load(self, path: str, map_location: Any = None) -> Any:
-        """Never called: this engine is installed only while saving."""
-        raise NotImplementedError("these files are written only")
-
-    def commit(self, info: Any) -> bool:
-        """For DeepSpeed: `Save` publishes the checkpoint."""
-        return True
 
     def _queue(self, path: Path, write: Callable[[Any], Any], state: Any) -> None:
         self._queued.append(partial(self._write, path, write, state))

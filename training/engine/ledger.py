@@ -1,7 +1,7 @@
 """The actual dtype of everything in training, read from the engine and compared with the config."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -105,11 +105,6 @@ def _require_no_state_of_frozen(engine: Engine) -> None:
 
 _LARGEST_PADDING = 1024
 """[values] A rank's partition may be so much larger than its share, at least."""
-
-
-def as_plain(ledger: Iterable[Entry]) -> list[dict]:
-    """The ledger as plain types, for environment.json and the report."""
-    return [asdict(entry) for entry in ledger]
 
 
 def _require(what: str, tensors: list[torch.Tensor], dtype: torch.dtype) -> None:

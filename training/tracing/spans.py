@@ -17,7 +17,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from config.printable import shown
@@ -114,29 +114,18 @@ class Tracing:
     @contextmanager
     def step(self, progress: Progress) -> Iterator[None]:
         """The root span of one attempted step; progress: before it."""
-        span, failed = self._start_step(), None
+        span = self._start_step()
         self._attributes = {"step": progress.step + 1, "tokens": progress.tokens + self._tokens}
-        try:
-            yield
-        except BaseException as error:
-            failed = error
-            raise
-        finally:
-            span.set_attributes(self._attributes)
-            self._end(span, failed)
-            self._report_loss()
+        with self._ended(span):
+            try:
+                yield
+            finally:
+                span.set_attributes(self._attributes)
+        self._report_loss()
 
-    @contextmanager
-    def span(self, name: str) -> Iterator[Any]:
+    def span(self, name: str) -> AbstractContextManager[None]:
         """A span of the newest step."""
-        span, failed = self._tracer.start_span(name, context=self._context, record_exception=False), None
-        try:
-            yield span
-        except BaseException as error:
-            failed = error
-            raise
-        finally:
-            self._end(span, failed)
+        return self._ended(self._tracer.start_span(name, context=self._context, record_exception=False))
 
     def close(self) -> None:
         """Send the remaining spans, for at most 5 seconds, and restore the objects' methods."""
@@ -166,10 +155,19 @@ class Tracing:
     def _root_id(self, rank: int) -> int:
         return self._derived_id(64, self._session, self._attempts, rank)
 
-    def _end(self, span: Any, failed: BaseException | None, at: int | None = None) -> None:
-        if failed is not None:  # only the type: a message may contain what must not leave this machine
-            span.set_status(self._api.Status(self._api.StatusCode.ERROR, type(failed).__name__))
-        span.end(at)
+    @contextmanager
+    def _ended(self, span: Any) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._fail(span, error)
+            raise
+        finally:
+            span.end()
+
+    def _fail(self, span: Any, error: BaseException) -> None:
+        """Mark it as failed, by the type alone: a message may contain what must not leave this machine."""
+        span.set_status(self._api.Status(self._api.StatusCode.ERROR, type(error).__name__))
 
     def _after_health(self, health: Any) -> None:
         self._attributes |= {"loss": health.loss, "grad_norm": health.grad_norm}
@@ -195,7 +193,8 @@ class Tracing:
                 return
             span, started = self._saves.popleft()
             if isinstance(outcome, Exception):
-                self._end(span, outcome)
+                self._fail(span, outcome)
+                span.end()
                 continue
             span.set_attributes(
                 {
@@ -206,7 +205,7 @@ class Tracing:
                     "verified": outcome.verified,
                 }
             )
-            self._end(span, None, started + int(outcome.seconds * 1e9))
+            span.end(started + int(outcome.seconds * 1e9))
 
     def _report_loss(self) -> None:
         """Report once that spans are lost."""

@@ -28,32 +28,25 @@ _TRANSIENT_CODES = {
     "XAmzContentSHA256Mismatch",
     "XAmzContentChecksumMismatch",
 }
+# Those of Python's own ConnectionError and TimeoutError are known by their names.
 _TRANSIENT_ERRNOS = {
     errno.EAGAIN,
     errno.EBUSY,
-    errno.EPIPE,
-    errno.ECONNABORTED,
-    errno.ECONNREFUSED,
-    errno.ECONNRESET,
     errno.EHOSTUNREACH,
     errno.ENETDOWN,
     errno.ENETRESET,
     errno.ENETUNREACH,
-    errno.ETIMEDOUT,
 }
 # Of botocore, aiohttp, urllib3, requests and azure-core; a base class covers those that derive from it.
 _TRANSPORT = {
     "ClientConnectionError",
     "ClientPayloadError",
-    "ConnectionClosedError",
     "ConnectionError",
-    "FSTimeoutError",
     "HTTPClientError",
     "IncompleteRead",
     "IncompleteReadError",
     "ProtocolError",
     "ResponseParserError",
-    "ResponseStreamingError",
     "ServiceRequestError",
     "ServiceResponseError",
     "TimeoutError",
