@@ -1,7 +1,6 @@
 """Rank, world size, device and process group, and the collectives on plain values.
 
-Rank and world size come from the launcher's environment and are checked against the process group. Accelerate's own
-state is not used: under `accelerate launch` on a machine without a GPU it is process 0 on every rank.
+Accelerate's own state is not used: under `accelerate launch` on a machine without a GPU it is process 0 on every rank.
 """
 
 import importlib

@@ -1,9 +1,7 @@
 """The reference of preference optimisation: log-probabilities of every pair's answers under the start weights.
 
-The engine computes them itself before the first step, in its compute dtype, in micro-batches of the shapes that are
-trained on. So the first step's margins are exactly 0, in BF16 and FP16 too. They are kept in FP32, in a file beside the
-prepared data that is named by a hash of everything that decides them and appears by one rename: a run that resumes
-reads it, and a process that is killed leaves nothing that looks finished.
+The engine computes them before the first step, in its compute dtype and in micro-batches of the shapes that are trained
+on: so the first step's margins are exactly 0. They are kept in FP32, in a file beside the prepared data.
 """
 
 import dataclasses

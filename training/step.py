@@ -1,8 +1,4 @@
-"""One optimizer step, from the batch to the record.
-
-forward, backward -> norm -> (again, if it is suspicious) -> (causes, if it is not finite) -> judge -> apply or discard
--> record -> react
-"""
+"""One optimizer step, from the batch to the record."""
 
 import time
 from contextlib import AbstractContextManager, nullcontext

@@ -1,6 +1,4 @@
-"""The teacher of a distillation before the student is built: its tokens are compared with the data's, it is identified,
-and where the config asks for it its answers to every sequence are computed once.
-"""
+"""The teacher of a distillation before the student is built: identified, and its answers computed where cached."""
 
 import hashlib
 import json

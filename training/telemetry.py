@@ -1,13 +1,8 @@
 """Precision telemetry: statistics of each module's gradients, activations and weights, measured now and then.
 
-On a measured step every rank looks at its own part: its shard of the reduced gradients, the masters it holds with the
-weights made from them, the activations of its micro-batches. The results stay on the device until the step has been
-taken; then their sums and maxima over ranks are taken, which no number of ranks makes larger. No tensor of a
-parameter's size is gathered or kept.
-
-The probe runs the step's micro-batches once more in FP32 from the masters and compares the real pass's gradients with
-it: cosine and sign agreement by parameter. It gathers gradients whole, module by module, and costs one more pass and an
-FP32 copy of the gradients in host memory on every rank.
+Every rank looks at its own shards and micro-batches; sums and maxima over ranks are taken after the step. The probe
+runs the step's micro-batches once more in FP32 from the masters, and gathers gradients whole, module by module, to
+compare.
 """
 
 import math

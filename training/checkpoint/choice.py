@@ -1,7 +1,4 @@
-"""Which checkpoint of a folder is the newest: what `run.resume: auto` takes.
-
-Manifests decide, which are sealed. LATEST is a hint for people and other tools: where it disagrees, one line says so.
-"""
+"""Which checkpoint of a folder is the newest: manifests decide, which are sealed; LATEST is a hint for people."""
 
 import contextlib
 import os

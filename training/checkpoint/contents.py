@@ -1,7 +1,4 @@
-"""What goes into a checkpoint: every rank's files, the manifest, and the identity of the run.
-
-A checkpoint's identity is what two runs must share for one to resume from the other's.
-"""
+"""What goes into a checkpoint: every rank's files, the manifest, and what two runs must share to resume."""
 
 from __future__ import annotations
 

@@ -1,18 +1,5 @@
-"""Authenticated encryption of checkpoint files.
-
-AES-256-GCM in chunks, in the STREAM construction (Hoang, Reyhanitabar, Rogaway and Vizar, "Online
-Authenticated-Encryption and its Nonce-Reuse Misuse-Resistance", CRYPTO 2015): a chunk's nonce has its number and
-whether it is the last one, so that flipped bits, truncated files, and chunks that are reordered, missing or of another
-file are detected. Each file has its own key, derived with HKDF-SHA256 from the given key and a random salt, so that
-nonces never repeat, however many files one key writes.
-
-    bytes 0..8     magic and version of the format
-    8..16          key id: the first 8 bytes of SHA-256(key)
-    16..20         plain bytes in every chunk but the last, big endian
-    20..52         salt
-    then           chunks, each followed by its 16-byte tag; an empty file is one empty chunk
-
-docs/object-stores.md has what another tool needs to read one.
+"""Authenticated encryption of checkpoint files: AES-256-GCM in chunks, in the STREAM construction (Hoang, Reyhanitabar,
+Rogaway and Vizar, CRYPTO 2015). docs/object-stores.md has the format, for another tool that reads one.
 """
 
 import io

@@ -1,7 +1,4 @@
-"""`manifest.json`: the files of a checkpoint with sizes and hashes, its seal, and how they are verified.
-
-`docs/checkpoints.md` describes the format for other tools. Nothing here unpickles, and nothing needs torch.
-"""
+"""`manifest.json`: the files of a checkpoint with sizes and hashes, its seal, and how they are verified."""
 
 import hashlib
 import heapq

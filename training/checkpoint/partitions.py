@@ -1,15 +1,8 @@
 """Read FP32 masters and optimizer state from DeepSpeed's checkpoint files: any ZeRO stage and number of ranks, no GPU.
 
 DeepSpeed's own `zero_to_fp32` refuses ZeRO-0 and the BF16 optimizer of ZeRO-1, and leaves frozen parameters of ZeRO-1
-out (0.19.8), so the partitions are read here. An export compares each master with a second copy:
-
-- ZeRO-0: the weights in the model file are the masters; there is no second copy.
-- ZeRO-1 and 2: partitions are addressed by parameter name; the model file has the whole computing weights, and every
-  master, rounded to their dtype, has to equal them.
-- ZeRO-3: partitions are addressed by their order in each parameter group; `zero_to_fp32` has to read the same.
-
-Files are mapped, not read, unless they are encrypted, and unpickled with an allow-list of classes: a file that names
-any other code is refused.
+out (0.19.8). ZeRO-1 and 2 address partitions by parameter name, ZeRO-3 by their order in each parameter group. Files
+are mapped, not read, unless they are encrypted.
 """
 
 import contextlib

@@ -1,11 +1,7 @@
-"""Resume from a checkpoint of another layout: other ranks, another ZeRO stage, another compute dtype, with or without
-offload.
+"""Resume from a checkpoint of another layout: other ranks, another ZeRO stage or compute dtype (docs/elastic.md).
 
-Every master and its optimizer state (config/optimizers.py) are read by parameter name from the shards, whichever ranks
-wrote them, and copied into this run's partitions. The computing weights are the masters, rounded. Then the checksums
-are computed again and compared with those of the engine that saved; the run stops where they differ.
-
-docs/elastic.md lists what carries over, and explains why DeepSpeed's universal checkpoint is not used.
+Every master and its optimizer state are read by parameter name from the shards, whichever ranks wrote them, and copied
+into this run's partitions. Then the checksums are computed again and compared with those of the engine that saved.
 """
 
 from collections.abc import Collection

@@ -1,10 +1,7 @@
-"""Which run a checkpoints folder is of, and how often that run went back to an older checkpoint.
-
-    checkpoints/RUN      id and name of the run, and the last time it went back; sealed like a manifest
+"""Which run a checkpoints folder is of, and how often that run went back to an older checkpoint: its file RUN.
 
 Every manifest seals the id, the name, the step and that number too. A step that was saved after the run went back is
-newer than a higher step from before, whatever the clocks and LATEST say; and a checkpoint of another run that lies in
-the folder is not taken for one of this run.
+newer than a higher step from before, whatever the clocks and LATEST say.
 """
 
 import contextlib

@@ -1,8 +1,4 @@
-"""One save in the background: write the files, agree with the other ranks, publish, read back, upload.
-
-The training thread hands over what is to be written; the rest runs in a thread on each rank, with collectives on a
-process group of its own. Every rank gets the same outcome.
-"""
+"""One save in the background: write the files, agree with the other ranks, publish, read back, upload."""
 
 from __future__ import annotations
 

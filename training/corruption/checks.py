@@ -1,9 +1,4 @@
-"""The checks for silent corruption as a step calls them: numbers for its gather, and what to do when they are wrong.
-
-A healthy step pays for sums over some of its values, a slice of its update, and a few numbers more in its gather.
-Everything else happens once something differs: the value is named, repaired where the right one is known, and the step
-is made again, so that a run that was repaired goes on with the bits of one that nothing disturbed.
-"""
+"""The checks for silent corruption as a step calls them: numbers for its gather, and what to do when they are wrong."""
 
 import socket
 import time

@@ -1,10 +1,8 @@
 """A slice of the optimizer's update, recomputed in FP64 from what was kept before the step.
 
-Masters and moments are sharded: no other rank has them. So a copy of a random slice of them is kept right after an
-update. After the next one the same slice is computed from the copy and the reduced gradient, in FP64, and compared
-with what the optimizer left. A difference beyond FP32's rounding is a bit that flipped since the copy was made, or an
-update that was computed wrongly. How many values differ travels in the gather of the next step's health, before
-anything else is done with them: no device sync, no collective of its own.
+Masters and moments are sharded: no other rank has them. So a copy of a random slice is kept after an update, and the
+next one is computed from it and the reduced gradient. A difference beyond FP32's rounding is a bit that flipped since,
+or a wrong update. How many values differ travels in the gather of the next step's health.
 """
 
 import random

@@ -1,19 +1,9 @@
-"""What Adam's averages say about the next steps: whether they know gradients like this one, and which way these point.
+"""What Adam's averages say about the next steps, of each module (healthy ranges: docs/early-warnings.md).
 
-The root mean square RMS_t of g / sqrt(v), by parameter: gradient over the corrected second moment that already counts
-it, with eps^2 for the smallest v (Wortsman et al. 2023, "Stable and low-precision training for large-scale
-vision-language models", section 3.4). About 1 where gradients are as large as they were. Where they have grown and the
-average, 1 / (1 - beta2) steps old, does not know it, the update is too large by that factor; loss spikes followed 1 to
-8 steps after it was 2.3 in one layer. It cannot exceed 1 / sqrt(1 - beta2).
-
-The signal's share of a gradient. Kingma and Ba (2015, section 2.1) call m / sqrt(v) a signal-to-noise ratio. For
-gradients mu + noise of variance s^2, independent from step to step, the corrected averages have
-
-    E m^2 = mu^2 + c s^2,   E v = mu^2 + s^2,   c = (1 - beta1) (1 + beta1^t) / ((1 + beta1) (1 - beta1^t))
-
-so mu^2 / (mu^2 + s^2) = (m^2 / v - c) / (1 - c) over the sums of a module's values. Near 0 a step is all noise; near 1
-gradients have agreed for many steps, as before a divergence (Molybog et al. 2023, "A Theory on Adam Instability",
-section 4); clearly below 0 they alternate in sign, as they do where the learning rate is too high for the curvature.
+RMS_t of g / sqrt(v), with v corrected and g in it, is about 1 and 1 / sqrt(1 - beta2) at most (Wortsman et al. 2023,
+section 3.4). The signal's share of a gradient (Kingma and Ba 2015, section 2.1): for gradients mu + noise of variance
+s^2, independent from step to step, E m^2 = mu^2 + c s^2 and E v = mu^2 + s^2 of the corrected averages, with c = (1 -
+beta1) (1 + beta1^t) / ((1 + beta1) (1 - beta1^t)), so that mu^2 / (mu^2 + s^2) = (m^2 / v - c) / (1 - c).
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,7 @@
 """Fault injection: `faults:` of the config, each at exactly one step, rank and module.
 
-A fault is injected into the last micro-batch of its step, and again when that step is rerun for attribution or replayed
-from a checkpoint; a flipped bit once, unless it persists. Faults wrap methods of the engine: one without any is not
-touched.
+A fault strikes in the last micro-batch of its step, and again when that step is rerun or replayed; a flipped bit once,
+unless it persists. Faults wrap methods of the engine: one without any is not touched.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,8 +1,7 @@
 """How long this rank computed in a step without waiting for others, to find the slowest rank; and its peak memory.
 
-Ranks wait for each other in collectives, so the whole step takes as long everywhere. Forward passes at ZeRO 0 to 2 have
-no collective: a slow rank shows there and in its wait for data. At ZeRO-3 parameters are gathered inside the
-forward pass, and a slow rank is partly hidden by the others' waiting.
+Forward passes at ZeRO 0 to 2 have no collective: a slow rank shows there and in its wait for data. At ZeRO-3 parameters
+are gathered inside the forward pass, and a slow rank is partly hidden by the others' waiting.
 """
 
 import resource

@@ -1,9 +1,4 @@
-"""Profile a few steps: a torch.profiler trace of each chosen rank, and a summary of it.
-
-    profile: {start: 20, steps: 2}
-
-writes RUN/profile/step-20-21/rank-0.pt.trace.json.gz (for https://ui.perfetto.dev or TensorBoard), rank-0.md and
-rank-0.json. `python -m training.profile TRACE` writes the summary of a trace anew.
+"""Profile a few steps: a torch.profiler trace of each chosen rank, and a summary of it (docs/profiling.md).
 
 Steps before the first profiled one are only timed; in the profiled ones each module and each stage of the step is a
 range in the trace. Hooks open the ranges, so that an operator's module is known in the forward pass, and through

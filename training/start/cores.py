@@ -1,10 +1,8 @@
 """How the ranks of a machine divide its cores, and which of them a rank is bound to. The standard library only.
 
 Linux lists in /sys/devices/system which hardware threads make up a core and which NUMA node a core or a GPU is at
-(Documentation/ABI/stable/sysfs-devices-node, sysfs-devices-system-cpu). Cores are never split. A CPU is what the kernel
-calls one: a hardware thread. DeepSpeed's launcher (`--bind_cores_to_rank`) and torchrun (`--numa-binding`) can bind
-ranks with numactl; here the ranks do it themselves, under every launcher, once each knows which CPUs the others may
-use.
+(Documentation/ABI/stable/sysfs-devices-node, sysfs-devices-system-cpu). Cores are never split. A CPU is a hardware
+thread, as the kernel has it. The ranks bind themselves, under every launcher, once each knows the others' CPUs.
 """
 
 import os

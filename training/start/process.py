@@ -1,11 +1,4 @@
-"""Set-up of train.py's own process before anything heavy is imported: its end, its output and its caches.
-
-The run ends with the launchers that started it. Its output may get lost, since a log is often a file on a disk that
-may fill, or a pipe whose reader may leave, and neither is worth a run. Where the home folder is missing or may not be
-written, as in containers whose user has no home, libraries keep their caches among the temporary files; each library
-would fail in its own way otherwise. data/text/cache_folder.py finds the folder of prepared
-data, which is Mantissa's own.
-"""
+"""Set-up of train.py's own process before anything heavy is imported: its end, its output and its caches."""
 
 import io
 import os

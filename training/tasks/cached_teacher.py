@@ -1,9 +1,8 @@
 """A teacher's answers to every sequence of a corpus, on disk: its k likeliest tokens at every place.
 
-A folder beside the corpus, published whole by one rename, named after the corpus and everything that decides its
-content. Of each split two arrays: `<split>-ids.npy` (sequences, places, k) int32, the likeliest first, and
-`<split>-log-probs.npy` (sequences, places, k + 1) FP32, their log-probabilities at the run's temperature and last that
-of all other tokens together. `index.json`, written last, has the size and sha256 of each.
+A folder beside the corpus, published whole by one rename. Of each split `<split>-ids.npy` (sequences, places, k) int32,
+the likeliest first, and `<split>-log-probs.npy` (sequences, places, k + 1) FP32, at the run's temperature, the last one
+that of all other tokens together. `index.json`, written last, has the size and sha256 of each.
 """
 
 import json

@@ -1,8 +1,4 @@
-"""The interface of a task, and the task that a config names.
-
-Loop, engine, guard and checkpoints do not know which task runs: they see batches of inputs and labels, and a loss that
-is the mean over everything that counts in the global batch: labels, answers, pairs.
-"""
+"""The interface of a task, and the task that a config names."""
 
 from typing import Protocol
 

@@ -1,9 +1,4 @@
-"""Send spans by OTLP over HTTP, without slowing training down when the collector does not answer.
-
-Spans go into a queue of 2,048 (`OTEL_BSP_MAX_QUEUE_SIZE`), from which a thread sends up to 512 at a time; when it is
-full, the oldest are dropped. Headers, certificates, compression, time-outs, sampler and resource come from the standard
-OTEL_* variables, so that no secret has to be in a config.
-"""
+"""Send spans by OTLP over HTTP, without slowing training down when the collector does not answer."""
 
 import hashlib
 import importlib

@@ -1,11 +1,7 @@
-"""OpenTelemetry spans of a run: `tracking.otlp_endpoint` names the collector, nothing is imported without it.
+"""OpenTelemetry spans of a run (docs/tracing.md): nothing is imported without `tracking.otlp_endpoint`.
 
-Every step is one trace. Its root, `step`, has children `data`, `forward_backward`, `health` and `optimizer`; an
-`evaluation` and a `checkpoint` belong to the trace of the step they follow. All ranks send theirs, into the same trace:
-rank 0's root is the parent of the other ranks' roots. A sampler (OTEL_TRACES_SAMPLER=traceidratio) therefore keeps or
+Every step is one trace of all ranks: rank 0's root is the parent of the other ranks' roots, so that a sampler keeps or
 drops a step on all ranks alike.
-
-Spans measure the time of this process. On a GPU kernels are launched in `forward_backward` and waited for in `health`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which errors of an object store are transient, and how to describe the others without secrets.
 
-Errors come from many libraries (botocore, aiohttp, gcsfs, adlfs), none of which has to be installed, so they are
-classified by what these have in common: HTTP status, S3's error code, names of the transport's exceptions.
+None of the libraries that raise them (botocore, aiohttp, gcsfs, adlfs) has to be installed, so they are classified by
+HTTP status, S3's error code and names of the transport's exceptions.
 """
 
 import errno

@@ -1,8 +1,4 @@
-"""Files in an object store, through fsspec: every operation retried, every byte hashed.
-
-fsspec and the libraries under it cache listings, retry in ways of their own and give up without saying how often; here
-nothing is cached, and one place decides what is retried, how often, and how long in between.
-"""
+"""Files in an object store, through fsspec: every operation retried, every byte hashed, nothing cached."""
 
 import hashlib
 import math

@@ -1,7 +1,7 @@
 """A run's checkpoints in an object store: each rank uploads what it wrote itself.
 
-A checkpoint is published in the run folder first and then uploaded in the background; the manifest follows when every
-rank's files are uploaded and read back, LATEST last. A run that starts fetches checkpoints that its folder lacks.
+A checkpoint is published in the run folder first and then uploaded in the background, the manifest and LATEST last. A
+run that starts fetches checkpoints that its folder lacks.
 """
 
 from __future__ import annotations

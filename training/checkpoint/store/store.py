@@ -1,12 +1,7 @@
 """Checkpoints in an object store: s3://, gs://, abfs://, or any other file system that fsspec knows.
 
-    URL/step-60/...             the files of a checkpoint, by the names they have in its folder
-    URL/step-60/manifest.json   uploaded when all of them are there; without it there is no step-60
-    URL/LATEST                  uploaded last
-
-A store has no rename and no flush. Instead, an object appears whole or not at all, every file is hashed
-again after its upload, and the manifest, which is sealed, is uploaded last and deleted first.
-docs/object-stores.md explains how to set one up.
+A store has no rename and no flush. Instead, an object appears whole or not at all, every file is hashed again after its
+upload, and the manifest, without which there is no checkpoint, is uploaded last and deleted first.
 """
 
 import os

@@ -1,7 +1,6 @@
 """Muon (Jordan et al. 2024): hidden matrices move along the nearest orthogonal matrix to their averaged gradient.
 
-With weight decay and the size of AdamW's steps (Liu et al. 2025, "Muon is Scalable for LLM Training", equation 4), so
-that one learning rate and one decay serve both; all other parameters are AdamW's. Gradients are clipped before.
+With weight decay and the size of AdamW's steps (Liu et al. 2025, "Muon is Scalable for LLM Training", equation 4).
 """
 
 from typing import Any
