@@ -21,11 +21,10 @@ _MAX_PARAMETERS = 5
 
 
 def attribute(engine: Engine, batch: Batch, outcome: Outcome, *, step: int) -> list[tuple[int, Finding]]:
-    """(rank, finding), first causes first. A collective, to be called between backward and step.
+    """(rank, finding), first causes first. A collective between backward and step; discard the gradients afterwards.
 
-    outcome: of the backward pass; has the state of the random generators before the step. When no rank finds a cause
-    (the values overflowed in the reduction) the parameters with a non-finite reduced gradient are named, under rank 0.
-    Afterwards the engine has the second run's gradients: discard them.
+    When no rank finds a cause (the values overflowed in the reduction) the parameters with a non-finite reduced
+    gradient are named, under rank 0.
     """
     reduced = [(name, describe(gradient)) for name, gradient in engine.gradients.nonfinite_gradients()]
     engine.discard_gradients()
@@ -57,10 +56,9 @@ def attribute(engine: Engine, batch: Batch, outcome: Outcome, *, step: int) -> l
 def _without_consequences(
     found: list[tuple[int, Finding]], model: nn.Module, *, ranks: int
 ) -> list[tuple[int, Finding]]:
-    """Leave out what reached a rank from another one that has a slice of the same sequences or matrices, or experts.
+    """Leave out what reached a rank from others of the `ranks` that share sequences, matrices or experts.
 
-    So many `ranks` share them. Of each group and micro-batch the rank is kept whose finding was made first:
-    forward passes end in one order of modules on all ranks, backward passes in the reverse of that in which they begin.
+    Of each group and micro-batch the rank is kept whose finding was made first: passes have one order on all ranks.
     """
     ended, begun = {name: at for at, name in enumerate(_ends(model, ""))}, dict(model.named_modules())
     last = len(ended)

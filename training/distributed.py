@@ -283,9 +283,8 @@ def start(
 ) -> World:
     """Join the process group, select this rank's device, and its share of the machine's cores.
 
-    The first three arguments are from the launcher's environment. bind_cores: as `run.bind_cores`. job: names this job
-    and no other, for ranks that find another one at MASTER_PORT. Raises RuntimeError when the process group has another
-    rank or world size than the launcher: training would be silently wrong. Raises UserError as `open_store` does.
+    bind_cores: as `run.bind_cores`. job: names this job and no other, for ranks that find another one at MASTER_PORT.
+    Raises RuntimeError when the process group has another rank or world size, UserError as `open_store` does.
     """
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if world_size > 1 and "MASTER_PORT" not in os.environ:
@@ -341,10 +340,7 @@ def stop() -> None:
 
 
 def _use_own_cores(world: World, bind_cores: str) -> None:
-    """Use this rank's share of its machine's cores, and bind it to them where configured. A collective.
-
-    The deepspeed launcher gives every rank all cores. The number of threads is set unless OMP_NUM_THREADS is to one.
-    """
+    """Use this rank's share of its machine's cores, bound to it where configured. A collective."""
     gpu = None
     if world.device.type == "cuda":
         found: Any = torch.cuda.get_device_properties(world.device)  # torch does not declare these

@@ -94,10 +94,7 @@ def save_now(parts: Parts, progress: Progress) -> SaveFailed | None:
 
 
 def record_saves(parts: Parts) -> SaveFailed | None:
-    """Record the outcomes of saves, waiting for one in progress, and the notes of the checkpoints.
-
-    The error of the last save, or None.
-    """
+    """Record the outcomes of saves, waiting for one in progress, and notes; the last save's error, or None."""
     problem = None
     for line in parts.checkpoints.take_notes():
         parts.record.note(line)

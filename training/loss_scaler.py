@@ -46,11 +46,7 @@ class LossScaler(DynamicLossScaler):
         self._discarding = False
 
     def update_scale(self, overflow: bool) -> None:
-        """Called by DeepSpeed inside its step. The new scale takes effect in `apply_change`.
-
-        Raises:
-            RuntimeError: DeepSpeed is about to apply a step that should be discarded.
-        """
+        """Called by DeepSpeed inside its step. Raises RuntimeError when it applies a step that is to be discarded."""
         if self._discarding:
             if not overflow:
                 raise RuntimeError("DeepSpeed applies a step that was to be discarded: its overflow path was not taken")

@@ -59,10 +59,7 @@ class Parts:
         }
 
     def load_state_dict(self, state: dict[str, Any], *, keep_budgets: bool = False) -> Progress:
-        """The inverse of `state_dict`, after the engine itself was loaded; the progress of the run.
-
-        keep_budgets: used reactions stay used, as a rollback needs it.
-        """
+        """The inverse of `state_dict`; the run's progress. keep_budgets: used reactions stay used, for a rollback."""
         progress, reactions = Progress.from_state_dict(state["progress"]), state["reactions"]
         self.engine.install_scaler(state["scaler"])
         (self.guard.roll_back if keep_budgets else self.guard.load_state_dict)(reactions["guard"])

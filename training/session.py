@@ -71,10 +71,7 @@ class Session:
 
     @property
     def left_out(self) -> str | None:
-        """Human-readable: which rows `evaluate.batches` leaves out of evaluations; None where it leaves out none.
-
-        None for documents too, which are usually evaluated on a sample.
-        """
+        """Which rows `evaluate.batches` leaves out, human-readable; None where none, and for documents."""
         config, size = self.resolved.config, self.resolved.batch.global_size
         most, held_out = config.evaluate.most_batches, self.corpus.validation.sequences(config.data.sequence_length)
         of_rows = isinstance(self.corpus.validation, RowShards)
@@ -135,13 +132,10 @@ def session(
 ) -> Iterator[Session]:
     """Join the process group, prepare the data, build model, engine and batches; close them afterwards. A collective.
 
-    corpus: the data, where it is prepared already. world: the process group, where it was joined already; it is then
-    left as it is, and the engine closed, so that another session can follow. trains: this is the job of `train.py`
-    itself: lost ranks are watched for from here on, so that none waits for ever for data that a rank was preparing, and
-    its run folder is opened before anything is built. shares: with which of `parallel.sequence`, `tensor` and `expert`
-    what follows is shown right; a job of `train.py` is with all.
-
-    Raises UserError for what only shows now, such as weights that cannot be loaded or a folder that cannot be written.
+    corpus, world: where they are there already; the process group is then left as it is. trains: this is the job of
+    `train.py` itself: lost ranks are watched for, and its run folder is opened before anything is built. shares: which
+    of `parallel.sequence`, `tensor` and `expert` is verified for what follows; all are for a job of `train.py`. Raises
+    UserError for what only shows now.
     """
     config = resolved.config
     refuse_sharing(resolved.batch, but=("sequence", "tensor", "expert") if trains else shares)
@@ -260,10 +254,7 @@ def run_dir_of(resolved: Resolved) -> RunDir:
 
 @contextmanager
 def locked_run_dir(resolved: Resolved, world: World) -> Iterator[RunDir]:
-    """The run folder, made and locked by rank 0 and known to all. A resumed run keeps its own. A collective.
-
-    Raises UserError on every rank when it cannot be made, or another job writes it.
-    """
+    """The run folder, made and locked by rank 0 and known to all. A collective. Raises UserError on every rank."""
     run = resolved.config.run
     root, error = Path(run.dir).expanduser(), None
     with ExitStack() as ends:

@@ -24,10 +24,7 @@ from training.telemetry import Telemetry
 
 
 def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, Health]:
-    """Forward, backward, norm, judge, apply or discard, record, react.
-
-    Returns the progress afterwards, the guard's judgement and the health that all ranks saw. A collective.
-    """
+    """One attempted step: the progress afterwards, the judgement, and the health that all ranks saw. A collective."""
     started, config = time.perf_counter(), parts.resolved.config
     engine, guard, record = parts.engine, parts.guard, parts.record
     batch = parts.batches.next_step()
@@ -146,10 +143,7 @@ def _verify_precision(parts: Parts, progress: Progress, watch: Observation) -> N
 
 
 def _find_causes(parts: Parts, health: Health, batch: Batch, outcome: Outcome) -> Causes:
-    """The rank, module and tensor that made the step not finite; nothing, at no cost, when it is finite.
-
-    Nor where the machine is known to be at fault.
-    """
+    """The rank, module and tensor that made the step not finite; none where the machine is at fault."""
     if (
         health.finite
         or health.corruption is not None

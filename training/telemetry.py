@@ -65,10 +65,7 @@ _MAXIMA = (_LARGEST, _APART, _ADAM.stop - 1)  # over ranks the largest counts; t
 
 
 class Telemetry:
-    """Measures one step at a time: `watching` around its passes, `measure`, then `finish` after the optimizer step.
-
-    `watching` with the probe and `finish` are collectives; `finish` returns the same numbers on all ranks.
-    """
+    """Measures a step: `watching` around its passes, a collective with the probe; `measure`; `finish`, a collective."""
 
     def __init__(self, engine: Engine, *, probe: bool, figures: Collection[Figure] = FIGURES) -> None:
         """figures: those of FIGURES to measure; an event has nothing of the others.
@@ -140,10 +137,7 @@ class Telemetry:
 
     @torch.no_grad()
     def measure(self) -> None:
-        """Look at gradients and weights. Call between backward and step; gradients have to be finite.
-
-        Without `watching` before, the event has nothing of the forward pass.
-        """
+        """Look at weights and gradients, which have to be finite, between backward and step."""
         engine = self._engine
         device, scale = engine.world.device, engine.loss_scale
         self._scale = scale  # the step may change it
@@ -208,11 +202,7 @@ class Telemetry:
             self._numbers[row, _APART : _APART_SQUARES + 1] = distances(shard.master().to(weight.device), weight)
 
     def _measure_update(self) -> None:
-        """The step's effect on the masters, estimated from samples of them.
-
-        Squares of how much they changed, and of what they were; how many changed, and how many of these compute with
-        the same number as before.
-        """
+        """The step's effect on samples of the masters: size of the change, how many changed, and how many in vain."""
         names = list(self._parameters)
         for row, (shard, before) in self._masters.items():
             after, module = sampled(shard.master()), names[row].rpartition(".")[0]
@@ -233,10 +223,7 @@ class Telemetry:
 
     @torch.no_grad()
     def finish(self, *, applied: bool, clip: float = 1.0) -> dict[str, Any]:
-        """The fields of a `telemetry` event, after the optimizer step.
-
-        applied: whether it changed the weights. clip: the factor by which clipping shrank the gradient.
-        """
+        """The fields of a `telemetry` event. applied: whether the weights changed. clip: factor on the gradient."""
         if applied:
             self._measure_update()
             if "adam" in self._figures:

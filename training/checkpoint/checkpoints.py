@@ -141,10 +141,7 @@ class Checkpoints:
         return ended
 
     def save(self, engine: Engine, state: dict[str, Any]) -> Saved:
-        """`start_save`, and wait for it.
-
-        Raises SaveFailed on every rank when any of them cannot write; earlier checkpoints are untouched.
-        """
+        """`start_save`, and wait for it. Raises SaveFailed on every rank when any of them cannot write."""
         self.start_save(engine, state)
         outcome = self.outcomes()[-1]
         if isinstance(outcome, SaveFailed):
@@ -159,9 +156,8 @@ class Checkpoints:
     def find(self, resume: str) -> Path | None:
         """The checkpoint that `run.resume` asks for, or None to start from scratch. The same on every rank.
 
-        Rank 0 looks at the folder; each rank hashes part of the files. Where `run.resume` leaves a choice, a checkpoint
-        that is damaged or of another run is passed over, with a line that says why. Raises UserError when there are
-        some and none is usable.
+        Where `run.resume` leaves a choice, one that is damaged or of another run is passed over, with a line that says
+        why. Raises UserError when there are some and none is usable.
         """
         self._collect_outcome()
         if resume == "never":
@@ -194,10 +190,7 @@ class Checkpoints:
         return None
 
     def load(self, path: Path, engine: Engine) -> dict[str, Any]:
-        """Restore the engine and the random generators, but not the loss scaler; returns the `state` that `save` got.
-
-        Raises UserError when the checkpoint is damaged or of another run's identity.
-        """
+        """Restore the engine and the random generators, but not the loss scaler; what `save` got. Raises UserError."""
         problem = None if path in self._verified else self._check(path)[0]
         if problem is not None:
             raise UserError(f"{path}: {problem}")

@@ -36,10 +36,7 @@ def begin(folder: Path, step: int) -> None:
 
 
 def add_unlisted_files(partial: Path, files: dict[str, Written]) -> None:
-    """Flush files in the folder that `Files` did not write (DeepSpeed copies what it offloaded to NVMe), and list them.
-
-    Their hashes are of what is on disk. Raises OSError.
-    """
+    """Flush and list what `Files` did not write: DeepSpeed copies what it offloaded to NVMe. Raises OSError."""
     for path in sorted(path for path in partial.rglob("*") if path.is_file()):
         name = path.relative_to(partial).as_posix()
         if name not in files:

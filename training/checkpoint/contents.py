@@ -28,10 +28,7 @@ _VERSIONS = {name: version(name) for name in ("torch", "deepspeed", "transformer
 
 
 def save_state(files: Files, folder: Path, engine: Engine, state: dict[str, Any]) -> None:
-    """Hand this rank's state to `files`, which copies it for later or writes it at once. A collective.
-
-    state: the run's, with its identity; parameter shapes and checksums are added here.
-    """
+    """Hand this rank's state, the run's, its parameters' shapes and checksums to `files`. A collective."""
     world, checksums = engine.world, checksums_of(engine)
     engine.save(folder, TAG, files)
     files.save(generators(world.device), folder / f"rng-rank-{world.rank}.pt")

@@ -64,11 +64,7 @@ def layout_of(tensors: Tensors) -> str:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of the checkpoint at `path`.
-
-    Raises Damaged when it is missing or its seal does not match, Unusable when it is of another format, OSError when
-    it cannot be read.
-    """
+    """The manifest of the checkpoint at `path`. Raises as `parse_manifest` does, and OSError when it cannot be read."""
     try:
         text = (path / MANIFEST).read_bytes()
     except FileNotFoundError:

@@ -118,10 +118,7 @@ def load_resharded(engine: Engine, folder: Path, *, recorded: Checksums | None, 
 
 
 def require_same_checksums(engine: Engine, where: Path, recorded: Checksums) -> None:
-    """Compare every master and state tensor of the engine with the checksums that were recorded when they were saved.
-
-    A collective. Raises UserError, on every rank, naming the first that differs; `where` is the checkpoint.
-    """
+    """Compare every master and state tensor with `recorded`. A collective. Raises UserError on every rank."""
     engine.world.raise_first(_difference(where, recorded, checksums_of(engine)), UserError)
 
 

@@ -223,10 +223,7 @@ def _recorded(manifest: dict[str, Any], name: str) -> Tensors:
 
 
 def tensors_in(path: Path, key: Key | None = None) -> Tensors:
-    """The tensors of a .pt file, of which neither values are loaded nor any code is run. Raises Damaged.
-
-    key: with which the file is encrypted; None: it is not.
-    """
+    """The tensors of a .pt file, of which neither values are loaded nor any code is run. Raises Damaged."""
     import torch
 
     from training.checkpoint.encryption import open_file

@@ -117,10 +117,7 @@ def answer(engine: Engine, outcome: Outcome, local: LocalGradients | None) -> An
 
 
 def run_again(engine: Engine, batch: Batch, outcome: Outcome, first: Answer) -> Again:
-    """Run the step on other ranks and then here again. outcome: of the first run. first: its answer. A collective.
-
-    Gradients and random generators are those of the last run afterwards.
-    """
+    """Run the step on other ranks and then here again, whose gradients stay. A collective."""
     world = engine.world
     others: list[bool] | None = None
     there: Answer | None = None

@@ -84,11 +84,7 @@ class UpdateCheck:
 
     @torch.no_grad()
     def after_update(self, *, norm: float, scale: float, lr: float, step: int) -> None:
-        """Recompute the slice, and keep another one for the next step.
-
-        norm: of the unscaled gradient. scale: the loss scale of the step. lr: the learning rate. step: updates so far,
-        this one included.
-        """
+        """Recompute the slice, and keep another one. norm: of the unscaled gradient. step: updates, with this one."""
         clipping = self._engine.clipping
         divided = scale * (max(1.0, (norm + 1e-6) / clipping) if clipping else 1.0)
         for own, gradient in zip(self._slices or (), self._gradients, strict=True):

@@ -76,10 +76,7 @@ def read_ledger(engine: Engine, *, reduce: str) -> list[Entry]:
 
 
 def read_start(engine: Engine) -> Entry:
-    """The row of what the masters are before the first step of this session. A collective.
-
-    Raises PrecisionError naming the first that is not what it was started from.
-    """
+    """The masters' row before this session's first step. A collective. Raises PrecisionError where one differs."""
     assert engine.start is not None
     found = checksums_of(engine)["master"]
     other = next((name for name, text in engine.start.checksums.items() if found[name] != text), None)

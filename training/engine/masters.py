@@ -38,10 +38,7 @@ def local_masters(optimizer: Any) -> list[torch.Tensor]:
 
 
 def local_states(optimizer: torch.optim.Optimizer, name: str) -> list[torch.Tensor]:
-    """This rank's partition of one of the optimizer's state tensors; empty before the first applied step.
-
-    optimizer: torch's own, DeepSpeed's `basic_optimizer`.
-    """
+    """This rank's partition of one of torch's optimizer's state tensors; empty before the first applied step."""
     return [state[name] for state in optimizer.state.values() if isinstance(state.get(name), torch.Tensor)]
 
 

@@ -43,10 +43,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 
 
 def rounding(name: str, given: UpdateInputs) -> float:
-    """How far, as a norm, an optimizer's roundings below FP32 may take it from `update`; 0.0 where it has none.
-
-    One that computes in 16 bits defines `rounding` itself.
-    """
+    """How far, as a norm, an optimizer's roundings below FP32 may take it from `update`; 0.0 where it has none."""
     own: Callable[[UpdateInputs], float] | None = getattr(IMPLEMENTATIONS[name], "rounding", None)
     return 0.0 if own is None else own(given)
 

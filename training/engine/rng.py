@@ -23,10 +23,7 @@ def restore_generators(state: dict[str, torch.Tensor], device: torch.device) -> 
 
 
 def load_generators(saved: dict[str, torch.Tensor] | None, device: torch.device, *, fallback_seed: str) -> None:
-    """Restore what `generators` gave; where this rank has none, seed from the text `fallback_seed`.
-
-    A run that resumes on more ranks than it was saved with has generators for the first ones only.
-    """
+    """Restore what `generators` gave; a rank that was not there when it was saved draws from `fallback_seed`."""
     if saved is not None:
         restore_generators(saved, device)
         return

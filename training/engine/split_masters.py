@@ -51,10 +51,7 @@ class SplitMaster:
         return found[start - first :]
 
     def pieces(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """The master piece by piece: where, and (k,) FP32 values, which are taken back when they were changed.
-
-        Split masters only.
-        """
+        """A split master piece by piece: where, and (k,) FP32 values, which are taken back when they were changed."""
         for where in self._slices():
             piece = self.values(where.start, where.stop - where.start)
             yield where, piece

@@ -60,10 +60,7 @@ class Shard:
 
 
 def shape_of(parameter: torch.nn.Parameter) -> torch.Size:
-    """The parameter's shape on this rank, also where ZeRO-3 left an empty tensor in its place.
-
-    It is that of a slice where ranks share matrices.
-    """
+    """The parameter's shape on this rank, of a slice where ranks share matrices, also where ZeRO-3 left it empty."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
@@ -190,10 +187,7 @@ def states_of(engine: Engine, parameter: torch.nn.Parameter) -> tuple[str, ...]:
 
 
 def tensor_kinds(engine: Engine) -> tuple[str, ...]:
-    """The FP32 tensors of trainable parameters: masters, and the optimizer's state tensors by torch's keys.
-
-    Not every parameter has all of the latter (`states_of`).
-    """
+    """The FP32 tensors of trainable parameters: masters and, not of all, state tensors by torch's keys."""
     return ("master", *engine.optimizer_spec.states)
 
 
@@ -275,10 +269,7 @@ def as_text(sums: Any) -> str:
 
 
 def flat_masters(engine: Engine) -> list[torch.Tensor]:
-    """This rank's partition of the masters, one flat FP32 tensor a group; at ZeRO-0 the parameters.
-
-    To be read only inside `Engine.whole_masters`.
-    """
+    """This rank's flat FP32 masters, to be read inside `Engine.whole_masters`; at ZeRO-0 the parameters."""
     return local_masters(engine.deepspeed.optimizer)
 
 
@@ -294,10 +285,7 @@ def states_of_flat_masters(engine: Engine) -> list[tuple[str, ...]]:
 
 
 def state_after(engine: Engine, flat: torch.Tensor, names: Iterable[str], updates: int) -> dict[str, Any]:
-    """The optimizer's state of one flat tensor after `updates` updates, initialized as its first update would.
-
-    names: of its state tensors.
-    """
+    """The optimizer's state of one flat tensor after `updates` updates, initialized as its first update would."""
     optimizer = engine.deepspeed.basic_optimizer
     state = optimizer.state[flat]
     for name in names:

@@ -142,10 +142,7 @@ def _part(engine: Engine, parameter: Any, shard: Shard, values: torch.Tensor, fi
 
 @torch.no_grad()
 def require_fresh_masters(engine: Engine) -> None:
-    """Require cast(master) == weight for every trainable parameter, bit for bit.
-
-    Each rank compares its part; a collective. Raises StaleMaster naming the first one, on every rank.
-    """
+    """Require cast(master) == weight for every trainable parameter, bit for bit. A collective. Raises StaleMaster."""
     problems: list[str] = []
     for name, parameter, shard in _masters(engine):
         weight = local_weight(parameter, shard, engine.stage)

@@ -69,10 +69,7 @@ def _listed(values: list[Any]) -> list[Any] | dict[str, Any]:
 
 
 def forget_peak_memory(device: torch.device) -> None:
-    """The peak counts from here: what prepared the data is no part of the training's.
-
-    Raises OSError where the system does not let the peak of a resident set be reset (Linux does).
-    """
+    """Let the peak count from here. Raises OSError where the system does not let it be reset (Linux does)."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:

@@ -35,10 +35,7 @@ _UNPROFILED_STEPS = 20
 def open_profiling(
     resolved: Resolved, folder: Path, *, engine: Engine, batches: Any, note: Callable[[str], None]
 ) -> Profiling | None:
-    """The profiling configured for this rank; None, at no cost, where there is none.
-
-    folder: of the run. note: called with a line about the files written.
-    """
+    """The profiling configured for this rank, or None. folder: of the run. note: called with a line about the files."""
     section = resolved.config.profile
     if not section.steps or engine.world.rank not in section.ranks:
         return None

@@ -113,9 +113,8 @@ def gpu_node(address: str, root: Path = _SYS) -> int:
 def divide_cores(nodes: dict[int, list[Core]], ranks: int, near: Sequence[Sequence[int]] | None = None) -> list[Share]:
     """How `ranks` ranks divide the cores of `nodes`: disjoint, contiguous, equal but for one core among the same nodes.
 
-    near: the result of `near_gpus`; ranks with the same nodes divide those nodes' cores. Without it nodes get ranks in
-    proportion to their cores, so that the smallest share is as large as possible; a rank stays within a node, or gets
-    several whole ones where there are more nodes than ranks.
+    near: the result of `near_gpus`. Without it nodes get ranks in proportion to their cores; a rank stays within a
+    node, or gets several whole ones where there are more nodes than ranks.
     """
     homes = _homes(nodes, ranks) if near is None else near
     shares: dict[int, Share] = {}
@@ -149,11 +148,10 @@ def choose_binding(
     environment: Mapping[str, str] = os.environ,
     root: Path = Path("/sys"),
 ) -> Binding:
-    """The CPUs that a rank is bound to, and its number of threads.
+    """The CPUs that a rank is bound to, and its number of threads. mode: as `run.bind_cores`. claims: by rank.
 
-    mode: auto, always or never, as `run.bind_cores`. claims: every rank's, in rank order. The threads are the same in
-    every mode, except where GPUs decide which cores are near. Nothing is bound where the ranks of a machine may use
-    different CPUs, because a launcher has bound them, nor where OpenMP is set to bind its threads.
+    Nothing is bound where the ranks of a machine may use different CPUs, because a launcher has bound them, nor where
+    OpenMP is set to bind its threads.
     """
     mine = claims[rank]
     here = [other for other, claim in enumerate(claims) if claim.machine == mine.machine]

@@ -59,10 +59,7 @@ def locks(folder: Path, op: str = "*") -> list[dict[str, Any]]:
 
 @contextmanager
 def exclusive_build(op: str, log: Callable[[str], None]) -> Iterator[None]:
-    """Inside, no other process of Mantissa on this machine builds or loads `op`, and abandoned locks are removed.
-
-    `log` gets one line on what is waited for or was removed.
-    """
+    """Inside, no other process of Mantissa on this machine builds or loads `op`, and abandoned locks are removed."""
     from filelock import FileLock, Timeout  # the doctor looks at locks with the standard library alone
 
     folder = extensions_folder()

@@ -52,9 +52,6 @@ def objective_of(config: Config, model: PreTrainedModel, teacher: Forward | None
 
 
 def prepare(config: Config, *, progress: bool) -> Corpus:
-    """The data of a config, as its task prepares it: of one source or of several, and validation sets beside them.
-
-    Raises UserError.
-    """
+    """The data of a config, of all its sources, and validation sets beside them. Raises UserError."""
     task = task_of(config)
     return corpus_of(config.data, lambda data: task.prepare(data, progress=progress))

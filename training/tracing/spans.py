@@ -35,10 +35,7 @@ def open_tracing(
     checkpoints: Checkpoints,
     note: Callable[[str], None],
 ) -> Tracing | None:
-    """The configured tracing, on every rank; None, at no cost, where there is none. A collective.
-
-    note: called with one line when spans are lost.
-    """
+    """The configured tracing, on every rank, or None. note: called with one line when spans are lost. A collective."""
     endpoint = resolved.config.tracking.otlp_endpoint
     if endpoint is None:
         return None

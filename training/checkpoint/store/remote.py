@@ -38,10 +38,7 @@ class Remote:
         return f"{self.store.url}/step-{step}"
 
     def upload(self, world: World, folder: Path, step: int, files: dict[str, Written]) -> None:
-        """Upload the published checkpoint `folder`, then delete the expired ones.
-
-        world: of a process group that nothing else uses meanwhile. Raises SaveFailed on every rank.
-        """
+        """Upload the published checkpoint `folder`, then delete the expired ones. Raises SaveFailed on every rank."""
         there = self.url_of(step)
         on_main(world, lambda: self.store.delete(step), there)
         problem = self._upload_mine(world.rank, folder, step, files)

@@ -29,10 +29,7 @@ class Store(StoreFiles):
         return sorted(step for step, names in self._listing().items() if MANIFEST not in names)
 
     def candidates(self, record: Record | None = None) -> list[tuple[int, dict[str, Any] | Unusable]]:
-        """Steps with their manifests, the newest first as in `newest_first`; for a damaged one what is wrong with it.
-
-        record: of the run that asks.
-        """
+        """Steps with their manifests, the newest first (`newest_first`); for a damaged one what is wrong with it."""
         with ThreadPoolExecutor(max_workers=AT_ONCE) as readers:
             steps = self.steps()
             found = dict(zip(steps, readers.map(self._manifest_or_problem, steps), strict=True))
@@ -69,10 +66,7 @@ class Store(StoreFiles):
             self.remove(name)
 
     def require_usable(self) -> None:
-        """Write, read, list and delete a small object, to find problems before training starts.
-
-        Raises UserError.
-        """
+        """Write, list and delete a small object, to find problems before training starts. Raises UserError."""
         name = f".probe-{os.getpid()}-{random.getrandbits(32):08x}"
         probe = Store(self.url, self._options, attempts=min(3, self._attempts), first_wait=self._first_wait)
         try:
