@@ -284,7 +284,7 @@ def start(
     """Join the process group, select this rank's device, and its share of the machine's cores.
 
     bind_cores: as `run.bind_cores`. job: names this job and no other, for ranks that find another one at MASTER_PORT.
-    Raises RuntimeError when the process group has another rank or world size, UserError as `open_store` does.
+    Raises UserError as `open_store` does.
     """
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if world_size > 1 and "MASTER_PORT" not in os.environ:
@@ -312,11 +312,6 @@ def start(
         device_id=device if device.type == "cuda" and world_size > 1 else None,
     )
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
-    if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
-        raise RuntimeError(
-            f"the launcher set rank {rank} of {world_size}, the process group has rank {dist.get_rank()} of "
-            f"{dist.get_world_size()}; check RANK and WORLD_SIZE in the launcher's environment"
-        )
     world = World(rank, world_size, local_rank, device)
     if device.type == "cpu":
         multiply_through_fp32()

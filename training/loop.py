@@ -18,7 +18,6 @@ class Ending:
     progress: Progress
     exit_code: int
     reason: str = ""
-    """Why it stopped early, in words."""
 
 
 def train(parts: Parts, progress: Progress) -> Ending:

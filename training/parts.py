@@ -41,7 +41,6 @@ class Parts:
     """The same of each source of a mixture."""
     preemption: Preemption = field(default_factory=lambda: Preemption(signals=False))
     checks: Checks | None = None
-    """For silent corruption."""
     telemetry: Telemetry | None = None
     tracing: Tracing | None = None
     profiling: Profiling | None = None

@@ -44,4 +44,3 @@ class Progress:
 
 
 START = Progress()
-"""Before the first step."""

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import random
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -11,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import numpy as np
-import torch
 import transformers
 from transformers import PretrainedConfig
 
@@ -35,6 +32,7 @@ from training.checkpoint.checkpoints import Checkpoints
 from training.checkpoint.retention import Retention
 from training.distributed import World
 from training.engine import Engine, build_engine
+from training.engine.rng import seed_everything
 from training.engine.work_time import forget_peak_memory
 from training.references import add_references
 from training.tasks.cached_teacher import documents_of
@@ -54,12 +52,10 @@ class Session:
     world: World
     engine: Engine
     batches: Batches
-    """The training batches, at the start of the data order."""
     base: str | None = None
     """Identity of the model under an adapter, or of the reference of preferences: sha256 of its files, or a hub's
     revision. None where a run starts from it and needs it no more."""
     teacher: str | None = None
-    """Identity of the teacher of a distillation; None without one."""
 
     def validation(self) -> Iterable[Batch]:
         """The validation set's batches, from its start; `evaluate.batches` of them or all."""
@@ -174,7 +170,9 @@ def session(
         engine = build_engine(resolved, shape, world)
         if quiet:
             engine.notes.append(f"dropout of the model is off, as the reference has none: {', '.join(quiet)}")
-        resolved = _with_attention(resolved, attention_of(engine.model))
+        # what `auto` became, for the record and for whoever starts it again
+        model = replace(config.model, attention=attention_of(engine.model))
+        resolved = replace(resolved, config=replace(config, model=model))
         if not joined:
             ends.callback(engine.close)
         # ranks that share matrices drop out alike: what each of them has whole would else part
@@ -207,12 +205,6 @@ def _predicted(config: Config) -> str | None:
     if config.task not in ENCODER_TASKS:
         return None
     return json.dumps(dataclasses.asdict(config.classify if config.task == "classify" else config.mlm))
-
-
-def _with_attention(resolved: Resolved, attention: str) -> Resolved:
-    """The run with what `model.attention` = auto became, for the record and for whoever starts it again."""
-    model = replace(resolved.config.model, attention=attention)
-    return replace(resolved, config=replace(resolved.config, model=model))
 
 
 def check_validation(resolved: Resolved, corpus: Corpus) -> None:
@@ -267,10 +259,3 @@ def locked_run_dir(resolved: Resolved, world: World) -> Iterator[RunDir]:
         if error is not None:
             raise error
         yield run_dir_of(resolved)
-
-
-def seed_everything(seed: int) -> None:
-    """Seed the generators that dropout, sampling and third-party code draw from."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)

@@ -81,7 +81,6 @@ class Checkpoints:
         self.failures = 0
         """Saves that failed since the last successful one."""
         self.last_failure = ""
-        """Why the last of them failed, in one line."""
         self._lineage = Lineage(folder, run_name)
         self._save: Save | None = None
         self._outcomes: list[Saved | SaveFailed] = []

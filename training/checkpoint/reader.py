@@ -70,7 +70,6 @@ class Opener:
 
 
 PLAIN = Opener()
-"""For files that are not encrypted."""
 
 
 class Reader(TorchCheckpointEngine):

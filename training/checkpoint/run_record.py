@@ -27,7 +27,6 @@ class Record:
     id: str
     name: str
     went_back: int = 0
-    """How often the run went back."""
     back_to: int = 0
     """Step that it went back to the last time."""
 

@@ -38,7 +38,6 @@ class SaveRequest:
     private: bool
     """Whether only this user may read the folder."""
     remote: Remote | None
-    """The object store to upload the checkpoint to."""
     started: float
     """time.perf_counter() at the call."""
 

@@ -48,7 +48,6 @@ class Checks:
         if guard.update_checks:
             self._updates = UpdateCheck(engine, config.optimizer, values=guard.update_checks, seed=config.run.seed)
         self.reexecutes = guard.reexecute != "never"
-        """Whether a suspicious step is run again."""
         words = guard.reexecute.split()
         self._every = int(words[1]) if words[0] == "every" else 0
         self._local: LocalGradients | None = None

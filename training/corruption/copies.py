@@ -32,7 +32,6 @@ class Chunk:
     """A part of a value that every rank holds."""
 
     name: str
-    """Name of the parameter or buffer."""
     kind: str
     """weight, buffer, or one of the optimizer's state tensors."""
     start: int

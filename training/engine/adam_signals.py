@@ -46,7 +46,6 @@ class AdamFigures(NamedTuple):
     """Adam's signals of one module."""
 
     rms: float
-    """RMS_t."""
     signal: float | None
     """The signal's share; None before the first average has seen enough gradients to tell."""
 

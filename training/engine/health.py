@@ -67,11 +67,9 @@ class Update:
     """The effect of an optimizer step."""
 
     applied: bool
-    """Whether the weights changed."""
     clip_coefficient: float
     """Factor that clipping applied to the gradient, 1 where it did not clip, 0 on a skipped step."""
     lr: float
-    """Learning rate of this step."""
     loss_scale: float
     """Loss scale this step ran at; 1 where nothing is scaled."""
     scale_change: ScaleChange | None

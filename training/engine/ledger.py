@@ -10,7 +10,6 @@ from modeling.quantised_base import quantised_parameters, stored_tensors
 from precision.dtypes import DTYPES
 from training.engine.engine import Engine
 from training.engine.masters import local_masters, local_states
-from training.engine.split_masters import SplitMasters
 from training.engine.tensors import checksums_of, shape_of
 
 
@@ -24,7 +23,6 @@ class Entry:
 
     what: str
     dtype: str
-    """Names of the dtypes found, such as float32."""
     bytes: int
     """On this rank; 0 where nothing is held yet."""
 
@@ -53,6 +51,10 @@ def read_ledger(engine: Engine, *, reduce: str) -> list[Entry]:
     communication = engine.deepspeed.communication_data_type
     _require("parameters", parameters, compute)
     _require("masters", masters, torch.float32)
+    of_masters = _entry("masters", masters)
+    if engine.split_masters is not None:
+        held = [tensor for split in engine.split_masters.of.values() for tensor in split.tensors]
+        of_masters = replace(_entry("masters", held), dtype="float32, less their weights")
     _require("moments", moments, torch.float32)
     buffers = {name: buffer for name, buffer in engine.model.named_buffers() if buffer.is_floating_point()}
     _require_own_dtypes(buffers, engine.buffer_dtypes)
@@ -66,7 +68,7 @@ def read_ledger(engine: Engine, *, reduce: str) -> list[Entry]:
         *([_entry("of these frozen", frozen)] if frozen else []),
         *([_entry("quantised base", list(stored_tensors(engine.model)))] if coded else []),
         *([_entry("buffers", list(buffers.values()))] if buffers else []),
-        _entry("masters", masters) if engine.split_masters is None else _split_entry(engine.split_masters),
+        of_masters,
         *([_entry("teacher, without masters", engine.teacher.weights)] if engine.teacher is not None else []),
         _entry("moments", moments, absent="float32, from the first step on" if states else "none"),
         Entry("gradients of a micro-batch", _name(compute), 0),
@@ -122,11 +124,6 @@ def _require_own_dtypes(buffers: Mapping[str, torch.Tensor], own: Mapping[str, t
 def _entry(what: str, tensors: list[torch.Tensor], absent: str = "none") -> Entry:
     names = sorted({_name(tensor.dtype) for tensor in tensors})
     return Entry(what, ", ".join(names) or absent, sum(t.numel() * t.element_size() for t in tensors))
-
-
-def _split_entry(masters: SplitMasters) -> Entry:
-    held = [tensor for split in masters.of.values() for tensor in split.tensors]
-    return replace(_entry("masters", held), dtype="float32, less their weights")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -39,7 +39,6 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "sgd": sgd,
     "stable_adamw": stable_adamw,
 }
-"""Value of `optimizer.name` to its module."""
 
 
 def rounding(name: str, given: UpdateInputs) -> float:

@@ -27,7 +27,11 @@ def load_generators(saved: dict[str, torch.Tensor] | None, device: torch.device,
     if saved is not None:
         restore_generators(saved, device)
         return
-    seed = int.from_bytes(hashlib.sha256(fallback_seed.encode()).digest()[:8], "big")
+    seed_everything(int.from_bytes(hashlib.sha256(fallback_seed.encode()).digest()[:8], "big") % 2**63)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the generators that dropout, sampling and third-party code draw from."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.manual_seed(seed % 2**63)
+    torch.manual_seed(seed)

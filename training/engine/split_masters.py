@@ -59,8 +59,11 @@ class SplitMaster:
 
     def split(self) -> int:
         """Give the FP32 memory back; how many weights were not their masters, rounded, so that nothing was split."""
-        flat, weight = self._flat.detach(), self._weight
-        if count := sum(_odd(weight[where], flat[where]) for where in self._slices()):
+        flat, weight, count = self._flat.detach(), self._weight, 0
+        for where in self._slices():
+            rounded = flat[where].to(weight.dtype)
+            count += int(((weight[where] != rounded) & ~(weight[where].isnan() & rounded.isnan())).sum())
+        if count:
             return count
         self._remainder = torch.empty(len(weight), dtype=torch.int16, device=weight.device)
         self._uppers = torch.empty(-(-len(weight) // 8), dtype=torch.uint8, device=weight.device)
@@ -94,11 +97,6 @@ class SplitMaster:
         remainder, uppers = remainder_of(master, weight)
         self._remainder[where] = remainder
         self._uppers[where.start // 8 : -(-where.stop // 8)] = uppers
-
-
-def _odd(weight: torch.Tensor, master: torch.Tensor) -> int:
-    """Number of weights that are not their masters, rounded."""
-    return int(((weight != master.to(weight.dtype)) & ~(weight.isnan() & master.isnan())).sum())
 
 
 class SplitAdamW(torch.optim.AdamW):

@@ -35,7 +35,6 @@ TASKS: dict[str, Task] = {
     "classify": classify,
     "mlm": mlm,
 }
-"""Value of `task` to its module."""
 
 
 def task_of(config: Config) -> Task:

@@ -127,15 +127,11 @@ class Remote:
             problem = str(error)
         problem = next((text for text in world.gather_objects(problem) if text), None)
         if problem is None:
-            on_main(world, lambda: self._publish_fetched(partial, final, manifest), final)
+            on_main(world, lambda: commit.seal_folder(partial, manifest), final)
+            on_main(world, lambda: commit.publish(partial, final), final)
         elif world.is_main:
             shutil.rmtree(partial, ignore_errors=True)
         return problem
-
-    @staticmethod
-    def _publish_fetched(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
-        commit.seal_folder(partial, manifest)
-        commit.publish(partial, final)
 
 
 def _asked(world: World, ask: Callable[[], T]) -> T:
