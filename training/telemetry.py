@@ -89,6 +89,10 @@ class Telemetry:
         self._agreement: dict[str, Agreement] = {}
         self._masters: dict[int, tuple[Shard, torch.Tensor]] = {}
         self._samples: dict[int, torch.Tensor] = {}
+        self._modules = [name.rpartition(".")[0] for name in self._parameters]
+        self._rows: dict[str, list[int]] = defaultdict(list)  # of a module's parameters, in the model's order
+        for row, module in enumerate(self._modules):
+            self._rows[module].append(row)
         names = {module: name for name, module in engine.model.named_modules()}
         self._blocks = {names[block]: block for block in blocks_of(engine.model)}
         self._attention = AttentionMeter(engine.model, active=False)
@@ -159,8 +163,7 @@ class Telemetry:
             self._numbers[rows, _LARGEST] = largest(found).to(device) / scale
             self._samples = {row: sampled(values).float() / scale for row, values in gradients.items()}
             counts = exponent_counts(list(self._samples.values())).to(device)
-            names = list(self._parameters)
-            bins = torch.tensor([self._bins(names[row].rpartition(".")[0]) for row in gradients], device=device)
+            bins = torch.tensor([self._bins(self._modules[row]) for row in gradients], device=device)
             self._numbers[rows, _SMALL : _NONZERO + 1] = counts_in_bins(counts, bins).double()
             self._exponents = counts[:, 1:EXPONENTS].sum(0).double()
         if engine.compute != "fp32" and engine.stage > 0:
@@ -203,9 +206,8 @@ class Telemetry:
 
     def _measure_update(self) -> None:
         """The step's effect on samples of the masters: size of the change, how many changed, and how many in vain."""
-        names = list(self._parameters)
         for row, (shard, before) in self._masters.items():
-            after, module = sampled(shard.master()), names[row].rpartition(".")[0]
+            after, module = sampled(shard.master()), self._modules[row]
             updated = after != before
             lost = updated & (self._rounded(after, module) == self._rounded(before, module))
             found = ((after - before).double().square(), before.double().square(), updated, lost)
@@ -280,7 +282,7 @@ class Telemetry:
     def _averages(self, total: torch.Tensor) -> dict[str, dict[str, float]]:
         """RMS_t and the signal's share of gradients (training/engine/adam_signals.py), of each module with a matrix."""
         found = {}
-        for module, rows in self._by_module().items():
+        for module, rows in self._rows.items():
             *sums, _ = total[rows, _ADAM].sum(0).tolist()
             figures = adam_figures(self._engine, [*sums, float(total[rows, _ADAM][:, -1].max())])
             if figures is not None:
@@ -294,18 +296,11 @@ class Telemetry:
         everything = float(total[:, _SQUARES].sum())
         return _short(float(total[rows, _SQUARES].sum()) / everything) if rows and everything else None
 
-    def _by_module(self) -> dict[str, list[int]]:
-        """Module to the rows of its parameters, in the model's order."""
-        found: dict[str, list[int]] = defaultdict(list)
-        for row, name in enumerate(self._parameters):
-            found[name.rpartition(".")[0]].append(row)
-        return found
-
     def _gradients(self, total: torch.Tensor) -> dict[str, dict[str, float]]:
         """Norm, RMS and largest value of each module, and the shares that its dtype keeps with fewer bits or loses."""
         shapes = [whole_shape_of(parameter).numel() for parameter in self._parameters.values()]
         found = {}
-        for module, rows in self._by_module().items():
+        for module, rows in self._rows.items():
             squares, values = float(total[rows, _SQUARES].sum()), sum(shapes[row] for row in rows)
             small, flushed, nonzero = total[rows, _SMALL : _NONZERO + 1].sum(0).tolist()
             measures = {
@@ -323,7 +318,7 @@ class Telemetry:
         if self._engine.compute == "fp32":
             return None
         values = sum(whole_shape_of(parameter).numel() for parameter in self._parameters.values())
-        modules = {module: float(total[rows, _APART].max()) for module, rows in self._by_module().items()}
+        modules = {module: float(total[rows, _APART].max()) for module, rows in self._rows.items()}
         return {
             "maximum": float(total[:, _APART].max()),
             "rms": math.sqrt(float(total[:, _APART_SQUARES].sum()) / max(values, 1)),
@@ -333,7 +328,7 @@ class Telemetry:
     def _updates(self, total: torch.Tensor) -> dict[str, float]:
         return {
             module: _short(_ratio(total[rows, _CHANGE].sum(), total[rows, _SIZE].sum()))
-            for module, rows in self._by_module().items()
+            for module, rows in self._rows.items()
         }
 
     def _lost(self, total: torch.Tensor) -> dict[str, float]:
@@ -343,7 +338,7 @@ class Telemetry:
         Modules in FP32, whose weights are the masters, are left out.
         """
         found = {}
-        for module, rows in self._by_module().items():
+        for module, rows in self._rows.items():
             updated, lost = float(total[rows, _UPDATED].sum()), float(total[rows, _LOST].sum())
             if updated and self._computes(module) != "fp32":
                 found[module] = _short(lost / updated)

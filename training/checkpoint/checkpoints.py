@@ -67,11 +67,7 @@ class Checkpoints:
         remote: Remote | None = None,
     ) -> None:
         """identity: what a checkpoint must share with the run that loads it, as plain types by name.
-        run_name: sealed into every manifest, for messages.
-        background: copy what is saved to host memory and write it in the background, instead of blocking training.
-        verify_after_save: read each checkpoint back from the disk before it counts as saved.
-        opener: with the key that files are encrypted and read with; None: plain files.
-        remote: the object store that every checkpoint is also uploaded to; the folder is then its local cache.
+        run_name: sealed into every manifest, for messages. opener: None: plain files.
         """
         self.folder, self.keep, self.identity, self.world = folder, keep, identity, world
         self.background, self.verify_after_save = background, verify_after_save
@@ -99,9 +95,10 @@ class Checkpoints:
         progress = Progress.from_state_dict(state["progress"])
         started, key = time.perf_counter(), self._opener.key if self._opener else None
         self.reached("begin")
-        final, partial = self.folder / f"step-{progress.step}", commit.partial_of(self.folder, progress.step)
+        final = self.folder / f"step-{progress.step}"
+        partial = commit.partial_of(final)
         try:
-            on_main(self.world, lambda: self._begin(progress.step), final)
+            on_main(self.world, lambda: self._begin(final), final)
         except SaveFailed as failure:
             self._note_outcome(failure)
             return
@@ -112,13 +109,9 @@ class Checkpoints:
             self._save_world = self.world.on_own_group()
         request = SaveRequest(
             final=final,
-            partial=partial,
-            step=progress.step,
-            tokens=progress.tokens,
             manifest=manifest_of(engine, progress, validation_loss, key) | self._lineage.fields(),
             retention=self.keep,
             verify=self.verify_after_save,
-            private=key is not None,
             remote=self._remote,
             started=started,
         )
@@ -249,8 +242,8 @@ class Checkpoints:
         if remark is not None:
             self._notes.append(self._log(remark))
 
-    def _begin(self, step: int) -> None:
-        commit.begin(self.folder, step)
+    def _begin(self, final: Path) -> None:
+        commit.begin(final)
         self._lineage.begin_save()
 
     def _check(self, path: Path, *, of_any_run: bool = True) -> tuple[str | None, bool]:

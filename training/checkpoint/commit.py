@@ -22,14 +22,14 @@ from training.checkpoint.seal import sealed
 Reached = Callable[[str], None]
 
 
-def partial_of(folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is written."""
-    return folder / f".step-{step}.partial"
+def partial_of(final: Path) -> Path:
+    """Where a checkpoint is written."""
+    return final.with_name(f".{final.name}.partial")
 
 
-def begin(folder: Path, step: int) -> None:
-    """An empty folder to write the checkpoint of `step` into. Raises OSError."""
-    partial = partial_of(folder, step)
+def begin(final: Path) -> None:
+    """An empty folder to write a checkpoint into. Raises OSError."""
+    partial = partial_of(final)
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)

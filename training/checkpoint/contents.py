@@ -60,13 +60,9 @@ def manifest_of(engine: Engine, progress: Progress, validation_loss: float | Non
 
 
 _START_ANEW = "start anew with run.resume=never or another run.name"
-
-
 _PARALLEL = ("parallel.sequence", "parallel.tensor", "parallel.expert")
 LAYOUT = ("world size", *_PARALLEL, "ZeRO stage", "precision.compute", "offload")
 """What may change on resume: how masters and sequences are shared out, and the compute dtype (docs/elastic.md)."""
-
-
 ATTENTION = "model.attention"
 """May change on resume too, and is noted: another implementation rounds differently. Older checkpoints do not say."""
 _DEFAULTS = dict.fromkeys(_PARALLEL, 1) | {

@@ -28,12 +28,10 @@ class Entry:
 
 
 def read_ledger(engine: Engine, *, reduce: str) -> list[Entry]:
-    """The ledger of this rank.
+    """The ledger of this rank; the optimizer's state, its `moments`, exists from the first applied step on.
 
-    reduce: precision.reduce. Raises PrecisionError when parameters are not in the compute dtype, or masters, the
-    optimizer's state (its row is called `moments`) or the accumulated gradients not in FP32, or a buffer not in the
-    dtype in which the model's own code has it, which is FP32 but for few. The state exists from the first applied step
-    on: call it again then. What is computed inside the modules, such as softmaxes, is seen by `precision.inner_dtypes`.
+    reduce: precision.reduce. Raises PrecisionError when parameters are not in the compute dtype, masters, moments or
+    accumulated gradients not in FP32, or a buffer not in the dtype in which the model's own code has it.
     """
     optimizer = engine.deepspeed.optimizer
     compute = DTYPES[engine.compute]

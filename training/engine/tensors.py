@@ -137,8 +137,6 @@ def whole_weight(engine: Engine, parameter: torch.nn.Parameter) -> torch.Tensor:
 
 _CHUNK, _CHUNK_ON_A_GPU = 1 << 16, 1 << 22
 """Values a pass: on a CPU their 64-bit copies stay in a core's cache, on a GPU few kernels are started."""
-
-
 _HALF, _WHOLE = 1 << 32, 1 << 64
 Checksums = dict[str, dict[str, str]]
 """`tensor_kinds` to parameter name to 32 hexadecimal digits."""

@@ -36,6 +36,12 @@ def files_of(folder: Path, split: str) -> tuple[Path, Path]:
     return folder / f"{split}-ids.npy", folder / f"{split}-log-probs.npy"
 
 
+def splits_of(config: Config, corpus: Corpus) -> dict[str, TokenShards | RowShards]:
+    """The splits that have a sequence."""
+    pairs = zip(SPLITS, (corpus.train, corpus.validation), strict=True)
+    return {split: shards for split, shards in pairs if shards.sequences(config.data.sequence_length)}
+
+
 def write_index(folder: Path) -> None:
     """Seal the arrays in `folder`."""
     content = {path.name: [path.stat().st_size, file_sha256(path)] for path in sorted(folder.glob("*.npy"))}
@@ -64,8 +70,7 @@ def with_targets(config: Config, corpus: Corpus) -> MakeBatch:
     length = config.data.sequence_length
     splits = {
         id(shards): [np.load(path, mmap_mode="r") for path in files_of(folder, split)]
-        for split, shards in zip(SPLITS, (corpus.train, corpus.validation), strict=True)
-        if shards.sequences(length)
+        for split, shards in splits_of(config, corpus).items()
     }
     first = 0
     for part in corpus.validation_by_source.values():  # which the whole has one after another

@@ -115,8 +115,9 @@ class Remote:
 
     def _fetch(self, world: World, folder: Path, step: int, manifest: dict[str, Any]) -> str | None:
         """Why the checkpoint cannot be fetched, or None. Each rank fetches a share of the bytes."""
-        final, partial = folder / f"step-{step}", commit.partial_of(folder, step)
-        on_main(world, lambda: commit.begin(folder, step), final)
+        final = folder / f"step-{step}"
+        partial = commit.partial_of(final)
+        on_main(world, lambda: commit.begin(final), final)
         problem = None
         try:
             for name in shares_of(manifest, world.world_size)[world.rank]:
