@@ -211,17 +211,13 @@ class World:
 
     def sharing_sequences(self, ranks: int, *, timeout_minutes: float) -> Self:
         """This world with groups of `ranks` consecutive ranks that share each sequence. A collective."""
-        if ranks == 1:
-            return self
         group = self._consecutive(ranks, timeout_minutes)
-        return replace(self, sequence=SequenceGroup(self.rank % ranks, ranks, group))
+        return replace(self, sequence=SequenceGroup(self.rank % ranks, ranks, group)) if group else self
 
     def sharing_tensors(self, ranks: int, *, timeout_minutes: float) -> Self:
         """This world with groups of `ranks` consecutive ranks that share each matrix. A collective."""
-        if ranks == 1:
-            return self
         group = self._consecutive(ranks, timeout_minutes)
-        return replace(self, tensor=TensorGroup(self.rank % ranks, ranks, group))
+        return replace(self, tensor=TensorGroup(self.rank % ranks, ranks, group)) if group else self
 
     def sharing_experts(self, ranks: int, *, timeout_minutes: float) -> Self:
         """This world with groups of `ranks` consecutive ranks that share the experts of each layer. A collective."""
@@ -233,7 +229,9 @@ class World:
         return replace(self, experts=ExpertGroup(own, ranks, group, apart[own]))
 
     def _consecutive(self, ranks: int, timeout_minutes: float) -> Any:
-        """This rank's process group of `ranks` consecutive ranks. A collective: each rank creates each group."""
+        """This rank's process group of `ranks` consecutive ranks, None for 1. A collective: each creates each group."""
+        if ranks == 1:
+            return None
         timeout = timedelta(minutes=timeout_minutes)
         firsts = range(0, self.world_size, ranks)
         groups = [dist.new_group(list(range(first, first + ranks)), timeout=timeout) for first in firsts]

@@ -79,12 +79,6 @@ def record_step(
         )
 
 
-def record_telemetry(record: Record, progress: Progress, measured: dict[str, Any]) -> None:
-    """The `telemetry` event. progress: after the step. measured: from `Telemetry.finish`."""
-    where = {"step": progress.step, "tokens": progress.tokens}
-    record.event("telemetry", **where, **measured)
-
-
 def record_warnings(record: Record, progress: Progress, warnings: Sequence[EarlyWarning]) -> None:
     """One `warning` event each. progress: after the step."""
     for warning in warnings:

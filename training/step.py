@@ -18,7 +18,7 @@ from training.parts import Parts
 from training.progress import Progress
 from training.promotions import Causes, demote_due, promotable
 from training.reactions import react
-from training.record import record_causes, record_step, record_telemetry, record_warnings
+from training.record import record_causes, record_step, record_warnings
 from training.schedule import scheduled_rate
 from training.telemetry import Telemetry
 
@@ -86,7 +86,8 @@ def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, H
         _verify_precision(parts, progress, watch)
     if telemetry is not None and measured:
         fields = telemetry.finish(applied=update.applied, clip=update.clip_coefficient)
-        record_telemetry(record, progress, {**fields, "second_moment_age": parts.warnings.memory_age})
+        measures = {**fields, "second_moment_age": parts.warnings.memory_age}
+        record.event("telemetry", step=progress.step, tokens=progress.tokens, **measures)
         warnings += parts.warnings.after_telemetry(progress.step, fields, warm=warm)
     record_warnings(record, progress, warnings)
     guard.warn([warning for warning in warnings if warning.signal != "gradient_jump"])

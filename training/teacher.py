@@ -39,9 +39,7 @@ def prepare_teacher(resolved: Resolved, corpus: Corpus, world: World, *, vocabul
     identity = world.on_main(lambda: _identified(str(section.teacher), corpus))
     if section.top_k:
         if section.top_k >= vocabulary:
-            raise UserError(
-                f"distill.top_k = {section.top_k}: the vocabulary has {vocabulary} tokens; set it to 0 for all of them"
-            )
+            raise UserError(f"distill.top_k = {section.top_k}: the vocabulary has {vocabulary} tokens; set it to 0")
         corpus = replace(corpus, targets=_cached(resolved, corpus, world, identity, vocabulary))
     return corpus, identity
 

@@ -1,27 +1,23 @@
 """What goes into a checkpoint: every rank's files, the manifest, and what two runs must share to resume."""
 
-from __future__ import annotations
-
 import json
 import math
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from data.text.holdout import TAIL
 from modeling.tensor_parallel import cut
+from training.checkpoint.key import Key
 from training.checkpoint.manifest import FORMAT, STATE
+from training.checkpoint.writer import Files
+from training.engine import Engine
 from training.engine.rng import generators
 from training.engine.tensors import checksums_of, whole_shape_of
 from training.progress import Progress
-
-if TYPE_CHECKING:
-    import torch
-
-    from training.checkpoint.key import Key
-    from training.checkpoint.writer import Files
-    from training.engine import Engine
 
 TAG = "deepspeed"
 _VERSIONS = {name: version(name) for name in ("torch", "deepspeed", "transformers")}  # once: it opens files

@@ -147,10 +147,7 @@ def open_file(path: Path, key: Key | None, *, plain: bool = False) -> BinaryIO:
     """
     if key is None:
         if is_encrypted(path):
-            needed = key_id_of(path)
-            raise UserError(
-                f"{path}: is encrypted with the key {needed}; give checkpoint.encryption_key = env:NAME or file:PATH"
-            )
+            raise UserError(f"{path}: is encrypted with the key {key_id_of(path)}; set checkpoint.encryption_key")
         return path.open("rb")
     if is_encrypted(path):
         return cast(BinaryIO, DecryptedFile(path, key))

@@ -199,6 +199,4 @@ def _check_run(path: Path, manifest: dict[str, Any]) -> None:
     """Raises Unusable when the manifest seals another run than the one whose folder it lies in."""
     own, run = read_record(path.parent), run_in(manifest)
     if own and run and own.id != run[0]:
-        raise Unusable(
-            f"{MANIFEST} is of another run, {run[1]} ({run[0]}); run.resume={path} starts from it all the same"
-        )
+        raise Unusable(f"{MANIFEST} is of another run, {run[1]} ({run[0]}); run.resume={path} starts from it")

@@ -98,9 +98,7 @@ def _open_slices(folder: Path, opener: Opener, rank: int, *, of: int) -> SavedMo
         return _open_stage_3(folder, states, read, rank, upstream=opener.key is None and of == 1)
     if "single_partition_of_fp32_groups" in states[0]:
         return _open_stages_1_and_2(folder, states, read, rank)
-    raise UserError(
-        f"{shards[0]}: holds no FP32 partitions that this reader knows; the engine that saved it can load it"
-    )
+    raise UserError(f"{shards[0]}: holds no known FP32 partitions; load it with the engine that saved it")
 
 
 def _join(folder: Path, each: list[SavedModel]) -> SavedModel:
@@ -256,9 +254,7 @@ def _open_stage_3(
             else:
                 saved.tensors[name] = _join_tensor(slices, Cut(0, (shape[0],) * sharing))
         if any(flat.numel() != start for flat in flats):
-            raise UserError(
-                f"{folder}: group {index} holds more than its {len(shapes)} parameters; not a file of ZeRO-3"
-            )
+            raise UserError(f"{folder}: group {index} holds more than its {len(shapes)} parameters; use another save")
     for name, shape in (models[0]["frozen_param_shapes"] or {}).items():
         parts = [model["frozen_param_fragments"][name] for model in models]
         _require_size(folder, name, shape, sum(part.numel() for part in parts))
@@ -278,9 +274,7 @@ def _joined_state(folder: Path, name: str, states: list[Any], places: list[slice
         return None
     found = {(tuple(_tensors(state)), int(state.get(COUNT, 0))) for state in states}
     if len(found) > 1:
-        raise UserError(
-            f"{folder}: ranks disagree on the optimizer's state of {name}: {sorted(found)}; a file is of another save"
-        )
+        raise UserError(f"{folder}: a file is of another save: the state of {name} is {sorted(found)} by rank")
     (keys, updates) = found.pop()
     pieces = {
         key: Pieces([state[key].view(-1)[where] for state, where in zip(states, places, strict=True)], numel)

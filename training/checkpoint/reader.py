@@ -80,5 +80,4 @@ class Reader(TorchCheckpointEngine):
         self.name, self._opener = "Mantissa", opener
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """For DeepSpeed. Raises as `Opener.read` does."""
         return self._opener.read(Path(path), map_location=map_location)

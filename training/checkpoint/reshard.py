@@ -162,10 +162,8 @@ def _with_named_states(engine: Engine, saved: SavedModel, folder: Path) -> Saved
     names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
     order = [names[parameter] for parameter in engine.group_of]
     if len(order) != len(saved.unnamed_states):
-        raise UserError(
-            f"{folder}: its optimizer has {len(saved.unnamed_states)} parameters, this run's {len(order)}; freeze the "
-            "same parameters"
-        )
+        counts = f"{len(saved.unnamed_states)} parameters, this run's {len(order)}"
+        raise UserError(f"{folder}: its optimizer has {counts}; freeze the same parameters")
     for name, state in zip(order, saved.unnamed_states, strict=True):
         tensor = saved.tensors.get(name)
         if tensor is None:

@@ -4,12 +4,10 @@ A checkpoint is published in the run folder first and then uploaded in the backg
 run that starts fetches checkpoints that its folder lacks.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from config.errors import UserError
 from training.checkpoint import commit
@@ -20,9 +18,7 @@ from training.checkpoint.retention import Retention, loss_in
 from training.checkpoint.run_record import Order, Record, order_in, read_record, run_in
 from training.checkpoint.store.errors import StoreError
 from training.checkpoint.store.store import Store
-
-if TYPE_CHECKING:
-    from training.distributed import World
+from training.distributed import World
 
 T = TypeVar("T")
 
