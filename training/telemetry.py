@@ -285,8 +285,8 @@ class Telemetry:
         for module, rows in self._rows.items():
             *sums, _ = total[rows, _ADAM].sum(0).tolist()
             figures = adam_figures(self._engine, [*sums, float(total[rows, _ADAM][:, -1].max())])
-            if figures is not None:
-                found[module] = {key: _short(value) for key, value in figures._asdict().items() if value is not None}
+            if figures:
+                found[module] = {key: _short(value) for key, value in figures.items()}
         return found
 
     def _embedding_share(self, total: torch.Tensor) -> float | None:

@@ -51,9 +51,6 @@ class EncryptingStream(io.RawIOBase):
         """Write the last chunk; without it the file cannot be read."""
         self._put(last=True)
 
-    def writable(self) -> bool:
-        return True
-
     def _put(self, *, last: bool) -> None:
         nonce = _nonce(self._prefix, self._number, last)
         sealed = self._sealed[: self._filled + TAG]
@@ -108,12 +105,6 @@ class DecryptedFile(io.RawIOBase):
         self._at = start + offset
         return self._at
 
-    def tell(self) -> int:
-        return self._at
-
-    def readable(self) -> bool:
-        return True
-
     def seekable(self) -> bool:
         return True
 
@@ -147,7 +138,7 @@ def open_file(path: Path, key: Key | None, *, plain: bool = False) -> BinaryIO:
     """
     if key is None:
         if is_encrypted(path):
-            raise UserError(f"{path}: is encrypted with the key {key_id_of(path)}; set checkpoint.encryption_key")
+            raise UserError(f"{path}: is encrypted with the key {key_id_of(path)}; give checkpoint.encryption_key")
         return path.open("rb")
     if is_encrypted(path):
         return cast(BinaryIO, DecryptedFile(path, key))

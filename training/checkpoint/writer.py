@@ -65,9 +65,6 @@ class HashedFile(io.RawIOBase):
         while len(view):
             view = view[self._file.write(view) :]
 
-    def writable(self) -> bool:
-        return True
-
     def finish(self) -> str:
         """Flush and close; the SHA-256. Raises the OSError of an earlier write."""
         try:

@@ -7,7 +7,6 @@ beta1) (1 + beta1^t) / ((1 + beta1) (1 - beta1^t)), so that mu^2 / (mu^2 + s^2) 
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -42,22 +41,17 @@ def adam_sums(engine: Engine, shard: Shard, gradient: torch.Tensor) -> torch.Ten
     return torch.cat([whole, torch.full_like(whole[:1], shard.length), updates.view(1)])
 
 
-class AdamFigures(NamedTuple):
-    """Adam's signals of one module."""
+def adam_figures(engine: Engine, sums: Sequence[float]) -> dict[str, float]:
+    """`rms`, and `signal` once the first average has seen enough gradients to tell; empty without averages.
 
-    rms: float
-    signal: float | None
-    """The signal's share; None before the first average has seen enough gradients to tell."""
-
-
-def adam_figures(engine: Engine, sums: Sequence[float]) -> AdamFigures | None:
-    """The figures of `COLUMNS` summed over ranks and a module's parameters, but `updates`; None without averages."""
+    sums: `COLUMNS`, all but `updates` summed over ranks and a module's parameters.
+    """
     surprise, first, second, averaged, updates = sums
     if not averaged:
-        return None
-    beta1, signal = engine.deepspeed.basic_optimizer.param_groups[0]["betas"][0], None
+        return {}
+    figures, beta1 = {"rms": (surprise / averaged) ** 0.5}, engine.deepspeed.basic_optimizer.param_groups[0]["betas"][0]
     if updates * (1 - beta1) > 1 and second > 0:
         kept = beta1**updates
         noise = (1 - beta1) * (1 + kept) / ((1 + beta1) * (1 - kept))
-        signal = (first / second - noise) / (1 - noise)
-    return AdamFigures((surprise / averaged) ** 0.5, signal)
+        figures["signal"] = (first / second - noise) / (1 - noise)
+    return figures

@@ -68,9 +68,6 @@ class StoreFiles:
         self._options = _with_defaults(url, options or {})
         self._fs, self._root = self._connect()
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.url!r})"
-
     def upload(self, local: Path, name: str, *, sha256: str, size: int) -> None:
         """Store a file under `name` and read it back: its SHA-256 and size [bytes] have to be these."""
 
