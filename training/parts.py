@@ -72,7 +72,7 @@ class Parts:
     def watching(self, progress: Progress) -> AbstractContextManager[Any]:
         """Spans and the profiler around one attempted step, where they are configured; progress: before it."""
         if self.tracing is None and self.profiling is None:
-            return _NOTHING
+            return nullcontext()
         stack = ExitStack()
         if self.profiling is not None:
             stack.enter_context(self.profiling.step(progress.step + 1))
@@ -86,6 +86,3 @@ class Parts:
             self.profiling.close()
         if self.tracing is not None:
             self.tracing.close()
-
-
-_NOTHING = nullcontext()

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from config.errors import UserError
 from config.files import file_sha256, write_flushed
 from config.schema import Config
 from data.batches.loader import NO_SAMPLE, Batch, MakeBatch, next_tokens
@@ -57,8 +56,6 @@ def require_intact(folder: Path, *, verify: bool) -> None:
                 raise damaged(folder / name, f"it does not have its {size} bytes")
             if verify and file_sha256(folder / name) != sha256:
                 raise damaged(folder / name, "it does not have the sha256 in index.json")
-    except UserError:
-        raise
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise damaged(folder / _INDEX, f"it cannot be read: {type(error).__name__}") from error
 

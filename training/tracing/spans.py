@@ -169,11 +169,8 @@ class Tracing:
         """A `checkpoint` span, which lasts until it is published, and its child `stall`, while training waits."""
         save = self._tracer.start_span("checkpoint", context=self._context)
         self._saves.append((save, time.time_ns()))
-        stall = self._tracer.start_span("stall", context=self._api.set_span_in_context(save))
-        try:
+        with self._ended(self._tracer.start_span("stall", context=self._api.set_span_in_context(save))):
             yield
-        finally:
-            stall.end()
 
     def _after_saves(self, outcomes: list[Any]) -> None:
         """End the span of each finished save at the time when it finished."""
