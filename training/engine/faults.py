@@ -122,7 +122,7 @@ class _Faults:
 
     def _inject(self, fault: Fault, module: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> list[Any]:
         if fault.kind in ("inf_gradient", "nan_gradient"):
-            return [parameters[0].register_hook(_overwrite(float(fault.kind[:3])))]
+            return [parameters[0].register_hook(_overwrite(float("inf" if fault.kind == "inf_gradient" else "nan")))]
         if fault.kind == "gradient_spike":
             return [parameter.register_hook(lambda gradient: gradient * fault.factor) for parameter in parameters]
         if fault.kind == "nan_activation":
