@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from config.errors import UserError
+from training.engine.ops import load_op
 from training.start import op_builds
 
 OP = "deepspeed_shm_comm"
@@ -168,3 +170,10 @@ def test_a_folder_that_may_not_be_written_is_used_as_it_is(tmp_path, monkeypatch
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
     with op_builds.exclusive_build(OP, print):
         assert op_builds.extensions_folder() == tmp_path / "file"
+
+
+def test_without_a_compiler_the_line_names_the_setting_and_what_to_install(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "ops"))
+    with pytest.raises(UserError, match=r"zero_optimization\.offload_optimizer: .*cpu_adam .*apt-get install g\+\+"):
+        load_op("CPUAdamBuilder", "zero_optimization.offload_optimizer")
