@@ -34,7 +34,14 @@ class LossScaler(DynamicLossScaler):
 
     def __init__(self, section: LossScaleSection) -> None:
         self.policy = make_policy(section)
-        super().__init__(init_scale=self.policy.scale)
+        super().__init__(
+            init_scale=self.policy.scale,
+            scale_window=section.window,
+            min_scale=section.minimum,
+            delayed_shift=section.tolerated_overflows,
+            consecutive_hysteresis=False,
+            raise_error_at_min_scale=False,
+        )
         self._reason: str | None = None
         self._discarding = False
 
