@@ -201,10 +201,7 @@ class World:
         dist.broadcast(values, src=rank, group=self.group)
 
     def exchange(self, values: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        """values: (n,), first those for rank 0, then those for rank 1, ... -> (m,), first those from rank 0, ...
-
-        sent, received: how many for and from each rank.
-        """
+        """values: (n,), those for rank 0 first -> (m,), those from rank 0 first. sent, received: how many by rank."""
         result = values.new_empty(sum(received))
         dist.all_to_all_single(result, values, received, sent, group=self.group)
         return result

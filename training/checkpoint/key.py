@@ -22,10 +22,7 @@ class Key:
 
     @classmethod
     def from_setting(cls, setting: str, name: str = "checkpoint.encryption_key") -> Self:
-        """The key that "env:NAME" or "file:PATH" holds, as 64 hexadecimal digits or base64.
-
-        name: of the setting, for errors. Raises UserError, whose text never contains a value that may be the key.
-        """
+        """The key that env:NAME or file:PATH holds, in hexadecimal or base64. Raises UserError, without the key."""
         require("cryptography", name)
         kind, source = parse_key_setting(setting, name)
         text = _from_environment(source, name) if kind == "env" else _from_file(Path(source).expanduser(), name)

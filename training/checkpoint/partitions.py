@@ -216,10 +216,7 @@ def _saved_tensor(
 def _open_stage_3(
     folder: Path, states: list[dict[str, Any]], read: ReadFile, rank: int, *, upstream: bool
 ) -> SavedModel:
-    """ZeRO-3: every parameter is cut into equal parts, the last one padded; each rank's parts are concatenated.
-
-    upstream: whether DeepSpeed can read the files too.
-    """
+    """ZeRO-3: parameters are cut into equal parts, the last one padded. upstream: whether DeepSpeed reads it too."""
     files = [folder / f"zero_pp_rank_{part}_{_model_file(rank)}" for part in range(len(states))]
     models, groups = [read(path) for path in files], states[0].get("ds_zero_partition_groups")
     upstream = upstream and groups is None

@@ -27,10 +27,7 @@ class Start:
 
 
 def local_masters(optimizer: Any) -> list[torch.Tensor]:
-    """This rank's partition of the masters; at ZeRO-0 all of them, which are the parameters.
-
-    Split masters (split_masters.py) have no values here: `Engine.masters` has them.
-    """
+    """This rank's masters; at ZeRO-0 the parameters. Those of split masters have no values: see `Engine.masters`."""
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
         if hasattr(optimizer, name):
             return list(getattr(optimizer, name))

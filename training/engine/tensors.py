@@ -204,10 +204,7 @@ def trainable_parameters(engine: Engine) -> dict[str, torch.nn.Parameter]:
 
 @torch.no_grad()
 def checksums_of(engine: Engine, others: Mapping[str, torch.Tensor] | None = None) -> Checksums:
-    """The checksums of every master and state tensor; there are state tensors from the first update on.
-
-    others: by parameter, FP32 values of this rank's part to sum in place of the master's. A collective.
-    """
+    """Checksums of every master and state tensor. others: FP32 values to sum in a master's place. A collective."""
     parameters, names = trainable_parameters(engine), tensor_kinds(engine)
     sums = torch.zeros(len(parameters), len(names), 2, dtype=torch.int64)
     exists = torch.zeros(len(names), device=engine.world.device)

@@ -57,10 +57,7 @@ build = Muon.build
 
 
 def update(given: UpdateInputs) -> torch.Tensor:
-    """Equation 4 of Liu et al. for a matrix, with Nesterov's momentum; AdamW's rule for the rest.
-
-    Fused experts are (experts, m, n), a matrix for each of them.
-    """
+    """Equation 4 of Liu et al. for a matrix, or each of fused experts, with Nesterov's momentum; else AdamW's rule."""
     if given.matrix:
         direction = _orthogonalized(given, bf16=_in_bf16(given))
     else:
