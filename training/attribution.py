@@ -1,18 +1,12 @@
 """Find the rank, module and tensor that made a step not finite, before its gradients are discarded.
 
-The reduced gradients name every parameter with non-finite values, but they are the same on every rank. So the step is
-run again, on the same samples with the same random numbers, and each rank inspects its own modules: the first one, in
-forward order, with a non-finite output from finite inputs, or else the first, in backward order, with such a gradient.
-Ranks that share sequences get each other's values in attention, and those that share matrices in their sums: of these
-the one counts in which it began.
-Costs about two steps, and nothing while steps are finite.
+The reduced gradients are the same on every rank. So the step is run again, on the same samples with the same random
+numbers, and each rank inspects its own modules for the first non-finite output from finite inputs, or such a gradient.
+Ranks that share sequences or matrices pass each other such values: of these the one counts in which it began.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import nn
 
 from data.batches.loader import Batch
@@ -27,18 +21,18 @@ _MAX_PARAMETERS = 5
 
 
 def attribute(engine: Engine, batch: Batch, outcome: Outcome, *, step: int) -> list[tuple[int, Finding]]:
-    """(rank, finding), first causes first. A collective, to be called between backward and step.
+    """(rank, finding), first causes first. A collective between backward and step; discard the gradients afterwards.
 
-    outcome: of the backward pass; has the state of the random generators before the step. When no rank finds a cause
-    (the values overflowed in the reduction) the parameters with a non-finite reduced gradient are named, under rank 0.
-    Afterwards the engine has the second run's gradients: discard them.
+    When no rank finds a cause (the values overflowed in the reduction) the parameters with a non-finite reduced
+    gradient are named, under rank 0.
     """
     reduced = [(name, describe(gradient)) for name, gradient in engine.gradients.nonfinite_gradients()]
     engine.discard_gradients()
     device = engine.world.device
     after = generators(device)
     restore_generators(outcome.generators, device)
-    local = check_parameters(_held_parameters(engine))
+    held = ((name, getattr(p, "ds_tensor", p).data) for name, p in engine.model.named_parameters())
+    local = check_parameters(held)  # of each parameter all, or at ZeRO-3 this rank's partition
     with Inspector(engine.model) as inspector:
         engine.forward_backward(batch, step=step, on_loss=inspector.check_loss)
     # A bad weight is found again in the module that uses it, under ZeRO-3 also on ranks that do not hold it.
@@ -62,10 +56,9 @@ def attribute(engine: Engine, batch: Batch, outcome: Outcome, *, step: int) -> l
 def _without_consequences(
     found: list[tuple[int, Finding]], model: nn.Module, *, ranks: int
 ) -> list[tuple[int, Finding]]:
-    """Leave out what reached a rank from another one that has a slice of the same sequences or matrices, or experts.
+    """Leave out what reached a rank from others of the `ranks` that share sequences, matrices or experts.
 
-    So many `ranks` share them. Of each group and micro-batch the rank is kept whose finding was made first:
-    forward passes end in one order of modules on all ranks, backward passes in the reverse of that in which they begin.
+    Of each group and micro-batch the rank is kept whose finding was made first: passes have one order on all ranks.
     """
     ended, begun = {name: at for at, name in enumerate(_ends(model, ""))}, dict(model.named_modules())
     last = len(ended)
@@ -94,9 +87,3 @@ def _ends(module: nn.Module, name: str) -> Iterator[str]:
     for child_name, child in module.named_children():
         yield from _ends(child, f"{name}.{child_name}" if name else child_name)
     yield name
-
-
-def _held_parameters(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
-    """This rank's part of each parameter: all of it, or its partition under ZeRO-3."""
-    for name, parameter in engine.model.named_parameters():
-        yield name, getattr(parameter, "ds_tensor", parameter).data

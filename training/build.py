@@ -1,7 +1,5 @@
 """Build a run around a session: checkpoints, guard, record and observers; restored where it resumes."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

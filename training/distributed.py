@@ -1,10 +1,7 @@
 """Rank, world size, device and process group, and the collectives on plain values.
 
-Rank and world size come from the launcher's environment and are checked against the process group. Accelerate's own
-state is not used: under `accelerate launch` on a machine without a GPU it is process 0 on every rank.
+Accelerate's own state is not used: under `accelerate launch` on a machine without a GPU it is process 0 on every rank.
 """
-
-from __future__ import annotations
 
 import importlib
 import logging
@@ -13,7 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import deepspeed
 import torch
@@ -204,29 +201,22 @@ class World:
         dist.broadcast(values, src=rank, group=self.group)
 
     def exchange(self, values: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        """values: (n,), first those for rank 0, then those for rank 1, ... -> (m,), first those from rank 0, ...
-
-        sent, received: how many for and from each rank.
-        """
+        """values: (n,), those for rank 0 first -> (m,), those from rank 0 first. sent, received: how many by rank."""
         result = values.new_empty(sum(received))
         dist.all_to_all_single(result, values, received, sent, group=self.group)
         return result
 
-    def sharing_sequences(self, ranks: int, *, timeout_minutes: float) -> World:
+    def sharing_sequences(self, ranks: int, *, timeout_minutes: float) -> Self:
         """This world with groups of `ranks` consecutive ranks that share each sequence. A collective."""
-        if ranks == 1:
-            return self
         group = self._consecutive(ranks, timeout_minutes)
-        return replace(self, sequence=SequenceGroup(self.rank % ranks, ranks, group))
+        return replace(self, sequence=SequenceGroup(self.rank % ranks, ranks, group)) if group else self
 
-    def sharing_tensors(self, ranks: int, *, timeout_minutes: float) -> World:
+    def sharing_tensors(self, ranks: int, *, timeout_minutes: float) -> Self:
         """This world with groups of `ranks` consecutive ranks that share each matrix. A collective."""
-        if ranks == 1:
-            return self
         group = self._consecutive(ranks, timeout_minutes)
-        return replace(self, tensor=TensorGroup(self.rank % ranks, ranks, group))
+        return replace(self, tensor=TensorGroup(self.rank % ranks, ranks, group)) if group else self
 
-    def sharing_experts(self, ranks: int, *, timeout_minutes: float) -> World:
+    def sharing_experts(self, ranks: int, *, timeout_minutes: float) -> Self:
         """This world with groups of `ranks` consecutive ranks that share the experts of each layer. A collective."""
         if ranks == 1:
             return self
@@ -236,13 +226,15 @@ class World:
         return replace(self, experts=ExpertGroup(own, ranks, group, apart[own]))
 
     def _consecutive(self, ranks: int, timeout_minutes: float) -> Any:
-        """This rank's process group of `ranks` consecutive ranks. A collective: each rank creates each group."""
+        """This rank's process group of `ranks` consecutive ranks, None for 1. A collective: each creates each group."""
+        if ranks == 1:
+            return None
         timeout = timedelta(minutes=timeout_minutes)
         firsts = range(0, self.world_size, ranks)
         groups = [dist.new_group(list(range(first, first + ranks)), timeout=timeout) for first in firsts]
         return groups[self.rank // ranks]
 
-    def on_own_group(self) -> World:
+    def on_own_group(self) -> Self:
         """This world on a new gloo group, whose collectives may run in a thread at the same time as training's.
 
         Its time-out is a day: a rank with more to write may reach a collective hours after the others. A collective.
@@ -286,9 +278,8 @@ def start(
 ) -> World:
     """Join the process group, select this rank's device, and its share of the machine's cores.
 
-    The first three arguments are from the launcher's environment. bind_cores: as `run.bind_cores`. job: names this job
-    and no other, for ranks that find another one at MASTER_PORT. Raises RuntimeError when the process group has another
-    rank or world size than the launcher: training would be silently wrong. Raises UserError as `open_store` does.
+    bind_cores: as `run.bind_cores`. job: names this job and no other, for ranks that find another one at MASTER_PORT.
+    Raises UserError as `open_store` does.
     """
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if world_size > 1 and "MASTER_PORT" not in os.environ:
@@ -316,11 +307,6 @@ def start(
         device_id=device if device.type == "cuda" and world_size > 1 else None,
     )
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
-    if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
-        raise RuntimeError(
-            f"the launcher set rank {rank} of {world_size}, the process group has rank {dist.get_rank()} of "
-            f"{dist.get_world_size()}; check RANK and WORLD_SIZE in the launcher's environment"
-        )
     world = World(rank, world_size, local_rank, device)
     if device.type == "cpu":
         multiply_through_fp32()
@@ -344,10 +330,7 @@ def stop() -> None:
 
 
 def _use_own_cores(world: World, bind_cores: str) -> None:
-    """Use this rank's share of its machine's cores, and bind it to them where configured. A collective.
-
-    The deepspeed launcher gives every rank all cores. The number of threads is set unless OMP_NUM_THREADS is to one.
-    """
+    """Use this rank's share of its machine's cores, bound to it where configured. A collective."""
     gpu = None
     if world.device.type == "cuda":
         found: Any = torch.cuda.get_device_properties(world.device)  # torch does not declare these

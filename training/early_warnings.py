@@ -1,12 +1,8 @@
-"""Early warnings: figures that leave their healthy range before the loss does, judged on the host.
+"""Early warnings: figures that leave their healthy range before the loss does (docs/early-warnings.md).
 
-Gradient norm and router load are known in every step, the rest where telemetry is measured. Nothing here reads a tensor
-or talks to other ranks: all ranks see the same numbers and judge alike. docs/early-warnings.md has each figure's
-definition, source and bound. A bound that is broken gives one warning, and the next one only after it has held at
-REARM looks in a row.
+Nothing here reads a tensor or talks to other ranks: all ranks see the same numbers and judge alike. A bound that is
+broken gives one warning, and the next one only after it has held at REARM looks in a row.
 """
-
-from __future__ import annotations
 
 import math
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """The end of a run: the sample, the report, and the last lines on the console."""
 
-from __future__ import annotations
-
 import os
 import shlex
 

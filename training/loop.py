@@ -1,7 +1,5 @@
 """The training loop: steps, evaluations and checkpoints."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from config.cli import BROKEN, DIVERGED, DONE, PREEMPTED, UNSAVED
@@ -20,7 +18,6 @@ class Ending:
     progress: Progress
     exit_code: int
     reason: str = ""
-    """Why it stopped early, in words."""
 
 
 def train(parts: Parts, progress: Progress) -> Ending:
@@ -96,10 +93,7 @@ def save_now(parts: Parts, progress: Progress) -> SaveFailed | None:
 
 
 def record_saves(parts: Parts) -> SaveFailed | None:
-    """Record the outcomes of saves, waiting for one in progress, and the notes of the checkpoints.
-
-    The error of the last save, or None.
-    """
+    """Record the outcomes of saves, waiting for one in progress, and notes; the last save's error, or None."""
     problem = None
     for line in parts.checkpoints.take_notes():
         parts.record.note(line)

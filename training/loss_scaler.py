@@ -1,17 +1,9 @@
 """The loss scaler that DeepSpeed is given: one of Mantissa's policies, with two upstream bugs worked around.
 
-DeepSpeed 0.19.8 calls `update_scale` in the middle of the step, between the gradient norm and the unscaling of the
-gradients. On a step where the scale grows, ZeRO-1, 2 and 3 then divide the gradients by the new scale, so that an
-unclipped update sees half its gradient (and ZeRO-3 also reports half the norm). Here a change of the scale takes
-effect after the step. And an overflow at the minimum is reported, not raised as a bare Exception: the guard decides
-what to do about it, with a diagnosis.
-
-`precision/loss_scale.py` decides how the scale changes. The class is a `DynamicLossScaler` only so that DeepSpeed
-accepts it, and pickles it into its checkpoints; of the parent's state nothing but `cur_scale` is used, which is what
-DeepSpeed reads.
+DeepSpeed 0.19.8 calls `update_scale` between the gradient norm and the unscaling, which then divides by the new scale
+(docs/precision-matrix.md): here a change takes effect after the step. And an overflow at the minimum is not raised as a
+bare Exception: the guard decides what to do about it.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,8 +31,6 @@ class LossScaler(DynamicLossScaler):
 
     cur_scale: float
     """Factor by which DeepSpeed scales the loss and unscales the gradients; only `apply_change` changes it."""
-    at_minimum: bool
-    """The last step overflowed and the scale could not get smaller."""
 
     def __init__(self, section: LossScaleSection) -> None:
         self.policy = make_policy(section)
@@ -52,28 +42,18 @@ class LossScaler(DynamicLossScaler):
             consecutive_hysteresis=False,
             raise_error_at_min_scale=False,
         )
-        self.at_minimum = False
         self._reason: str | None = None
         self._discarding = False
 
-    @property
-    def consecutive_overflows(self) -> int:
-        """Consecutive overflows; steps that the guard discarded neither count nor reset it."""
-        return self.policy.consecutive_overflows
-
     def update_scale(self, overflow: bool) -> None:
-        """Called by DeepSpeed inside its step. The new scale takes effect in `apply_change`.
-
-        Raises:
-            RuntimeError: DeepSpeed is about to apply a step that should be discarded.
-        """
+        """Called by DeepSpeed inside its step. Raises RuntimeError when it applies a step that is to be discarded."""
         if self._discarding:
             if not overflow:
                 raise RuntimeError("DeepSpeed applies a step that was to be discarded: its overflow path was not taken")
-            self.at_minimum, self._reason = False, None
+            self._reason = None
             return
         self.policy.update(bool(overflow))
-        self.at_minimum, self._reason = self.policy.at_minimum, self.policy.reason
+        self._reason = self.policy.reason
 
     @contextmanager
     def ignoring_overflow(self) -> Iterator[None]:
@@ -101,5 +81,4 @@ class LossScaler(DynamicLossScaler):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`; limits and window stay those of the config."""
         self.policy.load_state_dict(state)
-        self.cur_scale = self.policy.scale
-        self.at_minimum, self._reason = False, None
+        self.cur_scale, self._reason = self.policy.scale, None

@@ -1,7 +1,5 @@
 """Names of the tools that were `python -m training.NAME` before version 0.2.0."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The named collaborators of a run: their state in a checkpoint, and those that observe its steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -43,7 +41,6 @@ class Parts:
     """The same of each source of a mixture."""
     preemption: Preemption = field(default_factory=lambda: Preemption(signals=False))
     checks: Checks | None = None
-    """For silent corruption."""
     telemetry: Telemetry | None = None
     tracing: Tracing | None = None
     profiling: Profiling | None = None
@@ -61,10 +58,7 @@ class Parts:
         }
 
     def load_state_dict(self, state: dict[str, Any], *, keep_budgets: bool = False) -> Progress:
-        """The inverse of `state_dict`, after the engine itself was loaded; the progress of the run.
-
-        keep_budgets: used reactions stay used, as a rollback needs it.
-        """
+        """The inverse of `state_dict`; the run's progress. keep_budgets: used reactions stay used, for a rollback."""
         progress, reactions = Progress.from_state_dict(state["progress"]), state["reactions"]
         self.engine.install_scaler(state["scaler"])
         (self.guard.roll_back if keep_budgets else self.guard.load_state_dict)(reactions["guard"])
@@ -78,7 +72,7 @@ class Parts:
     def watching(self, progress: Progress) -> AbstractContextManager[Any]:
         """Spans and the profiler around one attempted step, where they are configured; progress: before it."""
         if self.tracing is None and self.profiling is None:
-            return _NOTHING
+            return nullcontext()
         stack = ExitStack()
         if self.profiling is not None:
             stack.enter_context(self.profiling.step(progress.step + 1))
@@ -92,6 +86,3 @@ class Parts:
             self.profiling.close()
         if self.tracing is not None:
             self.tracing.close()
-
-
-_NOTHING = nullcontext()

@@ -1,7 +1,5 @@
 """Turn a stop signal or a time limit into a flag, so that the run can save first."""
 
-from __future__ import annotations
-
 import math
 import signal
 import time

@@ -1,9 +1,7 @@
 """Where a run stands: the counters that an exact resume needs."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,7 @@ class Progress:
     position: int = 0
     """Global batches taken from the data order."""
 
-    def after(self, *, tokens: int, applied: bool) -> Progress:
+    def after(self, *, tokens: int, applied: bool) -> Self:
         """The counters after one more attempted step on `tokens` global tokens."""
         return replace(
             self,
@@ -40,10 +38,9 @@ class Progress:
         return asdict(self)
 
     @classmethod
-    def from_state_dict(cls, state: dict[str, Any]) -> Progress:
+    def from_state_dict(cls, state: dict[str, Any]) -> Self:
         """The inverse of `state_dict`."""
         return cls(**state)
 
 
 START = Progress()
-"""Before the first step."""

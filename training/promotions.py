@@ -1,7 +1,5 @@
 """Which precision regions were promoted to a wider dtype than their manifest's, and are on probation."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The events of a run; docs/run-folder.md has their fields."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -79,12 +77,6 @@ def record_step(
             lr=update.lr,
             momentum_norm=engine.momentum_norm(),
         )
-
-
-def record_telemetry(record: Record, progress: Progress, measured: dict[str, Any]) -> None:
-    """The `telemetry` event. progress: after the step. measured: from `Telemetry.finish`."""
-    where = {"step": progress.step, "tokens": progress.tokens}
-    record.event("telemetry", **where, **measured)
 
 
 def record_warnings(record: Record, progress: Progress, warnings: Sequence[EarlyWarning]) -> None:

@@ -1,12 +1,8 @@
 """The reference of preference optimisation: log-probabilities of every pair's answers under the start weights.
 
-The engine computes them itself before the first step, in its compute dtype, in micro-batches of the shapes that are
-trained on. So the first step's margins are exactly 0, in BF16 and FP16 too. They are kept in FP32, in a file beside the
-prepared data that is named by a hash of everything that decides them and appears by one rename: a run that resumes
-reads it, and a process that is killed leaves nothing that looks finished.
+The engine computes them before the first step, in its compute dtype and in micro-batches of the shapes that are trained
+on: so the first step's margins are exactly 0. They are kept in FP32, in a file beside the prepared data.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import hashlib
@@ -31,7 +27,6 @@ from data.batches.preference_batches import REFERENCE, batches_of_pairs, lengths
 from data.corpora.corpus import Corpus
 from data.corpora.row_shards import RowShards
 from modeling.objectives.preference import log_probs
-from training.distributed import World
 from training.engine import Engine
 
 SECONDS_BETWEEN_LINES = 30.0
@@ -47,7 +42,8 @@ def add_references(corpus: Corpus, engine: Engine, resolved: Resolved, *, base: 
     """
     world, lengths, started = engine.world, lengths_of_corpus(corpus), time.perf_counter()
     splits = {"train": _rows(corpus.train), "validation": _rows(corpus.validation)}
-    identity = _identity(corpus, resolved, base, lengths, _device_name(world))
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
+    identity = _identity(corpus, resolved, base, lengths, device)
     path = corpus.folder / f"references-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.safetensors"
     tables = world.from_main(_read(path, identity, splits, lengths) if world.is_main else None)
     if tables is not None:
@@ -141,10 +137,6 @@ _NOT_DECIDING = {
     *("activation_checkpointing", "checkpointing_every", "checkpointing_reentrant", "activation_memory_gib"),
     *("loss", "loss_chunk_tokens"),
 }
-
-
-def _device_name(world: World) -> str:
-    return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
 
 
 def _read(path: Path, identity: str, splits: dict[str, RowShards], lengths: tuple[int, ...]) -> Tables | None:

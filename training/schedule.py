@@ -1,9 +1,4 @@
-"""The learning rate as a pure function of applied optimizer steps.
-
-A skipped step does not advance it, and neither accumulation nor the number of ranks scales it.
-"""
-
-from __future__ import annotations
+"""The learning rate as a pure function of applied optimizer steps: skipped steps do not advance it."""
 
 import math
 

@@ -1,10 +1,7 @@
 """Data, process group, model, engine and batches of a resolved config, built alike for `train.py` and every tool."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
-import random
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -13,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import numpy as np
-import torch
 import transformers
 from transformers import PretrainedConfig
 
@@ -37,6 +32,7 @@ from training.checkpoint.checkpoints import Checkpoints
 from training.checkpoint.retention import Retention
 from training.distributed import World
 from training.engine import Engine, build_engine
+from training.engine.rng import seed_everything
 from training.engine.work_time import forget_peak_memory
 from training.references import add_references
 from training.tasks.cached_teacher import documents_of
@@ -56,12 +52,10 @@ class Session:
     world: World
     engine: Engine
     batches: Batches
-    """The training batches, at the start of the data order."""
     base: str | None = None
     """Identity of the model under an adapter, or of the reference of preferences: sha256 of its files, or a hub's
     revision. None where a run starts from it and needs it no more."""
     teacher: str | None = None
-    """Identity of the teacher of a distillation; None without one."""
 
     def validation(self) -> Iterable[Batch]:
         """The validation set's batches, from its start; `evaluate.batches` of them or all."""
@@ -73,10 +67,7 @@ class Session:
 
     @property
     def left_out(self) -> str | None:
-        """Human-readable: which rows `evaluate.batches` leaves out of evaluations; None where it leaves out none.
-
-        None for documents too, which are usually evaluated on a sample.
-        """
+        """Which rows `evaluate.batches` leaves out, human-readable; None where none, and for documents."""
         config, size = self.resolved.config, self.resolved.batch.global_size
         most, held_out = config.evaluate.most_batches, self.corpus.validation.sequences(config.data.sequence_length)
         of_rows = isinstance(self.corpus.validation, RowShards)
@@ -137,13 +128,10 @@ def session(
 ) -> Iterator[Session]:
     """Join the process group, prepare the data, build model, engine and batches; close them afterwards. A collective.
 
-    corpus: the data, where it is prepared already. world: the process group, where it was joined already; it is then
-    left as it is, and the engine closed, so that another session can follow. trains: this is the job of `train.py`
-    itself: lost ranks are watched for from here on, so that none waits for ever for data that a rank was preparing, and
-    its run folder is opened before anything is built. shares: with which of `parallel.sequence`, `tensor` and `expert`
-    what follows is shown right; a job of `train.py` is with all.
-
-    Raises UserError for what only shows now, such as weights that cannot be loaded or a folder that cannot be written.
+    corpus, world: where they are there already; the process group is then left as it is. trains: this is the job of
+    `train.py` itself: lost ranks are watched for, and its run folder is opened before anything is built. shares: which
+    of `parallel.sequence`, `tensor` and `expert` is verified for what follows; all are for a job of `train.py`. Raises
+    UserError for what only shows now.
     """
     config = resolved.config
     refuse_sharing(resolved.batch, but=("sequence", "tensor", "expert") if trains else shares)
@@ -182,7 +170,9 @@ def session(
         engine = build_engine(resolved, shape, world)
         if quiet:
             engine.notes.append(f"dropout of the model is off, as the reference has none: {', '.join(quiet)}")
-        resolved = _with_attention(resolved, attention_of(engine.model))
+        # what `auto` became, for the record and for whoever starts it again
+        model = replace(config.model, attention=attention_of(engine.model))
+        resolved = replace(resolved, config=replace(config, model=model))
         if not joined:
             ends.callback(engine.close)
         # ranks that share matrices drop out alike: what each of them has whole would else part
@@ -215,12 +205,6 @@ def _predicted(config: Config) -> str | None:
     if config.task not in ENCODER_TASKS:
         return None
     return json.dumps(dataclasses.asdict(config.classify if config.task == "classify" else config.mlm))
-
-
-def _with_attention(resolved: Resolved, attention: str) -> Resolved:
-    """The run with what `model.attention` = auto became, for the record and for whoever starts it again."""
-    model = replace(resolved.config.model, attention=attention)
-    return replace(resolved, config=replace(resolved.config, model=model))
 
 
 def check_validation(resolved: Resolved, corpus: Corpus) -> None:
@@ -262,10 +246,7 @@ def run_dir_of(resolved: Resolved) -> RunDir:
 
 @contextmanager
 def locked_run_dir(resolved: Resolved, world: World) -> Iterator[RunDir]:
-    """The run folder, made and locked by rank 0 and known to all. A resumed run keeps its own. A collective.
-
-    Raises UserError on every rank when it cannot be made, or another job writes it.
-    """
+    """The run folder, made and locked by rank 0 and known to all. A collective. Raises UserError on every rank."""
     run = resolved.config.run
     root, error = Path(run.dir).expanduser(), None
     with ExitStack() as ends:
@@ -278,10 +259,3 @@ def locked_run_dir(resolved: Resolved, world: World) -> Iterator[RunDir]:
         if error is not None:
             raise error
         yield run_dir_of(resolved)
-
-
-def seed_everything(seed: int) -> None:
-    """Seed the generators that dropout, sampling and third-party code draw from."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)

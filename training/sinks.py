@@ -1,7 +1,6 @@
 """Open the sinks of a run's record: the event file, the console, wandb and other trackers, Prometheus."""
 
-from __future__ import annotations
-
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from tracking.trackers.sink import TrackerSink
 from tracking.wandb.sink import WandbSink
 from training.distributed import World
 from training.engine import Engine
-from training.engine.ledger import as_plain, read_ledger, read_start
+from training.engine.ledger import read_ledger, read_start
 
 
 def open_record(resolved: Resolved, corpus: Corpus, engine: Engine, run_dir: RunDir, world: World) -> Record:
@@ -31,7 +30,11 @@ def open_record(resolved: Resolved, corpus: Corpus, engine: Engine, run_dir: Run
     ledger = [*read_ledger(engine, reduce=resolved.config.precision.reduce), read_start(engine)]
     if not world.is_main:
         return Record.silent()
-    config = resolved.config
+    config, train = resolved.config, corpus.train
+    # counted as `Batch.tokens` of a step: inputs, whether they have labels or not, padding aside
+    tokens = (
+        int(train.places.sum()) if isinstance(train, RowShards) else train.label_tokens(config.data.sequence_length)
+    )
     facts = environment(
         {
             "accelerator": _accelerator(world),
@@ -41,12 +44,12 @@ def open_record(resolved: Resolved, corpus: Corpus, engine: Engine, run_dir: Run
                 "folder": str(corpus.folder),
                 "vocab_size": corpus.vocab_size,
                 "tail_tokens": corpus.tail_tokens,
-                "train_tokens": _tokens_of_epoch(corpus, config.data.sequence_length),
+                "train_tokens": tokens,
                 **({"rows": corpus.counts} if corpus.counts else {}),
             },
             "model": type(engine.model).__name__,
             "parameters": count_parameters(engine.model),
-            "ledger": as_plain(ledger),
+            "ledger": [asdict(entry) for entry in ledger],
             "resume_command": resolved.resume_command,
         }
     )
@@ -110,9 +113,3 @@ def _accelerator(world: World) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "devices": torch.cuda.device_count(),
     }
-
-
-def _tokens_of_epoch(corpus: Corpus, sequence_length: int) -> int:
-    """Counted as `Batch.tokens` of a step: inputs, whether they have labels or not, padding aside."""
-    train = corpus.train
-    return int(train.places.sum()) if isinstance(train, RowShards) else train.label_tokens(sequence_length)

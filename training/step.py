@@ -1,10 +1,4 @@
-"""One optimizer step, from the batch to the record.
-
-forward, backward -> norm -> (again, if it is suspicious) -> (causes, if it is not finite) -> judge -> apply or discard
--> record -> react
-"""
-
-from __future__ import annotations
+"""One optimizer step, from the batch to the record."""
 
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -24,16 +18,13 @@ from training.parts import Parts
 from training.progress import Progress
 from training.promotions import Causes, demote_due, promotable
 from training.reactions import react
-from training.record import record_causes, record_step, record_telemetry, record_warnings
+from training.record import record_causes, record_step, record_warnings
 from training.schedule import scheduled_rate
 from training.telemetry import Telemetry
 
 
 def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, Health]:
-    """Forward, backward, norm, judge, apply or discard, record, react.
-
-    Returns the progress afterwards, the guard's judgement and the health that all ranks saw. A collective.
-    """
+    """One attempted step: the progress afterwards, the judgement, and the health that all ranks saw. A collective."""
     started, config = time.perf_counter(), parts.resolved.config
     engine, guard, record = parts.engine, parts.guard, parts.record
     batch = parts.batches.next_step()
@@ -95,7 +86,8 @@ def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, H
         _verify_precision(parts, progress, watch)
     if telemetry is not None and measured:
         fields = telemetry.finish(applied=update.applied, clip=update.clip_coefficient)
-        record_telemetry(record, progress, {**fields, "second_moment_age": parts.warnings.memory_age})
+        measures = {**fields, "second_moment_age": parts.warnings.memory_age}
+        record.event("telemetry", step=progress.step, tokens=progress.tokens, **measures)
         warnings += parts.warnings.after_telemetry(progress.step, fields, warm=warm)
     record_warnings(record, progress, warnings)
     guard.warn([warning for warning in warnings if warning.signal != "gradient_jump"])
@@ -152,10 +144,7 @@ def _verify_precision(parts: Parts, progress: Progress, watch: Observation) -> N
 
 
 def _find_causes(parts: Parts, health: Health, batch: Batch, outcome: Outcome) -> Causes:
-    """The rank, module and tensor that made the step not finite; nothing, at no cost, when it is finite.
-
-    Nor where the machine is known to be at fault.
-    """
+    """The rank, module and tensor that made the step not finite; none where the machine is at fault."""
     if (
         health.finite
         or health.corruption is not None

@@ -1,8 +1,4 @@
-"""The teacher of a distillation before the student is built: its tokens are compared with the data's, it is identified,
-and where the config asks for it its answers to every sequence are computed once.
-"""
-
-from __future__ import annotations
+"""The teacher of a distillation before the student is built: identified, and its answers computed where cached."""
 
 import hashlib
 import json
@@ -19,14 +15,14 @@ from config.errors import UserError, one_line
 from config.files import file_sha256, flush
 from config.resolved import Resolved
 from data.batches.loader import NO_SAMPLE, next_tokens
-from data.corpora.corpus import SPLITS, Corpus
+from data.corpora.corpus import Corpus
 from data.corpora.row_shards import RowShards
 from data.corpora.shards import TokenShards
 from data.text.tokenizer import load_tokenizer
 from modeling.objectives.divergence import likeliest
 from training.distributed import World
 from training.engine.teacher import Teacher
-from training.tasks.cached_teacher import documents_of, files_of, require_intact, write_index
+from training.tasks.cached_teacher import documents_of, files_of, require_intact, splits_of, write_index
 
 _VERSION = 1
 
@@ -43,9 +39,7 @@ def prepare_teacher(resolved: Resolved, corpus: Corpus, world: World, *, vocabul
     identity = world.on_main(lambda: _identified(str(section.teacher), corpus))
     if section.top_k:
         if section.top_k >= vocabulary:
-            raise UserError(
-                f"distill.top_k = {section.top_k}: the vocabulary has {vocabulary} tokens; set it to 0 for all of them"
-            )
+            raise UserError(f"distill.top_k = {section.top_k}: the vocabulary has {vocabulary} tokens; set it to 0")
         corpus = replace(corpus, targets=_cached(resolved, corpus, world, identity, vocabulary))
     return corpus, identity
 
@@ -116,7 +110,7 @@ def _cached(resolved: Resolved, corpus: Corpus, world: World, identity: str, voc
 def _fill(resolved: Resolved, corpus: Corpus, world: World, folder: Path, vocabulary: int) -> None:
     """Each rank asks for its share of the sequences; rank 0 publishes by one rename when all have written."""
     partial = Path(world.from_main(str(folder.with_name(f"{folder.name}.partial-{os.getpid()}"))))
-    splits = _splits(resolved, corpus)
+    splits = splits_of(resolved.config, corpus)
 
     def begin() -> None:
         try:
@@ -139,12 +133,6 @@ def _fill(resolved: Resolved, corpus: Corpus, world: World, folder: Path, vocabu
         partial.rename(folder)
         flush(folder.parent)
     world.wait_for_all()
-
-
-def _splits(resolved: Resolved, corpus: Corpus) -> dict[str, TokenShards | RowShards]:
-    length = resolved.config.data.sequence_length
-    pairs = zip(SPLITS, (corpus.train, corpus.validation), strict=True)
-    return {split: shards for split, shards in pairs if shards.sequences(length)}
 
 
 def _allocate(resolved: Resolved, splits: dict[str, TokenShards | RowShards], partial: Path) -> None:

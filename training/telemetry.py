@@ -1,16 +1,9 @@
 """Precision telemetry: statistics of each module's gradients, activations and weights, measured now and then.
 
-On a measured step every rank looks at its own part: its shard of the reduced gradients, the masters it holds with the
-weights made from them, the activations of its micro-batches. The results stay on the device until the step has been
-taken; then their sums and maxima over ranks are taken, which no number of ranks makes larger. No tensor of a
-parameter's size is gathered or kept.
-
-The probe runs the step's micro-batches once more in FP32 from the masters and compares the real pass's gradients with
-it: cosine and sign agreement by parameter. It gathers gradients whole, module by module, and costs one more pass and an
-FP32 copy of the gradients in host memory on every rank.
+Every rank looks at its own shards and micro-batches; sums and maxima over ranks are taken after the step. The probe
+runs the step's micro-batches once more in FP32 from the masters, and gathers gradients whole, module by module, to
+compare.
 """
-
-from __future__ import annotations
 
 import math
 from collections import defaultdict
@@ -72,10 +65,7 @@ _MAXIMA = (_LARGEST, _APART, _ADAM.stop - 1)  # over ranks the largest counts; t
 
 
 class Telemetry:
-    """Measures one step at a time: `watching` around its passes, `measure`, then `finish` after the optimizer step.
-
-    `watching` with the probe and `finish` are collectives; `finish` returns the same numbers on all ranks.
-    """
+    """Measures a step: `watching` around its passes, a collective with the probe; `measure`; `finish`, a collective."""
 
     def __init__(self, engine: Engine, *, probe: bool, figures: Collection[Figure] = FIGURES) -> None:
         """figures: those of FIGURES to measure; an event has nothing of the others.
@@ -99,6 +89,10 @@ class Telemetry:
         self._agreement: dict[str, Agreement] = {}
         self._masters: dict[int, tuple[Shard, torch.Tensor]] = {}
         self._samples: dict[int, torch.Tensor] = {}
+        self._modules = [name.rpartition(".")[0] for name in self._parameters]
+        self._rows: dict[str, list[int]] = defaultdict(list)  # of a module's parameters, in the model's order
+        for row, module in enumerate(self._modules):
+            self._rows[module].append(row)
         names = {module: name for name, module in engine.model.named_modules()}
         self._blocks = {names[block]: block for block in blocks_of(engine.model)}
         self._attention = AttentionMeter(engine.model, active=False)
@@ -147,10 +141,7 @@ class Telemetry:
 
     @torch.no_grad()
     def measure(self) -> None:
-        """Look at gradients and weights. Call between backward and step; gradients have to be finite.
-
-        Without `watching` before, the event has nothing of the forward pass.
-        """
+        """Look at weights and gradients, which have to be finite, between backward and step."""
         engine = self._engine
         device, scale = engine.world.device, engine.loss_scale
         self._scale = scale  # the step may change it
@@ -172,8 +163,7 @@ class Telemetry:
             self._numbers[rows, _LARGEST] = largest(found).to(device) / scale
             self._samples = {row: sampled(values).float() / scale for row, values in gradients.items()}
             counts = exponent_counts(list(self._samples.values())).to(device)
-            names = list(self._parameters)
-            bins = torch.tensor([self._bins(names[row].rpartition(".")[0]) for row in gradients], device=device)
+            bins = torch.tensor([self._bins(self._modules[row]) for row in gradients], device=device)
             self._numbers[rows, _SMALL : _NONZERO + 1] = counts_in_bins(counts, bins).double()
             self._exponents = counts[:, 1:EXPONENTS].sum(0).double()
         if engine.compute != "fp32" and engine.stage > 0:
@@ -215,14 +205,9 @@ class Telemetry:
             self._numbers[row, _APART : _APART_SQUARES + 1] = distances(shard.master().to(weight.device), weight)
 
     def _measure_update(self) -> None:
-        """The step's effect on the masters, estimated from samples of them.
-
-        Squares of how much they changed, and of what they were; how many changed, and how many of these compute with
-        the same number as before.
-        """
-        names = list(self._parameters)
+        """The step's effect on samples of the masters: size of the change, how many changed, and how many in vain."""
         for row, (shard, before) in self._masters.items():
-            after, module = sampled(shard.master()), names[row].rpartition(".")[0]
+            after, module = sampled(shard.master()), self._modules[row]
             updated = after != before
             lost = updated & (self._rounded(after, module) == self._rounded(before, module))
             found = ((after - before).double().square(), before.double().square(), updated, lost)
@@ -240,10 +225,7 @@ class Telemetry:
 
     @torch.no_grad()
     def finish(self, *, applied: bool, clip: float = 1.0) -> dict[str, Any]:
-        """The fields of a `telemetry` event, after the optimizer step.
-
-        applied: whether it changed the weights. clip: the factor by which clipping shrank the gradient.
-        """
+        """The fields of a `telemetry` event. applied: whether the weights changed. clip: factor on the gradient."""
         if applied:
             self._measure_update()
             if "adam" in self._figures:
@@ -300,11 +282,11 @@ class Telemetry:
     def _averages(self, total: torch.Tensor) -> dict[str, dict[str, float]]:
         """RMS_t and the signal's share of gradients (training/engine/adam_signals.py), of each module with a matrix."""
         found = {}
-        for module, rows in self._by_module().items():
+        for module, rows in self._rows.items():
             *sums, _ = total[rows, _ADAM].sum(0).tolist()
             figures = adam_figures(self._engine, [*sums, float(total[rows, _ADAM][:, -1].max())])
-            if figures is not None:
-                found[module] = {key: _short(value) for key, value in figures._asdict().items() if value is not None}
+            if figures:
+                found[module] = {key: _short(value) for key, value in figures.items()}
         return found
 
     def _embedding_share(self, total: torch.Tensor) -> float | None:
@@ -314,18 +296,11 @@ class Telemetry:
         everything = float(total[:, _SQUARES].sum())
         return _short(float(total[rows, _SQUARES].sum()) / everything) if rows and everything else None
 
-    def _by_module(self) -> dict[str, list[int]]:
-        """Module to the rows of its parameters, in the model's order."""
-        found: dict[str, list[int]] = defaultdict(list)
-        for row, name in enumerate(self._parameters):
-            found[name.rpartition(".")[0]].append(row)
-        return found
-
     def _gradients(self, total: torch.Tensor) -> dict[str, dict[str, float]]:
         """Norm, RMS and largest value of each module, and the shares that its dtype keeps with fewer bits or loses."""
         shapes = [whole_shape_of(parameter).numel() for parameter in self._parameters.values()]
         found = {}
-        for module, rows in self._by_module().items():
+        for module, rows in self._rows.items():
             squares, values = float(total[rows, _SQUARES].sum()), sum(shapes[row] for row in rows)
             small, flushed, nonzero = total[rows, _SMALL : _NONZERO + 1].sum(0).tolist()
             measures = {
@@ -343,7 +318,7 @@ class Telemetry:
         if self._engine.compute == "fp32":
             return None
         values = sum(whole_shape_of(parameter).numel() for parameter in self._parameters.values())
-        modules = {module: float(total[rows, _APART].max()) for module, rows in self._by_module().items()}
+        modules = {module: float(total[rows, _APART].max()) for module, rows in self._rows.items()}
         return {
             "maximum": float(total[:, _APART].max()),
             "rms": math.sqrt(float(total[:, _APART_SQUARES].sum()) / max(values, 1)),
@@ -353,7 +328,7 @@ class Telemetry:
     def _updates(self, total: torch.Tensor) -> dict[str, float]:
         return {
             module: _short(_ratio(total[rows, _CHANGE].sum(), total[rows, _SIZE].sum()))
-            for module, rows in self._by_module().items()
+            for module, rows in self._rows.items()
         }
 
     def _lost(self, total: torch.Tensor) -> dict[str, float]:
@@ -363,7 +338,7 @@ class Telemetry:
         Modules in FP32, whose weights are the masters, are left out.
         """
         found = {}
-        for module, rows in self._by_module().items():
+        for module, rows in self._rows.items():
             updated, lost = float(total[rows, _UPDATED].sum()), float(total[rows, _LOST].sum())
             if updated and self._computes(module) != "fp32":
                 found[module] = _short(lost / updated)
@@ -424,7 +399,7 @@ class Telemetry:
         masters = {
             name: whole_master(engine, parameter).requires_grad_() for name, parameter in self._parameters.items()
         }
-        frozen = ((name, whole_weight(engine, parameter)) for name, parameter in _frozen(engine))
+        frozen = ((name, whole_weight(engine, p)) for name, p in engine.model.named_parameters() if not p.requires_grad)
         weights = {name: weight.float() if weight.is_floating_point() else weight for name, weight in frozen}
         tokens = engine.world.sum(torch.tensor(float(batch.label_tokens), dtype=torch.float64, device=device))
 
@@ -438,10 +413,6 @@ class Telemetry:
             gradient = torch.zeros_like(master) if master.grad is None else master.grad
             found[name] = engine.world.sum(gradient).detach().cpu()
         return found
-
-
-def _frozen(engine: Engine) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((name, p) for name, p in engine.model.named_parameters() if not p.requires_grad)
 
 
 def _short(value: float) -> float:

@@ -64,7 +64,7 @@ def minimum_raises(world: World, *, examples: int) -> list[tuple[int | None, int
         for step, overflow in enumerate(pattern):
             ours.update_scale(overflow)
             ours.apply_change()
-            mine = step if mine is None and ours.at_minimum else mine
+            mine = step if mine is None and ours.policy.at_minimum else mine
             if theirs is None:
                 try:
                     upstream.update_scale(overflow)
@@ -104,7 +104,7 @@ def resumed_traces(world: World, *, examples: int, policy: str, pickled: bool) -
             for scaler, trace in ((unbroken, whole), (broken, pieces)):
                 scaler.update_scale(overflow)
                 change = scaler.apply_change()
-                trace.append((scaler.state_dict(), scaler.cur_scale, scaler.at_minimum, change))
+                trace.append((scaler.state_dict(), scaler.cur_scale, scaler.policy.at_minimum, change))
         found.append((whole, pieces))
     return found
 
@@ -117,7 +117,7 @@ def story(world: World) -> list[tuple[Any, ...]]:
         scaler.update_scale(overflow)
         during = scaler.cur_scale
         change = scaler.apply_change()
-        rows.append((during, scaler.cur_scale, change.reason if change else None, scaler.at_minimum))
+        rows.append((during, scaler.cur_scale, change.reason if change else None, scaler.policy.at_minimum))
     return rows
 
 
@@ -128,7 +128,7 @@ def static_story(world: World) -> list[tuple[Any, ...]]:
     for overflow in (False, True, True, False):
         scaler.update_scale(overflow)
         change = scaler.apply_change()
-        rows.append((scaler.cur_scale, scaler.consecutive_overflows, scaler.at_minimum, change))
+        rows.append((scaler.cur_scale, scaler.policy.consecutive_overflows, scaler.policy.at_minimum, change))
     return rows
 
 
@@ -143,7 +143,7 @@ def discarded(world: World, *, policy: str) -> list[tuple[dict, dict, Any]]:
         with with_guard.ignoring_overflow():
             with_guard.update_scale(True)
         change = with_guard.apply_change()
-        assert with_guard.cur_scale == scale and not with_guard.at_minimum
+        assert with_guard.cur_scale == scale
         rows.append((before, with_guard.state_dict(), change))
         for scaler in (with_guard, without):
             scaler.update_scale(overflow)

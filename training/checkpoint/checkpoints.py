@@ -1,16 +1,7 @@
-"""Checkpoints that are whole or not there.
-
-    checkpoints/step-60/
-        manifest.json    every file with its SHA-256, size and tensors; sealed with a hash of its own
-        state.json       progress, loss scaler, guard, identity of the run
-        rng-rank-0.pt    generators of each rank
-        deepspeed/       DeepSpeed's own sharded checkpoint: parameters, masters, moments
-    checkpoints/LATEST   name of the one that was saved last, a hint
-    checkpoints/RUN      which run these are of, and the last time it went back to an older one
+"""Checkpoints that are whole or not there; docs/checkpoints.md describes the format.
 
 A checkpoint is written to a hidden folder next to it, each file hashed while it is written, flushed to disk and
 published by one rename, so a kill at any moment leaves the previous one in place. Training continues meanwhile.
-`python -m training.checkpoint` inspects them without loading; docs/checkpoints.md describes the format.
 """
 
 from __future__ import annotations
@@ -38,7 +29,6 @@ from training.checkpoint.manifest import (
     MANIFEST,
     STATE,
     Damaged,
-    Unusable,
     check_hashes,
     find_problem,
     problem_of,
@@ -77,11 +67,7 @@ class Checkpoints:
         remote: Remote | None = None,
     ) -> None:
         """identity: what a checkpoint must share with the run that loads it, as plain types by name.
-        run_name: sealed into every manifest, for messages.
-        background: copy what is saved to host memory and write it in the background, instead of blocking training.
-        verify_after_save: read each checkpoint back from the disk before it counts as saved.
-        opener: with the key that files are encrypted and read with; None: plain files.
-        remote: the object store that every checkpoint is also uploaded to; the folder is then its local cache.
+        run_name: sealed into every manifest, for messages. opener: None: plain files.
         """
         self.folder, self.keep, self.identity, self.world = folder, keep, identity, world
         self.background, self.verify_after_save = background, verify_after_save
@@ -91,7 +77,6 @@ class Checkpoints:
         self.failures = 0
         """Saves that failed since the last successful one."""
         self.last_failure = ""
-        """Why the last of them failed, in one line."""
         self._lineage = Lineage(folder, run_name)
         self._save: Save | None = None
         self._outcomes: list[Saved | SaveFailed] = []
@@ -110,9 +95,10 @@ class Checkpoints:
         progress = Progress.from_state_dict(state["progress"])
         started, key = time.perf_counter(), self._opener.key if self._opener else None
         self.reached("begin")
-        final, partial = self.folder / f"step-{progress.step}", commit.partial_of(self.folder, progress.step)
+        final = self.folder / f"step-{progress.step}"
+        partial = commit.partial_of(final)
         try:
-            on_main(self.world, lambda: self._begin(progress.step), final)
+            on_main(self.world, lambda: self._begin(final), final)
         except SaveFailed as failure:
             self._note_outcome(failure)
             return
@@ -123,13 +109,9 @@ class Checkpoints:
             self._save_world = self.world.on_own_group()
         request = SaveRequest(
             final=final,
-            partial=partial,
-            step=progress.step,
-            tokens=progress.tokens,
             manifest=manifest_of(engine, progress, validation_loss, key) | self._lineage.fields(),
             retention=self.keep,
             verify=self.verify_after_save,
-            private=key is not None,
             remote=self._remote,
             started=started,
         )
@@ -151,10 +133,7 @@ class Checkpoints:
         return ended
 
     def save(self, engine: Engine, state: dict[str, Any]) -> Saved:
-        """`start_save`, and wait for it.
-
-        Raises SaveFailed on every rank when any of them cannot write; earlier checkpoints are untouched.
-        """
+        """`start_save`, and wait for it. Raises SaveFailed on every rank when any of them cannot write."""
         self.start_save(engine, state)
         outcome = self.outcomes()[-1]
         if isinstance(outcome, SaveFailed):
@@ -169,9 +148,8 @@ class Checkpoints:
     def find(self, resume: str) -> Path | None:
         """The checkpoint that `run.resume` asks for, or None to start from scratch. The same on every rank.
 
-        Rank 0 looks at the folder; each rank hashes part of the files. Where `run.resume` leaves a choice, a checkpoint
-        that is damaged or of another run is passed over, with a line that says why. Raises UserError when there are
-        some and none is usable.
+        Where `run.resume` leaves a choice, one that is damaged or of another run is passed over, with a line that says
+        why. Raises UserError when there are some and none is usable.
         """
         self._collect_outcome()
         if resume == "never":
@@ -204,10 +182,7 @@ class Checkpoints:
         return None
 
     def load(self, path: Path, engine: Engine) -> dict[str, Any]:
-        """Restore the engine and the random generators, but not the loss scaler; returns the `state` that `save` got.
-
-        Raises UserError when the checkpoint is damaged or of another run's identity.
-        """
+        """Restore the engine and the random generators, but not the loss scaler; what `save` got. Raises UserError."""
         problem = None if path in self._verified else self._check(path)[0]
         if problem is not None:
             raise UserError(f"{path}: {problem}")
@@ -267,25 +242,27 @@ class Checkpoints:
         if remark is not None:
             self._notes.append(self._log(remark))
 
-    def _begin(self, step: int) -> None:
-        commit.begin(self.folder, step)
+    def _begin(self, final: Path) -> None:
+        commit.begin(final)
         self._lineage.begin_save()
 
     def _check(self, path: Path, *, of_any_run: bool = True) -> tuple[str | None, bool]:
         """Why the run cannot resume from `path`, or None; and whether it is damaged. Remembers one that can be used."""
-        world, found = self.world, list[dict[str, Any]]()
-        problem = find_problem(path, found.append, of_any_run=of_any_run) if world.is_main else None
-        problem, manifest = world.from_main((problem, found and {"files": found[0]["files"]}))
+        world, found = self.world, dict[str, Any]()
+
+        def read(manifest: dict[str, Any]) -> None:
+            check_hashes(path, manifest, [STATE])
+            found.update(files=manifest["files"], identity=read_state(path)["identity"])
+
+        problem = find_problem(path, read, of_any_run=of_any_run) if world.is_main else None
+        problem, found = world.from_main((problem, found))
         if problem is None:
-            mine = shares_of(manifest, world.world_size)[world.rank]
-            problems = world.gather_objects(problem_of(lambda: check_hashes(path, manifest, mine), path))
+            mine = shares_of(found, world.world_size)[world.rank]
+            problems = world.gather_objects(problem_of(lambda: check_hashes(path, found, mine), path))
             problem = next(filter(None, problems), None)
         if problem is not None:
             return str(problem), isinstance(problem, Damaged)
-        saved = world.from_main(_identity(path) if world.is_main else None)
-        if isinstance(saved, Unusable):
-            return str(saved), isinstance(saved, Damaged)
-        difference = identity_difference(saved, self.identity)
+        difference = identity_difference(found["identity"], self.identity)
         if difference is None:
             self._verified.add(path)
         return difference, False
@@ -317,13 +294,3 @@ class Checkpoints:
         if self.world.is_main:
             print(f"mantissa: {shown(text)}", file=sys.stderr, flush=True)
         return text
-
-
-def _identity(path: Path) -> dict[str, Any] | Unusable:
-    """The identity in a checkpoint's state, or why there is none."""
-    try:
-        return read_state(path)["identity"]
-    except Unusable as problem:
-        return problem
-    except OSError as error:
-        return Unusable(f"{STATE} cannot be read: {error.strerror or error}")

@@ -1,9 +1,4 @@
-"""Which checkpoint of a folder is the newest: what `run.resume: auto` takes.
-
-Manifests decide, which are sealed. LATEST is a hint for people and other tools: where it disagrees, one line says so.
-"""
-
-from __future__ import annotations
+"""Which checkpoint of a folder is the newest: manifests decide, which are sealed; LATEST is a hint for people."""
 
 import contextlib
 import os
@@ -87,10 +82,7 @@ def latest_name(folder: Path) -> str | None:
 
 
 def choice_remark(chosen: Path, passed_over: Collection[Path]) -> str | None:
-    """In one line, what of LATEST and of higher steps is not followed by taking `chosen`; None where they agree.
-
-    passed_over: those that cannot be used, which was said already.
-    """
+    """What of LATEST and of higher steps is not followed by taking `chosen`, in one line; None where they agree."""
     folder, name, why = chosen.parent, latest_name(chosen.parent), []
     there = {step_of(path): path for path in by_step(folder)}
     step = step_of(chosen)

@@ -8,8 +8,6 @@
 After a kill `recover` finishes or undoes what was in progress. Only the main process calls these.
 """
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from collections.abc import Callable
@@ -24,24 +22,21 @@ from training.checkpoint.seal import sealed
 Reached = Callable[[str], None]
 
 
-def partial_of(folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is written."""
-    return folder / f".step-{step}.partial"
+def partial_of(final: Path) -> Path:
+    """Where a checkpoint is written."""
+    return final.with_name(f".{final.name}.partial")
 
 
-def begin(folder: Path, step: int) -> None:
-    """An empty folder to write the checkpoint of `step` into. Raises OSError."""
-    partial = partial_of(folder, step)
+def begin(final: Path) -> None:
+    """An empty folder to write a checkpoint into. Raises OSError."""
+    partial = partial_of(final)
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
 
 
 def add_unlisted_files(partial: Path, files: dict[str, Written]) -> None:
-    """Flush files in the folder that `Files` did not write (DeepSpeed copies what it offloaded to NVMe), and list them.
-
-    Their hashes are of what is on disk. Raises OSError.
-    """
+    """Flush and list what `Files` did not write: DeepSpeed copies what it offloaded to NVMe. Raises OSError."""
     for path in sorted(path for path in partial.rglob("*") if path.is_file()):
         name = path.relative_to(partial).as_posix()
         if name not in files:

@@ -1,40 +1,30 @@
-"""What goes into a checkpoint: every rank's files, the manifest, and the identity of the run.
-
-A checkpoint's identity is what two runs must share for one to resume from the other's.
-"""
-
-from __future__ import annotations
+"""What goes into a checkpoint: every rank's files, the manifest, and what two runs must share to resume."""
 
 import json
 import math
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from data.text.holdout import TAIL
 from modeling.tensor_parallel import cut
+from training.checkpoint.key import Key
 from training.checkpoint.manifest import FORMAT, STATE
+from training.checkpoint.writer import Files
+from training.engine import Engine
 from training.engine.rng import generators
 from training.engine.tensors import checksums_of, whole_shape_of
 from training.progress import Progress
-
-if TYPE_CHECKING:
-    import torch
-
-    from training.checkpoint.key import Key
-    from training.checkpoint.writer import Files
-    from training.engine import Engine
 
 TAG = "deepspeed"
 _VERSIONS = {name: version(name) for name in ("torch", "deepspeed", "transformers")}  # once: it opens files
 
 
 def save_state(files: Files, folder: Path, engine: Engine, state: dict[str, Any]) -> None:
-    """Hand this rank's state to `files`, which copies it for later or writes it at once. A collective.
-
-    state: the run's, with its identity; parameter shapes and checksums are added here.
-    """
+    """Hand this rank's state, the run's, its parameters' shapes and checksums to `files`. A collective."""
     world, checksums = engine.world, checksums_of(engine)
     engine.save(folder, TAG, files)
     files.save(generators(world.device), folder / f"rng-rank-{world.rank}.pt")
@@ -66,13 +56,9 @@ def manifest_of(engine: Engine, progress: Progress, validation_loss: float | Non
 
 
 _START_ANEW = "start anew with run.resume=never or another run.name"
-
-
 _PARALLEL = ("parallel.sequence", "parallel.tensor", "parallel.expert")
 LAYOUT = ("world size", *_PARALLEL, "ZeRO stage", "precision.compute", "offload")
 """What may change on resume: how masters and sequences are shared out, and the compute dtype (docs/elastic.md)."""
-
-
 ATTENTION = "model.attention"
 """May change on resume too, and is noted: another implementation rounds differently. Older checkpoints do not say."""
 _DEFAULTS = dict.fromkeys(_PARALLEL, 1) | {

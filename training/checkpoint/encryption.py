@@ -1,26 +1,11 @@
-"""Authenticated encryption of checkpoint files.
-
-AES-256-GCM in chunks, in the STREAM construction (Hoang, Reyhanitabar, Rogaway and Vizar, "Online
-Authenticated-Encryption and its Nonce-Reuse Misuse-Resistance", CRYPTO 2015): a chunk's nonce has its number and
-whether it is the last one, so that flipped bits, truncated files, and chunks that are reordered, missing or of another
-file are detected. Each file has its own key, derived with HKDF-SHA256 from the given key and a random salt, so that
-nonces never repeat, however many files one key writes.
-
-    bytes 0..8     magic and version of the format
-    8..16          key id: the first 8 bytes of SHA-256(key)
-    16..20         plain bytes in every chunk but the last, big endian
-    20..52         salt
-    then           chunks, each followed by its 16-byte tag; an empty file is one empty chunk
-
-docs/object-stores.md has what another tool needs to read one.
+"""Authenticated encryption of checkpoint files: AES-256-GCM in chunks, in the STREAM construction (Hoang, Reyhanitabar,
+Rogaway and Vizar, CRYPTO 2015). docs/object-stores.md has the format, for another tool that reads one.
 """
-
-from __future__ import annotations
 
 import io
 import os
-from collections import OrderedDict
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -35,7 +20,7 @@ CHUNK = 1 << 20
 """[bytes] Plain text per chunk."""
 TAG = 16
 HEADER = 52
-_CACHED = 4
+_CACHED = 4  # chunks
 
 
 class EncryptingStream(io.RawIOBase):
@@ -66,9 +51,6 @@ class EncryptingStream(io.RawIOBase):
         """Write the last chunk; without it the file cannot be read."""
         self._put(last=True)
 
-    def writable(self) -> bool:
-        return True
-
     def _put(self, *, last: bool) -> None:
         nonce = _nonce(self._prefix, self._number, last)
         sealed = self._sealed[: self._filled + TAG]
@@ -97,7 +79,7 @@ class DecryptedFile(io.RawIOBase):
                 raise Damaged(f"{path.name}: is not whole, or its header is not as it was written")
             self._header = header
             self._cipher, self._prefix = key.cipher(header)
-            self._cache: OrderedDict[int, bytearray] = OrderedDict()
+            self._decrypted = lru_cache(_CACHED)(self._decrypt)
             self._at = 0
             self._decrypted(self._chunks - 1)  # its nonce says that it is the last one, so the file is not truncated
         except BaseException:
@@ -123,12 +105,6 @@ class DecryptedFile(io.RawIOBase):
         self._at = start + offset
         return self._at
 
-    def tell(self) -> int:
-        return self._at
-
-    def readable(self) -> bool:
-        return True
-
     def seekable(self) -> bool:
         return True
 
@@ -136,10 +112,7 @@ class DecryptedFile(io.RawIOBase):
         self._file.close()
         super().close()
 
-    def _decrypted(self, number: int) -> bytearray:
-        if number in self._cache:
-            self._cache.move_to_end(number)
-            return self._cache[number]
+    def _decrypt(self, number: int) -> bytearray:
         from cryptography.exceptions import InvalidTag
 
         last = number == self._chunks - 1
@@ -154,9 +127,6 @@ class DecryptedFile(io.RawIOBase):
         except InvalidTag:
             self.damage = Damaged(f"{self._path.name}: chunk {number} is not what was encrypted, or the file is cut")
             raise self.damage from None
-        self._cache[number] = plain
-        if len(self._cache) > _CACHED:
-            self._cache.popitem(last=False)
         return plain
 
 
@@ -168,10 +138,7 @@ def open_file(path: Path, key: Key | None, *, plain: bool = False) -> BinaryIO:
     """
     if key is None:
         if is_encrypted(path):
-            needed = key_id_of(path)
-            raise UserError(
-                f"{path}: is encrypted with the key {needed}; give checkpoint.encryption_key = env:NAME or file:PATH"
-            )
+            raise UserError(f"{path}: is encrypted with the key {key_id_of(path)}; give checkpoint.encryption_key")
         return path.open("rb")
     if is_encrypted(path):
         return cast(BinaryIO, DecryptedFile(path, key))

@@ -1,7 +1,5 @@
 """The tensors of a checkpoint's files by name, dtype and shape."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
@@ -12,10 +10,7 @@ from training.checkpoint.manifest import Tensors
 
 
 def tensors_of(value: Any) -> Tensors:
-    """Every tensor inside nested dictionaries, lists and tuples; its name is the keys on the way to it, joined by `/`.
-
-    Tensors inside other objects are not seen.
-    """
+    """Tensors inside nested dictionaries, lists and tuples by the keys on the way to them, joined by `/`."""
     return {name: (str(leaf.dtype).removeprefix("torch."), list(leaf.shape)) for name, leaf in leaves(value)}
 
 

@@ -1,19 +1,14 @@
 """The key of encrypted checkpoints: read from the environment or a file, and kept out of logs and pickles."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import stat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 from config.errors import UserError
 from config.extras import require
 from config.secrets import decode_key, parse_key_setting
-
-if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 
 class Key:
@@ -26,11 +21,8 @@ class Key:
         self._secret = secret
 
     @classmethod
-    def from_setting(cls, setting: str, name: str = "checkpoint.encryption_key") -> Key:
-        """The key that "env:NAME" or "file:PATH" holds, as 64 hexadecimal digits or base64.
-
-        name: of the setting, for errors. Raises UserError, whose text never contains a value that may be the key.
-        """
+    def from_setting(cls, setting: str, name: str = "checkpoint.encryption_key") -> Self:
+        """The key that env:NAME or file:PATH holds, in hexadecimal or base64. Raises UserError, without the key."""
         require("cryptography", name)
         kind, source = parse_key_setting(setting, name)
         text = _from_environment(source, name) if kind == "env" else _from_file(Path(source).expanduser(), name)
@@ -44,7 +36,7 @@ class Key:
         """Identifies the key without revealing it: the first 8 bytes of its SHA-256, in hexadecimal."""
         return hashlib.sha256(self._secret).hexdigest()[:16]
 
-    def cipher(self, header: bytes) -> tuple[AESGCM, bytes]:
+    def cipher(self, header: bytes) -> tuple[Any, bytes]:
         """The cipher of the file with this header, and the first 7 bytes of its nonces."""
         from cryptography.hazmat.primitives import hashes
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM

@@ -1,7 +1,5 @@
 """Which run this session's checkpoints are of, and whether it went back to an older one. On the main process."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,11 +1,5 @@
-"""`manifest.json`: the files of a checkpoint with sizes and hashes, its seal, and how they are verified.
+"""`manifest.json`: the files of a checkpoint with sizes and hashes, its seal, and how they are verified."""
 
-`docs/checkpoints.md` describes the format for other tools. Nothing here unpickles, and nothing needs torch.
-"""
-
-from __future__ import annotations
-
-import contextlib
 import hashlib
 import heapq
 import json
@@ -22,7 +16,6 @@ from training.checkpoint.seal import unsealed
 
 FORMAT = 3
 _READABLE = (2, FORMAT)
-_READS = f"this version reads formats {' and '.join(map(str, _READABLE))}"
 MANIFEST = "manifest.json"
 STATE = "state.json"
 
@@ -71,15 +64,11 @@ def layout_of(tensors: Tensors) -> str:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of the checkpoint at `path`.
-
-    Raises Damaged when it is missing or its seal does not match, Unusable when it is of another format, OSError when
-    it cannot be read.
-    """
+    """The manifest of the checkpoint at `path`. Raises as `parse_manifest` does, and OSError when it cannot be read."""
     try:
         text = (path / MANIFEST).read_bytes()
     except FileNotFoundError:
-        raise _without_manifest(path) from None
+        raise Damaged(f"{MANIFEST} is missing") from None
     return parse_manifest(text)
 
 
@@ -91,7 +80,8 @@ def parse_manifest(text: bytes) -> dict[str, Any]:
     except ValueError:
         raise Damaged(f"{MANIFEST} is not a whole manifest") from None
     if manifest.get("format") not in _READABLE:
-        raise Unusable(f"{MANIFEST} has format {manifest.get('format')}; {_READS}")
+        reads = f"this version reads formats {' and '.join(map(str, _READABLE))}"
+        raise Unusable(f"{MANIFEST} has format {manifest.get('format')}; {reads}")
     if not intact:
         raise Damaged(f"{MANIFEST} does not have the SHA-256 it was sealed with")
     if manifest["format"] == 2:  # which lists the tensors of each file
@@ -209,13 +199,4 @@ def _check_run(path: Path, manifest: dict[str, Any]) -> None:
     """Raises Unusable when the manifest seals another run than the one whose folder it lies in."""
     own, run = read_record(path.parent), run_in(manifest)
     if own and run and own.id != run[0]:
-        raise Unusable(
-            f"{MANIFEST} is of another run, {run[1]} ({run[0]}); run.resume={path} starts from it all the same"
-        )
-
-
-def _without_manifest(path: Path) -> Unusable:
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        if json_text.parse((path / STATE).read_bytes()).get("format") == 1:
-            return Unusable(f"{STATE} has format 1, which has no hashes; {_READS}")
-    return Damaged(f"{MANIFEST} is missing")
+        raise Unusable(f"{MANIFEST} is of another run, {run[1]} ({run[0]}); run.resume={path} starts from it")

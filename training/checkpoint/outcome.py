@@ -1,16 +1,12 @@
 """The outcome of a save, the same on every rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from config.errors import UserError
-
-if TYPE_CHECKING:
-    from training.distributed import World
+from training.distributed import World
 
 
 class SaveFailed(OSError):

@@ -1,18 +1,9 @@
 """Read FP32 masters and optimizer state from DeepSpeed's checkpoint files: any ZeRO stage and number of ranks, no GPU.
 
 DeepSpeed's own `zero_to_fp32` refuses ZeRO-0 and the BF16 optimizer of ZeRO-1, and leaves frozen parameters of ZeRO-1
-out (0.19.8), so the partitions are read here. An export compares each master with a second copy:
-
-- ZeRO-0: the weights in the model file are the masters; there is no second copy.
-- ZeRO-1 and 2: partitions are addressed by parameter name; the model file has the whole computing weights, and every
-  master, rounded to their dtype, has to equal them.
-- ZeRO-3: partitions are addressed by their order in each parameter group; `zero_to_fp32` has to read the same.
-
-Files are mapped, not read, unless they are encrypted, and unpickled with an allow-list of classes: a file that names
-any other code is refused.
+out (0.19.8). ZeRO-1 and 2 address partitions by parameter name, ZeRO-3 by their order in each parameter group. Files
+are mapped, not read, unless they are encrypted.
 """
-
-from __future__ import annotations
 
 import contextlib
 import io
@@ -107,9 +98,7 @@ def _open_slices(folder: Path, opener: Opener, rank: int, *, of: int) -> SavedMo
         return _open_stage_3(folder, states, read, rank, upstream=opener.key is None and of == 1)
     if "single_partition_of_fp32_groups" in states[0]:
         return _open_stages_1_and_2(folder, states, read, rank)
-    raise UserError(
-        f"{shards[0]}: holds no FP32 partitions that this reader knows; the engine that saved it can load it"
-    )
+    raise UserError(f"{shards[0]}: holds no known FP32 partitions; load it with the engine that saved it")
 
 
 def _join(folder: Path, each: list[SavedModel]) -> SavedModel:
@@ -227,10 +216,7 @@ def _saved_tensor(
 def _open_stage_3(
     folder: Path, states: list[dict[str, Any]], read: ReadFile, rank: int, *, upstream: bool
 ) -> SavedModel:
-    """ZeRO-3: every parameter is cut into equal parts, the last one padded; each rank's parts are concatenated.
-
-    upstream: whether DeepSpeed can read the files too.
-    """
+    """ZeRO-3: parameters are cut into equal parts, the last one padded. upstream: whether DeepSpeed reads it too."""
     files = [folder / f"zero_pp_rank_{part}_{_model_file(rank)}" for part in range(len(states))]
     models, groups = [read(path) for path in files], states[0].get("ds_zero_partition_groups")
     upstream = upstream and groups is None
@@ -265,9 +251,7 @@ def _open_stage_3(
             else:
                 saved.tensors[name] = _join_tensor(slices, Cut(0, (shape[0],) * sharing))
         if any(flat.numel() != start for flat in flats):
-            raise UserError(
-                f"{folder}: group {index} holds more than its {len(shapes)} parameters; not a file of ZeRO-3"
-            )
+            raise UserError(f"{folder}: group {index} holds more than its {len(shapes)} parameters; use another save")
     for name, shape in (models[0]["frozen_param_shapes"] or {}).items():
         parts = [model["frozen_param_fragments"][name] for model in models]
         _require_size(folder, name, shape, sum(part.numel() for part in parts))
@@ -287,9 +271,7 @@ def _joined_state(folder: Path, name: str, states: list[Any], places: list[slice
         return None
     found = {(tuple(_tensors(state)), int(state.get(COUNT, 0))) for state in states}
     if len(found) > 1:
-        raise UserError(
-            f"{folder}: ranks disagree on the optimizer's state of {name}: {sorted(found)}; a file is of another save"
-        )
+        raise UserError(f"{folder}: a file is of another save: the state of {name} is {sorted(found)} by rank")
     (keys, updates) = found.pop()
     pieces = {
         key: Pieces([state[key].view(-1)[where] for state, where in zip(states, places, strict=True)], numel)

@@ -1,16 +1,14 @@
 """Read a checkpoint's .pt files: decrypted where they are encrypted, and without running code in them."""
 
-from __future__ import annotations
-
 import pickle
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.fp16 import loss_scaler as deepspeed_scaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
@@ -42,7 +40,7 @@ class Opener:
     accept_plain: bool = False
 
     @classmethod
-    def of(cls, section: CheckpointSection) -> Opener:
+    def of(cls, section: CheckpointSection) -> Self:
         """The opener for a run's config. Raises UserError when there is no key where the config says."""
         key = Key.from_setting(section.encryption_key) if section.encryption_key is not None else None
         return cls(key, section.accept_plain)
@@ -72,27 +70,14 @@ class Opener:
 
 
 PLAIN = Opener()
-"""For files that are not encrypted."""
 
 
-class Reader(CheckpointEngine):
-    """Replaces DeepSpeed's reader, which runs any code that a file names."""
+class Reader(TorchCheckpointEngine):
+    """Replaces DeepSpeed's reader, which runs any code that a file names; installed only while loading."""
 
     def __init__(self, opener: Opener) -> None:
         super().__init__()
         self.name, self._opener = "Mantissa", opener
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """For DeepSpeed. Raises as `Opener.read` does."""
         return self._opener.read(Path(path), map_location=map_location)
-
-    def save(self, state_dict: Any, path: str) -> None:
-        """Never called: this engine is installed only while loading."""
-        raise NotImplementedError("these files are read only")
-
-    def create(self, info: Any) -> None:
-        """For DeepSpeed: nothing to prepare."""
-
-    def commit(self, info: Any) -> bool:
-        """For DeepSpeed: nothing was written."""
-        return True

@@ -1,14 +1,8 @@
-"""Resume from a checkpoint of another layout: other ranks, another ZeRO stage, another compute dtype, with or without
-offload.
+"""Resume from a checkpoint of another layout: other ranks, another ZeRO stage or compute dtype (docs/elastic.md).
 
-Every master and its optimizer state (config/optimizers.py) are read by parameter name from the shards, whichever ranks
-wrote them, and copied into this run's partitions. The computing weights are the masters, rounded. Then the checksums
-are computed again and compared with those of the engine that saved; the run stops where they differ.
-
-docs/elastic.md lists what carries over, and explains why DeepSpeed's universal checkpoint is not used.
+Every master and its optimizer state are read by parameter name from the shards, whichever ranks wrote them, and copied
+into this run's partitions. Then the checksums are computed again and compared with those of the engine that saved.
 """
-
-from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -51,9 +45,6 @@ class Restored:
 
     parameters: int
     """Parameters with a master."""
-    frozen: int
-    """Parameters without one, whose weights were restored."""
-    buffers: int
     updates: int | None
     """Updates by the optimizer so far; 0: its state starts at zero. None where the optimizer does not count them."""
     compared: int
@@ -114,23 +105,20 @@ def load_resharded(engine: Engine, folder: Path, *, recorded: Checksums | None, 
                 if parameter.requires_grad or not engine.has_frozen_base:
                     _restore(engine, parameter, saved.tensors[name])
         _restore_padding(engine, updates)
-    buffers = _restore_buffers(engine, saved)
+    buffers = dict(engine.model.named_buffers())
+    for name in saved.buffers.keys() & buffers.keys():
+        buffers[name].copy_(saved.buffers[name])
     recorded = recorded or _checksums_of_files(engine, saved)
     require_same_checksums(engine, folder, recorded)
     return Restored(
         parameters=len(trainable_parameters(engine)),
-        frozen=sum(not parameter.requires_grad for parameter in engine.model.parameters()),
-        buffers=buffers,
         updates=updates if engine.optimizer_spec.counts_updates else None,
         compared=sum(len(recorded.get(kind, {})) for kind in tensor_kinds(engine)),
     )
 
 
 def require_same_checksums(engine: Engine, where: Path, recorded: Checksums) -> None:
-    """Compare every master and state tensor of the engine with the checksums that were recorded when they were saved.
-
-    A collective. Raises UserError, on every rank, naming the first that differs; `where` is the checkpoint.
-    """
+    """Compare every master and state tensor with `recorded`. A collective. Raises UserError on every rank."""
     engine.world.raise_first(_difference(where, recorded, checksums_of(engine)), UserError)
 
 
@@ -174,10 +162,8 @@ def _with_named_states(engine: Engine, saved: SavedModel, folder: Path) -> Saved
     names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
     order = [names[parameter] for parameter in engine.group_of]
     if len(order) != len(saved.unnamed_states):
-        raise UserError(
-            f"{folder}: its optimizer has {len(saved.unnamed_states)} parameters, this run's {len(order)}; freeze the "
-            "same parameters"
-        )
+        counts = f"{len(saved.unnamed_states)} parameters, this run's {len(order)}"
+        raise UserError(f"{folder}: its optimizer has {counts}; freeze the same parameters")
     for name, state in zip(order, saved.unnamed_states, strict=True):
         tensor = saved.tensors.get(name)
         if tensor is None:
@@ -269,14 +255,6 @@ def _own(engine: Engine, parameter: Any, whole: AnyPieces) -> AnyPieces:
         return whole
     shape = shape_of(parameter)
     return SlicedPieces(whole, how.place(shape, group.rank), shape.numel())
-
-
-def _restore_buffers(engine: Engine, saved: SavedModel) -> int:
-    buffers = dict(engine.model.named_buffers())
-    found = [name for name in saved.buffers if name in buffers]
-    for name in found:
-        buffers[name].copy_(saved.buffers[name])
-    return len(found)
 
 
 def _checksums_of_files(engine: Engine, saved: SavedModel) -> Checksums:

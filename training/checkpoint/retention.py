@@ -1,7 +1,5 @@
 """Which checkpoints are kept: the newest, those at an interval, the best by validation loss, and those being read."""
 
-from __future__ import annotations
-
 import fcntl
 import math
 import os
@@ -63,10 +61,7 @@ def loss_in(manifest: dict[str, Any]) -> float | None:
 
 @contextmanager
 def read_lock(path: Path) -> Iterator[None]:
-    """Keep `path` from being deleted meanwhile, by this process or another one.
-
-    A shared lock on its manifest. Does nothing where the file system has no locks.
-    """
+    """Keep `path` from being deleted meanwhile, where the file system has locks: a shared one on its manifest."""
     handle = None
     with suppress(OSError):
         handle = os.open(path / MANIFEST, os.O_RDONLY)

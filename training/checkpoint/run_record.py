@@ -1,13 +1,8 @@
-"""Which run a checkpoints folder is of, and how often that run went back to an older checkpoint.
-
-    checkpoints/RUN      id and name of the run, and the last time it went back; sealed like a manifest
+"""Which run a checkpoints folder is of, and how often that run went back to an older checkpoint: its file RUN.
 
 Every manifest seals the id, the name, the step and that number too. A step that was saved after the run went back is
-newer than a higher step from before, whatever the clocks and LATEST say; and a checkpoint of another run that lies in
-the folder is not taken for one of this run.
+newer than a higher step from before, whatever the clocks and LATEST say.
 """
-
-from __future__ import annotations
 
 import contextlib
 import re
@@ -32,7 +27,6 @@ class Record:
     id: str
     name: str
     went_back: int = 0
-    """How often the run went back."""
     back_to: int = 0
     """Step that it went back to the last time."""
 

@@ -1,8 +1,4 @@
-"""One save in the background: write the files, agree with the other ranks, publish, read back, upload.
-
-The training thread hands over what is to be written; the rest runs in a thread on each rank, with collectives on a
-process group of its own. Every rank gets the same outcome.
-"""
+"""One save in the background: write the files, agree with the other ranks, publish, read back, upload."""
 
 from __future__ import annotations
 
@@ -32,17 +28,11 @@ class SaveRequest:
     """What to do with the files of one save."""
 
     final: Path
-    partial: Path
-    step: int
-    tokens: int
     manifest: dict[str, Any]
     """All of it but `files`."""
     retention: Retention
     verify: bool
-    private: bool
-    """Whether only this user may read the folder."""
     remote: Remote | None
-    """The object store to upload the checkpoint to."""
     started: float
     """time.perf_counter() at the call."""
 
@@ -55,9 +45,10 @@ class Save:
         self.stall_seconds = 0.0
         """[s] How long the save has blocked the training thread so far."""
         self._request, self._files, self._world, self._reached = request, files, world, reached
+        self._partial = commit.partial_of(request.final)
         self._outcome: Saved | BaseException | None = None
         self._published = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"save of step {request.step}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"save of {request.final.name}", daemon=True)
         self._thread.start()
 
     @property
@@ -86,7 +77,7 @@ class Save:
             self._outcome = self._save()
         except SaveFailed as failure:
             if self._world.is_main:
-                shutil.rmtree(self._request.partial, ignore_errors=True)
+                shutil.rmtree(self._partial, ignore_errors=True)
             self._outcome = failure
         except BaseException as error:  # raised by `outcome`
             self._outcome = error
@@ -94,7 +85,7 @@ class Save:
             self._published.set()
 
     def _save(self) -> Saved:
-        request = self._request
+        request, step = self._request, int(self._request.manifest["step"])
         self._files.write_all()
         self._reached("written")
         written, layouts = agree_on_files(self._world, self._files, request.final)
@@ -103,12 +94,12 @@ class Save:
         if request.verify:
             self._read_back(written)
         if request.remote is not None:
-            request.remote.upload(self._world, request.final, request.step, written)
+            request.remote.upload(self._world, request.final, step, written)
         return Saved(
             path=request.final,
-            url=request.remote.url_of(request.step) if request.remote is not None else None,
-            step=request.step,
-            tokens=request.tokens,
+            url=request.remote.url_of(step) if request.remote is not None else None,
+            step=step,
+            tokens=request.manifest["data"]["tokens"],
             seconds=time.perf_counter() - request.started,
             stall_seconds=0.0,
             bytes=size,
@@ -117,13 +108,13 @@ class Save:
 
     def _publish(self, files: dict[str, Written], layouts: dict[str, Tensors]) -> int:
         request = self._request
-        commit.add_unlisted_files(request.partial, files)
-        if request.private:
-            request.partial.chmod(0o700)
+        commit.add_unlisted_files(self._partial, files)
+        if request.manifest["encryption"] is not None:  # only this user may read the folder
+            self._partial.chmod(0o700)
         listed = {name: asdict(file) for name, file in files.items()}
         manifest = {**request.manifest, "layouts": layouts, "files": listed}
-        size = commit.seal_folder(request.partial, manifest, self._reached)
-        commit.publish(request.partial, request.final, self._reached)
+        size = commit.seal_folder(self._partial, manifest, self._reached)
+        commit.publish(self._partial, request.final, self._reached)
         for old in request.retention.to_delete(request.final.parent, request.final):
             commit.drop(old, self._reached)
         self._reached("done")

@@ -18,10 +18,7 @@ class Pieces:
     numel: int
 
     def slice(self, start: int, length: int) -> torch.Tensor:
-        """(length,) the values from `start` on; reads no other parts. A view where one part has them all.
-
-        Raises ValueError past the end of the tensor.
-        """
+        """(length,) the values from `start` on; a view where one part has them all. Raises ValueError past the end."""
         if start + length > self.numel:
             raise ValueError(f"values {start} to {start + length} of {self.numel} were asked for")
         found, at = [], 0

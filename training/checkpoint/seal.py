@@ -1,7 +1,5 @@
 """JSON that is sealed with a hash of its own, so that it is known whether it is as it was written."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from typing import Any

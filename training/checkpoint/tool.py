@@ -10,8 +10,6 @@ PATH is a checkpoint, or a run or checkpoints folder for all of them (verify) or
 checkpoint names is run. Exit codes: 0, 2 when the command line is wrong, 3 when a checkpoint is not what was written.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import pickle
@@ -20,13 +18,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from config.cli import Arguments, entry_point
 from config.errors import UserError, one_line
 from tracking.pages.markdown import Table
 from training.checkpoint.choice import by_step, candidates, latest_name, newest
 from training.checkpoint.commit import drop, name_latest
+from training.checkpoint.key import Key
 from training.checkpoint.manifest import (
     MANIFEST,
     STATE,
@@ -38,9 +37,6 @@ from training.checkpoint.manifest import (
     read_state,
 )
 from training.checkpoint.retention import read_lock, validation_loss
-
-if TYPE_CHECKING:
-    from training.checkpoint.key import Key
 
 WHOLE, DAMAGED = 0, 3
 
@@ -72,7 +68,7 @@ def main(arguments: Sequence[str], say: Say = print) -> int:
 def verify(given: argparse.Namespace, say: Say) -> int:
     """Hash every file and compare its tensors with the manifest."""
     paths, worst, alone = _checkpoints(given.path), WHOLE, _is_checkpoint(given.path)
-    key = _key(given.key)
+    key = None if given.key is None else Key.from_setting(given.key, "--key")
     for path in paths:
         check = partial(_check_everything, path, key=key)
         with read_lock(path):
@@ -180,14 +176,6 @@ def prune(given: argparse.Namespace, say: Say) -> int:
     return WHOLE
 
 
-def _key(setting: str | None) -> Key | None:
-    if setting is None:
-        return None
-    from training.checkpoint.key import Key
-
-    return Key.from_setting(setting, "--key")
-
-
 def _encryption(manifest: dict[str, Any]) -> str | None:
     return (manifest.get("encryption") or {}).get("key")
 
@@ -223,10 +211,7 @@ def _recorded(manifest: dict[str, Any], name: str) -> Tensors:
 
 
 def tensors_in(path: Path, key: Key | None = None) -> Tensors:
-    """The tensors of a .pt file, of which neither values are loaded nor any code is run. Raises Damaged.
-
-    key: with which the file is encrypted; None: it is not.
-    """
+    """The tensors of a .pt file, of which neither values are loaded nor any code is run. Raises Damaged."""
     import torch
 
     from training.checkpoint.encryption import open_file

@@ -1,11 +1,8 @@
 """Write one rank's files of a checkpoint: hashed while they are written, and flushed to disk.
 
-DeepSpeed's own writer is replaced during a save. It writes through torch.save without flushing, and when one rank's
-disk is full that rank raises while the others wait at a barrier. Here a rank reports its failure afterwards, and the
-state can be copied first, so that training continues while it is written.
+DeepSpeed's own writer does not flush, and when one rank's disk is full that rank raises while the others wait at a
+barrier. Here a rank reports its failure afterwards, and the state can be copied first.
 """
-
-from __future__ import annotations
 
 import copy
 import hashlib
@@ -19,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
 from training.checkpoint.encryption import EncryptingStream, owner_only
 from training.checkpoint.inventory import leaves, tensors_of
@@ -68,9 +65,6 @@ class HashedFile(io.RawIOBase):
         while len(view):
             view = view[self._file.write(view) :]
 
-    def writable(self) -> bool:
-        return True
-
     def finish(self) -> str:
         """Flush and close; the SHA-256. Raises the OSError of an earlier write."""
         try:
@@ -86,7 +80,7 @@ class HashedFile(io.RawIOBase):
         return self._digest.hexdigest()
 
 
-class Files(CheckpointEngine):
+class Files(TorchCheckpointEngine):
     """This rank's files of one checkpoint. Never raises OSError: `error` has it, in one line."""
 
     def __init__(
@@ -128,17 +122,6 @@ class Files(CheckpointEngine):
             Path(path).mkdir(parents=True, exist_ok=exist_ok)
         except OSError as error:
             self._note(Path(path), error)
-
-    def create(self, info: Any) -> None:
-        """For DeepSpeed: nothing to prepare."""
-
-    def load(self, path: str, map_location: Any = None) -> Any:
-        """Never called: this engine is installed only while saving."""
-        raise NotImplementedError("these files are written only")
-
-    def commit(self, info: Any) -> bool:
-        """For DeepSpeed: `Save` publishes the checkpoint."""
-        return True
 
     def _queue(self, path: Path, write: Callable[[Any], Any], state: Any) -> None:
         self._queued.append(partial(self._write, path, write, state))

@@ -1,11 +1,4 @@
-"""The checks for silent corruption as a step calls them: numbers for its gather, and what to do when they are wrong.
-
-A healthy step pays for sums over some of its values, a slice of its update, and a few numbers more in its gather.
-Everything else happens once something differs: the value is named, repaired where the right one is known, and the step
-is made again, so that a run that was repaired goes on with the bits of one that nothing disturbed.
-"""
-
-from __future__ import annotations
+"""The checks for silent corruption as a step calls them: numbers for its gather, and what to do when they are wrong."""
 
 import socket
 import time
@@ -55,7 +48,6 @@ class Checks:
         if guard.update_checks:
             self._updates = UpdateCheck(engine, config.optimizer, values=guard.update_checks, seed=config.run.seed)
         self.reexecutes = guard.reexecute != "never"
-        """Whether a suspicious step is run again."""
         words = guard.reexecute.split()
         self._every = int(words[1]) if words[0] == "every" else 0
         self._local: LocalGradients | None = None

@@ -1,17 +1,9 @@
 """Values that are there twice: on several ranks, or as a 16-bit weight and its FP32 master.
 
-Replicas are the weights (at ZeRO-3 those that stay whole), frozen weights, buffers, and at ZeRO-0 the optimizer's
-state. Each is cut into chunks, and each step sums the bits of some of them, so that all are summed once in
-`guard.replica_checks` steps. The sums travel in the gather that a step makes anyway: no device sync, no collective of
-its own. From ZeRO-1 on each rank also sums its part of the weights, and of its masters rounded to the weights' dtype.
-Split masters are made of the weights, and say nothing about them.
-
-Only where sums differ are the ranks asked which chunk, which value and which bit. The right value is that of most
-ranks; where there is no majority, of a trained weight the owner's master, rounded, and of a frozen weight or a buffer
-the one that has its first sum still.
+Each is cut into chunks, and each step sums the bits of some of them; the sums travel in the gather that a step makes
+anyway. Only where they differ are the ranks asked which chunk, value and bit. Which value is right, and what is left
+out: docs/corruption.md.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -40,7 +32,6 @@ class Chunk:
     """A part of a value that every rank holds."""
 
     name: str
-    """Name of the parameter or buffer."""
     kind: str
     """weight, buffer, or one of the optimizer's state tensors."""
     start: int

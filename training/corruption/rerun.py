@@ -1,17 +1,9 @@
 """A step run again, to tell a transient fault, a persistent one and a true numeric event from each other.
 
-First on other ranks: every rank computes the micro-batches of the next one, with that rank's random numbers, and signs
-its own gradient before it is reduced. Then each computes its own again. So there are three answers: the first, another
-rank's and the last, whose gradients stay and may be applied. An answer is the summed loss, the random generators' end,
-and a sum over the bits of every gradient (`training.engine.flips`).
-
-Answers are compared bit for bit on a CPU, where equal inputs give equal bits. On a GPU that holds only where every
-kernel sums in one order (torch.use_deterministic_algorithms) and all ranks have the same device. Elsewhere an answer
-has the gradients' squared norms in place of their bits, and two are the same within TOLERANCE: only a flip that changes
-the norm of a whole gradient is seen then, and no rank is taken for broken that merely sums in another order.
+First every rank computes the micro-batches of the next one, with that rank's random numbers, then its own again: three
+answers, of which the last one's gradients stay. Answers are compared bit for bit on a CPU and with torch's
+deterministic algorithms. Elsewhere kernels sum in no fixed order, and norms that agree within TOLERANCE are the same.
 """
-
-from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
@@ -125,10 +117,7 @@ def answer(engine: Engine, outcome: Outcome, local: LocalGradients | None) -> An
 
 
 def run_again(engine: Engine, batch: Batch, outcome: Outcome, first: Answer) -> Again:
-    """Run the step on other ranks and then here again. outcome: of the first run. first: its answer. A collective.
-
-    Gradients and random generators are those of the last run afterwards.
-    """
+    """Run the step on other ranks and then here again, whose gradients stay. A collective."""
     world = engine.world
     others: list[bool] | None = None
     there: Answer | None = None

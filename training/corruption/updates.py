@@ -1,13 +1,9 @@
 """A slice of the optimizer's update, recomputed in FP64 from what was kept before the step.
 
-Masters and moments are sharded: no other rank has them. So a copy of a random slice of them is kept right after an
-update. After the next one the same slice is computed from the copy and the reduced gradient, in FP64, and compared
-with what the optimizer left. A difference beyond FP32's rounding is a bit that flipped since the copy was made, or an
-update that was computed wrongly. How many values differ travels in the gather of the next step's health, before
-anything else is done with them: no device sync, no collective of its own.
+Masters and moments are sharded: no other rank has them. So a copy of a random slice is kept after an update, and the
+next one is computed from it and the reduced gradient. A difference beyond FP32's rounding is a bit that flipped since,
+or a wrong update. How many values differ travels in the gather of the next step's health.
 """
-
-from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
@@ -88,11 +84,7 @@ class UpdateCheck:
 
     @torch.no_grad()
     def after_update(self, *, norm: float, scale: float, lr: float, step: int) -> None:
-        """Recompute the slice, and keep another one for the next step.
-
-        norm: of the unscaled gradient. scale: the loss scale of the step. lr: the learning rate. step: updates so far,
-        this one included.
-        """
+        """Recompute the slice, and keep another one. norm: of the unscaled gradient. step: updates, with this one."""
         clipping = self._engine.clipping
         divided = scale * (max(1.0, (norm + 1e-6) / clipping) if clipping else 1.0)
         for own, gradient in zip(self._slices or (), self._gradients, strict=True):

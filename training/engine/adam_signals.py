@@ -1,25 +1,12 @@
-"""What Adam's averages say about the next steps: whether they know gradients like this one, and which way these point.
+"""What Adam's averages say about the next steps, of each module (healthy ranges: docs/early-warnings.md).
 
-The root mean square RMS_t of g / sqrt(v), by parameter: gradient over the corrected second moment that already counts
-it, with eps^2 for the smallest v (Wortsman et al. 2023, "Stable and low-precision training for large-scale
-vision-language models", section 3.4). About 1 where gradients are as large as they were. Where they have grown and the
-average, 1 / (1 - beta2) steps old, does not know it, the update is too large by that factor; loss spikes followed 1 to
-8 steps after it was 2.3 in one layer. It cannot exceed 1 / sqrt(1 - beta2).
-
-The signal's share of a gradient. Kingma and Ba (2015, section 2.1) call m / sqrt(v) a signal-to-noise ratio. For
-gradients mu + noise of variance s^2, independent from step to step, the corrected averages have
-
-    E m^2 = mu^2 + c s^2,   E v = mu^2 + s^2,   c = (1 - beta1) (1 + beta1^t) / ((1 + beta1) (1 - beta1^t))
-
-so mu^2 / (mu^2 + s^2) = (m^2 / v - c) / (1 - c) over the sums of a module's values. Near 0 a step is all noise; near 1
-gradients have agreed for many steps, as before a divergence (Molybog et al. 2023, "A Theory on Adam Instability",
-section 4); clearly below 0 they alternate in sign, as they do where the learning rate is too high for the curvature.
+RMS_t of g / sqrt(v), with v corrected and g in it, is about 1 and 1 / sqrt(1 - beta2) at most (Wortsman et al. 2023,
+section 3.4). The signal's share of a gradient (Kingma and Ba 2015, section 2.1): for gradients mu + noise of variance
+s^2, independent from step to step, E m^2 = mu^2 + c s^2 and E v = mu^2 + s^2 of the corrected averages, with c = (1 -
+beta1) (1 + beta1^t) / ((1 + beta1) (1 - beta1^t)), so that mu^2 / (mu^2 + s^2) = (m^2 / v - c) / (1 - c).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -54,23 +41,17 @@ def adam_sums(engine: Engine, shard: Shard, gradient: torch.Tensor) -> torch.Ten
     return torch.cat([whole, torch.full_like(whole[:1], shard.length), updates.view(1)])
 
 
-class AdamFigures(NamedTuple):
-    """Adam's signals of one module."""
+def adam_figures(engine: Engine, sums: Sequence[float]) -> dict[str, float]:
+    """`rms`, and `signal` once the first average has seen enough gradients to tell; empty without averages.
 
-    rms: float
-    """RMS_t."""
-    signal: float | None
-    """The signal's share; None before the first average has seen enough gradients to tell."""
-
-
-def adam_figures(engine: Engine, sums: Sequence[float]) -> AdamFigures | None:
-    """The figures of `COLUMNS` summed over ranks and a module's parameters, but `updates`; None without averages."""
+    sums: `COLUMNS`, all but `updates` summed over ranks and a module's parameters.
+    """
     surprise, first, second, averaged, updates = sums
     if not averaged:
-        return None
-    beta1, signal = engine.deepspeed.basic_optimizer.param_groups[0]["betas"][0], None
+        return {}
+    figures, beta1 = {"rms": (surprise / averaged) ** 0.5}, engine.deepspeed.basic_optimizer.param_groups[0]["betas"][0]
     if updates * (1 - beta1) > 1 and second > 0:
         kept = beta1**updates
         noise = (1 - beta1) * (1 + kept) / ((1 + beta1) * (1 - kept))
-        signal = (first / second - noise) / (1 - noise)
-    return AdamFigures((surprise / averaged) ** 0.5, signal)
+        figures["signal"] = (first / second - noise) / (1 - noise)
+    return figures

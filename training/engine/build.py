@@ -1,7 +1,5 @@
 """Build the Engine: the model with its kernels and activation checkpointing, on DeepSpeed, with its weights."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,13 +1,9 @@
 """How DeepSpeed learns that ranks share experts (`parallel.expert`).
 
-ZeRO partitions such a parameter over the ranks that have the same slice, the "expert data parallel group", and sums its
-gradient over these; it divides by the number of all ranks, as it does elsewhere, so that the sum is that of the global
-batch. ZeRO-1 and 2 know the parameter by `allreduce = False`, where DeepSpeed found a layer of its own in the model
-(`has_moe_layers`); the model's are transformers'. ZeRO-3 refuses such a layer, but partitions, reduces and counts each
-parameter by itself, and knows those of DeepSpeed's AutoEP by what is set here.
+ZeRO partitions such a parameter over the ranks that have the same slice, and sums its gradient over these; it divides
+by the number of all ranks, so that the sum is that of the global batch. ZeRO-1 and 2 know the parameter by `allreduce =
+False` in a model with a layer of DeepSpeed's; ZeRO-3 refuses that, but knows those of AutoEP.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

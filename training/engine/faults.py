@@ -1,11 +1,8 @@
 """Fault injection: `faults:` of the config, each at exactly one step, rank and module.
 
-A fault is injected into the last micro-batch of its step, and again when that step is rerun for attribution or replayed
-from a checkpoint; a flipped bit once, unless it persists. Faults wrap methods of the engine: one without any is not
-touched.
+A fault strikes in the last micro-batch of its step, and again when that step is rerun or replayed; a flipped bit once,
+unless it persists. Faults wrap methods of the engine: one without any is not touched.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -124,14 +121,17 @@ class _Faults:
         return lambda gradient: flipped(gradient, fault.bit) if id(fault) in self._armed else None
 
     def _inject(self, fault: Fault, module: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> list[Any]:
-        if fault.kind != "flipped_bit":
-            return _inject(fault, module, parameters)
-        if fault.place not in ("gradient", "activation") or not self._strikes(fault):
-            return []
-        if fault.place == "gradient":
+        if fault.kind in ("inf_gradient", "nan_gradient"):
+            return [parameters[0].register_hook(_overwrite(float("inf" if fault.kind == "inf_gradient" else "nan")))]
+        if fault.kind == "gradient_spike":
+            return [parameter.register_hook(lambda gradient: gradient * fault.factor) for parameter in parameters]
+        if fault.kind == "nan_activation":
+            return [_on_output(module, _overwrite(float("nan")))]
+        if fault.kind == "flipped_bit" and fault.place == "gradient" and self._strikes(fault):
             self._armed.add(id(fault))
-            return []
-        return [_on_output(module, lambda output: flipped(output, fault.bit))]
+        if fault.kind == "flipped_bit" and fault.place == "activation" and self._strikes(fault):
+            return [_on_output(module, lambda output: flipped(output, fault.bit))]
+        return []
 
     def _due_here(self) -> list[tuple[Fault, torch.nn.Module, list[torch.nn.Parameter]]]:
         rank = self._engine.world.rank
@@ -163,28 +163,13 @@ def _flip_held(engine: Engine, fault: Fault, parameter: Any, stuck_at: bool | No
     return flip_bit(found, len(found) // 2, fault.bit, stuck_at=stuck_at)
 
 
-def _inject(fault: Fault, module: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> list[Any]:
-    if fault.kind == "inf_gradient":
-        return [parameters[0].register_hook(_overwrite(float("inf")))]
-    if fault.kind == "nan_gradient":
-        return [parameters[0].register_hook(_overwrite(float("nan")))]
-    if fault.kind == "gradient_spike":
-        return [parameter.register_hook(lambda gradient: gradient * fault.factor) for parameter in parameters]
-    if fault.kind == "nan_activation":
-        return [_on_output(module, _overwrite(float("nan")))]
-    return []
-
-
 def _on_output(module: torch.nn.Module, corrupt: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    # the first of all hooks, so that observers of the module see what its callers see
-    return module.register_forward_hook(lambda module, inputs, output: _corrupt_first(output, corrupt), prepend=True)
+    """A hook that corrupts the first tensor of the module's output; before all others, which see what callers see."""
 
+    def first(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
+        return corrupt(output) if isinstance(output, torch.Tensor) else (corrupt(output[0]), *output[1:])
 
-def _corrupt_first(output: Any, corrupt: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A module's output with its first tensor corrupted."""
-    if isinstance(output, torch.Tensor):
-        return corrupt(output)
-    return (corrupt(output[0]), *output[1:])
+    return module.register_forward_hook(first, prepend=True)
 
 
 def _target(fault: Fault, model: torch.nn.Module) -> tuple[torch.nn.Module, list[torch.nn.Parameter]]:

@@ -1,10 +1,4 @@
-"""Optimizers on ZeRO's flat tensors of many parameters, which may be cut anywhere.
-
-Where a rule takes the norm or the mean of a whole parameter, each rank computes its piece's share of it, and the shares
-are added up.
-"""
-
-from __future__ import annotations
+"""Optimizers on ZeRO's flat tensors of many parameters, which may be cut anywhere."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Bits of tensors: a sum that changes with any one of them, and flipping one."""
 
-from __future__ import annotations
-
 import torch
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -37,10 +35,7 @@ def halves(sums: torch.Tensor) -> torch.Tensor:
 
 
 def flip_bit(values: torch.Tensor, index: int, bit: int, *, stuck_at: bool | None = None) -> bool:
-    """Flip one bit of one value in place, or set it to `stuck_at`; what it is now.
-
-    values: contiguous; bit: 0 is the lowest of the mantissa.
-    """
+    """Flip a bit, 0 the lowest, of one of contiguous values in place, or set it to `stuck_at`; what it is now."""
     words = as_integers(values.detach().view(-1))
     width = 8 * values.element_size()
     mask = 1 << bit if bit < width - 1 else -(1 << bit)

@@ -1,7 +1,5 @@
 """The results of a step on this rank: of its backward pass, and of its optimizer step."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -69,11 +67,9 @@ class Update:
     """The effect of an optimizer step."""
 
     applied: bool
-    """Whether the weights changed."""
     clip_coefficient: float
     """Factor that clipping applied to the gradient, 1 where it did not clip, 0 on a skipped step."""
     lr: float
-    """Learning rate of this step."""
     loss_scale: float
     """Loss scale this step ran at; 1 where nothing is scaled."""
     scale_change: ScaleChange | None

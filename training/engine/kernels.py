@@ -1,7 +1,5 @@
 """Which kernels a run computes with: `model.kernels` and `precision.fp8.kernel`, the same on every rank."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,9 +1,7 @@
 """The actual dtype of everything in training, read from the engine and compared with the config."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,7 +10,6 @@ from modeling.quantised_base import quantised_parameters, stored_tensors
 from precision.dtypes import DTYPES
 from training.engine.engine import Engine
 from training.engine.masters import local_masters, local_states
-from training.engine.split_masters import SplitMasters
 from training.engine.tensors import checksums_of, shape_of
 
 
@@ -26,18 +23,15 @@ class Entry:
 
     what: str
     dtype: str
-    """Names of the dtypes found, such as float32."""
     bytes: int
     """On this rank; 0 where nothing is held yet."""
 
 
 def read_ledger(engine: Engine, *, reduce: str) -> list[Entry]:
-    """The ledger of this rank.
+    """The ledger of this rank; the optimizer's state, its `moments`, exists from the first applied step on.
 
-    reduce: precision.reduce. Raises PrecisionError when parameters are not in the compute dtype, or masters, the
-    optimizer's state (its row is called `moments`) or the accumulated gradients not in FP32, or a buffer not in the
-    dtype in which the model's own code has it, which is FP32 but for few. The state exists from the first applied step
-    on: call it again then. What is computed inside the modules, such as softmaxes, is seen by `precision.inner_dtypes`.
+    reduce: precision.reduce. Raises PrecisionError when parameters are not in the compute dtype, masters, moments or
+    accumulated gradients not in FP32, or a buffer not in the dtype in which the model's own code has it.
     """
     optimizer = engine.deepspeed.optimizer
     compute = DTYPES[engine.compute]
@@ -55,6 +49,10 @@ def read_ledger(engine: Engine, *, reduce: str) -> list[Entry]:
     communication = engine.deepspeed.communication_data_type
     _require("parameters", parameters, compute)
     _require("masters", masters, torch.float32)
+    of_masters = _entry("masters", masters)
+    if engine.split_masters is not None:
+        held = [tensor for split in engine.split_masters.of.values() for tensor in split.tensors]
+        of_masters = replace(_entry("masters", held), dtype="float32, less their weights")
     _require("moments", moments, torch.float32)
     buffers = {name: buffer for name, buffer in engine.model.named_buffers() if buffer.is_floating_point()}
     _require_own_dtypes(buffers, engine.buffer_dtypes)
@@ -68,7 +66,7 @@ def read_ledger(engine: Engine, *, reduce: str) -> list[Entry]:
         *([_entry("of these frozen", frozen)] if frozen else []),
         *([_entry("quantised base", list(stored_tensors(engine.model)))] if coded else []),
         *([_entry("buffers", list(buffers.values()))] if buffers else []),
-        _entry("masters", masters) if engine.split_masters is None else _split_entry(engine.split_masters),
+        of_masters,
         *([_entry("teacher, without masters", engine.teacher.weights)] if engine.teacher is not None else []),
         _entry("moments", moments, absent="float32, from the first step on" if states else "none"),
         Entry("gradients of a micro-batch", _name(compute), 0),
@@ -78,10 +76,7 @@ def read_ledger(engine: Engine, *, reduce: str) -> list[Entry]:
 
 
 def read_start(engine: Engine) -> Entry:
-    """The row of what the masters are before the first step of this session. A collective.
-
-    Raises PrecisionError naming the first that is not what it was started from.
-    """
+    """The masters' row before this session's first step. A collective. Raises PrecisionError where one differs."""
     assert engine.start is not None
     found = checksums_of(engine)["master"]
     other = next((name for name, text in engine.start.checksums.items() if found[name] != text), None)
@@ -109,11 +104,6 @@ _LARGEST_PADDING = 1024
 """[values] A rank's partition may be so much larger than its share, at least."""
 
 
-def as_plain(ledger: Iterable[Entry]) -> list[dict]:
-    """The ledger as plain types, for environment.json and the report."""
-    return [asdict(entry) for entry in ledger]
-
-
 def _require(what: str, tensors: list[torch.Tensor], dtype: torch.dtype) -> None:
     wrong = {tensor.dtype for tensor in tensors} - {dtype}
     if wrong:
@@ -132,11 +122,6 @@ def _require_own_dtypes(buffers: Mapping[str, torch.Tensor], own: Mapping[str, t
 def _entry(what: str, tensors: list[torch.Tensor], absent: str = "none") -> Entry:
     names = sorted({_name(tensor.dtype) for tensor in tensors})
     return Entry(what, ", ".join(names) or absent, sum(t.numel() * t.element_size() for t in tensors))
-
-
-def _split_entry(masters: SplitMasters) -> Entry:
-    held = [tensor for split in masters.of.values() for tensor in split.tensors]
-    return replace(_entry("masters", held), dtype="float32, less their weights")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,7 +1,5 @@
 """How the engine computes its loss: as the task's objective does, or from chunks of logits that are not kept."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -79,11 +77,7 @@ class LossPath:
         *,
         forward: Forward | None = None,
     ) -> Scored:
-        """Forward pass and summed loss of a micro-batch. inputs, labels: as `Batch.micro_batches` gives them.
-
-        gradient_scale: factor of the backward pass, the loss scale included. forward: another forward pass of the model
-        than the engine's; None is that.
-        """
+        """Summed loss of a micro-batch. gradient_scale: factor of the backward pass. forward: None is the engine's."""
         head, chunked, forward = self._head, self._labels, forward or self._forward
         if head is None or chunked is None:
             return self._objective.score(forward, inputs, labels)

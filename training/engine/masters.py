@@ -1,7 +1,5 @@
 """This rank's part of the FP32 masters and of the optimizer's state, at every ZeRO stage."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -29,10 +27,7 @@ class Start:
 
 
 def local_masters(optimizer: Any) -> list[torch.Tensor]:
-    """This rank's partition of the masters; at ZeRO-0 all of them, which are the parameters.
-
-    Split masters (split_masters.py) have no values here: `Engine.masters` has them.
-    """
+    """This rank's masters; at ZeRO-0 the parameters. Those of split masters have no values: see `Engine.masters`."""
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
         if hasattr(optimizer, name):
             return list(getattr(optimizer, name))
@@ -40,10 +35,7 @@ def local_masters(optimizer: Any) -> list[torch.Tensor]:
 
 
 def local_states(optimizer: torch.optim.Optimizer, name: str) -> list[torch.Tensor]:
-    """This rank's partition of one of the optimizer's state tensors; empty before the first applied step.
-
-    optimizer: torch's own, DeepSpeed's `basic_optimizer`.
-    """
+    """This rank's partition of one of torch's optimizer's state tensors; empty before the first applied step."""
     return [state[name] for state in optimizer.state.values() if isinstance(state.get(name), torch.Tensor)]
 
 

@@ -1,7 +1,5 @@
 """Ops of DeepSpeed's that are built from source with the first run that needs them. Only offload from a GPU does."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
@@ -13,10 +11,7 @@ from training.start import op_builds
 
 
 def load_op(builder: str, needed_by: str) -> None:
-    """Build or load an op before DeepSpeed does, which waits for ever for the lock of a killed build.
-
-    builder: name of the class. needed_by: the setting that asks for the op. Raises UserError when it cannot be built.
-    """
+    """Build or load an op, by its class's name, before DeepSpeed does. needed_by: the setting. Raises UserError."""
     _prefer_own_ninja()
     op_builds.use_own_folder()
     op = get_accelerator().create_op_builder(builder)

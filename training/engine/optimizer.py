@@ -1,7 +1,5 @@
 """The optimizer on the FP32 masters: which one the config names, built for this model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -41,14 +39,10 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "sgd": sgd,
     "stable_adamw": stable_adamw,
 }
-"""Value of `optimizer.name` to its module."""
 
 
 def rounding(name: str, given: UpdateInputs) -> float:
-    """How far, as a norm, an optimizer's roundings below FP32 may take it from `update`; 0.0 where it has none.
-
-    One that computes in 16 bits defines `rounding` itself.
-    """
+    """How far, as a norm, an optimizer's roundings below FP32 may take it from `update`; 0.0 where it has none."""
     own: Callable[[UpdateInputs], float] | None = getattr(IMPLEMENTATIONS[name], "rounding", None)
     return 0.0 if own is None else own(given)
 

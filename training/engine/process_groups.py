@@ -1,7 +1,5 @@
 """Process groups that DeepSpeed keeps in globals of its own, past the engine that they were made for."""
 
-from __future__ import annotations
-
 import deepspeed
 from deepspeed.utils import groups
 

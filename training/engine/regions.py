@@ -1,7 +1,5 @@
 """The precision regions of an engine's model, checked against what is verified with them."""
 
-from __future__ import annotations
-
 from transformers import PreTrainedModel
 
 from config.cli import REPOSITORY

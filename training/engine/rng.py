@@ -1,7 +1,5 @@
 """The random number generators that a training step uses: torch's, on the CPU and on this rank's device."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 
@@ -25,14 +23,15 @@ def restore_generators(state: dict[str, torch.Tensor], device: torch.device) -> 
 
 
 def load_generators(saved: dict[str, torch.Tensor] | None, device: torch.device, *, fallback_seed: str) -> None:
-    """Restore what `generators` gave; where this rank has none, seed from the text `fallback_seed`.
-
-    A run that resumes on more ranks than it was saved with has generators for the first ones only.
-    """
+    """Restore what `generators` gave; a rank that was not there when it was saved draws from `fallback_seed`."""
     if saved is not None:
         restore_generators(saved, device)
         return
-    seed = int.from_bytes(hashlib.sha256(fallback_seed.encode()).digest()[:8], "big")
+    seed_everything(int.from_bytes(hashlib.sha256(fallback_seed.encode()).digest()[:8], "big") % 2**63)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the generators that dropout, sampling and third-party code draw from."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.manual_seed(seed % 2**63)
+    torch.manual_seed(seed)

@@ -1,7 +1,5 @@
 """Whole parameters for an optimizer of ZeRO's flat tensors: each rank's pieces, and matrices put together."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -104,10 +102,7 @@ class ShardedPieces(Pieces):
         return {flat: self._shared_out([of[index] for of in by_rank]) for index, flat in enumerate(self._flats)}
 
     def _shared_out(self, everywhere: list[list[Piece]]) -> list[Batch]:
-        """The largest matrices first, each to the rank with the least work; the same on all ranks.
-
-        everywhere: pieces of matrices in one flat tensor, by the rank that has them.
-        """
+        """The largest matrices first, each to the rank with the least work. everywhere: pieces of matrices, by rank."""
         rank, ranks, shapes = self._world.rank, self._world.world_size, self._matrix_shapes
         batches, owners, work, size = list[Batch](), dict[int, tuple[Batch, int]](), [0] * ranks, 0
         holders: dict[int, list[int]] = {}

@@ -1,13 +1,9 @@
-"""`precision.masters: split`: an FP32 master is kept as its BF16 weight and a remainder (precision/split_masters.py).
+"""`precision.masters: split`: an FP32 master is kept as its BF16 weight and a remainder (docs/numerics.md).
 
-DeepSpeed's flat FP32 masters stay the keys of the optimizer's state and the owners of gradients, but hold no memory:
-they are one NaN, expanded to their size, which whoever reads them past this module gets and nobody can write to. The
-optimizer joins, updates and splits them piece by piece. DeepSpeed then copies each master to its weight; for that
-moment the master *is* the weight. To save, to load and to set masters they are made whole, which takes the memory of a
-run with FP32 masters and holds none of its activations.
+DeepSpeed's flat FP32 masters stay the keys of the optimizer's state and the owners of gradients, but are one NaN,
+expanded to their size. The optimizer joins, updates and splits piece by piece; while DeepSpeed copies masters to
+weights, each master *is* its weight. To save, to load and to set masters they are made whole.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,10 +51,7 @@ class SplitMaster:
         return found[start - first :]
 
     def pieces(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """The master piece by piece: where, and (k,) FP32 values, which are taken back when they were changed.
-
-        Split masters only.
-        """
+        """A split master piece by piece: where, and (k,) FP32 values, which are taken back when they were changed."""
         for where in self._slices():
             piece = self.values(where.start, where.stop - where.start)
             yield where, piece
@@ -66,8 +59,11 @@ class SplitMaster:
 
     def split(self) -> int:
         """Give the FP32 memory back; how many weights were not their masters, rounded, so that nothing was split."""
-        flat, weight = self._flat.detach(), self._weight
-        if count := sum(_odd(weight[where], flat[where]) for where in self._slices()):
+        flat, weight, count = self._flat.detach(), self._weight, 0
+        for where in self._slices():
+            rounded = flat[where].to(weight.dtype)
+            count += int(((weight[where] != rounded) & ~(weight[where].isnan() & rounded.isnan())).sum())
+        if count:
             return count
         self._remainder = torch.empty(len(weight), dtype=torch.int16, device=weight.device)
         self._uppers = torch.empty(-(-len(weight) // 8), dtype=torch.uint8, device=weight.device)
@@ -101,11 +97,6 @@ class SplitMaster:
         remainder, uppers = remainder_of(master, weight)
         self._remainder[where] = remainder
         self._uppers[where.start // 8 : -(-where.stop // 8)] = uppers
-
-
-def _odd(weight: torch.Tensor, master: torch.Tensor) -> int:
-    """Number of weights that are not their masters, rounded."""
-    return int(((weight != master.to(weight.dtype)) & ~(weight.isnan() & master.isnan())).sum())
 
 
 class SplitAdamW(torch.optim.AdamW):

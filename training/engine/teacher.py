@@ -1,7 +1,5 @@
 """A teacher's forward pass: a model that is not trained, on every rank whole, or partitioned by ZeRO-3."""
 
-from __future__ import annotations
-
 from pickle import UnpicklingError
 from typing import Any
 
@@ -44,7 +42,7 @@ class Teacher:
                     f"distill.teacher = {name}: has a vocabulary of {own} tokens, the student one of {vocabulary}; "
                     "choose a teacher with the student's tokenizer"
                 )
-            dtype = _saved_dtype(shape) if section.dtype == "auto" else DTYPES[section.dtype]
+            dtype = shape.dtype or torch.float32 if section.dtype == "auto" else DTYPES[section.dtype]
             document = _document(dtype)
             zero3 = HfDeepSpeedConfig(document) if section.sharded else None
             options |= {"dtype": dtype, "output_loading_info": True}
@@ -80,11 +78,6 @@ class Teacher:
         if self._engine is not None:
             self._engine.destroy()
         self._forward = self._engine = None
-
-
-def _saved_dtype(shape: Any) -> torch.dtype:
-    found = getattr(shape, "dtype", None)
-    return found if isinstance(found, torch.dtype) else torch.float32
 
 
 def _document(dtype: torch.dtype) -> dict[str, Any]:

@@ -1,12 +1,8 @@
 """The changes that DeepSpeed's AutoTP made to a model whose matrices are shared among ranks (`parallel.tensor`).
 
-A parameter is a slice of a whole one, or a replica: whole on every rank of the group, with equal gradients, so that the
-replicas stay equal bit for bit. Whatever breaks that, such as dropout drawn by rank, lets them part while the gradient
-norm, which is summed over the group, stays the same on all ranks (docs/upstream/). So each step compares losses, which
-ranks that share matrices compute from the same sequences, and the bits of a share of the replicas.
+A parameter is a slice of a whole one, or a replica, whole and equal on every rank of the group. Whatever makes replicas
+diverge leaves the gradient norm the same on all ranks (docs/upstream/): each step compares losses and replicas' bits.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence

@@ -1,15 +1,8 @@
 """Tensors of a parameter (master, optimizer state, gradient, computing weight): whole, or this rank's part of them.
 
-Functions that return a whole tensor are collectives with the same result on every rank. They are for inspection, one
-parameter at a time, and too slow for a training step.
-
-The checksum of a tensor is one that no layout changes: two sums over its values' 32 bits b(i), read as signed integers,
-modulo 2**64: of b(i), and of (i + 1) b(i). Each rank sums over its own part and the sums are added up, so nothing is
-gathered, and the result does not depend on the number of ranks, the ZeRO stage or the padding. Any one changed value
-changes it, and so does any exchange of two different ones. It detects accidents; the files' SHA-256 detects tampering.
+Functions that return a whole tensor are collectives with the same result on every rank: for inspection, one parameter
+at a time. Checksums, which no layout changes, are those of docs/elastic.md.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -30,11 +23,44 @@ from training.engine.split_masters import SplitMaster
 from training.engine.tensor_slices import counts_here, joined, slice_group
 
 
-def shape_of(parameter: torch.nn.Parameter) -> torch.Size:
-    """The parameter's shape on this rank, also where ZeRO-3 left an empty tensor in its place.
+@dataclass(frozen=True)
+class Shard:
+    """This rank's part of one parameter: values `start` to `start + length` of it, at `at` in a flat FP32 tensor."""
 
-    It is that of a slice where ranks share matrices.
-    """
+    flat: torch.Tensor
+    """Masters, and the key of their state in torch's optimizer. At ZeRO-0 the parameter itself."""
+    at: int
+    start: int
+    length: int
+    split: SplitMaster | None = None
+    """How the master is held where `flat` has no values."""
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """(length,) view of the part's values in a state tensor of the size of `flat`.
+
+        Also in `flat` itself, to write a master: inside `Engine.whole_masters`.
+        """
+        return tensor.detach().view(-1)[self.at : self.at + self.length]
+
+    def master(self, start: int = 0, length: int | None = None) -> torch.Tensor:
+        """(length,) FP32, to read: the part's master from its value `start` on. A view, of a split master a copy."""
+        length = self.length - start if length is None else length
+        if self.split is not None:
+            return self.split.values(self.at + start, length)
+        return self.of(self.flat)[start : start + length]
+
+    def states(self, engine: Engine) -> dict[str, torch.Tensor]:
+        """(length,) views of the part's state tensors by torch's keys; empty before the first update."""
+        held = engine.deepspeed.basic_optimizer.state.get(self.flat, {})
+        return {name: self.of(held[name]) for name in engine.optimizer_spec.states if torch.is_tensor(held.get(name))}
+
+    def tensors(self, engine: Engine) -> dict[str, torch.Tensor]:
+        """(length,) the part's tensors by kind (`tensor_kinds`), to read; state tensors from the first update on."""
+        return {"master": self.master(), **self.states(engine)}
+
+
+def shape_of(parameter: torch.nn.Parameter) -> torch.Size:
+    """The parameter's shape on this rank, of a slice where ranks share matrices, also where ZeRO-3 left it empty."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
@@ -111,47 +137,9 @@ def whole_weight(engine: Engine, parameter: torch.nn.Parameter) -> torch.Tensor:
 
 _CHUNK, _CHUNK_ON_A_GPU = 1 << 16, 1 << 22
 """Values a pass: on a CPU their 64-bit copies stay in a core's cache, on a GPU few kernels are started."""
-
-
 _HALF, _WHOLE = 1 << 32, 1 << 64
 Checksums = dict[str, dict[str, str]]
 """`tensor_kinds` to parameter name to 32 hexadecimal digits."""
-
-
-@dataclass(frozen=True)
-class Shard:
-    """This rank's part of one parameter: values `start` to `start + length` of it, at `at` in a flat FP32 tensor."""
-
-    flat: torch.Tensor
-    """Masters, and the key of their state in torch's optimizer. At ZeRO-0 the parameter itself."""
-    at: int
-    start: int
-    length: int
-    split: SplitMaster | None = None
-    """How the master is held where `flat` has no values."""
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """(length,) view of the part's values in a state tensor of the size of `flat`.
-
-        Also in `flat` itself, to write a master: inside `Engine.whole_masters`.
-        """
-        return tensor.detach().view(-1)[self.at : self.at + self.length]
-
-    def master(self, start: int = 0, length: int | None = None) -> torch.Tensor:
-        """(length,) FP32, to read: the part's master from its value `start` on. A view, of a split master a copy."""
-        length = self.length - start if length is None else length
-        if self.split is not None:
-            return self.split.values(self.at + start, length)
-        return self.of(self.flat)[start : start + length]
-
-    def states(self, engine: Engine) -> dict[str, torch.Tensor]:
-        """(length,) views of the part's state tensors by torch's keys; empty before the first update."""
-        held = engine.deepspeed.basic_optimizer.state.get(self.flat, {})
-        return {name: self.of(held[name]) for name in engine.optimizer_spec.states if torch.is_tensor(held.get(name))}
-
-    def tensors(self, engine: Engine) -> dict[str, torch.Tensor]:
-        """(length,) the part's tensors by kind (`tensor_kinds`), to read; state tensors from the first update on."""
-        return {"master": self.master(), **self.states(engine)}
 
 
 def shard_of(engine: Engine, parameter: Any) -> Shard | None:
@@ -197,10 +185,7 @@ def states_of(engine: Engine, parameter: torch.nn.Parameter) -> tuple[str, ...]:
 
 
 def tensor_kinds(engine: Engine) -> tuple[str, ...]:
-    """The FP32 tensors of trainable parameters: masters, and the optimizer's state tensors by torch's keys.
-
-    Not every parameter has all of the latter (`states_of`).
-    """
+    """The FP32 tensors of trainable parameters: masters and, not of all, state tensors by torch's keys."""
     return ("master", *engine.optimizer_spec.states)
 
 
@@ -219,10 +204,7 @@ def trainable_parameters(engine: Engine) -> dict[str, torch.nn.Parameter]:
 
 @torch.no_grad()
 def checksums_of(engine: Engine, others: Mapping[str, torch.Tensor] | None = None) -> Checksums:
-    """The checksums of every master and state tensor; there are state tensors from the first update on.
-
-    others: by parameter, FP32 values of this rank's part to sum in place of the master's. A collective.
-    """
+    """Checksums of every master and state tensor. others: FP32 values to sum in a master's place. A collective."""
     parameters, names = trainable_parameters(engine), tensor_kinds(engine)
     sums = torch.zeros(len(parameters), len(names), 2, dtype=torch.int64)
     exists = torch.zeros(len(names), device=engine.world.device)
@@ -282,10 +264,7 @@ def as_text(sums: Any) -> str:
 
 
 def flat_masters(engine: Engine) -> list[torch.Tensor]:
-    """This rank's partition of the masters, one flat FP32 tensor a group; at ZeRO-0 the parameters.
-
-    To be read only inside `Engine.whole_masters`.
-    """
+    """This rank's flat FP32 masters, to be read inside `Engine.whole_masters`; at ZeRO-0 the parameters."""
     return local_masters(engine.deepspeed.optimizer)
 
 
@@ -301,10 +280,7 @@ def states_of_flat_masters(engine: Engine) -> list[tuple[str, ...]]:
 
 
 def state_after(engine: Engine, flat: torch.Tensor, names: Iterable[str], updates: int) -> dict[str, Any]:
-    """The optimizer's state of one flat tensor after `updates` updates, initialized as its first update would.
-
-    names: of its state tensors.
-    """
+    """The optimizer's state of one flat tensor after `updates` updates, initialized as its first update would."""
     optimizer = engine.deepspeed.basic_optimizer
     state = optimizer.state[flat]
     for name in names:

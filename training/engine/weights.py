@@ -1,13 +1,9 @@
 """The masters of a new run are the FP32 values of its weights to the bit, drawn or read from files.
 
 DeepSpeed makes masters from the computing weights, which are rounded: a BF16 run would lose the lower 16 bits of every
-FP32 weight (measured on normal weights: a median relative distance of 1.4e-3). So models are built in FP32, at ZeRO-3
-in FP32 partitions. `hold_fp32` keeps the values that are trained while DeepSpeed gets what they round to, and
-`start_masters` writes each rank's part of them into its masters. Where the two differ by more than rounding, the first
-step would restore the stale master's value.
+FP32 weight (measured on normal weights: a median relative distance of 1.4e-3). So models are built in FP32, `hold_fp32`
+keeps what is trained while DeepSpeed gets what it rounds to, and `start_masters` writes it into the masters.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, nullcontext
@@ -146,10 +142,7 @@ def _part(engine: Engine, parameter: Any, shard: Shard, values: torch.Tensor, fi
 
 @torch.no_grad()
 def require_fresh_masters(engine: Engine) -> None:
-    """Require cast(master) == weight for every trainable parameter, bit for bit.
-
-    Each rank compares its part; a collective. Raises StaleMaster naming the first one, on every rank.
-    """
+    """Require cast(master) == weight for every trainable parameter, bit for bit. A collective. Raises StaleMaster."""
     problems: list[str] = []
     for name, parameter, shard in _masters(engine):
         weight = local_weight(parameter, shard, engine.stage)

@@ -1,11 +1,8 @@
 """How long this rank computed in a step without waiting for others, to find the slowest rank; and its peak memory.
 
-Ranks wait for each other in collectives, so the whole step takes as long everywhere. Forward passes at ZeRO 0 to 2 have
-no collective: a slow rank shows there and in its wait for data. At ZeRO-3 parameters are gathered inside the
-forward pass, and a slow rank is partly hidden by the others' waiting.
+Forward passes at ZeRO 0 to 2 have no collective: a slow rank shows there and in its wait for data. At ZeRO-3 parameters
+are gathered inside the forward pass, and a slow rank is partly hidden by the others' waiting.
 """
-
-from __future__ import annotations
 
 import resource
 import statistics
@@ -72,10 +69,7 @@ def _listed(values: list[Any]) -> list[Any] | dict[str, Any]:
 
 
 def forget_peak_memory(device: torch.device) -> None:
-    """The peak counts from here: what prepared the data is no part of the training's.
-
-    Raises OSError where the system does not let the peak of a resident set be reset (Linux does).
-    """
+    """Let the peak count from here. Raises OSError where the system does not let it be reset (Linux does)."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:

@@ -1,16 +1,9 @@
-"""Profile a few steps: a torch.profiler trace of each chosen rank, and a summary of it.
-
-    profile: {start: 20, steps: 2}
-
-writes RUN/profile/step-20-21/rank-0.pt.trace.json.gz (for https://ui.perfetto.dev or TensorBoard), rank-0.md and
-rank-0.json. `python -m training.profile TRACE` writes the summary of a trace anew.
+"""Profile a few steps: a torch.profiler trace of each chosen rank, and a summary of it (docs/profiling.md).
 
 Steps before the first profiled one are only timed; in the profiled ones each module and each stage of the step is a
 range in the trace. Hooks open the ranges, so that an operator's module is known in the forward pass, and through
 autograd's sequence numbers in the backward pass.
 """
-
-from __future__ import annotations
 
 import sys
 import time
@@ -19,31 +12,26 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from config.printable import shown
+from config.resolved import Resolved
 from tracking.profile.summary import write_summary
 from tracking.profile.timeline import MODULE, STAGE, STEP
+from training.engine import Engine
 from training.tracing.follow import follow
-
-if TYPE_CHECKING:
-    from config.resolved import Resolved
-    from training.engine import Engine
 
 _UNPROFILED_STEPS = 20
 
 
 def open_profiling(
     resolved: Resolved, folder: Path, *, engine: Engine, batches: Any, note: Callable[[str], None]
-) -> Profiling | None:
-    """The profiling configured for this rank; None, at no cost, where there is none.
-
-    folder: of the run. note: called with a line about the files written.
-    """
+) -> "Profiling | None":
+    """The profiling configured for this rank, or None. folder: of the run. note: called with a line about the files."""
     section = resolved.config.profile
     if not section.steps or engine.world.rank not in section.ranks:
         return None

@@ -1,20 +1,16 @@
 """How the ranks of a machine divide its cores, and which of them a rank is bound to. The standard library only.
 
 Linux lists in /sys/devices/system which hardware threads make up a core and which NUMA node a core or a GPU is at
-(Documentation/ABI/stable/sysfs-devices-node, sysfs-devices-system-cpu). Cores are never split. A CPU is what the kernel
-calls one: a hardware thread. DeepSpeed's launcher (`--bind_cores_to_rank`) and torchrun (`--numa-binding`) can bind
-ranks with numactl; here the ranks do it themselves, under every launcher, once each knows which CPUs the others may
-use.
+(Documentation/ABI/stable/sysfs-devices-node, sysfs-devices-system-cpu). Cores are never split. A CPU is a hardware
+thread, as the kernel has it. The ranks bind themselves, under every launcher, once each knows the others' CPUs.
 """
-
-from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from config.machine.binding import Binding, usable_cpus
 from config.machine.processes import machine
@@ -44,7 +40,7 @@ class RankCpus:
     """NUMA node of its GPU, or UNKNOWN; None: it computes on the CPU."""
 
     @classmethod
-    def here(cls, gpu: str | None = None) -> RankCpus:
+    def here(cls, gpu: str | None = None) -> Self:
         """This process's claim. gpu: PCI address of its GPU, as in `0000:dc:00.0`."""
         return cls(machine(), usable_cpus(), None if gpu is None else gpu_node(gpu))
 
@@ -117,9 +113,8 @@ def gpu_node(address: str, root: Path = _SYS) -> int:
 def divide_cores(nodes: dict[int, list[Core]], ranks: int, near: Sequence[Sequence[int]] | None = None) -> list[Share]:
     """How `ranks` ranks divide the cores of `nodes`: disjoint, contiguous, equal but for one core among the same nodes.
 
-    near: the result of `near_gpus`; ranks with the same nodes divide those nodes' cores. Without it nodes get ranks in
-    proportion to their cores, so that the smallest share is as large as possible; a rank stays within a node, or gets
-    several whole ones where there are more nodes than ranks.
+    near: the result of `near_gpus`. Without it nodes get ranks in proportion to their cores; a rank stays within a
+    node, or gets several whole ones where there are more nodes than ranks.
     """
     homes = _homes(nodes, ranks) if near is None else near
     shares: dict[int, Share] = {}
@@ -153,11 +148,10 @@ def choose_binding(
     environment: Mapping[str, str] = os.environ,
     root: Path = Path("/sys"),
 ) -> Binding:
-    """The CPUs that a rank is bound to, and its number of threads.
+    """The CPUs that a rank is bound to, and its number of threads. mode: as `run.bind_cores`. claims: by rank.
 
-    mode: auto, always or never, as `run.bind_cores`. claims: every rank's, in rank order. The threads are the same in
-    every mode, except where GPUs decide which cores are near. Nothing is bound where the ranks of a machine may use
-    different CPUs, because a launcher has bound them, nor where OpenMP is set to bind its threads.
+    Nothing is bound where the ranks of a machine may use different CPUs, because a launcher has bound them, nor where
+    OpenMP is set to bind its threads.
     """
     mine = claims[rank]
     here = [other for other, claim in enumerate(claims) if claim.machine == mine.machine]

@@ -2,28 +2,20 @@
 
 torch builds an op under a lock file, and waits for an existing one for ever and silently. A building process keeps the
 file open (`torch.utils.file_baton`), so a lock that no process has open was left by a killed build; but processes of
-other containers and machines cannot be seen. So a build started here also holds an flock, which ends with the process,
-on a marker file: a marker that says "builds" and is not locked belongs to a killed build.
+other machines and users cannot be seen.
 """
 
-from __future__ import annotations
-
-import fcntl
 import hashlib
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from config.machine import processes
-
-YOUNG_SECONDS = 900.0
-"""A build that changed a file this recently may be that of a process that cannot be seen, in another container and
-without a marker. A file of DeepSpeed's takes six minutes to compile on a busy machine."""
 
 
 def extensions_folder() -> Path:
@@ -67,101 +59,49 @@ def locks(folder: Path, op: str = "*") -> list[dict[str, Any]]:
 
 @contextmanager
 def exclusive_build(op: str, log: Callable[[str], None]) -> Iterator[None]:
-    """Inside, no other process of Mantissa on this machine builds or loads `op`, and abandoned locks are removed.
-
-    A lock of a build without a marker, whose files changed within YOUNG_SECONDS, is waited for until they are older.
-    `log` gets one line on what is waited for or was removed.
-    """
-    with _marker(op, log) as marker:
-        killed = marker is not None and bool(os.pread(marker, 1, 0))
-        clear_abandoned(op, log, young_seconds=0.0 if killed else YOUNG_SECONDS)
-        built = any(extensions_folder().glob(f"**/{op}.so"))
-        if marker is not None:
-            os.pwrite(marker, b"loads\n" if built else b"builds\n", 0)
-        try:
-            yield
-        finally:
-            if marker is not None:
-                os.ftruncate(marker, 0)
-
-
-def clear_abandoned(op: str, log: Callable[[str], None], young_seconds: float = YOUNG_SECONDS) -> None:
-    """Remove locks that killed builds of `op` left. Returns when the remaining ones may belong to running builds."""
-    logged = set()
-
-    def log_once(line: str) -> None:
-        if line not in logged:
-            log(line)
-        logged.add(line)
+    """Inside, no other process of Mantissa on this machine builds or loads `op`, and abandoned locks are removed."""
+    from filelock import FileLock, Timeout  # the doctor looks at locks with the standard library alone
 
     folder = extensions_folder()
-    while not all(_settled(lock, log_once, young_seconds) for lock in locks(folder, op)):
-        time.sleep(0.5)
+    with ExitStack() as held:
+        with suppress(OSError):  # a folder that may not be written, or a file system without locks
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(folder / f".{op}.mantissa", fallback_to_soft=False)
+            try:
+                held.enter_context(lock.acquire(blocking=False))
+            except Timeout:
+                if not any(folder.glob(f"**/{op}.so")):
+                    log(f"waiting for another process, which builds {op}")
+                held.enter_context(lock.acquire())
+        clear_abandoned(op, log)
+        yield
 
 
-def _settled(lock: dict[str, Any], log: Callable[[str], None], young_seconds: float) -> bool:
-    """Whether a lock needs no more attention: it may belong to a running build, or it was removed."""
-    path = Path(lock["path"])
-    op = path.parent.name
-    if lock["pid"] is not None:
-        log(f"waiting for {path}: process {lock['pid']} builds {op}")
-        return True
-    if lock["unsure"]:
-        log(f"waiting for {path}: another process builds {op}; if none does, on any machine, remove that file")
-        return True
+def clear_abandoned(op: str, log: Callable[[str], None]) -> None:
+    """Remove locks that killed builds of `op` left. The remaining ones may belong to running builds."""
+    for lock in locks(extensions_folder(), op):
+        path = Path(lock["path"])
+        built = path.parent.name
+        if lock["pid"] is not None:
+            log(f"waiting for {path}: process {lock['pid']} builds {built}")
+        elif lock["unsure"]:
+            log(f"waiting for {path}: another process builds {built}; if none does, on any machine, remove that file")
+        else:
+            _remove(path, log)
+
+
+def _remove(path: Path, log: Callable[[str], None]) -> None:
+    """Remove the lock of a killed build, when the compilers that it left running have ended."""
     if str(path.parent.resolve()) in _compilers():
         log(f"waiting for what a killed build left running in {path.parent}")
-        return False
+        while str(path.parent.resolve()) in _compilers():
+            time.sleep(0.5)
     try:
-        before = path.stat()
-        age = time.time() - max(file.stat().st_mtime for file in path.parent.iterdir())
-    except OSError:  # files of a running build
-        return False
-    if age < young_seconds:
-        when = f"it is removed when its build is {young_seconds:.0f} s old"
-        log(f"waiting for {path}: no process here holds it; {when}; if no container builds {op}, remove it")
-        return False
-    try:
-        if path.stat().st_ino != before.st_ino:
-            return False
-        path.unlink()
-    except FileNotFoundError:
-        return False
+        path.unlink(missing_ok=True)
     except OSError as error:
         log(f"waiting for {path}, which a killed build left: {error.strerror}; remove it")
     else:
-        log(f"removed {path}: the build of {op} that left it was killed")
-    return True
-
-
-@contextmanager
-def _marker(op: str, log: Callable[[str], None]) -> Iterator[int | None]:
-    """A locked file that says whether `op` is being built; None where it cannot be created or locked."""
-    folder = extensions_folder()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        marker = os.open(folder / f".{op}.mantissa", os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError:
-        yield None
-        return
-    try:
-        yield marker if _acquire(marker, lambda: log(f"waiting for another process, which builds {op}")) else None
-    finally:
-        os.close(marker)
-
-
-def _acquire(marker: int, log: Callable[[], None]) -> bool:
-    """Lock the file, after other holders; False on a file system without locks."""
-    try:
-        try:
-            fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if os.pread(marker, 6, 0) == b"builds":
-                log()
-            fcntl.flock(marker, fcntl.LOCK_EX)
-    except OSError:
-        return False
-    return True
+        log(f"removed {path}: the build of {path.parent.name} that left it was killed")
 
 
 def _open_files() -> dict[str, int]:

@@ -1,13 +1,4 @@
-"""Set-up of train.py's own process before anything heavy is imported: its end, its output and its caches.
-
-The run ends with the launchers that started it. Its output may get lost, since a log is often a file on a disk that
-may fill, or a pipe whose reader may leave, and neither is worth a run. Where the home folder is missing or may not be
-written, as in containers whose user has no home, libraries keep their caches among the temporary files; each library
-would fail in its own way otherwise. data/text/cache_folder.py finds the folder of prepared
-data, which is Mantissa's own.
-"""
-
-from __future__ import annotations
+"""Set-up of train.py's own process before anything heavy is imported: its end, its output and its caches."""
 
 import io
 import os
@@ -35,10 +26,7 @@ _IN_CACHE = {
 
 
 def end_with(above: Sequence[Launcher]) -> None:
-    """Send this process SIGTERM when one of the launchers has ended: nobody else would end what it started.
-
-    Ranks save then, and end together: all of them stand under the same launchers.
-    """
+    """Send this process SIGTERM, upon which all ranks save, when a launcher has ended: nobody else would end them."""
     poller, watched = select.poll(), {}
     for launcher in above:
         with suppress(OSError):  # a kernel before 5.3, or it has ended already
@@ -62,10 +50,7 @@ def end_with(above: Sequence[Launcher]) -> None:
 
 
 def use_writable_caches(environment: MutableMapping[str, str] = os.environ) -> str | None:
-    """Set what is not set of the variables above, and HOME where there is none; a line about it, None without need.
-
-    Raises UserError when there is no other folder either.
-    """
+    """Set what is not set of `_IN_CACHE`, and HOME where there is none; a line about it, or None. Raises UserError."""
     try:
         home = Path.home()
     except RuntimeError:  # no HOME, and a user without an entry in /etc/passwd

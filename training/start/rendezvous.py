@@ -1,11 +1,8 @@
 """How the ranks of one job, and no others, find each other: the store that its process group is made through.
 
-torchrun's agent keeps that store. Otherwise rank 0 does, at MASTER_PORT; that port may be another job's, whose store
-the other ranks would then join. So the store says which job it belongs to, and where all ranks have been started by one
-launcher on this machine they agree on a free port instead, in a file that only this launcher's ranks look for.
+torchrun's agent keeps that store, else rank 0 at MASTER_PORT, which may be another job's: so the store says whose it
+is. Ranks that one launcher started on this machine agree on a free port in a file instead.
 """
-
-from __future__ import annotations
 
 import errno
 import os

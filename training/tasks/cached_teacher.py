@@ -1,12 +1,9 @@
 """A teacher's answers to every sequence of a corpus, on disk: its k likeliest tokens at every place.
 
-A folder beside the corpus, published whole by one rename, named after the corpus and everything that decides its
-content. Of each split two arrays: `<split>-ids.npy` (sequences, places, k) int32, the likeliest first, and
-`<split>-log-probs.npy` (sequences, places, k + 1) FP32, their log-probabilities at the run's temperature and last that
-of all other tokens together. `index.json`, written last, has the size and sha256 of each.
+A folder beside the corpus, published whole by one rename. Of each split `<split>-ids.npy` (sequences, places, k) int32,
+the likeliest first, and `<split>-log-probs.npy` (sequences, places, k + 1) FP32, at the run's temperature, the last one
+that of all other tokens together. `index.json`, written last, has the size and sha256 of each.
 """
-
-from __future__ import annotations
 
 import json
 from dataclasses import replace
@@ -15,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from config.errors import UserError
 from config.files import file_sha256, write_flushed
 from config.schema import Config
 from data.batches.loader import NO_SAMPLE, Batch, MakeBatch, next_tokens
@@ -39,6 +35,12 @@ def files_of(folder: Path, split: str) -> tuple[Path, Path]:
     return folder / f"{split}-ids.npy", folder / f"{split}-log-probs.npy"
 
 
+def splits_of(config: Config, corpus: Corpus) -> dict[str, TokenShards | RowShards]:
+    """The splits that have a sequence."""
+    pairs = zip(SPLITS, (corpus.train, corpus.validation), strict=True)
+    return {split: shards for split, shards in pairs if shards.sequences(config.data.sequence_length)}
+
+
 def write_index(folder: Path) -> None:
     """Seal the arrays in `folder`."""
     content = {path.name: [path.stat().st_size, file_sha256(path)] for path in sorted(folder.glob("*.npy"))}
@@ -54,8 +56,6 @@ def require_intact(folder: Path, *, verify: bool) -> None:
                 raise damaged(folder / name, f"it does not have its {size} bytes")
             if verify and file_sha256(folder / name) != sha256:
                 raise damaged(folder / name, "it does not have the sha256 in index.json")
-    except UserError:
-        raise
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise damaged(folder / _INDEX, f"it cannot be read: {type(error).__name__}") from error
 
@@ -67,8 +67,7 @@ def with_targets(config: Config, corpus: Corpus) -> MakeBatch:
     length = config.data.sequence_length
     splits = {
         id(shards): [np.load(path, mmap_mode="r") for path in files_of(folder, split)]
-        for split, shards in zip(SPLITS, (corpus.train, corpus.validation), strict=True)
-        if shards.sequences(length)
+        for split, shards in splits_of(config, corpus).items()
     }
     first = 0
     for part in corpus.validation_by_source.values():  # which the whole has one after another

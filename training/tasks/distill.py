@@ -1,7 +1,4 @@
-"""Distillation: a student learns a teacher's distribution at every label.
-
-The labels are those of task sft where data.format names the form of rows, else those of task pretrain.
-"""
+"""Distillation: a student learns a teacher's distribution at every label of task sft, or of task pretrain."""
 
 from transformers import PreTrainedModel
 

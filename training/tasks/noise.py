@@ -1,7 +1,5 @@
 """What the noise on embeddings is made from, beside each batch: a key and the length of its row for every token."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -14,10 +12,7 @@ from modeling.embedding_noise import KEYS, LENGTHS
 
 
 def with_noise(make: MakeBatch, *, seed: int, train: TokenShards | RowShards) -> MakeBatch:
-    """The same batches; those of `train` with keys, a function of (seed, sample, position of the batch, place).
-
-    Rows of a packed sequence have their own lengths; padding has none.
-    """
+    """The same batches; those of `train` with keys, a function of (seed, sample, position of the batch, place)."""
 
     def made(shards: TokenShards | RowShards, position: int, ids: np.ndarray, mine: np.ndarray) -> Batch:
         batch = make(shards, position, ids, mine)

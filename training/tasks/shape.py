@@ -1,7 +1,5 @@
 """The Hugging Face config of a run's model: what its task and its data decide of it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from fractions import Fraction

@@ -4,8 +4,6 @@ Loop, engine, guard and checkpoints do not know which task runs: they see batche
 is the mean over everything that counts in the global batch: labels, answers, pairs.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any, Protocol
 

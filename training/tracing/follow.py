@@ -1,7 +1,5 @@
 """Run code around methods by replacing them on an instance or a class; without it they cost nothing."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -1,23 +1,14 @@
-"""Send spans by OTLP over HTTP, without slowing training down when the collector does not answer.
-
-Spans go into a queue of 2,048 (`OTEL_BSP_MAX_QUEUE_SIZE`), from which a thread sends up to 512 at a time; when it is
-full, the oldest are dropped. Headers, certificates, compression, time-outs, sampler and resource come from the standard
-OTEL_* variables, so that no secret has to be in a config.
-"""
-
-from __future__ import annotations
+"""Send spans by OTLP over HTTP, without slowing training down when the collector does not answer."""
 
 import hashlib
 import importlib
 import logging
-import os
 import random
 import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
-import requests
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -43,7 +34,7 @@ class Export:
             logger.propagate = False
         self._unanswered = False
         self.ids = Ids()
-        self.exporter = CountingExporter(OTLPSpanExporter(endpoint=traces_url(endpoint), session=_session()))
+        self.exporter = CountingExporter(OTLPSpanExporter(endpoint=traces_url(endpoint)))
         self.provider = TracerProvider(resource=Resource.create(facts), id_generator=self.ids, shutdown_on_exit=False)
         self.provider.add_span_processor(BatchSpanProcessor(self.exporter))
 
@@ -67,22 +58,6 @@ class Export:
             self.exporter.give_up()
 
 
-class HeaderSession(requests.Session):
-    """Reads no more of an answer than its headers: a body may have no end, and OpenTelemetry needs none of it."""
-
-    def request(self, *arguments: Any, **options: Any) -> requests.Response:
-        """Send a request; the connection is closed then."""
-        response = super().request(*arguments, **{**options, "stream": True})
-        response.close()
-        return response
-
-
-def _session() -> requests.Session | None:
-    """None where a variable names a plugin that makes the session, with its credentials."""
-    named = any(name.startswith("OTEL_") and name.endswith("_CREDENTIAL_PROVIDER") for name in os.environ)
-    return None if named else HeaderSession()
-
-
 class CountingExporter(SpanExporter):
     """Passes spans on and counts those that could not be sent."""
 
@@ -94,7 +69,6 @@ class CountingExporter(SpanExporter):
         self._given_up = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Send one batch; never raises."""
         result = SpanExportResult.FAILURE if self._given_up else self._inner.export(spans)
         self.failing = result is not SpanExportResult.SUCCESS
         self.lost += len(spans) if self.failing else 0
@@ -107,7 +81,6 @@ class CountingExporter(SpanExporter):
             self._inner.shutdown()
 
     def shutdown(self) -> None:
-        """Close the connection."""
         self.give_up()
 
 
@@ -124,11 +97,9 @@ class Ids(RandomIdGenerator):
         """Id of the next span, once."""
 
     def generate_trace_id(self) -> int:
-        """The trace that was set last."""
         return self.trace_id
 
     def generate_span_id(self) -> int:
-        """The id that was set, or a random one."""
         chosen, self.root_id = self.root_id, None
         return chosen or self._random.getrandbits(64) or 1
 
@@ -154,7 +125,6 @@ class _LastWarning(logging.Handler):
         self.queue_was_full = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a line of OpenTelemetry's log."""
         text = " ".join(record.getMessage().split())
         if text.startswith("Queue full"):
             self.queue_was_full = True

@@ -1,14 +1,8 @@
-"""OpenTelemetry spans of a run: `tracking.otlp_endpoint` names the collector, nothing is imported without it.
+"""OpenTelemetry spans of a run (docs/tracing.md): nothing is imported without `tracking.otlp_endpoint`.
 
-Every step is one trace. Its root, `step`, has children `data`, `forward_backward`, `health` and `optimizer`; an
-`evaluation` and a `checkpoint` belong to the trace of the step they follow. All ranks send theirs, into the same trace:
-rank 0's root is the parent of the other ranks' roots. A sampler (OTEL_TRACES_SAMPLER=traceidratio) therefore keeps or
+Every step is one trace of all ranks: rank 0's root is the parent of the other ranks' roots, so that a sampler keeps or
 drops a step on all ranks alike.
-
-Spans measure the time of this process. On a GPU kernels are launched in `forward_backward` and waited for in `health`.
 """
-
-from __future__ import annotations
 
 import os
 import secrets
@@ -17,17 +11,15 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from config.printable import shown
+from config.resolved import Resolved
+from training.checkpoint.checkpoints import Checkpoints
+from training.distributed import World
+from training.progress import Progress
 from training.tracing.follow import follow
-
-if TYPE_CHECKING:
-    from config.resolved import Resolved
-    from training.checkpoint.checkpoints import Checkpoints
-    from training.distributed import World
-    from training.progress import Progress
 
 
 def open_tracing(
@@ -38,11 +30,8 @@ def open_tracing(
     batches: Any,
     checkpoints: Checkpoints,
     note: Callable[[str], None],
-) -> Tracing | None:
-    """The configured tracing, on every rank; None, at no cost, where there is none. A collective.
-
-    note: called with one line when spans are lost.
-    """
+) -> "Tracing | None":
+    """The configured tracing, on every rank, or None. note: called with one line when spans are lost. A collective."""
     endpoint = resolved.config.tracking.otlp_endpoint
     if endpoint is None:
         return None
@@ -114,29 +103,18 @@ class Tracing:
     @contextmanager
     def step(self, progress: Progress) -> Iterator[None]:
         """The root span of one attempted step; progress: before it."""
-        span, failed = self._start_step(), None
+        span = self._start_step()
         self._attributes = {"step": progress.step + 1, "tokens": progress.tokens + self._tokens}
-        try:
-            yield
-        except BaseException as error:
-            failed = error
-            raise
-        finally:
-            span.set_attributes(self._attributes)
-            self._end(span, failed)
-            self._report_loss()
+        with self._ended(span):
+            try:
+                yield
+            finally:
+                span.set_attributes(self._attributes)
+        self._report_loss()
 
-    @contextmanager
-    def span(self, name: str) -> Iterator[Any]:
+    def span(self, name: str) -> AbstractContextManager[None]:
         """A span of the newest step."""
-        span, failed = self._tracer.start_span(name, context=self._context, record_exception=False), None
-        try:
-            yield span
-        except BaseException as error:
-            failed = error
-            raise
-        finally:
-            self._end(span, failed)
+        return self._ended(self._tracer.start_span(name, context=self._context, record_exception=False))
 
     def close(self) -> None:
         """Send the remaining spans, for at most 5 seconds, and restore the objects' methods."""
@@ -166,10 +144,19 @@ class Tracing:
     def _root_id(self, rank: int) -> int:
         return self._derived_id(64, self._session, self._attempts, rank)
 
-    def _end(self, span: Any, failed: BaseException | None, at: int | None = None) -> None:
-        if failed is not None:  # only the type: a message may contain what must not leave this machine
-            span.set_status(self._api.Status(self._api.StatusCode.ERROR, type(failed).__name__))
-        span.end(at)
+    @contextmanager
+    def _ended(self, span: Any) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._fail(span, error)
+            raise
+        finally:
+            span.end()
+
+    def _fail(self, span: Any, error: BaseException) -> None:
+        """Mark it as failed, by the type alone: a message may contain what must not leave this machine."""
+        span.set_status(self._api.Status(self._api.StatusCode.ERROR, type(error).__name__))
 
     def _after_health(self, health: Any) -> None:
         self._attributes |= {"loss": health.loss, "grad_norm": health.grad_norm}
@@ -182,11 +169,8 @@ class Tracing:
         """A `checkpoint` span, which lasts until it is published, and its child `stall`, while training waits."""
         save = self._tracer.start_span("checkpoint", context=self._context)
         self._saves.append((save, time.time_ns()))
-        stall = self._tracer.start_span("stall", context=self._api.set_span_in_context(save))
-        try:
+        with self._ended(self._tracer.start_span("stall", context=self._api.set_span_in_context(save))):
             yield
-        finally:
-            stall.end()
 
     def _after_saves(self, outcomes: list[Any]) -> None:
         """End the span of each finished save at the time when it finished."""
@@ -195,7 +179,8 @@ class Tracing:
                 return
             span, started = self._saves.popleft()
             if isinstance(outcome, Exception):
-                self._end(span, outcome)
+                self._fail(span, outcome)
+                span.end()
                 continue
             span.set_attributes(
                 {
@@ -206,7 +191,7 @@ class Tracing:
                     "verified": outcome.verified,
                 }
             )
-            self._end(span, None, started + int(outcome.seconds * 1e9))
+            span.end(started + int(outcome.seconds * 1e9))
 
     def _report_loss(self) -> None:
         """Report once that spans are lost."""

@@ -121,15 +121,6 @@ def test_a_checkpoint_of_another_model_names_the_parameter(pair, saved):
         assert text.startswith(f"{saved}/step-3: {name} has shape [48, 32] there and [64, 32] in this run")
 
 
-def test_an_older_format_is_named_and_not_touched(pair, saved):
-    for step in (1, 2, 3):
-        (saved / f"step-{step}" / MANIFEST).unlink()
-        (saved / f"step-{step}" / "state.json").write_text('{"format": 1, "files": {}}')
-    text, _ = found(pair, saved)
-    assert "state.json has format 1, which has no hashes; this version reads formats 2 and 3" in text
-    assert (saved / "step-3").is_dir()
-
-
 def reseal(path, name=None, without=(), **fields):
     """Write the manifest again: for one changed file, without some fields, with others."""
     from config.files import file_sha256

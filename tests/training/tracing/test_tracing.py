@@ -3,16 +3,12 @@
 import socket
 import subprocess
 import sys
-import threading
-import time
-from contextlib import suppress
 
 import pytest
 
 from config.cli import REPOSITORY
 from tests.support.servers.otlp_collector import collector
 from tests.training.tracing import tracing_cases
-from training.tracing.otlp import Export
 
 STAGES = ("data", "forward_backward", "health", "optimizer")
 
@@ -116,29 +112,6 @@ def test_a_collector_that_takes_nothing_costs_one_note(pair, plain, tmp_path, ki
         assert result["masters"] == without["masters"] and result["python_random"] == without["python_random"]
         assert max(result["seconds"][1:]) < 3 + 2 * max(without["seconds"][1:])
     assert (refused > 0) is (kind == "refusing")
-
-
-def test_an_answer_without_end_is_not_read():
-    """Its body would fill the memory of a rank, and no time-out ends it while some of it comes."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        threading.Thread(target=answer_without_end, args=(server,), daemon=True).start()
-        export = Export(f"http://127.0.0.1:{server.getsockname()[1]}", {})
-        export.provider.get_tracer("test").start_span("step").end()
-        started = time.monotonic()
-        export.provider.force_flush()
-        assert time.monotonic() - started < 4
-        assert export.exporter.lost == 0 and export.trouble() is None, "its status said that it took the spans"
-        export.close()
-
-
-def answer_without_end(server):
-    with suppress(OSError):
-        connection, _ = server.accept()
-        connection.recv(1 << 16)
-        connection.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
-        for _ in range(60):
-            connection.sendall(b"100000\r\n" + b"x" * 0x100000 + b"\r\n")
-            time.sleep(0.1)
 
 
 def test_spans_cost_little(solo):

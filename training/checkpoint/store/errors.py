@@ -1,10 +1,8 @@
 """Which errors of an object store are transient, and how to describe the others without secrets.
 
-Errors come from many libraries (botocore, aiohttp, gcsfs, adlfs), none of which has to be installed, so they are
-classified by what these have in common: HTTP status, S3's error code, names of the transport's exceptions.
+None of the libraries that raise them (botocore, aiohttp, gcsfs, adlfs) has to be installed, so they are classified by
+HTTP status, S3's error code and names of the transport's exceptions.
 """
-
-from __future__ import annotations
 
 import errno
 import os
@@ -30,32 +28,25 @@ _TRANSIENT_CODES = {
     "XAmzContentSHA256Mismatch",
     "XAmzContentChecksumMismatch",
 }
+# Those of Python's own ConnectionError and TimeoutError are known by their names.
 _TRANSIENT_ERRNOS = {
     errno.EAGAIN,
     errno.EBUSY,
-    errno.EPIPE,
-    errno.ECONNABORTED,
-    errno.ECONNREFUSED,
-    errno.ECONNRESET,
     errno.EHOSTUNREACH,
     errno.ENETDOWN,
     errno.ENETRESET,
     errno.ENETUNREACH,
-    errno.ETIMEDOUT,
 }
 # Of botocore, aiohttp, urllib3, requests and azure-core; a base class covers those that derive from it.
 _TRANSPORT = {
     "ClientConnectionError",
     "ClientPayloadError",
-    "ConnectionClosedError",
     "ConnectionError",
-    "FSTimeoutError",
     "HTTPClientError",
     "IncompleteRead",
     "IncompleteReadError",
     "ProtocolError",
     "ResponseParserError",
-    "ResponseStreamingError",
     "ServiceRequestError",
     "ServiceResponseError",
     "TimeoutError",

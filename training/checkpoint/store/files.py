@@ -1,10 +1,4 @@
-"""Files in an object store, through fsspec: every operation retried, every byte hashed.
-
-fsspec and the libraries under it cache listings, retry in ways of their own and give up without saying how often; here
-nothing is cached, and one place decides what is retried, how often, and how long in between.
-"""
-
-from __future__ import annotations
+"""Files in an object store, through fsspec: every operation retried, every byte hashed, nothing cached."""
 
 import hashlib
 import math
@@ -72,11 +66,7 @@ class StoreFiles:
         """Retries of all operations so far."""
         self._retries_lock, self._given_up = threading.Lock(), threading.Event()
         self._options = _with_defaults(url, options or {})
-        self._process = os.getpid()
-        self._system, self._root = self._connect()
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.url!r})"
+        self._fs, self._root = self._connect()
 
     def upload(self, local: Path, name: str, *, sha256: str, size: int) -> None:
         """Store a file under `name` and read it back: its SHA-256 and size [bytes] have to be these."""
@@ -146,18 +136,11 @@ class StoreFiles:
             system.retries = 1  # of s3fs; its client and this class retry
         return system, root.rstrip("/")
 
-    @property
-    def _fs(self) -> Any:
-        if self._process != os.getpid():  # the thread that talks to the store did not come along through a fork
-            self._process = os.getpid()
-            self._system, self._root = self._connect()
-        return self._system
-
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
     def _in_parts(self, size: int) -> dict[str, int]:
-        if not _is_s3(self._system):
+        if not _is_s3(self._fs):
             return {}
         return {"chunksize": max(self._part, math.ceil(size / MOST_PARTS)), "max_concurrency": AT_ONCE}
 

@@ -1,15 +1,13 @@
 """A run's checkpoints in an object store: each rank uploads what it wrote itself.
 
-A checkpoint is published in the run folder first and then uploaded in the background; the manifest follows when every
-rank's files are uploaded and read back, LATEST last. A run that starts fetches checkpoints that its folder lacks.
+A checkpoint is published in the run folder first and then uploaded in the background, the manifest and LATEST last. A
+run that starts fetches checkpoints that its folder lacks.
 """
-
-from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from config.errors import UserError
 from training.checkpoint import commit
@@ -20,9 +18,7 @@ from training.checkpoint.retention import Retention, loss_in
 from training.checkpoint.run_record import Order, Record, order_in, read_record, run_in
 from training.checkpoint.store.errors import StoreError
 from training.checkpoint.store.store import Store
-
-if TYPE_CHECKING:
-    from training.distributed import World
+from training.distributed import World
 
 T = TypeVar("T")
 
@@ -38,10 +34,7 @@ class Remote:
         return f"{self.store.url}/step-{step}"
 
     def upload(self, world: World, folder: Path, step: int, files: dict[str, Written]) -> None:
-        """Upload the published checkpoint `folder`, then delete the expired ones.
-
-        world: of a process group that nothing else uses meanwhile. Raises SaveFailed on every rank.
-        """
+        """Upload the published checkpoint `folder`, then delete the expired ones. Raises SaveFailed on every rank."""
         there = self.url_of(step)
         on_main(world, lambda: self.store.delete(step), there)
         problem = self._upload_mine(world.rank, folder, step, files)
@@ -118,8 +111,9 @@ class Remote:
 
     def _fetch(self, world: World, folder: Path, step: int, manifest: dict[str, Any]) -> str | None:
         """Why the checkpoint cannot be fetched, or None. Each rank fetches a share of the bytes."""
-        final, partial = folder / f"step-{step}", commit.partial_of(folder, step)
-        on_main(world, lambda: commit.begin(folder, step), final)
+        final = folder / f"step-{step}"
+        partial = commit.partial_of(final)
+        on_main(world, lambda: commit.begin(final), final)
         problem = None
         try:
             for name in shares_of(manifest, world.world_size)[world.rank]:
@@ -130,15 +124,11 @@ class Remote:
             problem = str(error)
         problem = next((text for text in world.gather_objects(problem) if text), None)
         if problem is None:
-            on_main(world, lambda: self._publish_fetched(partial, final, manifest), final)
+            on_main(world, lambda: commit.seal_folder(partial, manifest), final)
+            on_main(world, lambda: commit.publish(partial, final), final)
         elif world.is_main:
             shutil.rmtree(partial, ignore_errors=True)
         return problem
-
-    @staticmethod
-    def _publish_fetched(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
-        commit.seal_folder(partial, manifest)
-        commit.publish(partial, final)
 
 
 def _asked(world: World, ask: Callable[[], T]) -> T:

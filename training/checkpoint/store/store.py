@@ -1,15 +1,8 @@
 """Checkpoints in an object store: s3://, gs://, abfs://, or any other file system that fsspec knows.
 
-    URL/step-60/...             the files of a checkpoint, by the names they have in its folder
-    URL/step-60/manifest.json   uploaded when all of them are there; without it there is no step-60
-    URL/LATEST                  uploaded last
-
-A store has no rename and no flush. Instead, an object appears whole or not at all, every file is hashed
-again after its upload, and the manifest, which is sealed, is uploaded last and deleted first.
-docs/object-stores.md explains how to set one up.
+A store has no rename and no flush. Instead, an object appears whole or not at all, every file is hashed again after its
+upload, and the manifest, without which there is no checkpoint, is uploaded last and deleted first.
 """
-
-from __future__ import annotations
 
 import os
 import random
@@ -36,10 +29,7 @@ class Store(StoreFiles):
         return sorted(step for step, names in self._listing().items() if MANIFEST not in names)
 
     def candidates(self, record: Record | None = None) -> list[tuple[int, dict[str, Any] | Unusable]]:
-        """Steps with their manifests, the newest first as in `newest_first`; for a damaged one what is wrong with it.
-
-        record: of the run that asks.
-        """
+        """Steps with their manifests, the newest first (`newest_first`); for a damaged one what is wrong with it."""
         with ThreadPoolExecutor(max_workers=AT_ONCE) as readers:
             steps = self.steps()
             found = dict(zip(steps, readers.map(self._manifest_or_problem, steps), strict=True))
@@ -76,10 +66,7 @@ class Store(StoreFiles):
             self.remove(name)
 
     def require_usable(self) -> None:
-        """Write, read, list and delete a small object, to find problems before training starts.
-
-        Raises UserError.
-        """
+        """Write, list and delete a small object, to find problems before training starts. Raises UserError."""
         name = f".probe-{os.getpid()}-{random.getrandbits(32):08x}"
         probe = Store(self.url, self._options, attempts=min(3, self._attempts), first_wait=self._first_wait)
         try:

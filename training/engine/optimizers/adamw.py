@@ -1,7 +1,5 @@
 """AdamW (Loshchilov and Hutter 2019): decoupled weight decay."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -14,10 +12,7 @@ _UNIT = 2.0**-24
 
 
 def build(groups: list[dict[str, Any]], options: dict[str, Any], *, offload_to_host: bool) -> torch.optim.Optimizer:
-    """DeepSpeed's CPU kernel when a GPU run offloads its state, else torch's fused one.
-
-    On a CPU torch's fused AdamW is as fast as DeepSpeed's and needs no build.
-    """
+    """DeepSpeed's CPU kernel when a GPU run offloads its state, else torch's fused one, as fast and without a build."""
     if offload_to_host:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 

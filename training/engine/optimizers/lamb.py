@@ -1,7 +1,5 @@
 """LAMB (You et al. 2020, Algorithm 2): Adam's direction, scaled to the norm of each whole parameter."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Lion (Chen et al. 2023, Algorithm 2): the sign of a mix of the gradient and its average, decoupled weight decay."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,10 +1,7 @@
 """Muon (Jordan et al. 2024): hidden matrices move along the nearest orthogonal matrix to their averaged gradient.
 
-With weight decay and the size of AdamW's steps (Liu et al. 2025, "Muon is Scalable for LLM Training", equation 4), so
-that one learning rate and one decay serve both; all other parameters are AdamW's. Gradients are clipped before.
+With weight decay and the size of AdamW's steps (Liu et al. 2025, "Muon is Scalable for LLM Training", equation 4).
 """
-
-from __future__ import annotations
 
 from typing import Any
 
@@ -60,10 +57,7 @@ build = Muon.build
 
 
 def update(given: UpdateInputs) -> torch.Tensor:
-    """Equation 4 of Liu et al. for a matrix, with Nesterov's momentum; AdamW's rule for the rest.
-
-    Fused experts are (experts, m, n), a matrix for each of them.
-    """
+    """Equation 4 of Liu et al. for a matrix, or each of fused experts, with Nesterov's momentum; else AdamW's rule."""
     if given.matrix:
         direction = _orthogonalized(given, bf16=_in_bf16(given))
     else:

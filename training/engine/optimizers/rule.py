@@ -1,7 +1,5 @@
 """What every optimizer's rule is computed from, and the averages of Adam, which several rules start with."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Stochastic gradient descent with momentum (Polyak 1964), as torch writes it: weight decay is part of the gradient."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,9 +1,4 @@
-"""StableAdamW (Wortsman et al. 2023, Algorithm 2): AdamW that slows down where the second moment lags behind.
-
-A parameter whose gradients grow faster than their average takes smaller steps, instead of the spike that AdamW makes.
-"""
-
-from __future__ import annotations
+"""StableAdamW (Wortsman et al. 2023, Algorithm 2): AdamW that slows down where the second moment lags behind."""
 
 from typing import Any
 

@@ -1,7 +1,6 @@
 """Checkpoints in a store: a real S3 server on loopback, behind a proxy that loses, corrupts and refuses requests."""
 
 import hashlib
-import multiprocessing
 import os
 import random
 import re
@@ -480,22 +479,6 @@ def test_a_download_onto_a_full_disk(s3: S3Server) -> None:
     store.upload_text("one", "text")
     with pytest.raises(OSError, match=r"No such file or directory|Not a directory|Permission denied"):
         store.download("one", Path("/proc/nowhere/one"), sha256="", size=4)
-
-
-def _count_in_child(store: Store, answers: Any) -> None:
-    answers.put(store.steps())
-
-
-def test_a_forked_process_has_a_connection_of_its_own(s3: S3Server, tmp_path: Path) -> None:
-    store = store_of(s3)
-    put(store, tmp_path, checkpoint(tmp_path, 4, {"a": 5}))
-    context = multiprocessing.get_context("fork")
-    answers = context.Queue()
-    child = context.Process(target=_count_in_child, args=(store, answers))
-    child.start()
-    assert answers.get(timeout=30) == [4]
-    child.join(timeout=30)
-    assert store.steps() == [4]
 
 
 @pytest.mark.parametrize(
