@@ -3,9 +3,8 @@
     python -m lab.suites [--out docs/tested.md] [--only TARGET] [--again]
     python -m lab.suites --compatibility [--out docs/compatibility.md]
 
-A suite is a target of make. Results are kept in FOLDER by commit, so that hours of tests may be interrupted. The check
-of versions is the demo, the tests that start no process, and one cell of the precision matrix at each ZeRO stage; its
-row replaces the one of the same versions in the page. Exit code 0: nothing failed; 1: something did.
+A suite is a target of make. Results are kept in FOLDER by commit, so that hours of tests may be interrupted. Exit code
+0: nothing failed; 1: something did.
 """
 
 from __future__ import annotations
@@ -105,19 +104,18 @@ def run_suites(folder: Path, page: Path, only: str | None, *, again: bool) -> in
 def tested_page(results: dict[str, Result], facts: dict) -> str:
     """The page of all suites: what passed, failed and was skipped, and the names of what failed."""
     versions = ", ".join(f"{name} {facts['versions'][name]}" for name in VERSIONS)
-    rows = [
-        f"| `make {target}` | {what} | {results[target].words} | {results[target].seconds / 60:.0f} min |"
-        if target in results
-        else f"| `make {target}` | {what} | not run | |"
-        for target, what in SUITES.items()
-    ]
+    table = markdown.Table(["suite", "what it tests", "result", "time"])
+    for target, what in SUITES.items():
+        result = results.get(target)
+        ended = [result.words, f"{result.seconds / 60:.0f} min"] if result else ["not run", ""]
+        table.add(f"`make {target}`", what, *ended)
     failed = [f"`{name}`" for result in results.values() for name in result.failures]
     cores = f"{facts['cpu']['usable_cores']} cores of {facts['cpu']['model']}"
     return markdown.page(
         "# What was tested",
         "Every suite of tests, one after another, by `make test-all`. Do not edit this page.",
         f"Commit {facts['git']['commit'][:12]}, {date.today()}; {cores}; {versions}.",
-        "\n".join(["| suite | what it tests | result | time |", "|---|---|---|---|", *rows]),
+        table,
         "Failed:" if failed else "",
         failed,
     )

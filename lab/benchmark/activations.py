@@ -5,15 +5,10 @@
         [key.sub=value ...]
 
 A mode is a value of model.activation_checkpointing, with `:4` for model.checkpointing_every, `:1.5` for
-model.activation_memory_gib of budget, or `:reentrant`. Each round runs every mode once, each in processes of its own,
-in an order that is reversed from round to round; its time is that of a step in the median of all rounds, its memory the
-largest `memory_bytes` of a step: on a GPU what torch has allocated, else the process's resident set, which includes
-Python, torch and DeepSpeed. On a CPU the modes run with MALLOC_MMAP_THRESHOLD_=65536 unless it is set, so that glibc
-returns freed memory to the system.
-
-The folder gets `activations.json` and `activations.md`, written anew after every run, logs and runs. A mode whose job
-fails, as one that needs more memory than there is, is a row that says why. Exit code 0; 3: losses differ, which
-recomputing must not cause, or a mode failed; 2: it cannot be done.
+model.activation_memory_gib of budget, or `:reentrant`. On a CPU memory is the resident set of the largest rank, and
+glibc is told to return what is freed (MALLOC_MMAP_THRESHOLD_). The folder gets `activations.json` and `activations.md`,
+logs and runs. Exit code 0; 3: losses differ, which recomputing must not cause, or a mode failed; 2: it cannot be
+done.
 """
 
 from __future__ import annotations

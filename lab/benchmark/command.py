@@ -4,26 +4,16 @@
         [--contestants mantissa,bare,accelerate,trainer,trl,torchtitan] [--at-least mantissa/bare=0.99]
         [key.sub=value ...]
 
-Contestants: mantissa (as the config has it), mantissa-full (telemetry, spike detection and Prometheus as well),
-mantissa-off (no wandb, a silent console), bare (`deepspeed.initialize` and a loop), accelerate and trainer (Hugging
-Face, both on DeepSpeed), trl (its SFTTrainer and DPOTrainer on DeepSpeed, where it is installed), torchtitan and
-torchtitan-compile (its own Trainer, on FSDP2, where it is installed); mantissa-fp32, -bf16, -fp16 and -manifest are
-Mantissa in that precision, whatever the config's, mantissa-torch, -liger and -compile with those kernels. All start
-from the same weights and train on the same tokens in the same order, with the same learning rates and the same resolved
-DeepSpeed JSON (translated for torchtitan). Each round runs every contestant once, in an order that is reversed from
-round to round; ratios are taken round by round, so that a machine whose speed drifts disturbs all alike. Losses are
-compared, too: contestants whose losses differ get no ratio.
-
-With parallel.tensor it is mantissa and bare, whose loop is DeepSpeed's AutoTP; the others share no matrices.
-
-task: sft (with data.packing=none) is trained by mantissa, trainer and trl, task: dpo by mantissa and trl, both with or
-without an adapter. All get the same tokens and labels and the same first values of the adapter; each pads its batches
-as it does. Such steps are not split by stage.
+docs/performance.md has the contestants. All start from the same weights and train on the same tokens in the same order,
+with the same learning rates and the same resolved DeepSpeed JSON (translated for torchtitan). Each round runs every
+contestant once, in an order that is reversed from round to round; ratios are taken round by round, and those whose
+losses differ get none. With parallel.tensor it is mantissa and bare. task: sft (with data.packing=none) is trained by
+mantissa, trainer and trl, task: dpo by mantissa and trl, both with or without an adapter; each pads its batches as it
+does, and such steps are not split by stage.
 
 The folder gets `benchmark.json` and `benchmark.md`, written anew after every run, logs and results. A contestant whose
 job fails is left out of the rounds that follow, and the report says why. Exit code 0; 3: losses differ, a contestant
-failed, or a bound of --at-least does; 2: it cannot be done. What Mantissa adds to a step is measured by
-`lab.benchmark.overhead`.
+failed, or a bound of --at-least does; 2: it cannot be done.
 """
 
 from __future__ import annotations
@@ -66,12 +56,8 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = job_options("lab.benchmark", __doc__, rounds=5, steps=30)
     parser.add_argument("--contestants", default=DEFAULT_CONTESTANTS, help="names, separated by commas")
     parser.add_argument("--warm-up", type=positive_int, default=5, help="steps before them that are not timed")
-    parser.add_argument(
-        "--launch", default="", help="launcher, such as 'deepspeed --hostfile hosts'; default: torchrun"
-    )
-    parser.add_argument(
-        "--at-least", action="append", default=[], metavar="A/B=RATIO", help="bound on tokens/s; exit 3"
-    )
+    parser.add_argument("--launch", default="", help="launcher, such as 'deepspeed --hostfile hosts' (torchrun)")
+    parser.add_argument("--at-least", action="append", default=[], metavar="A/B=RATIO", help="bound on tokens/s")
     parser.add_argument("--loss-tolerance", type=positive_number, help=f"relative; default {TOLERANCE}")
     parser.add_argument("--peak-tflops", type=positive_number, help="of one device, for MFU; default: measured here")
     parser.add_argument("--no-split", action="store_true", help="leave out the runs that time a step by stage")
@@ -203,10 +189,8 @@ def benchmark(options: argparse.Namespace) -> dict[str, Any]:
 
 def tell(run: Run) -> str:
     """One line about a run: step time, start-up and loss."""
-    return (
-        f"{run.step_seconds * 1e3:9.1f} ms a step, first step after {run.first_step_seconds:.1f} s, "
-        f"loss {run.result.losses[-1]:.4f}"
-    )
+    seconds, loss = run.first_step_seconds, run.result.losses[-1]
+    return f"{run.step_seconds * 1e3:9.1f} ms a step, first step after {seconds:.1f} s, loss {loss:.4f}"
 
 
 @entry_point()

@@ -32,22 +32,16 @@ MANTISSA: dict[str, tuple[str, ...]] = {
 }
 """Mantissa as its config has it, with all its optional work on, and with all of it off: overrides by name."""
 _SAME_LAYOUT = ("deepspeed.config=null", "deepspeed.stage={stage}", "deepspeed.offload={offload}")
+_TORCH = "model.kernels=torch"  # the manifest path has no others
 PRECISIONS: dict[str, tuple[str, ...]] = {
-    f"mantissa-{compute}": (
-        "model.kernels=torch",  # the manifest path has no others
-        f"precision.compute={compute}",
-        *_SAME_LAYOUT,
-    )
-    for compute in ("fp32", "bf16", "fp16")
+    "mantissa-fp32": (_TORCH, *_SAME_LAYOUT, "precision.compute=fp32"),
+    "mantissa-bf16": (_TORCH, *_SAME_LAYOUT, "precision.compute=bf16"),
+    # steps that are skipped while the scale settles would make the losses differ
+    "mantissa-fp16": (_TORCH, *_SAME_LAYOUT, "precision.compute=fp16", "precision.loss_scale.initial=4096"),
+    "mantissa-manifest": (
+        *(_TORCH, *_SAME_LAYOUT, "precision.compute=auto", "precision.manifest=config/manifests/bf16.json"),
+    ),
 }
-# Steps that are skipped while the scale settles would make the losses differ.
-PRECISIONS["mantissa-fp16"] += ("precision.loss_scale.initial=4096",)
-PRECISIONS["mantissa-manifest"] = (
-    "model.kernels=torch",
-    "precision.compute=auto",
-    "precision.manifest=config/manifests/bf16.json",
-    *_SAME_LAYOUT,
-)
 """Mantissa with another precision than the config's, on the same work: overrides by name, to be formatted with a ZeRO
 stage and none or cpu."""
 KERNELS: dict[str, tuple[str, ...]] = {

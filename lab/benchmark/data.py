@@ -5,10 +5,8 @@
 
 FILES is a text file, a folder or a glob, as in data.path; without it the running Python's standard library is read.
 Each amount is prepared from the first documents, in a process of its own with an empty cache. A BPE is trained first
-and timed separately, because its sample stops growing at 32 MiB; MB/s covers the rest: reading, tokenizing, writing,
-checking. CPU seconds hardly depend on what else runs on the machine, and their ratio is the number of workers that one
-reader keeps busy. Memory is the peak resident set, of the process that reads and writes and of the largest of the
-workers that tokenize.
+and timed separately, because its sample stops growing at 32 MiB; MB/s covers the rest. Memory is the peak resident set,
+of the process that reads and writes and of the largest of the workers that tokenize.
 """
 
 from __future__ import annotations
@@ -77,9 +75,7 @@ def write_documents(source: DataSection, megabytes: float, folder: Path) -> None
         left -= len(raw)
         if left <= 0:
             return
-    raise UserError(
-        f"--megabytes {megabytes:g}: {opened.label} has {left / 1e6:.1f} MB less; ask for less, or set --path"
-    )
+    raise UserError(f"--megabytes {megabytes:g}: {opened.label} has {left / 1e6:.1f} MB less; ask for less")
 
 
 def measure(path: str, tokenizer: str, megabytes: float, processes: int, scratch: str) -> Row:
@@ -148,10 +144,8 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line. Raises UserError."""
     parser = Arguments("python -m lab.benchmark.data", __doc__)
     parser.add_argument("--path", help="text file, folder or glob (default: the standard library)")
-    parser.add_argument(
-        "--tokenizers", type=comma_separated(str), default="bytes,bpe:4096", help="as in data.tokenizer (%(default)s)"
-    )
     for name, one, default, what in (
+        ("--tokenizers", str, "bytes,bpe:4096", "as in data.tokenizer"),
         ("--megabytes", positive_number, "4,8,16,32", "amounts of text, 10^6 bytes"),
         ("--processes", positive_int, "1,2", "processes that tokenize"),
     ):

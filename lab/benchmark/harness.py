@@ -253,9 +253,8 @@ def device_name() -> str:
 
 def in_words(found: dict[str, Any]) -> str:
     """The conditions on one line of a page."""
-    return ", ".join(
-        f"{name.replace('_', ' ')} {value}" for name, value in found.items() if name not in ("command", "environment")
-    )
+    said = {name.replace("_", " "): value for name, value in found.items() if name not in ("command", "environment")}
+    return ", ".join(f"{name} {value}" for name, value in said.items())
 
 
 def in_own_process(function: Callable[..., T], *arguments: Any, **options: Any) -> T:

@@ -4,13 +4,9 @@
         [--depth model.config.num_hidden_layers] [--host-gib 100] [--processes 1] [--out FOLDER] [key.sub=value ...]
 
 Each depth is a job of its own, from the shallowest on, until one fails. A job whose processes together take more than
-`--host-gib` of this machine's memory is killed before the kernel's out-of-memory killer chooses another process: with
-offload, masters and moments are in that memory. `python -m launch.plan` estimates it beforehand.
-
-Device memory is `memory_bytes` of a step (on a CPU the resident set of the largest rank), host memory the largest sum
-of the processes' proportional set sizes, sampled twice a second; memory pinned by a driver may be missing in it. Time
-is the median of the steps without the first. The folder gets `largest.json` and `largest.md`, written anew after every
-depth, logs and runs. Exit code 0; 3: not even the first depth trains; 2: it cannot be done.
+`--host-gib` of this machine's memory (the sum of their proportional set sizes) is killed before the kernel's
+out-of-memory killer chooses another process. The folder gets `largest.json` and `largest.md`, logs and runs. Exit code
+0; 3: not even the first depth trains; 2: it cannot be done.
 """
 
 from __future__ import annotations
@@ -76,9 +72,7 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = job_options("lab.benchmark.largest", __doc__, steps=3)
     parser.add_argument("--layers", type=comma_separated(positive_int), required=True, help="depths to try, ascending")
     parser.add_argument("--depth", default="model.config.num_hidden_layers", help="config key of the depth")
-    parser.add_argument(
-        "--host-gib", type=positive_number, help=f"memory a job may take (default: {SHARE} of what is free)"
-    )
+    parser.add_argument("--host-gib", type=positive_number, help=f"memory a job may take ({SHARE} of what is free)")
     options = parser.parse_intermixed_args(arguments)
     if options.layers != sorted(set(options.layers)):
         raise UserError(f"--layers = {options.layers}: give each depth once, ascending")
@@ -116,10 +110,7 @@ def benchmark(options: argparse.Namespace) -> dict[str, Any]:
     resolved = [read_command_line(job, as_launched(processes)) for job in jobs.values()][0]
     limit = options.host_gib * GIB if options.host_gib else SHARE * psutil.virtual_memory().available
     report = Report(options.out, "largest", page)
-    more = {
-        "activation_checkpointing": resolved.config.model.activation_checkpointing,
-        "host_gib": round(limit / GIB, 1),
-    }
+    more = {"checkpointing": resolved.config.model.activation_checkpointing, "host_gib": round(limit / GIB, 1)}
     about = conditions("lab.benchmark.largest", resolved, processes, **more)
     rows: dict[str, dict[str, Any]] = {}
     result: dict[str, Any] = {}

@@ -3,12 +3,10 @@
     python -m lab.benchmark.loss [--vocabulary 4096 32768 131072] [--hidden 1024] [--tokens 4096] [--dtype bf16]
 
 A row is one implementation in a process of its own: milliseconds of a forward and backward pass (median of --repeats
-after one that is not counted), its peak memory without its inputs (resident set on a CPU, allocated on CUDA), and the
-relative error of the gradients of hidden states and weight against FP64 (L2 norm; left out with --repeats 0 and above
-2^28 logits). `full` and `chunked` are the trainer's; `autograd` is a loop over checkpointed chunks whose weight
-gradients autograd accumulates in the weight's dtype; `torch` is torch's own chunked linear_cross_entropy, from 2.13 on;
-`liger` is Liger Kernel's, on CUDA where it is installed. One that fails, as for want of memory, is a row that says why;
-the exit code is then 3.
+after one that is not counted), its peak memory without its inputs, and the relative error of the gradients against FP64
+(L2 norm; left out above 2^28 logits). `full` and `chunked` are the trainer's, `autograd` a loop over checkpointed
+chunks, `torch` its own chunked linear_cross_entropy, from 2.13 on, `liger` Liger Kernel's, on CUDA. Exit code 3: one
+failed; its row says why.
 """
 
 from __future__ import annotations
@@ -104,8 +102,7 @@ def measure(way: str, *, vocabulary: int, hidden: int, tokens: int, dtype: str, 
 
 
 def row_of(way: str, **shape: Any) -> dict[str, Any]:
-    """`measure` in a process of its own, so that memory held by an earlier row's allocator is not counted; or why it
-    failed."""
+    """`measure` in a process of its own, whose allocator holds nothing of an earlier row; or why it failed."""
     try:
         return in_own_process(measure, way, **shape)
     except Exception as error:  # whatever it is, the other implementations are worth measuring
@@ -136,9 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if not options.json:
-        print(
-            f"{'vocabulary':>10} {'dtype':>5} {'way':>8} {'chunk':>6} {'ms':>8} {'peak MiB':>9}  errors: hidden, weight"
-        )
+        print("vocabulary dtype      way  chunk       ms  peak MiB  errors: hidden, weight")
     shape = {"hidden": options.hidden, "tokens": options.tokens, "repeats": options.repeats}
     failed = False
     for vocabulary, dtype, way in product(options.vocabulary, options.dtype, options.ways or ways(device)):

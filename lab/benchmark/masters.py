@@ -1,26 +1,11 @@
 """The cost of masters below FP32: one small model, trained with four kinds of masters on the same batches.
 
+    python -m lab.benchmark.masters
+
 A Llama of 2 layers computes in BF16; AdamW's averages are FP32 throughout. Only what is kept of a weight between two
-steps differs:
-
-- fp32: an FP32 master. split: the same as its BF16 weight and a remainder (`precision.masters: split`, the optimizer
-  that training uses).
-- bf16: the BF16 weight alone, rounded to nearest after each update, as DeepSpeed's `bf16_master_weights_and_grads`.
-- stochastic: the BF16 weight alone, rounded up or down by chance, so that the mean of the result is the exact value.
-
-Run: python -m lab.benchmark.masters
-
-Printed (torch 2.13.0, CPU, 60 s of one core):
-
-    learning rate 3e-04, fp32       masters: loss 5.5483 -> 2.5110
-    learning rate 3e-04, split      masters: loss 5.5483 -> 2.5110
-    learning rate 3e-04, bf16       masters: loss 5.5483 -> 2.5886
-    learning rate 3e-04, stochastic masters: loss 5.5483 -> 2.5072
-    learning rate 1e-04, fp32       masters: loss 5.5483 -> 3.9509
-    learning rate 1e-04, split      masters: loss 5.5483 -> 3.9509
-    learning rate 1e-04, bf16       masters: loss 5.5483 -> 4.1783
-    learning rate 1e-04, stochastic masters: loss 5.5483 -> 3.9527
-    split ends where fp32 does, bit for bit: True
+steps differs: an FP32 master (fp32), the same as its BF16 weight and a remainder (split, `precision.masters: split`),
+or the BF16 weight alone, rounded to nearest (bf16) or up or down by chance, so that the mean is exact (stochastic).
+docs/numerics.md has what it printed.
 """
 
 from __future__ import annotations

@@ -1,34 +1,20 @@
 """The time that Mantissa adds to a training step, measured beside steps without it in the same processes.
 
-    deepspeed --num_gpus 2 --module lab.benchmark.overhead --config config/recipes/benchmark.yaml [--pairs 300]
-        [--steps 1] [--at-least 0.99] [--json FILE] [key.sub=value ...]
-    deepspeed --num_gpus 2 --module lab.benchmark.overhead --config config/recipes/demo.yaml --by-stage
-        [--parameters 1e6,1e7,1e8] [--layers 2] [--pairs 4] [--steps 2] [--json FILE] [key.sub=value ...]
+    deepspeed --num_gpus 2 --module lab.benchmark.overhead --config FILE [--pairs 300] [--steps 1] [--at-least 0.99]
+        [--by-stage [--parameters 1e6,1e7,1e8] [--layers 2]] [--json FILE] [key.sub=value ...]
 
-Blocks of `--steps` steps alternate, so that a machine whose speed drifts by a tenth within a minute disturbs both alike
-(`lab.benchmark.harness`); jobs that run one after another (`lab.benchmark`) cannot
-resolve a hundredth on it. What a job costs before and after its steps is not measured.
+Blocks of `--steps` steps alternate (`lab.benchmark.harness`). What a job costs before and after them is not measured.
 
 **Against a plain loop.** Two engines start from the same weights and train on the same batches with the same learning
-rates: one by `deepspeed.initialize` and the loop of its documentation, the other Mantissa's with guard, events, console
-and wandb as the config has them. Ratios are of tokens per second, Mantissa's over the plain loop's: the median of the
-pairs, and that of all their seconds together, in which a step that is rarely slow counts. Intervals are those of 2,000
-bootstrap resamples of the pairs, 2.5 to 97.5%. Losses have to agree as in `lab.benchmark`. Exit code 3: losses
-differ, or the median's interval is below `--at-least`.
+rates: one by `deepspeed.initialize` and the loop of its documentation, the other Mantissa's with all that the config
+asks for. Ratios are of tokens per second, Mantissa's over the plain loop's: the median of the pairs, and that of all
+their seconds together, in which a step that is rarely slow counts. Exit code 3: losses differ by more than in
+`lab.benchmark`, or the median's interval is below `--at-least`.
 
-**By stage** (`--by-stage`). Guarded and bare steps alternate on Mantissa's own engine, at any ZeRO stage and on either
-precision path. A bare step is forward, backward, gradient norm, clipping and optimizer step. What a guarded step adds
-is timed directly instead of as a difference of two steps, in which it would be lost:
-
-    health  the numbers of the step, gathered from all ranks; not the gradient norm, which a bare step needs too
-    guard   the verdict, with spike detection on and its windows full, and the update of its statistics
-    record  the step event, to every sink that the config asks for
-    other   the rest of a guarded step's own Python, less that of a bare one's
-
-`--parameters` measures Llamas of these sizes instead of the config's model, to see what grows with the size: `--layers`
-blocks, four fifths of the parameters in the embedding, on 16 random tokens a rank, so that a step computes little, with
-`events.jsonl` as the only sink that writes. FP32 at ZeRO-0 needs 16 bytes a parameter on every rank; ZeRO-2 on one rank
-took 28 on a CPU. On a GPU the device is synchronized around every stage.
+**By stage.** Guarded and bare steps alternate on Mantissa's own engine. A bare step is forward, backward, gradient
+norm, clipping and optimizer step. What a guarded one adds is timed directly: health (the numbers of the step, gathered
+from all ranks), guard (the verdict, with spike detection on), record (the step event, to every sink) and other Python.
+`--parameters` measures Llamas of these sizes on 16 random tokens a rank, with `events.jsonl` as the only sink.
 """
 
 from __future__ import annotations
@@ -91,9 +77,8 @@ class PlainLoop:
         shape = model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
         model = build_model(config.model, shape, seed=config.run.seed, gather=lambda _: nullcontext(True)).train()
         mode: Any = config.model.activation_checkpointing
-        apply_activation_checkpointing(
-            model, mode, reentrant=config.model.checkpointing_reentrant, every=config.model.checkpointing_every
-        )
+        reentrant, every = config.model.checkpointing_reentrant, config.model.checkpointing_every
+        apply_activation_checkpointing(model, mode, reentrant=reentrant, every=every)
         optimizer = build_optimizer(model, config.optimizer, offload=resolved.offload != "none", device=world.device)
         peak = config.optimizer.learning_rate
         rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: scheduled_rate(config, n) / peak)
@@ -289,35 +274,20 @@ def stage_milliseconds(parts: Parts, step: Callable[[], None]) -> dict[str, floa
 def llama_shape(parameters: float, *, layers: int) -> dict[str, Any]:
     """model.config of a Llama with about this many parameters: at width h the embedding's 64 h^2 and 7 h^2 a block."""
     width = max(32, round((parameters / (64 + 7 * layers)) ** 0.5 / 16) * 16)
-    return {
-        "hidden_size": width,
-        "intermediate_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": width // 16,
-        "num_key_value_heads": width // 16,
-        "vocab_size": 64 * width,
-        "tie_word_embeddings": True,
-    }
+    sizes = {"hidden_size": width, "intermediate_size": width, "num_hidden_layers": layers, "vocab_size": 64 * width}
+    heads = {"num_attention_heads": width // 16, "num_key_value_heads": width // 16}
+    return {**sizes, **heads, "tie_word_embeddings": True}
 
 
 def resolve_llama(arguments: Sequence[str], parameters: float, *, layers: int = 2) -> Resolved:
     """The run config that `arguments` name, with a Llama of this size, the smallest batch and silent tracking."""
     shape = ", ".join(f"{key}: {json.dumps(value)}" for key, value in llama_shape(parameters, layers=layers).items())
-    return read_command_line(
-        [
-            *arguments,
-            *("model.name_or_path=null", "model.architecture=llama", f"model.config={{{shape}}}"),
-            "model.activation_checkpointing=none",
-            *(f"batch.global_size={os.environ.get('WORLD_SIZE', 1)}", "batch.micro_size=1"),
-            *(
-                "parallel.sequence=1",
-                f"data.sequence_length={SEQUENCE}",
-                "optimizer.learning_rate=1.0e-8",
-                "guard.spike_sigmas=6",
-            ),
-            *("tracking.wandb=disabled", "tracking.prometheus_port=null", "tracking.log_every_steps=1000000"),
-        ]
-    )
+    model = ["model.name_or_path=null", "model.architecture=llama", f"model.config={{{shape}}}"]
+    model += ["model.activation_checkpointing=none", "parallel.sequence=1", f"data.sequence_length={SEQUENCE}"]
+    steps = [f"batch.global_size={os.environ.get('WORLD_SIZE', 1)}", "batch.micro_size=1"]
+    steps += ["optimizer.learning_rate=1.0e-8", "guard.spike_sigmas=6"]
+    silent = ["tracking.wandb=disabled", "tracking.prometheus_port=null", "tracking.log_every_steps=1000000"]
+    return read_command_line([*arguments, *model, *steps, *silent])
 
 
 def random_corpus(vocabulary: int, folder: Path, *, seed: int) -> Corpus:
@@ -325,15 +295,13 @@ def random_corpus(vocabulary: int, folder: Path, *, seed: int) -> Corpus:
     tokens = np.random.default_rng(seed).integers(vocabulary, size=4096).astype(token_dtype(vocabulary))
     path = folder / "random.safetensors"
     shards = TokenShards([open_shard(path, write_shard(path, tokens, {}), verify=True)])
-    counts: dict[str, Any] = dict.fromkeys(
-        ("train_documents", "validation_documents", "train_bytes", "validation_bytes"), 0
-    )
+    sizes = ("train_documents", "validation_documents", "train_bytes", "validation_bytes", "end_of_document")
+    counts: dict[str, Any] = dict.fromkeys(sizes, 0)
     return Corpus(
         folder=folder,
         fingerprint="random",
         tokenizer_folder=folder,
         vocab_size=vocabulary,
-        end_of_document=0,
         train=shards,
         validation=shards,
         skipped={},
@@ -347,9 +315,8 @@ def random_corpus(vocabulary: int, folder: Path, *, seed: int) -> Corpus:
 def llama_parts(resolved: Resolved, world: World) -> Iterator[Parts]:
     """The parts of a run of `resolve_llama`'s config on random tokens; the process group stays."""
     with tempfile.TemporaryDirectory() as folder:
-        corpus = random_corpus(
-            int(resolved.config.model.config["vocab_size"]), Path(folder), seed=world.rank // resolved.batch.tensor
-        )
+        vocabulary = int(resolved.config.model.config["vocab_size"])
+        corpus = random_corpus(vocabulary, Path(folder), seed=world.rank // resolved.batch.tensor)
         with session(resolved, corpus=corpus, world=world, shares=SHARES) as opened, open_parts(opened) as parts:
             yield parts
     gc.collect()  # DeepSpeed's engine is part of reference cycles
@@ -364,9 +331,7 @@ def read_options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, l
     parser.add_argument("--steps", type=positive_int, default=1, help="steps in a block")
     parser.add_argument("--at-least", type=float, help="exit code 3 where tokens/s over bare is surely below")
     parser.add_argument("--by-stage", action="store_true", help="time what is added, stage by stage, on one engine")
-    parser.add_argument(
-        "--parameters", type=comma_separated(size), help="by stage, for Llamas of these sizes, separated by commas"
-    )
+    parser.add_argument("--parameters", type=comma_separated(size), help="by stage, for Llamas of these sizes")
     parser.add_argument("--layers", type=positive_int, default=2, help="blocks of each of them")
     return parser.parse_known_args(arguments)
 

@@ -2,8 +2,8 @@
 
     python -m lab.benchmark.ranks [--ranks 1024,4096] [--parameters 723] [--seconds 20]
 
-Heartbeats: a real store in a process of its own, to which a few processes send what so many ranks would; its CPU time.
-The rest is what rank 0 does with what the others send it, ranks having written at ZeRO-3 as DeepSpeed does.
+A real store in a process of its own, to which a few processes send what so many ranks would, and what rank 0 does with
+what the others send it, ranks having written at ZeRO-3 as DeepSpeed does.
 """
 
 from __future__ import annotations

@@ -124,9 +124,8 @@ def page(found: Mapping[str, Any]) -> str:
     missing = [f"{name}: not measured, {reason}." for name, reason in found["passed_over"].items()]
     missing += [f"{reason}." for reason in found["failed"].values()]
     bounds = [f"{check['of']} >= {check['least']}: {_verdict(check)}" for check in found["bounds"]]
-    return markdown.page(
-        work, _mfu(found), Table(head, rows), "\n".join(missing), _splits(contestants), "\n".join(bounds)
-    )
+    after = "\n".join(missing), _splits(contestants), "\n".join(bounds)
+    return markdown.page(work, _mfu(found), Table(head, rows), *after)
 
 
 def _shared(found: Mapping[str, Any]) -> str:

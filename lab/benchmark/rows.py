@@ -29,15 +29,16 @@ def write_rows(resolved: Resolved, corpus: Corpus, folder: Path, *, warm_up: int
 
     config, shards = resolved.config, corpus.train
     assert isinstance(shards, RowShards)
+    size, make = resolved.batch.global_size, task_of(config).make_batch(config, corpus)
     made = Batches(
         shards,
         sequence_length=config.data.sequence_length,
         seed=config.run.seed,
-        global_size=resolved.batch.global_size,
-        micro_size=resolved.batch.global_size,
+        global_size=size,
+        micro_size=size,
         rank=0,
         world_size=1,
-        make_batch=task_of(config).make_batch(config, corpus),
+        make_batch=make,
     )
     samples, inputs = [], []
     with closing(made) as batches:
@@ -61,7 +62,5 @@ def _sample(rows: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
         prompts.append(ids[:start].tolist())
         answers.append(ids[start:].tolist())
     if prompts[0] != prompts[1]:
-        raise UserError(
-            "data: the prompts of a pair differ in their tokens; end prompts where a token ends, as at a line"
-        )
+        raise UserError("data: the prompts of a pair differ in their tokens; end prompts where a token ends")
     return {"prompt_ids": prompts[0], "chosen_ids": answers[0], "rejected_ids": answers[1]}

@@ -1,20 +1,15 @@
 """The cost of telemetry, one of its figures, an observation of dtypes, a save or the checks for silent corruption.
 
-Measured beside steps without it on one engine:
-
     deepspeed --num_gpus 2 --module lab.benchmark.telemetry --config config/recipes/demo.yaml [--pairs 30]
         [--of telemetry|attention|channels|adam|observation|save|checks] [--every 100] [--steps 8] [--json FILE]
         [key.sub=value ...]
 
-Steps with and without it alternate (`lab.benchmark.harness`). The cost is the median
-difference of a pair, as a share of the median step without; its interval is that of 2,000 bootstrap resamples of the
-pairs, 2.5 to 97.5%. Amortised is that share over `--every` steps; the shortest interval at which it is below 0.5% is
-printed too. `attention`, `channels` and `adam` are figures of telemetry (docs/early-warnings.md): the steps without
-them have the rest of it. `save` and `checks` time blocks of `--steps` steps. A save is started before the first; its
-cost is that of the block, as a share of one step. The checks look at every step of a block, over which their cost is
-amortised, unless `--every` says otherwise; they are those of docs/corruption.md (guard.replica_checks=100,
-guard.update_checks=65536, guard.reexecute=suspicious) where nothing else is set. Exit code 3: the amortised cost is
-surely above 0.5%.
+Steps with and without it alternate on one engine (`lab.benchmark.harness`). The cost is the median difference of a
+pair, as a share of the median step without; amortised is that share over `--every` steps. `attention`, `channels` and
+`adam` are figures of telemetry (docs/early-warnings.md): the steps without them have the rest of it. `save` and
+`checks` time blocks of `--steps` steps. A save is started before the first; its cost is that of the block. The checks
+look at every step of a block; they are those of docs/corruption.md where nothing else is set. Exit code 3: the
+amortised cost is surely above 0.5%.
 """
 
 from __future__ import annotations

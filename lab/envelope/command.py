@@ -4,11 +4,9 @@
         [--precisions fp32,control,bf16,fp16] [--policies deepspeed,adaptive] [--rates LOW:HIGH:COUNT | A,B,C]
         [--steps N] [--processes N] [key.sub=value ...]
 
-Every setting is trained for a few steps at one learning rate after the other; one launched job runs all trials.
-`lab.envelope.search` defines failure and parity; the bounds are parity.loss_gap and parity.validation_delta. Without
---config the demo recipe is made small (SMALL below). Trials are kept in DIR/trials.jsonl, and a second start runs only
-those that are missing there; trials made under other conditions are kept and left out. DIR gets envelope.md,
-envelope.png and envelope.json. Exit code 0; 3 when FP32 is stable at no rate anywhere; 2 for a wrong argument.
+One launched job runs all trials, which are kept in DIR/trials.jsonl: a second start runs only those that are missing
+there. DIR gets envelope.md, envelope.png and envelope.json; docs/envelope.md says more. Exit code 0; 3 when FP32 is
+stable at no rate anywhere; 2 for a wrong argument.
 """
 
 from __future__ import annotations
@@ -139,9 +137,7 @@ def make_study(options: argparse.Namespace) -> Study:
         config=str(path.resolve()),
         overrides=(*uniform, *shortened, *given),
         models={str(depth): json.dumps(model_of_depth(config, depth)) for depth in options.depths},
-        documents=write_documents(
-            json_path, folder / "ds_configs", {"fp32", *(setting.compute for setting in settings)}
-        ),
+        documents=write_documents(json_path, folder / "ds_configs", {"fp32", *(each.compute for each in settings)}),
         settings=settings,
         rates=tuple(options.rates),
         bounds=Bounds(config.parity.loss_gap, config.parity.validation_delta),

@@ -1,10 +1,8 @@
-"""The stability envelope as a heat map and as a Markdown page.
+"""The stability envelope as a heat map and as a Markdown page, from the rows of envelope.json.
 
-Both are made from the rows of envelope.json, one for each depth, global batch and precision:
-
-    depth [layers], batch [sequences], label (precision, with the loss-scale policy), largest (learning rate or None),
-    fp32, control (their largest rates at the same depth and batch, or None), lucky (rates that passed above one that
-    failed), tried (by rate: rate, step and why of its failure or None, skipped [steps], steps [attempted])
+A row for each depth [layers], batch [sequences] and label (precision, with the loss-scale policy): `largest` (learning
+rate or None), `fp32` and `control` (their largest rates there, or None), `lucky` (rates that passed above one that
+failed), `tried` (by rate: rate, step and why of its failure or None, skipped [steps], steps [attempted]).
 """
 
 from __future__ import annotations
@@ -97,11 +95,8 @@ def envelope_page(
         for item in row["tried"]
         if item["why"]
     ]
-    lucky = [
-        f"{row['label']}, {row['depth']} layers, batch {row['batch']}: {_listed(row['lucky'])}"
-        for row in rows
-        if row["lucky"]
-    ]
+    above = [row for row in rows if row["lucky"]]
+    lucky = [f"{row['label']}, {row['depth']} layers, batch {row['batch']}: {_listed(row['lucky'])}" for row in above]
     head = ("precision", "depth", "batch", "rate", "divergence step", "why", "skipped")
     return page(
         "# Stability envelope",
@@ -114,9 +109,7 @@ def envelope_page(
             "Passed above a rate that failed, which is luck and not counted:" if lucky else "",
             lucky,
         ),
-        section(
-            "Conditions", Table(("what", "value"), [(text(what), text(said)) for what, said in conditions.items()])
-        ),
+        section("Conditions", Table(("what", "value"), [map(text, item) for item in conditions.items()])),
         section(
             "What the numbers mean",
             meaning,

@@ -85,25 +85,13 @@ def _row(cell: Cell, cells: Sequence[Cell]) -> dict[str, Any]:
     """A row of envelope.json, as `lab.envelope.plot` describes it."""
     position = (cell.setting.depth, cell.setting.batch)
     here = {item.setting.label: item.largest for item in cells if (item.setting.depth, item.setting.batch) == position}
-    return {
-        "depth": cell.setting.depth,
-        "batch": cell.setting.batch,
-        "label": cell.setting.label,
-        "largest": cell.largest,
-        "fp32": here["fp32"],
-        "control": here.get(CONTROL),
-        "lucky": cell.lucky,
-        "tried": [
-            {
-                "rate": item.rate,
-                "step": item.failure.step if item.failure else None,
-                "why": item.failure.why if item.failure else None,
-                "skipped": item.skipped,
-                "steps": item.steps,
-            }
-            for item in cell.tried
-        ],
-    }
+    tried = []
+    for item in cell.tried:
+        step, why = (item.failure.step, item.failure.why) if item.failure else (None, None)
+        tried.append({"rate": item.rate, "step": step, "why": why, "skipped": item.skipped, "steps": item.steps})
+    found = {"depth": cell.setting.depth, "batch": cell.setting.batch, "label": cell.setting.label}
+    found |= {"largest": cell.largest, "fp32": here["fp32"], "control": here.get(CONTROL), "lucky": cell.lucky}
+    return found | {"tried": tried}
 
 
 def _meaning(bounds: Bounds, steps: int, most_skips: int) -> str:

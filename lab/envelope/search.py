@@ -1,17 +1,9 @@
 """The largest learning rate of a setting: when a run has failed, when it is within parity with FP32, and the search.
 
 A setting is a depth, a global batch and a precision (with a loss-scale policy for FP16). A trial is one short run of a
-setting at one peak learning rate. Three questions about trials, all on plain numbers:
-
-- Has it failed by itself (`DivergenceWatch`)? It has when a step is not finite (an FP16 overflow that the loss scale
-  handles does not count), when too many steps in a row are skipped, or when the running median of its loss is more than
-  RISE above the lowest it has been, the first loss included. FP32 is stable where this does not happen.
-- Is it within parity (`parity_failure`)? Where FP32 is stable at the same setting and rate, the running median of its
-  training loss has to stay within `loss_gap` of FP32's at every step, and its last validation loss within
-  `validation_delta`.
-- Which is the largest rate (`climb`)? Rates are tried from the smallest up until two in a row fail. The largest rate is
-  the last one below the first failure: everything tried up to it passed. Larger rates that passed between failures are
-  reported as lucky.
+setting at one peak learning rate. `DivergenceWatch` says whether it failed by itself, `parity_failure` whether it stays
+with FP32's trial of the same setting and rate. `climb` tries rates from the smallest up until two in a row fail: the
+largest rate is the last one below the first failure, larger ones that passed between failures are lucky.
 """
 
 from __future__ import annotations

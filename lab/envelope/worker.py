@@ -77,16 +77,11 @@ class Study:
         """The run of one trial; the control's rate is larger by NUDGE. Raises UserError when it cannot be started."""
         if setting.precision == CONTROL:
             rate *= 1 + NUDGE
-        policy = [f"precision.loss_scale.policy={setting.policy}"] if setting.policy else []
-        given = [
-            *self.overrides,
-            f"model.config={self.models[str(setting.depth)]}",
-            f"batch.global_size={setting.batch}",
-            f"precision.compute={setting.compute}",
-            f"deepspeed.config={json.dumps(self.documents[setting.compute])}",
-            f"optimizer.learning_rate={rate!r}",
-            *policy,
-        ]
+        given = [*self.overrides, f"model.config={self.models[str(setting.depth)]}"]
+        given += [f"batch.global_size={setting.batch}", f"precision.compute={setting.compute}"]
+        given += [f"deepspeed.config={json.dumps(self.documents[setting.compute])}"]
+        given += [f"optimizer.learning_rate={rate!r}"]
+        given += [f"precision.loss_scale.policy={setting.policy}"] if setting.policy else []
         options = argparse.Namespace(config=self.config, overrides=given, deepspeed_config=None, local_rank=None)
         return resolve_run(options, environment)
 
@@ -103,14 +98,8 @@ def trial_key(resolved: Resolved, fingerprint: str, device: str) -> str:
     del config["evaluate"]["every_steps"]
     if resolved.compute != "fp16":
         del config["precision"]["loss_scale"]
-    parts = [
-        config,
-        resolved.deepspeed,
-        resolved.world_size,
-        fingerprint,
-        device,
-        [version(package) for package in ("torch", "deepspeed", "transformers")],
-    ]
+    versions = [version(package) for package in ("torch", "deepspeed", "transformers")]
+    parts = [config, resolved.deepspeed, resolved.world_size, fingerprint, device, versions]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
 
 
@@ -160,13 +149,8 @@ def run_trial(resolved: Resolved, corpus: Corpus, world: World) -> Trial:
         if why is None and corpus.validation.sequences(config.data.sequence_length):
             validation = engine.evaluate(opened.validation()).loss
             why = None if math.isfinite(validation) else f"the validation loss is {validation}"
-    return Trial(
-        losses=tuple(losses),
-        validation_loss=validation if math.isfinite(validation) else None,
-        skipped=len(losses) - applied,
-        failed_step=None if why is None else len(losses),
-        why=why,
-    )
+    held_out = validation if math.isfinite(validation) else None
+    return Trial(tuple(losses), held_out, len(losses) - applied, None if why is None else len(losses), why)
 
 
 def work(study: Study, corpus: Corpus, world: World, log: Callable[[str], Any] = print) -> int:

@@ -3,17 +3,10 @@
     python -m lab.gpu_check [--part N] [--items NAME,NAME] [--minutes 9.5] [--again] [--wheels DIR]
         [--out runs/gpu-check] [--processes 1] [--commit SHA] [--tiny]
 
-Parts: 1 smoke, 2 numerics, 3 speed, 4 precision, 5 memory, 6 cost of trust; all in turn without --part. Each stands
-alone and runs Mantissa's own tools as jobs, those that time nothing some at once. By the estimates of its items each
-part measures its goals in one call: an item that would not fit into the minutes left is not started, and the next call
-begins with what was not. An item that fails is a row of the table with its error and its log. The folder gets
-NUMBER-ITEM.json for every item, with device, driver, versions, commands and seconds, part-NUMBER.md, which opens with
-the part's goals and whether each is reached, and goals.md with those of all parts. The same command goes on where it
-stopped, also after it was killed: what a killed check left running is ended first.
-
-Without a package registry: --wheels DIR installs what is missing of DIR's wheels into a folder below --out and puts it
-on PYTHONPATH; torch and transformers are taken as found. --commit names the code of a tree that was copied without its
-.git, for the results. --tiny rehearses every item on a model of a few thousand parameters, also on a CPU.
+Parts: 1 smoke, 2 numerics, 3 speed, 4 precision, 5 memory, 6 cost of trust; all in turn without --part. An item that
+would not fit into the minutes left is not started; the same command goes on with it, also after it was killed. The
+folder gets NUMBER-ITEM.json for every item, part-NUMBER.md and goals.md. --tiny rehearses every item on a model of a
+few thousand parameters, also on a CPU. docs/gpu-check.md says more.
 
 Exit code 0: every item of the parts is done, or skipped as this machine lacks what it needs; 3: some failed or were
 not run; 2: it cannot be done.
@@ -60,9 +53,7 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def commit_hash(text: str) -> str:
     """Type of an argparse argument that names a commit."""
     if not re.fullmatch(r"[0-9a-f]{7,64}", text):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not 7 to 64 lower-case hexadecimal digits; git rev-parse HEAD prints them"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} is not 7 to 64 lower-case hexadecimal digits, as git prints them")
     return text
 
 
@@ -136,9 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check = Check(out, options.processes, options.tiny, machine, options.again)
     complete = True
     for number, part in parts.items():
-        chosen = dataclasses.replace(
-            part, items=tuple(item for item in part.items if not wanted or item.name in wanted)
-        )
+        few = tuple(item for item in part.items if not wanted or item.name in wanted)
+        chosen = dataclasses.replace(part, items=few)
         target = out / f"part-{number}.md"
         not_run: dict[str, str] = {}
         # Written after every item: what ends this process may come without notice.

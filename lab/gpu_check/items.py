@@ -39,8 +39,6 @@ class Part:
 
     title: str
     items: tuple[Item, ...]
-    left_out: str = ""
-    """The part's gaps: work that does not exist yet."""
 
 
 def _item(
@@ -80,6 +78,13 @@ def _layouts(compute: str) -> list[Item]:
 TORCH = "model.kernels=torch"
 MANIFEST = ("precision.compute=auto", "precision.manifest=config/manifests/bf16.json", TORCH)
 PLAIN_STEPS: dict[str, Any] = {"against": "kernels-torch"}
+
+
+def _attention(kind: str, what: str, **options: Any) -> Item:
+    name = f"attention-{kind.partition('_')[0]}"
+    return _steps(name, what, TORCH, f"model.attention={kind}", **PLAIN_STEPS, **options)
+
+
 SMOKE = (
     _item("demo", "the demo: BF16, ZeRO-2", 60, measure.demo, "demo"),
     _item("replay", "a planted NaN: found, named, and repeated by replay", 40, measure.replayed, timed=False),
@@ -92,21 +97,11 @@ SMOKE = (
     _layout(0, "fp32", against=None),
     *_layouts("bf16"),
     _item("demo-fp16", "the demo of FP16: overflows, skipped steps", 35, measure.demo, "demo_fp16", timed=False),
-    _steps(
-        *("attention-flex", "flex attention", TORCH, "model.attention=flex_attention"),
-        seconds=45,
-        needs="flex",
-        **PLAIN_STEPS,
-    ),
-    _steps(
-        *("attention-flash", "FlashAttention 2, where flash-attn is installed", TORCH),
-        "model.attention=flash_attention_2",
-        needs="flash",
-        **PLAIN_STEPS,
-    ),
+    _attention("flex_attention", "flex attention", seconds=45, needs="flex"),
+    _attention("flash_attention_2", "FlashAttention 2, where flash-attn is installed", needs="flash"),
     *_layouts("fp16"),
     *_layouts("fp32"),
-    _steps("attention-eager", "eager attention", TORCH, "model.attention=eager", **PLAIN_STEPS),
+    _attention("eager", "eager attention"),
 )
 
 LLAMA_160M = (
@@ -136,20 +131,13 @@ def _fp8(kernel: str, what: str, **options: Any) -> Item:
     return _item(f"fp8-{kernel}", what, 30, measure.steps, *overrides, recipe="benchmark_1b", timed=False, **options)
 
 
+def _attributed(name: str, what: str, seconds: float, *overrides: str, needs: str = "") -> Item:
+    return _item(name, what, seconds, measure.attributed, *overrides, needs=needs, timed=False)
+
+
 NUMERICS = (
-    _item(
-        *("nan-compile", "a planted NaN in compiled blocks: named", 70),
-        measure.attributed,
-        *(TORCH, "model.compile=true"),
-        timed=False,
-    ),
-    _item(
-        *("nan-liger", "a planted NaN with Liger's kernels: named", 30),
-        measure.attributed,
-        "model.kernels=liger",
-        needs="liger",
-        timed=False,
-    ),
+    _attributed("nan-compile", "a planted NaN in compiled blocks: named", 70, TORCH, "model.compile=true"),
+    _attributed("nan-liger", "a planted NaN with Liger's kernels: named", 30, "model.kernels=liger", needs="liger"),
     _fp8("emulate", "a 160M Llama's linear layers in FP8, emulated"),
     _fp8("scaled_mm", "the same by the GPU's FP8 matmuls", against="fp8-emulate"),
     _cells(2),
@@ -158,9 +146,7 @@ NUMERICS = (
     _cells(1),
     _cells(0),
     _item("parity-160m", "a 160M Llama in BF16, its FP32 twin, single steps", 150, measure.parity, *LLAMA_160M),
-    _item(
-        "parity-fp8", "that Llama in FP8 as `auto` has it, its FP32 twin, single steps", 180, measure.parity, *IN_FP8
-    ),
+    _item("parity-fp8", "that Llama in FP8 as `auto` has it, its FP32 twin", 180, measure.parity, *IN_FP8),
 )
 
 
@@ -182,9 +168,7 @@ SPEED = (
         *("peers-2048-again", "the first once more without torchtitan, in the other order, for the spread", 170),
         *("mantissa-torch,trainer,bare,mantissa", *AT_2048),
     ),
-    _compared(
-        "compile-2048", "compiled blocks beside torch's kernels", 120, "mantissa-torch,mantissa-compile", *AT_2048
-    ),
+    _compared("compile-2048", "compiled beside torch's kernels", 120, "mantissa-torch,mantissa-compile", *AT_2048),
 )
 """Contestants in this order: what is killed has measured the first ones."""
 
@@ -204,6 +188,7 @@ PRECISION = (
 ON_DEVICE = {16: 20, 48: 57, 56: 66, 64: 75, 96: 111, 112: 130}
 """[GiB] Planned memory by number of layers of the 1B shape at ZeRO-1."""
 ONE_SEQUENCE = ("model.activation_checkpointing=full", "batch.micro_size=1", "batch.global_size=2")
+MODES = "none,ops,selective:2,full"
 OFFLOADED = ("deepspeed.stage=3", "deepspeed.offload=cpu", *ONE_SEQUENCE)
 MEMORY = (
     _item("loss-128k", "loss of 8,192 tokens at a vocabulary of 131,072", 40, measure.loss_of_logits),
@@ -212,11 +197,7 @@ MEMORY = (
         *("on-device", "ZeRO-1 on the device alone: layers that train", 100),
         lambda bench: measure.largest(bench, measure.depths_around(bench, ON_DEVICE), *ONE_SEQUENCE),
     ),
-    _item(
-        *("activations", "1B shape: modes of activation checkpointing", 200),
-        measure.activations,
-        *("none,ops,selective:2,full", TORCH, *AT_2048),
-    ),
+    _item("activations", "1B shape: activation checkpointing", 200, measure.activations, MODES, TORCH, *AT_2048),
 )
 
 COST = (

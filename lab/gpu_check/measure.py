@@ -113,9 +113,8 @@ def _causes(events: Sequence[Event]) -> Figures:
 def resumed(bench: Bench) -> Figures:
     """A run killed with SIGKILL and resumed, beside one that nothing disturbed."""
     count = bench.either(400, 120)
-    arguments = short(
-        bench, f"checkpoint.every_steps={count // 10}", "run.resume=auto", "tracking.log_every_steps=50", count=count
-    )
+    saving = (f"checkpoint.every_steps={count // 10}", "run.resume=auto", "tracking.log_every_steps=50")
+    arguments = short(bench, *saving, count=count)
     whole = _by_step(bench.train("undisturbed", arguments))
     killed_at = _kill_after_a_save(bench, arguments)
     events = bench.train("killed", arguments)
@@ -189,14 +188,11 @@ def matrix(bench: Bench, text: str) -> Figures:
     said = bench.tool("lab.matrix", *options, codes=(0, 3), leads=True)
     found = [json.loads(line) for line in (folder / "results.jsonl").read_text(encoding="utf-8").splitlines()]
     measured = [cell for cell in found if cell["errors"]]
-    return {
-        **Counter(cell["verdict"] for cell in found),
-        **{
-            f"largest {name} error": max((cell["errors"].get(name, 0.0) for cell in measured), default=None)
-            for name in ("loss", "masters")
-        },
-        "not as expected": [line for line in said.splitlines() if ", ZeRO-" in line],
-    }
+    figures: Figures = dict(Counter(cell["verdict"] for cell in found))
+    for name in ("loss", "masters"):
+        errors = (cell["errors"].get(name, 0.0) for cell in measured)
+        figures[f"largest {name} error"] = max(errors, default=None)
+    return figures | {"not as expected": [line for line in said.splitlines() if ", ZeRO-" in line]}
 
 
 def analyzed(bench: Bench, *overrides: str) -> Figures:
@@ -243,9 +239,8 @@ def _reported(bench: Bench, module: str, *arguments: str, rows: Callable[[Any], 
     name = module.rpartition(".")[2]
     out = bench.folder / name
     with bench.keeping(lambda: rows(_json(out / f"{name}.json"))):
-        bench.tool(
-            module, *("--processes", str(bench.processes), "--out", str(out), *arguments), codes=(0, 3), leads=True
-        )
+        where = ("--processes", str(bench.processes), "--out", str(out))
+        bench.tool(module, *where, *arguments, codes=(0, 3), leads=True)
         found = _json(out / f"{name}.json")
         if found.get("failed"):
             raise ItemFailed("; ".join(found["failed"].values()), newest_log(out))
@@ -292,9 +287,9 @@ def _over(baseline: str, ratio: Mapping[str, Any] | None) -> Figures:
     }
 
 
-def guarded(bench: Bench, *overrides: str, pairs: int = 40) -> Figures:
+def guarded(bench: Bench, *overrides: str) -> Figures:
     """Mantissa's steps and a plain loop's, in turn in one process."""
-    found = _paired(bench, "lab.benchmark.overhead", "--pairs", str(bench.either(pairs, 3)), overrides=overrides)
+    found = _paired(bench, "lab.benchmark.overhead", "--pairs", str(bench.either(40, 3)), overrides=overrides)
     middle, low, high = found["median"]
     return {
         "tokens/s over a plain loop": middle,
@@ -358,11 +353,10 @@ def _modes(found: Mapping[str, Any]) -> Figures:
     }
 
 
-def loss_of_logits(bench: Bench, *, vocabulary: int = 131072, hidden: int = 2048, tokens: int = 8192) -> Figures:
+def loss_of_logits(bench: Bench) -> Figures:
     """The loss of one micro-batch, all logits at once and in chunks."""
-    sizes = bench.either((vocabulary, hidden, tokens), (2048, 32, 64))
-    named = zip(("--vocabulary", "--hidden", "--tokens"), map(str, sizes), strict=True)
-    options = [word for pair in named for word in pair]
+    vocabulary, hidden, tokens = bench.either(("131072", "2048", "8192"), ("2048", "32", "64"))
+    options = ["--vocabulary", vocabulary, "--hidden", hidden, "--tokens", tokens]
     options += ["--json", "--repeats", str(bench.either(5, 2))]
     with bench.keeping(lambda: _ways(bench)):
         bench.tool("lab.benchmark.loss", *options, codes=(0, 3), leads=True)

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
-from collections.abc import Iterator
 from importlib import invalidate_caches
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
 from config.errors import UserError
+from launch.doctor.facts import run_program
 from launch.job import error_line
 
 NEEDED = (
@@ -44,16 +43,11 @@ def provide(wheels: Path | None, target: Path) -> list[str]:
             said.append(f"installed from {wheels}: {', '.join(path.name for path in chosen)}")
     lacking = [name for name in NEEDED if not is_installed(name)]
     if lacking:
-        raise UserError(
-            f"not installed: {', '.join(lacking)}; give --wheels DIR (WHEELS=DIR) a folder with their wheels"
-        )
+        raise UserError(f"not installed: {', '.join(lacking)}; give --wheels DIR (WHEELS=DIR) a folder with wheels")
     for name, least in AT_LEAST.items():
         found = tuple(map(int, re.findall(r"\d+", version(name))[:2]))
         if found < least:
             raise UserError(f"{name} {version(name)}: is older than {'.'.join(map(str, least))}; install a newer one")
-    also = sorted(set(needs_that_lack()))
-    if also:
-        said.append(f"not installed, and perhaps needed: {', '.join(also)}")
     return said
 
 
@@ -67,21 +61,9 @@ def wheels_of(folder: Path) -> dict[str, Path]:
         if _TAKEN_AS_FOUND.fullmatch(name):
             continue
         if name in found:
-            raise UserError(
-                f"--wheels {folder}: {found[name].name} and {path.name} are of one package; keep one of them"
-            )
+            raise UserError(f"--wheels {folder}: {found[name].name} and {path.name} are of one package; keep one")
         found[name] = path
     return found
-
-
-def needs_that_lack() -> Iterator[str]:
-    """`package (of dependent)` for what an installed package of `NEEDED` names as its need, unconditionally."""
-    for name in NEEDED:
-        for requirement in distribution(name).requires or ():
-            words, _, condition = requirement.partition(";")
-            need = re.match(r"[\w.-]+", words.strip())
-            if need and not condition.strip() and not is_installed(need[0]):
-                yield f"{need[0]} (of {name})"
 
 
 def is_installed(name: str) -> bool:
@@ -109,10 +91,8 @@ def _use(target: Path) -> None:
 def _install(wheels: list[Path], target: Path) -> None:
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--upgrade"]
     command += ["--disable-pip-version-check", "--root-user-action=ignore", "--target", str(target)]
-    done = subprocess.run(
-        [*command, *map(str, wheels)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", check=False
-    )
-    if done.returncode:
-        why = next((line for line in done.stdout.splitlines() if line.startswith("ERROR:")), error_line(done.stdout))
+    code, said = run_program([*command, *map(str, wheels)], 600.0)
+    if code:
+        why = next((line for line in said.splitlines() if line.startswith("ERROR:")), error_line(said))
         raise UserError(f"--wheels: pip could not install them: {why.removeprefix('ERROR: ')}")
     invalidate_caches()

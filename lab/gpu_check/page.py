@@ -37,7 +37,6 @@ def page(check: Check, number: int, part: Part, not_run: Mapping[str, str]) -> s
         f"# GPU check, part {number}: {part.title}",
         f"{counts}. {text(conditions(check.machine))}.",
         "**A rehearsal**: a model of a few thousand parameters. No figure says anything." if check.tiny else "",
-        f"Left out: {text(part.left_out)}." if part.left_out else "",
         goals_table(number, found, tiny=check.tiny),
         Table(["item", "what", "outcome", "seconds", "measured"], rows),
     )

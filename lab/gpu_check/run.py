@@ -116,9 +116,8 @@ def _ended(running: MutableMapping[Future[dict[str, Any]], Item], *, fewer_than:
     while len(running) >= fewer_than:
         for job in wait(running, return_when=FIRST_COMPLETED).done:
             name, result = running.pop(job).name, job.result()
-            yield f"{name} {result['status']}, {result['seconds']:.0f} s" + (
-                f": {result['error']}" if result["error"] else ""
-            )
+            why = f": {result['error']}" if result["error"] else ""
+            yield f"{name} {result['status']}, {result['seconds']:.0f} s{why}"
 
 
 def end_leftovers(work: Path) -> list[str]:

@@ -153,9 +153,8 @@ class Cell:
     @property
     def sharing(self) -> int:
         """[processes] Number that share each sequence, or each matrix."""
-        return (
-            self.setting.other if self.setting and self.setting.key in ("parallel.sequence", "parallel.tensor") else 1
-        )
+        shares = self.setting is not None and self.setting.key in ("parallel.sequence", "parallel.tensor")
+        return self.setting.other if self.setting and shares else 1
 
     @property
     def name(self) -> str:
@@ -206,10 +205,9 @@ class Cell:
     def resolve_document(self, folder: Path) -> dict[str, Any]:
         """The complete DeepSpeed JSON for bare DeepSpeed, also of a combination that the config refuses."""
         overrides, path = self.prepare(folder)
-        json_path, world_size = folder / "deepspeed.json", int(os.environ["WORLD_SIZE"])
-        document = resolve_unverified(
-            load_config(path, overrides, None), json_path, read_document(json_path), world_size=world_size
-        )
+        json_path, config = folder / "deepspeed.json", load_config(path, overrides, None)
+        world_size = int(os.environ["WORLD_SIZE"])
+        document = resolve_unverified(config, json_path, read_document(json_path), world_size=world_size)
         if self.combination.stage == 0 and self.dtype != "fp32":
             del document["data_types"]  # without ZeRO DeepSpeed cannot accumulate in another dtype than it computes in
         return document

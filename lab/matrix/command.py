@@ -32,23 +32,14 @@ AS_EXPECTED, UNEXPECTED = 0, 3
 _HANG_MINUTES = 5.0
 _CODE = [
     *("training/engine/engine", "training/engine/gradients", "training/engine/optimizer", "training/engine/build"),
-    *(
-        "training/engine/weights",
-        "training/engine/split_masters",
-        "modeling/router_balance",
-        "training/engine/process_groups",
-    ),
+    *("training/engine/weights", "training/engine/split_masters", "training/engine/process_groups"),
     *("training/engine/sharded_pieces", "training/engine/flat_optimizer", "training/engine/optimizers/rule"),
     *(f"training/engine/optimizers/{name}" for name in OPTIMIZERS),
     *("lab/matrix/cells", "lab/matrix/run", "tools/parity/oracle/optimizers"),
     *("training/loss_scaler", "modeling/build", "config/optimizers"),
     *("modeling/linear_cross_entropy", "modeling/parameter_groups", "modeling/activation_checkpointing"),
-    *(
-        "modeling/sequence_parallel",
-        "data/batches/sequence_slices",
-        "modeling/tensor_parallel",
-        "modeling/expert_parallel",
-    ),
+    *("modeling/sequence_parallel", "data/batches/sequence_slices", "modeling/router_balance"),
+    *("modeling/tensor_parallel", "modeling/expert_parallel"),
     *("training/engine/tensor_slices", "training/engine/expert_slices", "training/distributed"),
     *("precision/fp8", "precision/fp8_reference", "tools/parity/fp8_linear"),
     *("precision/regions", "precision/manifest", "precision/loss_scale", "config/deepspeed/combinations"),
@@ -63,9 +54,7 @@ def conditions(processes: int, steps: int) -> dict[str, Any]:
     return {
         "processes": processes,
         "steps": steps,
-        "deepspeed": version("deepspeed"),
-        "torch": version("torch"),
-        "transformers": version("transformers"),
+        **{package: version(package) for package in ("deepspeed", "torch", "transformers")},
         "machine": f"{machine['cpu']['usable_cores']} cores of {machine['cpu']['model']}",
         "code": hashlib.sha256(code).hexdigest()[:12],
     }

@@ -1,10 +1,9 @@
 """Measure one cell of the precision matrix: Mantissa's engine, bare DeepSpeed and plain torch on the same batches.
 
-The reference is plain torch in FP32 in one process, the whole batch at once, with torch's own AdamW and clipping:
-neither DeepSpeed nor Mantissa's engine. Of an FP8 cell it multiplies FP8 operands as well, made by
-`precision.fp8_reference`, so that what is left is everything but FP8's own error. It starts from the same weights; for
-bare DeepSpeed on the cast path from weights rounded to the cell's dtype, as its masters are. With another optimizer it
-is in FP64, with the rule of `tools.parity.oracle.optimizers`.
+The reference is plain torch in FP32 in one process, the whole batch at once, with torch's own AdamW and clipping. Of an
+FP8 cell it multiplies FP8 operands as well, made by `precision.fp8_reference`; with another optimizer it is in FP64,
+with the rule of `tools.parity.oracle.optimizers`. It starts from the same weights; for bare DeepSpeed on the cast path
+from weights rounded to the cell's dtype, as its masters are.
 """
 
 from __future__ import annotations

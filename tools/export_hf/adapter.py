@@ -1,10 +1,9 @@
 """An adapter as a folder of `peft`, or merged into its base.
 
 The merge is computed in FP32 from the masters and rounded once. The base is rounded to the dtype that the run computed
-in, since the adapter was trained on that, or has the values of its files.
-A base in 4 or 8 bits is the weights that its codes stand for; what the adapter does on those in its files is measured.
-A merge into 16 bits can undo a fine-tuning: an update smaller than half a unit in the last place of a weight is lost.
-So what is lost is measured: by layer, and on rows of the run's own data.
+in, since the adapter was trained on that, or has the values of its files; one in 4 or 8 bits is the weights that its
+codes stand for. An update smaller than half a unit in the last place of a weight is lost, so what is lost is measured:
+by layer, and on rows of the run's own data.
 """
 
 from __future__ import annotations

@@ -4,10 +4,9 @@
         [--compare-logits [DATA]] [--largest-kl NATS] [--largest-difference NATS] [--push-to-hub REPO_ID]
 
 CHECKPOINT is a `checkpoints/step-N` folder of a run at any ZeRO stage and of any number of ranks; one process, no GPU.
-The masters are rounded to --dtype, once, to nearest even. Every tensor is compared with what else the checkpoint has of
-it before it is written, and read back after. --compare-logits measures the train-inference gap: how far the written
-model's log-probabilities, or the numbers it predicts, computed in --dtype, are from the masters'. OUT appears whole, by
-one rename; then it is uploaded where --push-to-hub asks for it. docs/export.md says more.
+The masters are rounded to --dtype, once, to nearest even; every tensor is compared and read back. --compare-logits
+measures how far the written model's log-probabilities are from the masters'. OUT appears whole, by one rename; then it
+is uploaded where --push-to-hub asks for it. docs/export.md says more.
 
 Exit code 0: done. 2: it cannot be done, and why; an OUT that only could not be uploaded stays. 3: a tensor differs or
 is not finite, or the gap is above its bound; nothing was exported.
@@ -41,37 +40,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokenizer", type=Path, help="tokenizer folder, where the prepared data are gone")
     parser.add_argument("--shard-size", default="5GB", help="largest file; one is in memory at a time (default 5GB)")
     parser.add_argument("--merge-adapters", action="store_true", help="a whole model: base + adapter, added in FP32")
-    parser.add_argument(
-        "--merge-from",
-        choices=("compute", "fp32"),
-        help="what --merge-adapters adds to: the base rounded to the run's compute dtype, which the adapter was "
-        "trained on (default), or the values of the base's files",
-    )
-    parser.add_argument(
-        "--compare-logits",
-        metavar="DATA",
-        nargs="?",
-        const="",
-        help="compare log-probabilities with the FP32 masters' on rows of DATA: a run config (.yaml) or a file of rows "
-        "or text; without DATA on the run's own held-out rows. Give it after OUT",
-    )
+    base = "add it to the base rounded to the run's compute dtype (default), or to the values of the base's files"
+    parser.add_argument("--merge-from", choices=("compute", "fp32"), help=base)
+    data = "on rows of DATA, a run config (.yaml) or a file of rows or text (the run's held-out rows); after OUT"
+    parser.add_argument("--compare-logits", metavar="DATA", nargs="?", const="", help=data)
     parser.add_argument("--compare-rows", type=positive_int, help="how many rows (default 8)")
-    parser.add_argument("--largest-kl", type=not_negative, help="largest KL allowed at any token or label [nats]")
-    parser.add_argument(
-        "--largest-difference",
-        type=not_negative,
-        help="largest difference of any log-probability allowed [nats], or of a predicted number",
-    )
-    parser.add_argument(
-        "--largest-ratio",
-        type=not_negative,
-        help="largest mean gap allowed, as a multiple of that of the masters, rounded and computing in --dtype "
-        "(default 1.5)",
-    )
+    for name, what in (
+        ("--largest-kl", "KL allowed at any token or label [nats]"),
+        ("--largest-difference", "difference of any log-probability allowed [nats], or of a predicted number"),
+        ("--largest-ratio", "mean gap allowed, as a multiple of that of the masters rounded to --dtype (default 1.5)"),
+    ):
+        parser.add_argument(name, type=not_negative, help=f"largest {what}")
     parser.add_argument("--force", action="store_true", help="replace an exported model that is at OUT")
-    parser.add_argument(
-        "--push-to-hub", metavar="REPO_ID", help="upload OUT to this model repository of the Hugging Face hub"
-    )
+    parser.add_argument("--push-to-hub", metavar="REPO_ID", help="upload OUT to this repository of the hub")
     parser.add_argument("--private", action="store_true", help="the repository has to be private")
     options = parser.parse_args(arguments)
     if options.private and not options.push_to_hub:

@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from config.schema import Config
 from config.task import ENCODER_TASKS, model_class_of
 from data.corpora.corpus import TOKENIZER
 from data.text.tokenizer import load_tokenizer, vocabulary_size
-from modeling.build import count_parameters, model_config
+from modeling.build import count_parameters, empty_model, model_config
 from precision.dtypes import DTYPES
 from tools.export_hf import facts as export_facts
 from tools.export_hf.adapter import merge, trained, whole_modules, words_of, write_adapter
@@ -154,10 +154,8 @@ def export(
     for line in words_of(found.facts, dtype) if found else ():
         log(line)
     log(f"exported {source.checkpoint} to {out} as {dtype} in {time.perf_counter() - started:.1f} s")
-    command = shlex.join(
-        ["python", "-m", "tracking.wandb.deliver", str(source.run.path), "--export", str(out), "--online"]
-    )
-    log(f"record it in wandb: {command}")
+    command = ["python", "-m", "tracking.wandb.deliver", str(source.run.path), "--export", str(out), "--online"]
+    log(f"record it in wandb: {shlex.join(command)}")
     return facts
 
 
@@ -212,11 +210,7 @@ def build_skeleton(
     )
     if untied:
         shape.get_text_config().tie_word_embeddings = shape.tie_word_embeddings = False
-    with torch.device("meta"):
-        skeleton = getattr(transformers, model_class).from_config(
-            shape, dtype=torch.float32, trust_remote_code=section.trust_remote_code
-        )
-    skeleton.tie_weights()
+    skeleton = empty_model(replace(section, attention="auto"), shape, model_class=model_class)
     shape = copy.deepcopy(shape)
     shape.use_cache = config.task not in ENCODER_TASKS  # off for others only in training
     shape.architectures = [type(skeleton).__name__]
@@ -311,9 +305,8 @@ def _seal(folder: Path, facts: dict[str, Any]) -> None:
     (folder / FACTS).write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
     (folder / CARD).write_text(model_card(plain), encoding="utf-8")
     sums = facts["export"]["files"] | {name: file_sha256(folder / name) for name in (FACTS, CARD)}
-    (folder / SUMS).write_text(
-        "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())), encoding="utf-8"
-    )
+    lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
+    (folder / SUMS).write_text(lines, encoding="utf-8")
     mode = (folder / CARD).stat().st_mode
     for path in folder.iterdir():
         path.chmod(mode)  # safetensors gives its files to their owner alone

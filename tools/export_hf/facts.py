@@ -100,8 +100,7 @@ def version_facts(environment: dict[str, Any]) -> dict[str, Any]:
 
 def hardware_facts(environment: dict[str, Any]) -> dict[str, Any]:
     """The device of the newest session."""
-    accelerator = environment.get("accelerator") or {}
-    return {"device": accelerator.get("device"), "devices": accelerator.get("devices")}
+    return {name: (environment.get("accelerator") or {}).get(name) for name in ("device", "devices")}
 
 
 def parity_facts(path: Path, config: Config, environment: dict[str, Any]) -> dict[str, Any]:
@@ -109,20 +108,18 @@ def parity_facts(path: Path, config: Config, environment: dict[str, Any]) -> dic
 
     Raises UserError when the file is not the report of a parity run.
     """
+    kept = ("name", "measured", "bound", "passed")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         conditions = found["conditions"]
         facts = {
             "verdict": found["verdict"],
-            "checks": [
-                {key: check[key] for key in ("name", "measured", "bound", "passed")} for check in found["checks"]
-            ],
+            "checks": [{key: check[key] for key in kept} for check in found["checks"]],
             "lines": verdict_lines(found),
         }
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"--parity {path}: not a parity.json ({type(error).__name__}); give the one that tools.parity wrote"
-        ) from error
+        why = type(error).__name__
+        raise UserError(f"--parity {path}: not a parity.json ({why}); give the one that tools.parity wrote") from error
     own = {
         "compute": config.precision.manifest or config.precision.compute,
         "data": environment.get("data", {}).get("fingerprint"),

@@ -189,11 +189,10 @@ def of_masters(saved: SavedModel, shape: PretrainedConfig, *, model_class: str, 
 
 def require_within(facts: Mapping[str, Any], bounds: Bounds) -> None:
     """Raises GapTooLarge where a bound is broken or a value not finite; of single tokens it names a module."""
-    if facts["unit"] == "number":
-        nats, checks = "", [("difference of a number", "largest difference", bounds.difference)]
-    else:
-        nats, checks = " nats", [("KL", "largest kl", bounds.kl)]
-        checks.append(("difference of a log-probability", "largest difference", bounds.difference))
+    number = facts["unit"] == "number"
+    mean, what, nats = ("difference", "difference of a number", "") if number else ("kl", "KL", " nats")
+    checks = [(what, f"largest {mean}", bounds.difference if number else bounds.kl)]
+    checks += [] if number else [("difference of a log-probability", "largest difference", bounds.difference)]
     for what, key, bound in checks:
         if not facts[key] <= (math.inf if bound is None else bound) or math.isinf(facts[key]):
             module = next(iter(facts["modules"]), {"module": "no module", "own error": 0.0})
@@ -204,13 +203,11 @@ def require_within(facts: Mapping[str, Any], bounds: Bounds) -> None:
                 f"{checks[0][0]} in {where}); {module['module']} has the largest error of its own, "
                 f"{module['own error']:.2%}"
             )
-    mean = "difference" if facts["unit"] == "number" else "kl"
     own, sound = facts[mean], facts["of the masters rounded"][mean]
     if own > bounds.ratio * sound + _NONE:
         raise GapTooLarge(
-            f"the mean {'difference of a number' if mean == 'difference' else 'KL'} between export and masters, "
-            f"{own:.3g}{nats}, is above {bounds.ratio:g} times that of the masters rounded to the same dtype, "
-            f"{sound:.3g}: it is more than rounding"
+            f"the mean {checks[0][0]} between export and masters, {own:.3g}{nats}, is above "
+            f"{bounds.ratio:g} times that of the masters rounded to the same dtype, {sound:.3g}: more than rounding"
         )
 
 
@@ -222,10 +219,7 @@ def words_of(facts: Mapping[str, Any], dtype: str) -> list[str]:
     if unit != "number":
         own = facts[f"largest difference of the row's {unit}s"]
         line += f", of a {unit} of the rows {own:.3g}"
-    parts = (
-        ("rounding the weights alone", "of rounding alone"),
-        ("the masters rounded once", "of the masters rounded"),
-    )
+    parts = (("rounding weights alone", "of rounding alone"), ("the masters rounded once", "of the masters rounded"))
     lines = [line, *(f"of {what}: {figures_in_words({'unit': unit, **facts[key]})}" for what, key in parts)]
     positions = ", ".join(f"{where} {gap['kl']:.3g}" for where, gap in facts["by position"].items())
     lines += [f"KL by position: {positions}"] if positions else []

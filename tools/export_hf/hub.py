@@ -41,9 +41,7 @@ def find_repo(name: str, *, private: bool) -> HubRepo:
     except HFValidationError as error:
         raise UserError(f"{OPTION} {name}: not a repository's name ({error}); give NAMESPACE/NAME") from None
     if constants.HF_HUB_OFFLINE:
-        raise UserError(
-            f"{OPTION} {name}: HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set; unset it, or export without {OPTION}"
-        )
+        raise UserError(f"{OPTION} {name}: HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set; unset it, or leave this out")
     with _one_line(name, "check the network and the token, or export without it"):
         token = get_token()
         if token is None:

@@ -71,9 +71,7 @@ def rows_of_data(data: str, config: Config, tokenizer: Path, count: int = ROWS) 
     corpus = prepare(dataclasses.replace(chosen, data=section), progress=False)
     for name in corpus.labels:
         if name not in config.classify.labels:
-            raise UserError(
-                f"--compare-logits {data}: has rows with the label {name!r}, which the model does not know; remove them"
-            )
+            raise UserError(f"--compare-logits {data}: has the label {name!r}, which is new to the model; remove it")
     rows = rows_of(corpus, dataclasses.replace(config, data=section), count, longest=config.data.longest)
     if not rows:
         raise UserError(f"--compare-logits {data}: holds no row; give more of it")
@@ -145,9 +143,7 @@ def _of_config(data: str, config: Config) -> Config:
             f"task = {one.task}" + (f", classify.kind = {one.classify.kind}" if one.task == "classify" else "")
             for one in (chosen, config)
         )
-        raise UserError(
-            f"--compare-logits {data}: has {theirs}, and the run that is exported {own}; give one that trains the same"
-        )
+        raise UserError(f"--compare-logits {data}: has {theirs}, the exported run {own}; give one that trains the same")
     if model_class_of(config) == CAUSAL_LM:
         return chosen
     length, target_length = config.data.sequence_length, config.data.target_length
@@ -163,19 +159,9 @@ def _of_file(data: str, config: Config) -> Config:
     if kind == "text" and model_class_of(config) == CAUSAL_LM:
         task = "pretrain"
     elif kind == "text" and task != "mlm":
-        raise UserError(
-            f"--compare-logits {data}: is text, and task = {task} reads rows; give them as JSONL or Parquet"
-        )
-    section = dataclasses.replace(
-        config.data,
-        path=data,
-        source=kind,
-        sources=(),
-        validation=(),
-        name=None,
-        document_separator=None,
-        validation_fraction=0.0,
-    )
+        raise UserError(f"--compare-logits {data}: is text, and task = {task} reads rows; give JSONL or Parquet")
+    alone: dict[str, Any] = {"sources": (), "validation": (), "name": None, "document_separator": None}
+    section = dataclasses.replace(config.data, path=data, source=kind, validation_fraction=0.0, **alone)
     return dataclasses.replace(config, data=section, task=task)
 
 

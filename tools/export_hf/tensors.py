@@ -46,14 +46,12 @@ class Tensors:
                 self._source[key], planned[key] = name, piece
         self._planned = planned
 
-    def plan(self, shard_size: str) -> StateDictSplit:
+    def plan(self, size: str) -> StateDictSplit:
         """The assignment of tensors to files."""
         try:
-            return split_torch_state_dict_into_shards(
-                self._planned, filename_pattern=PATTERN, max_shard_size=shard_size
-            )
+            return split_torch_state_dict_into_shards(self._planned, filename_pattern=PATTERN, max_shard_size=size)
         except ValueError as error:
-            raise UserError(f"--shard-size {shard_size}: not a size; write it as 5GB or 500MB") from error
+            raise UserError(f"--shard-size {size}: not a size; write it as 5GB or 500MB") from error
 
     def read(self, keys: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of these names, rounded, in an order that reads each parameter once."""
@@ -164,9 +162,7 @@ def _require_same_model(saved: SavedModel, skeleton: PreTrainedModel) -> None:
             raise UserError(f"the checkpoint is of another model: it has no {name}, which the run's config asks for")
         if saved.tensors[name].shape != value.shape:
             there, here = tuple(saved.tensors[name].shape), tuple(value.shape)
-            raise UserError(
-                f"the checkpoint is of another model: {name} is {there} there and {here} by the run's config"
-            )
+            raise UserError(f"the checkpoint is of another model: {name} is {there}, by the run's config {here}")
     for name in saved.tensors:
         if name not in known:
             raise UserError(f"the checkpoint is of another model: it has {name}, which the run's config does not")

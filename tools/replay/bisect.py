@@ -154,10 +154,8 @@ def bisect(run_dir: RunDir, resolved: Resolved, recorded: Recorded, log: Log) ->
     steps, last = {event["step"]: event for event in recorded.steps}, recorded.step
     world = distributed.join(resolved)
     try:
-        points = (
-            sorted(step_of(path) for path in by_step(run_dir.checkpoints) if is_whole(path)) if world.is_main else []
-        )
-        points = world.from_main([point for point in points if point < last and point + 1 in steps])
+        saved = [step_of(path) for path in by_step(run_dir.checkpoints) if is_whole(path)] if world.is_main else []
+        points = world.from_main(sorted(point for point in saved if point < last and point + 1 in steps))
         with session(resolved, world=world, shares=("sequence", "tensor")) as opened:
             corpus, probes = opened.corpus, Walker(opened, run_dir, steps, log)
             start, left = search(points, lambda point: probes.leaves(point, last))
@@ -172,9 +170,7 @@ def bisect(run_dir: RunDir, resolved: Resolved, recorded: Recorded, log: Log) ->
         log(line(found.text()))
         return LEFT
     if left is not None:
-        log(
-            f"step {left} leaves the bounds from a later checkpoint, and not from step {start}: what was saved is wrong"
-        )
+        log(f"step {left} leaves the bounds from a later checkpoint, not from step {start}: what was saved is wrong")
         return LEFT
     within = f"{len(points)} checkpoints, and steps {start + 1} to {last}, are within the bounds"
     log(f"the run stays with its FP32 twin: {within}")

@@ -5,16 +5,12 @@
     python -m tools.replay runs/NAME --bisect
 
 Restores the nearest checkpoint before step N (or starts from the seed), repeats the steps up to N on the samples that
-the run took, compares every step with the run's record, and prints the causes found at N. On a CPU the numbers repeat
-bit for bit. Nothing is written into the run folder. Exit code 0: reproduced; 3: a step is different (1 for a run of
-several processes, whose launcher turns every failure into 1); 2: it cannot be done.
-
-With --what-if the same steps, and M after N, are made under another precision: any key of `precision:`, and
-model.attention. It says which are finite now, beside the record, and whether the run would have survived. Exit code 0:
-it would; 3 (or 1, as above): it would not.
-
-With --bisect it finds the first step at which the run leaves its FP32 twin, by the bounds of `parity:`, and the first
-module within that step. Exit code 0: it never does; 3 (or 1, as above): it does.
+the run took, and compares each with the run's record; on a CPU the numbers repeat bit for bit. Nothing is written into
+the run folder. Exit code 0: reproduced; 3: a step is different (1 for a run of several processes, whose launcher turns
+every failure into 1); 2: it cannot be done. --what-if makes the same steps, and M after N, under another precision (any
+key of `precision:`, and model.attention): 0: the run would have survived; 3 or 1: not. --bisect finds the first step at
+which the run leaves its FP32 twin, by the bounds of `parity:`, and the first module within it: 0: never; 3 or 1: it
+does.
 """
 
 from __future__ import annotations

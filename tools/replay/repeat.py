@@ -125,7 +125,6 @@ def _compare(now: Event, then: Event, log: Log) -> bool:
     """Compare a step with the record, and print both; NaN equals NaN."""
     different = [key for key in _COMPARED if repr(now[key]) != repr(then[key])]
     verdict = "as recorded" if not different else "recorded: " + ", ".join(f"{k} {then[k]!r}" for k in different)
-    log(
-        f"step {now['step']}: loss {now['loss']!r}, grad norm {now['grad_norm']!r}, applied {now['applied']}; {verdict}"
-    )
+    made = f"loss {now['loss']!r}, grad norm {now['grad_norm']!r}, applied {now['applied']}"
+    log(f"step {now['step']}: {made}; {verdict}")
     return not different

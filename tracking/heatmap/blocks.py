@@ -31,11 +31,10 @@ def draw_blocks(heat: Heat, key: str, *, width: int, height: int, ascii_only: bo
     columns = max(4, width - _LABEL - 1)
     shown = shown.narrowed(columns)
     values = shown.panels[key]
+    names = list(shown.rows)
     if len(values) > room * per_line:  # more blocks than lines: even stretches of them
-        values = values[np.linspace(0, len(values) - 1, room * per_line).astype(int)]
-        names = [shown.rows[index] for index in np.linspace(0, len(shown.rows) - 1, room * per_line).astype(int)]
-    else:
-        names = list(shown.rows)
+        kept = np.linspace(0, len(values) - 1, room * per_line).astype(int)
+        values, names = values[kept], [names[index] for index in kept]
     levels = _levels(shown, key, values)
     wide = np.repeat(levels, max(1, columns // max(1, levels.shape[1])), axis=1)[:, :columns]
     text = Text(no_wrap=True)

@@ -98,10 +98,9 @@ class Heat:
         if count <= most:
             return self
         starts = np.unique(np.linspace(0, count, most + 1).astype(int))
+        spans = list(zip(starts[:-1], starts[1:], strict=True))
         panels = {
-            key: np.stack(
-                [merged(key, values[:, a:b], axis=1) for a, b in zip(starts[:-1], starts[1:], strict=True)], axis=1
-            )
+            key: np.stack([merged(key, values[:, a:b], axis=1) for a, b in spans], axis=1)
             for key, values in self.panels.items()
         }
         return replace(self, edges=self.edges[starts], panels=panels)
@@ -109,12 +108,9 @@ class Heat:
 
 def drawn_panels(heat: Heat) -> list[str]:
     """Panels worth drawing: those with a value, except flags that are constant everywhere."""
-    return [
-        key
-        for key in PANELS
-        if heat.has(key)
-        and (key not in ("drift", "nonfinite", "dtype") or np.unique(np.nan_to_num(heat.panels[key])).size > 1)
-    ]
+    flags = {key for key in ("drift", "nonfinite", "dtype") if heat.has(key)}
+    constant = {key for key in flags if np.unique(np.nan_to_num(heat.panels[key])).size == 1}
+    return [key for key in PANELS if heat.has(key) and key not in constant]
 
 
 def limits(heat: Heat, key: str) -> tuple[float, float]:

@@ -21,9 +21,8 @@ def panels_of(heat: Heat) -> list[dict[str, Any]]:
     """Every panel that has values, with the line about it; `varies` where there is something to draw."""
     lines = sentences(heat)
     varying = drawn_panels(heat) if lines else []
-    return [
-        {"key": key, "title": PANELS[key].title, "line": line, "varies": key in varying} for key, line in lines.items()
-    ]
+    rest = {key: {"line": line, "varies": key in varying} for key, line in lines.items()}
+    return [{"key": key, "title": PANELS[key].title, **more} for key, more in rest.items()]
 
 
 def panel_data(

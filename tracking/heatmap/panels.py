@@ -29,9 +29,7 @@ class Panel:
 PANELS = {
     "activation": Panel("Largest activation, as a share of FP16's range", True, "largest", 1e-5, 1.0, percent=True),
     "gradient": Panel("Gradient RMS", True, "mean"),
-    "underflow": Panel(
-        "Gradient values below the smallest normal number of their dtype", False, "largest", 0.0, 1.0, percent=True
-    ),
+    "underflow": Panel("Gradient values below their dtype's smallest normal number", False, "largest", 0.0, 1.0, True),
     "drift": Panel("Distance of 16-bit weights from their rounded masters, relative", True, "largest"),
     "update": Panel("Update over weights, ratio of norms", True, "mean"),
     "lost": Panel("Updates that changed no bit of the weight that computes", False, "average", 0.0, 1.0, percent=True),

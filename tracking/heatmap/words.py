@@ -116,10 +116,8 @@ def _activations(heat: Heat) -> str:
     range_of = "FP16's range" if fp16 else f"FP16's range ({', '.join(heat.computes) or 'the run'} has a wider one)"
     if not found:
         row, column = _largest(heat, "activation")
-        share = heat.panels["activation"][row, column]
-        return (
-            f"largest: {_percent(share)} of {range_of}, {_name(heat, row)} at {_step(heat, column)}; none is near it."
-        )
+        most = _percent(heat.panels["activation"][row, column])
+        return f"largest: {most} of {range_of}, {_name(heat, row)} at {_step(heat, column)}; none is near it."
     lines = []
     for danger in found[:3]:
         line = f"{in_words(danger.modules)}: activations at {_percent(danger.share)} of {range_of}"
@@ -135,16 +133,16 @@ def _activations(heat: Heat) -> str:
 
 
 def _gradients(heat: Heat) -> str:
-    values = heat.panels["gradient"]
-    column = _newest(values)
-    newest = values[:, column]
-    low, high = int(np.nanargmin(newest)), int(np.nanargmax(newest))
-    text = (
-        f"at {_step(heat, column)} from {newest[low]:.2g} ({_name(heat, low)}) to {newest[high]:.2g} "
-        f"({_name(heat, high)})"
-    )
-    changed = _changed(heat, "gradient")
-    return f"{text}; {changed}." if changed else f"{text}."
+    column, newest, low, high = _extremes(heat, "gradient")
+    least, most = (f"{newest[row]:.2g} ({_name(heat, row)})" for row in (low, high))
+    return f"at {_step(heat, column)} from {least} to {most}{_changed(heat, 'gradient')}."
+
+
+def _extremes(heat: Heat, panel: str) -> tuple[int, np.ndarray, int, int]:
+    """The last column with a value, its values, and the rows of the smallest and largest of them."""
+    column = _newest(heat.panels[panel])
+    newest = heat.panels[panel][:, column]
+    return column, newest, int(np.nanargmin(newest)), int(np.nanargmax(newest))
 
 
 def _changed(heat: Heat, panel: str) -> str:
@@ -166,7 +164,7 @@ def _changed(heat: Heat, panel: str) -> str:
     alike = [row for row in strongest if np.sign(change[row]) == np.sign(change[strongest[0]])]
     factor = math.exp(abs(float(change[strongest[0]])))
     how = "grew" if change[strongest[0]] > 0 else "shrank"
-    return f"{in_words([heat.rows[row] for row in sorted(alike)])} {how} up to {factor:.3g}x against the others"
+    return f"; {in_words([heat.rows[row] for row in sorted(alike)])} {how} up to {factor:.3g}x against the others"
 
 
 def _underflow(heat: Heat) -> str:
@@ -196,27 +194,17 @@ def _drift(heat: Heat) -> str:
 
 
 def _updates(heat: Heat) -> str:
-    values = heat.panels["update"]
-    column = _newest(values)
-    newest = values[:, column]
-    low, high = int(np.nanargmin(newest)), int(np.nanargmax(newest))
-    middle = float(np.nanmedian(newest))
-    text = (
-        f"a usual module changes by {middle:.2g} of its weights a step; {_name(heat, high)} by {newest[high]:.2g}, "
-        f"{_name(heat, low)} by {newest[low]:.2g} ({_step(heat, column)})"
-    )
-    changed = _changed(heat, "update")
-    return f"{text}; {changed}." if changed else f"{text}."
+    column, newest, low, high = _extremes(heat, "update")
+    least, most = (f"{_name(heat, row)} by {newest[row]:.2g}" for row in (low, high))
+    usual = f"a usual module changes by {float(np.nanmedian(newest)):.2g} of its weights a step"
+    return f"{usual}; {most}, {least} ({_step(heat, column)}){_changed(heat, 'update')}."
 
 
 def _lost(heat: Heat) -> str:
     still = still_sentence(heat)
     if still:
         return f"{still}."
-    values = heat.panels["lost"]
-    column = _newest(values)
-    newest = values[:, column]
-    high = int(np.nanargmax(newest))
+    column, newest, _, high = _extremes(heat, "lost")
     return (
         f"{_percent(float(np.nanmedian(newest)))} of a usual module's at {_step(heat, column)}, "
         f"{_percent(float(newest[high]))} of {_name(heat, high)}'s."
@@ -242,9 +230,7 @@ def _dtypes(heat: Heat) -> str:
     parts = []
     for code in sorted(set(newest[newest > 0]), key=lambda code: -int((newest == code).sum())):
         names = [heat.rows[row] for row in np.flatnonzero(newest == code)]
-        parts.append(
-            f"{DTYPES[code]} in {len(names)} modules" if len(names) > 3 else f"{DTYPES[code]} in {in_words(names)}"
-        )
+        parts.append(f"{DTYPES[code]} in {f'{len(names)} modules' if len(names) > 3 else in_words(names)}")
     changed = np.flatnonzero((values != values[:, :1]).any(axis=1))
     text = ", ".join(parts) if len(parts) > 1 else f"{DTYPES[int(newest.max())]} everywhere"
     for row in changed[:1]:

@@ -3,8 +3,7 @@
     python -m training.profile RUN/profile/step-20-21/rank-0.pt.trace.json.gz
 
 writes the .json and the .md of a trace anew. Every moment of the profiled steps is counted once, under the innermost
-of: data wait, communication, optimizer, attention, matmul, cast; the rest is other operators, or Python between
-operators. On a GPU the kernels' time is divided alike, and the rest is idle.
+category. On a GPU the kernels' time is divided alike, and the rest is idle.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The Prometheus metrics of a run: each with its unit and meaning, and how each event updates it.
 
-Names follow Prometheus' own rules: base units in the name, `_total` on counters. Every metric has the label `run`; a
-`rank` only where the number belongs to one rank. Counters start at zero in each process; a resumed run is a new
-process, which `rate` and `increase` handle. Gauges carry the run's own count, such as the step.
+Names follow Prometheus' own rules. Every metric has the label `run`; a `rank` only where the number belongs to one
+rank. Counters start at zero in each process, which `rate` and `increase` handle. Gauges carry the run's own count.
 """
 
 from __future__ import annotations
@@ -50,11 +49,7 @@ METRICS: dict[str, tuple[type[MetricWrapperBase], str, tuple[str, ...]]] = {
     "data_wait_seconds_total": (Counter, "Time that rank 0 waited for its batches.", ()),
     "scale_changes_total": (Counter, "Changes of the loss scale or of its hysteresis.", ("reason",)),
     "incidents_total": (Counter, "Steps the guard refused, by its verdict.", ("verdict",)),
-    "nonfinite_total": (
-        Counter,
-        "Tensors found to hold inf or nan, in steps that were attributed.",
-        ("tensor", "kind"),
-    ),
+    "nonfinite_total": (Counter, "Tensors with inf or nan, in steps that were attributed.", ("tensor", "kind")),
     "nonfinite_by_rank_total": (Counter, "The same tensors, by the rank they were found on.", ("rank",)),
     "early_warnings_total": (Counter, "Figures that left their healthy range, by the bound's name.", ("signal",)),
     "injected_faults_total": (Counter, "Faults injected by the config.", ()),
@@ -69,19 +64,11 @@ METRICS: dict[str, tuple[type[MetricWrapperBase], str, tuple[str, ...]]] = {
     "checkpoint_timestamp_seconds": (Gauge, "When the newest checkpoint was recorded; the start before the first.", ()),
     "matmul_flop_ratio": (Gauge, "Share of the forward pass's matmul FLOPs computed in a dtype.", ("dtype",)),
     "rank_memory_peak_bytes": (Gauge, f"Peak memory of one rank, in runs of up to {_RANKS_SHOWN}.", ("rank",)),
-    "rank_work_seconds": (
-        Gauge,
-        f"Own work of one rank in the newest step, in runs of up to {_RANKS_SHOWN}.",
-        ("rank",),
-    ),
+    "rank_work_seconds": (Gauge, f"Own work of one rank in the newest step, of up to {_RANKS_SHOWN}.", ("rank",)),
     "work_seconds": (Gauge, "Own work of the ranks in the newest step: least, median, most.", ("statistic",)),
     "slowest_rank": (Gauge, "The rank with the most own work in the newest step.", ()),
     "end_timestamp_seconds": (Gauge, "When training ended, by status.", ("status",)),
-    "exit_code": (
-        Gauge,
-        "Exit code that training ended with: 0 done, 3 numerics, 71 broken machine, 74 checkpoints, 75 preempted.",
-        (),
-    ),
+    "exit_code": (Gauge, "Exit code: 0 done, 3 numerics, 71 broken machine, 74 checkpoints, 75 preempted.", ()),
 }
 
 # Counters exist from the start, at zero: `increase` misses the first count of a series that appears with it.

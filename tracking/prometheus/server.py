@@ -1,9 +1,8 @@
 """The HTTP server of the metrics: whoever reaches its port can hold few resources of the run, and none for long.
 
-It lives in the process that trains, whose file descriptors, threads and interpreter it shares. So the number of
-connections is bounded, and with it that of threads; the one that has been open longest makes room for a new one, each
-ends after `LONGEST_SECONDS` whatever its client does, a request is a few kilobytes, and collecting the metrics takes at
-most a tenth of a core. A scrape of a real Prometheus takes milliseconds, so it is the last to suffer.
+It lives in the process that trains. So connections, and with them threads, are bounded in number; the one that has been
+open longest makes room for a new one, each ends after `LONGEST_SECONDS`, a request is a few kilobytes, and collecting
+the metrics takes at most a tenth of a core. A scrape of a real Prometheus takes milliseconds: it is the last to suffer.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Prometheus as a sink: rank 0 answers `GET /metrics` from daemon threads (server.py).
 
-Loopback only, unless `tracking.prometheus_address` is set: there is no authentication, and whoever reaches the port can
-read the run's name, host and losses.
-
-The last events of a run are those that page people, and they would be lost between two scrapes. So `close` waits for
-one more scrape: only when there were scrapes before, for little longer than their interval, and never for a preempted
-run, which has little time left.
+Loopback only, unless `tracking.prometheus_address` is set: there is no authentication. The last events of a run would
+be lost between two scrapes, so `close` waits for one more: only when there were scrapes before, for little longer than
+their interval, and never for a preempted run.
 """
 
 from __future__ import annotations
@@ -39,9 +36,8 @@ class PrometheusSink:
         self._failure = ""
         self._server: MetricsServer | None = None
         self._await_scrape = False  # whether the end should be scraped
-        self._metrics = Metrics(
-            run, planned_steps=planned_steps, facts={"host": socket.gethostname(), "scheduler_job": _scheduler_job()}
-        )
+        facts = {"host": socket.gethostname(), "scheduler_job": _scheduler_job()}
+        self._metrics = Metrics(run, planned_steps=planned_steps, facts=facts)
         self._scrapes = _Scrapes()
         self._metrics.registry.register(self._scrapes)
         try:

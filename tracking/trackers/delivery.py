@@ -1,9 +1,8 @@
 """The process beside training that follows `events.jsonl` and gives each event to one client.
 
-Started by `tracking.trackers.sink`, never by hand. Standard input brings one line of JSON (the job) and later the
-line "end"; standard output carries one-line messages: "log: ..." for the user, "failed: ..." before the process exits.
-Standard error is the client's log in the run folder. Events that a session could not deliver, because the client or
-the machine died, are delivered by the next one: a file in the run folder holds how many lines the client has stored.
+Standard input brings one line of JSON (the job) and later the line "end"; standard output carries one-line messages:
+"log: ..." for the user, "failed: ..." before the process exits. Standard error is the client's log in the run folder.
+A file in the run folder holds how many lines the client has stored: the next session delivers the rest.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """The training side of a client that runs in a process of its own: start it, monitor it, end it.
 
-The process (`tracking.trackers.delivery`) follows `events.jsonl` as it grows. Training does not import the client,
-waits for it only in `close` (for a limited time), and needs no queue: the file is the queue. A slow start, a dead
-server, a stuck upload or a crash of the client therefore cannot block a step or the end of the run, and when training
-is killed the process still delivers the last events.
-
-The record needs a `JsonlSink` on the same run folder.
+The process (`tracking.trackers.delivery`) follows `events.jsonl` as it grows: the file is the queue. Training does not
+import the client and waits for it only in `close`, for a limited time. A slow start, a dead server, a stuck upload or a
+crash of the client therefore cannot block a step or the end of the run, and when training is killed the process still
+delivers the last events. The record needs a `JsonlSink` on the same run folder.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Rows for wandb's charts: each event's numbers on one axis that never goes back.
 
 A run that was rolled back, or killed and resumed, attempts some steps again, so `step` goes back. The axis of the
-charts is therefore `attempt`: how many steps were attempted so far, over all sessions, the abandoned ones included. It
-is `step` as long as nothing is repeated. `step`, `applied` and `tokens` are beside it in every row and can be chosen as
-the axis in wandb.
-
-wandb's own minima and means (`define_metric(summary=...)`) start over in every session of a run (measured with 0.31),
-so the lowest validation loss is tracked here.
+charts is therefore `attempt`: how many steps were attempted so far, over all sessions. `step`, `applied` and `tokens`
+are beside it in every row. wandb's own minima (`define_metric(summary=...)`) start over in every session (measured with
+0.31), so the lowest validation loss is tracked here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Send wandb what it does not have of a run yet, and record checkpoints and exports of the run as models.
 
-    python -m tracking.wandb.deliver runs/demo --online
-    python -m tracking.wandb.deliver runs/demo --online --export exported/demo
-    python -m tracking.wandb.deliver runs/demo --online --checkpoint runs/demo/checkpoints/step-400 --parity parity.json
+    python -m tracking.wandb.deliver runs/demo --online [--export exported/demo]
+        [--checkpoint runs/demo/checkpoints/step-400] [--parity parity.json]
 
 All of it goes to the wandb run that the run folder names. Without --online an offline run is written, for `wandb sync`.
 Exit code 0: delivered; 1: wandb failed; 2: wrong arguments.

@@ -1,7 +1,6 @@
 """Create the saved view that compares runs of a wandb project.
 
-    python -m tracking.wandb.view ENTITY/PROJECT
-    python -m tracking.wandb.view ENTITY/PROJECT --show
+    python -m tracking.wandb.view ENTITY/PROJECT [--show]
 
 The panels are in docs/wandb/saved_view.yaml. Each call creates a new view; delete old ones in wandb. --show prints
 it and contacts no server. Needs wandb-workspaces. Exit code 0: created; 2: it cannot be created.

@@ -1,10 +1,8 @@
 """The process that runs wandb.
 
-wandb's own step counter is the line number of the event in `events.jsonl`. It never goes back, also not over resumed
-sessions, so wandb drops nothing. The axis of the charts is in `tracking.wandb.charts`.
-
-What wandb keeps of a session in RUN/wandb is whole, or it is removed and made again from the events: wandb's file is
-torn when its process or the machine dies, and `wandb sync` stops at a torn one.
+wandb's own step counter is the line number of the event in `events.jsonl`, which never goes back, so wandb drops
+nothing. What wandb keeps of a session in RUN/wandb is whole, or it is removed and made again from the events: wandb's
+file is torn when its process or the machine dies, and `wandb sync` stops at a torn one.
 """
 
 from __future__ import annotations

@@ -21,11 +21,9 @@ def train(job: Job) -> Any:
     partitioned = job.spec.stage == 3 and job.spec.tensor == 1
     _zero3 = HfDeepSpeedConfig(job.spec.deepspeed) if partitioned else None
     model = job.load_model()
-    optimizer = job.optimizer(model)
-    config = initializable(job.spec.deepspeed)
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, lr_scheduler=job.scheduler(optimizer), config=config
-    )
+    optimizer, config = job.optimizer(model), initializable(job.spec.deepspeed)
+    rates = job.scheduler(optimizer)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=rates, config=config)
     for index, batch in enumerate(job.watched(job.loader()), start=1):
         loss = engine(**batch).loss
         engine.backward(loss)

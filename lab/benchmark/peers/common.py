@@ -73,9 +73,8 @@ class Job:
         from modeling.activation_checkpointing import apply_activation_checkpointing
 
         spec = self.spec
-        model = AutoModelForCausalLM.from_pretrained(
-            spec.model, dtype=torch.float32, attn_implementation=spec.attention
-        )
+        options = {"dtype": torch.float32, "attn_implementation": spec.attention}
+        model = AutoModelForCausalLM.from_pretrained(spec.model, **options)
         model.config.use_cache = False
         mode: Any = spec.activation_checkpointing
         apply_activation_checkpointing(model, mode, reentrant=spec.reentrant)
@@ -173,13 +172,8 @@ class Job:
         losses = torch.stack(self._losses).double().view(self.spec.steps, self.spec.accumulation).sum(1)
         dist.all_reduce(losses)
         if self.rank == 0:
-            Result(
-                losses=(losses / self.world_size).tolist(),
-                stamps=self._stamps,
-                memory_bytes=int(memory),
-                engine=engine,
-                split=split,
-            ).write(self._result)
+            mean = (losses / self.world_size).tolist()
+            Result(mean, self._stamps, int(memory), engine, split).write(self._result)
         dist.barrier()
         dist.destroy_process_group()
 

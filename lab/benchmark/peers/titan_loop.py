@@ -2,11 +2,9 @@
 
 torchrun --nproc_per_node 2 -m lab.benchmark.peers.titan_loop SPEC RESULT [--compile]
 
-It is given the work (weights, tokens, learning rates, AdamW's settings) and runs with its defaults otherwise: its loss
-in eight chunks of the sequence, `torch.compile` off (except FlexAttention, which is always compiled, with autotuning)
-unless `--compile` compiles each block and the loss, as its recipes for speed do, CUDA graphs on, FlexAttention on a
-GPU, a line of metrics every ten steps and its trace of spans. The `partial_dtensor` backend is not its default; see
-`titan_trainer`. On a CPU CUDA graphs are off and attention is SDPA.
+It is given the work (weights, tokens, learning rates, AdamW's settings) and runs with its defaults otherwise
+(docs/performance.md). `--compile` compiles each block and the loss, as its recipes for speed do. The `partial_dtensor`
+backend is not its default; see `titan_trainer`. On a CPU CUDA graphs are off and attention is SDPA.
 """
 
 from __future__ import annotations
@@ -29,9 +27,8 @@ def main() -> None:
     if not job.on_cuda:
         use_cpu()
     titan = import_module("lab.benchmark.peers.titan_trainer")
-    logs, tracing = (
-        import_module(f"torchtitan.{name}") for name in ("tools.logging", "observability.structured_logger")
-    )
+    logs = import_module("torchtitan.tools.logging")
+    tracing = import_module("torchtitan.observability.structured_logger")
     with tempfile.TemporaryDirectory() as folder:
         logs.init_logger()
         tracing.init_structured_logger(source="training", output_dir=folder, enable=True)

@@ -17,9 +17,8 @@ LEAST_TORCH = {"cuda": (2, 11), "cpu": (2, 13)}
 """Oldest torch by device. 2.11 has all names that torchtitan 0.3.0 imports, except those of
 `titan_loop.add_missing_names`; its backward pass ends with a segmentation fault on a CPU. Tested with 2.13 on a CPU."""
 NEEDED = (
-    ("torchtitan", "torchdata", "torch_checkpointing", "spmd_types", "tyro", "docstring_parser")
-    + ("tensorboard", "absl")
-    + ("triton",)
+    *("torchtitan", "torchdata", "torch_checkpointing", "spmd_types", "tyro", "docstring_parser"),
+    *("tensorboard", "absl", "triton"),
 )
 """Modules that its trainer imports and requirements.txt does not install; triton comes with torch for CUDA."""
 UNDECAYED = r"(^|[._])norm\.weight$|\.bias$|^tok_embeddings\."
@@ -69,12 +68,8 @@ def require_llama(config: PretrainedConfig) -> dict[str, Any]:
     """
     if config.model_type != "llama":
         raise UserError(f"this loop supports only llama of its models, not {config.model_type}")
-    for key, value in (
-        ("attention_bias", False),
-        ("mlp_bias", False),
-        ("attention_dropout", 0.0),
-        ("hidden_act", "silu"),
-    ):
+    its = {"attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0, "hidden_act": "silu"}
+    for key, value in its.items():
         if getattr(config, key, value) != value:
             raise UserError(f"its Llama has {key} = {value}, this one {getattr(config, key)}")
     return _rope(dict(config.rope_parameters))

@@ -182,14 +182,9 @@ def optimizer_of(spec: Spec) -> OptimizersContainer.Config:
     section = spec.optimizer
     options = {"lr": section["learning_rate"], "betas": tuple(section["betas"]), "eps": section["eps"]}
     decays = ((UNDECAYED, 0.0), (".*", section["weight_decay"]))  # the first pattern that matches counts
-    return OptimizersContainer.Config(
-        param_groups=[
-            ParamGroupConfig(
-                pattern=pattern, optimizer_name="AdamW", optimizer_kwargs={**options, "weight_decay": decay}
-            )
-            for pattern, decay in decays
-        ]
-    )
+    given = [(pattern, {**options, "weight_decay": decay}) for pattern, decay in decays]
+    groups = [ParamGroupConfig(pattern=each, optimizer_name="AdamW", optimizer_kwargs=kwargs) for each, kwargs in given]
+    return OptimizersContainer.Config(param_groups=groups)
 
 
 def model_of(shape: PretrainedConfig, *, length: int, on_cuda: bool) -> Llama3Model.Config:

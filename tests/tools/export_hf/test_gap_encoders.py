@@ -206,12 +206,9 @@ def test_data_of_another_kind_are_refused(
     (folder / "scored.yaml").write_text(yaml.safe_dump(scored))
     write_rows(folder / "new.jsonl", "sequence", 9, labels=("good", "dull"))
     for data, problem in (
-        ("mlm-others.txt", "is text, and task = classify reads rows; give them as JSONL or Parquet"),
-        ("new.jsonl", "has rows with the label 'dull', which the model does not know; remove them"),
-        (
-            "scored.yaml",
-            "has task = classify, classify.kind = regression, and the run that is exported task = classify, ",
-        ),
+        ("mlm-others.txt", "is text, and task = classify reads rows; give JSONL or Parquet"),
+        ("new.jsonl", "has the label 'dull', which is new to the model; remove it"),
+        ("scored.yaml", "has task = classify, classify.kind = regression, the exported run task = classify, "),
     ):
         command = [str(checkpoint), str(tmp_path / "out"), "--dtype", "bf16", "--compare-logits", f"{folder}/{data}"]
         assert main(command) == 2

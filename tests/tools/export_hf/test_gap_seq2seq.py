@@ -125,8 +125,8 @@ def test_what_holds_no_pairs_is_refused(
 ) -> None:
     (folder / "causal.yaml").write_text(yaml.safe_dump({"task": "pretrain", "model": {"architecture": "llama"}}))
     for data, problem in (
-        ("plain.txt", "plain.txt: is text, and task = seq2seq reads rows; give them as JSONL or Parquet"),
-        ("causal.yaml", "has task = pretrain, and the run that is exported task = seq2seq; give one that trains"),
+        ("plain.txt", "plain.txt: is text, and task = seq2seq reads rows; give JSONL or Parquet"),
+        ("causal.yaml", "has task = pretrain, the exported run task = seq2seq; give one that trains"),
     ):
         assert main([str(checkpoint), str(tmp_path / "out"), "--dtype", "bf16", "--compare-logits", f"{folder}/{data}"])
         said = capsys.readouterr().err

@@ -49,11 +49,7 @@ def test_a_new_repository_is_created_and_gets_every_file(tmp_path: Path, visibil
     [
         ("a/b/c", {}, "--push-to-hub a/b/c: not a repository's name (Repo id must be in the form"),
         ("a", {"HF_HUB_OFFLINE": "1"}, "--push-to-hub a: HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set; unset it"),
-        (
-            "a",
-            {"TRANSFORMERS_OFFLINE": "1"},
-            "--push-to-hub a: HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set; unset it",
-        ),
+        ("a", {"TRANSFORMERS_OFFLINE": "1"}, "--push-to-hub a: HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set; unset"),
         ("a", {"HF_TOKEN": ""}, "--push-to-hub a: there is no token; set HF_TOKEN, or log in with `hf auth login`"),
         ("a", {"HF_TOKEN": "hf_wrong"}, "Invalid user token. The token from HF_TOKEN environment variable is invalid"),
         ("a", {"HF_ENDPOINT": "http://127.0.0.1:9"}, "http://127.0.0.1:9: [Errno 111] Connection refused; check the"),
