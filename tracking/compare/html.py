@@ -45,7 +45,7 @@ def page(comparison: Comparison) -> str:
         verdicts=comparison.verdicts,
         pairs=comparison.pairs,
         measures=comparison.measures,
-        main=COLUMN_TITLES.keys() | {"status"},
+        main=COLUMN_TITLES.keys() | {"verdict"},
         titles=COLUMN_TITLES,
         differences=comparison.differences,
         data=data(comparison),
@@ -96,7 +96,7 @@ def run_data(run: RunFacts) -> dict[str, Any]:
 
 def _drawn(run: RunFacts) -> dict[str, Any]:
     curves = {"curve": curve(run), "means": means(run), "validation": validation(run), "marks": marks(run)}
-    return {"label": run.label, "status": run.status, **curves}
+    return {"label": run.label, "verdict": run.verdict.word, **curves}
 
 
 def _places(pair: Pair) -> list[int]:

@@ -57,7 +57,7 @@ def measures(runs: Sequence[RunFacts], *, price: float | None) -> list[Measure]:
     tokens = _shared(runs, lambda run: run.columns.tokens)
     seconds = _shared(runs, lambda run: run.columns.seconds)
     rows = [
-        Measure("status", "status", "text", "", tuple(run.status_and_cause for run in runs)),
+        Measure("verdict", "verdict", "text", "", tuple(run.verdict.text for run in runs)),
         _loss("loss_at_equal_tokens", f"training loss at {tokens:,.0f} tokens", runs, tokens, "tokens"),
         _loss("loss_at_equal_time", f"training loss after {format_seconds(seconds)}", runs, seconds, "seconds"),
         *_validation(runs),

@@ -55,7 +55,7 @@ def _show_caveats(comparison: Comparison, console: Console) -> None:
 def _show_runs(comparison: Comparison, console: Console) -> None:
     for index, run in enumerate(comparison.runs):
         text = words(run.label, "bold")
-        text.append(shown(f"  {'baseline, ' if index == 0 else ''}{run.status_and_cause}, {run.source}"), style="dim")
+        text.append(shown(f"  {'baseline, ' if index == 0 else ''}{run.verdict.text}, {run.source}"), style="dim")
         console.print(text, soft_wrap=True)
 
 
