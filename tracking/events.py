@@ -62,7 +62,7 @@ TEXT_FIELDS = frozenset(
             "loss_unit",
             "verdict_text",
             "next_command",
-            "lost_updates",
+            "standstill",
             "found_by",
             "outcome",
             "why",

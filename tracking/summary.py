@@ -37,7 +37,7 @@ class Summary:
         self.name = facts.label
         self.verdict = facts.verdict
         self.exit_code: int | None = facts.end["exit_code"] if facts.end else None
-        self.lost_updates: str = (facts.end or {}).get("lost_updates") or ""
+        self.standstill: str = (facts.end or {}).get("standstill") or ""
         """Sentence about modules whose updates rounding lost, as the run's end recorded it."""
         self.sessions = facts.counts["run_start"]
         self.start = facts.start

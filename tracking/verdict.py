@@ -65,6 +65,7 @@ SKIPPED = 0.05
 """Share of skipped steps from which they are a warning, where there are more than a loss scale needs to settle."""
 _SETTLING = 10
 _WINDOWS = (5, 50)  # least and most losses in a window; a twentieth of all in between
+_FEW = 10  # losses of which twice SIGMAS are asked: chance itself is poorly known
 _SMALLEST = 1e-3  # a loss below is taken for this, as the logarithm of 0 is none
 _MOST_LOSSES = 4096
 _UNDECIDED_SKIPS = 10  # of a running run's first steps, before it is said not to learn
@@ -236,9 +237,9 @@ def _not_learning(
         return status.cause, evidence.skipped_since
     if evidence.applied >= FEWEST and evidence.largest_lr == 0.0 and status.over:
         return "the learning rate was 0 in every applied step", since
-    if course is None or course.fallen >= FLAT:
+    if course is None or course.fallen >= FLAT or status.state == "aborted":
         return None
-    if lost := (status.end or {}).get("lost_updates"):
+    if lost := (status.end or {}).get("standstill"):
         return f"its loss has not fallen, and {lost}", since
     warmup = (config.get("schedule") or {}).get("warmup_steps") or 0
     model = config.get("model") or {}
@@ -270,8 +271,8 @@ class _Course:
 def _course(evidence: Evidence) -> _Course | None:
     """The course of the loss of the applied steps; None of a run with fewer than FEWEST.
 
-    Chance is taken from the logarithms: the variance inside a window, but no less than a quarter of its median over all
-    windows, and how far windows usually lie from the next one, which noise that lasts for several steps makes larger.
+    Chance is taken from the logarithms: the variance inside a window, from one loss to the next, but no less than half of
+    its mean over all windows but the worst; and how far windows usually lie apart, which noise that lasts makes larger.
     """
     steps, losses = evidence.curve()
     if len(losses) < FEWEST:
@@ -282,19 +283,20 @@ def _course(evidence: Evidence) -> _Course | None:
     logs = np.log(np.maximum(losses, _SMALLEST))
     windows = logs[len(logs) - count * size :].reshape(count, size)
     inside = np.square(np.diff(windows, axis=1)).mean(axis=1) / 2
-    usual = float(np.median(inside))
+    usual = float((inside.sum() - inside.max()) / (count - 1))
     means = np.concatenate([logs[:1], windows.mean(axis=1)])
     moves = np.diff(means[1:])
     between = 1.4826 * float(np.median(np.abs(moves - np.median(moves)))) if len(moves) >= least else 0.0
     squares = np.concatenate([[usual], np.maximum(inside, usual / 2) / size])
     level = np.exp(means)
     bound, risen = np.full(count + 1, math.inf), np.zeros(count + 1, bool)
+    sigmas = SIGMAS * (1 + _FEW / len(losses))
     for at in range(1, count + 1):
         low = int(np.argmin(level[:at]))
         bound[at] = level[low] + max(RISE * level[low], LOST * (level[: low + 1].max() - level[low]))
         pair = slice(at, at + 2)
         chance = max(math.sqrt(squares[low] + squares[pair].mean() / 2), between * math.sqrt(0.75))
-        risen[at] = level[pair].min() >= bound[at] and means[pair].mean() - means[low] >= SIGMAS * chance
+        risen[at] = level[pair].min() >= bound[at] and means[pair].mean() - means[low] >= sigmas * chance
     risen[-1] = risen[-2]  # a pair that ends with the last window
     begins = len(losses) - count * size + size * np.arange(count)
     since, until = steps[np.concatenate([[0], begins])], steps[np.concatenate([[0], begins + size - 1])]
@@ -349,7 +351,7 @@ def _checkpoint(folder: Path | None, step: int) -> Path | None:
 def _anew(
     command: str, config: Mapping[str, Any], factor: float, *, least: float = 0.0, checkpoint: Path | None = None
 ) -> str:
-    """The command of another run, from `checkpoint` or anew; its learning rate is `factor` times as large, or `least`."""
+    """The command of another run, from `checkpoint` or anew, whose learning rate is `factor` times as large."""
     rate, name = (config.get("optimizer") or {}).get("learning_rate"), (config.get("run") or {}).get("name")
     if not isinstance(rate, int | float) or not name:
         return ""

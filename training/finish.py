@@ -60,7 +60,7 @@ def _judge(parts: Parts, end: dict[str, Any]) -> tuple[Verdict | None, dict[str,
         lost = still_sentence(read_heat(run_dir.events), after=parts.resolved.config.schedule.warmup_steps)
     except UserError:
         return None, {}
-    final = end | {"time": time.time(), "lost_updates": lost}
+    final = end | {"time": time.time(), "standstill": lost}
     verdict = replace(facts, checked=ended(final, end["step"])).verdict
     return verdict, {
         "verdict": verdict.word,
@@ -68,7 +68,7 @@ def _judge(parts: Parts, end: dict[str, Any]) -> tuple[Verdict | None, dict[str,
         "since_step": verdict.step,
         "next_command": verdict.command,
         "warnings": verdict.warnings,
-        "lost_updates": lost,
+        "standstill": lost,
     }
 
 
@@ -105,8 +105,8 @@ def _report(parts: Parts, sample: str | None, ending: Ending, verdict: Verdict |
         report = write_report(run_dir, sample=sample, resume_command=command)
         summary = summarise(run_dir)
         screen.print(summary_table(run_dir, summary))
-        if summary.lost_updates:
-            screen.print(words(f"! {summary.lost_updates}", "yellow"))
+        if summary.standstill:
+            screen.print(words(f"! {summary.standstill}", "yellow"))
         if sample:
             screen.print(printable(redact(sample.strip())), style="dim")
         screen.print(words(f"report   {os.path.relpath(report)}"))

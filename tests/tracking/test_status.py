@@ -52,9 +52,7 @@ def record(folder: Path, *, steps: int = 3, age: float = 1.0, **end: object) -> 
     record.close()
 
 
-@pytest.mark.parametrize(
-    ("status", "code"), [("done", 0), ("preempted", 75), ("aborted", 3), ("crashed", 69)]
-)
+@pytest.mark.parametrize(("status", "code"), [("done", 0), ("preempted", 75), ("aborted", 3), ("crashed", 69)])
 def test_a_recorded_end_is_the_status(tmp_path, status, code):
     record(tmp_path / "demo", status=status, exit_code=code, reason="the loss\nis nan" if code else "")
     found = run_status(tmp_path / "demo")
