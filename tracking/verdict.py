@@ -271,8 +271,8 @@ class _Course:
 def _course(evidence: Evidence) -> _Course | None:
     """The course of the loss of the applied steps; None of a run with fewer than FEWEST.
 
-    Chance is taken from the logarithms: the variance inside a window, from one loss to the next, but no less than half of
-    its mean over all windows but the worst; and how far windows usually lie apart, which noise that lasts makes larger.
+    Chance is taken from the logarithms: the variance inside a window, from one loss to the next, but at least half of
+    its mean over all windows but the worst; and how far windows usually lie apart, more where noise lasts.
     """
     steps, losses = evidence.curve()
     if len(losses) < FEWEST:

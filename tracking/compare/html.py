@@ -14,8 +14,8 @@ from tracking.compare.measures import Measure
 from tracking.compare.result import Comparison, Pair
 from tracking.compare.text import (
     COLUMN_TITLES,
-    COMPARABLE,
     SIDE_BY_SIDE,
+    comparable,
     event_line,
     format_measure,
     runs_by_value,
@@ -41,7 +41,7 @@ def page(comparison: Comparison) -> str:
         few=len(labels) <= SIDE_BY_SIDE,
         repeats=any(len(group.runs) > 1 for group in comparison.groups),
         caveats=comparison.caveats,
-        comparable=COMPARABLE,
+        comparable=comparable(comparison),
         verdicts=comparison.verdicts,
         pairs=comparison.pairs,
         measures=comparison.measures,

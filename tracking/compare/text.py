@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from config.printable import line, shown
-from tracking.compare.differences import Difference, format_value
+from tracking.compare.differences import Difference, format_value, rates_are_compared
 from tracking.compare.measures import Measure
 from tracking.compare.result import Comparison, Pair
 from tracking.console import format_seconds, human
@@ -43,9 +43,15 @@ def show(comparison: Comparison, console: Console) -> None:
     console.print(_measures_table(comparison).grid(boxed=False))
 
 
+def comparable(comparison: Comparison) -> str:
+    """Sentence about runs without a caveat."""
+    rates = rates_are_compared(comparison.differences)
+    return f"{COMPARABLE}{'; the learning rate is what is compared' if rates else ''}"
+
+
 def _show_caveats(comparison: Comparison, console: Console) -> None:
     if not comparison.caveats:
-        console.print(Text(f"\n{COMPARABLE}", style="bold green"))
+        console.print(Text(f"\n{comparable(comparison)}", style="bold green"))
         return
     console.print(Text("\nNot directly comparable", style="bold yellow"))
     for caveat in comparison.caveats:
