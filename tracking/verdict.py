@@ -190,15 +190,16 @@ def judge(
     def verdict(word: Word, cause: str, step: int | None = None, command: str = "") -> Verdict:
         return Verdict(word, line(cause), step, command, evidence.warnings, status.over)
 
+    course = _course(evidence)
+    diverged, again = _diverged(evidence, course), resume_command
+    if diverged is not None:
+        again = _anew(resume_command, config, 0.1, checkpoint=_checkpoint(folder, diverged[2]))
     if status.state in ("killed", "crashed"):
         killed = status.state == "killed" or "was killed by SIG" in status.cause
-        return verdict("killed" if killed else "crashed", status.cause, status.step, resume_command)
-    course = _course(evidence)
-    if (diverged := _diverged(evidence, course)) is not None:
-        cause, step, sound = diverged
-        return verdict(
-            "diverged", cause, step, _anew(resume_command, config, 0.1, checkpoint=_checkpoint(folder, sound))
-        )
+        before = f"; before that {diverged[0]}" if diverged is not None else ""
+        return verdict("killed" if killed else "crashed", status.cause + before, status.step, again)
+    if diverged is not None:
+        return verdict("diverged", diverged[0], diverged[1], again)
     if (not_learning := _not_learning(evidence, course, status, config)) is not None:
         cause, step = not_learning
         if evidence.applied:

@@ -168,6 +168,11 @@ def test_a_running_run_that_diverged_is_not_shown_as_running() -> None:
     assert of_losses([2.0] * 40, ended({"status": "preempted", "exit_code": 75, "time": 1.0}, 40)).word == "stopped"
 
 
+def test_a_killed_run_that_diverged_is_not_told_to_resume() -> None:
+    found = of_losses([2.0] * 20 + [60.0] * 20, Status("killed", "its process is gone", 40))
+    assert found.word == "killed" and "before that its loss rose" in found.cause and "learning_rate=" in found.command
+
+
 def test_what_a_rollback_or_a_restart_left_behind_is_forgotten() -> None:
     rolled = evidence_of([3.0] * 30 + [80.0] * 30)
     assert judge(rolled, DONE).word == "diverged"
