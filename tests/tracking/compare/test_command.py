@@ -294,8 +294,9 @@ def test_a_run_that_is_being_written_or_crashed_is_compared(tmp_path: Path) -> N
     lines = live.events.read_bytes().splitlines(keepends=True)
     live.events.write_bytes(b"".join(lines[:-1]) + b'{"event":"step","st')
     comparison = _compared(base, live)
-    assert comparison.runs[1].status == "crashed" and "no end was recorded" in comparison.runs[1].cause
-    assert _compared(base, live).as_dict()["runs"][1]["cause"] == comparison.runs[1].cause
+    verdict = comparison.runs[1].verdict
+    assert verdict.word == "killed" and "no end was recorded" in verdict.cause
+    assert comparison.as_dict()["runs"][1]["verdict"] == verdict.as_dict()
     assert comparison.pairs[0].headline == "identical to step 25, the last that both have"
 
 
@@ -342,7 +343,9 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     other = str(write_run(tmp_path, "other", change=_from(20, loss=4.0), config={"hub_token": SECRET}).path)
     assert main([base, other]) == 0, "without --tolerance nothing is gated"
     text = capsys.readouterr().out
-    assert "identical to step 19, diverge at step 20" in text and "base  baseline, done" in text and SECRET not in text
+    assert (
+        "identical to step 19, diverge at step 20" in text and "base  baseline, healthy" in text and SECRET not in text
+    )
     assert main([base, same, "--tolerance", "0"]) == 0 and main([base, other, "--tolerance", "0.01"]) == 3
     assert main([base, other, "--tolerance", "0.01", "--absolute", "3"]) == 0
     capsys.readouterr()
