@@ -135,6 +135,11 @@ def flushed_share(spread: Spread, scale: float) -> float:
 def largest_scale(spreads: Mapping[str, Mapping[str, Spread]], limits: Limits) -> float:
     """The largest power of two, at least 1, at which no gradient of any region leaves its headroom."""
     largest = max((found.get(kind, NOTHING).maximum for found in spreads.values() for kind in SCALED), default=0.0)
+    return scale_for(largest, limits)
+
+
+def scale_for(largest: float, limits: Limits) -> float:
+    """The largest power of two, at least 1, at which a gradient of this size does not leave its headroom."""
     if not largest:
         return 1.0
     room = FP16_LARGEST / limits.headroom / largest
@@ -195,7 +200,7 @@ def propose(
     default: Compute = ambient or _ambient(choices, spreads, scale, limits)
     uses_fp16 = default == "fp16" or any(choice.compute == "fp16" for choice in choices.values())
     return Proposal(
-        manifest={"default": default, "rules": rules_for(choices)},
+        manifest={"default": default, **({"loss_scale": int(scale)} if uses_fp16 else {}), "rules": rules_for(choices)},
         choices=choices,
         loss_scale=scale if uses_fp16 else None,
         low_precision_share=low / max(total, 1),

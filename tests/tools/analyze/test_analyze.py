@@ -1,11 +1,10 @@
 """The manifest analysis: errors against plain torch at every ZeRO stage, no trace in the training, and the command."""
 
 import math
+from typing import Any
 
 import pytest
 
-from config.command_line import read_command_line
-from config.launcher import as_launched
 from tests.tools.analyze import analyze_cases
 from tools.analyze import command as analyze
 from tools.analyze.plot import extent
@@ -28,7 +27,8 @@ def test_gradient_errors_are_those_of_plain_torch(pair, tmp_path, stage):
         assert found["set by hand"] == pytest.approx(found["one 1"], rel=1e-6)  # the FP32 regions are back and work
         for name, expected in result["expected"].items():
             assert expected[0] > 1e-4 and expected[1] > 1e-4 and expected[0] != expected[1]
-            assert found[f"{name} 4096"] == pytest.approx(expected, rel=0.02), name
+            at_a_scale = name if name.startswith("cast") else f"{name} 4096"
+            assert found[at_a_scale] == pytest.approx(expected, rel=0.02), name
         assert found["bf16 1"] == pytest.approx(found["bf16 4096"], rel=1e-6)  # a scale is nothing to BF16
         assert found["fp16 1"][0] > 1.2 * found["fp16 4096"][0]  # and saves small gradients in FP16
 
@@ -91,13 +91,17 @@ def test_layers_that_bear_fp8_get_it_within_the_error_that_is_allowed(pair, tmp_
 
 def test_what_bears_no_fp8_is_rejected():
     checked = {"proposal": {"error": 0.03}, "uniform bf16": {"error": 0.01}}
-    tree = {"limits": {"fp8": 0.05}, "validation": checked, "proposal": {"low_precision_share": 1.0, "fp8_share": 0.5}}
+    tree: dict[str, Any] = {
+        "uniform": None,
+        "limits": {"fp8": 0.05},
+        "validation": checked,
+        "proposal": {"low_precision_share": 1.0, "fp8_share": 0.5},
+    }
     assert analyze.rejection_reason(tree) is None
     assert "no module bears FP8" in analyze.rejection_reason(
         tree | {"proposal": {"low_precision_share": 1, "fp8_share": 0}}
     )
     assert "beyond --fp8 0.02" in analyze.rejection_reason(tree | {"limits": {"fp8": 0.02}})
-    assert "no smaller than uniform BF16" in analyze.rejection_reason(tree | {"limits": {"fp8": 0.0}})
 
 
 @pytest.mark.slow
@@ -112,15 +116,15 @@ def test_the_table_shows_the_error_that_was_decided_by():
     }
     proposal = {"choices": choices | {"head": {"compute": "bf16", "sensitivity": 0.0}}}
     result = {"proposal": proposal, "units": units, "other_flops": 0, "limits": {"fp8": 0.5}}
-    head, *rows = analyze.table(result)
-    assert head[3] == "of FP8's squared error"
-    assert [(row[0], *row[2:]) for row in rows] == [
+    table = analyze.regions_table(result)
+    assert table.head[3] == "of FP8's squared error"
+    assert [(row[0], *row[2:]) for row in table.rows] == [
         ("layers.1.q", "bf16", "64.0%", "30.0%"),
         ("layers.0.q", "fp8", "36.0%", "30.0%"),
         ("head", "bf16", "-", "40.0%"),
     ]
-    head, *rows = analyze.table({**result, "limits": {"fp8": 0.0}})
-    assert head[3] == "of BF16's squared error" and [row[3] for row in rows] == ["90.0%", "10.0%", "0.0%"]
+    table = analyze.regions_table({**result, "limits": {"fp8": 0.0}})
+    assert table.head[3] == "of BF16's squared error" and [row[3] for row in table.rows] == ["90.0%", "10.0%", "0.0%"]
 
 
 def test_patterns_stand_for_their_layers_when_there_are_too_many_regions(pair, tmp_path):
@@ -163,18 +167,6 @@ def test_mistakes_are_one_line_and_exit_code_2(tmp_path, capsys, arguments, word
     assert code == 2 and captured.err.startswith("error: ") and captured.err.count("\n") == 1
     assert words in captured.err
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("policy", ["deepspeed", "adaptive"])
-@pytest.mark.parametrize("scale", [None, 1.0, 2.0**21, 2.0**40])
-def test_a_proposed_loss_scale_starts_a_run(policy, scale):
-    """Also one of more digits than a printed number has, and one above what the policy allows."""
-    given = ["--config", "config/recipes/demo_fp16.yaml", f"precision.loss_scale.policy={policy}"]
-    section = read_command_line(given, as_launched(2)).config.precision.loss_scale
-    override = analyze.initial_scale(scale, section.largest_scale)
-    found = read_command_line([*given, *override], as_launched(2)).config.precision.loss_scale
-    expected = {None: section.initial_scale, 2.0**40: min(2.0**40, section.largest_scale)}
-    assert found.initial_scale == expected.get(scale, scale)
 
 
 def test_extents_hold_all_but_the_tails():
