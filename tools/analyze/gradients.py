@@ -139,8 +139,8 @@ def under_manifest(engine: Engine, manifest: Mapping[str, Any]) -> Iterator[None
 def on_the_cast_path(engine: Engine, compute: str, *, routers: str) -> Iterator[None]:
     """Context in which the engine's model computes as one whose weights DeepSpeed has cast, without autocast.
 
-    As in such a run, buffers keep their dtype, the gradients of a tied weight are summed in 16 bits, and routers may be
-    in FP32. routers: precision.routers.
+    As in such a run, buffers keep their dtype, routers may be in FP32, and the gradients of a tied weight are summed in
+    16 bits; at ZeRO-3 in FP32, since its weights are cast in each use. routers: precision.routers.
     """
     model, dtype = engine.model, DTYPES[compute]
     with _without_regions(engine), ExitStack() as stack:

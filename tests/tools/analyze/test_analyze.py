@@ -1,10 +1,16 @@
 """The manifest analysis: errors against plain torch at every ZeRO stage, no trace in the training, and the command."""
 
+import json
 import math
 from typing import Any
 
 import pytest
 
+from config.command_line import read_command_line
+from config.errors import UserError
+from config.launcher import as_launched
+from config.schema import LossScaleSection
+from precision.manifest import load_manifest
 from tests.tools.analyze import analyze_cases
 from tools.analyze import command as analyze
 from tools.analyze.plot import extent
@@ -27,8 +33,10 @@ def test_gradient_errors_are_those_of_plain_torch(pair, tmp_path, stage):
         assert found["set by hand"] == pytest.approx(found["one 1"], rel=1e-6)  # the FP32 regions are back and work
         for name, expected in result["expected"].items():
             assert expected[0] > 1e-4 and expected[1] > 1e-4 and expected[0] != expected[1]
-            at_a_scale = name if name.startswith("cast") else f"{name} 4096"
-            assert found[at_a_scale] == pytest.approx(expected, rel=0.02), name
+            cast = name.startswith("cast")
+            tied_in_fp32 = cast and stage == 3  # where ZeRO-3 has a tied weight cast twice
+            measured = found[name if cast else f"{name} 4096"]
+            assert measured == pytest.approx(expected, rel=0.1 if tied_in_fp32 else 0.02), name
         assert found["bf16 1"] == pytest.approx(found["bf16 4096"], rel=1e-6)  # a scale is nothing to BF16
         assert found["fp16 1"][0] > 1.2 * found["fp16 4096"][0]  # and saves small gradients in FP16
 
@@ -167,6 +175,33 @@ def test_mistakes_are_one_line_and_exit_code_2(tmp_path, capsys, arguments, word
     assert code == 2 and captured.err.startswith("error: ") and captured.err.count("\n") == 1
     assert words in captured.err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("policy", ["deepspeed", "adaptive"])
+@pytest.mark.parametrize("scale", [None, 1, 2**21, 2**40])
+def test_a_run_starts_at_the_loss_scale_of_its_manifest(tmp_path, policy, scale):
+    """Also at one above what the policy allows; a config that sets one starts there."""
+    path = tmp_path / "manifest.json"
+    path.write_text(json.dumps({"default": "fp16"} | ({} if scale is None else {"loss_scale": scale})))
+    given = ["--config", "config/recipes/demo.yaml", f"precision.manifest={path}"]
+
+    def started(*more: str) -> LossScaleSection:
+        words = [*given, f"precision.loss_scale.policy={policy}", *more]
+        return read_command_line(words, as_launched(2)).config.precision.loss_scale
+
+    section = LossScaleSection(policy=policy)
+    expected = section.initial_scale if scale is None else min(scale, section.largest_scale)
+    assert started().initial_scale == expected
+    assert started("precision.loss_scale.initial=8").initial_scale == 8
+    assert load_manifest(path).loss_scale == scale
+
+
+def test_a_loss_scale_that_is_no_power_of_two_is_refused(tmp_path):
+    path = tmp_path / "manifest.json"
+    for scale in (3, 0.5, 0):
+        path.write_text(json.dumps({"default": "fp16", "loss_scale": scale}))
+        with pytest.raises(UserError, match=rf"loss_scale = {scale:g} is not a power of two from 1 on"):
+            load_manifest(path)
 
 
 def test_extents_hold_all_but_the_tails():
