@@ -143,22 +143,17 @@ def _check_store(section: CheckpointSection, where: str) -> None:
 def _with_resolved_values(config: Config, compute: Dtype, path: Path, json_path: Path) -> Config:
     """`config` with its open values filled in, so that the run folder's config.yaml starts the same run again."""
     config = settle_task(config)
-    manifest, loss_scale = config.precision.manifest, config.precision.loss_scale
+    manifest, scaling = config.precision.manifest, config.precision.loss_scale
     if manifest is not None:
         found = first_file(Path(manifest).expanduser(), [path.parent, Path(), REPOSITORY])
         if found is None:
             raise UserError(f"{path}: precision.manifest = '{manifest}' does not exist; see config/manifests/")
-        manifest = _portable(found)
-        scale = read_object(found, "precision manifest").get("loss_scale")
-        if loss_scale.initial is None and isinstance(scale, int | float):  # precision/manifest.py refuses all else
-            loss_scale = dataclasses.replace(loss_scale, initial=min(float(scale), loss_scale.largest_scale))
-    return dataclasses.replace(
-        config,
-        precision=dataclasses.replace(
-            config.precision, compute=compute, manifest=manifest, loss_scale=loss_scale.resolved()
-        ),
-        deepspeed=DeepSpeedSection(config=_portable(json_path)),  # which says stage and offload too
-    )
+        manifest, scale = _portable(found), read_object(found, "precision manifest").get("loss_scale")
+        if scaling.initial is None and isinstance(scale, int) and scale > 0:  # precision/manifest.py refuses all else
+            scaling = dataclasses.replace(scaling, initial=min(float(scale), scaling.largest_scale))
+    precision = dataclasses.replace(config.precision, compute=compute, manifest=manifest, loss_scale=scaling.resolved())
+    # the JSON says stage and offload too
+    return dataclasses.replace(config, precision=precision, deepspeed=DeepSpeedSection(config=_portable(json_path)))
 
 
 def _portable(path: Path) -> str:

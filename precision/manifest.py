@@ -19,7 +19,6 @@ This module only decides; `precision.regions` applies the decision to a model.
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -63,8 +62,6 @@ class Manifest:
     """Rules in the order of the file; the last match wins."""
     path: Path
     """File that the manifest was read from, for messages."""
-    loss_scale: float | None = None
-    """First loss scale of a run whose config sets none; None: the policy's own."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +76,11 @@ class Assignment:
 
 @dataclass(frozen=True)
 class _File:
-    """The keys of the file; $schema aside, which editors read."""
+    """The keys of the file; $schema aside, which editors read. loss_scale is read by config/resolved.py."""
 
     default: Compute
     rules: tuple[Rule, ...] = ()
-    loss_scale: float | None = None
+    loss_scale: int | None = None
 
 
 RegionKind = Literal["matmul", "attention", "functional", "norm"]
@@ -110,9 +107,9 @@ def load_manifest(path: Path) -> Manifest:
     if file.default == "fp8":
         fix = 'set it to bf16, and fp8 by a rule with "module_class": "Linear"'
         raise UserError(f"{path}: default = fp8: only linear layers compute in it, and take other inputs; {fix}")
-    if file.loss_scale is not None and not (file.loss_scale >= 1 and math.frexp(file.loss_scale)[0] == 0.5):
-        raise UserError(f"{path}: loss_scale = {file.loss_scale:g} is not a power of two from 1 on; write one")
-    return Manifest(file.default, file.rules, path, file.loss_scale)
+    if file.loss_scale is not None and (file.loss_scale < 1 or file.loss_scale.bit_count() != 1):
+        raise UserError(f"{path}: loss_scale = {file.loss_scale} is not a power of two from 1 on; write one")
+    return Manifest(file.default, file.rules, path)
 
 
 def find_regions(model: torch.nn.Module) -> dict[str, RegionKind]:
