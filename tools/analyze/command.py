@@ -181,7 +181,8 @@ def stored_lines(result: dict[str, Any]) -> list[str]:
     if beyond is not None:
         fits = f"uniform FP16 cannot work at any loss scale, the first beyond its {FP16_LARGEST:,.0f} is {beyond}"
     elif value.value * headroom > FP16_LARGEST:
-        fits = f"leaves no {headroom:g}x headroom below FP16's {FP16_LARGEST:,.0f}"
+        room = math.floor(10 * FP16_LARGEST / value.value) / 10
+        fits = f"uniform FP16 has {room:g}x headroom, and is proposed only by --headroom {room:g} or less"
     return [f"largest value {value}: {fits}", f"largest gradient {gradient}: bears a loss scale of {scale:.0f}"]
 
 

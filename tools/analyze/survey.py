@@ -182,19 +182,26 @@ def _decide(
     """The best of a few proposals, on a batch that was measured before; their errors and those of uniform dtypes.
 
     Promotions to FP32 cost FLOPs, so they stay only when they lower the error by five percent. An FP32 ambient dtype
-    costs memory, so it is chosen only when a 16-bit one is no better than uniform BF16. given: what `propose` also
-    takes.
+    costs memory, so it is chosen only when a 16-bit one is no better than a uniform dtype; then also FP16 wherever
+    nothing overflows, however much it flushes, and FP32 elsewhere, where enough FLOPs stay in 16 bits. given: what
+    `propose` also takes.
     """
+    limits: Limits = given["limits"]
     named = {
         "16 bits": propose(units, spreads, promote=False, **given),
         "promoted": propose(units, spreads, **given),
         "promoted, FP32 ambient": propose(units, spreads, ambient="fp32", **given),
     }
+    ranges = given | {"limits": replace(limits, flushed=1.0)}
+    in_fp16 = propose(units, spreads, promote=False, ambient="fp32", otherwise="fp32", **ranges)
+    if in_fp16.low_precision_share >= limits.floor * named["16 bits"].low_precision_share:
+        named["FP16 or FP32"] = in_fp16
     candidates = {name: _runnable(one) for name, one in named.items()}
     errors = _errors(engine, candidates | _regions_alone(uniform), batch)
     best = "promoted" if errors["promoted"] < WORTHWHILE * errors["16 bits"] else "16 bits"
-    if errors[best] >= WORTHWHILE * errors["uniform bf16"]:
-        best = min(best, "promoted, FP32 ambient", key=lambda name: errors[name])
+    if errors[best] >= WORTHWHILE * min(errors["uniform bf16"], errors["uniform fp16"]):
+        wider = [name for name in named if named[name].manifest["default"] == "fp32"]
+        best = min(best, *wider, key=lambda name: errors[name])
     return named[best], errors
 
 
