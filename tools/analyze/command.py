@@ -289,10 +289,8 @@ def _largest_table(result: dict[str, Any]) -> Table:
     rows = []
     for kind, peaks in result["stored"].items():
         for peak in sorted(peaks.values(), key=lambda peak: -float(peak["value"]))[:_LARGEST]:
-            token = "" if peak["token"] is None else repr(peak["token"])
-            rows.append(
-                (kind.replace("_", " "), f"{peak['value']:,.6g}", code(peak["place"]), code(token), peak["position"])
-            )
+            of = ("-", "-") if peak["token"] is None else (code(repr(peak["token"])), peak["position"])
+            rows.append((kind.replace("_", " "), f"{peak['value']:,.6g}", code(peak["place"]), *of))
     return Table(("kind", "largest", "at", "token", "position"), rows)
 
 

@@ -61,10 +61,12 @@ class Fp32Gradients:
         self._engine, self._batch = engine, batch
         self._generators = generators(engine.world.device)
         self._gradients: dict[str, torch.Tensor] = {}
+        self._sizes: dict[str, float] = {}
         self._loss = self._backward(1.0)
         for name, gradient in self._reduced(1.0):
             if engine.world.is_main:
                 self._gradients[name] = gradient.cpu()
+                self._sizes[name] = _squares(gradient.cpu(), torch.zeros(1).expand(gradient.numel()))[0]
         engine.discard_gradients()
 
     def error(self, *, scale: float = 1.0) -> GradientError:
@@ -78,9 +80,8 @@ class Fp32Gradients:
         finite = total = 0
         for name, gradient in self._reduced(scale):
             if world.is_main:
-                difference = gradient.cpu().double() - self._gradients[name].double()
-                squares[name] = float(difference.square().sum())
-                finite, total = finite + int(difference.isfinite().sum()), total + difference.numel()
+                squares[name], here = _squares(gradient.cpu(), self._gradients[name])
+                finite, total = finite + here, total + gradient.numel()
         self._engine.discard_gradients()
         loss_error = abs(loss - self._loss) / max(abs(self._loss), 1e-30)
         loss_error = loss_error if math.isfinite(loss_error) else math.inf
@@ -88,7 +89,7 @@ class Fp32Gradients:
 
     def _errors(self, off: dict[str, float]) -> tuple[float, float, str, float]:
         """Errors from squared differences by parameter, without those whose gradient is negligible: rounding noise."""
-        size = {name: float(self._gradients[name].double().square().sum()) for name in off}
+        size = {name: self._sizes[name] for name in off}
         floor = NEGLIGIBLE**2 * max(size.values(), default=0.0)
         errors = {
             name: relative(off[name], size[name]) for name in off if size[name] > floor or not math.isfinite(off[name])
@@ -118,6 +119,19 @@ class Fp32Gradients:
             gradient = whole_gradient(self._engine, parameter)
             if gradient is not None:
                 yield name, gradient / scale
+
+
+_PIECE = 1 << 18
+"""Values compared at a time, because it takes FP64 copies of them: the embedding of 262,144 tokens would take 4 GB."""
+
+
+def _squares(values: torch.Tensor, others: torch.Tensor) -> tuple[float, int]:
+    """The sum of the squared differences of two FP32 tensors, in FP64, and how many of them are finite."""
+    total, finite = 0.0, 0
+    for piece, other in zip(values.reshape(-1).split(_PIECE), others.reshape(-1).split(_PIECE), strict=True):
+        difference = piece.double() - other.double()
+        total, finite = total + float(difference.square().sum()), finite + int(difference.isfinite().sum())
+    return total, finite
 
 
 @contextmanager

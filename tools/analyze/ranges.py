@@ -33,7 +33,7 @@ HIGHEST_EXPONENT = 128
 """Above the largest FP32 number."""
 _BINS = HIGHEST_EXPONENT - LOWEST_EXPONENT + 1
 _ZEROS, _NONFINITE = _BINS, _BINS + 1
-_PIECE = 1 << 20
+_PIECE = 1 << 18
 """Values counted at a time, because the histogram has an index of 8 bytes for each."""
 
 
