@@ -17,6 +17,7 @@ from config.deepspeed.choice import find_deepspeed_json, first_file
 from config.deepspeed.document import offload, read_document, zero_stage
 from config.deepspeed.resolve import Dtype, compute_dtype, resolve_json
 from config.errors import UserError
+from config.json_text import read_object
 from config.launcher import check_agreement, deepspeed_config_file, launch_command, read_rank_env
 from config.load import load_config
 from config.machine.processes import launchers
@@ -138,19 +139,17 @@ def _check_store(section: CheckpointSection, where: str) -> None:
 def _with_resolved_values(config: Config, compute: Dtype, path: Path, json_path: Path) -> Config:
     """`config` with its open values filled in, so that the run folder's config.yaml starts the same run again."""
     config = settle_task(config)
-    manifest = config.precision.manifest
+    manifest, scaling = config.precision.manifest, config.precision.loss_scale
     if manifest is not None:
         found = first_file(Path(manifest).expanduser(), [path.parent, Path(), REPOSITORY])
         if found is None:
             raise UserError(f"{path}: precision.manifest = '{manifest}' does not exist; see config/manifests/")
-        manifest = _portable(found)
-    return dataclasses.replace(
-        config,
-        precision=dataclasses.replace(
-            config.precision, compute=compute, manifest=manifest, loss_scale=config.precision.loss_scale.resolved()
-        ),
-        deepspeed=DeepSpeedSection(config=_portable(json_path)),  # which says stage and offload too
-    )
+        manifest, scale = _portable(found), read_object(found, "precision manifest").get("loss_scale")
+        if scaling.initial is None and isinstance(scale, int) and scale > 0:  # precision/manifest.py refuses all else
+            scaling = dataclasses.replace(scaling, initial=min(float(scale), scaling.largest_scale))
+    precision = dataclasses.replace(config.precision, compute=compute, manifest=manifest, loss_scale=scaling.resolved())
+    # the JSON says stage and offload too
+    return dataclasses.replace(config, precision=precision, deepspeed=DeepSpeedSection(config=_portable(json_path)))
 
 
 def _portable(path: Path) -> str:

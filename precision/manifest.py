@@ -66,10 +66,11 @@ class Assignment:
 
 @dataclass(frozen=True)
 class _File:
-    """The keys of the file; $schema aside, which editors read."""
+    """The keys of the file; $schema aside, which editors read. loss_scale is read by config/resolved.py."""
 
     default: Compute
     rules: tuple[Rule, ...] = ()
+    loss_scale: int | None = None
 
 
 RegionKind = Literal["matmul", "attention", "functional", "norm"]
@@ -90,6 +91,8 @@ def load_manifest(path: Path) -> Manifest:
     if file.default == "fp8":
         fix = 'set it to bf16, and fp8 by a rule with "module_class": "Linear"'
         raise UserError(f"{path}: default = fp8: only linear layers compute in it, and take other inputs; {fix}")
+    if file.loss_scale is not None and (file.loss_scale < 1 or file.loss_scale.bit_count() != 1):
+        raise UserError(f"{path}: loss_scale = {file.loss_scale} is not a power of two from 1 on; write one")
     return Manifest(file.default, file.rules, path)
 
 

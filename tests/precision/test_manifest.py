@@ -46,7 +46,7 @@ def schema_problems(value: Any, schema: dict[str, Any]) -> list[str]:
     assert schema.keys() <= known | {"properties", "items", "anyOf", "pattern", "$ref"}, schema.keys()
     if "$ref" in schema:
         return schema_problems(value, SCHEMA["$defs"][schema["$ref"].rpartition("/")[2]])
-    kinds = {"object": dict, "array": list, "string": str}
+    kinds = {"object": dict, "array": list, "string": str, "integer": int}
     if "type" in schema and not isinstance(value, kinds[schema["type"]]):
         return [f"{value} is no {schema['type']}"]
     found = [f"{value} is not allowed"] if "enum" in schema and value not in schema["enum"] else []

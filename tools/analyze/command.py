@@ -3,13 +3,15 @@
     python -m tools.analyze --config FILE --out manifest.json [--steps 30] [--fp8 ERROR] [key.sub=value ...]
 
 A job of its own trains the config's first steps in FP32 on the config's own data and measures each region: the range of
-its activations, gradients and weights, and how far the gradient moves when it alone computes in BF16 or FP16. The
-manifest that follows is compared with FP32, uniform BF16 and uniform FP16 on held-out batches. It has to be closer to
-FP32 than uniform BF16, with at least one matmul in 16 bits; then it has to pass `tools.parity` over a few steps of
-the real job. Only then is it written. With --fp8 the linear layers that bear it compute in FP8: the most that keep the
-gradient error within ERROR, which takes the place of the comparison with uniform BF16. NAME.analysis.json has every
-number, NAME.png every region's range, NAME.parity/ the parity report. Exit code 0: written; 3: rejected (see
-NAME.rejected.json), or FP32 itself is not finite; 2: the command line or the config is wrong.
+its activations, gradients and weights, and how far the gradient moves when it alone computes in BF16 or FP16; and the
+largest value that is stored in 16 bits, with its module and token. The manifest that follows is compared with FP32, and
+with uniform BF16 and FP16 as a run without a manifest computes them, on held-out batches. It has to be closer to FP32
+than both, else the better of them is the proposal; then it has to pass `tools.parity` over a few steps of the real job.
+Only then is it written, with its loss scale. With --fp8 the linear layers that bear it compute in FP8: the most that
+keep the gradient error within ERROR, which takes the place of that comparison. NAME.analysis.json has every number,
+NAME.png every region's range, NAME.parity/ the parity report. Exit code 0: a manifest is written, or a uniform dtype is
+proposed and none is needed; 3: rejected (see NAME.rejected.json), FP32 itself is not finite, or the config asks for
+FP16 and stores values beyond it; 2: the command line or the config is wrong.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ from config.resolved import Resolved
 from launch.job import add_processes_option, default_processes, error_line_of, launch
 from precision.manifest import load_manifest
 from tools.analyze.plot import plot_ranges
-from tools.analyze.proposal import Limits, pattern_of
+from tools.analyze.proposal import FP16_LARGEST, SCALED, Limits, pattern_of
+from tools.analyze.stored import Peak, first_beyond, largest
 from tools.parity.gate import gate
 from tools.parity.jobs import plan
 from tracking.jsonl import plain
@@ -45,7 +48,10 @@ from tracking.pages import markdown
 from tracking.pages.document import write_document
 from tracking.pages.markdown import Table, code, section, text
 
-WRITTEN, CRASHED, REJECTED = 0, 1, 3
+PROPOSED, CRASHED, REJECTED = 0, 1, 3
+_LARGEST = 8
+"""Modules that the page lists of each kind of tensor."""
+_NONE_NEEDED = "none that was tried is closer to FP32 than a uniform dtype, which costs less; run with"
 _NO_MANIFEST = {"default": "fp32", "rules": []}
 
 
@@ -67,9 +73,11 @@ def analyze(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             "sequences": options.sequences,
             "most_regions": options.most_regions,
             "held_out": options.held_out,
+            "compute": given.compute,
             "limits": asdict(limits),
         }
         log = out.with_suffix(".log")
+        print(f"measuring; {log} says how far it is", flush=True)
         found = work / "survey.json"
         program = ("-m", "tools.analyze.survey", "--result", str(found), "--plan", json.dumps(measured), *arguments)
         launch(program, processes=options.processes, log=log)
@@ -83,7 +91,7 @@ def analyze(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         print(f"rejected: {result['failed']}", file=sys.stderr)
         return REJECTED
     result = {"config": str(options.config), "overrides": redact_arguments(list(overrides)), **measured, **result}
-    if options.parity_steps and rejection_reason(result) is None:
+    if options.parity_steps and rejection_reason(result) is None and result["uniform"] is None:
         result["parity"] = _parity(options, overrides, result["proposal"])
     return _publish(out, result)
 
@@ -99,7 +107,6 @@ def _parity(options: argparse.Namespace, overrides: Sequence[str], proposal: dic
         *(f"evaluate.every_steps={steps}", "evaluate.batches=2", *overrides),
         "run.hypothesis=The precision manifest that was proposed trains this model as FP32 does.",
         *_on_the_manifest_path(folder / "manifest.json", folder / "deepspeed.json"),
-        *initial_scale(proposal["loss_scale"], given.config.precision.loss_scale.largest_scale),
     ]
     try:
         found = gate(plan(str(options.config), arguments, folder=folder, steps=steps, processes=options.processes))
@@ -108,20 +115,11 @@ def _parity(options: argparse.Namespace, overrides: Sequence[str], proposal: dic
     return {"verdict": found["verdict"], "failed": found["failed"], "steps": steps, "report": str(folder)}
 
 
-def initial_scale(scale: float | None, largest: float) -> list[str]:
-    """The override that starts a run at a proposed loss scale, a power of two; nothing where there is none.
-
-    largest: that the run's policy allows.
-    """
-    return [f"precision.loss_scale.initial={min(scale, largest):.0f}"] if scale else []
-
-
 def rejection_reason(result: dict[str, Any]) -> str | None:
-    """Why the proposal is rejected; None when its gradients are finite and closer to FP32 than uniform BF16's, it is
-    cheaper than uniform FP32, and it passes parity where that ran. With FP8 its error is within the limit instead, and
-    some of it computes in FP8."""
-    checked, in_16_bits = result["validation"], result["proposal"]["low_precision_share"]
-    error, bf16 = checked["proposal"]["error"], checked["uniform bf16"]["error"]
+    """Why the proposal is rejected; None when its gradients are finite, some of it computes in 16 bits, and it passes
+    parity where that ran. With FP8 its error is within the limit, too, and some of it computes in FP8."""
+    uniform = result["uniform"]
+    error = result["validation"][f"uniform {uniform}" if uniform else "proposal"]["error"]
     if not math.isfinite(error):
         return "its gradients are not finite on held-out batches"
     allowed = result["limits"]["fp8"]
@@ -129,9 +127,7 @@ def rejection_reason(result: dict[str, Any]) -> str | None:
         return f"no module bears FP8 within a gradient error of {allowed:g}; give --fp8 a larger one"
     if allowed and not error <= allowed:
         return f"its gradient error {error:.3g} on held-out batches is beyond --fp8 {allowed:g}"
-    if not allowed and not error < bf16:
-        return f"its gradient error {error:.3g} is no smaller than uniform BF16's {bf16:.3g}"
-    if not in_16_bits > 0:
+    if not uniform and not result["proposal"]["low_precision_share"] > 0:
         return "no matmul of it is in 16 bits"
     parity = result.get("parity")
     if parity and parity["failed"]:
@@ -176,12 +172,34 @@ def _squared_in_fp8(unit: dict[str, Any]) -> float:
     return error**2 if math.isfinite(error) else 0.0
 
 
+def stored_lines(result: dict[str, Any]) -> list[str]:
+    """The largest values that a run stores in 16 bits, and what follows for FP16."""
+    stored = {kind: {name: Peak(**peak) for name, peak in peaks.items()} for kind, peaks in result["stored"].items()}
+    value, gradient = largest(stored, "activations", "weights"), largest(stored, *SCALED)
+    headroom, scale = result["limits"]["headroom"], result["uniform_fp16_scale"]
+    fits, beyond = f"leaves {headroom:g}x headroom in FP16", first_beyond(stored, FP16_LARGEST)
+    if beyond is not None:
+        fits = f"uniform FP16 cannot work at any loss scale, the first beyond its {FP16_LARGEST:,.0f} is {beyond}"
+    elif value.value * headroom > FP16_LARGEST:
+        room = math.floor(10 * FP16_LARGEST / value.value) / 10
+        fits = f"uniform FP16 has {room:g}x headroom, and is proposed only by --headroom {room:g} or less"
+    return [f"largest value {value}: {fits}", f"largest gradient {gradient}: bears a loss scale of {scale:.0f}"]
+
+
+def uniform_overrides(result: dict[str, Any]) -> str | None:
+    """The overrides of a run in the uniform dtype that is proposed; None where a manifest is."""
+    if result["uniform"] is None:
+        return None
+    scale = f" precision.loss_scale.initial={result['uniform_fp16_scale']:.0f}" if result["uniform"] == "fp16" else ""
+    return f"precision.path=cast precision.compute={result['uniform']}{scale}"
+
+
 def verdict(result: dict[str, Any]) -> list[str]:
     """Error and share of 16-bit FLOPs of the proposal, against both uniform dtypes."""
     checked, proposal = result["validation"], result["proposal"]
     lines = [
         f"{name:<13} gradient error {found['error']:.3e} (whole vector {found['whole']:.3e}), worst "
-        f"{found['parameter_error']:.3e} in {found['parameter']}"
+        f"{found['parameter_error']:.3e} in {found['parameter']}; {found['finite']:.2%} finite"
         for name, found in checked.items()
     ]
     error, bf16, scale = checked["proposal"]["error"], checked["uniform bf16"]["error"], proposal["loss_scale"]
@@ -195,12 +213,13 @@ def verdict(result: dict[str, Any]) -> list[str]:
         in_fp8 = f"{proposal['fp8_share']:.1%} of the matmul FLOPs in FP8"
         compared = f"{in_fp8} at a gradient error of {error:.3e}, of {allowed:g} that are allowed"
     return [
+        *stored_lines(result),
         *lines,
         f"BF16's regions one by one add up to {one_by_one:.3e}, together they have {together:.3e}, and "
-        f"{uniform:.3e} with everything between them in BF16 too",
+        f"{uniform:.3e} with everything that is stored in BF16 too",
         compared,
         f"against uniform FP32: {proposal['low_precision_share']:.1%} of the matmul FLOPs in 16 bits{bits} for 0%",
-        *([f"FP16 needs a loss scale: precision.loss_scale.initial={scale:.0f} fits"] if scale else []),
+        *([f"the manifest's runs start at a loss scale of {scale:.0f}"] if scale else []),
     ]
 
 
@@ -212,9 +231,10 @@ def _publish(out: Path, result: dict[str, Any]) -> int:
     )
     plot_ranges(result, out.with_suffix(".png"))
     target = out if reason is None else out.with_suffix(".rejected.json")
-    manifest = result["proposal"]["manifest"]
-    target.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-    load_manifest(target)
+    manifest, uniform = result["proposal"]["manifest"], uniform_overrides(result)
+    if reason is not None or uniform is None:
+        target.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+        load_manifest(target)
     regions = regions_table(result)
     _write_page(out, result, reason, regions)
     rules = [f"{rule['match']}: {rule['reason']}" for rule in manifest["rules"]]
@@ -222,8 +242,11 @@ def _publish(out: Path, result: dict[str, Any]) -> int:
     if "parity" in result:
         parity = result["parity"]
         print(f"tools.parity over {parity['steps']} steps: {parity['verdict']}; see {parity['report']}")
-    print(f"wrote {target}" if reason is None else f"rejected: {reason}; see {target}")
-    return WRITTEN if reason is None else REJECTED
+    if reason is not None:
+        print(f"rejected: {reason}; see {target}")
+        return REJECTED
+    print(f"wrote {target}" if uniform is None else f"no manifest is written: {_NONE_NEEDED} {uniform}")
+    return PROPOSED
 
 
 def _write_page(out: Path, result: dict[str, Any], reason: str | None, regions: Table) -> None:
@@ -233,7 +256,12 @@ def _write_page(out: Path, result: dict[str, Any], reason: str | None, regions: 
     """
     parity = result.get("parity")
     judged = f" `tools.parity` over {parity['steps']} steps: {text(parity['verdict'])}." if parity else ""
-    outcome = f"**rejected**: {text(reason)}." if reason else f"**accepted**: written to {code(out.name)}."
+    uniform = uniform_overrides(result)
+    outcome = f"**accepted**: written to {code(out.name)}."
+    if uniform is not None:
+        outcome = f"**not needed**: {_NONE_NEEDED} {code(uniform)}."
+    if reason is not None:
+        outcome = f"**rejected**: {text(reason)}."
     alone = "FP8" if result["limits"]["fp8"] else "BF16"
     rules = [f"{code(rule['match'])}: {text(rule['reason'])}" for rule in result["proposal"]["manifest"]["rules"]]
     content = markdown.page(
@@ -241,6 +269,7 @@ def _write_page(out: Path, result: dict[str, Any], reason: str | None, regions: 
         f"{outcome}{judged}",
         [text(line) for line in verdict(result)],
         f"![exponent ranges of every region](<{out.with_suffix('.png').name}>)",
+        section("Largest values", _largest_table(result)),
         section("Rules", rules or "None: one dtype for all."),
         section("Regions", Table(regions.head, [(code(cells[0]), *map(text, cells[1:])) for cells, _ in regions.rows])),
         section(
@@ -253,6 +282,16 @@ def _write_page(out: Path, result: dict[str, Any], reason: str | None, regions: 
         ),
     )
     write_document(out.with_suffix(".analysis.md"), content, tone="bad" if reason else "good")
+
+
+def _largest_table(result: dict[str, Any]) -> Table:
+    """The modules that store the largest values in 16 bits, and those with the largest gradients, unscaled."""
+    rows = []
+    for kind, peaks in result["stored"].items():
+        for peak in sorted(peaks.values(), key=lambda peak: -float(peak["value"]))[:_LARGEST]:
+            of = ("-", "-") if peak["token"] is None else (code(repr(peak["token"])), peak["position"])
+            rows.append((kind.replace("_", " "), f"{peak['value']:,.6g}", code(peak["place"]), *of))
+    return Table(("kind", "largest", "at", "token", "position"), rows)
 
 
 def _fp32_arguments(options: argparse.Namespace, overrides: Sequence[str], work: Path) -> list[str]:
@@ -285,7 +324,7 @@ def _options() -> Arguments:
     parser = Arguments("python -m tools.analyze", __doc__, allow_abbrev=False)
     parser.add_argument("--config", type=Path, required=True, help="run config")
     parser.add_argument("--out", type=Path, required=True, help="manifest to write")
-    parser.add_argument("--steps", type=positive_int, default=30, help="FP32 training steps")
+    parser.add_argument("--steps", type=_count, default=30, help="FP32 training steps; 0 measures the weights as given")
     add_processes_option(parser)
     parser.add_argument("--sequences", type=positive_int, default=2, help="sequences a process in one measurement")
     parser.add_argument("--held-out", type=positive_int, default=2, help="global batches to validate on")

@@ -1,4 +1,4 @@
-"""The error of gradients in other dtypes against FP32's, from the same masters and batch, on the manifest path.
+"""The error of gradients in other dtypes against FP32's, from the same masters and batch, on either path.
 
 The gradients are the reduced ones, from DeepSpeed's own backward pass, at every ZeRO stage. FP16's loss is multiplied
 by the loss scale, and the reduced gradient divided by it: a power of two, so both are exact.
@@ -11,11 +11,12 @@ was 0.003 after 30 steps, while a query projection's gradient had an error of 0.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,10 @@ from typing import Any
 import torch
 
 from data.batches.loader import Batch
+from precision.dtypes import DTYPES
 from precision.manifest import load_manifest
 from precision.regions import Regions
+from precision.routers import compute_routers_in_fp32
 from precision.tolerance import relative
 from tools.parity.judge_steps import NEGLIGIBLE
 from training.engine import Engine
@@ -46,6 +49,8 @@ class GradientError:
     """[fraction] The relative error of `parameter`'s gradient."""
     loss: float
     """[fraction] |loss - FP32's| / |FP32's|."""
+    finite: float
+    """[fraction] Share of the gradients' values that are finite."""
 
 
 class Fp32Gradients:
@@ -56,10 +61,12 @@ class Fp32Gradients:
         self._engine, self._batch = engine, batch
         self._generators = generators(engine.world.device)
         self._gradients: dict[str, torch.Tensor] = {}
+        self._sizes: dict[str, float] = {}
         self._loss = self._backward(1.0)
         for name, gradient in self._reduced(1.0):
             if engine.world.is_main:
                 self._gradients[name] = gradient.cpu()
+                self._sizes[name] = _squares(gradient.cpu(), torch.zeros(1).expand(gradient.numel()))[0]
         engine.discard_gradients()
 
     def error(self, *, scale: float = 1.0) -> GradientError:
@@ -70,18 +77,19 @@ class Fp32Gradients:
         world = self._engine.world
         loss = self._backward(scale)
         squares: dict[str, float] = {}
+        finite = total = 0
         for name, gradient in self._reduced(scale):
             if world.is_main:
-                difference = gradient.cpu().double() - self._gradients[name].double()
-                squares[name] = float(difference.square().sum())
+                squares[name], here = _squares(gradient.cpu(), self._gradients[name])
+                finite, total = finite + here, total + gradient.numel()
         self._engine.discard_gradients()
         loss_error = abs(loss - self._loss) / max(abs(self._loss), 1e-30)
         loss_error = loss_error if math.isfinite(loss_error) else math.inf
-        return GradientError(*world.from_main((*self._errors(squares), loss_error)))
+        return GradientError(*world.from_main((*self._errors(squares), loss_error, finite / max(total, 1))))
 
     def _errors(self, off: dict[str, float]) -> tuple[float, float, str, float]:
         """Errors from squared differences by parameter, without those whose gradient is negligible: rounding noise."""
-        size = {name: float(self._gradients[name].double().square().sum()) for name in off}
+        size = {name: self._sizes[name] for name in off}
         floor = NEGLIGIBLE**2 * max(size.values(), default=0.0)
         errors = {
             name: relative(off[name], size[name]) for name in off if size[name] > floor or not math.isfinite(off[name])
@@ -113,39 +121,126 @@ class Fp32Gradients:
                 yield name, gradient / scale
 
 
+_PIECE = 1 << 18
+"""Values compared at a time, because it takes FP64 copies of them: the embedding of 262,144 tokens would take 4 GB."""
+
+
+def _squares(values: torch.Tensor, others: torch.Tensor) -> tuple[float, int]:
+    """The sum of the squared differences of two FP32 tensors, in FP64, and how many of them are finite."""
+    total, finite = 0.0, 0
+    for piece, other in zip(values.reshape(-1).split(_PIECE), others.reshape(-1).split(_PIECE), strict=True):
+        difference = piece.double() - other.double()
+        total, finite = total + float(difference.square().sum()), finite + int(difference.isfinite().sum())
+    return total, finite
+
+
 @contextmanager
 def under_manifest(engine: Engine, manifest: Mapping[str, Any]) -> Iterator[None]:
     """Context in which the engine's model computes under this manifest, default dtype included."""
-    before = engine.regions
-    assert before is not None
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "manifest.json"
         path.write_text(json.dumps(manifest), encoding="utf-8")
         loaded = load_manifest(path)
-    before.close()
-    engine.regions = Regions(engine.model, loaded, before.fp8)
-    try:
+    with _without_regions(engine) as before:
+        engine.regions = Regions(engine.model, loaded, before.fp8)
+        try:
+            yield
+        finally:
+            engine.regions.close()
+
+
+@contextmanager
+def on_the_cast_path(engine: Engine, compute: str, *, routers: str) -> Iterator[None]:
+    """Context in which the engine's model computes as one whose weights DeepSpeed has cast, without autocast.
+
+    As in such a run, buffers keep their dtype, routers may be in FP32, and the gradients of a tied weight are summed in
+    16 bits; at ZeRO-3 in FP32, since its weights are cast in each use. routers: precision.routers.
+    """
+    model, dtype = engine.model, DTYPES[compute]
+    with _without_regions(engine), ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(_set_forward, module, module.__dict__.get("forward"))
+        wide = {model.get_submodule(name) for name in compute_routers_in_fp32(model)} if routers == "fp32" else set()
+        copies: dict[torch.nn.Parameter, torch.Tensor] = {}
+        for module in model.modules():
+            cast = functools.partial(_cast, dtype=dtype, widened=module in wide)
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.dtype == torch.float32:
+                    # of what ZeRO-3 has partitioned now, a graph would keep the empty shape
+                    now = parameter.detach() if engine.stage == 3 else parameter
+                    module.__dict__[name] = copies.setdefault(parameter, cast(now))
+                    stack.callback(module.__dict__.pop, name)
+            if engine.stage == 3:
+                module.forward = _with_gathered_weights(module, cast)
         yield
+
+
+def _set_forward(module: torch.nn.Module, forward: Callable[..., Any] | None) -> None:
+    """Give a module the `forward` that it had on the instance; None: that of its class."""
+    module.__dict__.pop("forward", None)
+    if forward is not None:
+        module.forward = forward
+
+
+def _cast(parameter: torch.Tensor, dtype: torch.dtype, *, widened: bool) -> torch.Tensor:
+    rounded = parameter.to(dtype)
+    return rounded.float() if widened else rounded
+
+
+def _with_gathered_weights(module: torch.nn.Module, cast: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    """The module's forward pass on copies of its weights that are made in it: ZeRO-3 gathers them around each call."""
+    original = module.forward
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        own = dict(module.named_parameters(recurse=False))
+        empty = {name: module.__dict__[name] for name in own if name in module.__dict__}
+        module.__dict__.update({name: cast(own[name]) for name in empty})
+        try:
+            return original(*args, **kwargs)
+        finally:
+            module.__dict__.update(empty)
+
+    return forward
+
+
+@contextmanager
+def _without_regions(engine: Engine) -> Iterator[Regions]:
+    """Context in which the model is as it was before its regions, which are yielded and come back afterwards."""
+    before = engine.regions
+    assert before is not None
+    before.close()
+    try:
+        yield before
     finally:
-        engine.regions.close()
         engine.regions = Regions(engine.model, before.manifest, before.fp8)
 
 
-def validate(
-    engine: Engine, candidates: Mapping[str, tuple[Mapping[str, Any], float]], batches: Sequence[Batch]
-) -> dict[str, dict[str, Any]]:
-    """Errors of each manifest's gradients against FP32's, from the same masters, over whole batches. A collective.
+@dataclass(frozen=True)
+class Candidate:
+    """A way to compute that is compared with FP32."""
 
-    candidates: name to the manifest's JSON and the loss scale to run it at. `error` and `whole` are root mean squares
-    over batches; `parameter` has the largest error on any batch, `parameter_error`; `loss_error` is the loss's largest
-    relative error. inf: a value was not finite.
+    computing: Callable[[Engine], AbstractContextManager[None]]
+    """Context in which an engine computes so."""
+    scale: float = 1.0
+    """Loss scale, a power of two."""
+
+
+def validate(
+    engine: Engine, candidates: Mapping[str, Candidate], batches: Sequence[Batch]
+) -> dict[str, dict[str, Any]]:
+    """Errors of each candidate's gradients against FP32's, from the same masters, over whole batches. A collective.
+
+    `error` and `whole` are root mean squares over batches; `parameter` has the largest error on any batch,
+    `parameter_error`; `loss_error` is the loss's largest relative error. inf: a value was not finite. `finite` is the
+    share of the gradients' values that are.
     """
     found: dict[str, list[GradientError]] = {name: [] for name in candidates}
     for batch in batches:
         reference = Fp32Gradients(engine, batch)
-        for name, (manifest, scale) in candidates.items():
-            with under_manifest(engine, manifest):
-                found[name].append(reference.error(scale=scale))
+        for name, candidate in candidates.items():
+            with candidate.computing(engine):
+                found[name].append(reference.error(scale=candidate.scale))
     return {name: _over_batches(errors) for name, errors in found.items()}
 
 
@@ -157,4 +252,5 @@ def _over_batches(errors: Sequence[GradientError]) -> dict[str, Any]:
         "parameter": worst.parameter,
         "parameter_error": worst.parameter_error,
         "loss_error": max(error.loss for error in errors),
+        "finite": sum(error.finite for error in errors) / len(errors),
     }

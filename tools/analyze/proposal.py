@@ -135,6 +135,11 @@ def flushed_share(spread: Spread, scale: float) -> float:
 def largest_scale(spreads: Mapping[str, Mapping[str, Spread]], limits: Limits) -> float:
     """The largest power of two, at least 1, at which no gradient of any region leaves its headroom."""
     largest = max((found.get(kind, NOTHING).maximum for found in spreads.values() for kind in SCALED), default=0.0)
+    return scale_for(largest, limits)
+
+
+def scale_for(largest: float, limits: Limits) -> float:
+    """The largest power of two, at least 1, at which a gradient of this size does not leave its headroom."""
     if not largest:
         return 1.0
     room = FP16_LARGEST / limits.headroom / largest
@@ -171,21 +176,23 @@ def propose(
     limits: Limits,
     promote: bool = True,
     ambient: Compute | None = None,
+    otherwise: Compute = "bf16",
     casts: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Proposal:
     """The manifest for these measurements.
 
     units: every matmul region in exactly one. spreads: region to kind to spread. other_flops: matmul FLOPs outside of
     all regions, FP32. promote: whether sensitive regions go to FP32. ambient: the manifest's default instead of the
-    one that the ranges suggest. casts: region to 16-bit dtype to what it was seen to compute in where it was given that
-    dtype; without those that compute in what they are given.
+    one that the ranges suggest. otherwise: the dtype of regions whose range does not fit FP16. casts: region to 16-bit
+    dtype to what it was seen to compute in where it was given that dtype; without those that compute in what they are
+    given.
     """
     scale = choose_scale(units, spreads, limits)
     shares = sensitivities(units)
     choices: dict[str, Choice] = {}
     for unit in units:
         for name in unit.names:
-            wanted = _sixteen_bits(unit, spreads[name], scale, limits)
+            wanted = _sixteen_bits(unit, spreads[name], scale, limits, otherwise)
             compute, reason = _held(*wanted, (casts or {}).get(name, {}))
             choices[name] = Choice(compute, reason, shares[name], unit.errors.get(compute, 0.0))
     total = sum(unit.flops for unit in units) + other_flops
@@ -195,7 +202,7 @@ def propose(
     default: Compute = ambient or _ambient(choices, spreads, scale, limits)
     uses_fp16 = default == "fp16" or any(choice.compute == "fp16" for choice in choices.values())
     return Proposal(
-        manifest={"default": default, "rules": rules_for(choices)},
+        manifest={"default": default, **({"loss_scale": int(scale)} if uses_fp16 else {}), "rules": rules_for(choices)},
         choices=choices,
         loss_scale=scale if uses_fp16 else None,
         low_precision_share=low / max(total, 1),
@@ -275,13 +282,15 @@ def rules_for(choices: Mapping[str, Choice]) -> list[dict[str, str]]:
     return general + [_rule(_escaped(name, stars=True), choices, [name]) for name in exceptions]
 
 
-def _sixteen_bits(unit: Unit, spreads: Mapping[str, Spread], scale: float, limits: Limits) -> tuple[Compute, str]:
-    """The 16-bit dtype that the measurements suggest, and the reason."""
+def _sixteen_bits(
+    unit: Unit, spreads: Mapping[str, Spread], scale: float, limits: Limits, otherwise: Compute
+) -> tuple[Compute, str]:
+    """The 16-bit dtype that the measurements suggest, and the reason. otherwise: where the range does not fit FP16."""
     bf16, fp16 = unit.errors["bf16"], unit.errors["fp16"]
     errors = f"gradient error {fp16:.2g} alone in FP16, {bf16:.2g} in BF16"
     obstacle = fp16_obstacle(spreads, scale, limits)
     if obstacle is not None:
-        return "bf16", f"{obstacle[0]}; {errors}"
+        return otherwise, f"{obstacle[0]}; {errors}"
     if fp16 * limits.pays > bf16:
         return "bf16", f"FP16's extra bits do not pay: {errors}"
     reach = max((found.maximum for kind, found in spreads.items() if kind not in SCALED), default=0.0)

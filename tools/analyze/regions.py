@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,6 +14,7 @@ from precision.observe import Observation
 from tools.analyze.gradients import Fp32Gradients
 from tools.analyze.proposal import Limits, Unit, largest_scale, pattern_of
 from tools.analyze.ranges import OperandMeter, Ranges, Spread, gradients_counted, merged
+from tools.analyze.stored import Stored, StoredPeaks, largest_of_each
 from training.engine import Engine
 
 
@@ -23,6 +24,7 @@ class Point:
 
     step: int
     spreads: dict[str, dict[str, Spread]]
+    stored: Stored
     flops: dict[str, int]
     """Module name to forward matmul FLOPs on the main process."""
     scale: float
@@ -44,16 +46,30 @@ def units_of(engine: Engine, most_regions: int) -> list[Unit]:
     return [Unit(tuple(members), 0, {}) for members in grouped.values()]
 
 
-def measure(engine: Engine, batch: Batch, units: Sequence[Unit], *, step: int, limits: Limits) -> Point:
-    """Measure on this batch; every region must compute in FP32 now. A collective; changes no weight."""
+def measure(
+    engine: Engine,
+    batch: Batch,
+    units: Sequence[Unit],
+    *,
+    step: int,
+    limits: Limits,
+    text_of: Callable[[int], str],
+    judge: Callable[[Stored], None],
+) -> Point:
+    """Measure on this batch; every region must compute in FP32 now. A collective; changes no weight.
+
+    text_of: the text of a token. judge: called with the ranges before anything takes long.
+    """
     model, world = engine.model, engine.world
     kinds = find_regions(model)
     ranges = Ranges(kinds, world.device)
     with torch.no_grad(), OperandMeter(model, kinds, ranges) as operands:
         for inputs, labels in batch.micro_batches(world.device):
             engine.score(inputs, labels)
-    with gradients_counted(model, kinds, ranges):
+    with gradients_counted(model, kinds, ranges), StoredPeaks(model, text_of) as peaks:
         reference = Fp32Gradients(engine, batch)
+    stored = largest_of_each(world.gather_objects(peaks.found))
+    judge(stored)
     world.sum(ranges.counts)
     rows = world.gather(ranges.maxima.reshape(-1))
     ranges.maxima.copy_(rows.amax(0).reshape(ranges.maxima.shape))
@@ -61,7 +77,9 @@ def measure(engine: Engine, batch: Batch, units: Sequence[Unit], *, step: int, l
     scale = largest_scale(spreads, limits)
     repeated = reference.error().error
     errors = []
-    for unit in units:
+    for index, unit in enumerate(units):
+        if world.is_main:
+            print(f"after {step} steps: {unit.names[0]} alone, {index + 1} of {len(units)}", flush=True)
         by_dtype = {}
         bears = limits.fp8 > 0 and all(can_be_fp8(model, name) for name in unit.names)
         for dtype in ("bf16", "fp16", "fp8") if bears else ("bf16", "fp16"):
@@ -69,7 +87,7 @@ def measure(engine: Engine, batch: Batch, units: Sequence[Unit], *, step: int, l
                 by_dtype[dtype] = reference.error(scale=scale if dtype == "fp16" else 1.0).error
         errors.append(by_dtype)
     flops = world.from_main(dict(operands.region_flops))
-    return Point(step, spreads, flops, scale, errors, repeated, _casts(engine, reference, units))
+    return Point(step, spreads, stored, flops, scale, errors, repeated, _casts(engine, reference, units))
 
 
 def _casts(engine: Engine, reference: Fp32Gradients, units: Sequence[Unit]) -> dict[str, dict[str, str]]:

@@ -1,9 +1,10 @@
 """The job of `tools.analyze`: train in FP32, and measure every region before, in the middle and after.
 
-Measured at each point, on one batch and the current masters: the range of every region (ranges.py), and the error of
-the whole gradient against FP32's when only one region computes in BF16, in FP16, or in FP8. From that follows a
-proposal (proposal.py), which is then compared with FP32, uniform BF16 and uniform FP16 on held-out batches.
-Everything uses DeepSpeed's own backward pass and reduction, so it works at every ZeRO stage.
+Measured at each point, on one batch and the current masters: the range of every region (ranges.py), the largest value
+of every tensor that a 16-bit run stores (stored.py), and the error of the whole gradient against FP32's when only one
+region computes in BF16, in FP16, or in FP8. From that follows a proposal (proposal.py), which is then compared with
+FP32, and with uniform BF16 and FP16 as a run without a manifest computes them, on held-out batches. Everything uses
+DeepSpeed's own backward pass and reduction, so it works at every ZeRO stage.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,14 @@ from config.command_line import read_command_line
 from config.errors import UserError
 from config.resolved import Resolved
 from data.batches.loader import Batch, Batches
+from data.text.tokenizer import load_tokenizer
 from modeling.build import count_parameters
 from precision.manifest import find_regions
-from tools.analyze.gradients import validate
-from tools.analyze.proposal import Limits, Proposal, Unit, largest_scale, propose, propose_fp8
+from tools.analyze.gradients import Candidate, on_the_cast_path, under_manifest, validate
+from tools.analyze.proposal import FP16_LARGEST, SCALED, Limits, Proposal, Unit, propose, propose_fp8, scale_for
 from tools.analyze.ranges import Spread
 from tools.analyze.regions import all_casts, all_spreads, measure, summary, units_of
+from tools.analyze.stored import Stored, first_beyond, largest, largest_of_each
 from training.engine import Engine
 from training.schedule import scheduled_rate
 from training.session import session
@@ -42,12 +46,8 @@ FP8_HELD_OUT = 0.9
 """Share of the allowed gradient error that a proposal may have where it is made; all of it on held-out batches."""
 
 
-_Runnable = tuple[dict[str, Any], float]
-"""A manifest, and the loss scale to run it at."""
-
-
-class NotFinite(Exception):
-    """A value of the FP32 run is not finite: there is no reference."""
+class Hopeless(Exception):
+    """There is nothing to propose: FP32 itself is not finite, or the FP16 that the config asks for cannot be."""
 
 
 def first_sequences(batch: Batch, sequences: int) -> Batch:
@@ -81,30 +81,39 @@ class Plan:
     """Number of regions above which sensitivity is measured once a pattern instead of once a region."""
     held_out: int
     """Global batches that the proposal is validated on."""
+    compute: str
+    """The dtype that the config itself computes in."""
     limits: Limits
 
 
-def survey(engine: Engine, batches: Batches, resolved: Resolved, plan: Plan) -> dict[str, Any]:
-    """Train, measure, propose and validate; plain types for the analysis file. A collective."""
+def survey(
+    engine: Engine, batches: Batches, resolved: Resolved, plan: Plan, text_of: Callable[[int], str]
+) -> dict[str, Any]:
+    """Train, measure, propose and validate; plain types for the analysis file. A collective.
+
+    text_of: the text of a token. Raises Hopeless.
+    """
     units = units_of(engine, plan.most_regions)
     assert engine.regions is not None
     engine.regions.fp8 = replace(engine.regions.fp8, kernel="emulate")  # no kernel has been compared with it yet
     points, losses = [], []
+    judge = partial(_require_possible, compute=plan.compute)
     for step in range(plan.steps + 1):
         batch = batches.next_step()
         if step in (0, plan.steps // 2, plan.steps):
-            points.append(measure(engine, first_sequences(batch, plan.sequences), units, step=step, limits=plan.limits))
+            part = first_sequences(batch, plan.sequences)
+            points.append(measure(engine, part, units, step=step, limits=plan.limits, text_of=text_of, judge=judge))
             dtypes = "BF16, FP16 and FP8" if plan.limits.fp8 else "BF16 and FP16"
             _print(engine, f"measured {len(units)} regions in {dtypes} after {step} steps")
         if step < plan.steps:
             losses.append(_train(engine, batch, resolved, step))
-    spreads, casts = all_spreads(points), all_casts(points)
+    spreads, casts, stored = all_spreads(points), all_casts(points), largest_of_each(point.stored for point in points)
     measured, other_flops = summary(units, points)
     given = {"other_flops": other_flops, "limits": plan.limits, "casts": casts}
+    uniform = _uniform(scale_for(largest(stored, *SCALED).value, plan.limits), resolved.config.precision.routers)
     decide = _decide_fp8 if plan.limits.fp8 else _decide
-    proposal, tried = decide(engine, first_sequences(batch, plan.sequences), measured, spreads, given)
+    proposal, tried = decide(engine, first_sequences(batch, plan.sequences), measured, spreads, uniform, given)
     held_out = [batches.next_step() for _ in range(plan.held_out)]
-    uniform = _uniform(largest_scale(spreads, plan.limits))
     if plan.limits.fp8:
         every = propose_fp8(measured, other_flops=other_flops, largest_error=math.inf, casts=casts)
         uniform["all in fp8"] = _runnable(every)
@@ -112,10 +121,13 @@ def survey(engine: Engine, batches: Batches, resolved: Resolved, plan: Plan) -> 
     return {
         "limits": asdict(plan.limits),
         "proposal": asdict(proposal),
+        "uniform": None if plan.limits.fp8 else _better_uniform(checked, stored, plan.limits),
+        "uniform_fp16_scale": uniform["uniform fp16"].scale,
         "units": [asdict(unit) for unit in measured],
         "other_flops": other_flops,
         "kinds": find_regions(engine.model),
         "spreads": {name: {kind: asdict(spread) for kind, spread in found.items()} for name, found in spreads.items()},
+        "stored": {kind: {name: asdict(peak) for name, peak in peaks.items()} for kind, peaks in stored.items()},
         "casts": casts,
         "tried": tried,
         "validation": checked,
@@ -129,45 +141,83 @@ def survey(engine: Engine, batches: Batches, resolved: Resolved, plan: Plan) -> 
     }
 
 
+def _require_possible(stored: Stored, *, compute: str) -> None:
+    """Raises Hopeless for FP16 where no loss scale helps."""
+    peak = first_beyond(stored, FP16_LARGEST)
+    if compute == "fp16" and peak is not None:
+        raise Hopeless(
+            f"precision.compute = fp16 cannot work: {peak}, is beyond FP16's {FP16_LARGEST:,.0f} whatever the loss "
+            "scale; set precision.compute=bf16"
+        )
+
+
+def _better_uniform(checked: Mapping[str, Any], stored: Stored, limits: Limits) -> str | None:
+    """The uniform dtype that the manifest is not closer to FP32 than by enough; None where it is.
+
+    FP16 counts where all that it would store has headroom.
+    """
+    room = largest(stored, "activations", "weights").value * limits.headroom <= FP16_LARGEST
+    bearing = {dtype: checked[f"uniform {dtype}"]["error"] for dtype in ("bf16", *(["fp16"] if room else []))}
+    best = min(bearing, key=lambda dtype: bearing[dtype])
+    return None if checked["proposal"]["error"] < WORTHWHILE * bearing[best] else best
+
+
 def _train(engine: Engine, batch: Batch, resolved: Resolved, step: int) -> float:
     outcome = engine.forward_backward(batch, step=step + 1)
     health = engine.health(outcome)
     if not health.finite:
-        raise NotFinite(f"FP32 itself is not finite at step {step + 1}: loss {health.loss}")
+        raise Hopeless(f"FP32 itself is not finite at step {step + 1}: loss {health.loss}")
     engine.step(health, scheduled_rate(resolved.config, step))
     return health.loss
 
 
 def _decide(
-    engine: Engine, batch: Batch, units: Sequence[Unit], spreads: dict[str, dict[str, Spread]], given: dict[str, Any]
+    engine: Engine,
+    batch: Batch,
+    units: Sequence[Unit],
+    spreads: dict[str, dict[str, Spread]],
+    uniform: Mapping[str, Candidate],
+    given: dict[str, Any],
 ) -> tuple[Proposal, dict[str, float]]:
     """The best of a few proposals, on a batch that was measured before; their errors and those of uniform dtypes.
 
     Promotions to FP32 cost FLOPs, so they stay only when they lower the error by five percent. An FP32 ambient dtype
-    costs memory, so it is chosen only when a 16-bit one is no better than uniform BF16. given: what `propose` also
-    takes.
+    costs memory, so it is chosen only when a 16-bit one is no better than a uniform dtype; then also FP16 wherever
+    nothing overflows, however much it flushes, and FP32 elsewhere, where enough FLOPs stay in 16 bits. given: what
+    `propose` also takes.
     """
+    limits: Limits = given["limits"]
     named = {
         "16 bits": propose(units, spreads, promote=False, **given),
         "promoted": propose(units, spreads, **given),
         "promoted, FP32 ambient": propose(units, spreads, ambient="fp32", **given),
     }
+    ranges = given | {"limits": replace(limits, flushed=1.0)}
+    in_fp16 = propose(units, spreads, promote=False, ambient="fp32", otherwise="fp32", **ranges)
+    if in_fp16.low_precision_share >= limits.floor * named["16 bits"].low_precision_share:
+        named["FP16 or FP32"] = in_fp16
     candidates = {name: _runnable(one) for name, one in named.items()}
-    errors = _errors(engine, candidates | _with_fp32_ambient(spreads, given["limits"]), batch)
+    errors = _errors(engine, candidates | _regions_alone(uniform), batch)
     best = "promoted" if errors["promoted"] < WORTHWHILE * errors["16 bits"] else "16 bits"
-    if errors[best] >= WORTHWHILE * errors["uniform bf16"]:
-        best = min(best, "promoted, FP32 ambient", key=lambda name: errors[name])
+    if errors[best] >= WORTHWHILE * min(errors["uniform bf16"], errors["uniform fp16"]):
+        wider = [name for name in named if named[name].manifest["default"] == "fp32"]
+        best = min(best, *wider, key=lambda name: errors[name])
     return named[best], errors
 
 
 def _decide_fp8(
-    engine: Engine, batch: Batch, units: Sequence[Unit], spreads: dict[str, dict[str, Spread]], given: dict[str, Any]
+    engine: Engine,
+    batch: Batch,
+    units: Sequence[Unit],
+    spreads: dict[str, dict[str, Spread]],
+    uniform: Mapping[str, Candidate],
+    given: dict[str, Any],
 ) -> tuple[Proposal, dict[str, float]]:
     """The proposal with the most FP8 whose measured error is allowed, on a batch that was measured before; the last one
     where none is. All errors that were measured. given: as `_decide` has it."""
     limits, also = given["limits"], {key: given[key] for key in ("other_flops", "casts")}
     every = {"all in fp8": _runnable(propose_fp8(units, largest_error=math.inf, **also))}
-    errors = _errors(engine, _with_fp32_ambient(spreads, limits) | every, batch)
+    errors = _errors(engine, _regions_alone(uniform) | every, batch)
     for share in FP8_ATTEMPTS:
         limit = share * limits.fp8
         proposal = propose_fp8(units, largest_error=limit, **also)
@@ -178,28 +228,31 @@ def _decide_fp8(
     return proposal, errors
 
 
-def _errors(engine: Engine, candidates: Mapping[str, _Runnable], batch: Batch) -> dict[str, float]:
+def _errors(engine: Engine, candidates: Mapping[str, Candidate], batch: Batch) -> dict[str, float]:
     return {name: float(found["error"]) for name, found in validate(engine, candidates, [batch]).items()}
 
 
-def _runnable(proposal: Proposal) -> _Runnable:
-    return proposal.manifest, proposal.loss_scale or 1.0
+def _runnable(proposal: Proposal) -> Candidate:
+    return Candidate(partial(under_manifest, manifest=proposal.manifest), proposal.loss_scale or 1.0)
 
 
-def _with_fp32_ambient(spreads: Mapping[str, Mapping[str, Spread]], limits: Limits) -> dict[str, _Runnable]:
-    """The uniform dtypes, as they are and in every region with FP32 between them."""
-    uniform = _uniform(largest_scale(spreads, limits))
-    everywhere = {"match": "*", "reason": "every region, nothing else"}
-    return uniform | {
-        f"{name}, FP32 ambient": ({"default": "fp32", "rules": [{**everywhere, "compute": tree["default"]}]}, scale)
-        for name, (tree, scale) in uniform.items()
-    }
+def _regions_alone(uniform: Mapping[str, Candidate]) -> dict[str, Candidate]:
+    """The uniform dtypes, and each in every region with FP32 between them."""
+    found = dict(uniform)
+    for dtype in ("bf16", "fp16"):
+        every = {"match": "*", "reason": "every region, nothing else", "compute": dtype}
+        tree = {"default": "fp32", "rules": [every]}
+        scale = uniform[f"uniform {dtype}"].scale
+        found[f"uniform {dtype}, FP32 ambient"] = Candidate(partial(under_manifest, manifest=tree), scale)
+    return found
 
 
-def _uniform(scale: float) -> dict[str, _Runnable]:
+def _uniform(scale: float, routers: str) -> dict[str, Candidate]:
+    """The uniform dtypes as a run without a manifest has them. scale: of FP16. routers: precision.routers."""
+    cast = partial(on_the_cast_path, routers=routers)
     return {
-        "uniform bf16": ({"default": "bf16", "rules": []}, 1.0),
-        "uniform fp16": ({"default": "fp16", "rules": []}, scale),
+        "uniform bf16": Candidate(partial(cast, compute="bf16")),
+        "uniform fp16": Candidate(partial(cast, compute="fp16"), scale),
     }
 
 
@@ -221,7 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result = _run(resolved, plan)
     except UserError as error:
         result = {"error": str(error)}
-    except NotFinite as error:
+    except Hopeless as error:
         result = {"failed": str(error)}
     if resolved.rank == 0:
         options.result.write_text(json.dumps(result), encoding="utf-8")
@@ -230,9 +283,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(resolved: Resolved, plan: Plan) -> dict[str, Any]:
     with session(resolved) as opened:
-        engine = opened.engine
+        engine, tokenizer = opened.engine, load_tokenizer(opened.corpus.tokenizer_folder)
         return {
-            **survey(engine, opened.batches, resolved, plan),
+            **survey(engine, opened.batches, resolved, plan, lambda token: str(tokenizer.decode([token]))),
             "conditions": {
                 "model": type(engine.model).__name__,
                 "parameters": count_parameters(engine.model),

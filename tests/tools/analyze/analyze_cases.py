@@ -7,15 +7,17 @@ from typing import Any
 import torch
 
 from data.batches.loader import Batch
+from data.text.tokenizer import load_tokenizer
 from modeling.linear_cross_entropy import label_loss_sum
+from precision.dtypes import DTYPES
 from precision.manifest import load_manifest
 from precision.observe import Observation, verify
 from precision.regions import Regions
 from tests.support.models.small_run import batch_of, engine_of, masters_of, plain_model, resolve
 from tests.training.tasks import classify_cases, seq2seq_cases, sft_cases
-from tools.analyze.gradients import Fp32Gradients, under_manifest
+from tools.analyze.gradients import Fp32Gradients, on_the_cast_path, under_manifest
 from tools.analyze.proposal import Limits
-from tools.analyze.survey import Plan, survey
+from tools.analyze.survey import Hopeless, Plan, survey
 from training.distributed import World
 from training.engine.rng import generators
 from training.session import session
@@ -46,7 +48,7 @@ def resolve_manifest(world: World, *, stage: int, folder: str, tree: dict[str, A
 
 def plan(**changes: Any) -> Plan:
     """A plan of few steps."""
-    given = {"steps": 2, "sequences": 2, "most_regions": 64, "held_out": 1, "limits": Limits()}
+    given = {"steps": 2, "sequences": 2, "most_regions": 64, "held_out": 1, "compute": "bf16", "limits": Limits()}
     return Plan(**given | changes)
 
 
@@ -62,11 +64,20 @@ def errors(world: World, *, stage: int, folder: str, trees: dict[str, dict[str, 
                 with under_manifest(engine, tree):
                     error = reference.error(scale=scale)
                     found[f"{name} {scale:g}"] = (error.error, error.whole)
+        for compute in ("bf16", "fp16"):
+            with on_the_cast_path(engine, compute, routers="fp32"):
+                error = reference.error(scale=2.0**12)
+                found[f"cast {compute}"] = (error.error, error.whole)
+                assert error.finite == 1.0
         again = reference.error().error
         engine.regions.set("model.layers.1.self_attn.v_proj", "bf16", "a test")
         found["set by hand"] = (reference.error().error, reference.error().whole)
         after = masters_of(engine)
     plain = {name: _plain_gradients(resolved, weights, world, Path(folder), tree) for name, tree in trees.items()}
+    plain |= {
+        f"cast {compute}": _plain_gradients(resolved, weights, world, Path(folder), FP32, compute)
+        for compute in ("bf16", "fp16")
+    }
     exact = _plain_gradients(resolved, weights, world, Path(folder), FP32)
     return {
         "found": found,
@@ -106,7 +117,7 @@ def surveyed(
             plain.append(health.loss)
     with engine_of(world, resolved) as engine:
         _swell(engine.model, swell)
-        result = survey(engine, Stream(world), resolved, plan(**(changes or {})))
+        result = survey(engine, Stream(world), resolved, plan(**(changes or {})), str)
     return {"result": result, "plain": plain}
 
 
@@ -128,12 +139,20 @@ def _swell(model: torch.nn.Module, factor: float) -> None:
             parameter.data.mul_(factor)
 
 
-def _plain_gradients(resolved: Any, weights: dict, world: World, folder: Path, tree: dict) -> dict[str, torch.Tensor]:
-    """Gradients under a manifest in plain torch: every rank's micro-batches one after another, summed in FP64."""
+def _plain_gradients(
+    resolved: Any, weights: dict, world: World, folder: Path, tree: dict, cast: str | None = None
+) -> dict[str, torch.Tensor]:
+    """Gradients under a manifest in plain torch: every rank's micro-batches one after another, summed in FP64.
+
+    cast: of a model whose weights are in this dtype instead.
+    """
     model = plain_model(resolved, weights)
     path = folder / f"plain-{world.rank}.json"
     path.write_text(json.dumps(tree))
-    Regions(model, load_manifest(path))
+    if cast is None:
+        Regions(model, load_manifest(path))
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(DTYPES[cast or "fp32"])
     places = [World(rank, world.world_size, rank, world.device) for rank in range(world.world_size)]
     batches = [batch_of(other, MICRO, seed=3) for other in places]
     tokens = sum(batch.label_tokens for batch in batches)
@@ -163,15 +182,25 @@ RESOLVE: dict[str, Any] = {
 }
 
 
-def surveyed_task(world: World, *, folder: Path, task: str, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """A survey of a task's own data and model, and in what each region computes in a training step as it proposes."""
+def surveyed_task(
+    world: World, *, folder: Path, task: str, overrides: tuple[str, ...], compute: str = "bf16"
+) -> dict[str, Any]:
+    """A survey of a task's own data and model, and in what each region computes in a training step as it proposes.
+
+    compute: the dtype that the config asks for.
+    """
     path = folder / f"manifest-{world.rank}.json"
     path.write_text(json.dumps(FP32))
     given = ("precision.path=manifest", f"precision.manifest={path}", "guard.spike_sigmas=0", *overrides)
     resolved = RESOLVE[task](folder, overrides=given)
     with session(resolved, world=world) as opened:
         engine = opened.engine
-        result = survey(engine, opened.batches, resolved, plan(steps=0, sequences=1, most_regions=1))
+        tokenizer = load_tokenizer(opened.corpus.tokenizer_folder)
+        try:
+            measured = plan(steps=0, sequences=1, most_regions=1, compute=compute)
+            result = survey(engine, opened.batches, resolved, measured, lambda token: tokenizer.decode([token]))
+        except Hopeless as error:
+            return {"hopeless": str(error)}
         with under_manifest(engine, result["proposal"]["manifest"]), Observation(engine.model) as seen:
             outcome = engine.forward_backward(opened.batches.next_step(), step=2)
             finite = engine.health(outcome).finite

@@ -1,11 +1,16 @@
 """The manifest analysis: errors against plain torch at every ZeRO stage, no trace in the training, and the command."""
 
+import json
 import math
+from typing import Any
 
 import pytest
 
 from config.command_line import read_command_line
+from config.errors import UserError
 from config.launcher import as_launched
+from config.schema import LossScaleSection
+from precision.manifest import load_manifest
 from tests.tools.analyze import analyze_cases
 from tools.analyze import command as analyze
 from tools.analyze.plot import extent
@@ -28,7 +33,10 @@ def test_gradient_errors_are_those_of_plain_torch(pair, tmp_path, stage):
         assert found["set by hand"] == pytest.approx(found["one 1"], rel=1e-6)  # the FP32 regions are back and work
         for name, expected in result["expected"].items():
             assert expected[0] > 1e-4 and expected[1] > 1e-4 and expected[0] != expected[1]
-            assert found[f"{name} 4096"] == pytest.approx(expected, rel=0.02), name
+            cast = name.startswith("cast")
+            tied_in_fp32 = cast and stage == 3  # where ZeRO-3 has a tied weight cast twice
+            measured = found[name if cast else f"{name} 4096"]
+            assert measured == pytest.approx(expected, rel=0.1 if tied_in_fp32 else 0.02), name
         assert found["bf16 1"] == pytest.approx(found["bf16 4096"], rel=1e-6)  # a scale is nothing to BF16
         assert found["fp16 1"][0] > 1.2 * found["fp16 4096"][0]  # and saves small gradients in FP16
 
@@ -91,13 +99,17 @@ def test_layers_that_bear_fp8_get_it_within_the_error_that_is_allowed(pair, tmp_
 
 def test_what_bears_no_fp8_is_rejected():
     checked = {"proposal": {"error": 0.03}, "uniform bf16": {"error": 0.01}}
-    tree = {"limits": {"fp8": 0.05}, "validation": checked, "proposal": {"low_precision_share": 1.0, "fp8_share": 0.5}}
+    tree: dict[str, Any] = {
+        "uniform": None,
+        "limits": {"fp8": 0.05},
+        "validation": checked,
+        "proposal": {"low_precision_share": 1.0, "fp8_share": 0.5},
+    }
     assert analyze.rejection_reason(tree) is None
     assert "no module bears FP8" in analyze.rejection_reason(
         tree | {"proposal": {"low_precision_share": 1, "fp8_share": 0}}
     )
     assert "beyond --fp8 0.02" in analyze.rejection_reason(tree | {"limits": {"fp8": 0.02}})
-    assert "no smaller than uniform BF16" in analyze.rejection_reason(tree | {"limits": {"fp8": 0.0}})
 
 
 @pytest.mark.slow
@@ -112,15 +124,15 @@ def test_the_table_shows_the_error_that_was_decided_by():
     }
     proposal = {"choices": choices | {"head": {"compute": "bf16", "sensitivity": 0.0}}}
     result = {"proposal": proposal, "units": units, "other_flops": 0, "limits": {"fp8": 0.5}}
-    head, *rows = analyze.table(result)
-    assert head[3] == "of FP8's squared error"
-    assert [(row[0], *row[2:]) for row in rows] == [
+    table = analyze.regions_table(result)
+    assert table.head[3] == "of FP8's squared error"
+    assert [(row[0], *row[2:]) for row in table.rows] == [
         ("layers.1.q", "bf16", "64.0%", "30.0%"),
         ("layers.0.q", "fp8", "36.0%", "30.0%"),
         ("head", "bf16", "-", "40.0%"),
     ]
-    head, *rows = analyze.table({**result, "limits": {"fp8": 0.0}})
-    assert head[3] == "of BF16's squared error" and [row[3] for row in rows] == ["90.0%", "10.0%", "0.0%"]
+    table = analyze.regions_table({**result, "limits": {"fp8": 0.0}})
+    assert table.head[3] == "of BF16's squared error" and [row[3] for row in table.rows] == ["90.0%", "10.0%", "0.0%"]
 
 
 def test_patterns_stand_for_their_layers_when_there_are_too_many_regions(pair, tmp_path):
@@ -166,15 +178,30 @@ def test_mistakes_are_one_line_and_exit_code_2(tmp_path, capsys, arguments, word
 
 
 @pytest.mark.parametrize("policy", ["deepspeed", "adaptive"])
-@pytest.mark.parametrize("scale", [None, 1.0, 2.0**21, 2.0**40])
-def test_a_proposed_loss_scale_starts_a_run(policy, scale):
-    """Also one of more digits than a printed number has, and one above what the policy allows."""
-    given = ["--config", "config/recipes/demo_fp16.yaml", f"precision.loss_scale.policy={policy}"]
-    section = read_command_line(given, as_launched(2)).config.precision.loss_scale
-    override = analyze.initial_scale(scale, section.largest_scale)
-    found = read_command_line([*given, *override], as_launched(2)).config.precision.loss_scale
-    expected = {None: section.initial_scale, 2.0**40: min(2.0**40, section.largest_scale)}
-    assert found.initial_scale == expected.get(scale, scale)
+@pytest.mark.parametrize("scale", [None, 1, 2**21, 2**40])
+def test_a_run_starts_at_the_loss_scale_of_its_manifest(tmp_path, policy, scale):
+    """Also at one above what the policy allows; a config that sets one starts there."""
+    path = tmp_path / "manifest.json"
+    path.write_text(json.dumps({"default": "fp16"} | ({} if scale is None else {"loss_scale": scale})))
+    given = ["--config", "config/recipes/demo.yaml", f"precision.manifest={path}"]
+
+    def started(*more: str) -> LossScaleSection:
+        words = [*given, f"precision.loss_scale.policy={policy}", *more]
+        return read_command_line(words, as_launched(2)).config.precision.loss_scale
+
+    section = LossScaleSection(policy=policy)
+    expected = section.initial_scale if scale is None else min(scale, section.largest_scale)
+    assert started().initial_scale == expected
+    assert started("precision.loss_scale.initial=8").initial_scale == 8
+    load_manifest(path)
+
+
+def test_a_loss_scale_that_is_no_power_of_two_is_refused(tmp_path):
+    path = tmp_path / "manifest.json"
+    for scale, problem in ((3, "not a power of two"), (0, "not a power of two"), (-2, "not a power"), (0.5, "integer")):
+        path.write_text(json.dumps({"default": "fp16", "loss_scale": scale}))
+        with pytest.raises(UserError, match=rf"loss_scale = {scale}.*{problem}"):
+            load_manifest(path)
 
 
 def test_extents_hold_all_but_the_tails():

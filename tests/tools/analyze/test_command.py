@@ -40,6 +40,7 @@ def test_the_command_writes_a_manifest_that_does_what_it_says(written, pair, tmp
     assert (folder / "manifest.png").read_bytes().startswith(b"\x89PNG")
     assert analysis["parity"]["verdict"] == "parity" and (folder / "manifest.parity" / "parity.md").is_file()
     assert analysis["objection"] is None and len(analysis["losses"]) == 2
+    assert "largest value" in printed and "largest gradient" in printed
     assert "lm_head" in printed and "against uniform BF16: parity error" in printed and "FLOPs in 16 bits" in printed
     share = pair.run(analyze_cases.computes_as_promised, folder=str(tmp_path), tree=tree)[0]
     assert share.get("fp16", 0) + share.get("bf16", 0) > 0.85
@@ -47,14 +48,18 @@ def test_the_command_writes_a_manifest_that_does_what_it_says(written, pair, tmp
 
 def test_what_is_not_better_is_rejected(written, tmp_path, capsys):
     analysis = json.loads((written[0] / "manifest.analysis.json").read_text())
+    uniform = copy.deepcopy(analysis) | {"uniform": "fp16"}
+    assert analyze._publish(tmp_path / "m.json", uniform) == analyze.PROPOSED
+    assert not (tmp_path / "m.json").exists() and (tmp_path / "m.analysis.json").is_file()
+    scale = f"{analysis['uniform_fp16_scale']:.0f}"
+    assert f"precision.compute=fp16 precision.loss_scale.initial={scale}\n" in capsys.readouterr().out
     worse = copy.deepcopy(analysis)
-    worse["validation"]["proposal"]["error"] = worse["validation"]["uniform bf16"]["error"]
+    worse["validation"]["proposal"]["error"] = math.inf
     assert analyze._publish(tmp_path / "m.json", worse) == analyze.REJECTED
     assert not (tmp_path / "m.json").exists() and (tmp_path / "m.rejected.json").is_file()
-    assert "no smaller than uniform BF16" in json.loads((tmp_path / "m.analysis.json").read_text())["objection"]
+    assert "not finite" in json.loads((tmp_path / "m.analysis.json").read_text())["objection"]
     assert "rejected: " in capsys.readouterr().out
     for change, words in (
-        (lambda tree: tree["validation"]["proposal"].update(error=math.inf), "not finite"),
         (lambda tree: tree["parity"].update(failed=["gradient_error"]), "tools.parity: gradient_error"),
         (lambda tree: tree["proposal"].update(low_precision_share=0.0), "in 16 bits"),
     ):

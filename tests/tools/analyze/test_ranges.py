@@ -145,7 +145,8 @@ def test_exponents_are_counted_as_log2_does(dtype):
     info = torch.finfo(dtype)
     values = torch.exp2(torch.linspace(-20, 12, 500, dtype=torch.float64)) * torch.tensor([1.0, -1.0]).repeat(250)
     values = torch.cat([values.to(dtype), torch.tensor([0.0, 1.0, -2.0, math.inf, math.nan]).to(dtype)])
-    values = torch.cat([values, torch.tensor([info.max, info.smallest_normal]).to(dtype)])
+    ends = [info.max, info.smallest_normal, info.smallest_normal * info.eps, info.smallest_normal * info.eps * 3]
+    values = torch.cat([values, torch.tensor(ends, dtype=torch.float64).to(dtype)])
     expected = Counter(math.frexp(x)[1] - 1 for x in values.double().tolist() if x and math.isfinite(x))
     *counts, zeros, nonfinite = exponent_histogram(values).tolist()
     assert {LOWEST_EXPONENT + index: count for index, count in enumerate(counts) if count} == expected

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerFast
 
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.rows import labelled, seq2seq
-from tests.support.rows.chats import write_base, write_chats
+from tests.support.rows.chats import SHAPE, write_base, write_chats
 from tests.tools.analyze import analyze_cases
 from tools.analyze.command import rejection_reason
 
@@ -91,3 +92,63 @@ def test_activations_beyond_fp16_are_found_before_training(
     assert manifest["default"] in ("bf16", "fp32")
     assert math.isinf(result["validation"]["uniform fp16"]["error"])
     assert math.isfinite(result["validation"]["proposal"]["error"]) and found["finite"]
+
+
+EMBEDDINGS = {
+    "llama": "model.embed_tokens.weight",
+    "gemma": "model.embed_tokens.weight",
+    "gpt2": "transformer.wte.weight",
+}
+BEGIN = SHAPE.special[0]
+PLANTED = (1.0, 2e4, 2e5)
+"""The largest value of one token in the residual stream: of no account, without headroom in FP16, and beyond it."""
+
+
+def planted(folder: Path, family: str, largest: float) -> Path:
+    """A saved model in which the tokens that begin a turn have one large value in the residual stream."""
+    base = write_base(folder / f"{family}-{largest:g}", family)
+    tensors = load_file(base / "model.safetensors")
+    scale = 32**0.5 if family == "gemma" else 1.0
+    tensors[EMBEDDINGS[family]][PreTrainedTokenizerFast.from_pretrained(base).convert_tokens_to_ids(BEGIN), 0] = (
+        largest / scale
+    )
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    return base
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("family", EMBEDDINGS)
+@pytest.mark.parametrize("value", PLANTED)
+def test_no_proposal_is_worse_than_a_uniform_dtype(
+    solo: ProcessGroup, folder: Path, tmp_path: Path, family: str, value: float
+) -> None:
+    """Of those that bear training: FP16 where all that it stores has headroom."""
+    overrides = (f"model.name_or_path={planted(tmp_path, family, value)}",)
+    [found] = solo.run(analyze_cases.surveyed_task, folder=folder, task="sft", overrides=overrides)
+    result: dict[str, Any] = found["result"]
+    peak = max(result["stored"]["activations"].values(), key=lambda peak: peak["value"])
+    checked, uniform = result["validation"], result["uniform"]
+    if value > 1.0:
+        assert peak["value"] == pytest.approx(value, rel=0.01) and peak["token"] == BEGIN and peak["position"] == 0
+        assert uniform != "fp16"
+    assert (checked["uniform fp16"]["error"] == math.inf) == (value > 65504)
+    assert (checked["uniform fp16"]["finite"] < 1) == (value > 65504)
+    bearing = ["uniform bf16", *(["uniform fp16"] if peak["value"] * 16 <= 65504 else [])]
+    chosen = checked[f"uniform {uniform}" if uniform else "proposal"]
+    assert chosen["error"] <= min(checked[name]["error"] for name in bearing)
+    assert uniform or chosen["error"] < 0.95 * min(checked[name]["error"] for name in bearing)
+    manifest = result["proposal"]["manifest"]
+    sixteen = {manifest["default"], *(rule["compute"] for rule in manifest["rules"])}
+    assert ("loss_scale" in manifest) == ("fp16" in sixteen)
+
+
+def test_fp16_that_no_loss_scale_helps_is_refused_with_its_layer(
+    solo: ProcessGroup, folder: Path, tmp_path: Path
+) -> None:
+    overrides = (f"model.name_or_path={planted(tmp_path, 'llama', 2e5)}",)
+    given = {"folder": folder, "task": "sft", "overrides": overrides, "compute": "fp16"}
+    [found] = solo.run(analyze_cases.surveyed_task, **given)
+    assert found["hopeless"] == (
+        f"precision.compute = fp16 cannot work: 200,000 at model.embed_tokens, token {BEGIN!r}, position 0, is beyond "
+        "FP16's 65,504 whatever the loss scale; set precision.compute=bf16"
+    )
