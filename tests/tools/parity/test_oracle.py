@@ -455,6 +455,32 @@ def test_a_wrong_evaluation_is_named(finished: Path, tmp_path: Path) -> None:
     assert failed(found) == {"validation loss"}
 
 
+EVALUATED = (*APART, "data.validation_fraction=0.3", "checkpoint.every_steps=2", "evaluate.every_steps=2")
+
+
+@pytest.mark.parametrize("compute", ["fp32", pytest.param("bf16", marks=SLOW), pytest.param("fp16", marks=SLOW)])
+@pytest.mark.parametrize(
+    ("mistake", "overrides"),
+    [
+        ("evaluated_in_training", (*DROPS[:3], "checkpoint.every_steps=2")),
+        ("evaluated_stale", EVALUATED),
+        ("evaluated_by_means", EVALUATED),
+        ("evaluated_without_the_last", EVALUATED),
+        ("rows_of_one_rank", EVALUATED),
+        ("", EVALUATED),
+    ],
+)
+def test_a_mistake_in_evaluations_alone_is_named(
+    folder: Path, mistake: str, overrides: tuple[str, ...], compute: str
+) -> None:
+    """Nothing else of the run is wrong; without a mistake nothing is named."""
+    given = (*MORE, "run.steps=2", *overrides, "evaluate.every_steps=2", "deepspeed.stage=2")
+    more = ("run.steps=2", "evaluate.batches=null", f"precision.compute={compute}", "optimizer.learning_rate=0.02")
+    found = judged(folder, f"{mistake}-{compute}", *given, *more, mistake=mistake)
+    print("\n".join(found.lines()))
+    assert failed(found) == ({"validation loss"} if mistake else set()), found.lines()
+
+
 @SLOW
 @pytest.mark.parametrize("task", ["pretrain", "dpo"])
 def test_an_evaluation_of_other_rows_is_named(task_files: Path, task: str) -> None:
