@@ -24,6 +24,7 @@ import json
 import math
 import shlex
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ from tools.parity.oracle.judge import STEPS, Unknown, judge
 from tools.parity.oracle.rules import loss_scale, schedule
 from tools.parity.power import MOST_PAIRS, POWER, pairs_needed
 from tools.parity.report import verdict_lines, write_report
+from tools.parity.room import shortages
 from tracking.jsonl import encode, read_events, surviving
 from tracking.summary import read_inputs
 
@@ -148,6 +150,7 @@ def outside(run: Run, log: Log, evaluation: str, *, steps: int = 0, points: Sequ
     of the check. steps: the first ones, with those after `points`; 0: none.
     """
     log(f"{run.folder.name}: recomputed outside of the engine")
+    began = time.monotonic()
     try:
         found = judge(run.folder.path, steps=steps, points=points if steps else (), log=lambda _: None)
     except Unknown as problem:
@@ -157,7 +160,9 @@ def outside(run: Run, log: Log, evaluation: str, *, steps: int = 0, points: Sequ
         return [Check("oracle" if steps else evaluation, math.inf, 1.0, False, note=str(problem))]
     of_evaluations = [each for each in found.comparisons if each.what.startswith("validation")]
     of_steps = [each for each in found.comparisons if each not in of_evaluations]
-    notes = "; ".join(found.notes)
+    times = [event["time"] for event in read_events(run.folder.events)]
+    took = time.monotonic() - began
+    notes = "; ".join([*found.notes, f"in {took:.0f} s, {took / (times[-1] - times[0]):.2g} times the run's own"])
     return [
         *([_worst("oracle", of_steps, notes)] if steps else []),
         _worst(evaluation, of_evaluations, "" if steps else notes),
@@ -318,6 +323,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         processes=options.processes,
         launcher=shlex.split(options.launch),
     )
+    for line in shortages(chosen):
+        print(line)
     found = gate(chosen, keep=options.keep_checkpoints)
     print("\n".join(verdict_lines(found)))
     print(confidence_line(found["confidence"]))

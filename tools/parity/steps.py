@@ -55,6 +55,7 @@ from precision.tolerance import relative, unit_roundoff
 from tools.parity.fp8_linear import in_fp8
 from tools.parity.fp8_products import Fp8Products
 from tools.parity.judge_steps import COMPARED, Walk, beyond_bounds, blamed, first_divergence, judge_steps
+from tools.parity.oracle.comparison import checksum_at_start, checksum_in
 from tools.parity.oracle.optimizers import decay_and_factor
 from tools.parity.outputs import OutputErrors
 from tools.parity.recompute import MOST_VALUES
@@ -66,6 +67,7 @@ from tracking.run_dir import RunDir
 from training.build import assemble
 from training.distributed import World
 from training.engine import Engine
+from training.engine.ledger import read_start
 from training.engine.optimizer import IMPLEMENTATIONS, rounding
 from training.engine.optimizers.adamw import after
 from training.engine.optimizers.rule import UpdateInputs
@@ -421,6 +423,7 @@ class Recomputed:
 
     def __init__(self, opened: Session, run_dir: RunDir) -> None:
         engine, resolved = opened.engine, opened.resolved
+        self._run = run_dir
         self.batches, self._engine, self._folder = opened.batches, engine, run_dir.checkpoints
         self._checkpoints = opened.saved_checkpoints(self._folder)
         self._parts, self._start = assemble(
@@ -435,6 +438,10 @@ class Recomputed:
         The start is only there as long as no checkpoint has been restored.
         """
         if not point:
+            recorded = checksum_at_start(json.loads(self._run.environment.read_text(encoding="utf-8")))
+            own = checksum_in(read_start(self._engine).dtype)
+            if recorded not in (None, own):
+                raise RuntimeError(f"masters at the start have checksum {own}, the run's had {recorded}")
             return self._start
         return self._parts.load_state_dict(self._checkpoints.load(self._folder / f"step-{point}", self._engine))
 

@@ -32,7 +32,7 @@ from modeling.build import build_model, dropout_keys
 from precision.dtypes import DTYPES
 from precision.tolerance import unit_roundoff
 from tools.dequantise import dequantise
-from tools.parity.oracle.comparison import Comparison, relative_difference
+from tools.parity.oracle.comparison import START, Comparison, checksum_at_start, checksum_in, relative_difference
 from tools.parity.oracle.evaluation import compare_evaluations, load_masters
 from tools.parity.oracle.low_rank import add_low_rank
 from tools.parity.oracle.optimizers import optimizer_of
@@ -55,7 +55,6 @@ _NOTHING = 1e-7
 """Share of the whole gradient's norm below which a parameter's is FP32's rounding."""
 UNKNOWN = "the oracle does not compute it"
 FIRST_NORM = "norm of the first update"
-START = "masters at the start"
 Log = Callable[[str], Any]
 
 
@@ -210,14 +209,12 @@ def _checksum(parameter: torch.Tensor) -> str:
 
 def _compare_start(found: Start, environment: Mapping[str, Any], compared: dict[str, Comparison]) -> str:
     """Compare the weights that the oracle starts from with the checksum that the run recorded of its own; a note."""
-    rows = {row["what"]: row["dtype"] for row in environment.get("ledger", ())}
-    recorded = rows.get(START, "")
-    if "checksum" not in recorded or recorded.startswith("those of"):
-        return "masters at the start not compared: the run recorded no checksum of them"
-    own = str(found).rpartition("(")[2]
+    recorded, own = checksum_at_start(environment), checksum_in(str(found))
+    if recorded is None:
+        return f"{START} not compared: the run recorded no checksum of them"
     compared[START] = Comparison(START, 0.0)
-    compared[START].add(float(recorded.rpartition("(")[2] != own), own.rstrip(")"))
-    return f"masters at the start: {own.rstrip(')')}, the run's {recorded.rpartition('checksum ')[2].rstrip(')')}"
+    compared[START].add(float(recorded != own), own)
+    return f"{START}: checksum {own}, the run's {recorded}"
 
 
 def _comparisons(config: Config, start: Mapping[str, Any], *, teacher: str | None) -> dict[str, Comparison]:
