@@ -152,7 +152,7 @@ def outside(run: Run, log: Log, evaluation: str, *, steps: int = 0, points: Sequ
     log(f"{run.folder.name}: recomputed outside of the engine")
     began = time.monotonic()
     try:
-        found = judge(run.folder.path, steps=steps, points=points if steps else (), log=lambda _: None)
+        found = judge(run.folder.path, steps=steps, points=points if steps else (), log=log)
     except Unknown as problem:
         passed = Check("oracle" if steps else evaluation, math.nan, 1.0, True, note=f"not judged: {problem}")
         return [passed, *(outside(run, log, evaluation) if steps else [])]

@@ -106,6 +106,7 @@ def test_what_both_runs_share_is_judged_outside_of_the_engine(folder, judged):
     point = found["walks"][1]["point"]
     assert f"recomputed from its masters: step {point + 1}" in check["note"]
     assert "masters at the start: checksum" in check["note"]
+    assert "times the run's own" in check["note"]
     for name in ("fp32_evaluation", "evaluation"):
         [judged_evaluation] = [check for check in found["checks"] if check["name"] == name]
         assert judged_evaluation["passed"] and 0 < judged_evaluation["measured"] < 0.5

@@ -87,13 +87,12 @@ class Unknown(UserError):
 def judge(run: Path, *, steps: int = STEPS, points: Sequence[int] = (), log: Log = print) -> Judged:
     """Recompute a run's first steps, the one after each of `points`, and its evaluations that have a checkpoint.
 
-    points: steps with a checkpoint. Raises Unknown for a run that the oracle does not know, and UserError for one that
-    it cannot read.
+    steps: 0 for evaluations alone. points: steps with a checkpoint. Raises Unknown for a run that the oracle does not
+    know, and UserError for one that it cannot read.
     """
     run_dir = RunDir(run)
     config = load_config(run_dir.config, [], None)
-    recomputes = bool(steps or points)
-    _require_known(config, recomputes)
+    _require_known(config, recomputes=steps > 0)
     events = surviving(read_run_events(run_dir.events))
     first, later, notes = _recorded(run, events, steps, points)
     corpus = prepare(config, progress=True)
@@ -108,7 +107,7 @@ def judge(run: Path, *, steps: int = STEPS, points: Sequence[int] = (), log: Log
             setattr(shape, key, 0.0)
     drops, start = dropout_keys(shape), next(event for event in events if event["event"] == "run_start")
     device = (environment.get("accelerator") or {}).get("device", "cpu")
-    why = undropped(config, device) if drops and recomputes else None
+    why = undropped(config, device) if drops and steps else None
     if why is not None:
         raise Unknown(f"{run}: the model has {drops[0]} = {getattr(shape, drops[0])}; {why}")
     model = _model(run, config, shape)
@@ -116,25 +115,14 @@ def judge(run: Path, *, steps: int = STEPS, points: Sequence[int] = (), log: Log
     at_start = Start("", {name: _checksum(item) for name, item in model.named_parameters() if item.requires_grad})
     given = config, corpus, shape, model.double().train()
     held_out = TASKS[config.task](*given)
-    task = DroppedOut(*given, ranks=start["world_size"]) if drops and recomputes else held_out
+    task = DroppedOut(*given, ranks=start["world_size"]) if drops and steps else held_out
     compared = _comparisons(config, start, teacher=None if held_out.frozen is None else held_out.frozen[1])
     notes.append(_compare_start(at_start, environment, compared))
     oracle = _Oracle(config, corpus, task, model)
-    for event in first:
-        oracle.step(event, compared, log)
-        checkpoint = _checkpoint(run_dir, event["step"])
-        if checkpoint.is_dir():
-            oracle.compare_masters(checkpoint, compared, f"step {event['step']}")
-            notes.append(f"masters compared: step {event['step']}")
-    if first and not any(note.startswith("masters compared") for note in notes):
-        notes.append("masters not compared: the run has no checkpoint of these steps; set checkpoint.every_steps")
     if later and drops:
         notes.append("no later step recomputed: what was dropped there follows from all steps before")
         later = []
-    for event in later:
-        oracle.restart(_checkpoint(run_dir, event["step"] - 1), events)
-        oracle.step(event, compared, log)
-    notes += [f"recomputed from its masters: step {event['step']}" for event in later]
+    notes += _compare_steps(oracle, first, later, run_dir, events, compared, log)
     found, said = compare_evaluations(
         held_out,
         model,
@@ -145,8 +133,34 @@ def judge(run: Path, *, steps: int = STEPS, points: Sequence[int] = (), log: Log
         start=start,
         bound=compared["loss"].bound,
     )
-    used_rows = [*compared.values()] if first or later else [each for each in compared.values() if each.what == START]
-    return Judged(len(first) + len(later), [*used_rows, *found], [*notes, *said])
+    of_steps = [row for what, row in compared.items() if first or what == START]
+    return Judged(len(first) + len(later), [*of_steps, *found], [*notes, *said])
+
+
+def _compare_steps(
+    oracle: _Oracle,
+    first: Sequence[Mapping[str, Any]],
+    later: Sequence[Mapping[str, Any]],
+    run_dir: RunDir,
+    events: Sequence[Mapping[str, Any]],
+    compared: Mapping[str, Comparison],
+    log: Log,
+) -> list[str]:
+    """Compare the first steps with updates of the oracle's own, and later ones from the masters before; notes."""
+    notes = []
+    for event in first:
+        oracle.step(event, compared, log)
+        checkpoint = _checkpoint(run_dir, event["step"])
+        if checkpoint.is_dir():
+            oracle.compare_masters(checkpoint, compared, f"step {event['step']}")
+            notes.append(f"masters compared: step {event['step']}")
+    if first and not notes:
+        notes.append("masters not compared: the run has no checkpoint of these steps; set checkpoint.every_steps")
+    for event in later:
+        oracle.restart(_checkpoint(run_dir, event["step"] - 1), events)
+        oracle.step(event, compared, log)
+        notes.append(f"recomputed from its masters: step {event['step']}")
+    return notes
 
 
 def _model(run: Path, config: Config, shape: PretrainedConfig) -> Any:
@@ -166,7 +180,7 @@ def _model(run: Path, config: Config, shape: PretrainedConfig) -> Any:
     return model
 
 
-def _require_known(config: Config, recomputes: bool) -> None:
+def _require_known(config: Config, *, recomputes: bool) -> None:
     """Raises Unknown, naming the key, for what the oracle does not compute. recomputes: whether it computes steps."""
     model, adapter, optimizer = config.model, config.adapter, config.optimizer
     in_any_pass = (
