@@ -548,6 +548,8 @@ class EvaluateSection:
     batches: int | Literal["auto"] | None = limit("auto", at_least=1)
     """[batches] Global batches of validation sequences in one evaluation, at most, evenly spaced over the set. null:
     all of them. auto: all of task = classify, of the others 8."""
+    also_after: tuple[int, ...] = limit((), at_least=1)
+    """[steps] Further steps after which to evaluate, such as [900, 1350], unless every_steps is 0."""
     at_start: bool = False
     """[true or false] Evaluate before step 1, too, unless every_steps is 0: what the model could before training."""
 
@@ -804,9 +806,9 @@ class ParitySection:
     other equal parts of the run."""
     draw: int = limit(0, at_least=0)
     """[number] Seed of the places that are drawn; another one compares other steps."""
-    oracle_steps: int = limit(0, at_least=0, null=0)
-    """[steps] First steps of the FP32 run that are recomputed outside of the engine, as by --oracle: an error that both
-    runs share, such as a label that is lost, is beyond FP32's bounds there. 0: none."""
+    oracle_steps: int = limit(2, at_least=0, null=0)
+    """[steps] First steps of the FP32 run that are recomputed outside of the engine, and with them the step after each
+    drawn point: an error that both runs share, such as a label that is lost, is beyond FP32's bounds there. 0: none."""
     validation_delta: float = limit(0.005, above=0.0)
     """[fraction] Largest distance of the last validation loss from FP32's."""
     loss_gap: float = limit(0.02, above=0.0)

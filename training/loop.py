@@ -27,10 +27,10 @@ def train(parts: Parts, progress: Progress) -> Ending:
     or the ending says that the save failed.
     """
     config, saves = parts.resolved.config, parts.checkpoints
-    saving = config.checkpoint
+    saving, evaluating = config.checkpoint, config.evaluate
     problem: SaveFailed | None = None
     planned = config.run.steps
-    if config.evaluate.at_start and config.evaluate.every_steps and progress.position == 0:
+    if evaluating.at_start and evaluating.every_steps and progress.position == 0:
         evaluate(parts, progress)
     while progress.step < planned:
         with parts.watching(progress):
@@ -50,7 +50,7 @@ def train(parts: Parts, progress: Progress) -> Ending:
             problem = save_now(parts, progress)
             return _unsaved(progress, problem) or Ending(progress, PREEMPTED, parts.preemption.reason)
         validation_loss = None
-        if _due(config.evaluate.every_steps, progress.step, planned):
+        if _due(evaluating.every_steps, progress.step, planned) or progress.step in evaluating.also_after:
             validation_loss = evaluate(parts, progress)
         if progress.step == planned:
             if saving.at_end:

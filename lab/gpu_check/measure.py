@@ -215,6 +215,7 @@ def parity(bench: Bench, *overrides: str) -> Figures:
     """The parity gate: a run and its FP32 twin, and single steps from the same masters."""
     report = bench.folder / "parity"
     arguments = bench.arguments("benchmark_1b", *overrides, "tracking.wandb=disabled", "evaluate.batches=2")
+    arguments += ["parity.oracle_steps=0"]  # it computes on the CPU, in FP64
     options = ["--report", str(report), "--steps", str(bench.either(40, 4)), "--processes", str(bench.processes)]
     bench.tool("tools.parity", *options, *arguments, codes=(0, 3), leads=True)
     found = _json(report / "parity.json")

@@ -58,7 +58,7 @@ def collect(request: dict[str, Any]) -> dict[str, Any]:
         "environment": {key: os.environ[key] for key in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME") if key in os.environ},
         "programs": _programs(),
         "limits": _limits(),
-        "memory": _memory(),
+        "memory": memory(),
         "shm": _shared_memory(),
         "infiniband": Path("/dev/infiniband").exists(),
         "folders": {role: _folder(path, measured) for role, path in folders.items()},
@@ -146,7 +146,8 @@ def _limits() -> dict[str, int | None]:
     return {name: None if value == resource.RLIM_INFINITY else value for name, value in soft.items()}
 
 
-def _memory() -> dict[str, int | None]:
+def memory() -> dict[str, int | None]:
+    """[bytes] The host's memory, what of it is available, and the least limit of this process's cgroups, if any."""
     text = Path("/proc/meminfo").read_text(encoding="utf-8")
     of = {name: int(value) * 1024 for name, value in re.findall(r"^(\w+): +(\d+) kB", text, re.MULTILINE)}
     limits = []

@@ -24,6 +24,7 @@ import json
 import math
 import shlex
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -50,10 +51,12 @@ from tools.parity.jobs import (
 )
 from tools.parity.judge_runs import Trajectory, confidence, confidence_line, first_departure, judge_trajectories
 from tools.parity.judge_steps import Check, first_divergence, judge_dtypes, judge_steps
-from tools.parity.oracle.judge import STEPS, Comparison, judge
+from tools.parity.oracle.comparison import Comparison
+from tools.parity.oracle.judge import STEPS, Unknown, judge
 from tools.parity.oracle.rules import loss_scale, schedule
 from tools.parity.power import MOST_PAIRS, POWER, pairs_needed
 from tools.parity.report import verdict_lines, write_report
+from tools.parity.room import shortages
 from tracking.jsonl import encode, read_events, surviving
 from tracking.summary import read_inputs
 
@@ -72,11 +75,12 @@ def gate(chosen: Plan, log: Log = print, *, references: References | None = None
     if (chosen.folder / "parity.json").exists():  # judged before: whatever is made now is made anew
         shutil.rmtree(chosen.folder / "runs", ignore_errors=True)
         (chosen.folder / "parity.json").unlink()
+    shared = references is not None
     references = references or train_references(chosen, log)
     twins, controls = references.twins, references.controls
     candidates = [train_candidate(chosen, seed, log) for seed in seeds(chosen)]
     log(f"single steps after steps {', '.join(map(str, chosen.points))}")
-    walks = walk_steps(chosen, candidates[0], log, keep=keep)
+    walks = walk_steps(chosen, candidates[0], log)
     half, fp32 = [trajectory(run) for run in candidates], [trajectory(run) for run in twins]
     nudged, whole = [trajectory(run) for run in controls], fp32[0]
     for index, (seed, run) in enumerate(zip(seeds(chosen), half, strict=True)):
@@ -90,8 +94,12 @@ def gate(chosen: Plan, log: Log = print, *, references: References | None = None
         *judge_steps(walks, bounds),
         judge_dtypes([report for run in candidates for report in inner_dtypes(run)], bounds),
         by_rule(candidates[0].folder.events, chosen.resolved.config),
-        *outside(twins[0], bounds.oracle_steps, log),
     ]
+    if bounds.oracle_steps:
+        checks += outside(twins[0], log, "fp32_evaluation", steps=bounds.oracle_steps, points=chosen.points[1:])
+        checks += outside(candidates[0], log, "evaluation")
+    for run in [*([] if keep else candidates[:1]), *([] if shared else twins[:1])]:
+        shutil.rmtree(run.folder.checkpoints, ignore_errors=True)
     failed = [check.name for check in checks if not check.passed]
     found = {
         "verdict": "no parity" if failed else "parity",
@@ -135,22 +143,40 @@ def by_rule(events: Path, config: Config) -> Check:
     return Check("by_rule", worst, SAME_RATE, worst <= SAME_RATE, where=where)
 
 
-def outside(twin: Run, steps: int, log: Log) -> list[Check]:
-    """The FP32 run's first steps recomputed outside of the engine that both share; nothing where `steps` is 0.
+def outside(run: Run, log: Log, evaluation: str, *, steps: int = 0, points: Sequence[int] = ()) -> list[Check]:
+    """The checks of what a run recorded, recomputed outside of the engine: its evaluations, and these steps if any.
 
-    Measured is the largest difference in units of its bound; where the oracle does not know the run, infinity.
+    Measured is the largest difference in units of its bound; what the oracle does not know is a note. evaluation: name
+    of the check. steps: the first ones, with those after `points`; 0: none.
     """
-    if not steps:
-        return []
-    log(f"{twin.folder.name}: the first {steps} steps recomputed outside of the engine")
+    log(f"{run.folder.name}: recomputed outside of the engine")
+    began = time.monotonic()
     try:
-        found = judge(twin.folder.path, steps=steps, log=lambda _: None)
+        found = judge(run.folder.path, steps=steps, points=points if steps else (), log=log)
+    except Unknown as problem:
+        passed = Check("oracle" if steps else evaluation, math.nan, 1.0, True, note=f"not judged: {problem}")
+        return [passed, *(outside(run, log, evaluation) if steps else [])]
     except UserError as problem:
-        return [Check("oracle", math.inf, 1.0, False, note=str(problem))]
-    worst = max(found.comparisons, key=_in_bounds)
-    beyond = [f"{each.what} {each.largest:.2e}, bound {each.bound:.0e}" for each in found.comparisons if not each.holds]
-    note = "; ".join(beyond) or f"{worst.what} {worst.largest:.2e}, bound {worst.bound:.0e}"
-    return [Check("oracle", _in_bounds(worst), 1.0, found.holds, note=note)]
+        return [Check("oracle" if steps else evaluation, math.inf, 1.0, False, note=str(problem))]
+    of_evaluations = [each for each in found.comparisons if each.what.startswith("validation")]
+    of_steps = [each for each in found.comparisons if each not in of_evaluations]
+    times = [event["time"] for event in read_events(run.folder.events)]
+    took = time.monotonic() - began
+    notes = "; ".join([*found.notes, f"in {took:.0f} s, {took / (times[-1] - times[0]):.2g} times the run's own"])
+    return [
+        *([_worst("oracle", of_steps, notes)] if steps else []),
+        _worst(evaluation, of_evaluations, "" if steps else notes),
+    ]
+
+
+def _worst(name: str, comparisons: Sequence[Comparison], note: str) -> Check:
+    """The check of the comparison that is furthest beyond its bound, or nearest to it."""
+    if not comparisons:
+        return Check(name, math.nan, 1.0, True, note=note)
+    worst = max(comparisons, key=_in_bounds)
+    shown = [each for each in comparisons if not each.holds] or [worst]
+    where = "; ".join(f"{each.what} {each.largest:.2e}, bound {each.bound:.1e}, {each.where}" for each in shown)
+    return Check(name, _in_bounds(worst), 1.0, all(each.holds for each in comparisons), where=where, note=note)
 
 
 def _in_bounds(comparison: Comparison) -> float:
@@ -282,7 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.oracle is not None:
         if options.overrides:
             raise UserError(f"{options.overrides[0]}: the oracle takes the run's own config; leave it out")
-        found_by_oracle = judge(options.oracle, steps=options.steps)
+        found_by_oracle = judge(options.oracle, steps=options.steps or STEPS)
         print("\n".join(found_by_oracle.lines()))
         return PARITY if found_by_oracle.holds else NO_PARITY
     folder = options.report or Path("runs") / f"parity-{Path(options.config).stem}"
@@ -297,6 +323,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         processes=options.processes,
         launcher=shlex.split(options.launch),
     )
+    for line in shortages(chosen):
+        print(line)
     found = gate(chosen, keep=options.keep_checkpoints)
     print("\n".join(verdict_lines(found)))
     print(confidence_line(found["confidence"]))

@@ -144,6 +144,8 @@ def train_twin(
         *("precision.path=cast", "precision.manifest=null", "precision.compute=fp32", "precision.masters=fp32"),
         *("checkpoint.every_steps=0", "faults=[]"),
     ]
+    if seed == chosen.resolved.config.run.seed and control is None and settling is None:
+        overrides = [*overrides, *_saving(chosen)]
     name = f"{TWIN}seed-{seed}"
     if control is not None:
         rate = chosen.resolved.config.optimizer.learning_rate * control_factor(control)
@@ -159,12 +161,19 @@ def train_twin(
 
 def train_candidate(chosen: Plan, seed: int, log: Log) -> Run:
     """The half-precision job. Raises UserError when it does not start; that it ends early is a finding."""
-    points = chosen.points[1:]
-    checkpoints = ["checkpoint.every_steps=0", f"checkpoint.also_after={points}", f"checkpoint.keep={len(points) + 2}"]
-    run = _train(chosen, f"candidate-seed-{seed}", seed, checkpoints, log)
+    run = _train(chosen, f"candidate-seed-{seed}", seed, _saving(chosen), log)
     if not run.folder.events.exists():
         raise UserError(f"the run did not start: {run.error_line}; see {_log(chosen, run.folder.name)}")
     return run
+
+
+def _saving(chosen: Plan) -> list[str]:
+    """Settings with which a run evaluates and saves at every point."""
+    points = chosen.points[1:]
+    return [
+        *("checkpoint.every_steps=0", f"checkpoint.also_after={points}", f"checkpoint.keep={len(points) + 2}"),
+        f"evaluate.also_after={points}",
+    ]
 
 
 def _train(chosen: Plan, name: str, seed: int, overrides: Sequence[str], log: Log) -> Run:
@@ -222,11 +231,8 @@ def _progress(name: str, events: Path, steps: int, log: Log) -> Callable[[], obj
     return report
 
 
-def walk_steps(chosen: Plan, run: Run, log: Log, *, keep: bool = False) -> list[Walk]:
-    """Single steps of the finished run, measured by a job of as many processes.
-
-    keep: leave the run's checkpoints, which are deleted otherwise.
-    """
+def walk_steps(chosen: Plan, run: Run, log: Log) -> list[Walk]:
+    """Single steps of the finished run, measured by a job of as many processes."""
     out, output = chosen.folder / "steps.json", _log(chosen, "step-parity")
     out.unlink(missing_ok=True)
     points, began = ",".join(map(str, chosen.points)), time.monotonic()
@@ -246,8 +252,6 @@ def walk_steps(chosen: Plan, run: Run, log: Log, *, keep: bool = False) -> list[
         raise UserError(f"single steps could not be compared: {error_line_of(output)}; see {output}; {again}")
     walks = walks_of(json.loads(out.read_text(encoding="utf-8")), run)
     out.unlink()
-    if not keep:
-        shutil.rmtree(run.folder.checkpoints, ignore_errors=True)
     return walks
 
 

@@ -10,9 +10,9 @@ takes a few real steps. For every one of them it measures, module by module,
   torch in the run's dtype makes of them, since terms that cancel leave nothing but rounding;
 - the *update error*: the change of its masters against the optimizer in FP64 on the gradient that the engine reduced;
 - the share of its masters and moments that this update left further from FP64 than FP32's rounding explains;
-- at each point, whether two evaluations of a batch have the same loss; the error of a sum of two gradients that are
-  known; and how far a step's loss and gradients are from those that its micro-batches' add up to, everything that
-  counts in the global batch counting the same;
+- at each point, whether two evaluations of a batch have the same loss, in evaluation mode and in the dtypes that
+  training computes in; the error of a sum of two gradients that are known; and how far a step's loss and gradients are
+  from those that its micro-batches' add up to, everything that counts in the global batch counting the same;
 - the *drift*: the distance of the weights it computes with from its rounded masters;
 - with FP8 in the plan, what its rounding alone does to outputs and gradients, and the three products of each FP8 layer
   (`tools.parity.fp8_products`);
@@ -30,7 +30,9 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,7 @@ from precision.tolerance import relative, unit_roundoff
 from tools.parity.fp8_linear import in_fp8
 from tools.parity.fp8_products import Fp8Products
 from tools.parity.judge_steps import COMPARED, Walk, beyond_bounds, blamed, first_divergence, judge_steps
+from tools.parity.oracle.comparison import checksum_at_start, checksum_in
 from tools.parity.oracle.optimizers import decay_and_factor
 from tools.parity.outputs import OutputErrors
 from tools.parity.recompute import MOST_VALUES
@@ -64,6 +67,7 @@ from tracking.run_dir import RunDir
 from training.build import assemble
 from training.distributed import World
 from training.engine import Engine
+from training.engine.ledger import read_start
 from training.engine.optimizer import IMPLEMENTATIONS, rounding
 from training.engine.optimizers.adamw import after
 from training.engine.optimizers.rule import UpdateInputs
@@ -183,15 +187,29 @@ class StepParity:
         engine.discard_gradients()
         return loss
 
-    def evaluation_error(self, batch: Batch) -> float:
-        """The relative distance between the losses of two evaluations of a batch. Changes no weight.
+    def evaluation_errors(self, batch: Batch) -> dict[str, Any]:
+        """How an evaluation of a batch differs from what it should be. Changes no weight.
 
-        They have the same weights and other random numbers, so that whatever is drawn or changed while a model is
-        evaluated, such as dropout, shows. On a CPU a sound model's are the same bit for bit.
+        evaluation_error: the relative distance between the losses of two, with the same weights and other random
+        numbers, so that whatever is drawn or changed while a model is evaluated, such as dropout, shows. On a CPU a
+        sound model's are the same bit for bit. evaluated_otherwise: modules that were in training mode, or returned
+        another dtype than a forward pass in training, to what they did.
         """
-        engine = self._engine
-        first, second = (engine.evaluate([batch]).loss for _ in range(2))
-        return relative(abs(second - first), abs(first))
+        engine, drawn = self._engine, generators(self._engine.world.device)
+        with _watched(engine.model) as evaluated:
+            first, second = (engine.evaluate([batch]).loss for _ in range(2))
+        engine.model.train(not self.no_dropout)
+        with _watched(engine.model) as trained, torch.no_grad():
+            engine.loss_path.score(*next(batch.micro_batches(engine.world.device)), 1.0)
+        restore_generators(drawn, engine.world.device)
+        otherwise = {}
+        for name, (training, dtype) in evaluated.items():
+            if training:
+                otherwise[name] = "in training mode"
+            elif dtype != (of_training := trained.get(name, (True, dtype))[1]):
+                otherwise[name] = f"in {dtype}, in training {of_training}"
+        off = relative(abs(second - first), abs(first))
+        return {"evaluation_error": off, "evaluated_otherwise": otherwise}
 
     def _planned_agreement(self, batch: Batch, gradients: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Agreement of FP32's gradients with those of the same model under FP8's rounding alone, by parameter."""
@@ -391,7 +409,7 @@ def walk(steps: StepParity, batches: Batches, progress: Progress, *, length: int
         summed = {} if measured else {"accumulation_error": steps.accumulation_errors(batch)}
         weighted = {} if measured else steps.weighting_errors(batch)
         if not measured:
-            repeated["evaluation_error"] = steps.evaluation_error(batch)
+            repeated |= steps.evaluation_errors(batch)
         found = repeated | summed | weighted | steps.step(batch, applied=progress.applied + applied)
         applied += found["applied"]
         measured.append({"step": progress.step + len(measured) + 1, **found})
@@ -405,6 +423,7 @@ class Recomputed:
 
     def __init__(self, opened: Session, run_dir: RunDir) -> None:
         engine, resolved = opened.engine, opened.resolved
+        self._run = run_dir
         self.batches, self._engine, self._folder = opened.batches, engine, run_dir.checkpoints
         self._checkpoints = opened.saved_checkpoints(self._folder)
         self._parts, self._start = assemble(
@@ -419,6 +438,10 @@ class Recomputed:
         The start is only there as long as no checkpoint has been restored.
         """
         if not point:
+            recorded = checksum_at_start(json.loads(self._run.environment.read_text(encoding="utf-8")))
+            own = checksum_in(read_start(self._engine).dtype)
+            if recorded not in (None, own):
+                raise RuntimeError(f"masters at the start have checksum {own}, the run's had {recorded}")
             return self._start
         return self._parts.load_state_dict(self._checkpoints.load(self._folder / f"step-{point}", self._engine))
 
@@ -457,6 +480,23 @@ def verdict(found: Sequence[Mapping[str, Any]], bounds: ParitySection) -> dict[s
         "first_parting": first_divergence(walks, bounds),
         "walks": list(found),
     }
+
+
+@contextmanager
+def _watched(model: torch.nn.Module) -> Iterator[dict[str, tuple[bool, str]]]:
+    """Inside, each module that is called notes whether it was in training mode, and the dtype of what it returned."""
+    seen: dict[str, tuple[bool, str]] = {}
+
+    def note(name: str, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, torch.Tensor):
+            seen[name] = module.training, str(output.dtype).removeprefix("torch.")
+
+    hooks = [module.register_forward_hook(partial(note, name)) for name, module in model.named_modules()]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _parts(values: torch.Tensor) -> Sequence[torch.Tensor]:

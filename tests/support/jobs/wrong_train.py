@@ -12,12 +12,14 @@ from data.batches import masking
 from data.batches.loader import Batch
 from data.corpora.mixture import Mixture
 from lab.detection.plants import elsewhere, gradients, shared, state
-from lab.detection.plants.site import Plant, Site, on_engine, planted
+from lab.detection.plants.site import Plant, Site, around, on_engine, planted
 from modeling import parameter_groups
 from modeling.objectives.divergence import Distillation
 from modeling.objectives.preference import Preference
-from training.engine import build
+from training import session
+from training.engine import Engine, build
 from training.engine.flat_optimizer import Pieces
+from training.engine.health import Evaluation
 from training.engine.sharded_pieces import ShardedPieces
 
 
@@ -97,10 +99,81 @@ def wrong_temperature(site: Site) -> None:
     site.patch(Distillation, "__init__", wrong)
 
 
+def evaluated_in_training(engine: Engine, size: float) -> None:
+    """Values are dropped while the model is evaluated."""
+    deepspeed: Any = engine.deepspeed
+
+    def evaluating(right: Any) -> Any:
+        def evaluate(batches: Any) -> Evaluation:
+            deepspeed.eval = lambda: deepspeed.train()
+            try:
+                return right(batches)
+            finally:
+                del deepspeed.eval
+
+        return evaluate
+
+    around(engine, "evaluate", evaluating)
+
+
+def evaluated_stale(engine: Engine, size: float) -> None:
+    """Evaluations are of the weights before the last update."""
+    before: list[torch.Tensor] = []
+
+    def stepping(right: Any) -> Any:
+        def step(*args: Any, **options: Any) -> Any:
+            before[:] = [parameter.detach().clone() for parameter in engine.model.parameters()]
+            return right(*args, **options)
+
+        return step
+
+    def evaluating(right: Any) -> Any:
+        def evaluate(batches: Any) -> Evaluation:
+            swap()
+            try:
+                return right(batches)
+            finally:
+                swap()
+
+        return evaluate
+
+    def swap() -> None:
+        for parameter, kept in zip(engine.model.parameters(), before, strict=True):
+            now = parameter.detach().clone()
+            parameter.data.copy_(kept)
+            kept.copy_(now)
+
+    around(engine, "step", stepping)
+    around(engine, "evaluate", evaluating)
+
+
+def evaluated_by_means(engine: Engine, size: float) -> None:
+    """The mean over batches of their means, not the mean over all labels."""
+
+    def evaluating(right: Any) -> Any:
+        def evaluate(batches: Any) -> Evaluation:
+            losses = [right([batch]).loss for batch in batches]
+            return Evaluation(sum(losses) / len(losses), None, {})
+
+        return evaluate
+
+    around(engine, "evaluate", evaluating)
+
+
+def evaluated_without_the_last(site: Site) -> None:
+    """The last batch of an evaluation, which is padded where rows run out, is dropped."""
+    right = session.validation_batches
+    site.patch(session, "validation_batches", lambda *args, **options: list(right(*args, **options))[:-1])
+
+
 MISTAKES: dict[str, Plant] = {
     "mean_of_means": on_engine(gradients.mean_of_means),
     "same_draws": state.same_random_numbers_on_all_ranks,
     "rows_of_one_rank": elsewhere.evaluated_on_rows_of_one_rank,
+    **{
+        mistake.__name__: on_engine(mistake) for mistake in (evaluated_in_training, evaluated_stale, evaluated_by_means)
+    },
+    "evaluated_without_the_last": evaluated_without_the_last,
     **{
         mistake.__name__: mistake
         for mistake in (

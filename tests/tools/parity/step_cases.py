@@ -207,6 +207,32 @@ def weighted(
         return parity.weighting_errors(batch)
 
 
+def evaluated(world: World, *, stage: int, compute: str, planted: str = "") -> dict[str, Any]:
+    """What is measured of an evaluation. planted: the head is in training mode, or in FP32, while it is evaluated."""
+    resolved = resolve(world, stage=stage, compute=compute, micro=2)
+    shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
+    with engine_of(world, resolved) as engine:
+        head: Any = engine.model.lm_head
+        right, forward = engine.evaluate, head.forward
+
+        def evaluate(batches: Any) -> Any:
+            if planted == "mode":
+                head.eval = head.train
+                head.train = lambda mode=True: torch.nn.Module.train(head, True)
+            if planted == "dtype":
+                head.forward = lambda states: forward(states).float()
+            try:
+                return right(batches)
+            finally:
+                head.__dict__.pop("eval", None), head.__dict__.pop("train", None)
+                head.forward = forward
+
+        engine.evaluate = evaluate  # type: ignore[method-assign]
+        return StepParity(engine, Reference(resolved, shape, world), resolved).evaluation_errors(
+            batch_of(world, 2, seed=1)
+        )
+
+
 def with_dropout(world: World, *, stage: int, compute: str, overrides: Sequence[str]) -> dict[str, Any]:
     """A step as a run takes it; then, from the same generators, its loss repeated and the same step measured.
 

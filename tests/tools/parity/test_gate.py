@@ -102,7 +102,15 @@ def test_what_both_runs_share_is_judged_outside_of_the_engine(folder, judged):
     """The twin's steps recomputed, as they were recorded and with one loss that is off by what BF16 would hide."""
     found, references = judged
     [check] = [check for check in found["checks"] if check["name"] == "oracle"]
-    assert check["passed"] and 0 < check["measured"] < 0.5 and "bound" in check["note"]
+    assert check["passed"] and 0 < check["measured"] < 0.5 and "bound" in check["where"]
+    point = found["walks"][1]["point"]
+    assert f"recomputed from its masters: step {point + 1}" in check["note"]
+    assert "masters at the start: checksum" in check["note"]
+    assert "times the run's own" in check["note"]
+    for name in ("fp32_evaluation", "evaluation"):
+        [judged_evaluation] = [check for check in found["checks"] if check["name"] == name]
+        assert judged_evaluation["passed"] and 0 < judged_evaluation["measured"] < 0.5
+    assert f"evaluation compared: step {point}; evaluation compared: step 12" in judged_evaluation["note"]
     assert "recomputed outside of the engine" in (folder / "good/parity.md").read_text()
     twin = references.twins[0]
     whole = twin.folder.events.read_text()
@@ -112,19 +120,24 @@ def test_what_both_runs_share_is_judged_outside_of_the_engine(folder, judged):
             row["loss"] *= 1 + 1e-4
     twin.folder.events.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     try:
-        [check] = parity.outside(twin, 3, lambda line: None)
+        check, of_evaluations = parity.outside(twin, lambda line: None, "fp32_evaluation", steps=3)
     finally:
         twin.folder.events.write_text(whole)
-    assert not check.passed and check.measured > 10 and check.note.startswith("loss 1.0")
-    assert parity.outside(twin, 0, lambda line: None) == []
+    assert not check.passed and check.measured > 10 and check.where.startswith("loss 1.0")
+    assert of_evaluations.passed
 
 
-def test_a_run_that_the_oracle_does_not_know_fails_with_the_reason(tmp_path, judged):
+def test_what_the_oracle_does_not_know_is_said_and_what_it_cannot_read_fails(tmp_path, judged):
     twin = judged[1].twins[0]
     folder = RunDir(tmp_path / "run")
     shutil.copytree(twin.folder.path, folder.path)
-    folder.config.write_text(folder.config.read_text() + "\nparallel: {sequence: 2}\n")
-    [check] = parity.outside(dataclasses.replace(twin, folder=folder), 3, lambda line: None)
+    copied, text = dataclasses.replace(twin, folder=folder), folder.config.read_text()
+    folder.config.write_text(text.replace("balance_loss: 0.0\n", "balance_loss: 0.1\n"))
+    check, of_evaluations = parity.outside(copied, lambda line: None, "fp32_evaluation", steps=3)
+    assert check.passed and check.note.startswith("not judged: model.balance_loss = 0.1")
+    assert of_evaluations.passed and of_evaluations.measured > 0
+    folder.config.write_text(text + "\nparallel: {sequence: 2}\n")
+    [check] = parity.outside(copied, lambda line: None, "fp32_evaluation", steps=3)
     assert not check.passed and "parallel" in check.note
 
 

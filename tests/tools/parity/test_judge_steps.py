@@ -338,6 +338,7 @@ def test_a_reported_norm_that_is_not_the_gradients_fails() -> None:
 def test_two_evaluations_of_a_batch_have_the_same_loss() -> None:
     assert failed(walked(step(evaluation_error=1e-3))) == {"evaluation_error"}
     assert failed(walked(step(evaluation_error=1e-6))) == set()
+    assert failed(walked(step(evaluated_otherwise={"lm_head": "in training mode"}))) == {"evaluation_error"}
 
 
 def test_a_point_has_to_come_back_as_it_was() -> None:

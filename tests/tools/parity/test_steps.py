@@ -100,6 +100,15 @@ def test_a_gradient_beyond_its_bound_is_compared_with_plain_torch_in_the_same_dt
                 assert found["gradient_error"].modules == (LINEAR,)
 
 
+@pytest.mark.parametrize(("stage", "compute"), [(2, "bf16"), (3, "fp16")])
+def test_an_evaluation_in_another_mode_or_dtype_than_it_should_be_is_named(pair, stage, compute):
+    dtype = {"bf16": "bfloat16", "fp16": "float16"}[compute]
+    named = {"": {}, "mode": {"lm_head": "in training mode"}, "dtype": {"lm_head": f"in float32, in training {dtype}"}}
+    for planted, expected in named.items():
+        for found in pair.run(parity_cases.evaluated, stage=stage, compute=compute, planted=planted):
+            assert found == {"evaluation_error": 0.0, "evaluated_otherwise": expected}
+
+
 def module_of(defect: str) -> str:
     """The module that has to be named; none where the defect is one of the whole step."""
     return NORM if NORM in defect else LINEAR if LINEAR in defect else ""

@@ -1,4 +1,4 @@
-"""Recompute the first steps of a run in plain torch and FP64, and compare them with what the run recorded.
+"""Recompute steps and evaluations of a run in plain torch and FP64, and compare them with what the run recorded.
 
     python -m tools.parity --oracle runs/NAME [--steps N]
 
@@ -6,7 +6,8 @@ Both twins of the gate share Mantissa's engine, data order and schedule, so an e
 none of them. From the run's config, its prepared data and its initial weights it derives by itself (`rules`): which
 samples make a step, which tokens are labels and how much each counts, the learning rate, which parameters decay,
 clipping, and the update. Sequences go through the model one by one, documents that are kept apart each by itself;
-parameters, gradients and moments are FP64 (a model's own code may compute in less inside, as most norms do).
+parameters, gradients and moments are FP64 (a model's own code may compute in less inside, as most norms do). The first
+steps are updates of its own; a later one is computed from the masters of the checkpoint before it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from config.errors import UserError
 from config.load import load_config
@@ -31,6 +32,8 @@ from modeling.build import build_model, dropout_keys
 from precision.dtypes import DTYPES
 from precision.tolerance import unit_roundoff
 from tools.dequantise import dequantise
+from tools.parity.oracle.comparison import START, Comparison, checksum_at_start, checksum_in, relative_difference
+from tools.parity.oracle.evaluation import compare_evaluations, load_masters
 from tools.parity.oracle.low_rank import add_low_rank
 from tools.parity.oracle.optimizers import optimizer_of
 from tools.parity.oracle.rules import loss_scale, schedule
@@ -41,6 +44,8 @@ from tracking.pages.markdown import Table
 from tracking.run_dir import RunDir
 from tracking.summary import read_inputs
 from training.checkpoint.partitions import open_saved_model
+from training.engine.masters import Start
+from training.engine.tensors import as_text, checksum
 from training.tasks.shape import settle_labels, shape_of_model
 from training.tasks.task import prepare
 
@@ -50,30 +55,7 @@ _NOTHING = 1e-7
 """Share of the whole gradient's norm below which a parameter's is FP32's rounding."""
 UNKNOWN = "the oracle does not compute it"
 FIRST_NORM = "norm of the first update"
-VALIDATION = "validation loss"
 Log = Callable[[str], Any]
-
-
-@dataclass
-class Comparison:
-    """One quantity over all steps."""
-
-    what: str
-    bound: float
-    largest: float = 0.0
-    """Relative difference, or for samples and tokens 1 where they differ; of masters in their movement."""
-    where: str = ""
-    """The step, or the parameter, where it is largest."""
-
-    def add(self, difference: float, where: str) -> None:
-        """Take one more difference into account."""
-        if not (difference <= self.largest or math.isnan(self.largest)):
-            self.largest, self.where = difference, where
-
-    @property
-    def holds(self) -> bool:
-        """Whether it is within its bound; what is not a number is not."""
-        return self.largest <= self.bound
 
 
 @dataclass
@@ -98,13 +80,21 @@ class Judged:
         return [*table.lines(), *self.notes, f"{self.steps} steps {verdict}"]
 
 
-def judge(run: Path, *, steps: int | None = None, log: Log = print) -> Judged:
-    """Recompute a run's first steps and compare. Raises UserError for a run that the oracle does not know."""
+class Unknown(UserError):
+    """Something in a run that the oracle does not compute."""
+
+
+def judge(run: Path, *, steps: int = STEPS, points: Sequence[int] = (), log: Log = print) -> Judged:
+    """Recompute a run's first steps, the one after each of `points`, and its evaluations that have a checkpoint.
+
+    steps: 0 for evaluations alone. points: steps with a checkpoint. Raises Unknown for a run that the oracle does not
+    know, and UserError for one that it cannot read.
+    """
     run_dir = RunDir(run)
     config = load_config(run_dir.config, [], None)
-    _require_known(config)
+    _require_known(config, recomputes=steps > 0)
     events = surviving(read_run_events(run_dir.events))
-    recorded, notes = _first_steps(run, events, steps or STEPS)
+    first, later, notes = _recorded(run, events, steps, points)
     corpus = prepare(config, progress=True)
     environment = read_inputs(run_dir)[2]
     used = environment.get("data", {}).get("fingerprint")
@@ -117,11 +107,66 @@ def judge(run: Path, *, steps: int | None = None, log: Log = print) -> Judged:
             setattr(shape, key, 0.0)
     drops, start = dropout_keys(shape), next(event for event in events if event["event"] == "run_start")
     device = (environment.get("accelerator") or {}).get("device", "cpu")
-    why = undropped(config, device) if drops else None
+    why = undropped(config, device) if drops and steps else None
     if why is not None:
-        raise UserError(f"{run}: the model has {drops[0]} = {getattr(shape, drops[0])}; {why}")
+        raise Unknown(f"{run}: the model has {drops[0]} = {getattr(shape, drops[0])}; {why}")
+    model = _model(run, config, shape)
+    buffers = {name: buffer.dtype for name, buffer in model.named_buffers()}
+    at_start = Start("", {name: _checksum(item) for name, item in model.named_parameters() if item.requires_grad})
+    given = config, corpus, shape, model.double().train()
+    held_out = TASKS[config.task](*given)
+    task = DroppedOut(*given, ranks=start["world_size"]) if drops and steps else held_out
+    compared = _comparisons(config, start, teacher=None if held_out.frozen is None else held_out.frozen[1])
+    notes.append(_compare_start(at_start, environment, compared))
+    oracle = _Oracle(config, corpus, task, model)
+    if later and drops:
+        notes.append("no later step recomputed: what was dropped there follows from all steps before")
+        later = []
+    notes += _compare_steps(oracle, first, later, run_dir, events, compared, log)
+    found, said = compare_evaluations(
+        held_out,
+        model,
+        buffers,
+        run_dir=run_dir,
+        events=events,
+        corpus=corpus,
+        start=start,
+        bound=compared["loss"].bound,
+    )
+    of_steps = [row for what, row in compared.items() if first or what == START]
+    return Judged(len(first) + len(later), [*of_steps, *found], [*notes, *said])
+
+
+def _compare_steps(
+    oracle: _Oracle,
+    first: Sequence[Mapping[str, Any]],
+    later: Sequence[Mapping[str, Any]],
+    run_dir: RunDir,
+    events: Sequence[Mapping[str, Any]],
+    compared: Mapping[str, Comparison],
+    log: Log,
+) -> list[str]:
+    """Compare the first steps with updates of the oracle's own, and later ones from the masters before; notes."""
+    notes = []
+    for event in first:
+        oracle.step(event, compared, log)
+        checkpoint = _checkpoint(run_dir, event["step"])
+        if checkpoint.is_dir():
+            oracle.compare_masters(checkpoint, compared, f"step {event['step']}")
+            notes.append(f"masters compared: step {event['step']}")
+    if first and not notes:
+        notes.append("masters not compared: the run has no checkpoint of these steps; set checkpoint.every_steps")
+    for event in later:
+        oracle.restart(_checkpoint(run_dir, event["step"] - 1), events)
+        oracle.step(event, compared, log)
+        notes.append(f"recomputed from its masters: step {event['step']}")
+    return notes
+
+
+def _model(run: Path, config: Config, shape: PretrainedConfig) -> Any:
+    """The run's model with its initial weights, in FP32 and plain torch. Raises Unknown."""
     shape.use_cache = False
-    model = build_model(
+    model: Any = build_model(
         config.model, shape, seed=config.run.seed, model_class=model_class_of(config), adapter=config.adapter
     )
     dequantise(model)
@@ -130,54 +175,60 @@ def judge(run: Path, *, steps: int | None = None, log: Log = print) -> Judged:
     if config.adapter.kind == "lora":
         drawn: Sequence[str] = getattr(model, "drawn", ())
         if drawn:
-            raise UserError(f"{run}: the base's files lack {drawn[0]}, which is trained whole; {UNKNOWN}")
+            raise Unknown(f"{run}: the base's files lack {drawn[0]}, which is trained whole; {UNKNOWN}")
         add_low_rank(model, config.adapter, seed=config.run.seed)
-    given = config, corpus, shape, model.double().train()
-    task = DroppedOut(*given, ranks=start["world_size"]) if drops else TASKS[config.task](*given)
-    held_out = (TASKS[config.task](*given) if drops else task).held_out()
-    oracle = _Oracle(config, corpus, task, model)
-    compared = _comparisons(config, start, teacher=getattr(task, "computes", None))
-    for event in recorded:
-        oracle.step(event, compared, log)
-        checkpoint = run_dir.checkpoints / f"step-{event['step']}" / "deepspeed"
-        if checkpoint.is_dir():
-            oracle.compare_masters(checkpoint, compared, f"step {event['step']}")
-            notes.append(f"masters compared: step {event['step']}")
-    if not any(note.startswith("masters") for note in notes):
-        notes.append("masters not compared: the run has no checkpoint of these steps; set checkpoint.every_steps")
-    notes.append(oracle.compare_evaluation(held_out, run_dir, events, compared))
-    return Judged(len(recorded), list(compared.values()), notes)
+    return model
 
 
-def _require_known(config: Config) -> None:
-    """Raises UserError, naming the key, for what the oracle does not compute."""
+def _require_known(config: Config, *, recomputes: bool) -> None:
+    """Raises Unknown, naming the key, for what the oracle does not compute. recomputes: whether it computes steps."""
     model, adapter, optimizer = config.model, config.adapter, config.optimizer
-    for key, value, known in (
+    in_any_pass = (
         ("adapter.kind", adapter.kind, adapter.kind != "dora"),
-        ("adapter.dropout", adapter.dropout, not adapter.dropout),
         ("adapter.modules_to_save", ", ".join(adapter.modules_to_save), not adapter.modules_to_save),
+    )
+    in_training = (
+        ("adapter.dropout", adapter.dropout, not adapter.dropout),
         ("optimizer.orthogonalization", optimizer.orthogonalization, optimizer.orthogonalization == "fp32"),
         ("model.balance_loss", model.balance_loss, not model.balance_loss),
         ("model.router_z_loss", model.router_z_loss, not model.router_z_loss),
         ("sft.neftune_alpha", config.sft.neftune_alpha, not config.sft.neftune_alpha),
-    ):
+    )
+    for key, value, known in (*in_any_pass, *(in_training if recomputes else ())):
         if not known:
-            raise UserError(f"{key} = {value}: {UNKNOWN}")
+            raise Unknown(f"{key} = {value}: {UNKNOWN}")
 
 
-def _first_steps(run: Path, events: Sequence[Mapping[str, Any]], count: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """The `step` events 1 to `count`, as far as nothing but the plain rule made them; and what cut them short."""
-    by_step = {event["step"]: dict(event) for event in events if event["event"] == "step"}
+def _recorded(
+    run: Path, events: Sequence[Mapping[str, Any]], count: int, points: Sequence[int]
+) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]], list[str]]:
+    """The `step` events 1 to `count`, and those after later points, as far as the plain rule made them; and notes."""
+    by_step = {event["step"]: event for event in events if event["event"] == "step"}
     reacted = min((event["step"] for event in events if event["event"] == "incident"), default=math.inf)
-    found: list[dict[str, Any]] = []
-    for step in range(1, count + 1):
-        if step not in by_step or step >= reacted:
-            break
-        found.append(by_step[step])
-    if not found:
+    first = [by_step[step] for step in range(1, count + 1) if step in by_step and step < reacted]
+    if count and not first:
         raise UserError(f"{run}: has no first step to recompute")
-    notes = [] if step < reacted else [f"step {reacted} had an incident: what comes after it is not compared"]
-    return found, notes
+    after = [point + 1 for point in points if point >= count and point + 1 in by_step]
+    notes = [f"step {reacted} had an incident: what comes after it is not compared"]
+    return first, [by_step[step] for step in after if step < reacted], notes if reacted <= max(count, *after, 0) else []
+
+
+def _checkpoint(run_dir: RunDir, step: int) -> Path:
+    return run_dir.checkpoints / f"step-{step}" / "deepspeed"
+
+
+def _checksum(parameter: torch.Tensor) -> str:
+    return as_text(checksum(parameter.detach().flatten(), 0))
+
+
+def _compare_start(found: Start, environment: Mapping[str, Any], compared: dict[str, Comparison]) -> str:
+    """Compare the weights that the oracle starts from with the checksum that the run recorded of its own; a note."""
+    recorded, own = checksum_at_start(environment), checksum_in(str(found))
+    if recorded is None:
+        return f"{START} not compared: the run recorded no checksum of them"
+    compared[START] = Comparison(START, 0.0)
+    compared[START].add(float(recorded != own), own)
+    return f"{START}: checksum {own}, the run's {recorded}"
 
 
 def _comparisons(config: Config, start: Mapping[str, Any], *, teacher: str | None) -> dict[str, Comparison]:
@@ -227,7 +278,6 @@ class _Oracle:
         self._weight = dict.fromkeys(self._trained, 0.0)
         """The largest share that a parameter's gradient had of the whole's norm in any step."""
         self._applied = self._tokens = 0
-        self._first_loss = 0.0
 
     def step(self, event: Mapping[str, Any], compared: Mapping[str, Comparison], log: Log) -> None:
         """One step, compared with its event. A step that the run did not apply is not applied here."""
@@ -241,22 +291,23 @@ class _Oracle:
         digest = hashlib.sha256(np.array(ids, dtype="<i8").tobytes()).hexdigest()
         compared["samples"].add(float(event["sample_ids_sha256"] != digest), where)
         compared["tokens"].add(float(event["tokens"] != self._tokens), where)
-        compared["learning rate"].add(_relative(event["lr"], rate), where)
+        compared["learning rate"].add(relative_difference(event["lr"], rate), where)
         if self._scale is not None and "loss scale" in compared:
-            compared["loss scale"].add(_relative(event["loss_scale"], self._scale(not event["applied"])), where)
-        self._first_loss = self._first_loss or loss
-        compared["loss"].add(_relative(event["loss"], loss), where)
+            compared["loss scale"].add(
+                relative_difference(event["loss_scale"], self._scale(not event["applied"])), where
+            )
+        compared["loss"].add(relative_difference(event["loss"], loss), where)
         for number, name in enumerate(self._names):
             count, total = by_source.get(number, (0.0, 0.0))
-            compared["labels by source"].add(_relative(event["labels_by_source"].get(name, 0), count), where)
+            compared["labels by source"].add(relative_difference(event["labels_by_source"].get(name, 0), count), where)
             if count:
                 compared["loss by source"].add(
-                    _relative(event["loss_by_source"].get(name, math.nan), total / count), f"{name}, {where}"
+                    relative_difference(event["loss_by_source"].get(name, math.nan), total / count), f"{name}, {where}"
                 )
         if event["applied"]:
-            compared["norm"].add(_relative(event["grad_norm"], norm), where)
+            compared["norm"].add(relative_difference(event["grad_norm"], norm), where)
             if not self._applied and FIRST_NORM in compared:
-                compared[FIRST_NORM].add(_relative(event["grad_norm"], norm), where)
+                compared[FIRST_NORM].add(relative_difference(event["grad_norm"], norm), where)
             if self._config.optimizer.gradient_clipping:
                 torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.optimizer.gradient_clipping)
             for group in self._optimizer.param_groups:
@@ -286,35 +337,13 @@ class _Oracle:
         return loss, by_source
 
     @torch.no_grad()
-    def compare_evaluation(
-        self, held_out: Task, run_dir: RunDir, events: Sequence[Mapping[str, Any]], compared: dict[str, Comparison]
-    ) -> str:
-        """Recompute the newest evaluation whose checkpoint exists, from that one's masters; a note that names it.
-
-        It need not be of the steps that were recomputed. Nothing else says which samples an evaluation is of and what
-        its mean is taken over: both twins of a gate share that. The difference is a share of the loss, or of the first
-        step's where that is larger: a loss that has nearly vanished keeps the roundings of its logits.
-        """
-        losses = {event["step"]: event["loss"] for event in events if event["event"] == "eval"}
-        saved = {step: run_dir.checkpoints / f"step-{step}" / "deepspeed" for step in losses}
-        step = max((step for step, folder in saved.items() if folder.is_dir()), default=None)
-        if step is None:
-            return "no evaluation compared: the run has no checkpoint of a step that evaluated"
-        try:
-            masters = open_saved_model(saved[step]).tensors
-        except UserError as problem:  # such as one that is encrypted
-            return f"no evaluation compared: {problem}"
-        for name, parameter in self._trained.items():
-            parameter.copy_(masters[name].read().double())
-        self._model.eval()
-        total = counts = 0.0
-        for position, ids in enumerate(held_out.order.evaluated()):
-            for part in held_out.parts(ids, position):
-                total, counts = total + float(part.loss()), counts + part.counts
-        compared[VALIDATION] = Comparison(VALIDATION, compared["loss"].bound)
-        expected = total / max(counts, 1.0)
-        compared[VALIDATION].add(abs(losses[step] - expected) / max(abs(expected), self._first_loss), f"step {step}")
-        return f"evaluation compared: step {step}"
+    def restart(self, folder: Path, events: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from the masters of a checkpoint, for one step: moments stay what they are."""
+        point = int(folder.parent.name.removeprefix("step-"))
+        load_masters(self._model, folder)
+        before = [event for event in events if event["event"] == "step" and event["step"] <= point]
+        self._applied, self._tokens = sum(event["applied"] for event in before), before[-1]["tokens"]
+        self._scale = None  # which follows from all overflows before
 
     @torch.no_grad()
     def compare_masters(self, folder: Path, compared: Mapping[str, Comparison], where: str) -> None:
@@ -336,9 +365,3 @@ class _Oracle:
                 distance = max(float((found - moved).norm()) - rounded, 0.0)
                 compared["masters"].add(distance / float(moved.norm()) if distance else 0.0, f"{name}, {where}")
         compared["distance moved"].add(abs(along / squares - 1.0) if squares else 0.0, where)
-
-
-def _relative(found: float, expected: float) -> float:
-    """|found - expected| / |expected|; 0 where both are 0, nan where the run recorded no number."""
-    difference = abs(found - expected)
-    return difference / abs(expected) if expected else (0.0 if difference == 0 else math.inf)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -45,14 +46,23 @@ class Task:
     def __init__(self, config: Config, corpus: Corpus, shape: PretrainedConfig, model: Any) -> None:
         self._config, self._corpus, self._model = config, corpus, model
         self._shards: Any = corpus.train
+        self._seen: list[tuple[Any, ...]] = []
+        """What `metrics` are made of, a row for each part that was computed without gradients."""
+        self.frozen: tuple[Any, str | None] | None = None
+        """A second model, whose weights stay as they are, and the name of its dtype; None is the run's."""
         self.order = self._order(by_source=corpus.mixture.samples if corpus.mixture is not None else ())
 
-    def held_out(self) -> Task:
-        """This task on the validation set, whose batches `Order.evaluated` yields."""
+    def held_out(self, shards: Any) -> Task:
+        """This task on a validation set, whose batches `Order.evaluated` yields."""
         found = copy.copy(self)
-        found._shards = self._corpus.validation
+        found._shards, found._seen = shards, []
         found.order = found._order()
         return found
+
+    def metrics(self) -> dict[str, float]:
+        """What an evaluation may report beside its loss, over all parts that were computed without gradients."""
+        right, losses, labels = (sum(column) for column in zip(*self._seen, strict=True))
+        return {"token_accuracy": right / labels, "token_loss": losses / labels}
 
     def _order(self, by_source: Sequence[int] = ()) -> Order:
         end = self._corpus.end_of_document
@@ -80,7 +90,11 @@ class Task:
 
     def _summed(self, labels: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
         """Cross-entropy of one sequence. inputs: (n,) each."""
-        return functional.cross_entropy(self._logits(**inputs), labels, ignore_index=IGNORED, reduction="sum")
+        logits, counts = self._logits(**inputs), labels != IGNORED
+        loss = functional.cross_entropy(logits[counts], labels[counts], reduction="sum")
+        if not torch.is_grad_enabled():
+            self._seen.append((_likeliest(logits[counts], labels[counts]), float(loss), int(counts.sum())))
+        return loss
 
     def _logits(self, **inputs: torch.Tensor) -> torch.Tensor:
         """(outputs, ...) of one sequence."""
@@ -216,13 +230,31 @@ class Classified(Task):
         [number] = self._shards.rows_of(sample)
         return self._shards.labelled(number)
 
+    def metrics(self) -> dict[str, float]:
+        """Of numbers Pearson's correlation and the root mean square error; of labels accuracy, F1 and Matthews'."""
+        if self._config.classify.kind == "regression":
+            predicted, there = (np.array(column) for column in zip(*self._seen, strict=True))
+            return {"pearson": _correlation(predicted, there), "rmse": float(((predicted - there) ** 2).mean() ** 0.5)}
+        predicted, there = (np.concatenate(column) for column in zip(*self._seen, strict=True))
+        labels = range(len(self._numbers))
+        scores = [_f1(predicted == label, there == label) for label in labels]
+        found = {"accuracy": float((predicted == there).mean()), "macro_f1": float(np.nanmean(scores))}
+        chosen, real = (np.eye(len(labels))[values] for values in (predicted, there))
+        found["matthews"] = _correlation(chosen, real)
+        return found | ({"f1": float(np.nan_to_num(scores[1]))} if len(labels) == 2 else {})
+
     def _squared(self, target: float, **inputs: torch.Tensor) -> torch.Tensor:
-        return (self._logits(**inputs).sum() - target).square()
+        predicted = self._logits(**inputs).sum()
+        if not torch.is_grad_enabled():
+            self._seen.append((float(predicted), target))
+        return (predicted - target).square()
 
     def _labelled(self, labels: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
-        logits = self._logits(**inputs)
+        logits, counts = self._logits(**inputs), labels != IGNORED
         logits = logits if logits.dim() == 2 else logits[None]
-        return functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+        if not torch.is_grad_enabled():
+            self._seen.append((logits[counts].argmax(-1).numpy(), labels[counts].numpy()))
+        return functional.cross_entropy(logits[counts], labels[counts], reduction="sum")
 
 
 class Translated(Task):
@@ -262,6 +294,7 @@ class Preferred(Task):
     def __init__(self, config: Config, corpus: Corpus, shape: PretrainedConfig, model: Any) -> None:
         super().__init__(config, corpus, shape, model)
         self._before = copy.deepcopy(model).requires_grad_(False)
+        self.frozen = self._before, None
 
     def parts(self, ids: Sequence[int], position: int) -> Iterator[Part]:
         """One part per pair."""
@@ -270,10 +303,17 @@ class Preferred(Task):
 
     def _of_pair(self, pair: list[tuple[np.ndarray, np.ndarray]]) -> torch.Tensor:
         section = self._config.preference
-        (chosen, length), (rejected, _) = (self._log_prob(self._model, *answer) for answer in pair)
+        mine = [self._log_probs(self._model, *answer) for answer in pair]
         with torch.no_grad():
-            before = [self._log_prob(self._before, *answer)[0] for answer in pair]
+            reference = [self._log_probs(self._before, *answer) for answer in pair]
+        (chosen, rejected), length = (answer.sum() for answer in mine), len(mine[0])
+        before = [answer.sum() for answer in reference]
         margin = (chosen - before[0]) - (rejected - before[1])
+        if not torch.is_grad_enabled():
+            behind = [theirs - own for own, theirs in zip(mine, reference, strict=True)]
+            k3 = [(apart.exp() - 1 - apart).sum() for apart in behind]
+            lengths = [len(answer) for answer in mine]
+            self._seen.append(tuple(map(float, (chosen, rejected, *before, *k3, *lengths, chosen / length))))
         if section.loss == "hinge":
             loss = torch.clamp(1 - section.beta * margin, min=0)
         elif section.loss == "ipo":
@@ -283,13 +323,31 @@ class Preferred(Task):
             loss = (1 - section.label_smoothing) * right + section.label_smoothing * wrong
         return loss - section.sft_weight * chosen / length
 
-    def _log_prob(self, model: Any, tokens: np.ndarray, trained: np.ndarray) -> tuple[torch.Tensor, int]:
-        """The log-probability of an answer's tokens given all before them [nats], and their number."""
+    def metrics(self) -> dict[str, float]:
+        """Means over pairs; of the two estimators of a KL divergence over tokens (Schulman 2020)."""
+        seen = np.array(self._seen)
+        own, before, k3, lengths = (seen[:, start : start + 2] for start in (0, 2, 4, 6))
+        ratios = own - before
+        rewards = self._config.preference.beta * ratios
+        found = {
+            "rewards/margin": float((rewards[:, 0] - rewards[:, 1]).mean()),
+            "rewards/accuracy": float(((np.sign(ratios[:, 0] - ratios[:, 1]) + 1) / 2).mean()),
+            "log_ratio/chosen": float(ratios[:, 0].mean()),
+            "nll/chosen": -float(seen[:, 8].mean()),
+        }
+        for side, name in enumerate(("chosen", "rejected")):
+            found[f"rewards/{name}"] = float(rewards[:, side].mean())
+            found[f"log_probs/{name}"] = float(own[:, side].mean())
+            found[f"kl_k1/{name}"] = float(ratios[:, side].sum() / lengths[:, side].sum())
+            found[f"kl_k3/{name}"] = float(k3[:, side].sum() / lengths[:, side].sum())
+        return found
+
+    def _log_probs(self, model: Any, tokens: np.ndarray, trained: np.ndarray) -> torch.Tensor:
+        """The log-probability of each of an answer's tokens given all before it [nats]."""
         ids = _int64(tokens)
         answer = torch.from_numpy(trained[1:].astype(bool))
         logits = _logits(model, input_ids=ids[:-1])[answer]
-        found = torch.log_softmax(logits, -1).gather(-1, ids[1:][answer][:, None])
-        return found.sum(), len(found)
+        return torch.log_softmax(logits, -1).gather(-1, ids[1:][answer][:, None])[:, 0]
 
 
 class Distilled(Task):
@@ -310,6 +368,7 @@ class Distilled(Task):
         self.computes = next(name for name, known in DTYPES.items() if known == teacher.dtype)
         """The name of the dtype that the run's teacher computes in."""
         self._teacher = teacher.double().eval().requires_grad_(False)
+        self.frozen = self._teacher, self.computes
 
     def _of_labels(self, sample: int, count: int, inputs: torch.Tensor, labels: torch.Tensor) -> Part:
         return Part(sample, count, partial(self._apart, inputs, labels))
@@ -318,8 +377,8 @@ class Distilled(Task):
         section, counts = self._config.distill, labels != IGNORED
         logits = self._logits(input_ids=inputs)[counts]
         with torch.no_grad():
-            p = torch.softmax(_logits(self._teacher, input_ids=inputs)[counts] / section.temperature, -1)
-        q = torch.softmax(logits / section.temperature, -1)
+            of_teacher = _logits(self._teacher, input_ids=inputs)[counts]
+        p, q = (torch.softmax(each / section.temperature, -1) for each in (of_teacher, logits))
         if section.top_k:
             known = p.topk(section.top_k, -1).indices
             p, q = (torch.cat([one.gather(-1, known), _rest(one, known)], -1) for one in (p, q))
@@ -331,7 +390,15 @@ class Distilled(Task):
             middle = section.beta * p + (1 - section.beta) * q
             apart = section.beta * _kl(p, middle) + (1 - section.beta) * _kl(q, middle)
         of_labels = functional.cross_entropy(logits, labels[counts], reduction="sum")
+        if not torch.is_grad_enabled():
+            agreed = int((logits.argmax(-1) == of_teacher.argmax(-1)).sum())
+            self._seen.append((float(_kl(p, q)), float(of_labels), agreed, len(logits)))
         return (1 - section.ce_weight) * section.temperature**2 * apart + section.ce_weight * of_labels
+
+    def metrics(self) -> dict[str, float]:
+        """Means over labels."""
+        apart, entropy, agreed, labels = (sum(column) for column in zip(*self._seen, strict=True))
+        return {"kl": apart / labels, "label_cross_entropy": entropy / labels, "teacher_agreement": agreed / labels}
 
 
 TASKS: dict[str, type[Task]] = {
@@ -362,6 +429,25 @@ def undropped(config: Config, device: str) -> str | None:
 def _logits(model: Any, **inputs: torch.Tensor) -> torch.Tensor:
     found: torch.Tensor = model(**{name: value[None] for name, value in inputs.items()}).logits[0]
     return found.double()
+
+
+def _likeliest(logits: torch.Tensor, labels: torch.Tensor) -> float:
+    """Number of labels that are the likeliest token; of n that are equally so each is 1 / n. logits: (n, tokens)."""
+    best = logits == logits.amax(-1, keepdim=True)
+    return float((best.gather(-1, labels[:, None])[:, 0] / best.sum(-1)).sum())
+
+
+def _correlation(first: np.ndarray, second: np.ndarray) -> float:
+    """Pearson's, of matrices over all columns together (Gorodkin 2004, equation 8); 0 where either is constant."""
+    a, b = first - first.mean(0), second - second.mean(0)
+    size = float(np.linalg.norm(a) * np.linalg.norm(b))
+    return float((a * b).sum()) / size if size else 0.0
+
+
+def _f1(predicted: np.ndarray, there: np.ndarray) -> float:
+    """2 right / (predicted + there); nan where there is neither."""
+    total = int(predicted.sum() + there.sum())
+    return 2 * int((predicted & there).sum()) / total if total else math.nan
 
 
 def _int64(values: np.ndarray) -> torch.Tensor:

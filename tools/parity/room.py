@@ -1,0 +1,61 @@
+"""Whether this machine has the memory that the gate needs, estimated before anything trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from config.errors import UserError
+from launch.doctor.facts import gpus, memory
+from launch.job import visible_gpus
+from launch.plan.layout import layout_of
+from launch.plan.memory import peak_memory
+from launch.plan.model import read_shape
+from launch.plan.plan import PROCESS_BYTES
+from tools.parity.jobs import Plan
+
+REFERENCE, BESIDE, ORACLE = 8, 23, 40
+"""[bytes per trained parameter] What a rank of the single steps' job holds beside its engine at least, the FP32
+reference and its gradients, and at its peak; and what the oracle's process holds (docs/parity.md, "Limits")."""
+
+
+def shortages(chosen: Plan) -> Iterator[str]:
+    """A line for each job that probably needs more memory than is free; none where a launcher is given, whose machines
+    may be others.
+
+    Raises UserError where one certainly needs more than there is.
+    """
+    if chosen.launcher:
+        return
+    on_cpu, host = not visible_gpus(), memory()
+    layout = layout_of(chosen.resolved, world=chosen.processes, on_cpu=on_cpu)
+    try:
+        shape = read_shape(chosen.resolved.config, layout)
+    except UserError as problem:
+        yield f"memory was not estimated: {problem}"
+        return
+    whole = min(filter(None, (host["total"], host["cgroup_limit"])))
+    free = min(host["available"] or 0, whole)
+    peak = peak_memory(shape, layout, process=PROCESS_BYTES if on_cpu else 0.0)
+    engine, ranks = peak.total + (sum(peak.host.values()) if on_cpu else 0.0), chosen.processes if on_cpu else 1
+    trained, frozen = shape.trained_parameters, shape.parameters - shape.trained_parameters
+    least = engine - peak.device.get("activations", 0.0) + REFERENCE * trained + 4 * frozen
+    about, fix = engine + BESIDE * trained + 4 * frozen, "give the model fewer layers"
+    there, known, place = free, whole, "this machine"
+    if on_cpu:
+        fix += f", or start fewer than --processes {ranks}" if ranks > 1 else ""
+    else:
+        cards = [[float(row[f"memory.{key}"]) * 2**20 for key in ("total", "used")] for row in gpus()["list"]]
+        known, there, place = min(card[0] for card in cards), min(card[0] - card[1] for card in cards), "a GPU"
+    yield from _shortage("single steps", ranks * least, ranks * about, there, known, place, fix)
+    if chosen.resolved.config.parity.oracle_steps:
+        size = float(ORACLE * trained + 8 * frozen)
+        yield from _shortage("the oracle", size, size, free, whole, "this machine", "set parity.oracle_steps=0")
+
+
+def _shortage(what: str, least: float, about: float, free: float, whole: float, place: str, fix: str) -> Iterator[str]:
+    """A warning that `about` bytes are more than are free. Raises UserError where `least` are more than there are."""
+    if least > whole:
+        raise UserError(f"{what} would take at least {least / 1e9:.1f} GB, and {place} has {whole / 1e9:.1f}; {fix}")
+    if about > free:
+        there = f"{free / 1e9:.1f} are free on {place}"
+        yield f"warning: {what} would take about {about / 1e9:.1f} GB, and {there}; {fix}"
