@@ -29,6 +29,7 @@ from training.preemption import Preemption
 from training.profile.profiler import open_profiling
 from training.progress import START, Progress
 from training.promotions import Promotions
+from training.self_check import SelfCheck
 from training.session import Session, run_dir_of
 from training.sinks import open_record
 from training.telemetry import Telemetry
@@ -75,6 +76,7 @@ def build(opened: Session) -> tuple[Parts, Progress]:
         validation_by_source=opened.validation_by_source,
         preemption=Preemption(config.run.max_minutes),
         checks=Checks(engine, resolved) if checks_wanted(config.guard) else None,
+        self_check=SelfCheck(engine, resolved) if config.guard.self_check_every and world.tensor is None else None,
         telemetry=Telemetry(engine, probe=config.telemetry.probe) if config.telemetry.every_steps else None,
         tracing=open_tracing(resolved, world, checkpoints=checkpoints, **watched),
         profiling=open_profiling(resolved, run_dir.path, **watched),

@@ -19,6 +19,7 @@ from training.preemption import Preemption
 from training.profile.profiler import Profiling
 from training.progress import Progress
 from training.promotions import Promotions
+from training.self_check import SelfCheck
 from training.telemetry import Telemetry
 from training.tracing.spans import Tracing
 
@@ -44,6 +45,7 @@ class Parts:
     preemption: Preemption = field(default_factory=lambda: Preemption(signals=False))
     checks: Checks | None = None
     """For silent corruption."""
+    self_check: SelfCheck | None = None
     telemetry: Telemetry | None = None
     tracing: Tracing | None = None
     profiling: Profiling | None = None

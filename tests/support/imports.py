@@ -23,7 +23,7 @@ FLOORS = (
     ("distributed", "progress", "schedule", "promotions", "loss_scaler", "preemption"),
     ("engine", "watchdog"),
     ("checkpoint", "telemetry", "attribution", "corruption", "sinks", "references", "early_warnings"),
-    ("teacher",),
+    ("teacher", "self_check"),
     ("record", "tracing", "session"),
     ("profile",),
     ("parts",),

@@ -1,0 +1,59 @@
+"""Is a computation as close to the exact values as plain torch in the same dtype is?
+
+Three tensors of the same values: a run's, those of plain torch in the run's dtype (the plan), and those in a wider
+dtype, which count as exact. The plan's errors measure what the dtype costs, so that no bound depends on how many times
+a module rounds. Errors are divided by what is expected of each value, e^2 = (u x)^2 + m^2, m the root mean square of the
+plan's errors in its row or in a usual row where that is more: one row that holds most of a tensor's energy (Sun et al.
+2024, "Massive activations in large language models") would otherwise be all that is judged.
+
+- *Size*: the mean square of the run's errors is at most `OTHER_KERNEL` squared times the plan's, beyond six standard
+  errors of their difference by row.
+- *Bias*: <run - plan, x> / <x, x> is zero within six standard errors and a share of u. A wrong factor is in every value,
+  and so shows here long before it shows in the size.
+"""
+
+from __future__ import annotations
+
+import torch
+
+OTHER_KERNEL = 1.25
+"""[factor] Tolerated size of errors of a kernel that sums in another order."""
+_SURE = 6.0
+"""Standard errors beyond which chance is no explanation, as in `tools.parity.rounding`."""
+_BIAS, _BIAS_FP32 = 0.2, 2.0
+"""[u] Tolerated bias. Products of 8-bit numbers near a power of two are not rounded symmetrically: BF16's own is 0.1 u
+in a norm. FP32's roundings are of statistics, one for a whole row."""
+_FLOOR, _FLOOR_FP32 = 0.3, 4.0
+"""[u] Tolerated size where the plan has no error."""
+
+
+def distance(
+    run: torch.Tensor, plan: torch.Tensor, exact: torch.Tensor, *, roundoff: float, kernel: float = OTHER_KERNEL
+) -> torch.Tensor:
+    """(2,) float64: the run's error and its bound, of the size or of the bias, whichever is nearer to it or beyond.
+
+    All of the same shape, rows being independent. roundoff: u of the run's dtype. Both are relative, in units of 1; the
+    error is inf where the run has values that are not finite and the exact ones are. No device sync.
+    """
+    x, run, plan = (item.detach().double().reshape(-1, item.shape[-1]) for item in (exact, run, plan))
+    e = _expected(x, plan - x, roundoff)
+    weighted, off, planned = x / e, ((run - x) / e).square().mean(1), ((plan - x) / e).square().mean(1)
+    fine = roundoff < 2.0**-20
+    scatter = _SURE * (off - planned).std() / len(x) ** 0.5 if len(x) > 1 else 0.0
+    most = kernel**2 * planned.mean() + (_FLOOR_FP32 if fine else _FLOOR) ** 2 + scatter
+    apart, square = ((run - plan) / e * weighted).sum(1), weighted.square().sum(1)
+    energy = square.sum().clamp_min(torch.finfo(torch.float64).tiny)
+    bias = apart.sum() / energy
+    chance = _SURE * (apart - bias * square).norm() / energy
+    allowed = chance + (_BIAS_FP32 if fine else _BIAS) * roundoff
+    size = torch.stack([off.mean().sqrt(), most.sqrt()]) * roundoff
+    found = torch.where(bias.abs() / allowed > size[0] / size[1], torch.stack([bias.abs(), allowed]), size)
+    return torch.where(run.isfinite().all() | ~x.isfinite().all(), found.nan_to_num(0.0), found.new_tensor([torch.inf, 1.0]))
+
+
+def _expected(x: torch.Tensor, off: torch.Tensor, roundoff: float) -> torch.Tensor:
+    """The expected error of each value of x, (rows, width) float64, none of them 0; off: the plan's errors."""
+    rows = off.square().mean(1, keepdim=True)
+    expected = (roundoff * x).square() + torch.maximum(rows, rows.median())
+    least = roundoff**2 * x.square().mean()
+    return torch.where(expected > 0, expected, torch.where(least > 0, least, 1.0)).sqrt()
