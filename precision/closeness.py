@@ -2,14 +2,14 @@
 
 Three tensors of the same values: a run's, those of plain torch in the run's dtype (the plan), and those in a wider
 dtype, which count as exact. The plan's errors measure what the dtype costs, so that no bound depends on how many times
-a module rounds. Errors are divided by what is expected of each value, e^2 = (u x)^2 + m^2, m the root mean square of the
-plan's errors in its row or in a usual row where that is more: one row that holds most of a tensor's energy (Sun et al.
-2024, "Massive activations in large language models") would otherwise be all that is judged.
+a module rounds. Errors are divided by what is expected of each value, e^2 = (u x)^2 + m^2, m the root mean square of
+the plan's errors in its row or in a usual row where that is more: one row that holds most of a tensor's energy (Sun et
+al. 2024, "Massive activations in large language models") would otherwise be all that is judged.
 
 - *Size*: the mean square of the run's errors is at most `OTHER_KERNEL` squared times the plan's, beyond six standard
   errors of their difference by row.
-- *Bias*: <run - plan, x> / <x, x> is zero within six standard errors and a share of u. A wrong factor is in every value,
-  and so shows here long before it shows in the size.
+- *Bias*: <run - plan, x> / <x, x> is zero within six standard errors and a share of u. A wrong factor is in every
+  value, and so shows here long before it shows in the size.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def distance(
     allowed = chance + (_BIAS_FP32 if fine else _BIAS) * roundoff
     size = torch.stack([off.mean().sqrt(), most.sqrt()]) * roundoff
     found = torch.where(bias.abs() / allowed > size[0] / size[1], torch.stack([bias.abs(), allowed]), size)
-    return torch.where(run.isfinite().all() | ~x.isfinite().all(), found.nan_to_num(0.0), found.new_tensor([torch.inf, 1.0]))
+    finite = run.isfinite().all() | ~x.isfinite().all()
+    return torch.where(finite, found.nan_to_num(0.0), found.new_tensor([torch.inf, 1.0]))
 
 
 def _expected(x: torch.Tensor, off: torch.Tensor, roundoff: float) -> torch.Tensor:

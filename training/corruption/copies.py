@@ -72,7 +72,7 @@ class Copies:
 
     @torch.no_grad()
     def examine(self, *, repair: bool = True) -> list[Flip]:
-        """The copies that differ; this rank's wrong ones are overwritten where the right value is known and `repair`."""
+        """The copies that differ; with `repair` this rank's wrong ones are overwritten where the right one is known."""
         self._cut()
         world = self._engine.world
         mine = torch.stack([self._sum([chunk]) for chunk in self._chunks] or [self._zero()])

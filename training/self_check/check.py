@@ -17,14 +17,16 @@ from config.resolved import Resolved
 from data.batches.loader import Batch
 from precision.step_health import Health
 from training.corruption.copies import Copies
+from training.corruption.updates import WHOLE, UpdateCheck
 from training.early_warnings import EarlyWarning
 from training.engine import Engine
 from training.engine.tensors import local_gradient, shard_of, trainable_parameters
 from training.schedule import scheduled_rate
 from training.self_check.passes import Passes, Row
-from training.self_check.updates import Updates
 
 SIGNAL = "self_check"
+_VALUES = 32
+"""Of each parameter, values whose update is compared."""
 _NORM = 1e-4
 """[fraction] Tolerated error of the gradient norm: FP32 sums in two orders, 8.8e-8 apart in a sound run."""
 _WORDS = {
@@ -45,7 +47,7 @@ class SelfCheck:
         self._every = resolved.config.guard.self_check_every
         self._turn = 0
         self._passes: Passes | None = None
-        self._updates: Updates | None = None
+        self._updates: UpdateCheck | None = None
         self._rows: list[Row] = []
         self._skipped: dict[str, str] = {}
         self._seconds = 0.0
@@ -76,24 +78,27 @@ class SelfCheck:
 
     def before_update(self) -> None:
         """Right before the step is applied."""
-        started = time.perf_counter()
-        config = self._resolved.config
-        self._updates = None
+        started, config = time.perf_counter(), self._resolved.config
+        name, self._updates = config.optimizer.name, None
         if self._resolved.offload != "none":
             self._skipped["updates"] = "masters are offloaded"
-        else:
-            self._updates = Updates(self._engine, config.optimizer, seed=f"{config.run.seed} {self._turn}")
-            self._updates.before()
+            return
+        if name in (*WHOLE, "muon"):
+            self._skipped["updates"] = f"{name}'s step depends on whole parameters: what does not is compared"
+        seed = config.run.seed + self._turn
+        self._updates = UpdateCheck(self._engine, config.optimizer, values=_VALUES, seed=seed, of_each=True)
+        self._updates.before_update()
         self._seconds += time.perf_counter() - started
 
     def after_update(self, health: Health, *, scale: float, applied: int, factor: float) -> list[EarlyWarning]:
-        """Right after it was applied. applied: updates before it. factor: the guard's, on the schedule. A collective."""
+        """Right after it was applied. applied: updates before it. factor: the guard's, on the rate. A collective."""
         started, rows = time.perf_counter(), []
         if self._updates is not None:
             rate = scheduled_rate(self._resolved.config, applied) * factor
-            rows = self._updates.after(norm=health.grad_norm, scale=scale, rate=rate, step=applied + 1)
-            self._skipped |= self._updates.skipped
-            self._updates = None
+            self._updates.after_update(norm=health.grad_norm, scale=scale, lr=rate, step=applied + 1)
+            done = self._updates.compared
+            worst = torch.stack([item.excess.max() for item in done]).tolist() if done else []
+            rows = [Row("updates", item.slice.name, error, 1.0) for item, error in zip(done, worst, strict=True)]
         if self._engine.world.experts is None:
             rows += self._copies(health.step)
         else:
@@ -123,7 +128,8 @@ class SelfCheck:
         self._rows += [row for row, _ in found.values()]
         warnings = []
         for check in dict.fromkeys(check for check, _ in found):
-            broken = sorted((item for key, item in found.items() if key[0] == check and _excess(item[0]) > 1), key=lambda item: -_excess(item[0]))
+            broken = [item for item in found.values() if item[0].check == check and _excess(item[0]) > 1]
+            broken.sort(key=lambda item: -_excess(item[0]))
             if broken:
                 (row, rank), names = broken[0], tuple(row.where for row, _ in broken)
                 others = f" and {len(broken) - 1} more" if len(broken) > 1 else ""

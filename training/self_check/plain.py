@@ -1,4 +1,4 @@
-"""A module of the run as its architecture's own code computes it: no kernel, region, compiler or patch of an instance."""
+"""A module of the run as its architecture's own code computes it, without kernels, regions, compiler and patches."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from training.engine import Engine
 from training.engine.tensors import whole_weight
 
 _EMPTY = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_RATES = ("p", "attention_dropout", "dropout_p")
+"""Attributes with the share that a module drops, of torch's and of transformers' modules."""
 Weights = dict[str, torch.Tensor]
 
 
@@ -70,8 +72,5 @@ def in_dtype(tree: Any, dtype: torch.dtype | None) -> Any:
 
 def is_random(module: torch.nn.Module) -> bool:
     """Whether a training pass through it draws random numbers."""
-    return any(
-        (isinstance(inner, torch.nn.Dropout) and inner.p > 0)
-        or any(isinstance(rate := getattr(inner, name, 0.0), float) and rate > 0 for name in ("attention_dropout", "dropout_p"))
-        for inner in module.modules()
-    )
+    rates = (getattr(inner, name, 0.0) for inner in module.modules() for name in _RATES)
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
