@@ -49,7 +49,7 @@ REQUIRED_FIELDS: dict[str, tuple[str, ...]] = {
     # A step that was run again: outcome is transient, persistent or numeric.
     "reexecution": ("outcome", "ranks", "hosts", "why", "suspicion", "seconds"),
     # A step that was compared with plain torch: by check how much was compared, and its worst error beside its bound.
-    "self_check": ("checks", "skipped", "seconds"),
+    "self_check": ("checks", "skipped"),
     # A fault that the config asks for was injected: for tests and drills.
     "fault": ("kind", "rank", "module"),
     # Free text. The record itself writes one when a sink failed or events were lost.

@@ -21,6 +21,7 @@ from training.checkpoint.checkpoints import Checkpoints
 from training.checkpoint.reader import Opener
 from training.checkpoint.retention import Retention
 from training.corruption.checks import Checks
+from training.corruption.self_check import SelfCheck
 from training.distributed import World
 from training.early_warnings import EarlyWarnings
 from training.engine import Engine
@@ -29,7 +30,6 @@ from training.preemption import Preemption
 from training.profile.profiler import open_profiling
 from training.progress import START, Progress
 from training.promotions import Promotions
-from training.self_check import SelfCheck
 from training.session import Session, run_dir_of
 from training.sinks import open_record
 from training.telemetry import Telemetry

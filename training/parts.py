@@ -13,13 +13,13 @@ from precision.guard import Guard
 from tracking.record import Record
 from training.checkpoint.checkpoints import Checkpoints
 from training.corruption.checks import Checks
+from training.corruption.self_check import SelfCheck
 from training.early_warnings import EarlyWarnings
 from training.engine import Engine
 from training.preemption import Preemption
 from training.profile.profiler import Profiling
 from training.progress import Progress
 from training.promotions import Promotions
-from training.self_check import SelfCheck
 from training.telemetry import Telemetry
 from training.tracing.spans import Tracing
 

@@ -18,6 +18,7 @@ from precision.observe import Observation, verify
 from precision.step_health import Health
 from training.attribution import attribute
 from training.corruption.checks import Examined
+from training.corruption.self_check import SelfCheck
 from training.early_warnings import EarlyWarning
 from training.engine.health import Outcome
 from training.engine.ledger import read_ledger
@@ -27,7 +28,6 @@ from training.promotions import Causes, demote_due, promotable
 from training.reactions import react
 from training.record import record_causes, record_step, record_telemetry, record_warnings
 from training.schedule import scheduled_rate
-from training.self_check import SelfCheck
 from training.telemetry import Telemetry
 
 

@@ -29,9 +29,9 @@ from precision.closeness import OTHER_KERNEL, distance
 from precision.dtypes import DTYPES
 from precision.manifest import find_regions
 from precision.tolerance import unit_roundoff
+from training.corruption.plain import in_dtype, is_random, plain, weights_of
 from training.engine import Engine
 from training.engine.tensors import local_gradient, shape_of, shard_of
-from training.self_check.plain import in_dtype, is_random, plain, weights_of
 
 _TOKENS = 64
 """Rows of a module's output, and labels of the loss, that are compared."""
@@ -105,7 +105,7 @@ class Passes:
             try:
                 found += [("modules", name, item) for item in self._compare(module, weights, call)]
             except Exception as error:  # inputs that the architecture's own code cannot take in another dtype
-                self.skipped[name] = one_line(error, 120)
+                self.skipped[type(module).__name__] = one_line(error, 120)
         found += [("gradients", f"{name}.weight", item) for name, item in self._compare_gradients()]
         found += [("loss", "loss", item) for item in self._compare_loss()]
         numbers = torch.stack([item for *_, item in found]).tolist() if found else []

@@ -1,12 +1,11 @@
-"""When a step is compared with plain torch, and what is said of it.
+"""When a step is compared with plain torch while the run trains, and what is said of it.
 
-A step that is not checked pays for one comparison of two integers. A checked one is the same step bit for bit: hooks
-copy what passes by, everything is computed again beside it, and its random numbers are not drawn.
+A step that is not checked pays for a comparison of integers. A checked one is the same step bit for bit: hooks copy
+what passes by (passes.py), and what is computed again is computed beside it (plain.py, updates.py, copies.py).
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,12 +16,12 @@ from config.resolved import Resolved
 from data.batches.loader import Batch
 from precision.step_health import Health
 from training.corruption.copies import Copies
+from training.corruption.passes import Passes, Row
 from training.corruption.updates import WHOLE, UpdateCheck
 from training.early_warnings import EarlyWarning
 from training.engine import Engine
 from training.engine.tensors import local_gradient, shard_of, trainable_parameters
 from training.schedule import scheduled_rate
-from training.self_check.passes import Passes, Row
 
 SIGNAL = "self_check"
 _VALUES = 32
@@ -39,6 +38,10 @@ _WORDS = {
 }
 
 
+_OF_ALL = ("gradients", "norm")
+"""Checks of sums over ranks, which blame none of them."""
+
+
 class SelfCheck:
     """The checked steps of one run. Between `watching` and `finish` its methods come in the order of a step."""
 
@@ -48,9 +51,8 @@ class SelfCheck:
         self._turn = 0
         self._passes: Passes | None = None
         self._updates: UpdateCheck | None = None
-        self._rows: list[Row] = []
+        self._rows: list[tuple[Row, int]] = []
         self._skipped: dict[str, str] = {}
-        self._seconds = 0.0
 
     def due(self, step: int, first: int) -> bool:
         """Whether an attempted step, from 1, is checked. first: the session's."""
@@ -58,28 +60,25 @@ class SelfCheck:
 
     def watching(self, batch: Batch) -> AbstractContextManager[None]:
         """Around forward and backward of a step that is due."""
-        started = time.perf_counter()
         self._rows, self._skipped = [], {}
         self._passes = Passes(self._engine, self._resolved, batch, turn=self._turn)
-        self._seconds = time.perf_counter() - started
         return self._passes.watching()
 
     def after_passes(self, health: Health) -> list[EarlyWarning]:
         """What the passes say, before the step is judged. A collective."""
         assert self._passes is not None
-        started = time.perf_counter()
-        if health.finite:
-            rows = [*self._passes.compared(), self._norm(health)]
-            self._skipped |= self._passes.skipped
-        else:
-            rows, self._skipped["passes"] = [], "the step is not finite"
-        self._passes = None
-        return self._judge(rows, health.step, started)
+        passes, self._passes = self._passes, None
+        if not health.finite:
+            self._skipped["passes"] = "the step is not finite"
+            return []
+        rows = [*passes.compared(), self._norm(health)]
+        self._skipped |= passes.skipped
+        return self._judge(rows, health.step)
 
     def before_update(self) -> None:
         """Right before the step is applied."""
-        started, config = time.perf_counter(), self._resolved.config
-        name, self._updates = config.optimizer.name, None
+        config, self._updates = self._resolved.config, None
+        name = config.optimizer.name
         if self._resolved.offload != "none":
             self._skipped["updates"] = "masters are offloaded"
             return
@@ -88,11 +87,10 @@ class SelfCheck:
         seed = config.run.seed + self._turn
         self._updates = UpdateCheck(self._engine, config.optimizer, values=_VALUES, seed=seed, of_each=True)
         self._updates.before_update()
-        self._seconds += time.perf_counter() - started
 
     def after_update(self, health: Health, *, scale: float, applied: int, factor: float) -> list[EarlyWarning]:
         """Right after it was applied. applied: updates before it. factor: the guard's, on the rate. A collective."""
-        started, rows = time.perf_counter(), []
+        rows = []
         if self._updates is not None:
             rate = scheduled_rate(self._resolved.config, applied) * factor
             self._updates.after_update(norm=health.grad_norm, scale=scale, lr=rate, step=applied + 1)
@@ -103,42 +101,44 @@ class SelfCheck:
             rows += self._copies(health.step)
         else:
             self._skipped["copies"] = "ranks have experts of their own"
-        return self._judge(rows, health.step, started)
+        return self._judge(rows, health.step)
 
     def finish(self) -> dict[str, Any]:
         """Fields of the step's `self_check` event; the next turn begins."""
         self._turn += 1
         worst: dict[str, dict[str, Any]] = {}
-        for check in dict.fromkeys(row.check for row in self._rows):
-            rows = [row for row in self._rows if row.check == check]
-            row = max(rows, key=_excess)
-            worst[check] = {"compared": len(rows), **row._asdict(), "breaches": sum(_excess(row) > 1 for row in rows)}
-        return {"checks": worst, "skipped": self._skipped, "seconds": self._seconds}
+        for check in dict.fromkeys(row.check for row, _ in self._rows):
+            found = [item for item in self._rows if item[0].check == check]
+            (row, rank), breaches = max(found, key=_excess), sum(_excess(item) > 1 for item in found)
+            fields = {"where": row.where, "rank": rank, "error": row.error, "bound": row.bound}
+            worst[check] = {"compared": len(found), "breaches": breaches, **fields}
+        if "copies" not in worst:
+            self._skipped.setdefault("updates", "the step was not applied")
+        return {"checks": worst, "skipped": self._skipped}
 
-    def _judge(self, mine: Sequence[Row], step: int, started: float) -> list[EarlyWarning]:
+    def _judge(self, mine: Sequence[Row], step: int) -> list[EarlyWarning]:
         """One warning for each check that some rank fails, the same on all ranks. A collective."""
         ranks = self._engine.world.gather_objects((mine, self._skipped))
         found: dict[tuple[str, str], tuple[Row, int]] = {}
         for rank, (rows, skipped) in enumerate(ranks):
             self._skipped = skipped | self._skipped
             for row in rows:
-                known = found.get((row.check, row.where))
-                if known is None or _excess(row) > _excess(known[0]):
-                    found[row.check, row.where] = row, rank
-        self._rows += [row for row, _ in found.values()]
+                item = row, rank
+                found[row.check, row.where] = max(found.get((row.check, row.where), item), item, key=_excess)
+        self._rows += found.values()
         warnings = []
         for check in dict.fromkeys(check for check, _ in found):
-            broken = [item for item in found.values() if item[0].check == check and _excess(item[0]) > 1]
-            broken.sort(key=lambda item: -_excess(item[0]))
+            broken = [item for item in found.values() if item[0].check == check and _excess(item) > 1]
+            broken.sort(key=_excess, reverse=True)
             if broken:
                 (row, rank), names = broken[0], tuple(row.where for row, _ in broken)
                 others = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
+                who = "all ranks together" if check in _OF_ALL else f"rank {rank}"
                 reason = (
-                    f"{row.where}{others}, rank {rank}, step {step}: {_WORDS[check]} (error {row.error:.3g}, "
+                    f"{row.where}{others}, {who}, step {step}: {_WORDS[check]} (error {row.error:.3g}, "
                     f"bound {row.bound:.3g}); run python -m tools.parity on this config"
                 )
                 warnings.append(EarlyWarning(SIGNAL, row.where, row.error, row.bound, names, reason))
-        self._seconds += time.perf_counter() - started
         return warnings
 
     @torch.no_grad()
@@ -164,5 +164,6 @@ class SelfCheck:
         return [Row("copies", flip.parameter, 1.0, 0.0) for flip in own] or [Row("copies", "all values", 0.0, 1.0)]
 
 
-def _excess(row: Row) -> float:
+def _excess(item: tuple[Row, int]) -> float:
+    row, _ = item
     return row.error / row.bound if row.bound else float("inf") if row.error else 0.0
