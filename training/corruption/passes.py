@@ -103,7 +103,7 @@ class Passes:
             if call is None:
                 continue
             try:
-                found += [("modules", name, item) for item in self._compare(module, weights, call)]
+                found += [("modules", name, item) for item in self._compare(name, module, weights, call)]
             except Exception as error:  # inputs that the architecture's own code cannot take in another dtype
                 self.skipped[type(module).__name__] = one_line(error, 120)
         found += [("gradients", f"{name}.weight", item) for name, item in self._compare_gradients()]
@@ -112,10 +112,10 @@ class Passes:
         return [Row(check, name, *pair) for (check, name, _), pair in zip(found, numbers, strict=True)]
 
     def _draw(self) -> dict[str, nn.Module]:
-        if self._engine.regions is not None:
-            self.skipped["modules"] = "the manifest gives them dtypes of their own"
-            return {}
-        kinds, found = find_regions(self._engine.model), {}
+        kinds, regions, found = find_regions(self._engine.model), self._engine.regions, {}
+        if regions is not None:
+            self.skipped["manifest"] = "of its regions linear layers and norms are compared, and none in FP8"
+        plans = {} if regions is None else regions.dtypes
         attentions = [name for name, kind in kinds.items() if kind == "attention"]
         blocks = list(dict.fromkeys(name.rpartition(".")[0] for name in attentions))
         turns = range(self._turn * _BLOCKS, (self._turn + 1) * _BLOCKS) if blocks else ()
@@ -124,6 +124,8 @@ class Passes:
         for name, module in self._engine.model.named_modules():
             leaf = next(module.children(), None) is None
             if module in self._hidden or not (leaf or name in drawn or name.rpartition(".")[0] in drawn):
+                continue
+            if regions is not None and (kinds.get(name) not in ("matmul", "norm") or plans[name] == "fp8"):
                 continue
             inside = [key for key in kinds if f"{key}.".startswith(f"{name}.")]
             attention = self._resolved.config.model.attention
@@ -170,12 +172,14 @@ class Passes:
         call = _of_tokens(args[0].detach(), output.detach(), self._turn) if alone else None
         self._calls[name] = call or _of_first_sample(args, kwargs, output)
 
-    def _compare(self, module: nn.Module, weights: Any, call: _Call) -> list[torch.Tensor]:
+    def _compare(self, name: str, module: nn.Module, weights: Any, call: _Call) -> list[torch.Tensor]:
         if any(tensor._version != version for tensor, version in call.versions):
             raise ValueError("its inputs are changed in place")
-        compute, attention = DTYPES[self._engine.compute], self._resolved.config.model.attention
-        made = []
-        for dtype in (None, torch.float64 if compute == torch.float32 else torch.float32):
+        regions, attention, made = self._engine.regions, self._resolved.config.model.attention, []
+        planned = None if regions is None else DTYPES[regions.dtypes[name]]
+        dtypes = (planned or DTYPES[self._engine.compute], *(item.dtype for item in call.outputs))
+        u = max(map(unit_roundoff, dtypes))
+        for dtype in (planned, torch.float64 if u == unit_roundoff(torch.float32) else torch.float32):
             args, kwargs = in_dtype((call.args, call.kwargs), dtype)
             with torch.autocast(self._engine.world.device.type, enabled=False):
                 output = plain(module, weights, dtype, attention)(*args, **kwargs)
@@ -183,7 +187,7 @@ class Passes:
         # sound kernels add up halves of a linear layer's sum, each rounded to 16 bits
         kernel = 2.0 if isinstance(module, nn.Linear) else OTHER_KERNEL
         three = zip(call.outputs, *made, strict=False)
-        return [distance(*values, roundoff=unit_roundoff(compute), kernel=kernel) for values in three]
+        return [distance(run, plan.to(run.dtype), exact, roundoff=u, kernel=kernel) for run, plan, exact in three]
 
     def _block(self, module: nn.Module) -> tuple[slice, slice]:
         """The outputs and the inputs of a linear layer whose gradients are compared."""
@@ -213,7 +217,7 @@ class Passes:
         engine.world.sum(table)
         terms = len(self._batch.input_ids) * ranks
         for row, name in zip(table, self._linears, strict=True):
-            u = unit_roundoff(DTYPES[engine.compute if regions is None else regions.dtypes[name]])
+            u = unit_roundoff(DTYPES[engine.compute if regions is None else regions.dtypes.get(name, "fp32")])
             mine, sizes, expected = row.split([most, 2, most])
             tiny = torch.finfo(torch.float16).smallest_normal * u * (most * terms) ** 0.5
             bound = 3 * terms**0.5 * u * sizes[0] + 8 * unit_roundoff(torch.float32) * sizes[1] + tiny
