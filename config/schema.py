@@ -732,11 +732,17 @@ class GuardSection:
             "overflow_steps",
             "router_entropy",
             "router_z",
+            "self_check",
         ],
         ...,
     ] = ()
-    """[names of bounds in warnings] Early warnings that count as trouble, which guard.reactions answers: gradient_jump
-    in its own step, others in the next one. Empty: warnings are recorded and nothing else."""
+    """[names of bounds in warnings, or self_check] Early warnings that count as trouble, which guard.reactions answers:
+    gradient_jump and what a self-check finds before the update in their own step, others in the next one. Empty:
+    warnings are recorded and nothing else."""
+    self_check_every: int = limit(500, at_least=0, null=0)
+    """[steps] How often a step is compared with plain torch in the run's dtype, and the first step of each session:
+    module outputs, reduced gradients, the loss, the update, and copies of weights. What differs is named by module or
+    parameter and rank. The step stays the same bit for bit. 0: never."""
     replica_checks: int = limit(0, at_least=0, null=0)
     """[steps] Period in which each value that several ranks hold, or that is a rounded master, is compared once,
     a part of them each step: weights, buffers, at ZeRO-0 the optimizer's state too. One that differs is named by rank,

@@ -48,6 +48,8 @@ REQUIRED_FIELDS: dict[str, tuple[str, ...]] = {
     "corruption": ("found_by", "ranks", "hosts", "module", "tensor", "bits", "repaired", "text"),
     # A step that was run again: outcome is transient, persistent or numeric.
     "reexecution": ("outcome", "ranks", "hosts", "why", "suspicion", "seconds"),
+    # A step that was compared with plain torch: by check how much was compared, and its worst error beside its bound.
+    "self_check": ("checks", "skipped"),
     # A fault that the config asks for was injected: for tests and drills.
     "fault": ("kind", "rank", "module"),
     # Free text. The record itself writes one when a sink failed or events were lost.
@@ -161,7 +163,7 @@ def _describe(event: Event) -> str:
         case "incident":
             return f"{event['verdict']}: {event['reason']}"
         case "warning":
-            return f"early warning: {event['reason']}"
+            return f"{'self-check' if event['signal'] == 'self_check' else 'early warning'}: {event['reason']}"
         case "fault":
             return f"injected fault {event['kind']} on rank {event['rank']}, {event['module']}"
         case "eval":

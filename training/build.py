@@ -19,6 +19,7 @@ from training.checkpoint.checkpoints import Checkpoints
 from training.checkpoint.reader import Opener
 from training.checkpoint.retention import Retention
 from training.corruption.checks import Checks
+from training.corruption.self_check import SelfCheck
 from training.distributed import World
 from training.early_warnings import EarlyWarnings
 from training.engine import Engine
@@ -73,6 +74,7 @@ def build(opened: Session) -> tuple[Parts, Progress]:
         validation_by_source=opened.validation_by_source,
         preemption=Preemption(config.run.max_minutes),
         checks=Checks(engine, resolved) if checks_wanted(config.guard) else None,
+        self_check=SelfCheck(engine, resolved) if config.guard.self_check_every and world.tensor is None else None,
         telemetry=Telemetry(engine, probe=config.telemetry.probe) if config.telemetry.every_steps else None,
         tracing=open_tracing(resolved, world, checkpoints=checkpoints, **watched),
         profiling=open_profiling(resolved, run_dir.path, **watched),

@@ -11,6 +11,7 @@ from precision.guard import Guard
 from tracking.record import Record
 from training.checkpoint.checkpoints import Checkpoints
 from training.corruption.checks import Checks
+from training.corruption.self_check import SelfCheck
 from training.early_warnings import EarlyWarnings
 from training.engine import Engine
 from training.preemption import Preemption
@@ -41,6 +42,7 @@ class Parts:
     """The same of each source of a mixture."""
     preemption: Preemption = field(default_factory=lambda: Preemption(signals=False))
     checks: Checks | None = None
+    self_check: SelfCheck | None = None
     telemetry: Telemetry | None = None
     tracing: Tracing | None = None
     profiling: Profiling | None = None

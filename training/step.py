@@ -12,6 +12,8 @@ from precision.observe import Observation, verify
 from precision.step_health import Health
 from training.attribution import attribute
 from training.corruption.checks import Examined
+from training.corruption.self_check import SelfCheck
+from training.early_warnings import EarlyWarning
 from training.engine.health import Outcome
 from training.engine.ledger import read_ledger
 from training.parts import Parts
@@ -34,7 +36,9 @@ def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, H
     watch, telemetry, checks = _due_watch(parts, progress), _due_telemetry(parts, progress), parts.checks
     signing = checks.signing(progress.step + 1) if checks else nullcontext()
     watching = _watching(parts, watch, batch)  # inside of telemetry, whose probe is an FP32 pass of its own
-    with telemetry.watching(batch) if telemetry else nullcontext(), signing, watching:
+    compared = _due_self_check(parts, progress)
+    comparing = compared.watching(batch) if compared else nullcontext()
+    with telemetry.watching(batch) if telemetry else nullcontext(), signing, watching, comparing:
         outcome = engine.forward_backward(batch, step=batch.position + 1)
 
     # The norm of the reduced gradients, and one small gather, after which every rank decides the same.
@@ -54,20 +58,27 @@ def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, H
     causes = _find_causes(parts, health, batch, outcome)
     health = health.with_causes([finding for _, finding in causes]) if causes else health
     warnings = parts.warnings.before_step(health)
+    unlike = compared.after_passes(health) if compared else []
     telemetry = telemetry or (parts.telemetry if warnings else None)  # which module's gradients jumped
     measured = telemetry is not None and health.finite
     if telemetry is not None and measured:
         telemetry.measure()
 
     # Judge the step before the optimizer sees it, then apply its gradients or discard them.
-    guard.warn(warnings)
+    guard.warn([*warnings, *unlike])
     modules, _ = promotable(engine.regions, causes, to=config.guard.promote_to)
     judgement = guard.judge(health, can_promote=bool(modules), can_roll_back=parts.checkpoints.any_saved)
     rate = scheduled_rate(config, progress.applied) * guard.lr_factor
     apply = judgement.verdict is Verdict.STEP
     if checks and apply:
         checks.before_update()
+    if compared and apply:
+        compared.before_update()
     update = engine.step(health, rate, apply=apply)
+    later: list[EarlyWarning] = []
+    if compared and update.applied:
+        given = {"applied": progress.applied, "factor": guard.lr_factor}
+        later = compared.after_update(health, scale=update.loss_scale, **given)
     progress = progress.after(tokens=batch.tokens, applied=update.applied)
     if checks and update.applied:
         checks.after_update(health, update, applied=progress.applied)
@@ -89,8 +100,10 @@ def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, H
         measures = {**fields, "second_moment_age": parts.warnings.memory_age}
         record.event("telemetry", step=progress.step, tokens=progress.tokens, **measures)
         warnings += parts.warnings.after_telemetry(progress.step, fields, warm=warm)
-    record_warnings(record, progress, warnings)
-    guard.warn([warning for warning in warnings if warning.signal != "gradient_jump"])
+    if compared:
+        record.event("self_check", step=progress.step, tokens=progress.tokens, **compared.finish())
+    record_warnings(record, progress, [*warnings, *unlike, *later])
+    guard.warn([*(warning for warning in warnings if warning.signal != "gradient_jump"), *later])
     if update.applied and progress.applied == 1:
         read_ledger(engine, reduce=config.precision.reduce)  # the optimizer's states exist now: check their dtypes
     if judgement.verdict is not Verdict.STEP and not judgement.routine:
@@ -124,6 +137,11 @@ def _watching(parts: Parts, watch: Observation | None, batch: Batch) -> Abstract
 def _due_telemetry(parts: Parts, progress: Progress) -> Telemetry | None:
     every = parts.resolved.config.telemetry.every_steps
     return parts.telemetry if every and (progress.step + 1) % every == 0 else None
+
+
+def _due_self_check(parts: Parts, progress: Progress) -> SelfCheck | None:
+    check = parts.self_check
+    return check if check and check.due(progress.step + 1, parts.first_step + 1) else None
 
 
 def _verify_precision(parts: Parts, progress: Progress, watch: Observation) -> None:

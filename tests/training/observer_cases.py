@@ -93,7 +93,7 @@ def resolve(folder: str, name: str, overrides: Sequence[str]) -> Resolved:
         *("model.architecture=null", f"model.name_or_path={folder}/base", "model.activation_checkpointing=none"),
         *("model.config={}", "model.loss=chunked", "model.loss_chunk_tokens=12"),
         *("tracking.wandb=disabled", "tracking.log_every_steps=1000", "telemetry.every_steps=0"),
-        *("precision.loss_scale.initial=256", "optimizer.learning_rate=1e-3"),
+        *("precision.loss_scale.initial=256", "optimizer.learning_rate=1e-3", "guard.self_check_every=0"),
         *overrides,
     ]
     return read_command_line(settings)

@@ -63,6 +63,7 @@ OBSERVERS = {
     "telemetry and early warnings": ["telemetry.every_steps=1"],
     "corruption checks": ["guard.replica_checks=2", "guard.update_checks=64", "guard.reexecute=every 2"],
     "tracing": ["tracking.otlp_endpoint=http://127.0.0.1:9"],
+    "self-check": ["guard.self_check_every=1"],
     "profile": ["profile={start: 2, steps: 1, ranks: [0, 1]}"],
 }
 PROBE = ["telemetry.every_steps=1", "telemetry.probe=true"]
@@ -111,7 +112,7 @@ def test_a_step_that_all_observers_look_at_is_the_same_step(pair: ProcessGroup, 
     run = require_same(pair, folder, what, observers)
     events = [event["event"] for event in read_events(run / "events.jsonl")]
     assert "corruption" not in events and "warning" not in events
-    assert events.count("precision") == events.count("telemetry") == cases.STEPS
+    assert events.count("precision") == events.count("telemetry") == events.count("self_check") == cases.STEPS
     assert (run / "profile").exists() == ("compiled" not in what)
 
 

@@ -62,8 +62,8 @@ class Copies:
         return torch.stack([*halves(total).double(), wrong.double()])
 
     @torch.no_grad()
-    def examine(self) -> list[Flip]:
-        """The copies that differ; this rank's wrong ones are overwritten where the right value is known."""
+    def examine(self, *, repair: bool = True) -> list[Flip]:
+        """The copies that differ; with `repair` this rank's wrong ones are overwritten where the right one is known."""
         self._cut()
         world = self._engine.world
         mine = torch.stack([self._sum([chunk]) for chunk in self._chunks] or [self._zero()])
@@ -73,7 +73,7 @@ class Copies:
         found = []
         for row in differing:
             unchanged = [sums[rank][row] == first[rank][row] for rank in range(world.world_size)]
-            found.append(self._examine_chunk(self._chunks[row], unchanged))
+            found.append(self._examine_chunk(self._chunks[row], unchanged, repair=repair))
         found += self._examine_masters()
         return found[:_MOST]
 
@@ -159,8 +159,8 @@ class Copies:
         rounded.copy_(shard.master(at, length))
         return weight, rounded
 
-    def _examine_chunk(self, chunk: Chunk, unchanged: Sequence[bool]) -> Flip:
-        """Find the first value that differs, blame, and copy the chunk from a rank that has it right."""
+    def _examine_chunk(self, chunk: Chunk, unchanged: Sequence[bool], *, repair: bool) -> Flip:
+        """Find the first value that differs, blame, and where `repair` copy the chunk from a rank that has it right."""
         engine = self._engine
         index = self._first_difference(chunk)
         bits = gather_integers(engine, as_integers(self._values(chunk)[index : index + 1]).long())
@@ -177,7 +177,7 @@ class Copies:
         flip = Flip(
             *("copies", odd, chunk.name, chunk.kind, chunk.start + index),
             bits=different_bits(wrong, right if right is not None else other, width),
-            repaired=right is not None and len(odd) < len(values),
+            repaired=repair and right is not None and len(odd) < len(values),
         )
         if flip.repaired:
             source = next(rank for rank in range(len(values)) if rank not in odd)

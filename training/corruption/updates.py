@@ -14,7 +14,7 @@ import torch
 from config.schema import OptimizerSection
 from precision.corruption import Flip
 from training.engine import Engine
-from training.engine.optimizers.adamw import after
+from training.engine.optimizers import adamw, lion, sgd
 from training.engine.optimizers.rule import UpdateInputs
 from training.engine.tensors import (
     Shard,
@@ -24,6 +24,10 @@ from training.engine.tensors import (
     states_of,
     trainable_parameters,
 )
+
+_OTHERS = {"lion": lion, "sgd": sgd}
+WHOLE = ("lamb", "stable_adamw")
+"""Optimizers with Adam's averages whose step depends on all of a parameter."""
 
 
 @dataclass(frozen=True)
@@ -46,31 +50,40 @@ class Compared:
     given: UpdateInputs
     found: list[torch.Tensor]
     """Master and state as the optimizer left them."""
-    wrong: torch.Tensor
-    """(length,) bool: any of them beyond rounding."""
+    excess: torch.Tensor
+    """(length,) float64: the largest of their errors in units of what rounding explains."""
+
+    @property
+    def wrong(self) -> torch.Tensor:
+        """(length,) bool: any of them beyond rounding."""
+        return self.excess > 1
 
 
 class UpdateCheck:
     """Checks one rank's updates. No method but `examine` is a collective."""
 
-    def __init__(self, engine: Engine, section: OptimizerSection, *, values: int, seed: int) -> None:
-        """values: length of the slice. seed: of the places, and never of training's random numbers."""
-        self._engine, self._section, self._values = engine, section, values
+    def __init__(
+        self, engine: Engine, section: OptimizerSection, *, values: int, seed: int, of_each: bool = False
+    ) -> None:
+        """values: length of the slice. seed: of the places, and never of training's random numbers. of_each: a slice of
+        each parameter that has a rule for its values alone, in place of one of them all."""
+        self._engine, self._section, self._values, self._of_each = engine, section, values, of_each
         self._parameters = trainable_parameters(engine)
         self._draw = random.Random(f"{seed} {engine.world.rank}")
         self._shards: list[tuple[str, Shard]] | None = None
         self._slices: list[Slice] | None = None
         self._gradients: list[torch.Tensor | None] = []
-        self._compared: list[Compared] = []
+        self.compared: list[Compared] = []
+        """The slices of the last update."""
 
     def forget(self) -> None:
         """The state was loaded from elsewhere: what was kept is of no use."""
-        self._shards, self._slices, self._gradients, self._compared = None, None, [], []
+        self._shards, self._slices, self._gradients, self.compared = None, None, [], []
 
     def wrong(self) -> torch.Tensor:
         """() float64: how many values of the last update are not what they should be."""
         total = torch.zeros((), dtype=torch.float64, device=self._engine.world.device)
-        for done in self._compared:
+        for done in self.compared:
             count = done.wrong.sum().double()
             total = total + (count if count.device == total.device else count.to(total.device))
         return total
@@ -78,7 +91,7 @@ class UpdateCheck:
     @torch.no_grad()
     def before_update(self) -> None:
         """Keep the slice's reduced gradient, which the update consumes."""
-        self._compared = []
+        self.compared = []
         self._slices = self._keep() if self._slices is None else self._slices
         self._gradients = [self._gradient_of(own) for own in self._slices]
 
@@ -102,13 +115,13 @@ class UpdateCheck:
                 matrix=group["matrix"],
             )
             found = self._held(own)
-            self._compared.append(Compared(own, given, found, _beyond(given, found)))
-        self._slices, self._gradients = self._keep(), []
+            self.compared.append(Compared(own, given, found, _excess(given, found).amax(0)))
+        self._slices, self._gradients = None if self._of_each else self._keep(), []
 
     def examine(self) -> list[Flip]:
         """The first wrong value of each rank, its bit where one flipped bit explains it. A collective."""
         mine: Flip | None = None
-        done = next((done for done in self._compared if bool(done.wrong.any())), None)
+        done = next((done for done in self.compared if bool(done.wrong.any())), None)
         if done is not None:
             index = int(done.wrong.nonzero()[0])
             kind, bits = self._explain(done, index)
@@ -121,8 +134,12 @@ class UpdateCheck:
         """Copies of a slice that begins anywhere in this rank's masters, one after the other, and goes on at the first
         after the last; it may be cut into pieces of several parameters."""
         if self._shards is None:
-            shards = [(name, shard_of(self._engine, parameter)) for name, parameter in self._parameters.items()]
+            groups = {name: self._engine.group_of[id(item)] for name, item in self._parameters.items()}
+            alone = {name for name in groups if not (self._section.name == "muon" and groups[name]["matrix"])}
+            shards = [(name, shard_of(self._engine, self._parameters[name])) for name in groups if name in alone]
             self._shards = [(name, shard) for name, shard in shards if shard is not None]
+        if self._of_each:
+            return [self._slice_of(name, shard) for name, shard in self._shards]
         lengths = [shard.length for _, shard in self._shards]
         left = min(self._values, sum(lengths))
         at = self._draw.randrange(sum(lengths)) if left else 0
@@ -136,6 +153,13 @@ class UpdateCheck:
                 left -= own.length
             at, row = max(at - length, 0), row + 1
         return found
+
+    def _slice_of(self, name: str, shard: Shard) -> Slice:
+        """A slice of one parameter, in every fourth case the end of it."""
+        length = min(self._values, shard.length)
+        at = self._draw.randrange(shard.length - length + 1) if self._draw.random() < 0.75 else shard.length - length
+        own = Slice(name, shard, at, length, [])
+        return replace(own, kept=self._held(own))
 
     def _gradient_of(self, own: Slice) -> torch.Tensor | None:
         whole = local_gradient(self._parameters[own.name], own.shard, self._engine.stage)
@@ -169,18 +193,32 @@ class UpdateCheck:
             explained = ~_beyond(flipped, found)
             if bool(explained.any()):
                 return kind, (int(explained.nonzero()[0]),)
-        apart = _beyond_each(done.given, done.found)
+        apart = _excess(done.given, done.found) > 1
         return next(kind for kind, wrong in zip(kinds, apart, strict=True) if bool(wrong[index])), ()
 
 
 def _beyond(given: UpdateInputs, found: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack(_beyond_each(given, found)).any(0)
+    return _excess(given, found).amax(0) > 1
 
 
-def _beyond_each(given: UpdateInputs, found: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Mask of values beyond rounding, by tensor; a non-finite value is, unless the reference is non-finite too."""
-    expected, slack = after(given)
-    return [
-        ~((a.double() - b).abs() <= c) & (a.isfinite() | b.isfinite())
-        for a, b, c in zip(found, expected, slack, strict=True)
-    ]
+def _after(given: UpdateInputs) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Master and state after the step and the bounds of their errors, inf of a master that its values alone do not
+    determine."""
+    name = given.section.name
+    if name in _OTHERS:
+        return _OTHERS[name].after(given)
+    expected, slack = adamw.after(given)
+    if name in WHOLE:
+        slack[0] = torch.full_like(slack[0], torch.inf)
+    return expected, slack
+
+
+def _excess(given: UpdateInputs, found: list[torch.Tensor]) -> torch.Tensor:
+    """(1 + states, length) errors in units of what rounding explains; inf of a non-finite value, unless the reference
+    is non-finite too."""
+    expected, slack = _after(given)
+    rows = []
+    for a, b, c in zip(found, expected, slack, strict=True):
+        apart = (a.double() - b).abs() / c.clamp_min(torch.finfo(torch.float32).tiny)
+        rows.append(torch.where(a.isfinite() | b.isfinite(), apart.nan_to_num(torch.inf), 0.0))
+    return torch.stack(rows)

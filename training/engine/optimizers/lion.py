@@ -32,3 +32,16 @@ def update(given: UpdateInputs) -> torch.Tensor:
     (average,), (mix, _) = given.states, given.section.betas
     direction = (mix * average + (1 - mix) * given.gradient).sign()
     return -given.lr * (direction + given.weight_decay * given.master)
+
+
+def after(given: UpdateInputs) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Master and average after the step, FP64, and how far a computation in FP32 may be from each.
+
+    Where the mix is zero within its rounding, its sign is either.
+    """
+    (average,), (mix, decay) = given.states, given.section.betas
+    size, unit = average.abs() + given.gradient.abs(), 2.0**-24
+    mixed, master = mix * average + (1 - mix) * given.gradient, given.master + update(given)
+    slack = 4 * unit * (given.master.abs() + master.abs() + given.lr)
+    slack = torch.where(mixed.abs() <= 8 * unit * size, slack + 2 * given.lr, slack)
+    return [master, decay * average + (1 - decay) * given.gradient], [slack, 8 * unit * size]

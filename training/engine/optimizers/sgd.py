@@ -19,3 +19,12 @@ def update(given: UpdateInputs) -> torch.Tensor:
     return -given.lr * (
         settings_of(given.section)["momentum"] * velocity + given.gradient + given.weight_decay * given.master
     )
+
+
+def after(given: UpdateInputs) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Master and velocity after the step, FP64, and how far a computation in FP32 may be from each."""
+    (velocity,), unit = given.states, 2.0**-24
+    moved, master = update(given), given.master + update(given)
+    parts = velocity.abs() + given.gradient.abs() + given.weight_decay * given.master.abs()
+    slack = 2 * unit * (given.master.abs() + master.abs()) + 8 * unit * given.lr * parts
+    return [master, -moved / given.lr if given.lr else velocity], [slack, 8 * unit * parts]

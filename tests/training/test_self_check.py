@@ -1,0 +1,99 @@
+"""A run compares its own steps with plain torch: what is wrong is named, and nothing is said of a sound one."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from config.optimizers import OPTIMIZERS
+from data.text.prepare import prepare
+from lab.detection.plants.site import ATTENTION, LINEAR, NORM
+from tests.support.jobs.process_group import ProcessGroup
+from tests.support.marks import slow
+from tests.training import observer_cases, self_check_cases
+from tests.training.observer_cases import cast
+from tracking.jsonl import read_events
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model with heavy-tailed weights, and a text."""
+    folder = tmp_path_factory.mktemp("self_check")
+    observer_cases.heavy_tailed(folder, "base", observer_cases.NARROW)
+    observer_cases.write_text(folder)
+    prepare(observer_cases.resolve(str(folder), "prepared", cast("fp32", 2)).config.data, progress=False)
+    return folder
+
+
+def events_of(
+    pair: ProcessGroup, folder: Path, overrides: Sequence[str], defect: str | None = None
+) -> list[dict[str, Any]]:
+    name = "".join(letter if letter.isalnum() else "-" for letter in f"{defect} {' '.join(overrides)}")[:120]
+    given: dict[str, Any] = {"folder": str(folder), "name": name, "overrides": overrides, "defect": defect}
+    pair.run(self_check_cases.job, seconds=600.0, **given)
+    return list(read_events(folder / "runs" / name / "events.jsonl"))
+
+
+def of(events: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    return [event for event in events if event["event"] == name]
+
+
+SOUND = [
+    *(cast("fp32", 0), cast("bf16", 2), cast("fp16", 3)),
+    *(slow(cast(dtype, stage)) for dtype in ("fp32", "bf16", "fp16") for stage in (1, 2, 3)),
+    *(slow([*cast("bf16", 1), f"optimizer.name={name}"]) for name in OPTIMIZERS),
+    slow([*cast("bf16", 2), "model.activation_checkpointing=full"]),
+    slow([*cast("bf16", 2), "model.loss=full", "model.loss_chunk_tokens=0", "model.attention=eager"]),
+]
+
+
+@pytest.mark.parametrize("overrides", SOUND, ids=" ".join)
+def test_a_sound_run_is_checked_and_nothing_is_said(pair: ProcessGroup, folder: Path, overrides: list[str]) -> None:
+    events = events_of(pair, folder, overrides)
+    checks = of(events, "self_check")
+    assert [event["step"] for event in checks] == [1, 2]
+    for event in checks:
+        compared = {name: check["compared"] for name, check in event["checks"].items()}
+        assert set(compared) == {"modules", "gradients", "loss", "norm", "updates", "copies"}
+        assert compared["modules"] > 20 and compared["gradients"] > 13 and compared["updates"] > 5
+        assert all(check["breaches"] == 0 and check["error"] <= check["bound"] for check in event["checks"].values())
+    assert not of(events, "warning")
+
+
+@pytest.mark.parametrize(
+    ("defect", "overrides", "named", "says"),
+    [
+        ("one norm times 1.01", cast("bf16", 2), NORM, "plain torch"),
+        ("gradient of one matrix dropped on one rank", cast("fp16", 1), f"{LINEAR}.weight", "reduced gradient"),
+        ("decay on norms and embeddings", cast("bf16", 3), NORM, "optimizer's rule"),
+        ("16-bit copy stale on one rank", cast("bf16", 2), f"{LINEAR}.weight", "rounded"),
+        ("last micro-batch dropped", cast("fp32", 0), "loss", "mean cross-entropy"),
+        pytest.param("attention of one layer times 1.01", cast("fp16", 3), ATTENTION, "", marks=pytest.mark.slow),
+        pytest.param("gradient of one matrix summed over ranks", cast("bf16", 3), LINEAR, "", marks=pytest.mark.slow),
+        pytest.param("learning rate times 1.05", cast("fp32", 2), "", "optimizer's rule", marks=pytest.mark.slow),
+        pytest.param("no bias correction", cast("bf16", 1), "", "optimizer's rule", marks=pytest.mark.slow),
+    ],
+)
+def test_a_defect_is_found_in_the_first_step_and_named(
+    pair: ProcessGroup, folder: Path, defect: str, overrides: list[str], named: str, says: str
+) -> None:
+    found = [event for event in of(events_of(pair, folder, overrides, defect), "warning") if event["step"] == 1]
+    assert {event["signal"] for event in found} == {"self_check"}
+    (warning,) = (event for event in found if says in event["reason"])
+    assert any(named in name for name in warning["modules"]) and warning["value"] > warning["bound"]
+    who = "all ranks together" if defect.startswith("gradient") else "rank "
+    assert f", {who}" in warning["reason"] and ", step 1: " in warning["reason"]
+
+
+def test_the_guard_answers_what_is_found_before_the_update_where_it_is_asked_to(
+    pair: ProcessGroup, folder: Path
+) -> None:
+    events = events_of(pair, folder, [*cast("bf16", 2), "guard.warnings=[self_check]"], "one norm times 1.01")
+    incident = of(events, "incident")[0]
+    assert (incident["step"], incident["verdict"]) == (1, "SKIP") and NORM in incident["reason"]
+    assert not of(events, "step")[0]["applied"] and "updates" not in of(events, "self_check")[0]["checks"]
+
+
+def test_no_step_is_checked_where_it_is_switched_off(pair: ProcessGroup, folder: Path) -> None:
+    assert not of(events_of(pair, folder, [*cast("bf16", 2), "guard.self_check_every=0"]), "self_check")
