@@ -66,9 +66,7 @@ LAUNCHER_VARIABLES = (
 
 def add_processes_option(parser: argparse.ArgumentParser) -> None:
     """--processes; None stands for `default_processes()`."""
-    parser.add_argument(
-        "--processes", type=positive_int, help="processes of each job (default: one a GPU, two without)"
-    )
+    parser.add_argument("--processes", type=positive_int, help="processes of each job (one a GPU, two without)")
 
 
 def default_processes() -> int:
@@ -248,9 +246,9 @@ def training_program(arguments: Sequence[str], folder: Path, name: str) -> list[
 
 
 def with_steps(resolved: Resolved) -> list[str]:
-    """The override for as many steps as run.epochs makes of the data, which are prepared for that.
+    """The override for as many steps as run.epochs makes of the data, which are prepared for that; none without epochs.
 
-    None where run.steps is given. Raises UserError: the data cannot be prepared, or the two contradict each other.
+    Raises UserError: the data cannot be prepared, or the two contradict each other.
     """
     from training.tasks.shape import settle_steps
     from training.tasks.task import prepare

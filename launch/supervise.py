@@ -89,8 +89,7 @@ class Run:
         return (file.st_ino, file.st_size)
 
     def session_since(self, position: tuple[int, int]) -> Session:
-        """Summary of the events written since `events_end`. Damaged lines are left out; run.resume=never starts a new
-        file."""
+        """Summary of the events written since `events_end`; run.resume=never starts a new file."""
         from tracking.jsonl import Follower  # brings orjson, which is not needed to start
 
         file = Follower(self.events, position[1] if self.events_end()[0] == position[0] else 0)

@@ -93,11 +93,9 @@ class EarlyWarning:
 
 
 class SecondMomentMemory:
-    """What Adam's second moment remembers of the global gradient norm, and how old that is.
+    """What Adam's second moment, an average by beta2, remembers of the global gradient norm, and its mean age.
 
-    With D the average of squared norms by beta2, a gradient of norm n is n / sqrt(D) of the memory, D counting it
-    already: the RMS_t of training/engine/adam_signals.py for the whole gradient, in every step and for nothing. `age`
-    is the mean age, in updates, of the squared norms in D, each weighted by its part of D.
+    A gradient's norm over the root of the memory, which counts it already, is its RMS_t (engine/adam_signals.py).
     """
 
     def __init__(self, beta2: float) -> None:

@@ -2,10 +2,10 @@
 
     python -m launch.canary --config FILE [--processes N] [--launch "deepspeed --hostfile hosts"] [key.sub=value ...]
 
-The first `canary.steps` steps run in the wanted precision beside their FP32 twin, judged as `python -m tools.parity`
-judges. Only when they agree the whole run starts, from the canary's state, under `launch.supervise`. While it goes on
-its checkpoints are compared with FP32. One whose next steps are not FP32's stops the run, which goes back to the last
-checkpoint that held and on from there with `canary.fallback`. Everything is in RUN-canary/canary.jsonl and canary.md.
+The first `canary.steps` steps run beside their FP32 twin, judged as `python -m tools.parity` judges. When they agree,
+the whole run goes on from their state, under `launch.supervise`, while its checkpoints are compared with FP32. One that
+fails stops the run, which goes back to the last that held and on from there with `canary.fallback`. Everything is in
+RUN-canary/canary.jsonl and canary.md.
 
 Exit code 0: the whole run is done; 2: the config or the command line is wrong; 3: no parity, so nothing was started, or
 the run stopped on numerics and no fallback is left; 75: a stop was requested (SIGTERM, SIGUSR1 or Ctrl-C), and the run
@@ -67,9 +67,8 @@ def _open(plan: Plan) -> Journal:
     try:
         return Journal.read(plan.folder, plan.run_folder.name)
     except OSError as error:
-        raise UserError(
-            f"run.dir: cannot make {plan.folder} ({error.strerror}); choose a folder you may write"
-        ) from error
+        problem = f"cannot make {plan.folder} ({error.strerror})"
+        raise UserError(f"run.dir: {problem}; choose a folder you may write") from error
 
 
 def _report(plan: Plan) -> None:

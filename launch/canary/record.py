@@ -5,14 +5,12 @@ A canary that is started again reads from it where it stood.
 
 from __future__ import annotations
 
-import json
-import os
 import time
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from config import json_text
 from config.files import write_atomically
 from launch import job
 
@@ -32,20 +30,12 @@ class Journal:
     @classmethod
     def read(cls, folder: Path, name: str) -> Journal:
         """The journal of a folder, which is made. A line that is cut off or damaged is passed over. Raises OSError."""
+        from tracking.jsonl import Follower, decode  # brings orjson, which is not needed to start
+
         folder.mkdir(parents=True, exist_ok=True)
         journal = cls(folder, name)
-        if journal.path.is_file():
-            content = journal.path.read_bytes()
-            if content and not content.endswith(b"\n"):  # the next event must not end up on the line that was cut off
-                with journal.path.open("ab") as file:
-                    file.write(b"\n")
-            for text in content.splitlines():
-                try:
-                    event = json_text.parse(text)
-                except ValueError:
-                    continue
-                if isinstance(event, dict) and {"event", "text"} <= event.keys():
-                    journal.events.append(event)
+        found = map(decode, Follower(journal.path).lines())
+        journal.events += [event for event in found if event and {"event", "text"} <= event.keys()]
         return journal
 
     @property
@@ -55,12 +45,12 @@ class Journal:
 
     def add(self, event: Kind, step: int, text: str, **further: Any) -> None:
         """Append an event, write the page anew, and print the line."""
+        from tracking.jsonl import JsonlSink
+
         found = {"event": event, "step": step, "time": time.time(), "text": text, **further}
         self.events.append(found)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(found) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        with closing(JsonlSink(self.path)) as sink:
+            sink.write(found)
         lines = [f"# Canary of {self.name}\n", *(f"- {event['text']}" for event in self.events)]
         write_atomically(self.folder / "canary.md", ("\n".join(lines) + "\n").encode())
         log(text)

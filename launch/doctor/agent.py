@@ -66,8 +66,8 @@ def connection_error(name: str, port: int) -> str | None:
 def run(request: dict[str, Any], requests: IO[bytes]) -> dict[str, Any]:
     """Run a Python program, given as text, with this Python; `launcher` goes before it.
 
-    The result has `answer`, the JSON that the program printed after "DOCTOR "; `code`; `output`, its last lines.
-    A program that takes longer than `limit` seconds is ended, and so is one whose requester has closed `requests`.
+    The result has `answer`, the JSON that the program printed after "DOCTOR ", `code` and `output`, its last lines. The
+    program is ended after `limit` seconds, and when its requester has closed `requests`.
     """
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         script = Path(folder) / "program.py"
@@ -76,11 +76,12 @@ def run(request: dict[str, Any], requests: IO[bytes]) -> dict[str, Any]:
         environment = {**os.environ, "PATH": os.pathsep.join([own, os.environ.get("PATH", "")])}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [request["cwd"], environment.get("PYTHONPATH")]))
         environment.setdefault("OMP_NUM_THREADS", "1")
-        command = [sys.executable, *request.get("launcher", []), str(script), json.dumps(request["given"])]
+        command = [sys.executable, *request["launcher"], str(script), json.dumps(request["given"])]
+        cwd = request["cwd"] if Path(request["cwd"]).is_dir() else None
         process = subprocess.Popen(
             command,
             env=environment,
-            cwd=request["cwd"] if Path(request["cwd"]).is_dir() else None,
+            cwd=cwd,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,

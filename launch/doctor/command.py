@@ -43,12 +43,8 @@ def read_scope(options: argparse.Namespace) -> Scope:
         config = load_config(Path(options.config), options.overrides, options.deepspeed_config)
         of_run = _of_run(config, options)
     folders = {"run": str(Path(config.run.dir) / config.run.name), "data cache": config.data.cache_dir}
-    return Scope(
-        hosts=hosts,
-        folders={role: path if path.startswith("~") else str(Path(path).absolute()) for role, path in folders.items()},
-        options=options,
-        **of_run,
-    )
+    folders = {role: path if path.startswith("~") else str(Path(path).absolute()) for role, path in folders.items()}
+    return Scope(hosts, folders, options, **of_run)
 
 
 def _of_run(config: Config, options: argparse.Namespace) -> dict[str, Any]:
@@ -83,15 +79,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     parser.add_argument("--strict", action="store_true", help="exit code 1 also when a line is amber")
     parser.add_argument("--quick", action="store_true", help="leave out device, ops, store, key and all-reduce (torch)")
-    parser.add_argument(
-        "--port", type=positive_int, default=29500, help="the launcher's, on the first host (%(default)s)"
-    )
+    parser.add_argument("--port", type=positive_int, default=29500, help="the launcher's, on the first host (29500)")
     parser.add_argument("--processes", type=positive_int, metavar="N", help="a host; else the slots, the GPUs, or 2")
     parser.add_argument("--all-reduce", type=float, default=64.0, metavar="MIB", help="size of it (%(default)g)")
     parser.add_argument("--expect", type=float, metavar="GB/S", help="amber when its bus bandwidth is lower")
-    parser.add_argument(
-        "--ssh", type=shlex.split, default="ssh", metavar="COMMAND", help="such as 'ssh -F file' (%(default)s)"
-    )
+    parser.add_argument("--ssh", type=shlex.split, default="ssh", metavar="COMMAND", help="such as 'ssh -F file' (ssh)")
     return parser
 
 

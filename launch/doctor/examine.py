@@ -68,10 +68,8 @@ def _examine(scope: Scope) -> Iterator[Finding]:
         return
     for host in hosts:
         one, gpus = facts[host.name], facts[host.name]["gpus"]["list"]
-        one |= {
-            "builds": bool(_ops(scope) and gpus),
-            "processes": scope.options.processes or host.slots or len(gpus) or 2,
-        }
+        one["builds"] = bool(_ops(scope) and gpus)
+        one["processes"] = scope.options.processes or host.slots or len(gpus) or 2
         yield from check_host(host.name, one)
     yield from check_cluster(facts, port=scope.options.port)
     yield from _wandb(scope, facts)
@@ -96,18 +94,9 @@ def _facts(scope: Scope, hosts: list[Host]) -> tuple[dict[str, Answers], list[Fi
     folder, several = scope.folders["run"], len(hosts) > 1
     if several:
         on_all(hosts, lambda host: host.ask("mark", 30.0, folder=folder, name=marks[host.name]))
-    answers = on_all(
-        hosts,
-        lambda host: host.ask(
-            "facts",
-            _FACTS_SECONDS,
-            folders=scope.folders,
-            hosts=[one.name for one in scope.hosts if not one.local],
-            port=scope.options.port,
-            cwd=str(Path.cwd()),
-            marks=list(marks.values()) if several else [],
-        ),
-    )
+    given = {"folders": scope.folders, "hosts": [one.name for one in scope.hosts if not one.local]}
+    given |= {"port": scope.options.port, "cwd": str(Path.cwd()), "marks": list(marks.values()) if several else []}
+    answers = on_all(hosts, lambda host: host.ask("facts", _FACTS_SECONDS, **given))
     if several:
         on_all(hosts, lambda host: host.ask("unmark", 30.0, folder=folder, name=marks[host.name]))
     fix = "look at that machine by hand: a disk or a network folder that hangs does this"
@@ -188,8 +177,7 @@ def _programs(hosts: list[Host], program: str, given: dict[str, Any]) -> dict[st
     """A host's name to the program's answer there, or to text that says why there is none."""
 
     def ask(host: Host) -> Any:
-        limit = _PROGRAM_SECONDS
-        done = host.ask("run", limit + 30, program=program, given=given, limit=limit, cwd=str(Path.cwd()))
+        done = host.run(program, given, seconds=_PROGRAM_SECONDS)
         return done["answer"] if done["answer"] is not None else _failure(done, _PROGRAM_SECONDS)
 
     return {name: str(item) if isinstance(item, Unreachable) else item for name, item in on_all(hosts, ask).items()}
@@ -217,16 +205,10 @@ def _all_reduce(scope: Scope, hosts: list[Host], facts: Mapping[str, Answers]) -
         if several:
             rendezvous = ["--nnodes", str(len(hosts)), "--node_rank", str(hosts.index(host))]
             rendezvous += ["--master_addr", hosts[0].name, "--master_port", str(scope.options.port)]
+        launcher = ["-m", "torch.distributed.run", *rendezvous, "--nproc_per_node", str(min(counts.values()))]
         seconds = _PROGRAM_SECONDS / 2
-        return host.ask(
-            "run",
-            seconds + 30,
-            program=ALL_REDUCE,
-            given={"bytes": int(scope.options.all_reduce * 2**20), "seconds": seconds / 2},
-            launcher=["-m", "torch.distributed.run", *rendezvous, "--nproc_per_node", str(min(counts.values()))],
-            limit=seconds,
-            cwd=str(Path.cwd()),
-        )
+        given = {"bytes": int(scope.options.all_reduce * 2**20), "seconds": seconds / 2}
+        return host.run(ALL_REDUCE, given, seconds=seconds, launcher=launcher)
 
     done = on_all(hosts, start)
     answer = next((item["answer"] for item in done.values() if isinstance(item, dict) and item["answer"]), None)

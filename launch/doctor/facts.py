@@ -29,13 +29,8 @@ SPEED_BYTES = 64 * 2**20
 """Size of the file that is written and read back to time a folder."""
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "numpy", "wandb", "ninja")
 _GPU_FIELDS = (
-    "name",
-    "driver_version",
-    "memory.total",
-    "memory.used",
-    "temperature.gpu",
-    "ecc.errors.uncorrected.volatile.total",
-    "clocks_event_reasons.hw_slowdown",
+    *("name", "driver_version", "memory.total", "memory.used", "temperature.gpu"),
+    *("ecc.errors.uncorrected.volatile.total", "clocks_event_reasons.hw_slowdown"),
 )
 _CODE = ("train.py", "config", "data", "launch", "modeling", "precision", "tracking", "training")
 

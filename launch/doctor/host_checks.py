@@ -190,9 +190,7 @@ def _gpus(host: str, gpus: Facts, processes: int) -> Iterator[Finding]:
     for index, gpu in enumerate(gpus["list"]):
         errors, slowed = gpu["ecc.errors.uncorrected.volatile.total"], gpu.get("clocks_event_reasons.hw_slowdown")
         heat, used, total = (_number(gpu[key]) for key in ("temperature.gpu", "memory.used", "memory.total"))
-        what = (
-            f"{index} {gpu['name']}, driver {gpu['driver_version']}, {used:.0f} of {total:.0f} MiB used, {heat:.0f} C"
-        )
+        what = f"{index} {gpu['name']}, driver {gpu['driver_version']}, {used:.0f} of {total:.0f} MiB, {heat:.0f} C"
         if _number(errors) > 0:
             yield red("gpu", f"{what}: {errors} uncorrected memory errors", "drain the node and reset the GPU", host)
         elif slowed == "Active":

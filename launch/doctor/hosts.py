@@ -22,16 +22,9 @@ from launch.doctor.agent import bootstrap
 
 HERE = "localhost"
 _SENT_MODULES = (
-    "config",
-    "config.machine",
-    "config.machine.processes",
-    "training",
-    "training.start",
-    "training.start.op_builds",
-    "launch",
-    "launch.doctor",
-    "launch.doctor.facts",
-    "launch.doctor.agent",
+    *("config", "config.machine", "config.machine.processes"),
+    *("training", "training.start", "training.start.op_builds"),
+    *("launch", "launch.doctor", "launch.doctor.facts", "launch.doctor.agent"),
 )
 _SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 _EXPORTED_PREFIXES = ("NCCL", "PYTHON", "UCX", "MLFLOW", "MV2")
@@ -89,6 +82,11 @@ class Host:
         if "error" in answer:
             raise Unreachable(answer["error"])
         return answer["result"]
+
+    def run(self, program: str, given: dict[str, Any], *, seconds: float, launcher: Sequence[str] = ()) -> Any:
+        """What a Python program did there (`agent.run`) within so many seconds. Raises Unreachable."""
+        request = {"program": program, "given": given, "launcher": launcher, "limit": seconds, "cwd": str(Path.cwd())}
+        return self.ask("run", seconds + 30, **request)
 
     def clock(self) -> tuple[float, float]:
         """[seconds] (lead of its clock over ours, error of that measurement), the best of five tries."""

@@ -53,10 +53,8 @@ def worst(findings: Sequence[Finding]) -> str:
 
 def as_json(findings: Sequence[Finding], seconds: float) -> str:
     """One object: `level`, `seconds`, `findings`."""
-    return json.dumps(
-        {"level": worst(findings), "seconds": round(seconds, 1), "findings": [asdict(item) for item in findings]},
-        indent=1,
-    )
+    found = {"level": worst(findings), "seconds": round(seconds, 1), "findings": [asdict(item) for item in findings]}
+    return json.dumps(found, indent=1)
 
 
 def print_findings(findings: Sequence[Finding], hosts: Sequence[str], seconds: float, out: TextIO) -> None:

@@ -2,11 +2,9 @@
 
     python -m launch.kubernetes.alive --port 9464 --silent-minutes 60
 
-A closed port is no failure: only rank 0's pod opens it, and only once the model is built, and the supervisor may be
-restarting the job. A run whose ranks wait for one of them ends by itself after run.timeout_minutes and names it; so
-give the probe more than that, and more than the longest evaluation.
-
-Requests one metric by name: the sink does not count that as a scrape, and so still waits for Prometheus at its end.
+A closed port is no failure: only rank 0's pod opens it, once the model is built. Give the probe more minutes than
+run.timeout_minutes, after which a run whose ranks wait for one of them ends by itself, and than the longest evaluation.
+One metric is requested by name: the sink does not count that as a scrape.
 """
 
 from __future__ import annotations

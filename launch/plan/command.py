@@ -30,7 +30,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     from launch.plan.search import communication_bound_from
     from launch.plan.speed import traffic
 
-    moved = traffic(plan.shape, plan.configured.layout)
+    layout, memory = plan.configured.layout, plan.configured.memory
     return {
         "config": str(plan.resolved.config_path),
         "device": plan.device.name,
@@ -38,17 +38,17 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "architecture": plan.shape.architecture,
             "parameters": plan.shape.parameters,
             "trained_parameters": plan.shape.trained_parameters,
-            "flops_per_token": plan.shape.flops_per_token(plan.configured.layout.sequence),
+            "flops_per_token": plan.shape.flops_per_token(layout.sequence),
         },
         "memory": {
-            "device": plan.configured.memory.device,
-            "host": plan.configured.memory.host,
-            "peak": plan.configured.memory.total,
-            "at": plan.configured.memory.moment,
+            "device": memory.device,
+            "host": memory.host,
+            "peak": memory.total,
+            "at": memory.moment,
             "usable": plan.usable,
         },
-        "checkpoint_bytes": checkpoint_bytes(plan.shape, plan.configured.layout),
-        "traffic": dataclasses.asdict(moved),
+        "checkpoint_bytes": checkpoint_bytes(plan.shape, layout),
+        "traffic": dataclasses.asdict(traffic(plan.shape, layout)),
         "mfu": {"assumed" if plan.mfu_source == "assumed" else "measured": plan.mfu, "model": plan.model_mfu},
         "token_budget": plan.token_budget,
         "configured": _option_json(plan, plan.configured),
@@ -76,39 +76,23 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    assert __doc__ is not None
-    parser = Arguments(
-        prog="python -m launch.plan",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        epilog="--config, --deepspeed_config and key.sub=value are those of train.py.",
-    )
+    epilog = "--config, --deepspeed_config and key.sub=value are those of train.py."
+    parser = Arguments("python -m launch.plan", __doc__, allow_abbrev=False, epilog=epilog)
     parser.add_argument("--gpus", type=positive_int, default=1, help="devices to train on (1)")
     parser.add_argument("--device", default="h100", help=f"{', '.join(DEVICES)} or cpu (h100)")
     parser.add_argument("--price", type=positive_number, help="price of one device for one hour")
     parser.add_argument("--tokens", type=positive_number, help="tokens to train on (run.steps of the config)")
-    parser.add_argument(
-        "--mfu",
-        type=share,
-        default=DEFAULT_MFU,
-        help=f"share of the peak that matmuls reach while computing, recomputed ones included ({DEFAULT_MFU})",
-    )
+    of_peak = "share of the peak that matmuls reach, recomputed ones included (%(default)s)"
+    parser.add_argument("--mfu", type=share, default=DEFAULT_MFU, help=of_peak)
     parser.add_argument("--measured", metavar="RUN", help="take --mfu from a run folder that ran on such devices")
     parser.add_argument("--memory", type=positive_number, help="GiB of one device")
     parser.add_argument("--reserve", type=share, default=0.1, help="share of it for CUDA, NCCL and gaps (0.1)")
     parser.add_argument("--link", type=positive_number, help="GB/s in one direction from device to device in a node")
-    parser.add_argument(
-        "--network", type=positive_number, help="GB/s in one direction out of one node, all adapters together"
-    )
+    parser.add_argument("--network", type=positive_number, help="GB/s in one direction out of a node, by all adapters")
     parser.add_argument("--per-node", type=positive_int, help="devices in a node")
     parser.add_argument("--efficiency", type=share, default=0.8, help="share of both that collectives reach (0.8)")
-    parser.add_argument(
-        "--latency-us",
-        type=positive_number,
-        default=LATENCY_SECONDS * 1e6,
-        help="microseconds of one hop of a collective (5)",
-    )
+    hop = "microseconds of one hop of a collective (%(default)g)"
+    parser.add_argument("--latency-us", type=positive_number, default=LATENCY_SECONDS * 1e6, help=hop)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     return parser.parse_known_args(list(argv))
 

@@ -43,38 +43,18 @@ class Device:
 
 
 _NIC = 1e9 / 8  # bytes/s of 1 Gbit/s
+_DGX = 8 * 400 * _NIC, 8  # network and accelerators of a node with Hopper or Blackwell
+_DGX_A100 = 8 * 200 * _NIC, 8
 
 DEVICES = {
     device.name: device
     for device in (
-        Device("b200", 180e9, 2250e12, 75e12, 900e9, 8 * 400 * _NIC, 8, "DGX B200 data sheet: 1,440 GB for eight GPUs"),
-        Device(
-            "h200", 141e9, 989.4e12, 66.9e12, 450e9, 8 * 400 * _NIC, 8, "H200 SXM data sheet; DGX H200, 8 x 400 Gb/s"
-        ),
-        Device(
-            "h100", 80 * GIB, 989.4e12, 66.9e12, 450e9, 8 * 400 * _NIC, 8, "H100 SXM5, NVIDIA H100 whitepaper; DGX H100"
-        ),
-        Device(
-            "h100-pcie",
-            80 * GIB,
-            756e12,
-            51.2e12,
-            64e9,
-            400 * _NIC,
-            8,
-            "H100 PCIe, NVIDIA H100 whitepaper; PCIe 5.0 x16",
-        ),
-        Device(
-            "a100",
-            80 * GIB,
-            312e12,
-            19.5e12,
-            300e9,
-            8 * 200 * _NIC,
-            8,
-            "A100 80 GB SXM data sheet; DGX A100, 8 x 200 Gb/s",
-        ),
-        Device("a100-40", 40 * GIB, 312e12, 19.5e12, 300e9, 8 * 200 * _NIC, 8, "A100 40 GB SXM data sheet; DGX A100"),
+        Device("b200", 180e9, 2250e12, 75e12, 900e9, *_DGX, "DGX B200 data sheet: 1,440 GB for eight GPUs"),
+        Device("h200", 141e9, 989.4e12, 66.9e12, 450e9, *_DGX, "H200 SXM data sheet; DGX H200, 8 x 400 Gb/s"),
+        Device("h100", 80 * GIB, 989.4e12, 66.9e12, 450e9, *_DGX, "H100 SXM5, NVIDIA H100 whitepaper; DGX H100"),
+        Device("h100-pcie", 80 * GIB, 756e12, 51.2e12, 64e9, 400 * _NIC, 8, "H100 PCIe, H100 whitepaper; PCIe 5.0 x16"),
+        Device("a100", 80 * GIB, 312e12, 19.5e12, 300e9, *_DGX_A100, "A100 80 GB SXM data sheet; DGX A100, 8 x 200 Gb"),
+        Device("a100-40", 40 * GIB, 312e12, 19.5e12, 300e9, *_DGX_A100, "A100 40 GB SXM data sheet; DGX A100"),
         Device("l40s", 48e9, 362e12, 91.6e12, 32e9, 200 * _NIC, 8, "L40S data sheet; PCIe 4.0 x16, no NVLink"),
         Device("a10g", 24e9, 70e12, 35e12, 32e9, 100 * _NIC, 4, "AWS g5.24xlarge and A10G data sheet; PCIe 4.0 x16"),
     )

@@ -1,17 +1,11 @@
 """Parameters that ZeRO-3 holds whole on each rank, by DeepSpeed 0.19.8 (partitioned_param_coordinator.py).
 
 Parameters of at most `stage3_param_persistence_threshold` elements stay whole. The others are gathered when a module is
-about to compute: those of the next modules with them, a bucket at a time in one piece, from which each is copied when
-it is needed; the piece stays until the last of them is. When they are released depends on what DeepSpeed knows of the
-step's order of modules:
-
-- It recorded one of a forward and a backward pass: what the backward pass uses again stays, up to
-  `stage3_max_live_parameters`.
-- A forward pass alone came first, such as an evaluation at the start or the test that rows of a sequence do not see
-  each other. By the order that it recorded nothing is used again. DeepSpeed remembers, for each place in the order,
-  what to release there, and does not forget it with the order (`functools.lru_cache`): forward passes release all.
-- A forward pass comes with each step, as that of a reference: the order changes within each step, and is dropped.
-  Modules gather what is their own and release it.
+about to compute, those of the next modules with them, a bucket at a time in one piece. What the backward pass uses
+again stays, up to `stage3_max_live_parameters`, where DeepSpeed recorded the order of a forward and a backward pass.
+Where a forward pass alone came first, such as an evaluation at the start, it remembers for each place in the order to
+release all there, and does not forget it with the order (`functools.lru_cache`). Where a forward pass comes with each
+step, as that of a reference, the order is dropped within each step: modules gather what is their own and release it.
 """
 
 from __future__ import annotations

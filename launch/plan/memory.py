@@ -228,7 +228,5 @@ def _buckets(shape: Shape, layout: Layout) -> tuple[float, float]:
     bucket = layout.size("reduce_bucket_size", trained)
     filled = min(max(bucket, shape.largest_trained), trained)  # a tensor larger than the bucket goes alone
     buffers = 2 if layout.overlap and layout.stage < 3 else 1
-    copies = (
-        filled * (1 + 1 / layout.zero_ranks) if layout.stage == 3 else filled
-    )  # in one piece, and what is scattered
+    copies = filled * (1 + 1 / layout.zero_ranks if layout.stage == 3 else 1)  # in one piece, and what is scattered
     return layout.reduced * bucket * buffers, layout.reduced * float(copies)

@@ -209,10 +209,8 @@ def _slice(model: Any, whole: Shape, optimizer: OptimizerSection, *, ranks: int)
     """
     plan = getattr(model, "tp_plan", None) or {}
     if not plan:
-        raise UserError(
-            f"parallel.tensor = {ranks}: launch.plan does not know how model {whole.architecture} is cut, since "
-            "transformers has no tp_plan for it; set it to 1"
-        )
+        problem = f"launch.plan does not know how model {whole.architecture} is cut: transformers has no tp_plan for it"
+        raise UserError(f"parallel.tensor = {ranks}: {problem}; set it to 1")
     head, found = model.get_output_embeddings(), {"colwise": 0, "rowwise": 0}
     block = dict(blocks_of(model)[0].named_modules())
     cut_head = False
@@ -226,14 +224,8 @@ def _slice(model: Any, whole: Shape, optimizer: OptimizerSection, *, ranks: int)
         _cut(module, ranks, by_rows=kind == "colwise")
     own = sizes_of(model, AdapterSection(), optimizer)
     parts = {name: getattr(whole, name) // ranks for name in ("heads", "kv_heads", "intermediate")}
-    return replace(
-        own,
-        **parts,
-        head_dim=whole.head_dim,
-        columns=found["colwise"],
-        rows=found["rowwise"],
-        head_share=ranks if cut_head else 1,
-    )
+    parts |= {"columns": found["colwise"], "rows": found["rowwise"], "head_share": ranks if cut_head else 1}
+    return replace(own, **parts, head_dim=whole.head_dim)
 
 
 def _with_experts_shared(model: Any, whole: Shape, optimizer: OptimizerSection, *, ranks: int) -> Shape:
@@ -361,10 +353,8 @@ def _teacher(config: Config, *, vocabulary: int) -> Teacher:
         raise UserError(f"{where}: cannot be loaded ({one_line(error)})") from error
     own = found.get_text_config().vocab_size
     if own != vocabulary:
-        raise UserError(
-            f"{where}: has a vocabulary of {own} tokens, the student one of {vocabulary}; "
-            "choose a teacher with the student's tokenizer"
-        )
+        problem = f"has a vocabulary of {own} tokens, the student one of {vocabulary}"
+        raise UserError(f"{where}: {problem}; choose a teacher with the student's tokenizer")
     saved = str(getattr(found, "dtype", None)).removeprefix("torch.")
     width = {"auto": 2 if saved in ("bfloat16", "float16") else 4, "fp32": 4}.get(section.dtype, 2)
     of_teacher = ModelSection(name_or_path=section.teacher, trust_remote_code=config.model.trust_remote_code)

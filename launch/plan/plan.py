@@ -64,10 +64,8 @@ def make_plan(options: argparse.Namespace, arguments: Sequence[str]) -> Plan:
     """
     resolved = read_command_line(arguments, as_launched(options.gpus))
     if not resolved.config.run.steps and not options.tokens:
-        raise UserError(
-            f"run.epochs = {resolved.config.run.epochs:g}: how many steps that is shows once the data are prepared; "
-            "give --tokens, or run.steps"
-        )
+        problem = "how many steps that is shows once the data are prepared"
+        raise UserError(f"run.epochs = {resolved.config.run.epochs:g}: {problem}; give --tokens, or run.steps")
     device = _device(options)
     layout = layout_of(resolved, world=options.gpus, on_cpu=device.is_cpu)
     shape = read_shape(resolved.config, layout)
@@ -76,10 +74,8 @@ def make_plan(options: argparse.Namespace, arguments: Sequence[str]) -> Plan:
         mfu, source = _measured_mfu(Path(options.measured), device)
     usable = device.memory * (1 - options.reserve)
     process = PROCESS_BYTES if device.is_cpu else 0.0
-    timed = partial(
-        speed, shape, device=device, mfu=mfu, efficiency=options.efficiency, latency=options.latency_us * 1e-6
-    )
-    planner = Planner(shape, usable, process, timed)
+    reached = {"mfu": mfu, "efficiency": options.efficiency, "latency": options.latency_us * 1e-6}
+    planner = Planner(shape, usable, process, partial(speed, shape, device=device, **reached))
     configured = planner.option(layout)
     stages = planner.stages(layout)
     return Plan(

@@ -1,9 +1,8 @@
 """Duration of a step: matmuls at an assumed share of the peak, and bytes over the links, for any number of ranks.
 
 A ring moves (n - 1) / n of a tensor through every rank for a reduce-scatter or an all-gather, and twice that for an
-all-reduce (Thakur et al. 2005; what nccl-tests call bus bandwidth). Within a node it runs at the speed of a link; over
-several at that of the slower of a link and all network adapters of a node together, since NCCL runs one ring for each
-adapter. Each collective costs log2(n) latencies more, as trees do.
+all-reduce (Thakur et al. 2005). Within a node it runs at the speed of a link; over several at that of the slower of a
+link and all network adapters of a node together. Each collective costs log2(n) latencies more, as trees do.
 """
 
 from __future__ import annotations
@@ -62,12 +61,10 @@ def traffic(shape: Shape, layout: Layout) -> Traffic:
     """Bytes of one optimizer step: of gradients and parameters, and of shared sequences, matrices or experts.
 
     Jacobs et al. 2023, section 3.2: queries, keys, values and the output of each block cross the network in its forward
-    pass, their gradients in its backward pass; a recomputed block sends them once more.
-
-    Shoeybi et al. 2019, section 3: outputs of the layers whose matrices are cut by columns are all-reduced in the
-    forward pass, and in the backward pass gradients of the inputs of those that are cut by rows; DeepSpeed 0.19.8
-    reduces those of queries, keys and values one by one. Of a head that is cut logits are gathered, unless the loss
-    is chunked.
+    pass, their gradients in its backward pass. Shoeybi et al. 2019, section 3: outputs of the layers whose matrices are
+    cut by columns are all-reduced, and in the backward pass gradients of the inputs of those that are cut by rows;
+    DeepSpeed 0.19.8 reduces those of queries, keys and values one by one. Of a cut head logits are gathered, unless the
+    loss is chunked.
     """
     shape = shape.own
     found = _of_states(shape, layout)
@@ -114,9 +111,8 @@ def _with_tokens(found: Traffic, shape: Shape, layout: Layout) -> Traffic:
     """Add the tokens that ranks send each other's experts and get back, in both passes, once more where a block is
     recomputed; a reentrant one is refused. A layer's counts of each expert's tokens go ahead of its forward passes."""
     ranks, chosen = layout.expert, shape.experts_per_token
-    forward = shape.expert_layers * (1 + layout.counting_pass) + min(
-        recomputed_blocks(shape, layout), shape.expert_layers
-    )
+    again = min(recomputed_blocks(shape, layout), shape.expert_layers)
+    forward = shape.expert_layers * (1 + layout.counting_pass) + again
     passes = forward + shape.expert_layers
     row = float(layout.width * shape.hidden)
     counts = 8.0 * shape.experts * _leaving(ranks)
@@ -141,10 +137,8 @@ def _of_states(shape: Shape, layout: Layout) -> Traffic:
     """
     ranks, same = layout.zero_ranks, layout.world // layout.expert
     whole, every = float(shape.trained_parameters), layout.accumulation
-    bucket = (
-        BUFFERED_ALLREDUCE if layout.stage == 0 or layout.bf16_optimizer else layout.size("reduce_bucket_size", whole)
-    )
-    times = math.ceil(whole / bucket)
+    buffered = layout.stage == 0 or layout.bf16_optimizer
+    times = math.ceil(whole / (BUFFERED_ALLREDUCE if buffered else layout.size("reduce_bucket_size", whole)))
     reductions = every if layout.stage >= 2 else 1
     each = reductions * (1 if layout.stage == 3 else 2) * layout.reduced  # bytes of a gradient's element in the ring
     experts = float(shape.expert_parameters)

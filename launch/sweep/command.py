@@ -91,9 +91,8 @@ def _submit(plan: Plan, options: Sequence[str]) -> int:
     try:
         code = subprocess.run(command, check=False).returncode
     except OSError as error:
-        raise UserError(
-            f"command line: cannot start sbatch ({error.strerror}); --slurm is for a Slurm login"
-        ) from error
+        problem = f"cannot start sbatch ({error.strerror})"
+        raise UserError(f"command line: {problem}; --slurm is for a Slurm login") from error
     if code == 0:
         log(f"when they have ended: python -m launch.sweep --report {shlex.quote(str(plan.folder))}")
     return code

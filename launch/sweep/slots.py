@@ -30,10 +30,8 @@ def slot_environments(plan: Plan, devices: list[str]) -> list[dict[str, str]]:
     """
     slots, each = min(plan.slots, len(plan.current)), plan.processes
     if devices and slots * each > len(devices):
-        raise UserError(
-            f"{plan.folder / 'sweep.json'}: {slots} slots of {each} processes take {slots * each} GPUs and there are "
-            f"{len(devices)}; lower slots or processes"
-        )
+        problem = f"{slots} slots of {each} processes take {slots * each} GPUs and there are {len(devices)}"
+        raise UserError(f"{plan.folder / 'sweep.json'}: {problem}; lower slots or processes")
     threads = max(1, len(os.sched_getaffinity(0)) // (slots * each))
     found = []
     for slot in range(slots):

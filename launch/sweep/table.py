@@ -101,9 +101,8 @@ def results_of(plan: Plan) -> Results:
         cost = None if plan.price is None else plan.price * devices * outcome.seconds / 3600
         rows.append(Row(entry, outcome, history, loss, cost))
     rows.sort(key=_rank)
-    return Results(
-        plan, rows, "validation loss" if validated else f"training loss, mean of the last {LAST_STEPS} steps"
-    )
+    ranked_by = "validation loss" if validated else f"training loss, mean of the last {LAST_STEPS} steps"
+    return Results(plan, rows, ranked_by)
 
 
 def _rank(row: Row) -> tuple[int, float, int]:
@@ -119,16 +118,13 @@ def as_markdown(results: Results) -> str:
         line += f": {whole['trials_per_device_hour']:.3g} trials per device hour"
     if whole["cost"]:
         line += f", cost {whole['cost']:.3g}, {whole['trials_per_money']:.3g} trials per dollar"
+    ended = [(text(row.entry.name), row.outcome) for row in results.rows if row.outcome.reason]
     return page(
         f"# {text(plan.name)}: {len(results.rows)} trials, ranked by {results.ranked_by}",
         _table(results).padded(),
         _over_seeds(results).padded(),
         f"{line}.",
-        [
-            f"{text(row.entry.name)} {row.outcome.status}: {text(row.outcome.reason)}"
-            for row in results.rows
-            if row.outcome.reason
-        ],
+        [f"{name} {outcome.status}: {text(outcome.reason)}" for name, outcome in ended],
     )
 
 

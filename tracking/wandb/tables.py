@@ -52,9 +52,10 @@ class Tables:
         import wandb
 
         changed, self._changed, self._logged = sorted(self._changed), set(), now
-        columns = {kind: ["attempt", "step", *_COLUMNS[kind]] for kind in changed}
         return {
-            f"tables/{kind}": wandb.Table(columns=columns[kind], data=self._rows[kind], allow_mixed_types=True)
+            f"tables/{kind}": wandb.Table(
+                columns=["attempt", "step", *_COLUMNS[kind]], data=self._rows[kind], allow_mixed_types=True
+            )
             for kind in changed
         }
 

@@ -77,10 +77,7 @@ def slice_group(parameter: Any, world: World) -> SliceGroup | None:
 
 
 def joined(values: torch.Tensor, parameter: Any, world: World) -> torch.Tensor:
-    """The whole tensor that `values`, in the shape of this rank's slice, are a part of; a replica's values unchanged.
-
-    A collective of the group.
-    """
+    """The whole tensor of which `values` are this rank's slice; a replica's values unchanged. A group's collective."""
     return joined_in(slice_group(parameter, world), values, parameter)
 
 

@@ -4,6 +4,8 @@ Every step is one trace of all ranks: rank 0's root is the parent of the other r
 drops a step on all ranks alike.
 """
 
+from __future__ import annotations
+
 import os
 import secrets
 import socket
@@ -12,14 +14,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from config.printable import shown
-from config.resolved import Resolved
-from training.checkpoint.checkpoints import Checkpoints
-from training.distributed import World
-from training.progress import Progress
 from training.tracing.follow import follow
+
+if TYPE_CHECKING:
+    from config.resolved import Resolved
+    from training.checkpoint.checkpoints import Checkpoints
+    from training.distributed import World
+    from training.progress import Progress
 
 
 def open_tracing(
@@ -30,7 +34,7 @@ def open_tracing(
     batches: Any,
     checkpoints: Checkpoints,
     note: Callable[[str], None],
-) -> "Tracing | None":
+) -> Tracing | None:
     """The configured tracing, on every rank, or None. note: called with one line when spans are lost. A collective."""
     endpoint = resolved.config.tracking.otlp_endpoint
     if endpoint is None:
