@@ -1,4 +1,9 @@
-"""Act on the guard's verdict. The step itself has already been discarded: masters and moments are unchanged."""
+"""Act on the guard's verdict. The step itself has already been discarded: masters and moments are unchanged.
+
+SKIP and CUT_LR need nothing more (the guard holds the factor on the learning rate). PROMOTE moves the modules that
+caused it to a wider dtype, on probation. ROLLBACK loads the last good checkpoint and skips the batches since, twice as
+many each time, so that it cannot repeat forever.
+"""
 
 from dataclasses import replace
 from typing import Any

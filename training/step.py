@@ -1,4 +1,8 @@
-"""One optimizer step, from the batch to the record."""
+"""One optimizer step, from the batch to the record.
+
+forward, backward -> norm -> (again, if it is suspicious) -> (causes, if it is not finite) -> judge -> apply or discard
+-> record -> react
+"""
 
 import time
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,16 @@
-"""Checkpoints that are whole or not there; docs/checkpoints.md describes the format.
+"""Checkpoints that are whole or not there.
+
+    checkpoints/step-60/
+        manifest.json    every file with its SHA-256, size and tensors; sealed with a hash of its own
+        state.json       progress, loss scaler, guard, identity of the run
+        rng-rank-0.pt    generators of each rank
+        deepspeed/       DeepSpeed's own sharded checkpoint: parameters, masters, moments
+    checkpoints/LATEST   name of the one that was saved last, a hint
+    checkpoints/RUN      which run these are of, and the last time it went back to an older one
 
 A checkpoint is written to a hidden folder next to it, each file hashed while it is written, flushed to disk and
 published by one rename, so a kill at any moment leaves the previous one in place. Training continues meanwhile.
+`python -m training.checkpoint` inspects them without loading; docs/checkpoints.md describes the format.
 """
 
 from __future__ import annotations

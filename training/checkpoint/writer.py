@@ -1,7 +1,8 @@
 """Write one rank's files of a checkpoint: hashed while they are written, and flushed to disk.
 
-DeepSpeed's own writer does not flush, and when one rank's disk is full that rank raises while the others wait at a
-barrier. Here a rank reports its failure afterwards, and the state can be copied first.
+DeepSpeed's own writer is replaced during a save. It writes through torch.save without flushing, and when one rank's
+disk is full that rank raises while the others wait at a barrier. Here a rank reports its failure afterwards, and the
+state can be copied first, so that training continues while it is written.
 """
 
 import copy

@@ -1,8 +1,14 @@
 """A step run again, to tell a transient fault, a persistent one and a true numeric event from each other.
 
-First every rank computes the micro-batches of the next one, with that rank's random numbers, then its own again: three
-answers, of which the last one's gradients stay. Answers are compared bit for bit on a CPU and with torch's
-deterministic algorithms. Elsewhere kernels sum in no fixed order, and norms that agree within TOLERANCE are the same.
+First on other ranks: every rank computes the micro-batches of the next one, with that rank's random numbers, and signs
+its own gradient before it is reduced. Then each computes its own again. So there are three answers: the first, another
+rank's and the last, whose gradients stay and may be applied. An answer is the summed loss, the random generators' end,
+and a sum over the bits of every gradient (`training.engine.flips`).
+
+Answers are compared bit for bit on a CPU, where equal inputs give equal bits. On a GPU that holds only where every
+kernel sums in one order (torch.use_deterministic_algorithms) and all ranks have the same device. Elsewhere an answer
+has the gradients' squared norms in place of their bits, and two are the same within TOLERANCE: only a flip that changes
+the norm of a whole gradient is seen then, and no rank is taken for broken that merely sums in another order.
 """
 
 import hashlib

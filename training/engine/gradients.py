@@ -1,8 +1,12 @@
 """The reduced gradients between backward and step: measured once, then applied or discarded.
 
 DeepSpeed measures the gradient norm inside its optimizer step, where it is too late to discard the step. Here its own
-measurement is made before, and the step is given the result; an infinite norm takes DeepSpeed's overflow path, which
-clears every accumulator and leaves masters, optimizer state and counters unchanged.
+measurement is made before the step, and the step is given the result instead of measuring again: still one pass over
+the gradients and one reduction a step. FP16's separate search for inf and nan is left out, because a sum of squares
+finds them too.
+
+A step is discarded through DeepSpeed's own overflow path, which clears every accumulator and leaves masters,
+optimizer state and counters unchanged: the step is given an infinite norm.
 """
 
 import math

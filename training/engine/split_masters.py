@@ -1,8 +1,10 @@
-"""`precision.masters: split`: an FP32 master is kept as its BF16 weight and a remainder (docs/numerics.md).
+"""`precision.masters: split`: an FP32 master is kept as its BF16 weight and a remainder (precision/split_masters.py).
 
-DeepSpeed's flat FP32 masters stay the keys of the optimizer's state and the owners of gradients, but are one NaN,
-expanded to their size. The optimizer joins, updates and splits piece by piece; while DeepSpeed copies masters to
-weights, each master *is* its weight. To save, to load and to set masters they are made whole.
+DeepSpeed's flat FP32 masters stay the keys of the optimizer's state and the owners of gradients, but hold no memory:
+they are one NaN, expanded to their size, which whoever reads them past this module gets and nobody can write to. The
+optimizer joins, updates and splits them piece by piece. DeepSpeed then copies each master to its weight; for that
+moment the master *is* the weight. To save, to load and to set masters they are made whole, which takes the memory of a
+run with FP32 masters and holds none of its activations.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,12 @@
 """Tensors of a parameter (master, optimizer state, gradient, computing weight): whole, or this rank's part of them.
 
-Functions that return a whole tensor are collectives with the same result on every rank: for inspection, one parameter
-at a time. Checksums, which no layout changes, are those of docs/elastic.md.
+Functions that return a whole tensor are collectives with the same result on every rank. They are for inspection, one
+parameter at a time, and too slow for a training step.
+
+The checksum of a tensor is one that no layout changes: two sums over its values' 32 bits b(i), read as signed integers,
+modulo 2**64: of b(i), and of (i + 1) b(i). Each rank sums over its own part and the sums are added up, so nothing is
+gathered, and the result does not depend on the number of ranks, the ZeRO stage or the padding. Any one changed value
+changes it, and so does any exchange of two different ones. It detects accidents; the files' SHA-256 detects tampering.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

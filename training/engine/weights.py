@@ -1,8 +1,10 @@
 """The masters of a new run are the FP32 values of its weights to the bit, drawn or read from files.
 
 DeepSpeed makes masters from the computing weights, which are rounded: a BF16 run would lose the lower 16 bits of every
-FP32 weight (measured on normal weights: a median relative distance of 1.4e-3). So models are built in FP32, `hold_fp32`
-keeps what is trained while DeepSpeed gets what it rounds to, and `start_masters` writes it into the masters.
+FP32 weight (measured on normal weights: a median relative distance of 1.4e-3). So models are built in FP32, at ZeRO-3
+in FP32 partitions. `hold_fp32` keeps the values that are trained while DeepSpeed gets what they round to, and
+`start_masters` writes each rank's part of them into its masters. Where the two differ by more than rounding, the first
+step would restore the stale master's value.
 """
 
 from collections.abc import Iterator, Mapping
