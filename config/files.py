@@ -1,4 +1,4 @@
-"""Write files so that neither a reader nor a crash ever sees half of one; hash them; find folders to write to."""
+"""Write files so that neither a reader nor a crash ever sees half of one; hash and leave them out; find folders."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import hashlib
 import os
 import stat
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
-from config.errors import one_line
+from config.errors import UserError, one_line
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -65,3 +66,14 @@ def temporary_folder() -> Path:
     if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
         raise PermissionError(f"{folder} is not a folder of this user's")
     return folder
+
+
+def hidden(name: str) -> bool:
+    """Whether a file of a folder is left out. Python writes __pycache__ at any time: it would be another corpus."""
+    return any(part.startswith(".") or part == "__pycache__" for part in name.split("/"))
+
+
+def no_file(path: str, patterns: Sequence[str]) -> UserError:
+    """The error for a data.path at which nothing is. patterns: of the files that its source reads."""
+    wanted = " or ".join(patterns)
+    return UserError(f"data.path={path}: no file there. Set data.path to a file, a folder with {wanted}, or a glob.")

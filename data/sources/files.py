@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, cast
 
@@ -38,17 +38,6 @@ def decompressed(path: str) -> BinaryIO:
     read.
     """
     return cast(BinaryIO, pyarrow.input_stream(opened(path), compression=compression_of(path)))
-
-
-def hidden(name: str) -> bool:
-    """Whether a file of a folder is left out. Python writes __pycache__ at any time: it would be another corpus."""
-    return any(part.startswith(".") or part == "__pycache__" for part in name.split("/"))
-
-
-def no_file(path: str, patterns: Sequence[str]) -> UserError:
-    """The error for a data.path at which nothing is. patterns: of the files that its source reads."""
-    wanted = " or ".join(patterns)
-    return UserError(f"data.path={path}: no file there. Set data.path to a file, a folder with {wanted}, or a glob.")
 
 
 def unreadable(path: str, error: Exception) -> UserError:

@@ -20,7 +20,7 @@ import fsspec
 from fsspec.registry import known_implementations
 
 from config.errors import UserError, one_line
-from data.sources.files import hidden, no_file
+from config.files import hidden, no_file
 
 _WEB = ("http", "https")
 _VERSIONS = (

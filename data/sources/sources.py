@@ -23,12 +23,12 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from config.errors import UserError, one_line
-from config.files import file_sha256
+from config.files import file_sha256, hidden, no_file
 from config.schema import DataSection
 from config.task import is_url
 from data.sources import megatron
 from data.sources.file_rows import json_rows, parquet_rows, text_rows
-from data.sources.files import compression_of, hidden, no_file
+from data.sources.files import compression_of
 from data.sources.row_formats import BadRow, Found, json_kind, recognise
 
 HASHED_BYTES = 1 << 30
