@@ -191,7 +191,9 @@ class ConsoleSink:
 
     def _on_run_end(self, event: Event) -> None:
         self.close()
-        self.print_line(f"{event['status']} after {event['step']} steps and {event['tokens']:,} tokens")
+        self.print_line(
+            f"{event.get('verdict') or event['status']} after {event['step']} steps and {event['tokens']:,} tokens"
+        )
 
 
 def sparkline(values: list[float], width: int, blocks: str = _BLOCKS) -> str:

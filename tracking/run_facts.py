@@ -11,6 +11,7 @@ import math
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ import numpy as np
 import orjson
 
 from config.errors import UserError
-from config.printable import line as one_line
 from tracking.events import Event
 from tracking.jsonl import Follower, beginnings, event_on
-from tracking.status import Status
+from tracking.status import Status, ended
+from tracking.verdict import Evidence, Verdict, judge
 
 MAX_RARE_EVENTS = 20_000
 """Most events of one kind that are kept: the first half and the newest half."""
@@ -76,8 +77,8 @@ class RunFacts:
     counts: events of each kind over all sessions, including those no longer in `rare_events`. scale_reasons: the same
     for scale events, by reason.
     abandoned: step attempts that a later attempt replaced. wall_seconds: from the first to the last event of each
-    session, summed. running_seconds: the sum of step_seconds over every attempt. checked: of a run folder, its
-    status with a look at its process.
+    session, summed. running_seconds: the sum of step_seconds over every attempt. evidence: what the verdict rests on.
+    checked: of a run folder, its status with a look at its process.
     """
 
     label: str
@@ -90,6 +91,7 @@ class RunFacts:
     abandoned: int
     wall_seconds: float
     running_seconds: float
+    evidence: Evidence
     config: dict[str, Any] = field(default_factory=dict)
     deepspeed: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
@@ -108,22 +110,15 @@ class RunFacts:
             return None
         return ends[-1]
 
-    @property
-    def status(self) -> str:
-        """done, preempted, aborted, crashed or running; "running or crashed" where that could not be checked."""
-        if self.checked is not None and not (self.end and self.checked.over):
-            return self.checked.state
-        return self.end["status"] if self.end else "running or crashed"
-
-    @property
-    def cause(self) -> str:
-        """Reason for an early end, or how long a running run has been silent; otherwise empty."""
-        return self.checked.cause if self.checked else one_line(self.end.get("reason") or "") if self.end else ""
-
-    @property
-    def status_and_cause(self) -> str:
-        """Status and cause in one line."""
-        return f"{self.status}: {self.cause}" if self.cause else self.status
+    @cached_property
+    def verdict(self) -> Verdict:
+        """What became of the run. One that is no folder here, and has no recorded end, is taken to run."""
+        step = int(self.columns.step[-1]) if len(self.columns) else 0
+        unchecked = Status("running", step=step) if self.end is None else ended(self.end, step)
+        folder = None if self.events is None else self.events.parent
+        resume = str(self.environment.get("resume_command") or "")
+        status = self.checked or unchecked
+        return judge(self.evidence, status, folder=folder, config=self.config, resume_command=resume)
 
     @property
     def world_size(self) -> int:
@@ -170,6 +165,7 @@ class Collector:
         self.counts: Counter[str] = Counter()
         self.scale_reasons: Counter[str] = Counter()
         self.abandoned = 0
+        self.evidence = Evidence()
         self.last: Event = {}
         """The newest event."""
 
@@ -198,6 +194,7 @@ class Collector:
         self.counts[kind] += 1
         self.last = event
         self._clock(kind, event["time"])
+        self.evidence.add(event)
         if kind == "step":
             self._add_step(event, offset)
         elif kind in _STATE:
@@ -273,6 +270,7 @@ class Collector:
             abandoned=self.abandoned,
             wall_seconds=self._wall + self._last_time - began,
             running_seconds=self._running,
+            evidence=self.evidence,
         )
 
 

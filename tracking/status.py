@@ -18,11 +18,8 @@ from tracking.events import Event
 from tracking.jsonl import beginnings, event_on, lines_backwards
 from tracking.run_lock import LOCK, SILENT_SECONDS, holder
 
-State = Literal["running", "finished", "failed", "crashed", "stopped"]
-
-STATES: dict[str, State] = {"done": "finished", "preempted": "stopped", "aborted": "failed", "crashed": "crashed"}
-"""State by the `status` of a `run_end` event: all steps done; stopped on request, with its state saved; ended by itself
-with a diagnosis (numerics, checkpoints that cannot be written); lost a rank, or met an error of the code."""
+State = Literal["running", "silent", "killed", "done", "preempted", "aborted", "crashed"]
+"""Running, and lately without an event; gone without a recorded end; else the `status` of its `run_end`."""
 
 SILENT_STEPS = 10
 """A running run is reported as silent after this many of its steps, and SILENT_SECONDS, without an event."""
@@ -32,28 +29,28 @@ _TELEMETRY = beginnings("telemetry")
 
 @dataclass(frozen=True)
 class Status:
-    """State of a run."""
+    """Whether a run runs, and how it ended. What to think of that is in `tracking.verdict`."""
 
     state: State
-    cause: str
-    """Printable, one line: why it ended early; of a running one, for how long it has been silent, if it is.
-    Empty where there is nothing to say."""
-    exit_code: int | None
-    """None while it runs, and where nobody recorded it."""
-    step: int
+    cause: str = ""
+    """Printable, one line: why it ended early, or for how long it has been silent; otherwise empty."""
+    step: int = 0
     """Steps attempted, by the newest event; 0 before the first."""
-    since: float | None
+    since: float | None = None
     """[seconds since the epoch] Running: when its process took the run folder. Else: its `run_end`, or where nobody
     wrote one, the newest event. None: not known."""
+    end: Event | None = None
+    """The `run_end` that was recorded."""
 
-    def __str__(self) -> str:
-        code = f" (exit code {self.exit_code})" if self.exit_code else ""
-        return f"{self.state}{code}{f': {self.cause}' if self.cause else ''}"
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs, and where nobody recorded it."""
+        return self.end.get("exit_code") if self.end else None
 
     @property
     def over(self) -> bool:
         """Whether it has ended, however."""
-        return self.state != "running"
+        return self.state not in ("running", "silent")
 
 
 def run_status(run_dir: Path, now: float | None = None) -> Status:
@@ -63,18 +60,23 @@ def run_status(run_dir: Path, now: float | None = None) -> Status:
     writer = holder(run_dir)
     step = int(newest["step"]) if newest else 0
     if writer is not None and writer.alive and (end is None or (writer.since or 0.0) > end["time"]):
-        return Status("running", _silence(newest, writer.since, now), None, step, writer.since)
+        silence = _silence(newest, writer.since, now)
+        return Status("silent" if silence else "running", silence, step, writer.since)
     if end is not None:
-        cause = line(end.get("reason") or "")
-        return Status(STATES.get(end["status"], "failed"), cause, end["exit_code"], step, end["time"])
+        return ended(end, step)
     seen = "nothing was recorded" if newest is None else f"the newest event is {_age(newest, now)} old"
     if writer is not None:
         cause = f"its process ({writer.words}) is gone and recorded no end; {seen}"
     elif not (run_dir / LOCK).exists() and newest is not None and not _silence(newest, None, now):
-        return Status("running", "", None, step, None)  # in a folder that could not be locked
+        return Status("running", step=step)  # in a folder that could not be locked
     else:
         cause = f"no process has the run folder, and no end was recorded; {seen}"
-    return Status("crashed", line(cause), None, step, newest["time"] if newest else None)
+    return Status("killed", line(cause), step, newest["time"] if newest else None)
+
+
+def ended(end: Event, step: int) -> Status:
+    """Status of a run whose `run_end` is `end`, after `step` attempts."""
+    return Status(end["status"], line(end.get("reason") or ""), step, end["time"], end)
 
 
 _STEPS_AFTER_AN_END = 2

@@ -35,11 +35,10 @@ class Summary:
         corruption = [*rare.get("corruption", []), *rare.get("reexecution", [])]
 
         self.name = facts.label
-        self.status = facts.status
-        """done, preempted, aborted, crashed or running."""
-        self.cause = facts.cause
-        """Reason for an early end, or how long a running run has been silent; otherwise empty."""
+        self.verdict = facts.verdict
         self.exit_code: int | None = facts.end["exit_code"] if facts.end else None
+        self.standstill: str = (facts.end or {}).get("standstill") or ""
+        """Sentence about modules whose updates rounding lost, as the run's end recorded it."""
         self.sessions = facts.counts["run_start"]
         self.start = facts.start
         self.steps = len(steps)
@@ -78,8 +77,8 @@ class Summary:
 
 
 def summarise(run_dir: RunDir) -> Summary:
-    """Summarise `run_dir/events.jsonl` in one pass. Raises UserError when nothing was recorded."""
-    facts = replace(read_facts(run_dir.events, run_dir.name), checked=run_status(run_dir.path))
+    """Summarise the run folder in one pass. Raises UserError when nothing was recorded."""
+    facts = read_run_folder(run_dir, run_dir.name)
     if not facts.start:
         raise UserError(f"{run_dir.events}: no run_start event; nothing was recorded in this run folder")
     return Summary(facts)
@@ -93,11 +92,14 @@ def _metrics(evals: list[Event]) -> dict[str, list[float]]:
     return {name: [metrics[name] for metrics in both if name in metrics] for name in (both[-1] if both else ())}
 
 
-def read_run_folder(run_dir: RunDir, label: str) -> RunFacts:
-    """The facts of a run folder with its config, DeepSpeed JSON and environment. Raises UserError as `read_facts`."""
+def read_run_folder(run_dir: RunDir, label: str, now: float | None = None) -> RunFacts:
+    """The facts of a run folder with its config, DeepSpeed JSON and environment, and its status at `now`.
+
+    now: seconds since the epoch; None is the present. Raises UserError as `read_facts`.
+    """
     config, deepspeed, environment = read_inputs(run_dir)
     facts = read_facts(run_dir.events, label)
-    checked = run_status(run_dir.path)
+    checked = run_status(run_dir.path, now)
     return replace(facts, config=config, deepspeed=deepspeed, environment=environment, checked=checked)
 
 

@@ -72,7 +72,7 @@ def test_the_numbers_are_those_of_the_events(fp16_run: RunDir) -> None:
     assert (summary.first_scale, summary.last_scale) == (65536.0, 32768.0)
     assert summary.grad_norm_max < 10, "the norm of an overflowed step is not the largest"
     assert summary.wall_seconds == pytest.approx(0.5 * (len(fp16_run.events.read_text().splitlines()) - 1))
-    assert (summary.status, summary.exit_code, summary.sessions) == ("done", 0, 1)
+    assert (summary.verdict.word, summary.exit_code, summary.sessions) == ("healthy", 0, 1)
 
 
 def test_the_report_holds_the_page_a_reader_needs(told_run: RunDir) -> None:
@@ -80,7 +80,7 @@ def test_the_report_holds_the_page_a_reader_needs(told_run: RunDir) -> None:
     path = write_report(told_run, sample=sample, resume_command="deepspeed train.py --config demo.yaml")
     text = path.read_text()
     for part in (
-        *("# demo", "> Hypothesis: FP16 with our scaler follows FP32", "**done**", "llama, 12,345,678 parameters"),
+        *("# demo", "> Hypothesis: FP16 with our scaler follows FP32", "**healthy**", "llama, 12,345,678 parameters"),
         *("8 sequences of 512 tokens, micro-batch 2, accumulation 2", "fp16 compute, FP32 masters", "stage 2, 2 proc"),
         *("node7: 2 x NVIDIA H100", "torch 2.13.0", "0123456789ab with local changes"),
         *("60 attempted, 58 applied, 2 skipped", "65536 -> 32768 (1 x growth, 2 x overflow)", "245,760"),
@@ -112,7 +112,7 @@ def test_the_table_for_the_console(fp16_run: RunDir) -> None:
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(summary_table(fp16_run))
     text = console.export_text()
-    assert "demo: done" in text and "58 applied" in text and "7.5943 -> 3.6796" in text
+    assert "demo: healthy" in text and "58 applied" in text and "7.5943 -> 3.6796" in text
 
 
 def test_a_crashed_and_resumed_run_is_summarised_as_one(run_dir: RunDir) -> None:
@@ -133,7 +133,11 @@ def test_a_crashed_and_resumed_run_is_summarised_as_one(run_dir: RunDir) -> None
     assert summary.wall_seconds == pytest.approx(8 + 8 + 2)
     assert summary.last_loss == pytest.approx(10.0 - 12 + 0.005)
     text = write_report(run_dir, sample=None, resume_command="python train.py").read_text()
-    assert "**crashed** in 2 sessions: no process has the run folder" in text in text and "python train.py" in text
+    assert (
+        "**killed** since step 12: no process has the run folder" in text
+        and "In 2 sessions." in text
+        and "python train.py" in text
+    )
 
 
 def test_the_command_line_runs_and_names_a_folder_without_a_run(told_run: RunDir, tmp_path: Path) -> None:

@@ -137,7 +137,19 @@ def caveats(runs: Sequence[RunFacts], found: Sequence[Difference]) -> list[Cavea
         if hit:
             values = "; ".join(f"{item.key} {side_by_side(item.values)}" for item in hit)
             known.append(Caveat(f"{consequence}: {values}", voids))
+    if (rates := by_key.get(_RATE)) is not None and not rates_are_compared(found):
+        text = "different learning rate: losses compare the rates as well as what else differs"
+        known.append(Caveat(f"{text}: {side_by_side(rates.values)}"))
     return known + [Caveat(text) for text in _event_caveats(runs)]
+
+
+_RATE = "optimizer.learning_rate"
+
+
+def rates_are_compared(found: Sequence[Difference]) -> bool:
+    """Whether the learning rate differs, and no other setting than the seed, so that it is what is compared."""
+    settings = {item.key for item in found if item.group in ("config", "data") and item.may_explain}
+    return _RATE in settings and settings <= {_RATE, "run.seed"}
 
 
 _VALIDATION = ("validation_at_equal_tokens", "validation_at_equal_time", "best_validation")
@@ -192,12 +204,16 @@ def _event_caveats(runs: Sequence[RunFacts]) -> Iterator[str]:
         if step is not None:
             yield f"different data order: {run.label} sees other sequences than {first.label} from step {step}"
     for run in runs:
+        if run.verdict.word in ("diverged", "not learning"):
+            yield f"{run.label} went wrong: {run.verdict.text}"
         if not run.config:
             yield f"the config of {run.label} is unknown"
     tokens = [int(run.columns.tokens[-1]) if len(run.columns) else 0 for run in runs]
     if len(set(tokens)) > 1:
+        early = any(run.verdict.over and (run.end is None or run.end["status"] != "done") for run in runs)
+        without = ", where two others did all their steps without runs that ended early" if early else ""
         seen = ", ".join(f"{run.label} {count:,}" for run, count in zip(runs, tokens, strict=True))
-        yield f"different numbers of tokens seen: {seen}; equal tokens means the smallest of these"
+        yield f"different numbers of tokens seen: {seen}; equal tokens means the smallest of these{without}"
 
 
 def first_order_difference(first: RunFacts, other: RunFacts) -> int | None:

@@ -14,8 +14,8 @@ from tracking.compare.measures import Measure
 from tracking.compare.result import Comparison, Pair
 from tracking.compare.text import (
     COLUMN_TITLES,
-    COMPARABLE,
     SIDE_BY_SIDE,
+    comparable,
     event_line,
     format_measure,
     runs_by_value,
@@ -41,11 +41,11 @@ def page(comparison: Comparison) -> str:
         few=len(labels) <= SIDE_BY_SIDE,
         repeats=any(len(group.runs) > 1 for group in comparison.groups),
         caveats=comparison.caveats,
-        comparable=COMPARABLE,
+        comparable=comparable(comparison),
         verdicts=comparison.verdicts,
         pairs=comparison.pairs,
         measures=comparison.measures,
-        main=COLUMN_TITLES.keys() | {"status"},
+        main=COLUMN_TITLES.keys() | {"verdict"},
         titles=COLUMN_TITLES,
         differences=comparison.differences,
         data=data(comparison),
@@ -96,7 +96,7 @@ def run_data(run: RunFacts) -> dict[str, Any]:
 
 def _drawn(run: RunFacts) -> dict[str, Any]:
     curves = {"curve": curve(run), "means": means(run), "validation": validation(run), "marks": marks(run)}
-    return {"label": run.label, "status": run.status, **curves}
+    return {"label": run.label, "verdict": run.verdict.word, **curves}
 
 
 def _places(pair: Pair) -> list[int]:

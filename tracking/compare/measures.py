@@ -20,6 +20,8 @@ from tracking.run_facts import RunFacts, median
 WINDOW = 0.05
 """Share of the tokens, or of the time, up to a point over which a training loss is averaged."""
 
+_MOST_EARLY = 4
+
 FEWEST = 10
 """A training loss is averaged over at least this many steps, where the run has them."""
 
@@ -54,13 +56,15 @@ class Measure:
 
 def measures(runs: Sequence[RunFacts], *, price: float | None) -> list[Measure]:
     """Every measure that at least one run has. price: money per device and hour, None leaves costs out."""
-    tokens = _shared(runs, lambda run: run.columns.tokens)
-    seconds = _shared(runs, lambda run: run.columns.seconds)
+    reaching, early = split_early(runs)
+    tokens = _shared(reaching, lambda run: run.columns.tokens)
+    seconds = _shared(reaching, lambda run: run.columns.seconds)
     rows = [
-        Measure("status", "status", "text", "", tuple(run.status_and_cause for run in runs)),
+        Measure("verdict", "verdict", "text", "", tuple(run.verdict.text for run in runs)),
         _loss("loss_at_equal_tokens", f"training loss at {tokens:,.0f} tokens", runs, tokens, "tokens"),
         _loss("loss_at_equal_time", f"training loss after {format_seconds(seconds)}", runs, seconds, "seconds"),
-        *_validation(runs),
+        *(_where_it_ended(runs, run) for run in early[:_MOST_EARLY]),
+        *_validation(runs, reaching),
         Measure("steps", "steps attempted", "count", "", _each(runs, lambda run: len(run.columns))),
         Measure("tokens", "tokens", "count", "", _each(runs, lambda run: _last(run.columns.tokens))),
         Measure("skipped", "skipped steps", "count", "lower", _each(runs, _skipped)),
@@ -81,6 +85,29 @@ def measures(runs: Sequence[RunFacts], *, price: float | None) -> list[Measure]:
     return [row for row in rows if any(value != "" if row.kind == "text" else _finite(value) for value in row.values)]
 
 
+def split_early(runs: Sequence[RunFacts]) -> tuple[list[RunFacts], list[RunFacts]]:
+    """The runs that say how far all are compared, and those that ended early and would cut the others short.
+
+    Without two of the former, all of the runs decide.
+    """
+    early = [run for run in runs if len(run.columns) and run.verdict.over and not _did_its_steps(run)]
+    reaching = [run for run in runs if run not in early]
+    shortest = min((float(run.columns.tokens[-1]) for run in reaching if len(run.columns)), default=0.0)
+    early = [run for run in early if run.columns.tokens[-1] < shortest]
+    return ([run for run in runs if run not in early], early) if len(reaching) > 1 else (list(runs), [])
+
+
+def _did_its_steps(run: RunFacts) -> bool:
+    return run.end is not None and run.end["status"] == "done"
+
+
+def _where_it_ended(runs: Sequence[RunFacts], early: RunFacts) -> Measure:
+    """The losses of all runs at the last point that they share with one that ended early."""
+    tokens = float(early.columns.tokens[-1])
+    title = f"training loss at {tokens:,.0f} tokens, where {early.label} ended"
+    return _loss(f"loss_where_ended_{early.label}", title, runs, tokens, "tokens")
+
+
 def _each(runs: Sequence[RunFacts], value: Callable[[RunFacts], float]) -> tuple[float, ...]:
     return tuple(float(value(run)) for run in runs)
 
@@ -91,7 +118,9 @@ def _shared(runs: Sequence[RunFacts], axis: Callable[[RunFacts], np.ndarray]) ->
 
 
 def _loss(key: str, title: str, runs: Sequence[RunFacts], place: float, axis: str) -> Measure:
-    found = [loss_at(run, place, axis) for run in runs]
+    reached = [len(run.columns) > 0 and getattr(run.columns, axis)[-1] >= place for run in runs]
+    nothing = (math.nan, math.nan)
+    found = [loss_at(run, place, axis) if far else nothing for run, far in zip(runs, reached, strict=True)]
     return Measure(key, title, "loss", "lower", tuple(mean for mean, _ in found), tuple(noise for _, noise in found))
 
 
@@ -112,14 +141,14 @@ def loss_at(run: RunFacts, place: float, axis: str) -> tuple[float, float]:
     return float(np.mean(losses)), noise
 
 
-def _validation(runs: Sequence[RunFacts]) -> list[Measure]:
-    """Validation loss at equal tokens and at equal time, as far as every run that evaluates has evaluated; the best."""
+def _validation(runs: Sequence[RunFacts], reaching: Sequence[RunFacts]) -> list[Measure]:
+    """Validation loss at equal tokens and at equal time, as far as every one of `reaching` has evaluated; the best."""
     found = [run.evaluations for run in runs]
     if not any(len(losses) for *_, losses in found):
         return []
     rows = []
     for axis, key in ((1, "tokens"), (2, "time")):
-        place = min(float(item[axis][-1]) for item in found if len(item[3]))
+        place = min((float(run.evaluations[axis][-1]) for run in reaching if len(run.evaluations[3])), default=math.inf)
         values = tuple(_interpolated(item[axis], item[3], place) for item in found)
         where = f"at {place:,.0f} tokens" if key == "tokens" else f"after {format_seconds(place)}"
         title = f"validation loss {where}"
@@ -129,7 +158,7 @@ def _validation(runs: Sequence[RunFacts]) -> list[Measure]:
 
 
 def _interpolated(at: np.ndarray, losses: np.ndarray, place: float) -> float:
-    if not len(at) or place < at[0]:
+    if not len(at) or not at[0] <= place <= at[-1]:
         return math.nan
     return float(np.interp(place, at, losses))
 

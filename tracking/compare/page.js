@@ -46,7 +46,7 @@ if (table) {
     const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
     const hits = rows.filter((row) => {
       const run = data.runs[Number(row.dataset.run)];
-      row.hidden = !words.every((word) => run.label.toLowerCase().includes(word) || run.status.toLowerCase().includes(word));
+      row.hidden = !words.every((word) => run.label.toLowerCase().includes(word) || run.verdict.toLowerCase().includes(word));
       return !row.hidden;
     });
     found.textContent = words.length ? `${hits.length} of ${rows.length} runs` : "";

@@ -127,8 +127,7 @@ def _run(run: RunFacts) -> dict[str, Any]:
     return {
         "label": run.label,
         "source": run.source,
-        "status": run.status,
-        "cause": run.cause,
+        "verdict": run.verdict.as_dict(),
         "world_size": run.world_size,
         "steps": len(run.columns),
         "events": dict(run.counts),

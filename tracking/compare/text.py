@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from config.printable import line, shown
-from tracking.compare.differences import Difference, format_value
+from tracking.compare.differences import Difference, format_value, rates_are_compared
 from tracking.compare.measures import Measure
 from tracking.compare.result import Comparison, Pair
 from tracking.console import format_seconds, human
@@ -43,9 +43,15 @@ def show(comparison: Comparison, console: Console) -> None:
     console.print(_measures_table(comparison).grid(boxed=False))
 
 
+def comparable(comparison: Comparison) -> str:
+    """Sentence about runs without a caveat."""
+    rates = rates_are_compared(comparison.differences)
+    return f"{COMPARABLE}{'; the learning rate is what is compared' if rates else ''}"
+
+
 def _show_caveats(comparison: Comparison, console: Console) -> None:
     if not comparison.caveats:
-        console.print(Text(f"\n{COMPARABLE}", style="bold green"))
+        console.print(Text(f"\n{comparable(comparison)}", style="bold green"))
         return
     console.print(Text("\nNot directly comparable", style="bold yellow"))
     for caveat in comparison.caveats:
@@ -55,7 +61,7 @@ def _show_caveats(comparison: Comparison, console: Console) -> None:
 def _show_runs(comparison: Comparison, console: Console) -> None:
     for index, run in enumerate(comparison.runs):
         text = words(run.label, "bold")
-        text.append(shown(f"  {'baseline, ' if index == 0 else ''}{run.status_and_cause}, {run.source}"), style="dim")
+        text.append(shown(f"  {'baseline, ' if index == 0 else ''}{run.verdict.text}, {run.source}"), style="dim")
         console.print(text, soft_wrap=True)
 
 

@@ -117,8 +117,8 @@ def _larger(a: float, b: float) -> float:
 
 
 def _margin(best: _Side, second: _Side, sides: Sequence[_Side], runs: Sequence[RunFacts]) -> str:
-    base = next((side for side in sides if 0 in side.runs), second)
-    other, who = (second, second.label) if base is best else (base, "the baseline")
+    base = next((side for side in sides if 0 in side.runs), None)
+    other, who = (second, second.label) if base is None or base is best else (base, "the baseline")
     if not math.isfinite(other.value) or other.value == 0:
         return ""
     return f", {best.value / other.value - 1:+.1%} relative to {who}"

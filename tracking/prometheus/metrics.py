@@ -16,6 +16,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from tracking.events import Event
 from tracking.ranks import spread
+from tracking.verdict import WORDS
 
 STEP_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0)
 VERDICTS = ("SKIP", "CUT_LR", "PROMOTE", "ROLLBACK", "ABORT")
@@ -77,6 +78,11 @@ METRICS: dict[str, tuple[type[MetricWrapperBase], str, tuple[str, ...]]] = {
     "work_seconds": (Gauge, "Own work of the ranks in the newest step: least, median, most.", ("statistic",)),
     "slowest_rank": (Gauge, "The rank with the most own work in the newest step.", ()),
     "end_timestamp_seconds": (Gauge, "When training ended, by status.", ("status",)),
+    "verdict": (
+        Gauge,
+        "1 for the verdict on the run and 0 for every other; it is running until its end was judged.",
+        ("word",),
+    ),
     "exit_code": (
         Gauge,
         "Exit code that training ended with: 0 done, 3 numerics, 71 broken machine, 74 checkpoints, 75 preempted.",
@@ -152,6 +158,7 @@ class Metrics:
         labels = {**self._facts} | {name: str(event.get(name) or "") for name in ("model", "compute")}
         labels |= {name: str(event[name]) for name in ("zero_stage", "world_size")}
         self._families["info"].labels(run=self._run, **labels).set(1)
+        self._set_verdict("running")
         self._of("planned_steps").set(self._planned)
         self._of("step").set(event["step"])
         for name in ("session_start", "last_step", "checkpoint"):
@@ -212,3 +219,9 @@ class Metrics:
     def _on_run_end(self, event: Event) -> None:
         self._of("end_timestamp_seconds", event["status"]).set(event["time"])
         self._of("exit_code").set(event["exit_code"])
+        if event.get("verdict"):
+            self._set_verdict(event["verdict"])
+
+    def _set_verdict(self, current: str) -> None:
+        for word in WORDS:
+            self._of("verdict", word).set(word == current)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 from tracking.report.sessions import RunHistory
 from tracking.run_facts import RunFacts, median
-from tracking.status import Status, run_status
 from tracking.summary import setting
 
 WIDE = frozenset({"fp32", "fp64"})
@@ -57,7 +54,7 @@ LIMITS = {
     "restore_success": Limit("restore success", 1.0, "least", "at least {:%} of them"),
     "overflow_rate": Limit("overflow rate", 0.05, "most", "at most {:%} of the steps", chosen=True),
     "norm_variance": Limit("gradient-norm variance", 1.5, "most", "at most {:g}x the baseline's", chosen=True),
-    "job_success": Limit("job success", 1.0, "least", "done, or preempted"),
+    "job_success": Limit("job success", 1.0, "least", "healthy, finished with warnings or stopped"),
     "low_precision": Limit("low-precision FLOP share", 0.95, "least", "at least {:%} of the FLOPs", chosen=True),
     "drift": Limit("drift from the masters", 0.0, "most", "at most {:g}", chosen=True),
 }
@@ -95,10 +92,6 @@ class Run:
         """Name of the run folder."""
         return self.facts.label
 
-    def status(self, now: float) -> Status:
-        """Whether it runs, and how it ended, checked. now: seconds since the epoch."""
-        return run_status(Path(self.facts.source), now)
-
     @cached_property
     def tokens_per_second(self) -> float:
         """Median over the surviving steps, all ranks together; nan without a step."""
@@ -130,7 +123,6 @@ class MeasureContext:
     """A run, and everything that its measures are compared with.
 
     price: money per device and hour; None leaves costs out. peak: FLOP/s of one device; None uses the data sheet's.
-    now: seconds since the epoch.
     """
 
     run: Run
@@ -138,7 +130,6 @@ class MeasureContext:
     limits: Mapping[str, Limit] = field(default_factory=lambda: LIMITS)
     price: float | None = None
     peak: float | None = None
-    now: float = field(default_factory=time.time)
 
 
 @dataclass(frozen=True)

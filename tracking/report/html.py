@@ -19,7 +19,6 @@ from tracking.summary import Summary
 
 _MARKS = {"pass": "✓ pass", "fail": "✗ fail", "not measured": "not measured"}
 _ORDER = ("fail", "pass", "not measured")
-_TONES = {"done": "good", "preempted": "warn", "running": "good"}
 
 
 def run_page(facts: RunFacts, summary: Summary, findings: Sequence[Finding], remarks: Sequence[str]) -> str:
@@ -28,7 +27,6 @@ def run_page(facts: RunFacts, summary: Summary, findings: Sequence[Finding], rem
         "report/run.html",
         title=summary.name,
         summary=summary,
-        tone=_TONES.get(summary.status, "bad"),
         counted=count_verdicts(findings),
         remarks=remarks,
         findings=sorted(findings, key=lambda item: _ORDER.index(item.verdict)),

@@ -23,8 +23,8 @@ from tracking.run_dir import RunDir
 from tracking.run_facts import RunFacts
 from tracking.summary import read_run_folder
 
-GOOD_ENDINGS = frozenset({"done", "preempted"})
-"""Statuses of a run that ended as it should: all steps done, or stopped on request with its state saved."""
+GOOD_ENDINGS = frozenset({"healthy", "finished with warnings", "stopped"})
+"""Verdicts on a run that ended as it should: all steps done, or stopped on request with its state saved."""
 
 _MILLION = 1_000_000
 _FEWEST_NORMS = 20
@@ -56,10 +56,13 @@ def caveats(context: MeasureContext) -> list[str]:
     return found
 
 
-def read_run(folder: Path) -> Run:
-    """Read a run folder. Raises UserError when nothing was recorded there, or when it is damaged."""
+def read_run(folder: Path, now: float | None = None) -> Run:
+    """Read a run folder as it is at `now`, seconds since the epoch; None is the present.
+
+    Raises UserError when nothing was recorded there, or when it is damaged.
+    """
     run_dir = RunDir(folder)
-    facts = read_run_folder(run_dir, run_dir.name)
+    facts = read_run_folder(run_dir, run_dir.name, now)
     if not facts.start:
         raise UserError(f"{run_dir.events}: no run_start event; nothing was recorded in this run folder")
     return Run(facts, read_history(run_dir.events))
@@ -296,19 +299,14 @@ def overflow_rate(context: MeasureContext) -> Measured:
 
 def job_success(context: MeasureContext) -> Measured:
     """Whether the run ended as it should."""
-    how = "how the newest session ended; without a run_end event, whether its process is still there"
-    history = context.run.history
+    how = "the run's verdict (docs/verdict.md): how it ended, and what became of its loss"
+    history, verdict = context.run.history, context.run.facts.verdict
     lost = sum(session.crashed for session in history.sessions[:-1])
     earlier = f"; {lost} of {len(history.sessions) - 1} earlier sessions crashed" if lost else ""
-    if history.end is not None:
-        good = history.end["status"] in GOOD_ENDINGS
-        shown = f"{history.end['status']} (exit code {history.end['exit_code']}){earlier}"
-        return Measured(float(good), shown, how, history.end.get("reason", ""))
-    status = context.run.status(context.now)
-    if not status.over:
-        silent = f", {status.cause}" if status.cause else ""
-        raise NotMeasured(f"it has not ended: it is running{silent}", how)
-    return Measured(0.0, f"crashed{earlier}", how, status.cause)
+    if not verdict.over:
+        raise NotMeasured(f"it has not ended: {verdict.text}", how)
+    code = f" (exit code {history.end['exit_code']})" if history.end is not None else ""
+    return Measured(float(verdict.word in GOOD_ENDINGS), f"{verdict.word}{code}{earlier}", how, verdict.cause)
 
 
 def low_precision(context: MeasureContext) -> Measured:

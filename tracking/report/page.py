@@ -63,14 +63,16 @@ def write_report(
     elif run_dir.sample.is_file():
         text = run_dir.sample.read_text(encoding="utf-8", errors="replace")
     hypothesis, left_out = setting(config, "run.hypothesis"), len(summary.warnings) - _MOST_WARNINGS
-    cause = f": {escaped(summary.cause)}" if summary.cause else ""
-    sessions = f" in {summary.sessions} sessions" if summary.sessions > 1 else ""
+    sessions = f"In {summary.sessions} sessions." if summary.sessions > 1 else ""
+    verdict = summary.verdict
     plot = run_dir.plots / "run.png"
     drawn = summary.steps and _attempt(plot, lambda: plot_run(run_dir.events, plot))
     content = page(
         f"# {escaped(summary.name)}",
+        f"**{verdict.word}**{escaped(verdict.text.removeprefix(verdict.word))}",
+        fenced(verdict.command, "bash") if verdict.command else "",
         f"> Hypothesis: {escaped(hypothesis)}" if hypothesis else "",
-        f"**{escaped(summary.status)}**{sessions}{cause}",
+        sessions,
         section("What ran", _facts(_what_ran(summary, config, deepspeed, environment))),
         section("Results", _facts(results(summary))),
         "![loss, gradient norm, learning rate, loss scale or speed](plots/run.png)" if drawn else "",
@@ -152,9 +154,8 @@ def summary_table(run_dir: RunDir, summary: Summary | None = None) -> Grid:
     Raises UserError when nothing has been recorded.
     """
     summary = summary or summarise(run_dir)
-    cause = f", {summary.cause}" if summary.cause else ""
     rows = [(words(what, "dim"), value) for what, value in results(summary)]
-    return Table(("", ""), rows, title=f"{summary.name}: {summary.status}{cause}").grid()
+    return Table(("", ""), rows, title=f"{summary.name}: {summary.verdict.text}").grid()
 
 
 def results(summary: Summary) -> list[tuple[str, str]]:

@@ -19,11 +19,12 @@ from typing import Any
 
 from config.cli import DIVERGED
 from config.errors import UserError
-from tracking.report.context import Verdict, percent
-from tracking.report.measures import GOOD_ENDINGS
-from tracking.report.sessions import RunHistory, read_history
+from tracking.report.context import Verdict as Passed
+from tracking.report.context import percent
+from tracking.report.measures import GOOD_ENDINGS, read_run
+from tracking.report.sessions import RunHistory
 from tracking.run_dir import RunDir, matching
-from tracking.status import Status, run_status
+from tracking.verdict import Verdict
 
 OBJECTIVES = {"job_success": 0.99, "no_divergence": 0.99, "restore_success": 1.0}
 """Least share of good events by level. Job success and restores follow industry practice; the other was chosen."""
@@ -84,7 +85,7 @@ class Level:
         return 1.0 - self.total.bad / self.allowed if self.allowed > 0 else None
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> Passed:
         """Whether the objective is met."""
         if self.total.level is None:
             return "not measured"
@@ -179,23 +180,23 @@ def service_levels(
     newest: list[Failure] = []
     for folder in folders:
         try:
-            history = read_history(RunDir(folder).events)
+            run = read_run(folder, now)
         except UserError as error:
             found.unreadable.append(str(error))
             continue
+        history, verdict = run.history, run.facts.verdict
         if not history.sessions:
             found.unreadable.append(f"{folder}: no run_start event; nothing was recorded")
             continue
         ended = history.sessions[-1].last
-        status = run_status(folder, now)
-        if not status.over:
+        if not verdict.over:
             found.running += 1
         elif ended < since:
             found.left_out += 1
         else:
             found.ended += 1
-            _count(found.levels, history, _utc(ended))
-            for what in _failures(history, status):
+            _count(found.levels, history, verdict, _utc(ended))
+            for what in _failures(history, verdict):
                 heapq.heappush(newest, Failure(ended, str(folder), what))
                 if len(newest) > _MAX_FAILURES:
                     heapq.heappop(newest)
@@ -204,42 +205,38 @@ def service_levels(
     return found
 
 
-def _count(levels: Sequence[Level], history: RunHistory, ended: datetime) -> None:
+def _count(levels: Sequence[Level], history: RunHistory, verdict: Verdict, ended: datetime) -> None:
     week = f"{ended.isocalendar().year}-W{ended.isocalendar().week:02d}"
     for level in levels:
-        good, count = _events(level.key, history)
+        good, count = _events(level.key, history, verdict)
         level.total.add(good, count)
         if count:
             level.weeks[week].add(good, count)
 
 
-def _events(key: str, history: RunHistory) -> tuple[int, int]:
+def _events(key: str, history: RunHistory, verdict: Verdict) -> tuple[int, int]:
     """(good, valid) events of one run."""
     match key:
         case "job_success":
-            return int(history.end is not None and history.end["status"] in GOOD_ENDINGS), 1
+            return int(verdict.word in GOOD_ENDINGS), 1
         case "no_divergence":
-            return int(not _diverged(history)), 1
+            return int(not _diverged(history, verdict)), 1
         case _:
             return history.restores
 
 
-def _diverged(history: RunHistory) -> bool:
-    return history.diverged is not None or any(
-        session.end is not None and session.end["exit_code"] == DIVERGED for session in history.sessions
-    )
+def _diverged(history: RunHistory, verdict: Verdict) -> bool:
+    stopped = any(session.end is not None and session.end["exit_code"] == DIVERGED for session in history.sessions)
+    return verdict.word == "diverged" or history.diverged is not None or stopped
 
 
-def _failures(history: RunHistory, status: Status) -> list[str]:
+def _failures(history: RunHistory, verdict: Verdict) -> list[str]:
     """One line for each failure; a run that diverged gets one line."""
     restored, due = history.restores
     lines = []
-    if history.end is None:
-        lines.append(f"crashed: {status.cause}")
-    elif history.end["status"] not in GOOD_ENDINGS:
-        why = f": {history.end['reason']}" if history.end.get("reason") else ""
-        lines.append(f"{history.end['status']}, exit code {history.end['exit_code']}{why}")
-    if _diverged(history) and not (history.end and history.end["exit_code"] == DIVERGED):
+    if verdict.word not in GOOD_ENDINGS:
+        lines.append(verdict.text)
+    elif _diverged(history, verdict):
         lines.append(f"stopped on numerics in an earlier session: {history.diverged or 'no reason recorded'}")
     if restored < due:
         lines.append(f"{due - restored} of {due} restores failed")

@@ -26,6 +26,7 @@ from tracking.serve.live import LiveRun
 from tracking.serve.skim import Skim, Skimmer
 from tracking.status import Status, run_status
 from tracking.summary import read_inputs
+from tracking.verdict import Verdict, judge
 
 DEPTH = 3
 """Folders below the root that are searched: a sweep's trials are two deep."""
@@ -46,6 +47,7 @@ class Entry:
     folder: Path
     skim: Skim
     status: Status
+    verdict: Verdict
     settings: dict[str, Any]
     """Dotted keys of the resolved config that may change a number, without secrets."""
     hypothesis: str
@@ -70,6 +72,7 @@ class _Run:
         self.entry: Entry | None = None
         self._config_seen: tuple[int, int] | None = None
         self._config: dict[str, Any] = {}
+        self._resume = ""
         self._checked = 0.0
 
     def update(self, now: float) -> bool:
@@ -80,7 +83,7 @@ class _Run:
             return False
         self._checked = now
         status = run_status(self.folder)
-        config = self._read_config()
+        config, resume = self._read_config()
         before = self.entry
         if before is not None and not changed and before.status == status:
             return False
@@ -92,6 +95,7 @@ class _Run:
             folder=self.folder,
             skim=self.skimmer.skim,
             status=status,
+            verdict=judge(self.skimmer.skim.evidence, status, folder=self.folder, config=config, resume_command=resume),
             settings=settings,
             hypothesis=str(run.get("hypothesis") or ""),
             planned=steps if isinstance(steps, int) else None,
@@ -100,17 +104,19 @@ class _Run:
         )
         return True
 
-    def _read_config(self) -> dict[str, Any]:
+    def _read_config(self) -> tuple[dict[str, Any], str]:
+        """The config and the command that resumes the run, as far as they are known."""
         try:
             require_inside(self.folder, self._root)
             now = (self.folder / "config.yaml").stat()
             seen = (now.st_mtime_ns, now.st_size)
             if seen != self._config_seen:
                 self._config_seen = seen
-                self._config = redact(read_inputs(RunDir(self.folder))[0])
+                config, _, environment = read_inputs(RunDir(self.folder))
+                self._config, self._resume = redact(config), redact(str(environment.get("resume_command") or ""))
         except (OSError, UserError):
             self._config = {}
-        return self._config
+        return self._config, self._resume
 
 
 def _digest(settings: dict[str, Any]) -> str:

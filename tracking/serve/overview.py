@@ -15,6 +15,7 @@ from tracking.console import duration, human
 from tracking.events import format_scale
 from tracking.report.context import percent
 from tracking.serve.library import Entry
+from tracking.verdict import WORDS, Verdict
 
 WIDTH, HEIGHT = 140, 30
 """[pixels] Size of a sparkline."""
@@ -22,19 +23,19 @@ _PLACES = 60
 _MOST_SETTINGS = 4
 COLUMNS = {
     "name": "run",
-    "status": "status",
+    "verdict": "verdict",
     "step": "step",
     "loss": "loss",
     "validation": "validation",
     "speed": "tokens/s",
     "skips": "skipped",
     "scale": "loss scale",
+    "warnings": "warnings",
     "incidents": "incidents",
     "changed": "changed",
 }
 """Columns that the table can be sorted by, and their headings."""
-_DESCENDING = frozenset({"step", "speed", "skips", "scale", "incidents", "changed"})
-_ORDER = {"running": 0, "crashed": 1, "failed": 2, "stopped": 3, "finished": 4}
+_DESCENDING = frozenset({"step", "speed", "skips", "scale", "warnings", "incidents", "changed"})
 _CONFIG_FIRST = ("precision.", "optimizer.", "deepspeed.", "model.", "batch.", "data.", "run.")
 
 
@@ -43,7 +44,7 @@ class Asked:
     """Search, order and grouping that the reader asked for."""
 
     search: str
-    """Words, all of which must occur in the run's name, status, hypothesis or settings."""
+    """Words, all of which must occur in the run's name, verdict, hypothesis or settings."""
     sort: str
     descending: bool
     by_seed: bool
@@ -62,7 +63,8 @@ class Line:
 
     keys: tuple[str, ...]
     name: str
-    state: str
+    verdict: Verdict
+    """The worst of a group."""
     cause: str
     hypothesis: str
     step: str
@@ -77,6 +79,7 @@ class Line:
     speed: str
     skips: str
     scale: str
+    warnings: str
     incidents: tuple[tuple[str, int], ...]
     changed: str
     settings: tuple[tuple[str, str], ...]
@@ -94,7 +97,8 @@ class Table:
     runs: int
     """Number of runs in the folder."""
     shown: int
-    states: dict[str, int]
+    words: dict[str, int]
+    """Number of runs by verdict, the worst first."""
     columns: dict[str, str]
     differing: int
     """Number of settings that differ between the runs shown."""
@@ -107,9 +111,10 @@ def table(entries: Sequence[Entry], asked: Asked, *, now: float) -> Table:
     groups = _groups(wanted) if asked.by_seed else [[entry] for entry in wanted]
     value = _VALUES[asked.sort]
     ranked = sorted(groups, key=lambda group: _rank(value(group), descending=asked.descending))
-    states: dict[str, int] = Counter(entry.status.state for entry in entries)
+    count = Counter(entry.verdict.word for entry in entries)
+    words: dict[str, int] = {word: count[word] for word in WORDS if count[word]}
     lines = [_line(group, keys, now) for group in ranked]
-    return Table(lines, asked, len(entries), len(wanted), states, COLUMNS, len(keys))
+    return Table(lines, asked, len(entries), len(wanted), words, COLUMNS, len(keys))
 
 
 def differing(entries: Sequence[Entry]) -> list[str]:
@@ -123,7 +128,9 @@ def differing(entries: Sequence[Entry]) -> list[str]:
 def _matches(entry: Entry, search: str) -> bool:
     if not search:
         return True
-    text = f"{entry.name} {entry.status} {entry.hypothesis} " + " ".join(f"{k}={v}" for k, v in entry.settings.items())
+    text = f"{entry.name} {entry.verdict.text} {entry.hypothesis} " + " ".join(
+        f"{k}={v}" for k, v in entry.settings.items()
+    )
     return all(word in text.lower() for word in search.lower().split())
 
 
@@ -162,13 +169,14 @@ def _mean(group: Sequence[Entry], value: Any) -> float:
 
 _VALUES: dict[str, Any] = {
     "name": lambda group: group[0].name,
-    "status": lambda group: min(_ORDER[entry.status.state] for entry in group),
+    "verdict": lambda group: min(WORDS.index(entry.verdict.word) for entry in group),
     "step": lambda group: max(entry.status.step for entry in group),
     "loss": lambda group: _mean(group, _loss),
     "validation": lambda group: _mean(group, _validation),
     "speed": lambda group: _mean(group, _speed),
     "skips": lambda group: _mean(group, _skips),
     "scale": lambda group: _mean(group, _scale),
+    "warnings": lambda group: sum(entry.verdict.warnings for entry in group),
     "incidents": lambda group: sum(entry.skim.counts["incident"] for entry in group),
     "changed": lambda group: max(entry.changed for entry in group),
 }
@@ -188,7 +196,8 @@ def _line(group: Sequence[Entry], keys: Sequence[str], now: float) -> Line:
     incidents: Counter[str] = Counter()
     for skim in skims:
         incidents.update({kind[9:]: n for kind, n in skim.counts.items() if kind.startswith("incident ")})
-    worst = min(group, key=lambda entry: _ORDER[entry.status.state])
+    worst = min((entry.verdict for entry in group), key=lambda verdict: WORDS.index(verdict.word))
+    warnings = sum(entry.verdict.warnings for entry in group)
     seeds = sorted({str(entry.settings.get("run.seed")) for entry in group})
     own = [(key, _value(first.settings[key])) for key in keys if key in first.settings]
     if len(group) > 1:
@@ -198,8 +207,8 @@ def _line(group: Sequence[Entry], keys: Sequence[str], now: float) -> Line:
     return Line(
         keys=tuple(entry.key for entry in group),
         name=first.name if len(group) == 1 else f"{_common([entry.name for entry in group])} ({len(group)} seeds)",
-        state=worst.status.state,
-        cause=worst.status.cause if len(group) == 1 else f"seeds {', '.join(seeds)}",
+        verdict=worst,
+        cause=worst.cause if len(group) == 1 else f"seeds {', '.join(seeds)}",
         hypothesis=first.hypothesis,
         step=f"{steps:,}" + (f" of {planned:,}" if planned else ""),
         done=min(1.0, steps / planned) if planned else 0.0,
@@ -210,6 +219,7 @@ def _line(group: Sequence[Entry], keys: Sequence[str], now: float) -> Line:
         speed="" if math.isnan(speed := _mean(group, _speed)) else human(speed),
         skips=_skipped(group),
         scale=scale_text(_mean(group, _scale)),
+        warnings=f"{warnings:,}" if warnings else "",
         incidents=tuple(sorted(incidents.items())),
         changed=f"{duration(max(0.0, now - max(entry.changed for entry in group)))} ago",
         settings=tuple((key.rpartition(".")[2], value) for key, value in own[:_MOST_SETTINGS]),

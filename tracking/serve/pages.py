@@ -16,6 +16,7 @@ from tracking.run_facts import RunFacts
 from tracking.serve import overview, run_page
 from tracking.serve.library import Entry, Library, require_inside
 from tracking.serve.live import LiveRun, sketch
+from tracking.status import run_status
 from tracking.summary import read_inputs
 
 MOST_COMPARED = 24
@@ -147,7 +148,8 @@ class Pages:
         live = self._live(key)
         require_inside(live.folder, self._library.root)
         config, deepspeed, environment = read_inputs(RunDir(live.folder))
-        return replace(live.facts(), config=config, deepspeed=deepspeed, environment=environment)
+        checked = run_status(live.folder)
+        return replace(live.facts(), config=config, deepspeed=deepspeed, environment=environment, checked=checked)
 
 
 def _quoted(key: str) -> str:

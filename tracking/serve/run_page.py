@@ -39,13 +39,15 @@ def state(entry: Entry, *, now: float) -> State:
     last, start = entry.skim.last, entry.skim.start
     step, planned = entry.status.step, entry.planned
     seconds = last.get("step_seconds")
-    running = entry.status.state == "running"
+    running = not entry.status.over
     eta = (planned - step) * seconds if running and planned and seconds and step < planned else None
     finite = [loss for _, loss in entry.skim.losses if math.isfinite(loss)]
     evaluated = entry.skim.evals[-1] if entry.skim.evals else None
     skipped = int(last.get("skipped_total") or 0)
     since = entry.status.since
     rows = [
+        ("warnings", f"{entry.verdict.warnings:,}" if entry.verdict.warnings else ""),
+        ("exit code", str(entry.status.exit_code) if entry.status.exit_code else ""),
         ("speed", f"{human(last['tokens_per_second'])} tokens/s" if last.get("tokens_per_second") else ""),
         ("ETA", duration(eta) if eta is not None else ""),
         ("step", f"{step:,}" + (f" of {planned:,}" if planned else "")),

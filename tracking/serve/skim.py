@@ -1,7 +1,6 @@
-"""A run's line in the overview without reading all of its steps: the rare events, and the loss at a few places.
+"""A run's line in the overview: the rare events, what its verdict rests on, and the loss at a few places.
 
-The rare events are found by the bytes at the start of their lines, each part of the file once. Steps are read at evenly
-spaced places of the file, so a run of a million steps costs as many reads as one of a thousand.
+Each part of the file is read once, and telemetry passed over. The curve is of steps at evenly spaced places.
 """
 
 from __future__ import annotations
@@ -10,18 +9,22 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import orjson
+
 from tracking.events import Event
 from tracking.jsonl import Follower, beginnings, event_on, lines_backwards
+from tracking.verdict import Evidence
 
 POINTS = 60
 """Places at which the loss is read."""
 _NEAR = 1 << 14
 _FAR = 1 << 20  # telemetry of a large model lies between two steps
 (_STEP,) = beginnings("step")
-_RARE = ("run_start", "run_end", "incident", "eval")
+_RARE = ("run_start", "run_end", "incident", "eval", "warning", "corruption", "note")
 _MOST_EVENTS = 2000  # of one kind that are kept
 
 
@@ -35,6 +38,8 @@ class Skim:
     last: Event = field(default_factory=dict)
     """The newest `step` event; empty before the first."""
     evals: list[Event] = field(default_factory=list)
+    evidence: Evidence = field(default_factory=Evidence)
+    """What the verdict rests on; it grows with the file."""
     losses: list[tuple[int, float]] = field(default_factory=list)
     """(step, loss) at about POINTS places, in step order; a loss that is not finite is nan."""
 
@@ -56,8 +61,12 @@ class Skimmer:
             return False
         old = Skim() if self._file.replaced() else self.skim
         skim = replace(old, counts=Counter(old.counts), evals=list(old.evals))
-        for event in self._file.events(*_RARE):
-            _add(skim, event)
+        for line in self._file.lines(*_RARE, "step"):
+            if line.startswith(_STEP):
+                with suppress(ValueError, KeyError, TypeError, AttributeError):
+                    skim.evidence.add(orjson.loads(line))
+            elif (event := event_on(line)) is not None:
+                _add(skim, event)
         steps = steps_at(self._file.path, POINTS)
         skim.losses, skim.last = _surviving_losses(steps), steps[-1] if steps else {}
         self._seen, self.skim = seen, skim
@@ -67,6 +76,7 @@ class Skimmer:
 def _add(skim: Skim, event: Event) -> None:
     kind = event["event"]
     skim.counts[kind] += 1
+    skim.evidence.add(event)
     if kind == "run_start":
         skim.start = event
         skim.evals = [old for old in skim.evals if old["step"] <= event["step"]]

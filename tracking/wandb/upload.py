@@ -20,6 +20,8 @@ MIN_FREE_BYTES = 4 << 20
 and the rest of the disk is for the events."""
 
 _PREEMPTED = "preempted"
+_SUMMARY = ("verdict", "verdict_text", "next_command", "warnings")
+"""Fields of the `run_end` in the summary of the wandb run."""
 
 
 class NoSpaceLeft(RuntimeError):
@@ -97,6 +99,9 @@ class WandbDelivery(Delivery):
         for facts in self._models:
             log_artifact(self._run, facts)
         self._log_tables()
+        if self.end is not None and self.end.get("verdict"):
+            fields = {name: self.end.get(name) for name in _SUMMARY}
+            self._try("the verdict", lambda: self._run.summary.update(fields))
         if self.end is not None and self.end["status"] == _PREEMPTED:
             self._run.mark_preempting()
         self._run.finish(exit_code=exit_code)

@@ -12,7 +12,7 @@ import select
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from rich.live import Live
 from config.cli import Arguments, entry_point
 from config.errors import UserError
 from config.printable import shown
+from config.redact import redact
 from tracking import terminal
 from tracking.heatmap.grid import USED, HeatCollector, drawn_panels
 from tracking.heatmap.panels import PANELS
@@ -29,7 +30,8 @@ from tracking.heatmap.still import still_sentence, warmup_of
 from tracking.jsonl import Follower
 from tracking.run_dir import RunDir
 from tracking.status import run_status
-from tracking.summary import read_inputs
+from tracking.summary import read_inputs, setting
+from tracking.verdict import judge
 from tracking.watch.screen import View, frame
 from tracking.watch.state import WatchState
 
@@ -50,8 +52,8 @@ class Watch:
         self.panel = ""
         """The heat map that is shown; empty for the curves."""
         self._file = Follower(run_dir.events)
-        self._planned: int | None = None
-        self._warmup = 0
+        self._config: dict[str, Any] = {}
+        self._resume = ""
         self._still = (0, "")  # telemetry events so far, and what they say
 
     def read(self, seconds: float) -> bool:
@@ -63,16 +65,24 @@ class Watch:
             if event["event"] in USED:
                 self.heat.add(event)
             if event["event"] == "run_start":
-                self._planned, self._warmup = _planned_steps(self._run_dir)
+                self._read_inputs()
         return not self._file.at_end
 
     def view(self, width: int, height: int, *, keys: bool) -> View:
         """Settings of the next frame."""
         file = self._file
+        status = run_status(self.folder)
+        verdict = judge(
+            self.state.evidence,
+            status,
+            folder=self.folder,
+            config=self._config,
+            resume_command=self._resume,
+        )
         size = 0 if file.at_end or not file.path.exists() else file.path.stat().st_size
         return View(
             name=self._run_dir.name,
-            planned_steps=self._planned,
+            planned_steps=steps if isinstance(steps := setting(self._config, "run.steps"), int) else None,
             width=width,
             height=height,
             now=time.time(),
@@ -81,7 +91,8 @@ class Watch:
             read=min(1.0, file.offset / size) if size else 1.0,
             damaged=file.damaged,
             keys=keys,
-            status=run_status(self.folder),
+            status=status,
+            verdict=verdict,
             panel=self.panel,
             heat=self.heat.heat() if self.panel else None,
             alert=self._alert(),
@@ -91,24 +102,20 @@ class Watch:
         """Warning about a run that hardly moves; recomputed after each telemetry event."""
         measured = self.state.counts["telemetry", ""]
         if measured != self._still[0]:
-            self._still = measured, still_sentence(self.heat.heat(), after=self._warmup)
+            self._still = measured, still_sentence(self.heat.heat(), after=warmup_of(self._config))
         return self._still[1]
+
+    def _read_inputs(self) -> None:
+        """The config and the command that resumes the run, as far as they can be read."""
+        with suppress(UserError):  # being written, or damaged: the events are shown all the same
+            self._config, _, environment = read_inputs(self._run_dir)
+            self._resume = redact(str(environment.get("resume_command") or ""))
 
     def next_panel(self) -> None:
         """Show the next heat map that has anything to show; after the last the curves again."""
         keys = ["", *drawn_panels(self.heat.heat())]
         at = keys.index(self.panel) if self.panel in keys else 0
         self.panel = keys[(at + 1) % len(keys)]
-
-
-def _planned_steps(run_dir: RunDir) -> tuple[int | None, int]:
-    """Steps in all, None where that is not known, and those of the warm-up."""
-    try:
-        config = read_inputs(run_dir)[0]
-    except UserError:
-        return None, 0  # being written, or damaged: the events are shown all the same
-    steps = (config.get("run") or {}).get("steps")
-    return (steps if isinstance(steps, int) else None), warmup_of(config)
 
 
 def once(watch: Watch, console: Console, *, svg: Path | None = None) -> None:

@@ -23,16 +23,10 @@ from tracking.heatmap.panels import PANELS
 from tracking.heatmap.words import sentences
 from tracking.ranks import spread
 from tracking.status import Status
+from tracking.verdict import STYLES, Verdict
 from tracking.watch.curves import Axes, Line, draw
 from tracking.watch.state import WatchState
 
-_STYLES = {
-    "running": "bold green",
-    "finished": "bold green",
-    "stopped": "bold yellow",
-    "failed": "bold red",
-    "crashed": "bold red",
-}
 _LEVELS = {"good": "green", "plain": "", "warn": "yellow", "bad": "bold red"}
 _TWO_COLUMNS = 100  # characters from which curves stand side by side
 _FACTS = 42  # characters of the column of numbers
@@ -56,7 +50,8 @@ class View:
     damaged: int = 0
     keys: bool = False
     """Whether keys are read, so that the help for them is shown."""
-    status: Status = Status("running", "", None, 0, None)
+    status: Status = Status("running")
+    verdict: Verdict = Verdict("running", "", None, "", 0, over=False)
     panel: str = ""
     """The heat map to show instead of curves."""
     heat: Heat | None = None
@@ -71,8 +66,9 @@ class View:
 
     @property
     def cause(self) -> list[str]:
-        """Lines of the status's cause, whole unless it would fill more than a quarter of the screen."""
-        return self._wrapped(self.status.cause)
+        """Lines of the verdict's cause and next command, whole unless one would fill a quarter of the screen."""
+        lines = self._wrapped(self.verdict.cause)
+        return lines + self._wrapped(self.verdict.command) if self.verdict.tone == "bad" else lines
 
     @property
     def alerts(self) -> list[str]:
@@ -220,12 +216,9 @@ def _status(state: WatchState, view: View) -> tuple[str, str]:
         return f"reading {view.read:.0%}", "cyan"
     if state.start is None:
         return "nothing recorded yet", "yellow"
-    status = view.status
-    code = f" (exit {status.exit_code})" if status.exit_code is not None else ""
-    if status.state == "running" and status.cause:
-        return "running, but silent", "bold yellow"
-    word = state.end["status"] if state.end is not None and status.over else status.state  # as everywhere else
-    return f"{word}{code}", _STYLES[status.state]
+    verdict, code = view.verdict, view.status.exit_code
+    since = "" if verdict.step is None else f" since step {verdict.step:,}"
+    return f"{verdict.word}{since}{f' (exit {code})' if code else ''}", STYLES[verdict.tone]
 
 
 def _progress(state: WatchState, view: View) -> Text:
@@ -233,7 +226,7 @@ def _progress(state: WatchState, view: View) -> Text:
     done = min(1.0, state.step / planned) if planned else None
     eta = state.eta_seconds(planned)
     words = [f"step {state.step:,}" + (f" of {planned:,}" if planned else "")]
-    if eta is not None and not view.status.over and not view.status.cause:
+    if eta is not None and view.status.state == "running":
         words.append(f"ETA {duration(eta)}")
     if state.session_time is not None and state.time is not None:
         words.append(f"session {state.sessions}: {duration(state.time - state.session_time)}")
@@ -274,6 +267,7 @@ def _facts(state: WatchState, view: View) -> list[tuple[str, str, str]]:
         ("loss scale", scales, ""),
         ("loss not finite", f"{state.nonfinite_losses:,} x" if state.nonfinite_losses else "", "bold red"),
         ("incidents", incidents or "none", "bold red" if incidents else ""),
+        ("warnings", f"{view.verdict.warnings:,}" if view.verdict.warnings else "", "yellow"),
         ("inf or nan", "; ".join(_tail(what, 22) for what, _ in state.causes.most_common(1)), "bold red"),
         ("checkpoint", f"step {saved['step']:,}{_age(saved, view)}" if saved else "none", ""),
         ("computed in", ", ".join(f"{k} {v:.0%}" for k, v in state.flop_share.items() if v), ""),

@@ -9,6 +9,7 @@ from statistics import median
 
 from config.printable import line
 from tracking.events import Event, describe_event
+from tracking.verdict import Evidence
 from tracking.watch.series import Series
 
 _RECENT_STEPS = 50  # the speed and the ETA are medians over these
@@ -35,6 +36,8 @@ class WatchState:
         self.validation = Series()
         self.skips = Series()
         self.nonfinite_losses = 0
+        self.evidence = Evidence()
+        """What the verdict rests on."""
         self.counts: Counter[tuple[str, str]] = Counter()
         """Events over all sessions, by (event, kind): ("incident", "SKIP"), ("scale", "overflow") and so on."""
         self.causes: Counter[str] = Counter()
@@ -52,6 +55,7 @@ class WatchState:
         handler = getattr(self, f"_on_{event['event']}", None)
         try:
             self.time = event["time"]
+            self.evidence.add(event)
             if event["event"] in _LOGGED:
                 self._log(event, _LOGGED[event["event"]])
             if handler is not None:

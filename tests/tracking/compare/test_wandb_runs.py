@@ -119,7 +119,7 @@ def test_the_server_s_run_is_its_run_folder(recorded: RunDir, server: Serving, t
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout)
     assert printed["partings"][0]["step"] is None and printed["partings"][0]["identical_to"] == 6
-    assert [run["status"] for run in printed["runs"]] == ["done", "done"] and printed["differences"] == []
+    assert {run["verdict"]["word"] for run in printed["runs"]} == {"healthy"} and printed["differences"] == []
     missing = subprocess.run([*command, "wandb:team/p/other"], **options)
     assert missing.returncode == 2 and missing.stderr.startswith("error: wandb:team/p/other: cannot be read")
 

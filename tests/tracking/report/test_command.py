@@ -112,7 +112,7 @@ def test_many_runs(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]
         "overspent (1 of 0.02 spent)",
         "2023-W46",
         "2020-W37",
-        "crashed: no process has the run folder",
+        ": no process has the run folder",
     ):
         assert part in shown, part
     assert {"2023-W46", "2020-W37", "jobs that ended as they should"} <= set(page.cells)

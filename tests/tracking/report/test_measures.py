@@ -21,8 +21,9 @@ NOW = 2e9
 
 
 def _context(run: Path, baseline: Path | None = None, **changes: Any) -> MeasureContext:
-    base = read_run(baseline) if baseline else None
-    return replace(MeasureContext(read_run(run), base, LIMITS, price=None, peak=None, now=NOW), **changes)
+    now = changes.pop("now", NOW)
+    base = read_run(baseline, now) if baseline else None
+    return replace(MeasureContext(read_run(run, now), base, LIMITS, price=None, peak=None), **changes)
 
 
 def _found(run: Path, baseline: Path | None = None, **changes: Any) -> dict[str, Finding]:
@@ -242,9 +243,9 @@ def test_a_run_without_an_end_or_a_process_has_crashed_once_it_is_silent(tmp_pat
     with session(tmp_path, time=1.7e9, seconds=1.0) as run:
         run.steps(5)
     found = _found(tmp_path, now=1.7e9 + 5 + 50)["job_success"]
-    assert (found.verdict, found.reason) == ("not measured", "it has not ended: it is running")
+    assert (found.verdict, found.reason) == ("not measured", "it has not ended: running")
     found = _found(tmp_path, now=1.7e9 + 5 + 3600)["job_success"]
-    assert (found.verdict, found.shown) == ("fail", "crashed") and "1h00m old" in found.reason
+    assert (found.verdict, found.shown) == ("fail", "killed") and "1h00m old" in found.reason
 
 
 def test_restores_are_judged(tmp_path: Path) -> None:

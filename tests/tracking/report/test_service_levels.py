@@ -102,10 +102,10 @@ def test_troubles_say_what_went_wrong(tmp_path: Path) -> None:
         _make(tmp_path / kind, kind, NOW - DAY * (10 + place))
     found = service_levels([tmp_path / kind for kind in KINDS], objectives=OBJECTIVES, now=NOW)
     assert [(Path(item.run).name, item.what, item.when) for item in found.failures] == [
-        ("aborted", "aborted, exit code 74: why it ended", "2026-11-09"),
-        ("diverged", "aborted, exit code 3: why it ended", "2026-11-08"),
+        ("aborted", "failed since step 1: why it ended", "2026-11-09"),
+        ("diverged", "failed since step 1: why it ended", "2026-11-08"),
         ("rescued", "stopped on numerics in an earlier session: the loss is nan", "2026-11-07"),
-        ("crashed", f"crashed: {NOBODY} 15d00h old", "2026-11-06"),
+        ("crashed", f"killed since step 1: {NOBODY} 15d00h old", "2026-11-06"),
     ]
     assert found.remarks == [
         "1 runs may still be running and are not counted",
@@ -142,7 +142,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_counted(tmp_path: Path) ->
         (tmp_path / name / "events.jsonl").write_text(text)
     found = service_levels(run_folders([f"{tmp_path}/*"]), objectives=OBJECTIVES, now=NOW)
     assert found.ended == 1 and len(found.unreadable) == 2
-    for words in ("empty: no run_start", "torn"):
+    for words in ("empty/events.jsonl: nothing was recorded", "torn"):
         assert any(words in line for line in found.remarks)
 
 

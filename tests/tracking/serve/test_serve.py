@@ -79,10 +79,15 @@ def rows(page):
 def test_the_overview_has_a_row_for_each_run(client):
     found = rows(client.page("/"))
     assert found.keys() == {"base-s0", "base-s1", "a", "crashed", "sweep/grows"}
-    assert "finished 40 of 40 3.9" in found["base-s0"] and "3.4500" in found["base-s0"]
-    assert "SKIP 1" in found["a"] and "1 (2.5%)" in found["a"] and "learning_rate 0.01" in found["a"]
-    assert "crashed no process has the run folder" in found["crashed"] and "1 of 100" in found["crashed"]
-    assert "5 runs, 4 finished, 1 crashed" in " ".join(client.page("/").split())
+    assert "healthy 40 of 40 3.9" in found["base-s0"] and "3.4500" in found["base-s0"]
+    assert (
+        "SKIP 1" in found["a"]
+        and "finished with warnings" in found["a"]
+        and "1 (2.5%)" in found["a"]
+        and "learning_rate 0.01" in found["a"]
+    )
+    assert "killed no process has the run folder" in found["crashed"] and "1 of 100" in found["crashed"]
+    assert "5 runs, 1 killed, 1 finished with warnings, 3 healthy" in " ".join(client.page("/").split())
 
 
 def test_the_overview_is_searched_sorted_and_grouped(client):
@@ -91,7 +96,7 @@ def test_the_overview_is_searched_sorted_and_grouped(client):
     by_name = list(rows(client.page("/runs", sort="name")))
     assert by_name == sorted(by_name) and list(rows(client.page("/runs", sort="-name"))) == by_name[::-1]
     assert next(iter(rows(client.page("/runs", sort="skips")))) == "a"
-    assert next(iter(rows(client.page("/runs", sort="status")))) == "crashed"
+    assert next(iter(rows(client.page("/runs", sort="verdict")))) == "crashed"
     grouped = client.page("/runs", group="seed")
     found = rows(grouped)
     assert found["base-s (2 seeds)"].count("±") == 2 and "seeds 0, 1" in found["base-s (2 seeds)"]
@@ -100,7 +105,8 @@ def test_the_overview_is_searched_sorted_and_grouped(client):
 
 def test_the_page_of_a_run_has_its_state_curves_and_incidents(client):
     page = client.page("/run", key="a")
-    assert "finished" in page and "40 of 40" in page and "65536" in page
+    assert "finished with warnings</b> since step 20" in page and INCIDENT["replay"] in page
+    assert "40 of 40" in page and "65536" in page
     found = client.data("/run/curves", key="a")
     [run] = found["drawn"]["runs"]
     assert found["steps"] == 40 and run["curve"]["loss"][19] is None and run["curve"]["step"][-1] == 40

@@ -36,6 +36,7 @@ from tracking.run_dir import RunDir
 from tracking.run_lock import LOCK
 from tracking.status import Status, run_status
 from tracking.summary import summarise
+from tracking.verdict import judge
 from tracking.watch.command import Watch, main
 from tracking.watch.curves import Axes, Line, draw
 from tracking.watch.screen import View, frame
@@ -59,7 +60,10 @@ def step_event(step: int, **changes: Any) -> Event:
 
 
 def shown(state: WatchState, *, width: int = 130, height: int = 36, **changes: Any) -> str:
-    view = View(**({"name": "demo", "planned_steps": 100, "width": width, "height": height, "now": 1.7e9} | changes))
+    status = changes.setdefault("status", Status("running"))
+    verdict = judge(state.evidence, status)
+    fixed = {"name": "demo", "planned_steps": 100, "width": width, "height": height, "now": 1.7e9, "verdict": verdict}
+    view = View(**(fixed | changes))
     console = Console(file=io.StringIO(), width=width, height=height, color_system=None)
     console.print(frame(state, view))
     return console.file.getvalue()  # type: ignore[attr-defined]
@@ -118,7 +122,7 @@ def test_the_numbers_are_those_of_the_report(fp16_run: RunDir) -> None:
     assert {what: n for (kind, what), n in state.counts.items() if kind == "scale"} == summary.scale_reasons
     assert state.memory_bytes == summary.memory_bytes
     text = shown(state, status=run_status(fp16_run.path))
-    for words in ("done (exit 0)", "step 60 of 100", "2 (3.3%)", "2 down, 1 up", "32768 -> 65536 (growth)", "at 60"):
+    for words in ("healthy", "step 60 of 100", "2 (3.3%)", "2 down, 1 up", "32768 -> 65536 (growth)", "at 60"):
         assert words in text, words
 
 
@@ -135,9 +139,9 @@ def test_trouble_is_named() -> None:
             {"event": "run_end", **where, "status": "aborted", "exit_code": 3, "reason": "nothing left"},
         ]
     )
-    text = shown(state, status=Status("failed", "nothing left", 3, 8, None))
+    text = shown(state, status=Status("aborted", "nothing left", 8, end={"exit_code": 3}))
     for words in (
-        "aborted (exit 3)",
+        "not learning since step 8 (exit 3)",
         "12 nan in the activation of model.layers.1 on rank 3",
         "ROLLBACK: it broke",
         "rolled back to step-5",
@@ -154,12 +158,12 @@ def test_the_eta_is_the_median_of_recent_steps_and_is_of_a_run_that_runs() -> No
     state = state_of([{"event": "run_start", "step": 0, "time": 1.7e9, "tokens": 0, **start_fields()}, *steps])
     assert state.eta_seconds(100) == 40 * 2.0
     assert "running" in shown(state) and "ETA 1m20s" in shown(state)
-    silent = shown(state, status=Status("running", "no event for 3m20s", None, 60, None))
-    assert "running, but silent" in silent and "no event for 3m20s" in silent and "ETA" not in silent
+    silent = shown(state, status=Status("silent", "no event for 3m20s", 60))
+    assert "stalled since step 60" in silent and "no event for 3m20s" in silent and "ETA" not in silent
     why = "rank 1 (pid 7 on node-2) was killed by SIGKILL"
     for width in (130, 80):
-        crashed = shown(state, width=width, status=Status("crashed", why, 69, 60, None))
-        assert "crashed (exit 69)" in crashed and why in crashed
+        crashed = shown(state, width=width, status=Status("crashed", why, 60, end={"exit_code": 69}))
+        assert "killed since step 60 (exit 69)" in crashed and why in crashed
         assert "ETA" not in crashed and "running" not in crashed
         assert len(crashed.splitlines()) <= 36
 
@@ -183,7 +187,7 @@ def test_a_killed_run_is_shown_as_crashed_by_its_process_alone(tmp_path: Path) -
         text=True,
         check=True,
     )
-    assert "demo  crashed" in done.stdout and "ETA" not in done.stdout
+    assert "demo  killed since step 1" in done.stdout and "ETA" not in done.stdout
     assert f"its process (pid {dead.pid} on here) is gone and recorded no end" in " ".join(done.stdout.split())
 
 
@@ -206,7 +210,7 @@ def test_a_frame_fits_its_terminal(width: int, height: int, fp16_run: RunDir) ->
     state.newest = (state.newest or {}) | {"by_rank": {"work_seconds": [0.1] * 16, "memory_bytes": [1] * 16}}
     why = "rank 3 (pid 4711 on node7) was killed by SIGKILL; it was the largest of the machine's processes, which had "
     why += "no memory left: 503 of 503 GiB; " + "see the kernel's log and docs/restarts.md; " * 2
-    crashed = shown(state, width=width, height=height, status=Status("crashed", why, 69, 60, None))
+    crashed = shown(state, width=width, height=height, status=Status("crashed", why, 60, end={"exit_code": 69}))
     assert " ".join(why.split()) in " ".join(crashed.split())
     texts = (shown(state, width=width, height=height), shown(WatchState(), width=width, height=height), crashed)
     for text in texts:
@@ -365,7 +369,7 @@ def test_a_live_run_is_followed_and_keys_work(run_dir: RunDir) -> None:
 
 def test_ctrl_c_leaves(fp16_run: RunDir) -> None:
     with watching(fp16_run.path) as (child, master):
-        until(master, "done .exit 0")
+        until(master, "healthy")
         child.send_signal(signal.SIGINT)
         until(master, "\x1b\\[[?]25h")  # a terminal goes on taking what is written to it
         assert child.wait(20) == 0

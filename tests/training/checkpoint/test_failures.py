@@ -120,7 +120,7 @@ def test_a_job_on_a_full_disk_goes_on_to_its_end_and_says_what_is_missing(small_
     """The disk has room for one checkpoint: those of steps 4 and 6 fail."""
     output = finish(command("python", tmp_path, "full", f"run.dir={small_disk}"), exit_code=74)
     reason = f"checkpoint {small_disk}/full/checkpoints/step-6 was not saved: rank 0 cannot write "
-    assert output.splitlines()[-1].startswith(f"stopped  after step 6: {reason}")
+    assert output.splitlines()[-1].startswith(f"verdict  failed since step 6: {reason}")
     assert "No space left on device" in output.splitlines()[-1]
     assert "Traceback" not in output
     assert newest(small_disk / "full" / "checkpoints").name == "step-2"

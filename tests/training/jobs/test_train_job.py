@@ -146,7 +146,7 @@ def test_a_run_that_only_skips_stops_with_a_diagnosis_and_a_checkpoint(folder):
     assert steps[1]["lr"] == steps[2]["lr"] > steps[0]["lr"]
     assert events(folder, "diverged", "incident")[-1]["verdict"] == "ABORT"
     assert (folder / "runs" / "diverged" / "checkpoints" / "step-3" / "state.json").is_file()
-    assert "stopped  after step 3: 2 steps in a row were skipped" in output.splitlines()[-1]
+    assert "verdict  failed since step 3: 2 steps in a row were skipped" in output.splitlines()[-1]
 
 
 def test_a_rollback_leaves_the_offending_batch_out_and_the_run_ends_well(folder):
@@ -260,7 +260,7 @@ def test_a_run_whose_last_steps_were_skipped_has_not_done_what_it_was_asked(fold
     name, steps = f"stalled-{skipped}", range(7 - skipped, 7)
     faults = "faults=[" + ", ".join(f"{{kind: nan_gradient, step: {step}}}" for step in steps) + "]"
     output = finish(command("python", folder, name, faults), exit_code=3 if skipped > 3 else 0)
-    told = f"stopped  after step 6: the last {skipped} of 6 steps were skipped"
+    told = f"verdict  not learning since step {7 - skipped}: the last {skipped} of 6 steps were skipped"
     assert (told in output) == (skipped > 3)
     assert events(folder, name, "run_end")[-1]["status"] == ("aborted" if skipped > 3 else "done")
 
@@ -269,7 +269,7 @@ def test_an_overflow_at_the_smallest_scale_is_a_verdict_with_a_diagnosis(folder)
     scale = ["precision.loss_scale.initial=4", "precision.loss_scale.minimum=2", "precision.loss_scale.hysteresis=1"]
     faults = "faults=[" + ", ".join(f"{{kind: inf_gradient, step: {step}}}" for step in (2, 3)) + "]"
     output = finish(command("python", folder, "smallest", *FP16, *scale, faults, "guard.reactions=[skip]"), exit_code=3)
-    assert "stopped  after step 3: gradients overflow at the smallest loss scale" in output.splitlines()[-1]
+    assert "verdict  failed since step 3: gradients overflow at the smallest loss scale" in output.splitlines()[-1]
     changes = [(event["from"], event["to"], event["reason"]) for event in events(folder, "smallest", "scale")]
     assert changes == [(4.0, 2.0, "overflow")]
     assert {"lr", "momentum_norm"} <= events(folder, "smallest", "scale")[0].keys()

@@ -1,0 +1,373 @@
+"""The verdict on a run, by one function of its events and its process: what went wrong, since when, what to do next.
+
+Every reader shows the same one. The rules and what each was tried on are in docs/verdict.md.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from config.cli import DIVERGED
+from config.printable import line
+from tracking.events import Event, describe_event
+from tracking.status import Status
+
+Word = Literal[
+    "diverged",
+    "not learning",
+    "failed",
+    "crashed",
+    "killed",
+    "stalled",
+    "stopped",
+    "finished with warnings",
+    "running",
+    "healthy",
+]
+Tone = Literal["bad", "warn", "live", "good"]
+
+TONES: dict[Word, Tone] = {
+    "diverged": "bad",
+    "not learning": "bad",
+    "failed": "bad",
+    "crashed": "bad",
+    "killed": "bad",
+    "stalled": "warn",
+    "stopped": "warn",
+    "finished with warnings": "warn",
+    "running": "live",
+    "healthy": "good",
+}
+"""How each word is coloured, the worst first."""
+WORDS = tuple(TONES)
+STYLES: dict[Tone, str] = {"bad": "bold red", "warn": "bold yellow", "live": "bold green", "good": "bold green"}
+"""Colours of a terminal."""
+
+RISE = 0.25
+"""Least rise of the loss above its minimum, as a share of the minimum, from which a run has diverged."""
+LOST = 0.3
+"""Least share of what the loss had fallen that has to be lost again."""
+SIGMAS = 5.0
+"""Least rise in standard errors of a window's median, in the logarithm of the loss."""
+FEWEST = 10
+"""Losses below which nothing is said about their course."""
+FLAT = 0.02
+"""A run from scratch whose loss has not fallen by this share after FLAT_STEPS applied steps is not learning."""
+FLAT_STEPS = 50
+SKIPPED = 0.05
+"""Share of skipped steps from which they are a warning, where there are more than a loss scale needs to settle."""
+_SETTLING = 10
+_WINDOWS = (5, 50)  # least and most losses in a window; a twentieth of all in between
+_FEW = 10  # losses of which twice SIGMAS are asked: chance itself is poorly known
+_SMALLEST = 1e-3  # a loss below is taken for this, as the logarithm of 0 is none
+_MOST_LOSSES = 4096
+_UNDECIDED_SKIPS = 10  # of a running run's first steps, before it is said not to learn
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a run, or becomes of one that trains."""
+
+    word: Word
+    cause: str
+    """One printable sentence; empty where there is nothing to say."""
+    step: int | None
+    """Since when: the first step that the verdict rests on; None for a sound run."""
+    command: str
+    """What to run next; empty where there is nothing to do."""
+    warnings: int
+    """Incidents, early warnings, faults of the machine and failed saves, over all sessions."""
+    over: bool
+
+    @property
+    def tone(self) -> Tone:
+        """Its colour."""
+        return TONES[self.word]
+
+    @property
+    def text(self) -> str:
+        """Word, step and cause in one line."""
+        since = "" if self.step is None else f" since step {self.step:,}"
+        return f"{self.word}{since}{f': {self.cause}' if self.cause else ''}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+class Evidence:
+    """What a verdict rests on, taken event by event, in memory that does not grow with the run."""
+
+    def __init__(self) -> None:
+        self.start: Event = {}
+        """The first session's `run_start`."""
+        self.attempts = self.applied = self.warnings = 0
+        self.skipped_since: int | None = None
+        """First of the skipped steps in a row up to the newest."""
+        self.not_finite_since: int | None = None
+        """First of the losses in a row up to the newest that were not finite."""
+        self.largest_lr = 0.0
+        self.first_warning: Event | None = None
+        self.refused: Event | None = None
+        """The newest incident."""
+        self._steps: list[int] = []
+        self._losses: list[float] = []  # the means of `_stride` losses each
+        self._stride, self._pending = 1, list[tuple[int, float]]()
+
+    def add(self, event: Event) -> None:
+        """Take one event; a step may hold numbers as the strings "inf", "-inf" and "nan"."""
+        kind = event["event"]
+        if kind == "step":
+            self._add_step(event)
+        elif kind == "run_start":
+            self.start = self.start or event
+            self._cut(event["step"] + 1)
+        elif kind in ("incident", "warning", "corruption") or (kind == "note" and event.get("failed") == "checkpoint"):
+            self.warnings += 1
+            self.first_warning = self.first_warning or event
+            self.refused = event if kind == "incident" else self.refused
+
+    def _add_step(self, event: Event) -> None:
+        step, applied = event["step"], bool(event.get("applied", True))
+        loss = math.nan if event.get("loss") is None else float(event["loss"])
+        if self._pending or self._steps:
+            self._cut(step)
+        self.attempts += 1
+        self.applied += applied
+        self.skipped_since = None if applied else self.skipped_since or step
+        self.not_finite_since = None if math.isfinite(loss) else self.not_finite_since or step
+        if not applied or not math.isfinite(loss):
+            return
+        self.largest_lr = max(self.largest_lr, float(event.get("lr") or 0.0))
+        self._pending.append((step, loss))
+        if len(self._pending) == self._stride:
+            self._steps.append(self._pending[0][0])
+            self._losses.append(sum(loss for _, loss in self._pending) / self._stride)
+            self._pending.clear()
+        if len(self._losses) > _MOST_LOSSES:
+            self._steps = self._steps[::2]
+            pairs = zip(self._losses[::2], self._losses[1::2], strict=False)
+            self._losses = [(first + second) / 2 for first, second in pairs]
+            del self._steps[len(self._losses) :]
+            self._stride *= 2
+
+    def _cut(self, step: int) -> None:
+        """Forget the losses from `step` on, which a resume or a rollback has left behind."""
+        while self._steps and self._steps[-1] >= step:
+            del self._steps[-1], self._losses[-1]
+        self._pending = [(at, loss) for at, loss in self._pending if at < step]
+
+    @property
+    def first_step(self) -> int:
+        """The step that the first session made first."""
+        return int(self.start.get("step", 0)) + 1
+
+    def curve(self) -> tuple[np.ndarray, np.ndarray]:
+        """Steps and losses of the applied steps, in order, each (losses,)."""
+        return np.array(self._steps, int), np.array(self._losses)
+
+
+def judge(
+    evidence: Evidence,
+    status: Status,
+    *,
+    folder: Path | None = None,
+    config: Mapping[str, Any] | None = None,
+    resume_command: str = "",
+) -> Verdict:
+    """The verdict on a run. folder: its run folder; config: its resolved config, as far as it is known."""
+    config = config or {}
+    refused = evidence.refused
+    replay = str(refused.get("replay") or "") if refused is not None else ""
+
+    def verdict(word: Word, cause: str, step: int | None = None, command: str = "") -> Verdict:
+        return Verdict(word, line(cause), step, command, evidence.warnings, status.over)
+
+    course = _course(evidence)
+    diverged, again = _diverged(evidence, course), resume_command
+    if diverged is not None:
+        again = _anew(resume_command, config, 0.1, checkpoint=_checkpoint(folder, diverged[2]))
+    if status.state in ("killed", "crashed"):
+        killed = status.state == "killed" or "was killed by SIG" in status.cause
+        before = f"; before that {diverged[0]}" if diverged is not None else ""
+        return verdict("killed" if killed else "crashed", status.cause + before, status.step, again)
+    if diverged is not None:
+        return verdict("diverged", diverged[0], diverged[1], again)
+    if (not_learning := _not_learning(evidence, course, status, config)) is not None:
+        cause, step = not_learning
+        if evidence.applied:
+            command = replay or _anew(resume_command, config, 10.0, least=1e-4)
+        elif evidence.start.get("compute") == "fp16":
+            command = _changed(resume_command, {"precision.loss_scale.policy": "adaptive"}) or replay
+        else:
+            command = replay
+        return verdict("not learning", cause, step, command)
+    if status.state == "silent":
+        return verdict("stalled", status.cause, status.step, resume_command)
+    if status.state == "running":
+        return verdict("running", "")
+    if status.state == "preempted":
+        return verdict("stopped", status.cause, status.step, resume_command)
+    if status.state != "done":
+        command = resume_command
+        if status.exit_code == DIVERGED and refused is not None:
+            narrow = "use precision.compute=bf16" in status.cause
+            command = (_changed(resume_command, {"precision.compute": "bf16"}) if narrow else "") or replay
+        return verdict("failed", status.cause, status.step, command)
+    if (warned := _warned(evidence, course)) is not None:
+        return verdict("finished with warnings", *warned, replay)
+    return verdict("healthy", "" if course else f"too short to judge its loss: fewer than {FEWEST} applied steps")
+
+
+def _not_learning(
+    evidence: Evidence, course: _Course | None, status: Status, config: Mapping[str, Any]
+) -> tuple[str, int] | None:
+    """(cause, since which step) of a run without an update; None where it has some."""
+    attempts, since = evidence.attempts, evidence.first_step
+    if attempts and not evidence.applied and (status.over or attempts >= _UNDECIDED_SKIPS):
+        why = f": {status.cause}" if status.cause else ""
+        return f"none of its {attempts:,} steps was applied{why}", since
+    if status.exit_code == DIVERGED and evidence.skipped_since and "so the run did not train" in status.cause:
+        return status.cause, evidence.skipped_since
+    if evidence.applied >= FEWEST and evidence.largest_lr == 0.0 and status.over:
+        return "the learning rate was 0 in every applied step", since
+    if course is None or course.fallen >= FLAT or status.state == "aborted":
+        return None
+    if lost := (status.end or {}).get("standstill"):
+        return f"its loss has not fallen, and {lost}", since
+    warmup = (config.get("schedule") or {}).get("warmup_steps") or 0
+    model = config.get("model") or {}
+    if model and model.get("name_or_path") is None and since == 1 and evidence.applied - warmup >= FLAT_STEPS:
+        steps = f"in {evidence.applied:,} applied steps from random weights"
+        return f"its loss has not fallen by {FLAT:.0%} {steps}: look at the learning rate and the data", since
+    return None
+
+
+@dataclass(frozen=True)
+class _Course:
+    """The loss in windows. level: geometric means, of the first loss alone and then of each window, (windows + 1,)."""
+
+    level: np.ndarray
+    since: np.ndarray
+    """First step of each."""
+    until: np.ndarray
+    bound: np.ndarray
+    """Level from which the loss has risen too far, by what came before."""
+    risen: np.ndarray
+    """Whether a level and the next one are beyond its bound, and by more than chance."""
+
+    @property
+    def fallen(self) -> float:
+        """Share by which the lowest window is below the first loss and the first window."""
+        return float(1 - self.level[1:].min() / self.level[:2].min())
+
+
+def _course(evidence: Evidence) -> _Course | None:
+    """The course of the loss of the applied steps; None of a run with fewer than FEWEST.
+
+    Chance is taken from the logarithms: the variance inside a window, from one loss to the next, but at least half of
+    its mean over all windows but the worst; and how far windows usually lie apart, more where noise lasts.
+    """
+    steps, losses = evidence.curve()
+    if len(losses) < FEWEST:
+        return None
+    least, most = _WINDOWS
+    size = max(least, min(most, len(losses) // 20))
+    count = len(losses) // size
+    logs = np.log(np.maximum(losses, _SMALLEST))
+    windows = logs[len(logs) - count * size :].reshape(count, size)
+    inside = np.square(np.diff(windows, axis=1)).mean(axis=1) / 2
+    usual = float((inside.sum() - inside.max()) / (count - 1))
+    means = np.concatenate([logs[:1], windows.mean(axis=1)])
+    moves = np.diff(means[1:])
+    between = 1.4826 * float(np.median(np.abs(moves - np.median(moves)))) if len(moves) >= least else 0.0
+    squares = np.concatenate([[usual], np.maximum(inside, usual / 2) / size])
+    level = np.exp(means)
+    bound, risen = np.full(count + 1, math.inf), np.zeros(count + 1, bool)
+    sigmas = SIGMAS * (1 + _FEW / len(losses))
+    for at in range(1, count + 1):
+        low = int(np.argmin(level[:at]))
+        bound[at] = level[low] + max(RISE * level[low], LOST * (level[: low + 1].max() - level[low]))
+        pair = slice(at, at + 2)
+        chance = max(math.sqrt(squares[low] + squares[pair].mean() / 2), between * math.sqrt(0.75))
+        risen[at] = level[pair].min() >= bound[at] and means[pair].mean() - means[low] >= sigmas * chance
+    risen[-1] = risen[-2]  # a pair that ends with the last window
+    begins = len(losses) - count * size + size * np.arange(count)
+    since, until = steps[np.concatenate([[0], begins])], steps[np.concatenate([[0], begins + size - 1])]
+    return _Course(level, since, until, bound, risen)
+
+
+def _diverged(evidence: Evidence, course: _Course | None) -> tuple[str, int, int] | None:
+    """(cause with its numbers, since which step, last sound step); None unless the loss has risen, and stays up.
+
+    The last two windows have to be up: one spike is no divergence.
+    """
+    steps, _ = evidence.curve()
+    since = evidence.not_finite_since
+    if since is not None and evidence.skipped_since is None and evidence.attempts >= FEWEST:
+        newest = int(steps[-1]) if steps.size else 0
+        return "its loss is not finite, and its steps are applied", since, newest
+    if course is None or not course.risen[-2:].all():
+        return None
+    at = len(course.risen) - int(np.argmin(course.risen[::-1]))  # the first of the last ones that are up
+    low = int(np.argmin(course.level[:at]))
+    first, least, last = (float(course.level[index]) for index in (0, low, -1))
+    where = f"steps {course.since[low]:,} to {course.until[low]:,}" if low else "step 1"
+    start = f"{'above' if last > first else 'after'} {first:.4g} at its start"
+    cause = f"its loss rose from {least:.4g} ({where}) to {last:.4g}, {start}; {course.bound[at]:.4g} is the bound"
+    return cause, int(course.since[at]), int(course.until[low])
+
+
+def _warned(evidence: Evidence, course: _Course | None) -> tuple[str, int] | None:
+    """(cause, since which step) of a run that ended well all the same; None where nothing is to be said."""
+    skipped = evidence.attempts - evidence.applied
+    first, count = evidence.first_warning, evidence.warnings
+    if first is not None:
+        more = f"; {count - 1} more" if count > 1 else ""
+        return f"{first['text'] if first['event'] == 'note' else describe_event(first)}{more}", int(first["step"])
+    if course is not None and (up := np.flatnonzero(course.risen[:-1] & course.risen[1:])).size:
+        at = int(up[0])
+        return f"its loss rose to {course.level[at]:.4g} there, and came down again", int(course.since[at])
+    if skipped > max(_SETTLING, SKIPPED * evidence.attempts):
+        return f"{skipped:,} of {evidence.attempts:,} steps were skipped, more than {SKIPPED:.0%}", evidence.first_step
+    return None
+
+
+def _checkpoint(folder: Path | None, step: int) -> Path | None:
+    """The newest checkpoint of the run at or before a step; None where there is none."""
+    if folder is None:
+        return None
+    found = {path: path.name.removeprefix("step-") for path in (folder / "checkpoints").glob("step-*")}
+    sound = [path for path, number in found.items() if number.isdigit() and int(number) <= step]
+    return max(sound, key=lambda path: int(found[path]), default=None)
+
+
+def _anew(
+    command: str, config: Mapping[str, Any], factor: float, *, least: float = 0.0, checkpoint: Path | None = None
+) -> str:
+    """The command of another run, from `checkpoint` or anew, whose learning rate is `factor` times as large."""
+    rate, name = (config.get("optimizer") or {}).get("learning_rate"), (config.get("run") or {}).get("name")
+    if not isinstance(rate, int | float) or not name:
+        return ""
+    start = "never" if checkpoint is None else str(checkpoint)
+    changes = {
+        "run.resume": start,
+        "run.name": f"{name}-again",
+        "optimizer.learning_rate": f"{max(least, rate * factor):.3g}",
+    }
+    return _changed(command, changes)
+
+
+def _changed(command: str, changes: Mapping[str, str]) -> str:
+    """The command with these overrides in place of what it has for their keys; empty without a command."""
+    if not command:
+        return ""
+    kept = [word for word in shlex.split(command) if word.partition("=")[0] not in changes]
+    return shlex.join([*kept, *(f"{key}={value}" for key, value in changes.items())])
