@@ -210,8 +210,10 @@ def _event_caveats(runs: Sequence[RunFacts]) -> Iterator[str]:
             yield f"the config of {run.label} is unknown"
     tokens = [int(run.columns.tokens[-1]) if len(run.columns) else 0 for run in runs]
     if len(set(tokens)) > 1:
+        early = any(run.verdict.over and (run.end is None or run.end["status"] != "done") for run in runs)
+        without = ", where two others did all their steps without runs that ended early" if early else ""
         seen = ", ".join(f"{run.label} {count:,}" for run, count in zip(runs, tokens, strict=True))
-        yield f"different numbers of tokens seen: {seen}; equal tokens leave out runs that ended early, then the least"
+        yield f"different numbers of tokens seen: {seen}; equal tokens means the smallest of these{without}"
 
 
 def first_order_difference(first: RunFacts, other: RunFacts) -> int | None:

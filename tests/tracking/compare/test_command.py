@@ -23,6 +23,7 @@ from tracking.compare.divergence import Tolerance, events_near, find_divergence
 from tracking.compare.measures import loss_at, measures
 from tracking.compare.result import Comparison, compare
 from tracking.compare.sources import labels, read_runs
+from tracking.compare.text import comparable
 from tracking.run_dir import RunDir
 
 SECRET = "hunter2hunter2"
@@ -445,3 +446,33 @@ def test_a_sweep_of_the_learning_rate_is_no_set_of_repeats(tmp_path: Path) -> No
     rates = (3e-4, 3.3e-4, 6e-4)
     runs = [_noisy(tmp_path, f"lr{rate}", 3.0 - rate, 0, {"optimizer.learning_rate": rate}) for rate in rates]
     assert [group.runs for group in _compared(*runs).groups] == [(0,), (1,), (2,)]
+
+
+def test_a_run_that_ended_early_does_not_cut_the_others_short(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path, name, config={"run.seed": seed}) for seed, name in enumerate(("base", "other"))]
+    early = write_run(tmp_path, "early", steps=12)
+    lines = early.events.read_bytes().splitlines(keepends=True)
+    early.events.write_bytes(b"".join(lines[:-1]))  # killed
+    rows = {row.key: row for row in _compared(*runs, early).measures}
+    equal, own = rows["loss_at_equal_tokens"], rows["loss_where_ended_early"]
+    assert f"at {40 * TOKENS_PER_STEP:,} tokens" in equal.title and math.isnan(equal.values[2])
+    assert own.title == f"training loss at {12 * TOKENS_PER_STEP:,} tokens, where early ended"
+    assert own.values[0] == own.values[1] == own.values[2]
+    assert math.isnan(rows["validation_at_equal_tokens"].values[2])
+    alone = {row.key: row for row in _compared(runs[0], early).measures}
+    assert f"at {12 * TOKENS_PER_STEP:,} tokens" in alone["loss_at_equal_tokens"].title, "there is nobody to cut short"
+
+
+def test_a_learning_rate_is_a_caveat_unless_it_is_what_is_compared(tmp_path: Path) -> None:
+    base = write_run(tmp_path, "base")
+    rate = write_run(tmp_path, "rate", config={"optimizer.learning_rate": 1e-3, "run.seed": 1})
+    both = write_run(tmp_path, "both", config={"optimizer.learning_rate": 1e-3, "optimizer.weight_decay": 0.5})
+    assert comparable(_compared(base, rate)).endswith("the learning rate is what is compared")
+    assert not any("learning rate" in caveat for caveat in _compared(base, rate).caveats)
+    assert any(caveat.startswith("different learning rate") for caveat in _compared(base, both).caveats)
+
+
+def test_a_run_that_diverged_is_marked(tmp_path: Path) -> None:
+    diverged = write_run(tmp_path, "hot", change=lambda step, _: {"loss": 4.0 if step < 20 else 90.0})
+    comparison = _compared(write_run(tmp_path, "base"), diverged)
+    assert any(caveat.startswith("hot went wrong: diverged since step ") for caveat in comparison.caveats)
