@@ -120,7 +120,8 @@ def test_the_table_shows_the_error_that_was_decided_by():
         {"names": ["head"], "flops": 8, "errors": {"bf16": 0.0}},
     ]
     choices = {
-        name: {"compute": "fp8", "sensitivity": share} for name, share in (("layers.0.q", 0.9), ("layers.1.q", 0.1))
+        "layers.0.q": {"compute": "fp8", "sensitivity": 0.9},
+        "layers.1.q": {"compute": "bf16", "sensitivity": 0.1},
     }
     proposal = {"choices": choices | {"head": {"compute": "bf16", "sensitivity": 0.0}}}
     result = {"proposal": proposal, "units": units, "other_flops": 0, "limits": {"fp8": 0.5}}
