@@ -120,19 +120,24 @@ def test_the_table_shows_the_error_that_was_decided_by():
         {"names": ["head"], "flops": 8, "errors": {"bf16": 0.0}},
     ]
     choices = {
-        name: {"compute": "fp8", "sensitivity": share} for name, share in (("layers.0.q", 0.9), ("layers.1.q", 0.1))
+        "layers.0.q": {"compute": "fp8", "sensitivity": 0.9},
+        "layers.1.q": {"compute": "bf16", "sensitivity": 0.1},
     }
     proposal = {"choices": choices | {"head": {"compute": "bf16", "sensitivity": 0.0}}}
     result = {"proposal": proposal, "units": units, "other_flops": 0, "limits": {"fp8": 0.5}}
     table = analyze.regions_table(result)
     assert table.head[3] == "of FP8's squared error"
-    assert [(row[0], *row[2:]) for row in table.rows] == [
+    assert [(row[0], *row[2:]) for row, *_ in table.rows] == [
         ("layers.1.q", "bf16", "64.0%", "30.0%"),
         ("layers.0.q", "fp8", "36.0%", "30.0%"),
         ("head", "bf16", "-", "40.0%"),
     ]
     table = analyze.regions_table({**result, "limits": {"fp8": 0.0}})
-    assert table.head[3] == "of BF16's squared error" and [row[3] for row in table.rows] == ["90.0%", "10.0%", "0.0%"]
+    assert table.head[3] == "of BF16's squared error" and [row[3] for row, *_ in table.rows] == [
+        "90.0%",
+        "10.0%",
+        "0.0%",
+    ]
 
 
 def test_patterns_stand_for_their_layers_when_there_are_too_many_regions(pair, tmp_path):
