@@ -313,7 +313,9 @@ class Preferred(Task):
             behind = [theirs - own for own, theirs in zip(mine, reference, strict=True)]
             k3 = [(apart.exp() - 1 - apart).sum() for apart in behind]
             lengths = [len(answer) for answer in mine]
-            self._seen.append(tuple(map(float, (chosen, rejected, *before, *k3, *lengths, chosen / length))))
+            self._seen.append(
+                tuple(float(each) for each in (chosen, rejected, *before, *k3, *lengths, chosen / length))
+            )
         if section.loss == "hinge":
             loss = torch.clamp(1 - section.beta * margin, min=0)
         elif section.loss == "ipo":
