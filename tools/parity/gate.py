@@ -98,8 +98,8 @@ def gate(chosen: Plan, log: Log = print, *, references: References | None = None
     if bounds.oracle_steps:
         checks += outside(twins[0], log, "fp32_evaluation", steps=bounds.oracle_steps, points=chosen.points[1:])
         checks += outside(candidates[0], log, "evaluation")
-    for run in [*([] if keep else candidates[:1]), *([] if shared else twins[:1])]:
-        shutil.rmtree(run.folder.checkpoints, ignore_errors=True)
+    for judged in [*([] if keep else candidates[:1]), *([] if shared else twins[:1])]:
+        shutil.rmtree(judged.folder.checkpoints, ignore_errors=True)
     failed = [check.name for check in checks if not check.passed]
     found = {
         "verdict": "no parity" if failed else "parity",

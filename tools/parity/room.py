@@ -33,8 +33,8 @@ def shortages(chosen: Plan) -> Iterator[str]:
     except UserError as problem:
         yield f"memory was not estimated: {problem}"
         return
-    whole = min(filter(None, (host["total"], host["cgroup_limit"])))
-    free = min(host["available"] or 0, whole)
+    whole = float(min(filter(None, (host["total"], host["cgroup_limit"]))))
+    free = min(float(host["available"] or 0), whole)
     peak = peak_memory(shape, layout, process=PROCESS_BYTES if on_cpu else 0.0)
     engine, ranks = peak.total + (sum(peak.host.values()) if on_cpu else 0.0), chosen.processes if on_cpu else 1
     trained, frozen = shape.trained_parameters, shape.parameters - shape.trained_parameters
@@ -44,7 +44,11 @@ def shortages(chosen: Plan) -> Iterator[str]:
     if on_cpu:
         fix += f", or start fewer than --processes {ranks}" if ranks > 1 else ""
     else:
-        cards = [[float(row[f"memory.{key}"]) * 2**20 for key in ("total", "used")] for row in gpus()["list"]]
+        found = gpus()
+        if found["error"]:
+            yield f"memory was not estimated: {found['error']}"
+            return
+        cards = [[float(row[f"memory.{key}"]) * 2**20 for key in ("total", "used")] for row in found["list"]]
         known, there, place = min(card[0] for card in cards), min(card[0] - card[1] for card in cards), "a GPU"
     yield from _shortage("single steps", ranks * least, ranks * about, there, known, place, fix)
     if chosen.resolved.config.parity.oracle_steps:

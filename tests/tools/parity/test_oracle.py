@@ -460,22 +460,22 @@ def test_a_wrong_evaluation_is_named(finished: Path, tmp_path: Path) -> None:
 EVALUATED = (*APART, "data.validation_fraction=0.3", "checkpoint.every_steps=2", "evaluate.every_steps=2")
 
 
-@pytest.mark.parametrize("compute", ["fp32", pytest.param("bf16", marks=SLOW), pytest.param("fp16", marks=SLOW)])
 @pytest.mark.parametrize(
-    ("mistake", "overrides"),
+    ("mistake", "compute"),
     [
-        ("evaluated_in_training", (*DROPS[:3], "checkpoint.every_steps=2")),
-        ("evaluated_stale", EVALUATED),
-        ("evaluated_by_means", EVALUATED),
-        ("evaluated_without_the_last", EVALUATED),
-        ("rows_of_one_rank", EVALUATED),
-        ("", EVALUATED),
+        *((mistake, "fp32") for mistake in ("evaluated_in_training", "evaluated_stale", "evaluated_by_means")),
+        *((mistake, "fp32") for mistake in ("evaluated_without_the_last", "rows_of_one_rank", "")),
+        pytest.param("evaluated_in_training", "bf16", marks=SLOW),
+        pytest.param("evaluated_stale", "bf16", marks=SLOW),
+        pytest.param("", "bf16", marks=SLOW),
     ],
 )
-def test_a_mistake_in_evaluations_alone_is_named(
-    folder: Path, mistake: str, overrides: tuple[str, ...], compute: str
-) -> None:
-    """Nothing else of the run is wrong; without a mistake nothing is named."""
+def test_a_mistake_in_evaluations_alone_is_named(folder: Path, mistake: str, compute: str) -> None:
+    """Nothing else of the run is wrong; without a mistake nothing is named.
+
+    In BF16 a mean over few rows that is off by 3e-5 is within rounding, and only the FP32 run's shows it.
+    """
+    overrides = (*DROPS[:3], "checkpoint.every_steps=2") if mistake == "evaluated_in_training" else EVALUATED
     given = (*MORE, "run.steps=2", *overrides, "evaluate.every_steps=2", "deepspeed.stage=2")
     more = ("run.steps=2", "evaluate.batches=null", f"precision.compute={compute}", "optimizer.learning_rate=0.02")
     found = judged(folder, f"{mistake}-{compute}", *given, *more, mistake=mistake)

@@ -154,12 +154,13 @@ class Masked(Task):
         self._byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()} if by_bytes else {}
 
     def parts(self, ids: Sequence[int], position: int) -> Iterator[Part]:
-        """One part per window, with the tokens hidden at this position."""
+        """One part per window, with the tokens hidden at this position; of a validation set always the same."""
+        when = position if self._shards is self._corpus.train else "fixed"
         for sample in ids:
             tokens = [int(token) for token in self.order.window(sample)[:-1]]
             if self._edges is not None:
                 tokens = [self._edges[0], *tokens[:-2], self._edges[1]]
-            seen, labels = self._hidden(tokens, f"{self._config.run.seed}/{sample}/{position}")
+            seen, labels = self._hidden(tokens, f"{self._config.run.seed}/{sample}/{when}")
             count = sum(label != IGNORED for label in labels)
             if count:
                 inputs = {"input_ids": torch.tensor(seen), "attention_mask": torch.ones(len(seen), dtype=torch.int64)}
@@ -313,7 +314,8 @@ class Preferred(Task):
             behind = [theirs - own for own, theirs in zip(mine, reference, strict=True)]
             k3 = [(apart.exp() - 1 - apart).sum() for apart in behind]
             lengths = [len(answer) for answer in mine]
-            self._seen.append(tuple(map(float, (chosen, rejected, *before, *k3, *lengths, chosen / length))))
+            values: list[Any] = [chosen, rejected, *before, *k3, *lengths, chosen / length]
+            self._seen.append(tuple(map(float, values)))
         if section.loss == "hinge":
             loss = torch.clamp(1 - section.beta * margin, min=0)
         elif section.loss == "ipo":
