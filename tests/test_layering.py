@@ -126,7 +126,7 @@ NOT_OF_A_RUN = {
     "training.checkpoint.tool": "what it does",
     "training.profile.__main__": "python -m training.profile, of what a run imports",
 }
-MOST_LINES_OF_A_RUN = 39_240
+MOST_LINES_OF_A_RUN = 39_250
 
 
 def test_a_run_imports_all_of_training() -> None:
