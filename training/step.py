@@ -81,8 +81,8 @@ def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, H
     update = engine.step(health, rate, apply=apply)
     later: list[EarlyWarning] = []
     if compared and update.applied:
-        given = {"applied": progress.applied, "factor": guard.lr_factor}
-        later = compared.after_update(health, scale=update.loss_scale, **given)
+        factor = guard.lr_factor
+        later = compared.after_update(health, scale=update.loss_scale, applied=progress.applied, factor=factor)
     progress = progress.after(tokens=batch.tokens, applied=update.applied)
     if checks and update.applied:
         checks.after_update(health, update, applied=progress.applied)

@@ -71,3 +71,10 @@ def test_values_that_the_dtype_has_exactly_have_to_be_these() -> None:
     plan = exact.bfloat16()
     assert excess(plan, plan, exact) == 0
     assert excess((exact * 1.01).bfloat16(), plan, exact) > 1
+
+
+def test_an_error_in_a_few_rows_is_no_scatter_of_its_own() -> None:
+    plan, exact = values(0, torch.bfloat16)
+    run = plan.clone()
+    run[::8] = (exact[::8] * torch.linspace(0.8, 1.2, 96)).bfloat16()
+    assert excess(run, plan, exact) > 1

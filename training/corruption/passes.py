@@ -112,7 +112,8 @@ class Passes:
         return [Row(check, name, *pair) for (check, name, _), pair in zip(found, numbers, strict=True)]
 
     def _draw(self) -> dict[str, nn.Module]:
-        kinds, regions, found = find_regions(self._engine.model), self._engine.regions, {}
+        kinds, regions = find_regions(self._engine.model), self._engine.regions
+        found: dict[str, nn.Module] = {}
         if regions is not None:
             self.skipped["manifest"] = "of its regions linear layers and norms are compared, and none in FP8"
         plans = {} if regions is None else regions.dtypes
@@ -175,7 +176,8 @@ class Passes:
     def _compare(self, name: str, module: nn.Module, weights: Any, call: _Call) -> list[torch.Tensor]:
         if any(tensor._version != version for tensor, version in call.versions):
             raise ValueError("its inputs are changed in place")
-        regions, attention, made = self._engine.regions, self._resolved.config.model.attention, []
+        regions, attention = self._engine.regions, self._resolved.config.model.attention
+        made: list[list[torch.Tensor]] = []
         planned = None if regions is None else DTYPES[regions.dtypes[name]]
         dtypes = (planned or DTYPES[self._engine.compute], *(item.dtype for item in call.outputs))
         u = max(map(unit_roundoff, dtypes))
@@ -189,7 +191,7 @@ class Passes:
         three = zip(call.outputs, *made, strict=False)
         return [distance(run, plan.to(run.dtype), exact, roundoff=u, kernel=kernel) for run, plan, exact in three]
 
-    def _block(self, module: nn.Module) -> tuple[slice, slice]:
+    def _block(self, module: Any) -> tuple[slice, slice]:
         """The outputs and the inputs of a linear layer whose gradients are compared."""
         outputs, inputs = shape_of(module.weight)
         first = self._turn * _INPUTS % max(1, inputs - _INPUTS + 1)
@@ -263,7 +265,8 @@ class Passes:
         args[0].register_hook(lambda came: kept.append(of_labels(came)))
 
     def _compare_loss(self) -> list[torch.Tensor]:
-        engine, made = self._engine, []
+        engine = self._engine
+        made: list[torch.Tensor] = []
         seen = [kept for kept in self._of_loss if len(kept) == 3]
         count = engine.world.sum(engine.world.numbers([float((self._batch.labels != IGNORED_LABEL).sum())]))
         weights = weights_of(engine, self._head) if self._judges_loss else {}

@@ -30,7 +30,7 @@ def plain(module: Any, weights: Mapping[str, torch.Tensor], dtype: torch.dtype |
 
     attention: name of the implementation, of modules that have one.
     """
-    kind = type(module)
+    kind: Any = type(module)
     while kind.__base__.__name__ == kind.__name__:  # a kernel's class: its base has the architecture's own code
         kind = kind.__base__
     found = kind.__new__(kind)

@@ -90,7 +90,7 @@ class SelfCheck:
 
     def after_update(self, health: Health, *, scale: float, applied: int, factor: float) -> list[EarlyWarning]:
         """Right after it was applied. applied: updates before it. factor: the guard's, on the rate. A collective."""
-        rows = []
+        rows: list[Row] = []
         if self._updates is not None:
             rate = scheduled_rate(self._resolved.config, applied) * factor
             self._updates.after_update(norm=health.grad_norm, scale=scale, lr=rate, step=applied + 1)

@@ -25,7 +25,6 @@ from training.engine.tensors import (
     trainable_parameters,
 )
 
-_OTHERS = {"lion": lion, "sgd": sgd}
 WHOLE = ("lamb", "stable_adamw")
 """Optimizers with Adam's averages whose step depends on all of a parameter."""
 
@@ -205,8 +204,8 @@ def _after(given: UpdateInputs) -> tuple[list[torch.Tensor], list[torch.Tensor]]
     """Master and state after the step and the bounds of their errors, inf of a master that its values alone do not
     determine."""
     name = given.section.name
-    if name in _OTHERS:
-        return _OTHERS[name].after(given)
+    if name in ("lion", "sgd"):
+        return lion.after(given) if name == "lion" else sgd.after(given)
     expected, slack = adamw.after(given)
     if name in WHOLE:
         slack[0] = torch.full_like(slack[0], torch.inf)
