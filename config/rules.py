@@ -90,9 +90,11 @@ def _run(config: Config) -> Iterator[Problem]:
     if run.name in ("", ".", "..") or "/" in run.name or "\\" in run.name:
         yield "run.name", f"= '{run.name}' is not the name of a folder; leave out slashes, and set run.dir for the path"
     if line(run.name) != run.name or run.name != run.name.strip():
-        yield "run.name", f"= '{run.name}' has characters that nobody sees, such as a line break; leave them out"
+        problem = "has characters that nobody sees, such as a line break or a space at its end; leave them out"
+        yield "run.name", f"= '{run.name}' {problem}"
     if len(run.name.encode(errors="replace")) > _LONGEST_NAME:
-        yield "run.name", f"= '{run.name[:40]}...' is longer than {_LONGEST_NAME} bytes; shorten it"
+        problem = f"is longer than {_LONGEST_NAME} bytes, too long for the name of a folder; shorten it"
+        yield "run.name", f"= '{run.name[:40]}...' {problem}"
     if redact(run.name) != run.name:
         yield "run.name", "holds what looks like a key or password, which its folder would show; take it out"
     if not run.steps and run.epochs is None:
@@ -104,13 +106,15 @@ def _run(config: Config) -> Iterator[Problem]:
 def _model(config: Config) -> Iterator[Problem]:
     model, name = config.model, config.model.name_or_path
     if name is None and model.architecture is None:
-        yield "model.architecture", "is missing; set it to train from scratch, or model.name_or_path to load weights"
+        fix = "set it (to llama, say) to train from scratch, or model.name_or_path to load weights"
+        yield "model.architecture", f"is missing; {fix}"
     if name is not None and model.architecture is not None:
         yield "model.name_or_path", f"= '{name}' excludes model.architecture = '{model.architecture}'; keep one of them"
     if name is not None and name.startswith(("/", "./", "../", "~")) and not Path(name).expanduser().is_dir():
         yield "model.name_or_path", f"= '{name}' is not a folder; give a model folder or a hub id"
     if model.loss == "full" and model.loss_chunk_tokens:
-        yield "model.loss_chunk_tokens", f"= {model.loss_chunk_tokens} is not read by model.loss = full; remove it"
+        fix = "remove it, or set model.loss=chunked"
+        yield "model.loss_chunk_tokens", f"= {model.loss_chunk_tokens} is not read by model.loss = full; {fix}"
     for argument, owner in _OWNED_MODEL_ARGUMENTS.items():
         if argument in model.config:
             yield f"model.config.{argument}", f"is decided by {owner}; remove it here and set {owner}"
@@ -146,7 +150,8 @@ def _activation_checkpointing(config: Config) -> Iterator[Problem]:
     if mode != "budget" and budget is not None:
         yield "model.activation_memory_gib", f"= {budget:g} is only read by {key} = budget; remove it"
     if budget is not None and config.task in ("classify", "seq2seq"):
-        yield "model.activation_memory_gib", f"= {budget:g} is not verified with task = {config.task}; remove it"
+        problem = f"is not verified with task = {config.task}; remove it"
+        yield "model.activation_memory_gib", f"= {budget:g} {problem}"
     if mode in ("attention", "ops") and model.checkpointing_reentrant:
         yield "model.checkpointing_reentrant", f"= true cannot be combined with {key} = {mode}; remove it"
 
@@ -224,7 +229,10 @@ def _task(config: Config) -> Iterator[Problem]:
         return
     pairs = "preference" in (format for _, format in _formats(data))
     if config.task != "dpo" and pairs:
-        yield "data.format", f"= preference is of pairs of answers; task = {config.task} reads none; set task=dpo"
+        yield (
+            "data.format",
+            f"= preference is of pairs of answers, which task = {config.task} does not read; set task=dpo",
+        )
     if data.document_masking and data.packing == "none" and config.task != "seq2seq":
         yield "data.document_masking", "= true: rows are not packed by data.packing = none; remove one of them"
     if data.chat_template is not None and not Path(data.chat_template).expanduser().is_file():
@@ -257,14 +265,16 @@ def _preference(config: Config) -> Iterator[Problem]:
     if data.train_on != "assistant":
         yield "data.train_on", f"= {data.train_on} is not read by task = dpo, which counts both answers; remove it"
     if preference.reference == "adapter_off" and config.adapter.kind == "none":
-        yield "preference.reference", "= adapter_off needs an adapter; set it to precomputed, or adapter.kind=lora"
+        fix = "set it to precomputed, or adapter.kind=lora"
+        yield "preference.reference", f"= adapter_off needs an adapter that can be turned off; {fix}"
     if preference.label_smoothing and preference.loss != "sigmoid":
-        smoothing = f"= {preference.label_smoothing:g}"
-        yield "preference.label_smoothing", f"{smoothing} is only read by preference.loss = sigmoid; remove it"
+        problem = f"= {preference.label_smoothing:g} is only read by preference.loss = sigmoid"
+        yield "preference.label_smoothing", f"{problem}; remove it, or set that"
     if config.model.loss == "chunked":
         yield "model.loss", "= chunked is a cross-entropy, which task = dpo has none of; set it to auto or full"
     if config.model.activation_checkpointing == "budget":
-        yield "model.activation_checkpointing", "= budget counts no pairs, as of task = dpo; set it to full or none"
+        fix = "set that to full or selective"
+        yield "model.activation_checkpointing", f"= budget counts single sequences, not the pairs of task = dpo; {fix}"
 
 
 def _distill(config: Config) -> Iterator[Problem]:
@@ -282,13 +292,14 @@ def _distill(config: Config) -> Iterator[Problem]:
         ("model.compile", config.model.compile),
     ):
         if section.top_k and used:
-            yield key, f"cannot be combined with distill.top_k = {section.top_k}; remove it, or set that to 0"
+            problem = f"cannot be combined with distill.top_k = {section.top_k}: it tries a batch without answers first"
+            yield key, f"{problem}; remove it, or set distill.top_k=0"
     if len({item.format == "auto" for item in config.data.sources}) > 1:
         yield "data.sources", "has sources with a format and others without, which are documents; name all, or none"
     for index, item in enumerate(config.data.validation):
         if (item.format == "auto") == config.learns_rows:
-            fix = f"= {item.format}: one of it and the data are documents; name a format here and there, or in neither"
-            yield f"data.validation[{index}].format", fix
+            fix = "name a format here and there, or in neither"
+            yield f"data.validation[{index}].format", f"= {item.format}: one of it and the data are documents; {fix}"
 
 
 def _parallel(config: Config) -> Iterator[Problem]:
@@ -311,8 +322,8 @@ def _parallel(config: Config) -> Iterator[Problem]:
     if length < ranks:
         yield key, f"= {ranks} is more than data.sequence_length = {length} has tokens; make it smaller"
     if (model.balance_loss or model.router_z_loss) and length % ranks:
-        problem = f"= {ranks}: routers would count the padding of data.sequence_length = {length}"
-        yield key, f"{problem}; make it a multiple of {ranks}"
+        fix = f"make it a multiple of {ranks}"
+        yield key, f"= {ranks}: routers would count the padding of data.sequence_length = {length}; {fix}"
 
 
 _WITH_SLICES: dict[str, tuple[Any, ...]] = {
@@ -357,8 +368,8 @@ def _expert(config: Config) -> Iterator[Problem]:
     yield from _beside(config, key, verified | _WITH_SLICES)
     repeated = {"guard.replica_checks": (0,), "guard.reexecute": ("never",)}
     yield from _beside(config, key, repeated, "puts other experts on the rank that repeats a suspicious step for")
-    whole = {"telemetry.probe": (False,)}
-    yield from _beside(config, key, whole, "gives a rank some experts, which are compared with all of them by")
+    compared = {"telemetry.probe": (False,)}
+    yield from _beside(config, key, compared, "gives a rank some experts, which are compared with all of them by")
 
 
 def _encoder(config: Config) -> Iterator[Problem]:
@@ -372,7 +383,8 @@ def _encoder(config: Config) -> Iterator[Problem]:
     kind, labels = config.classify.kind, config.classify.labels
     for key, format in _formats(data):
         if format not in ("auto", ROW_FORMATS[kind]):
-            yield f"{key}.format", f"= {format} contradicts classify.kind = {kind}; remove it, for {ROW_FORMATS[kind]}"
+            fix = f"remove it, for {ROW_FORMATS[kind]}"
+            yield f"{key}.format", f"= {format} contradicts classify.kind = {kind}; {fix}"
     if len(set(labels)) < len(labels):
         yield "classify.labels", "names a label twice; give each once"
     if len(labels) == 1:
@@ -408,7 +420,8 @@ def _adapter(config: Config) -> Iterator[Problem]:
     if model.name_or_path is None:
         yield "adapter.kind", f"= {adapter.kind} needs a model to adapt; set model.name_or_path"
     if model.checkpointing_reentrant:
-        yield "model.checkpointing_reentrant", "= true gives a frozen model no gradients; remove it"
+        problem = "= true gives a frozen model no gradients"
+        yield "model.checkpointing_reentrant", f"{problem}; remove it, or set adapter.kind=none"
     if not adapter.target_modules:
         yield "adapter.target_modules", "is empty; name modules, or all-linear"
     if len(adapter.target_modules) > 1 and "all-linear" in adapter.target_modules:
@@ -423,7 +436,8 @@ def _quantised_base(config: Config) -> Iterator[Problem]:
     if adapter.base == "compute":
         return
     if model_class_of(config) != CAUSAL_LM:
-        yield key, f"= {adapter.base} is verified for causal language models, not task = {config.task}; remove it"
+        problem = f"is verified for causal language models, not task = {config.task}; remove it"
+        yield key, f"= {adapter.base} {problem}"
     verified = {
         "adapter.kind": ("lora",),
         "model.compile": (False,),
@@ -484,17 +498,19 @@ def _documents(config: Config) -> Iterator[Problem]:
     data = config.data
     kinds = {item.source for item in (*(data.sources or (data,)), *data.validation)}
     if data.document_separator is not None and "text" not in kinds:
-        given = json.dumps(data.document_separator)
-        yield "data.document_separator", f"= {given} is only read by data.source = text; remove it, or set that"
+        key, given = "data.document_separator", json.dumps(data.document_separator)
+        yield key, f"= {given} is only read by data.source = text; remove it, or set that"
     if data.document_separator == "":
         yield "data.document_separator", "is empty; give what stands between documents, or null"
     ids = data.input_ids_field
     if ids is not None and (config.learns_rows or config.task == "classify"):
-        yield "data.input_ids_field", f"= '{ids}' is of documents, and task = {config.task} learns from rows; remove it"
+        problem = f"= '{ids}' is of documents, and task = {config.task} learns from rows"
+        yield "data.input_ids_field", f"{problem}; remove it, or set task=pretrain"
     if ids is not None and not kinds & {"jsonl", "parquet", "hub"}:
         yield "data.input_ids_field", f"= '{ids}' is only read by data.source = jsonl, parquet and hub; remove it"
     if data.tokenizer.startswith("bpe:") and (ids is not None or "megatron" in kinds):
-        yield "data.tokenizer", f"= {data.tokenizer} is trained on text, and the data are tokens already; name theirs"
+        fix = "name the one that made the tokens"
+        yield "data.tokenizer", f"= {data.tokenizer} is trained on text, and the data are tokens already; {fix}"
 
 
 def _url(key: str, item: _Place) -> Iterator[Problem]:
@@ -503,9 +519,11 @@ def _url(key: str, item: _Place) -> Iterator[Problem]:
     if WITH_PASSWORD.search(item.path) or redact(item.path) != item.path:
         yield key, f"holds what looks like a credential, which would be recorded; take it out and {ADVICE}"
     if item.source == "megatron":
-        yield key, f"= '{item.path}' is a URL, and files of source = megatron are mapped; copy them to a disk"
+        problem = "is a URL, and files of source = megatron are mapped into memory"
+        yield key, f"= '{item.path}' {problem}; copy them to a disk"
     elif item.source not in ("text", "jsonl", "parquet"):
-        yield key, f"= '{item.path}' is a URL, which source = {item.source} does not read, but text, jsonl or parquet"
+        fix = "set source to text, jsonl or parquet"
+        yield key, f"= '{item.path}' is a URL, which source = {item.source} does not read; {fix}"
 
 
 def _data(config: Config) -> Iterator[Problem]:
@@ -515,7 +533,8 @@ def _data(config: Config) -> Iterator[Problem]:
     if data.tokenizer == "model":
         yield "data.tokenizer", "= model needs model.name_or_path; set that, or name a tokenizer"
     if data.source == "stdlib" and data.path is not None:
-        yield "data.path", f"= '{data.path}' is not read by data.source = stdlib; set data.source to what it is"
+        fix = "set data.source to text, jsonl, parquet, megatron or hub"
+        yield "data.path", f"= '{data.path}' is not read by data.source = stdlib; {fix}"
     yield from _item(config, "data", data)
     if data.name is not None and data.source != "hub":
         yield "data.name", f"= '{data.name}' is only read by data.source = hub; remove it"
@@ -550,12 +569,13 @@ def _schedule(config: Config) -> Iterator[Problem]:
     warmup, steps, decay = config.schedule.warmup_steps, config.scheduled_steps, config.schedule.decay_fraction
     length = "schedule.steps" if config.schedule.steps else "run.steps"
     if steps < config.run.steps:
-        yield "schedule.steps", f"= {steps} is less than run.steps = {config.run.steps}; make it larger or leave it out"
+        problem = f"is less than run.steps = {config.run.steps}, whose last steps it would leave without a rate"
+        yield "schedule.steps", f"= {steps} {problem}; make it larger or leave it out"
     if 0 < steps < warmup:
         yield "schedule.warmup_steps", f"= {warmup} is more than {length} = {steps}; make it smaller"
     elif config.schedule.name == "wsd" and steps and warmup + decay * steps > steps:
-        given = f"= {decay:g} of {length} = {steps} leaves no room for schedule.warmup_steps = {warmup}"
-        yield "schedule.decay_fraction", f"{given}; make one of them smaller"
+        left = f"leaves no room for schedule.warmup_steps = {warmup}"
+        yield "schedule.decay_fraction", f"= {decay:g} of {length} = {steps} {left}; make one of them smaller"
 
 
 def _precision(config: Config) -> Iterator[Problem]:
@@ -564,11 +584,12 @@ def _precision(config: Config) -> Iterator[Problem]:
         if precision.manifest is None:
             yield "precision.manifest", "is missing for precision.path = manifest; name a JSON precision manifest"
         if precision.routers != "fp32":
-            fix = "write a rule with module_class = *Router into the manifest"
-            yield "precision.routers", f"= {precision.routers} is for precision.path = cast; remove it, and {fix}"
+            fix = 'remove it, and write a rule with "module_class": "*Router" into the manifest'
+            yield "precision.routers", f"= {precision.routers} is for precision.path = cast; {fix}"
         if precision.compute not in ("auto", "fp32"):
-            manifest = f"precision.path = manifest and precision.manifest = '{precision.manifest}'"
-            yield "precision.compute", f"= {precision.compute} cannot be combined with {manifest}; remove one of them"
+            manifest = f"precision.manifest = '{precision.manifest}', whose parameters stay in FP32"
+            problem = f"= {precision.compute} cannot be combined with precision.path = manifest and {manifest}"
+            yield "precision.compute", f"{problem}; remove it, or set precision.manifest=null"
     elif precision.manifest is not None:
         yield "precision.manifest", "is only read by precision.path = manifest; remove it, or precision.path = cast"
     if precision.masters == "split":
@@ -579,15 +600,18 @@ def _split_masters(config: Config) -> Iterator[Problem]:
     """Check split masters within the run config; config/deepspeed/resolve.py checks them against the JSON."""
     key, keep = "precision.masters", "or remove precision.masters"
     if config.precision.path == "manifest":
-        yield key, f"= split needs 16-bit parameters, which the manifest path has not; use the cast path, {keep}"
+        problem = "= split needs 16-bit parameters; on the manifest path the parameters are the FP32 masters"
+        yield key, f"{problem}; use the cast path, {keep}"
     if config.precision.compute in ("fp32", "fp16"):
         yield key, f"= split {needs_bf16(config.precision.compute)}; set precision.compute to bf16, {keep}"
     if config.optimizer.name != "adamw":
-        yield key, f"= split is shown to be exact for adamw and not for {config.optimizer.name}; use adamw, {keep}"
+        name = config.optimizer.name
+        problem = f"= split updates masters piece by piece, which is shown to be exact for adamw and not for {name}"
+        yield key, f"{problem}; set optimizer.name to adamw, {keep}"
     for index, fault in enumerate(config.faults):
         if fault.kind == "flipped_bit" and fault.place == "master":
             problem = "= master strikes an FP32 master, and with precision.masters = split there is none in memory"
-            yield f"faults[{index}].place", f"{problem}; use weight, {keep}"
+            yield f"faults[{index}].place", f"{problem}; use weight, which is its upper half, {keep}"
 
 
 def needs_bf16(compute: str) -> str:
@@ -608,28 +632,31 @@ def _loss_scale(config: Config) -> Iterator[Problem]:
     powers |= {"minimum": scale.minimum, "factor": scale.factor} if adaptive else {}
     for name, value in powers.items():
         if value is not None and math.frexp(value)[0] != 0.5:
-            problem = f"= {value:.15g} is not a power of two, which policy: {scale.policy} needs; the nearest is"
-            yield f"{key}.{name}", f"{problem} {2.0 ** round(math.log2(value)):.15g}"
+            nearest = 2.0 ** round(math.log2(value))
+            problem = f"is not a power of two, which policy: {scale.policy} needs"
+            yield f"{key}.{name}", f"= {value:.15g} {problem}; the nearest is {nearest:.15g}"
     if not adaptive and scale.factor != 2:
-        yield f"{key}.factor", f"= {scale.factor:g} is not read by policy: deepspeed, which doubles; remove it"
+        fix = "set policy: adaptive, or remove factor"
+        yield f"{key}.factor", f"= {scale.factor:g} is not read by policy: deepspeed, which halves and doubles; {fix}"
     for item in fields(scale):
         if not adaptive and item.name.startswith("escalate_") and getattr(scale, item.name) != item.default:
             yield f"{key}.{item.name}", f"= {getattr(scale, item.name)} is only read by policy: adaptive; remove it"
     if not scale.minimum.is_integer():
-        yield f"{key}.minimum", f"= {scale.minimum:g} is not a whole number, and DeepSpeed takes no other; write one"
+        problem = "is not a whole number, and DeepSpeed takes no other; write 1 or more"
+        yield f"{key}.minimum", f"= {scale.minimum:g} {problem}"
     if first < scale.minimum:
         yield f"{key}.initial", f"= {first:g} is below {key}.minimum = {scale.minimum:g}; raise it"
     if first > scale.largest_scale:
         yield f"{key}.initial", f"= {first:g} is above {key}.maximum = {scale.largest_scale:g}; lower it"
     if scale.escalate_after > scale.escalate_within:
-        most = f"{key}.escalate_within = {scale.escalate_within} steps can hold"
-        yield f"{key}.escalate_after", f"= {scale.escalate_after} is more than {most}; make it smaller"
+        problem = f"is more than {key}.escalate_within = {scale.escalate_within} steps can hold; make it smaller"
+        yield f"{key}.escalate_after", f"= {scale.escalate_after} {problem}"
 
 
 def _evaluate(config: Config) -> Iterator[Problem]:
     if config.evaluate.every_steps and config.data.validation_fraction == 0 and not config.data.validation:
-        every = config.evaluate.every_steps
-        yield "evaluate.every_steps", f"= {every} needs held-out text; raise data.validation_fraction, or name sets"
+        fix = "set data.validation_fraction above 0, or name data.validation"
+        yield "evaluate.every_steps", f"= {config.evaluate.every_steps} needs held-out text; {fix}"
 
 
 def _tracking(config: Config) -> Iterator[Problem]:
@@ -655,13 +682,14 @@ def _guard(config: Config) -> Iterator[Problem]:
     if low is not None and high is not None and low >= high:
         yield "guard.min_update_ratio", f"= {low:g} is not below guard.max_update_ratio = {high:g}; make it smaller"
     if guard.spike_sigmas and 0 < config.run.steps <= (guard.spike_window + 1) // 2:
-        window = f"= {guard.spike_window} leaves nothing to judge in run.steps = {config.run.steps}"
-        yield "guard.spike_window", f"{window}, half of it apart; make it smaller or set guard.spike_sigmas=0"
+        problem = f"leaves nothing to judge in run.steps = {config.run.steps}, because half of it has to pass first"
+        yield "guard.spike_window", f"= {guard.spike_window} {problem}; make it smaller or set guard.spike_sigmas=0"
     if re.fullmatch(r"never|suspicious|every [1-9]\d*", guard.reexecute) is None:
-        yield "guard.reexecute", f"= '{guard.reexecute}' is none of its values; write never, suspicious, or 'every 500'"
+        fix = "write never, suspicious, or every N with a number of steps, such as 'every 500'"
+        yield "guard.reexecute", f"= '{guard.reexecute}' is none of its values; {fix}"
     if guard.update_checks and config.optimizer.name != "adamw":
-        name = config.optimizer.name
-        yield "guard.update_checks", f"= {guard.update_checks} is for adamw, not optimizer.name = {name}; set it to 0"
+        problem = f"recomputes adamw's updates alone, and optimizer.name = {config.optimizer.name}"
+        yield "guard.update_checks", f"= {guard.update_checks} {problem}; set guard.update_checks=0"
 
 
 def _canary(config: Config) -> Iterator[Problem]:
@@ -671,7 +699,8 @@ def _canary(config: Config) -> Iterator[Problem]:
             yield f"canary.bounds.{name}", f"is no key of parity:, which has {', '.join(known)}"
     steps, share = config.canary.steps, config.canary.data_share
     if steps is not None and share is not None:
-        yield "canary.data_share", f"= {share:g} says how long the canary is, as canary.steps = {steps}; remove one"
+        problem = f"says how many steps the canary has, as canary.steps = {steps} does; remove one of them"
+        yield "canary.data_share", f"= {share:g} {problem}"
 
 
 _IN_A_MODULE = ("inf_gradient", "nan_gradient", "nan_activation", "gradient_spike", "flipped_bit")
@@ -688,7 +717,8 @@ def _faults(config: Config) -> Iterator[Problem]:
     for index, fault in enumerate(config.faults):
         key = f"faults[{index}]"
         if 0 < config.run.steps < fault.step:
-            yield f"{key}.step", f"= {fault.step} is after the last step, run.steps = {config.run.steps}; lower it"
+            problem = f"is after the last step, run.steps = {config.run.steps}; it would never strike"
+            yield f"{key}.step", f"= {fault.step} {problem}"
         for name, kinds in _FAULTS_READ.items():
             value = getattr(fault, name)
             if fault.kind not in kinds and value != getattr(Fault, name):

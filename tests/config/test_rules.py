@@ -48,7 +48,7 @@ REFUSED = [
     (["data.source=text", "data.path=a.txt", 'data.document_separator=""'], "data.document_separator is empty … null"),
     (
         ["data={source: jsonl, path: a.txt, tokenizer: bytes, input_ids_field: ids}", "task=sft"],
-        "data.input_ids_field = 'ids' is of documents, and task = sft learns from rows; remove it",
+        "data.input_ids_field = 'ids' is of documents, and task = sft learns from rows; remove it, or set",
     ),
     (["data.input_ids_field=ids"], "data.input_ids_field = 'ids' is only read by data.source = jsonl, parquet and hub"),
     (["data={source: jsonl, path: a.txt, input_ids_field: ids}"], "data.tokenizer = bpe:4096 … tokens already; name"),
