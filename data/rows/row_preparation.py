@@ -277,4 +277,4 @@ def source_of_texts(data: DataSection, source: Source, texts_of: Callable[[dict[
                 with suppress(BadRow, UnicodeEncodeError):
                     yield from ((where, {"text": text}) for text in texts_of(row))
 
-    return replace(source, open=texts, text_field="text", deduplicate=False)
+    return replace(source, rows=texts, text_field="text", deduplicate=False)

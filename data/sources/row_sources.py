@@ -27,7 +27,7 @@ _TESTS = {"test", "tests", "idle_test"}
 def located_rows(data: DataSection, source: Source) -> Iterator[Found]:
     """Every row of the source in its order. Raises UserError for a source that cannot be read."""
     if data.source != "stdlib":
-        return iter(source.open())
+        return iter(source.rows())
     if data.format in TASK_FORMATS:
         return _functions_by_folder(source)
     if data.format == "preference":

@@ -56,7 +56,7 @@ class Source:
     total_bytes: int | None
     """[bytes] Size of the files, for the progress bar; None when it is not known beforehand."""
     text_field: str
-    open: Callable[[], Iterable[Found]]
+    rows: Callable[[], Iterable[Found]]
     """Opens the stream of rows as they are. Raises UserError, also while it is read."""
     null_means: str = "no text"
     """Reason under which a document that is null is counted as left out."""
@@ -73,7 +73,7 @@ class Source:
         """Every document's text; what is left out is counted in `skipped` by its reason. Raises UserError."""
         seen: set[bytes] = set()
         lacking: list[dict[str, Any]] | None = []  # None: the field has been there
-        for where, row in self.open():
+        for where, row in self.rows():
             if isinstance(row, BadRow):
                 raise UserError(f"{where}: {row}; correct the row")
             if self.text_field in row:
@@ -127,7 +127,7 @@ def _row_source(data: DataSection, path: str, label: str) -> Source:
         identity=files.identity,
         total_bytes=files.total_bytes,
         text_field=data.text_field,
-        open=lambda: chain.from_iterable(map(read, files.names)),
+        rows=lambda: chain.from_iterable(map(read, files.names)),
         files=files.names,
     )
 
@@ -183,7 +183,7 @@ def _text_source(label: str, files: _Files, *, deduplicate: bool = False, separa
         identity=identity if separator is None else f"{identity}:split at {json.dumps(separator)}",
         total_bytes=files.total_bytes,
         text_field="text",
-        open=partial(text_rows, files.names, separator),
+        rows=partial(text_rows, files.names, separator),
         null_means="not utf-8",
         deduplicate=deduplicate,
         files=files.names,
@@ -204,7 +204,7 @@ def _megatron_source(path: str, label: str) -> Source:
         identity=_files_identity(root, [*files, *(file for file in tokens if file.is_file())]),
         total_bytes=None,
         text_field="text",
-        open=lambda: (
+        rows=lambda: (
             (f"{file}: document {number}", {"input_ids": ids})
             for file in files
             for number, ids in enumerate(megatron.documents(file), 1)
@@ -272,7 +272,7 @@ def _hub_source(data: DataSection, label: str) -> Source:
             identity=f"{_files_identity(folder, files)}:{data.name}:{data.split}",
             total_bytes=None,
             text_field=data.text_field,
-            open=partial(
+            rows=partial(
                 _streamed,
                 label,
                 lambda streams: (streams.saved if saved else partial(streams.folder, name=data.name))(
@@ -293,7 +293,7 @@ def _hub_source(data: DataSection, label: str) -> Source:
         identity=f"hub:{repository}:{data.name}:{data.split}:{pinned}",
         total_bytes=None,
         text_field=data.text_field,
-        open=partial(_streamed, label, opened, check="Check that it exists, its format and the network."),
+        rows=partial(_streamed, label, opened, check="Check that it exists, its format and the network."),
         revision=lambda: found.get("revision"),
     )
 

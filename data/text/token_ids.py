@@ -95,7 +95,7 @@ def _located(data: DataSection, source: Source, field: str) -> Iterator[Found]:
         for path in source.files:
             yield from _of_parquet(path, field)
     else:
-        for where, row in source.open():
+        for where, row in source.rows():
             if isinstance(row, BadRow):
                 raise UserError(f"{where}: {row}; correct the row") from row
             if field not in row:

@@ -1,6 +1,7 @@
 """The oracle computes what runs record, by rules of its own, and names what a run does otherwise."""
 
 import json
+import math
 import random
 import shutil
 from collections.abc import Callable
@@ -452,6 +453,7 @@ def test_a_wrong_evaluation_is_named(finished: Path, tmp_path: Path) -> None:
     def change(event: dict[str, Any]) -> None:
         if event["event"] == "eval":
             event["loss"] *= 1 + 1e-5
+            event["perplexity"] *= math.exp(event["loss"] * (1 - 1 / (1 + 1e-5)))
 
     found = tampered(finished, tmp_path, change)
     assert failed(found) == {"validation loss"}
