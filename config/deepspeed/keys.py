@@ -93,6 +93,9 @@ _TRADES_PRECISION = "it changes the numerics outside of the run config; remove i
 
 # Dotted keys that DeepSpeed has, or had, and that are refused: why, and what to do instead.
 REFUSED: dict[str, str] = {
+    "zero_optimization.elastic_checkpoint": "DeepSpeed replaced it by universal checkpoints; remove it",
+    "zero_optimization.legacy_stage1": "DeepSpeed no longer has it; remove it",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": "it has 16bit for fp16 now; rename it",
     "optimizer": "Mantissa owns the optimizer and its decay groups. DeepSpeed 0.19.8's Muon clips what it has"
     " orthogonalized (measured: an update of 1.000 for 5.161) and at ZeRO-2 drops gradients (6 of 6 biases stand"
     " still), and LAMB and Adafactor see flat shards (updates 14% to 68% off); set optimizer.* in the run config",

@@ -234,7 +234,7 @@ def test_equal_numbers_in_both_places_are_fine(make: Any) -> None:
         ({"gradient_clipping": float("nan")}, "gradient_clipping = NaN is not a number of 0 or more"),
         ({"optimizer": {"type": "AdamW"}}, "optimizer is refused: Mantissa owns the optimizer"),
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast is refused: with float16"),
-        ({"amp": {"enabled": True}}, "amp is refused: DeepSpeed 0.19.8 has removed it"),
+        ({"amp": {"enabled": True}}, f"amp: {NO_SUCH_KEY}; the top level has"),
         ({"bf16": {"enabled": True, MASTERS: True}}, f"bf16.{MASTERS} is refu"),
         (zero(offload_param={"device": "cpu"}), f"{PARAM}.device = 'cpu' {NEEDS} 3 or more, not 2"),
         (

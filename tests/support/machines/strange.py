@@ -160,7 +160,7 @@ def look_at(run: Path, output: str, losses: Sequence[float]) -> None:
     assert any(f"step-{steps}: whole" in line for line in said), said
     assert imread(run_dir.plots / "run.png").shape[:2] == (975, 1560)
     report = run_dir.report.read_text(encoding="utf-8")
-    assert report.startswith("# demo\n") and "**done**" in report and "plots/run.png" in report
+    assert report.startswith("# demo\n") and "**healthy" in report and "plots/run.png" in report
     assert run_dir.sample.read_text(encoding="utf-8")
     _look_at_wandb(run_dir, steps)
 

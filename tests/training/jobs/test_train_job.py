@@ -244,7 +244,7 @@ def test_a_model_beyond_fp16_is_told_so_at_its_first_step_and_fails_its_report(f
         "evaluate.every_steps=0",
     ]
     output = finish(command("python", folder, "beyond", *given), exit_code=3, ranks=2)
-    assert "after step 1: an activation of model.layers.1.mlp.down_proj exceeds FP16's 65,504" in output
+    assert "was applied: an activation of model.layers.1.mlp.down_proj exceeds FP16's 65,504" in output
     assert "no loss scale helps; use precision.compute=bf16" in output.splitlines()[-1]
     assert events(folder, "beyond", "scale") == []
     first = events(folder, "beyond", "nonfinite")[0]
