@@ -193,7 +193,7 @@ def field_strategy(hint: typing.Any, limits: typing.Mapping[str, float]) -> st.S
     if origin is typing.Literal:
         return st.sampled_from(arguments)
     if origin is tuple and arguments[-1] is Ellipsis:
-        return st.lists(field_strategy(arguments[0], {}), max_size=2).map(tuple)
+        return st.lists(field_strategy(arguments[0], limits), max_size=2).map(tuple)
     if origin is tuple:
         return st.tuples(*(field_strategy(item, limits) for item in arguments))
     if origin is dict:

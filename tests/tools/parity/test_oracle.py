@@ -446,7 +446,8 @@ def test_in_16_bits_later_norms_have_twice_the_bound_of_the_first(
         elif event["event"] == "step" and event["step"] == step:
             event["grad_norm"] *= factor
 
-    assert failed(tampered(finished, tmp_path, change)) == named
+    # the run's evaluations are FP32's, and wrong for BF16
+    assert failed(tampered(finished, tmp_path, change)) - {"validation loss"} == named
 
 
 def test_a_wrong_evaluation_is_named(finished: Path, tmp_path: Path) -> None:
