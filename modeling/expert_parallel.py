@@ -83,7 +83,7 @@ def _layers_of_experts(model: nn.Module) -> Iterator[Any]:
 def _dispatched(
     experts: Any, group: Group, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """As the experts' own forward pass. A collective of the group, and so is its backward pass.
+    """The experts' own forward pass, over the ranks of a group. A collective, as is its backward pass.
 
     hidden: (tokens, width). index: (tokens, k) int64, of all experts. weights: (tokens, k).
     """

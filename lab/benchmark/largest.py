@@ -110,7 +110,8 @@ def benchmark(options: argparse.Namespace) -> dict[str, Any]:
     resolved = [read_command_line(job, as_launched(processes)) for job in jobs.values()][0]
     limit = options.host_gib * GIB if options.host_gib else SHARE * psutil.virtual_memory().available
     report = Report(options.out, "largest", page)
-    more = {"checkpointing": resolved.config.model.activation_checkpointing, "host_gib": round(limit / GIB, 1)}
+    checkpointing = resolved.config.model.activation_checkpointing
+    more = {"activation_checkpointing": checkpointing, "host_gib": round(limit / GIB, 1)}
     about = conditions("lab.benchmark.largest", resolved, processes, **more)
     rows: dict[str, dict[str, Any]] = {}
     result: dict[str, Any] = {}

@@ -36,9 +36,9 @@ from training.engine.tensors import local_gradient, shape_of, shard_of
 _TOKENS = 64
 """Rows of a module's output, and labels of the loss, that are compared."""
 _BLOCKS = 4
-"""Blocks of a step that are computed again; they take turns."""
+"""Blocks that a step recomputes; they take turns."""
 _OUTPUTS, _INPUTS = 8, 32
-"""Of a linear layer, those whose gradients are compared."""
+"""Outputs and inputs of a linear layer whose weights' gradients are compared."""
 
 
 class Row(NamedTuple):
@@ -282,7 +282,7 @@ class Passes:
                 logits = functional.linear(given, own["weight"], own.get("bias")).to(wide)
                 logits = cap * torch.tanh(logits / cap) if cap else logits
                 loss = functional.cross_entropy(logits, labels, reduction="sum") * factor
-            made.append(*torch.autograd.grad(loss, given))
+            made += torch.autograd.grad(loss, given)
         return [distance(came, *made, roundoff=unit_roundoff(hidden.dtype), kernel=2.0)]
 
 

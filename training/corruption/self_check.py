@@ -25,7 +25,7 @@ from training.schedule import scheduled_rate
 
 SIGNAL = "self_check"
 _VALUES = 32
-"""Of each parameter, values whose update is compared."""
+"""Values of each parameter whose update is compared."""
 _NORM = 1e-4
 """[fraction] Tolerated error of the gradient norm: FP32 sums in two orders, 8.8e-8 apart in a sound run."""
 _WORDS = {
@@ -36,8 +36,6 @@ _WORDS = {
     "updates": "the step is not what the optimizer's rule gives",
     "copies": "its values differ between ranks, or from its master rounded",
 }
-
-
 _OF_ALL = ("gradients", "norm")
 """Checks of sums over ranks, which blame none of them."""
 

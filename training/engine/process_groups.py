@@ -20,7 +20,7 @@ _OF_EXPERTS = (
 
 
 def forget_groups() -> None:
-    """Those of an engine that is destroyed: DeepSpeed would take them for the next one's, or refuse to make that."""
+    """Forget a destroyed engine's groups, which DeepSpeed would give to the next one, or refuse to build it."""
     for name in _OF_TENSORS:
         setattr(groups, name, None)  # not destroyed: one may be the group of all
     for name in _OF_EXPERTS:

@@ -122,7 +122,7 @@ def planted(folder: Path, family: str, largest: float) -> Path:
 def test_no_proposal_is_worse_than_a_uniform_dtype(
     solo: ProcessGroup, folder: Path, tmp_path: Path, family: str, value: float
 ) -> None:
-    """Of those that bear training: FP16 where all that it stores has headroom."""
+    """FP16 competes only where all that it stores has headroom."""
     overrides = (f"model.name_or_path={planted(tmp_path, family, value)}",)
     [found] = solo.run(analyze_cases.surveyed_task, folder=folder, task="sft", overrides=overrides)
     result: dict[str, Any] = found["result"]

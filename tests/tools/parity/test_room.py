@@ -13,7 +13,7 @@ from tools.parity.room import _shortage, shortages
 
 DEMO = str(REPOSITORY / "config/recipes/demo.yaml")
 HUGE = "model.config={hidden_size: 65536, intermediate_size: 65536, num_hidden_layers: 2, num_attention_heads: 64}"
-"""Of 50 billion parameters, more than any machine holds in FP32 beside an engine."""
+"""A model of 50 billion parameters, more than any machine holds in FP32 beside an engine."""
 
 
 def of(folder: Path, *overrides: str) -> Plan:

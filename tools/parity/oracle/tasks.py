@@ -232,7 +232,7 @@ class Classified(Task):
         return self._shards.labelled(number)
 
     def metrics(self) -> dict[str, float]:
-        """Of numbers Pearson's correlation and the root mean square error; of labels accuracy, F1 and Matthews'."""
+        """Pearson's correlation and the root mean square error of numbers; accuracy, F1 and Matthews' of labels."""
         if self._config.classify.kind == "regression":
             predicted, there = (np.array(column) for column in zip(*self._seen, strict=True))
             return {"pearson": _correlation(predicted, there), "rmse": float(((predicted - there) ** 2).mean() ** 0.5)}

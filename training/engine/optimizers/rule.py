@@ -23,7 +23,7 @@ class UpdateInputs:
     weight_decay: float
     lr: float
     step: int
-    """From 1, the step to make."""
+    """Number of the step that is taken, from 1."""
     matrix: bool
     """Whether it is a hidden matrix, which some optimizers treat in another way."""
 
