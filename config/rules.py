@@ -346,6 +346,7 @@ def _tensor(config: Config) -> Iterator[Problem]:
         "optimizer.name": ("adamw", "lion", "sgd"),  # which update each value by its own gradient alone
         "guard.replica_checks": (0,),
         "guard.update_checks": (0,),
+        "guard.gradient_checks": (0,),
         "guard.reexecute": ("never",),
         "guard.min_update_ratio": (None,),
         "guard.max_update_ratio": (None,),

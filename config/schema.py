@@ -740,9 +740,12 @@ class GuardSection:
     gradient_jump and what a self-check finds before the update in their own step, others in the next one. Empty:
     warnings are recorded and nothing else."""
     self_check_every: int = limit(500, at_least=0, null=0)
-    """[steps] How often a step is compared with plain torch in the run's dtype, and the first step of each session:
-    module outputs, reduced gradients, the loss, the update, and copies of weights. What differs is named by module or
-    parameter and rank. The step stays the same bit for bit. 0: never."""
+    """[steps] Of each so many one, drawn, is compared with plain torch in the run's dtype, and the first step of each
+    session: module outputs, reduced gradients, the loss, the update, and copies of weights. What differs is named by
+    module or parameter and rank. The step stays the same bit for bit. 0: never."""
+    gradient_checks: int = limit(0, at_least=0, null=0)
+    """[steps] How often of these comparisons that of the gradients and their norm is made: each linear layer's reduced
+    gradient, all of its values in a few random sums. 0: with the others only."""
     replica_checks: int = limit(0, at_least=0, null=0)
     """[steps] Period in which each value that several ranks hold, or that is a rounded master, is compared once,
     a part of them each step: weights, buffers, at ZeRO-0 the optimizer's state too. One that differs is named by rank,
@@ -815,6 +818,10 @@ class ParitySection:
     oracle_steps: int = limit(2, at_least=0, null=0)
     """[steps] First steps of the FP32 run that are recomputed outside of the engine, and with them the step after each
     drawn point: an error that both runs share, such as a label that is lost, is beyond FP32's bounds there. 0: none."""
+    whole_steps: int = limit(8, at_least=0, null=0)
+    """[steps] Of each so many steps of the trained runs one, drawn, is compared whole with plain torch, and in every
+    step the gradients of linear layers, their norm, copies of weights and a slice of the update (docs/self-check.md).
+    0: none."""
     validation_delta: float = limit(0.005, above=0.0)
     """[fraction] Largest distance of the last validation loss from FP32's."""
     loss_gap: float = limit(0.02, above=0.0)

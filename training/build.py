@@ -74,7 +74,7 @@ def build(opened: Session) -> tuple[Parts, Progress]:
         validation_by_source=opened.validation_by_source,
         preemption=Preemption(config.run.max_minutes),
         checks=Checks(engine, resolved) if checks_wanted(config.guard) else None,
-        self_check=SelfCheck(engine, resolved) if config.guard.self_check_every and world.tensor is None else None,
+        self_check=SelfCheck(engine, resolved) if _self_checked(config.guard) and world.tensor is None else None,
         telemetry=Telemetry(engine, probe=config.telemetry.probe) if config.telemetry.every_steps else None,
         tracing=open_tracing(resolved, world, checkpoints=checkpoints, **watched),
         profiling=open_profiling(resolved, run_dir.path, **watched),
@@ -83,6 +83,10 @@ def build(opened: Session) -> tuple[Parts, Progress]:
     for line in checkpoints.take_notes():
         record.note(line)
     return parts, progress
+
+
+def _self_checked(guard: GuardSection) -> bool:
+    return bool(guard.self_check_every or guard.gradient_checks)
 
 
 def checks_wanted(guard: GuardSection) -> bool:

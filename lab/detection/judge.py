@@ -7,6 +7,7 @@ from typing import Any
 
 from config.errors import UserError
 from config.resolved import Resolved
+from tools.parity.every_step import judge_every_step
 from tools.parity.jobs import Run, inner_dtypes, trajectory, walks_of
 from tools.parity.judge_runs import judge_trajectories
 from tools.parity.judge_steps import Check, Walk, judge_dtypes, judge_steps
@@ -36,6 +37,7 @@ def judged(
         *judge_trajectories([trajectory(run)], [trajectory(Run(twin, True, "", None))], bounds),
         *judge_steps(walks_of(measured, run), bounds),
         judge_dtypes(inner_dtypes(run), bounds),
+        judge_every_step([run_dir.events], bounds.whole_steps),
     ]
     found = _of_checks(checks)
     for event in events:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,6 +15,7 @@ from lab.detection.cells import Cell, base, precision
 from lab.detection.judge import judged, judged_steps
 from lab.detection.made_of import made_with
 from lab.detection.plants.site import Plant, planted
+from tools.parity.every_step import settings
 from tools.parity.steps import measure
 from tracking.run_dir import RunDir
 from training.build import build
@@ -54,7 +56,10 @@ def run(world: World, *, folder: str, cell: Cell, name: str, size: float | None 
     """Train as the run `name`, compare single steps, judge; what was found, on rank 0."""
     where, started, cpu = Path(folder), time.monotonic(), time.process_time()
     overrides = [f"checkpoint.every_steps={cell.every}", "checkpoint.keep=3", *cell.overrides]
-    resolved = _resolve(where, cell, name, [*precision(where, cell.path, cell.stage), *overrides])
+    overrides = [*precision(where, cell.path, cell.stage), *overrides]
+    bounds = _resolve(where, cell, name, overrides).config.parity
+    overrides += settings([*_arguments(where, cell, name), *overrides], os.environ, bounds.whole_steps)
+    resolved = _resolve(where, cell, name, overrides)
     plant = cell.defect.plant if cell.defect else None
     size = size if size is not None else cell.defect.size if cell.defect else 0.0
     code = _train(world, resolved, plant, size)

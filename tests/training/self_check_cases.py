@@ -14,4 +14,4 @@ def job(world: World, *, folder: str, name: str, overrides: Sequence[str], defec
     known = defect_of(defect) if defect is not None else None
     plant, size = (known.plant, known.size) if known is not None else (None, 0.0)
     with planted(plant, rank=world.rank, ranks=world.world_size, size=size):
-        return observer_cases.job(world, folder=folder, name=name, overrides=["guard.self_check_every=2", *overrides])
+        return observer_cases.job(world, folder=folder, name=name, overrides=["guard.self_check_every=1", *overrides])

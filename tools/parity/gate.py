@@ -35,6 +35,7 @@ from config.redact import redact, redact_arguments
 from config.schema import Config
 from launch.job import add_processes_option
 from precision.tolerance import relative
+from tools.parity.every_step import judge_every_step
 from tools.parity.jobs import (
     Log,
     Plan,
@@ -94,6 +95,7 @@ def gate(chosen: Plan, log: Log = print, *, references: References | None = None
         *judge_steps(walks, bounds),
         judge_dtypes([report for run in candidates for report in inner_dtypes(run)], bounds),
         by_rule(candidates[0].folder.events, chosen.resolved.config),
+        judge_every_step([run.folder.events for run in (*candidates, *twins)], bounds.whole_steps),
     ]
     if bounds.oracle_steps:
         checks += outside(twins[0], log, "fp32_evaluation", steps=bounds.oracle_steps, points=chosen.points[1:])
@@ -328,5 +330,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = gate(chosen, keep=options.keep_checkpoints)
     print("\n".join(verdict_lines(found)))
     print(confidence_line(found["confidence"]))
+    print(next(check["note"] for check in found["checks"] if check["name"] == "every_step"))
     print(f"report   {folder / 'parity.md'}")
     return NO_PARITY if found["failed"] else PARITY

@@ -30,6 +30,7 @@ from launch.job import (
     with_steps,
 )
 from tools.parity.energy import joules, used
+from tools.parity.every_step import settings
 from tools.parity.judge_runs import Settling, Trajectory, control_factor, settling_of
 from tools.parity.judge_steps import COMPARED, Walk
 from tracking.console import duration
@@ -57,6 +58,8 @@ class Plan:
     folder: Path
     processes: int
     launcher: tuple[str, ...]
+    watching: tuple[str, ...] = ()
+    """Overrides with which the trained runs compare each of their steps."""
 
     @property
     def points(self) -> list[int]:
@@ -115,7 +118,8 @@ def plan(
     if length:
         arguments += length
         resolved = read_command_line(arguments, launched)
-    return Plan(tuple(arguments), resolved, folder, processes, tuple(launcher))
+    watching = tuple(settings(arguments, launched, resolved.config.parity.whole_steps))
+    return Plan(tuple(arguments), resolved, folder, processes, tuple(launcher), watching)
 
 
 def seeds(chosen: Plan) -> list[int]:
@@ -184,7 +188,7 @@ def _train(chosen: Plan, name: str, seed: int, overrides: Sequence[str], log: Lo
         *chosen.arguments,
         *(f"run.dir={folder.path.parent}", f"run.name={name}", f"run.seed={seed}", "run.resume=never"),
         f"evaluate.every_steps={config.evaluate.every_steps or config.run.steps}",
-        *("tracking.wandb=disabled", "telemetry.every_steps=0", "generate.tokens=0"),
+        *("tracking.wandb=disabled", "telemetry.every_steps=0", "generate.tokens=0", *chosen.watching),
         *overrides,
     ]
     output, energy = _log(chosen, name), None

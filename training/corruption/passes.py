@@ -2,8 +2,9 @@
 
 - *Modules*: outputs of one micro-batch, for the inputs that the run's module got. Leaves on some tokens; of some blocks
   the block itself, its attention and its MLP, on the first sample or on some tokens.
-- *Gradients*: of each linear layer a block of its weight's reduced gradient, against what its inputs and the gradients
-  of its outputs sum up to over the micro-batches and ranks of the step.
+- *Gradients*: of each linear layer its weight's reduced gradient G, against what its inputs and the gradients of its
+  outputs sum up to over the micro-batches and ranks of the step. Compared are v G u for random signs u and v (Freivalds
+  1979), whose mean square is |G|^2: every value of G is in it, at the cost of a few columns of a product.
 - *Loss*: the gradient of the output embedding's input, of some labels of each micro-batch.
 """
 
@@ -37,8 +38,8 @@ _TOKENS = 64
 """Rows of a module's output, and labels of the loss, that are compared."""
 _BLOCKS = 4
 """Blocks that a step recomputes; they take turns."""
-_OUTPUTS, _INPUTS = 8, 32
-"""Outputs and inputs of a linear layer whose weights' gradients are compared."""
+_SIGNS = 8
+"""Pairs of random signs u and v for each linear layer."""
 
 
 class Row(NamedTuple):
@@ -62,8 +63,9 @@ class _Call(NamedTuple):
 class Passes:
     """What is seen of one step: `watching` around its passes, then `compared`, between backward and step."""
 
-    def __init__(self, engine: Engine, resolved: Resolved, batch: Batch, *, turn: int) -> None:
-        """turn: how many steps were checked before, which decides what is drawn; the same on all ranks."""
+    def __init__(self, engine: Engine, resolved: Resolved, batch: Batch, *, turn: int, whole: bool) -> None:
+        """turn: how many steps were checked before, which decides what is drawn; the same on all ranks. whole: compare
+        all of it; else the gradients alone."""
         self._engine, self._resolved, self._batch, self._turn = engine, resolved, batch, turn
         self._drawn, self._micro = turn % len(batch.input_ids), -1
         self.skipped: dict[str, str] = {}
@@ -75,12 +77,13 @@ class Passes:
         if engine.loss_path.chunked:
             self._hidden.add(self._head)  # it returns the loss
         self._of_samples: set[str] = set()
-        self._modules = self._draw()
+        self._modules = self._draw() if whole else {}
         self._linears = self._followed()
+        self._signs = {name: self._drawn_signs(row, module) for row, (name, module) in enumerate(self._linears.items())}
         self._calls: dict[str, _Call] = {}
         self._came: dict[str, list[torch.Tensor]] = defaultdict(list)
         self._of_loss: list[list[torch.Tensor]] = []
-        self._judges_loss = self._can_judge_loss()
+        self._judges_loss = whole and self._can_judge_loss()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -163,9 +166,8 @@ class Passes:
         if not _in_forward():  # a recomputation, or a pass of a reference
             return
         if name in self._linears and output.requires_grad:
-            _, columns = self._block(module)
-            kept = args[0].detach().reshape(-1, args[0].shape[-1])[:, columns].clone()
-            output.register_hook(partial(self._follow, name, kept))
+            given = args[0].detach().reshape(-1, args[0].shape[-1]).to(self._wide)
+            output.register_hook(partial(self._follow, name, given @ self._signs[name][0], given.norm()))
         if self._micro != self._drawn or name not in self._modules or name in self._calls:
             return
         alone = name not in self._of_samples and not kwargs and len(args) == 1
@@ -191,53 +193,60 @@ class Passes:
         three = zip(call.outputs, *made, strict=False)
         return [distance(run, plan.to(run.dtype), exact, roundoff=u, kernel=kernel) for run, plan, exact in three]
 
-    def _block(self, module: Any) -> tuple[slice, slice]:
-        """The outputs and the inputs of a linear layer whose gradients are compared."""
+    @property
+    def _wide(self) -> torch.dtype:
+        """The dtype of the sums, whose roundings are small beside the run's."""
+        return torch.float64 if self._engine.compute == "fp32" else torch.float32
+
+    def _drawn_signs(self, row: int, module: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """(inputs, _SIGNS) and (outputs, _SIGNS) of one layer; others in each turn, and never of training's numbers."""
+        dice = torch.Generator().manual_seed(1_000_003 * self._turn + row)
         outputs, inputs = shape_of(module.weight)
-        first = self._turn * _INPUTS % max(1, inputs - _INPUTS + 1)
-        return _spread(outputs, _OUTPUTS, self._turn), slice(first, first + _INPUTS)
+        signs = torch.randint(2, (inputs + outputs, _SIGNS), generator=dice).mul_(2).sub_(1)
+        u, v = signs.to(self._engine.world.device, self._wide).split([inputs, outputs])
+        return u, v
 
     @torch.no_grad()
-    def _follow(self, name: str, given: torch.Tensor, gradient: torch.Tensor) -> None:
-        rows, _ = self._block(self._linears[name])
-        given, came = given.double(), gradient.detach().reshape(-1, gradient.shape[-1])[:, rows].double()
-        block = came.T @ given
-        sizes = torch.stack([block.norm(), came.norm() * given.norm()])
-        self._came[name].append(torch.cat([sizes, block.flatten()]))
+    def _follow(self, name: str, given: torch.Tensor, size: torch.Tensor, gradient: torch.Tensor) -> None:
+        came = gradient.detach().reshape(-1, gradient.shape[-1]).to(self._wide)
+        sums = ((came @ self._signs[name][1]).double() * given.double()).sum(0)
+        self._came[name].append(torch.cat([sums, torch.stack([sums.norm(), came.norm().double() * size.double()])]))
 
     def _compare_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Error and bound of each, relative: three standard errors of a rounding for each term of the sum over
         micro-batches and ranks, and FP32's roundings of the sums over tokens. A collective."""
         engine, regions, ranks = self._engine, self._engine.regions, self._engine.world.world_size
-        most = _OUTPUTS * _INPUTS
-        table = torch.zeros(len(self._linears), 2 * most + 2, dtype=torch.float64, device=engine.world.device)
+        table = torch.zeros(len(self._linears), 2 * _SIGNS + 3, dtype=torch.float64, device=engine.world.device)
         for row, (name, module) in zip(table, self._linears.items(), strict=True):
-            own = self._reduced(module).flatten()
-            row[:most][: len(own)] = own / (1 if engine.stage else ranks)
+            row[: _SIGNS + 1] = self._reduced(name, module) / (1 if engine.stage else ranks)
             if self._came[name]:
-                row[most:][: len(own) + 2] = torch.stack(self._came[name]).sum(0) / ranks
+                row[_SIGNS + 1 :] = torch.stack(self._came[name]).sum(0) / ranks
         engine.world.sum(table)
         terms = len(self._batch.input_ids) * ranks
-        for row, name in zip(table, self._linears, strict=True):
+        for row, (name, module) in zip(table, self._linears.items(), strict=True):
             u = unit_roundoff(DTYPES[engine.compute if regions is None else regions.dtypes.get(name, "fp32")])
-            mine, sizes, expected = row.split([most, 2, most])
-            tiny = torch.finfo(torch.float16).smallest_normal * u * (most * terms) ** 0.5
-            bound = 3 * terms**0.5 * u * sizes[0] + 8 * unit_roundoff(torch.float32) * sizes[1] + tiny
-            size = expected.norm().clamp_min(torch.finfo(torch.float64).tiny)
-            yield name, torch.stack([(mine - expected).norm().nan_to_num(torch.inf), bound]) / size
+            mine, square, expected, sizes = row.split([_SIGNS, 1, _SIGNS, 2])
+            # a few signs may all but cancel; the whole gradient's own norm does not
+            size = torch.maximum(sizes[0] / _SIGNS**0.5, square[0].sqrt())
+            tiny = torch.finfo(torch.float16).smallest_normal * u * (shape_of(module.weight).numel() * terms) ** 0.5
+            bound = 3 * terms**0.5 * u * size + 8 * unit_roundoff(torch.float32) * sizes[1] + tiny
+            error = ((mine - expected).norm() / _SIGNS**0.5).nan_to_num(torch.inf)
+            yield name, torch.stack([error, bound]) / size.clamp_min(torch.finfo(torch.float64).tiny)
 
-    def _reduced(self, module: Any) -> torch.Tensor:
-        """This rank's values of the block of a reduced gradient, 0 those of other ranks; float64."""
-        (outputs, inputs), (rows, columns) = shape_of(module.weight), self._block(module)
-        places = torch.arange(outputs)[rows, None] * inputs + torch.arange(inputs)[columns]
+    def _reduced(self, name: str, module: Any) -> torch.Tensor:
+        """(_SIGNS + 1,) float64: v G u of this rank's part of a reduced gradient, and its norm squared."""
+        found = torch.zeros(_SIGNS + 1, dtype=torch.float64, device=self._engine.world.device)
         shard = shard_of(self._engine, module.weight)
         gradient = local_gradient(module.weight, shard, self._engine.stage) if shard is not None else None
         if shard is None or gradient is None:
-            return torch.zeros(places.shape, dtype=torch.float64, device=self._engine.world.device)
-        places = places.to(gradient.device) - shard.start
-        here = (places >= 0) & (places < shard.length)
-        values = torch.where(here, gradient[places.clamp(0, shard.length - 1)].double(), 0.0)
-        return values.to(self._engine.world.device)
+            return found
+        u, v = self._signs[name]
+        first, before = divmod(shard.start, len(u))
+        after = -(before + shard.length) % len(u)
+        rows = functional.pad(gradient.to(found.device, self._wide), (before, after)).view(-1, len(u))
+        found[:-1] = ((rows @ u).double() * v[first : first + len(rows)].double()).sum(0)
+        found[-1] = torch.linalg.vector_norm(rows, dtype=torch.float64).square()
+        return found
 
     def _can_judge_loss(self) -> bool:
         config: Any = self._engine.model.config.get_text_config()

@@ -6,6 +6,7 @@ what passes by (passes.py), and what is computed again is computed beside it (pl
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -45,7 +46,8 @@ class SelfCheck:
 
     def __init__(self, engine: Engine, resolved: Resolved) -> None:
         self._engine, self._resolved = engine, resolved
-        self._every = resolved.config.guard.self_check_every
+        self._every, self._gradients = resolved.config.guard.self_check_every, resolved.config.guard.gradient_checks
+        self._whole = False
         self._turn = 0
         self._passes: Passes | None = None
         self._updates: UpdateCheck | None = None
@@ -53,13 +55,20 @@ class SelfCheck:
         self._skipped: dict[str, str] = {}
 
     def due(self, step: int, first: int) -> bool:
-        """Whether an attempted step, from 1, is checked. first: the session's."""
-        return step == first or step % self._every == 0
+        """Whether an attempted step, from 1, is checked. first: the session's.
+
+        Of each `self_check_every` steps one is drawn: a fixed period would never meet what is wrong between.
+        """
+        if self._every:
+            start = (step - 1) // self._every * self._every
+            drawn = random.Random(f"{self._resolved.config.run.seed} {start}").randrange(self._every)
+            self._whole = step == first or step == start + 1 + drawn
+        return self._whole or bool(self._gradients and step % self._gradients == 0)
 
     def watching(self, batch: Batch) -> AbstractContextManager[None]:
         """Around forward and backward of a step that is due."""
         self._rows, self._skipped = [], {}
-        self._passes = Passes(self._engine, self._resolved, batch, turn=self._turn)
+        self._passes = Passes(self._engine, self._resolved, batch, turn=self._turn, whole=self._whole)
         return self._passes.watching()
 
     def after_passes(self, health: Health) -> list[EarlyWarning]:
@@ -76,6 +85,8 @@ class SelfCheck:
     def before_update(self) -> None:
         """Right before the step is applied."""
         config, self._updates = self._resolved.config, None
+        if not self._whole:
+            return
         name = config.optimizer.name
         if self._resolved.offload != "none":
             self._skipped["updates"] = "masters are offloaded"
@@ -89,6 +100,8 @@ class SelfCheck:
     def after_update(self, health: Health, *, scale: float, applied: int, factor: float) -> list[EarlyWarning]:
         """Right after it was applied. applied: updates before it. factor: the guard's, on the rate. A collective."""
         rows: list[Row] = []
+        if not self._whole:
+            return []
         if self._updates is not None:
             rate = scheduled_rate(self._resolved.config, applied) * factor
             self._updates.after_update(norm=health.grad_norm, scale=scale, lr=rate, step=applied + 1)
@@ -110,7 +123,7 @@ class SelfCheck:
             (row, rank), breaches = max(found, key=_excess), sum(_excess(item) > 1 for item in found)
             fields = {"where": row.where, "rank": rank, "error": row.error, "bound": row.bound}
             worst[check] = {"compared": len(found), "breaches": breaches, **fields}
-        if "copies" not in worst:
+        if self._whole and "copies" not in worst:
             self._skipped.setdefault("updates", "the step was not applied")
         return {"checks": worst, "skipped": self._skipped}
 

@@ -1,0 +1,73 @@
+"""Comparisons of every step of the runs that the gate trains, between the points at which single steps are compared.
+
+The runs make them themselves (`guard.gradient_checks`, `guard.replica_checks`, `guard.update_checks`): of each step the
+gradients of all linear layers, the gradient norm, all copies of weights and a slice of the update; one drawn step of
+`parity.whole_steps` is compared whole (docs/self-check.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from config.command_line import refusal
+from tools.parity.judge_steps import MOST_NAMED, Check
+from tracking.jsonl import read_events
+
+_VALUES = 65536
+"""Masters of each rank whose update is recomputed in every step."""
+_USUAL = 400
+"""[steps] Length of the run for which the power is given beside that of the run at hand."""
+
+
+def settings(arguments: Sequence[str], launched: Mapping[str, str], whole: int) -> list[str]:
+    """The overrides with which a run compares its steps, without those that its config cannot take.
+
+    whole: one of so many steps is compared whole; 0: a run compares nothing beside what its config says.
+    """
+    wanted = [f"guard.self_check_every={whole}", "guard.gradient_checks=1", "guard.replica_checks=1"]
+    found: list[str] = []
+    for setting in [*wanted, f"guard.update_checks={_VALUES}"] if whole else []:
+        if refusal([*arguments, *found, setting], launched) is None:  # as of copies where ranks hold slices of matrices
+            found.append(setting)
+    return found
+
+
+def judge_every_step(files: Sequence[Path], whole: int) -> Check:
+    """The check of what runs said of their own steps. files: their events."""
+    said: list[tuple[str, Sequence[str]]] = []
+    steps = compared = 0
+    for event in (event for file in files for event in read_events(file)):
+        kind = event["event"]
+        if kind == "warning" and event["signal"] == "self_check":
+            said.append((event["reason"], event["modules"]))
+        elif kind == "corruption":
+            said.append((f"step {event['step']}: {event['text']}", [event["module"]]))
+        elif kind == "self_check":
+            compared = max(compared, event["checks"].get("gradients", {}).get("compared", 0))
+        steps = max(steps, event["step"]) if kind == "step" else steps
+    modules = tuple(dict.fromkeys(name for _, names in said for name in names))[:MOST_NAMED]
+    note = power_line(steps, whole, compared) if whole else "no step was compared: parity.whole_steps=0"
+    where = said[0][0] if said else ""
+    return Check("every_step", float(len(said)), 0.0, not said, where=where, modules=modules, note=note)
+
+
+def power(steps: int, every: int, chance: float) -> float:
+    """Probability that what is wrong in one of `every` steps is found; chance: that a wrong step is."""
+    times = steps / every
+    return times * chance if times < 1 else 1 - (1 - chance) ** int(times)
+
+
+def power_line(steps: int, whole: int, layers: int) -> str:
+    """What the comparisons of a run of `steps` would have found. layers: linear ones whose gradients are compared."""
+
+    def found(chance: float) -> str:
+        lengths = sorted({steps, max(steps, _USUAL)})
+        each = [f"{power(n, 8, chance):.3g} and {power(n, 200, chance):.3g} in {n} steps" for n in lengths]
+        return ", ".join(each)
+
+    return (
+        f"found with probability, if wrong every 8th step and once in 200: the gradient of one of {layers} linear "
+        f"layers, the norm, or a copy of a weight {found(1.0)}; a module's output, the loss, or an update "
+        f"{found(1 / whole)}"
+    )
