@@ -63,7 +63,7 @@ FLAT = 0.02
 FLAT_STEPS = 50
 SKIPPED = 0.05
 """Share of skipped steps from which they are a warning, where there are more than a loss scale needs to settle."""
-_SETTLING = 10
+_SETTLING, _EXCURSION = 10, 2.0  # the latter in units of the first loss and of the last level
 _WINDOWS = (5, 50)  # least and most losses in a window; a twentieth of all in between
 _FEW = 10  # losses of which twice SIGMAS are asked: chance itself is poorly known
 _SMALLEST = 1e-3  # a loss below is taken for this, as the logarithm of 0 is none
@@ -332,8 +332,10 @@ def _warned(evidence: Evidence, course: _Course | None) -> tuple[str, int] | Non
     if first is not None:
         more = f"; {count - 1} more" if count > 1 else ""
         return f"{first['text'] if first['event'] == 'note' else describe_event(first)}{more}", int(first["step"])
-    if course is not None and (up := np.flatnonzero(course.risen[:-1] & course.risen[1:])).size:
-        at = int(up[0])
+    level = course.level if course is not None else np.zeros(2)
+    up = np.flatnonzero(course.risen[:-1] & course.risen[1:] if course is not None else level)
+    if course is not None and (up.size or level.max() > _EXCURSION * max(level[0], level[-1])):
+        at = int(up[0]) if up.size else int(level.argmax())
         return f"its loss rose to {course.level[at]:.4g} there, and came down again", int(course.since[at])
     if skipped > max(_SETTLING, SKIPPED * evidence.attempts):
         return f"{skipped:,} of {evidence.attempts:,} steps were skipped, more than {SKIPPED:.0%}", evidence.first_step

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests.support.marks import slow
 from tests.training import observer_cases, self_check_cases
 from tests.training.observer_cases import cast
 from tracking.jsonl import read_events
+from training.corruption.self_check import SelfCheck
 
 
 @pytest.fixture(scope="module")
@@ -97,3 +99,25 @@ def test_the_guard_answers_what_is_found_before_the_update_where_it_is_asked_to(
 
 def test_no_step_is_checked_where_it_is_switched_off(pair: ProcessGroup, folder: Path) -> None:
     assert not of(events_of(pair, folder, [*cast("bf16", 2), "guard.self_check_every=0"]), "self_check")
+
+
+def test_a_gradient_that_is_wrong_in_one_step_is_found_where_gradients_are_compared_in_every_step(
+    pair: ProcessGroup, folder: Path
+) -> None:
+    """One bit of one of 24,576 values, by which it grows; no other step is blamed, and nothing else is compared."""
+    flip = f"faults=[{{kind: flipped_bit, place: gradient, module: {LINEAR}, bit: 10, step: 2}}]"
+    alone = ["guard.self_check_every=0", "guard.gradient_checks=1"]
+    events = events_of(pair, folder, [*cast("bf16", 2), *alone, flip])
+    assert [set(event["checks"]) for event in of(events, "self_check")] == [{"gradients", "norm"}] * 3
+    assert [(event["step"], event["modules"]) for event in of(events, "warning")] == [(2, [f"{LINEAR}.weight"])]
+
+
+def test_the_step_that_is_compared_whole_is_drawn_from_each_so_many() -> None:
+    settings = SimpleNamespace(
+        guard=SimpleNamespace(self_check_every=8, gradient_checks=0), run=SimpleNamespace(seed=3)
+    )
+    check = SelfCheck(SimpleNamespace(), SimpleNamespace(config=settings))  # type: ignore[arg-type]
+    drawn = [step for step in range(9, 809) if check.due(step, first=1)]
+    assert [(step - 1) // 8 for step in drawn] == list(range(1, 101))
+    assert {(step - 1) % 8 for step in drawn} == set(range(8))
+    assert check.due(1, first=1) and check.due(101, first=101)

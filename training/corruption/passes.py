@@ -210,26 +210,28 @@ class Passes:
     def _follow(self, name: str, given: torch.Tensor, size: torch.Tensor, gradient: torch.Tensor) -> None:
         came = gradient.detach().reshape(-1, gradient.shape[-1]).to(self._wide)
         sums = ((came @ self._signs[name][1]).double() * given.double()).sum(0)
-        self._came[name].append(torch.cat([sums, torch.stack([sums.norm(), came.norm().double() * size.double()])]))
+        sizes = torch.stack([sums.square().mean(), came.norm().double() * size.double()])
+        self._came[name].append(torch.cat([sums, sizes]))
 
     def _compare_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Error and bound of each, relative: three standard errors of a rounding for each term of the sum over
-        micro-batches and ranks, and FP32's roundings of the sums over tokens. A collective."""
+        """Error and bound of each, relative to the terms of the sum over micro-batches and ranks, added in quadrature:
+        four roundings of each, and FP32's of the sums over tokens. A collective."""
         engine, regions, ranks = self._engine, self._engine.regions, self._engine.world.world_size
         table = torch.zeros(len(self._linears), 2 * _SIGNS + 3, dtype=torch.float64, device=engine.world.device)
         for row, (name, module) in zip(table, self._linears.items(), strict=True):
             row[: _SIGNS + 1] = self._reduced(name, module) / (1 if engine.stage else ranks)
             if self._came[name]:
                 row[_SIGNS + 1 :] = torch.stack(self._came[name]).sum(0) / ranks
+                row[-2] /= ranks
         engine.world.sum(table)
         terms = len(self._batch.input_ids) * ranks
         for row, (name, module) in zip(table, self._linears.items(), strict=True):
             u = unit_roundoff(DTYPES[engine.compute if regions is None else regions.dtypes.get(name, "fp32")])
             mine, square, expected, sizes = row.split([_SIGNS, 1, _SIGNS, 2])
             # a few signs may all but cancel; the whole gradient's own norm does not
-            size = torch.maximum(sizes[0] / _SIGNS**0.5, square[0].sqrt())
+            size = torch.maximum(sizes[0], square[0]).sqrt()
             tiny = torch.finfo(torch.float16).smallest_normal * u * (shape_of(module.weight).numel() * terms) ** 0.5
-            bound = 3 * terms**0.5 * u * size + 8 * unit_roundoff(torch.float32) * sizes[1] + tiny
+            bound = 4 * u * size + 8 * unit_roundoff(torch.float32) * sizes[1] + tiny
             error = ((mine - expected).norm() / _SIGNS**0.5).nan_to_num(torch.inf)
             yield name, torch.stack([error, bound]) / size.clamp_min(torch.finfo(torch.float64).tiny)
 
