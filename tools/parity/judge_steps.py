@@ -97,6 +97,7 @@ def judge_steps(walks: Sequence[Walk], bounds: ParitySection) -> list[Check]:
         _over(attempted, "weighting_error", bounds.weighting_error, _figures("weighting_error"), floor=0.0),
         _over(attempted, "loss_error", bounds.loss_error, _of_loss("loss_error"), floor=0.0),
         _over(attempted, "evaluation_error", SAME_LOSS, _evaluation, floor=0.0),
+        _over(attempted, "dropout", 0.0, _dropout, floor=0.0),
         _over(taken, "gradient_error", bounds.gradient_error, gradient_errors, note=_gradient_note(taken)),
         _over(taken, "gradient_excess", bounds.gradient_excess, _excess, floor=0.0),
         _over(taken, "gradient_cosine", bounds.gradient_cosine, _gradients("cosine"), at_least=True),
@@ -398,6 +399,10 @@ def _evaluation(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
     """The distance of two evaluations, and 1 for each module that was evaluated otherwise than it should be."""
     yield WHOLE_LOSS, step.get("evaluation_error", 0.0)
     yield from ((f"{name} {how}", 1.0) for name, how in step.get("evaluated_otherwise", {}).items())
+
+
+def _dropout(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+    yield from ((f"{name} {how}", 1.0) for name, how in step.get("dropped_otherwise", {}).items())
 
 
 def _norm_error(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:

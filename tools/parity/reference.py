@@ -22,7 +22,7 @@ from data.batches.loader import Batch
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.adapter import add_adapter
 from modeling.build import build_model, dropout_keys
-from modeling.objectives.objective import Forward
+from modeling.objectives.objective import Forward, Scored
 from modeling.router_balance import RouterBalance, router_balance
 from modeling.sequence_parallel import SequenceAttention
 from tools.dequantise import dequantise
@@ -74,6 +74,10 @@ class Reference:
         """The FP32 weight of that name."""
         return self.model.get_parameter(name).detach()
 
+    def score(self, inputs: dict[str, Any], labels: torch.Tensor) -> Scored:
+        """What the objective makes of one micro-batch."""
+        return self.objective.score(self._forward, inputs, labels)
+
     def loss_and_gradients(self, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
         """Mean loss over the global batch in nats, and its gradients by name, FP32. A collective."""
         loss = self._pass(batch)
@@ -116,11 +120,11 @@ class Reference:
         self.model.zero_grad()
         experts = None
         if self._router is not None:
-            experts = tokens_by_expert(self._router, partial(self.objective.score, self._forward), batch, self._world)
+            experts = tokens_by_expert(self._router, self.score, batch, self._world)
         totals = torch.tensor([0.0, float(batch.label_tokens)], dtype=torch.float64, device=device)
         tokens = self._world.sum(totals.clone())[1].clamp_(min=1.0)
         for inputs, labels in batch.micro_batches(device):
-            loss = self.objective.score(self._forward, inputs, labels).loss
+            loss = self.score(inputs, labels).loss
             mean = loss / tokens.to(loss.dtype)
             if self._router is not None and experts is not None:
                 mean = mean + self._router.loss(experts)[0]

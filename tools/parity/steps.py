@@ -52,6 +52,7 @@ from precision.dtypes import DTYPES
 from precision.sampling import distances
 from precision.statistics import compare_gradients, to_plain
 from precision.tolerance import relative, unit_roundoff
+from tools.parity.dropped import otherwise, rates
 from tools.parity.fp8_linear import in_fp8
 from tools.parity.fp8_products import Fp8Products
 from tools.parity.judge_steps import COMPARED, Walk, beyond_bounds, blamed, first_divergence, judge_steps
@@ -210,6 +211,21 @@ class StepParity:
                 otherwise[name] = f"in {dtype}, in training {of_training}"
         off = relative(abs(second - first), abs(first))
         return {"evaluation_error": off, "evaluated_otherwise": otherwise}
+
+    def dropout_errors(self, batch: Batch) -> dict[str, Any]:
+        """dropped_otherwise: modules, with the rank, that drop another share in training than the architecture's own
+        code does by the same config, to what they do. Changes no weight. Empty of compiled models, which hide it."""
+        engine, reference = self._engine, self._reference
+        if self._resolved.config.model.compile:
+            return {}
+        drawn = generators(engine.world.device)
+        inputs, labels = next(batch.micro_batches(engine.world.device))
+        own = rates(engine.model, lambda: engine.loss_path.score(inputs, labels, 1.0))
+        declared = rates(reference.model, lambda: reference.score(inputs, labels))
+        restore_generators(drawn, engine.world.device)
+        of_ranks = engine.world.gather_objects(otherwise(own, declared))
+        found = {f"{name} on rank {rank}": how for rank, each in enumerate(of_ranks) for name, how in each.items()}
+        return {"dropped_otherwise": found}
 
     def _planned_agreement(self, batch: Batch, gradients: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Agreement of FP32's gradients with those of the same model under FP8's rounding alone, by parameter."""
@@ -409,7 +425,7 @@ def walk(steps: StepParity, batches: Batches, progress: Progress, *, length: int
         summed = {} if measured else {"accumulation_error": steps.accumulation_errors(batch)}
         weighted = {} if measured else steps.weighting_errors(batch)
         if not measured:
-            repeated |= steps.evaluation_errors(batch)
+            repeated |= steps.evaluation_errors(batch) | steps.dropout_errors(batch)
         found = repeated | summed | weighted | steps.step(batch, applied=progress.applied + applied)
         applied += found["applied"]
         measured.append({"step": progress.step + len(measured) + 1, **found})

@@ -207,6 +207,27 @@ def weighted(
         return parity.weighting_errors(batch)
 
 
+def dropped(world: World, *, stage: int, compute: str, planted: str = "") -> dict[str, str]:
+    """What a model with dropout drops otherwise than declared. planted: on the last rank, a rate of 0.11 for 0.1,
+    attention that drops nothing, or a mask of its own."""
+    rates = "resid_pdrop: 0.1, attn_pdrop: 0.1, embd_pdrop: 0.1"
+    gpt2 = ["model.architecture=gpt2", f"model.config={{n_embd: 64, n_layer: 2, n_head: 4, {rates}}}"]
+    resolved = resolve(world, stage=stage, compute=compute, micro=2, overrides=gpt2)
+    shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
+    with engine_of(world, resolved) as engine:
+        block: Any = engine.model.get_submodule("transformer.h.1")
+        if planted and world.rank == world.world_size - 1:
+            if planted == "rate":
+                block.mlp.dropout.p = 0.11
+            elif planted == "attention":
+                block.attn.attn_dropout.p = 0.0
+            else:
+                block.mlp.dropout.forward = lambda states: states * (torch.rand(states.shape) > 0.1) / 0.9
+        steps = StepParity(engine, Reference(resolved, shape, world), resolved)
+        found: dict[str, str] = steps.dropout_errors(batch_of(world, 2, seed=1))["dropped_otherwise"]
+        return found
+
+
 def evaluated(world: World, *, stage: int, compute: str, planted: str = "") -> dict[str, Any]:
     """What is measured of an evaluation. planted: the head is in training mode, or in FP32, while it is evaluated."""
     resolved = resolve(world, stage=stage, compute=compute, micro=2)

@@ -10,6 +10,7 @@ from precision.inner_dtypes import LOSS_SUM, RESIDUAL, ROTARY, SOFTMAX, over_ran
 from precision.inner_dtypes import NORM as NORMS
 from tests.support.marks import slow
 from tests.tools.parity import step_cases as parity_cases
+from tools.parity.dropped import Rate, otherwise
 from tools.parity.judge_steps import Check, Walk, first_divergence, judge_dtypes, judge_steps
 
 BOUNDS = ParitySection()
@@ -107,6 +108,26 @@ def test_an_evaluation_in_another_mode_or_dtype_than_it_should_be_is_named(pair,
     for planted, expected in named.items():
         for found in pair.run(parity_cases.evaluated, stage=stage, compute=compute, planted=planted):
             assert found == {"evaluation_error": 0.0, "evaluated_otherwise": expected}
+
+
+def test_dropout_at_another_rate_than_declared_is_named_with_its_rank(pair):
+    for planted, named in {
+        "": {},
+        "rate": {"transformer.h.1.mlp.dropout on rank 1": "drops 0.11"},
+        "attention": {"transformer.h.1.attn on rank 1": "drops nothing"},
+        "own": {"transformer.h.1.mlp.dropout on rank 1": "drops nothing"},
+    }.items():
+        for found in pair.run(parity_cases.dropped, stage=2, compute="bf16", planted=planted):
+            assert found.keys() == named.keys() and all(found[name].startswith(how) for name, how in named.items())
+
+
+def test_the_share_that_is_dropped_is_measured():
+    """As of a function that is asked for the declared rate and drops more; chance alone is no finding."""
+    declared = {"drop": Rate(0.1, 0, 0), "attn": Rate(0.1, 0, 0)}
+    sound = {"drop": Rate(0.1, 1080, 10_000), "attn": Rate(0.1, 0, 0)}
+    assert otherwise(sound, declared) == {}
+    assert otherwise(sound | {"drop": Rate(0.1, 1190, 10_000)}, declared).keys() == {"drop"}
+    assert otherwise(sound | {"other": Rate(0.5, 5, 10)}, declared) == {"other": "drops 0.5 where nothing is dropped"}
 
 
 def module_of(defect: str) -> str:
