@@ -46,6 +46,9 @@ class RunSection:
     bind_cores: Literal["auto", "always", "never"] = "auto"
     """[choice] Whether each rank is bound to cores of its own, near its GPU if it has one. auto: on machines with
     several NUMA nodes. always: on every machine, unless a launcher has bound the ranks. never: no binding."""
+    deterministic: bool = False
+    """[true or false] Use only kernels and collectives that sum in the same order each time, so that a step computed
+    again has the same bits on GPUs, too; an operator that has none ends the run with its name. CPUs need no key."""
 
 
 @dataclass(frozen=True)

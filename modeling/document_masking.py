@@ -7,11 +7,12 @@ Falcon, Bloom), or have no attention to mask (Mamba). So the model is tested.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, masking_utils
 
 from config.errors import UserError
 
@@ -21,6 +22,21 @@ kernel's order of summation depends on its input. Models that keep documents apa
 CPU (Llama, Qwen3, Gemma 2, Mixtral, GPT-2, GPT-NeoX, Phi-3, GPT-J); the least that others show is 6e-3 (Bloom,
 BF16)."""
 _LENGTHS = (6, 10)
+
+
+@contextmanager
+def rows_of(inputs: Mapping[str, Any]) -> Iterator[None]:
+    """Around a forward pass of `inputs`: rows hold several documents only where these have `position_ids`.
+
+    transformers reads from the device in each pass to see whether they do, and the host waits for it.
+    """
+    own = masking_utils.find_packed_sequence_indices
+    if "position_ids" not in inputs:
+        masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = own
 
 
 @torch.no_grad()

@@ -51,7 +51,8 @@ def scale_of(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     mantissa, exponent = torch.frexp(largest)
     top_mantissa, top_exponent = math.frexp(torch.finfo(dtype).max)
     power = exponent - top_exponent + (mantissa > top_mantissa).to(exponent.dtype)
-    scale = torch.ldexp(torch.ones_like(largest), power.clamp(*_EXPONENTS))
+    # written as its bits: torch.ldexp is a product with pow(2, n), which CUDA does not promise to be exact
+    scale = (power.clamp(*_EXPONENTS).int() + 127 << 23).view(torch.float32)
     return torch.where(largest.isfinite(), scale, torch.nan)
 
 

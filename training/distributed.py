@@ -263,6 +263,7 @@ def join(resolved: Resolved) -> World:
         local_rank=resolved.local_rank,
         timeout_minutes=run.timeout_minutes,
         bind_cores=run.bind_cores,
+        deterministic=run.deterministic,
         job=f"{run.dir}/{run.name} on {resolved.world_size} processes",
     )
 
@@ -274,12 +275,13 @@ def start(
     local_rank: int,
     timeout_minutes: float = 30.0,
     bind_cores: str = "never",
+    deterministic: bool = False,
     job: str = "",
 ) -> World:
     """Join the process group, select this rank's device, and its share of the machine's cores.
 
-    bind_cores: as `run.bind_cores`. job: names this job and no other, for ranks that find another one at MASTER_PORT.
-    Raises UserError as `open_store` does.
+    bind_cores, deterministic: as in `run`. job: names this job and no other, for ranks that find another one at
+    MASTER_PORT. Raises UserError as `open_store` does.
     """
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if world_size > 1 and "MASTER_PORT" not in os.environ:
@@ -289,12 +291,17 @@ def start(
     logger.setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=".*deprecated.*", module="torch.distributed.c10d_logger")
     accelerator = get_accelerator()
+    if deterministic:
+        _use_one_order()
     build_no_shared_memory_op()
     accelerator.set_device(local_rank)
     # FP32 is what 16 bits are compared with: TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which NVIDIA's images set, makes its
     # matmuls TF32, and cuDNN's convolutions are unless told otherwise.
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
+    # cuBLAS may cut a long sum into parts and add these in 16 bits unless told otherwise.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     timeout = timedelta(minutes=timeout_minutes)
     # DeepSpeed binds the group to a GPU, too, unless this is the only rank.
     device = torch.device(f"cuda:{local_rank}") if accelerator.device_name() == "cuda" else torch.device("cpu")
@@ -314,6 +321,15 @@ def start(
     if world.is_main:
         forget_port()
     return world
+
+
+def _use_one_order() -> None:
+    """Have kernels and collectives sum in an order that is the same each time; an operator without one raises a
+    RuntimeError that names it."""
+    os.environ.update(CUBLAS_WORKSPACE_CONFIG=":4096:8", NCCL_ALGO="Ring")  # both are read when CUDA and NCCL start
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that writes to all new memory
+    torch.backends.cudnn.benchmark = False
 
 
 def allow_fp16_on_cpu() -> None:

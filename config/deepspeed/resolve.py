@@ -212,6 +212,8 @@ def _drop_auto(section: dict[str, Any], keys: frozenset[str]) -> None:
 def _defaults(resolved: dict[str, Any], stage: int) -> dict[str, Any]:
     """Dotted key to Mantissa's default where it differs from DeepSpeed's."""
     defaults: dict[str, Any] = {"steps_per_print": _NEVER_PRINT, "wall_clock_breakdown": False}
+    # DeepSpeed's timer waits for the device in each forward pass, and its figures are shown nowhere.
+    defaults["timers.throughput.enabled"] = False
     if stage:
         # On by default at ZeRO-3, where it has caused wrong gradients more than once.
         defaults["zero_optimization.overlap_comm"] = False

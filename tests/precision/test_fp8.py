@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from config.errors import UserError
 from config.schema import Fp8Section
@@ -109,6 +110,22 @@ def test_no_value_is_clipped_and_none_could_be_scaled_less() -> None:
         assert torch.all(largest / scale <= top), kind
         assert torch.all((largest / scale > top / 2) | (scale == 2.0**-126)), kind
         assert torch.all(torch.frexp(scale)[0] == 0.5), kind
+
+
+def test_a_scale_is_written_as_its_bits() -> None:
+    """CUDA does not promise that pow(2, n), of which torch.ldexp is a product, is exact."""
+
+    class Called(TorchDispatchMode):
+        names: set[str] = set()
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.add(function.__name__.partition(".")[0])
+            return function(*args, **(kwargs or {}))
+
+    with Called() as called:
+        scales = scale_of(torch.tensor([2.0**exponent for exponent in range(-126, 128)]), E4M3)
+    assert "frexp" in called.names and not called.names & {"pow", "ldexp", "exp2"}
+    assert scales.tolist() == [2.0 ** max(exponent - 8, -126) for exponent in range(-126, 128)]
 
 
 def test_blocks_have_scales_of_their_own_and_the_last_may_be_shorter() -> None:

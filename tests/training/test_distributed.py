@@ -17,12 +17,15 @@ import json, os, sys, torch
 from pathlib import Path
 from training.distributed import start
 rank = int(sys.argv[1])
-world = start(rank=rank, world_size=2, local_rank=rank, bind_cores="always")
+world = start(rank=rank, world_size=2, local_rank=rank, bind_cores="always", deterministic=rank == 1)
 threads = torch.get_num_threads()
 torch.set_num_threads(threads + 2)
 torch.ones(1 << 20).exp()  # which makes torch's threads
 masks = {task.name: sorted(os.sched_getaffinity(int(task.name))) for task in Path("/proc/self/task").iterdir()}
-print("fp32", torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
+matmul = torch.backends.cuda.matmul
+sums = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
+print("fp32", torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, *sums)
+print("one order", torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
 print("cores", json.dumps([threads, list(masks.values())]))
 print("sum", int(world.sum(torch.ones(1))), os.path.exists(sys.argv[2]), flush=True)
 sys.stdin.read()
@@ -74,7 +77,11 @@ def test_ranks_on_a_cpu_build_nothing_and_leave_no_shared_memory(outputs):
 
 
 def test_fp32_is_no_tf32_whatever_the_image_sets(outputs):
-    assert "fp32 highest False" in outputs[0] and "fp32 highest False" in outputs[1]
+    assert all("fp32 highest False False False" in output for output in outputs[:2]), "nor sums in 16 bits"
+
+
+def test_a_run_sums_in_one_order_where_it_is_asked_to(outputs):
+    assert "one order False None" in outputs[0] and "one order True :4096:8" in outputs[1]
 
 
 @pytest.mark.skipif(

@@ -9,6 +9,7 @@ from config.errors import UserError
 from config.resolved import Resolved
 from data.batches.loader import Batch
 from modeling.chunked_head import ChunkedHead, loss_chunk
+from modeling.document_masking import rows_of
 from modeling.objectives.label_prediction import LabelPrediction
 from modeling.objectives.objective import Forward, Objective, Scored
 from modeling.router_balance import RouterBalance
@@ -78,7 +79,13 @@ class LossPath:
         forward: Forward | None = None,
     ) -> Scored:
         """Summed loss of a micro-batch. gradient_scale: factor of the backward pass. forward: None is the engine's."""
-        head, chunked, forward = self._head, self._labels, forward or self._forward
+        with rows_of(inputs):
+            return self._score(inputs, labels, gradient_scale, forward or self._forward)
+
+    def _score(
+        self, inputs: dict[str, Any], labels: torch.Tensor, gradient_scale: torch.Tensor | float, forward: Forward
+    ) -> Scored:
+        head, chunked = self._head, self._labels
         if head is None or chunked is None:
             return self._objective.score(forward, inputs, labels)
         weights = chunked.weights(inputs, labels)

@@ -145,6 +145,7 @@ def test_everything_the_run_config_owns_is_filled_in(make: Any) -> None:
         "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": 10**9,
         "wall_clock_breakdown": False,
+        "timers": {"throughput": {"enabled": False}},
     }
 
 

@@ -10,9 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch.overrides import TorchFunctionMode
 
 from config.cli import REPOSITORY
@@ -68,7 +70,7 @@ class _Waits(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.ours: list[str] = []
-        self.upstream = 0
+        self.upstream: list[str] = []
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
@@ -77,10 +79,8 @@ class _Waits(TorchFunctionMode):
             while frame is not None and "/torch/" in frame.f_code.co_filename:
                 frame = frame.f_back
             assert frame is not None
-            if frame.f_code.co_filename.startswith(_OURS):
-                self.ours.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}")
-            else:
-                self.upstream += 1
+            where = self.ours if frame.f_code.co_filename.startswith(_OURS) else self.upstream
+            where.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}")
         return function(*args, **(kwargs or {}))
 
 
@@ -142,13 +142,23 @@ def waits_and_collectives(world: World, *, stage: int, compute: str, further: tu
             progress, _, _ = train_step(parts, progress)
         with _collectives() as bare, _Waits() as bare_waits:
             bare_step(parts)
-        with _collectives() as guarded, _Waits() as guarded_waits:
+        drained: list[str] = []
+
+        def synchronize(*args: Any) -> None:
+            drained.append(sys._getframe(1).f_code.co_name)
+
+        with (
+            patch.object(get_accelerator(), "synchronize", synchronize),
+            _collectives() as guarded,
+            _Waits() as guarded_waits,
+        ):
             train_step(parts, progress)
     return {
         "bare": dict(bare),
         "guarded": dict(guarded),
         "ours": guarded_waits.ours,
         "upstream": (bare_waits.upstream, guarded_waits.upstream),
+        "drained": drained,
     }
 
 

@@ -19,7 +19,11 @@ def test_one_wait_for_the_device_and_one_collective_more_than_a_bare_step(
 ) -> None:
     for counted in pair.run(step_cost_cases.waits_and_collectives, stage=stage, compute=compute):
         assert counted["ours"] == ["health.py:__init__"]
-        assert counted["upstream"][1] == counted["upstream"][0], "upstream waits no more often than in a bare step"
+        bare, guarded = map(Counter, counted["upstream"])
+        assert not guarded - bare, "upstream waits no more often than in a bare step"
+        assert not any("packed" in place for place in guarded), "rows hold one document each"
+        # DeepSpeed waits for the whole device after each backward pass of ZeRO-3 (stage3.py), and nothing else does
+        assert set(counted["drained"]) <= ({"backward_epilogue"} if stage == 3 else set())
         more = Counter(counted["guarded"])
         more.subtract(counted["bare"])
         # the bare step has the sum of label tokens too: these are masked, and the sum belongs to the loss
