@@ -61,13 +61,14 @@ def power(steps: int, every: int, chance: float) -> float:
 def power_line(steps: int, whole: int, layers: int) -> str:
     """What the comparisons of a run of `steps` would have found. layers: linear ones whose gradients are compared."""
 
-    def found(chance: float) -> str:
-        lengths = sorted({steps, max(steps, _USUAL)})
-        each = [f"{power(n, 8, chance):.3g} and {power(n, 200, chance):.3g} in {n} steps" for n in lengths]
-        return ", ".join(each)
+    lengths = sorted({steps, max(steps, _USUAL)})
+
+    def found(every: int, chance: float) -> str:
+        return " and ".join(f"{power(n, every, chance):.3g}" for n in lengths)
 
     return (
-        f"found with probability, if wrong every 8th step and once in 200: the gradient of one of {layers} linear "
-        f"layers, the norm, or a copy of a weight {found(1.0)}; a module's output, the loss, or an update "
-        f"{found(1 / whole)}"
+        f"power in {' and in '.join(f'{n:,}' for n in lengths)} steps: an error in every 8th step is found with "
+        f"probability {found(8, 1.0)} in the gradients of {layers} linear layers, their norm and copies of weights, "
+        f"{found(8, 1 / whole)} in modules, loss and updates; one in 200 steps with {found(200, 1.0)}, and with "
+        f"{found(200, 1 / whole)}"
     )
