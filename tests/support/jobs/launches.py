@@ -11,7 +11,6 @@ from typing import Any
 from config.cli import REPOSITORY
 from config.launcher import deepspeed_program
 from config.machine.processes import free_port
-from lab.detection.planted import MODULE
 from tests.support.jobs.forked import Job
 from tracking.jsonl import read_events
 
@@ -86,7 +85,7 @@ def start(arguments: Sequence[str], *, ranks: int = 1) -> subprocess.Popen[str] 
 
 def with_defect(defect: str, arguments: Sequence[str]) -> list[str]:
     """A job that `python` starts, with a defect as `permanent` takes it in its engine; without one, the job."""
-    return [arguments[0], "-m", MODULE, defect, *arguments[1:]] if defect else [*arguments]
+    return [arguments[0], "-m", "lab.detection.planted", defect, *arguments[1:]] if defect else [*arguments]
 
 
 def finish(arguments: Sequence[str], *, exit_code: int = 0, seconds: float = 240.0, **how: Any) -> str:
