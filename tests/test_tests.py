@@ -1,10 +1,9 @@
 """The tests themselves: where they live, and what pytest is told."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 from config.cli import REPOSITORY
+from tests.support.jobs.launches import start
 
 TESTS = REPOSITORY / "tests"
 
@@ -23,8 +22,9 @@ def outcome(folder: Path, test: str, *options: str) -> str:
     """What pytest says at the end of a session of one test, set up as all sessions are."""
     (folder / "test_it.py").write_text(f"import os, pytest\n\n{test}\n")
     words = ["-q", "-p", "no:cacheprovider", "-p", "tests.conftest", "-c", str(REPOSITORY / "pyproject.toml"), *options]
-    command = [sys.executable, "-m", "pytest", *words, "--rootdir", str(folder), str(folder / "test_it.py")]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False).stdout
+    return start(
+        ["python", "-m", "pytest", *words, "--rootdir", str(folder), str(folder / "test_it.py")]
+    ).communicate()[0]
 
 
 def test_an_unknown_marker_is_refused(tmp_path: Path) -> None:

@@ -93,6 +93,7 @@ def figure(png: Path, width: float, height: float, *, dpi: int = 130, **style: A
     style: matplotlib's settings that differ from those of all figures, with `_` for `.`.
     """
     import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(_STYLE | {name.replace("_", "."): value for name, value in style.items()}):
@@ -100,7 +101,7 @@ def figure(png: Path, width: float, height: float, *, dpi: int = 130, **style: A
         yield drawn
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # a run's name may be Chinese
-            drawn.savefig(content, format="png")
+            FigureCanvasAgg(drawn).print_png(content)  # `savefig` draws once more before, for the layout alone
     png.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(png, content.getvalue())
 

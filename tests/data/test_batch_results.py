@@ -17,7 +17,7 @@ from data.text import batch_results
 from data.text.batch_results import kept_folder, read_result, result_path, write_result
 from data.text.encode import Encoded, EncodedCodec
 from data.text.prepare import prepare
-from tests.support.jobs.launches import finish, start
+from tests.support.jobs.launches import finish, start, wait_until
 
 # A program: prepares with `section`, and prints how many batches its workers computed. argv[1]: after how many results
 # it is killed, 0: never.
@@ -91,8 +91,7 @@ def test_who_waits_goes_on_where_a_killed_process_was(section, tmp_path, monkeyp
     shared = replace(section, cache_dir=str(tmp_path / "shared"))
     cache = Path(shared.cache_dir)
     first = start(program(shared, tmp_path, killed_after=6))
-    while not list(cache.glob("*.partial-*")) and first.poll() is None:
-        pass
+    wait_until(lambda: list(cache.glob("*.partial-*")) or first.poll() is not None)
     second = start(program(shared, tmp_path))
     printed = [process.communicate(timeout=200)[0] for process in (first, second)]
     assert [first.returncode, second.returncode] == [-9, 0], printed

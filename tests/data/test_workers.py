@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from data.text.workers import WorkerDied, Workers
+from tests.data.workers_cases import set_up, times
 from tests.support.jobs.launches import wait_until
-
-_value = 0
 
 
 @pytest.fixture(autouse=True)
@@ -19,17 +18,6 @@ def _with_processes(request: pytest.FixtureRequest) -> None:
     """They are started by a thread, where a skip would be an error."""
     if request.config.getoption("--no-processes"):
         pytest.skip("starts a process")
-
-
-def set_up(value: int, *_: object) -> None:
-    global _value
-    _value = value
-
-
-def times(factor: int) -> int:
-    if factor < 0:
-        raise ValueError("negative")
-    return _value * factor
 
 
 def children() -> list[int]:

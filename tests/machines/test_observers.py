@@ -42,11 +42,8 @@ def test_a_thousand_steps_under_bad_observers_are_those_of_an_unobserved_run(tmp
         store.direct.create_bucket(Bucket="jobs")
         client = "config_kwargs: {read_timeout: 2, connect_timeout: 2, retries: {max_attempts: 0}}"
         given = [
-            f"tracking.prometheus_port={port}",
-            f"tracking.otlp_endpoint={collector}",
-            "tracking.wandb=offline",
-            "checkpoint.dir=s3://jobs/mine",
-            "checkpoint.max_failures=100",
+            *(f"tracking.prometheus_port={port}", f"tracking.otlp_endpoint={collector}", "tracking.wandb=offline"),
+            *("checkpoint.dir=s3://jobs/mine", "checkpoint.max_failures=100"),
             f"checkpoint.storage_options={{endpoint_url: '{store.proxy.url}', {client}}}",
         ]
         job = start(job_of(tmp_path, "observed", *given), ranks=2)

@@ -24,8 +24,13 @@ NO_MOUNTS = why_no_mounts()
 
 
 @pytest.mark.skipif(bool(NO_MOUNTS), reason=NO_MOUNTS)
-def test_a_plain_user_behind_a_link_to_a_strange_path_with_nothing_in_the_environment(ground: Path, losses) -> None:
+@pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.machines)])
+def test_a_plain_user_behind_a_link_to_a_strange_path_with_nothing_in_the_environment(
+    ground: Path, losses, resumed: bool
+) -> None:
     """Spaces, letters beyond ASCII, 200 characters, a link, no user name, umask 077, LANG=C, no git, g++ or ninja."""
+    ground = ground / f"resumed {resumed}"
+    ground.mkdir()
     folder = ground / "für  Müller's" / ("a long name " * 16).strip()
     code = copy_of_code(folder / "Mantissa (copy)")
     link = ground / "link"
@@ -35,7 +40,11 @@ def test_a_plain_user_behind_a_link_to_a_strange_path_with_nothing_in_the_enviro
     os.chown(home, USER, USER)
     variables = {"PATH": str(programs(ground / "bin")), "HOME": str(home), "LANG": "C"}
     place = Place(link / "läuft", code=link / code.name, variables=variables, bare=True, inside=umask("077"))
-    lives(dataclasses.replace(place, plain_user=True), losses)
+    place = dataclasses.replace(place, plain_user=True)
+    if resumed:
+        lives(place, losses)
+    else:
+        look_at(place.run, demo(place, f"run.steps={STEPS}"), losses[:STEPS])
 
 
 @pytest.mark.machines

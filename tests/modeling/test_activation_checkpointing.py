@@ -206,13 +206,12 @@ KINDS = {
     "budget": cases.budget(1e-4),
 }
 NOT_IN = {"sequence": {"budget"}, "tensor": {"budget"}}
-FAST = [(3, "documents"), (3, "sequence")]
 
 
 @pytest.mark.parametrize(
     ("stage", "layout"),
     [
-        (stage, layout) if (stage, layout) in FAST else slow(stage, layout)
+        (stage, layout) if (stage, layout) == (3, "documents") else slow(stage, layout)
         for stage in range(4)
         for layout in cases.LAYOUTS
     ],

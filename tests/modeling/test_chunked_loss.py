@@ -1,8 +1,6 @@
 """The chunked loss against FP64 and against the models' own logits, and the memory it takes."""
 
-import os
-import subprocess
-import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +8,6 @@ import pytest
 import torch
 from torch.nn import functional
 
-from config.cli import REPOSITORY
 from config.schema import Config, ModelSection
 from launch.plan.loss import loss_bytes
 from modeling.chunked_head import AUTO_FROM_LOGITS, CHUNK_LOGITS, ChunkedHead, loss_chunk
@@ -20,6 +17,7 @@ from modeling.linear_cross_entropy import (
     likeliest,
     linear_cross_entropy,
 )
+from tests.support.jobs.launches import finish
 from tests.support.models.small_models import VOCABULARY, small_model
 
 HIDDEN = 24
@@ -258,11 +256,10 @@ print(measure(way, vocabulary=131072, hidden=16, tokens=1024, dtype=dtype, repea
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("way", "compute"), [("full", "fp32"), ("chunked", "bf16")])
-def test_logits_of_a_large_vocabulary_take_what_the_planner_says(way: str, compute: str) -> None:
+def test_logits_of_a_large_vocabulary_take_what_the_planner_says(tmp_path: Path, way: str, compute: str) -> None:
     """1,024 tokens of 131,072 logits are 512 MiB in FP32: three times that all at once, half of it in chunks of 512."""
-    command = [sys.executable, "-c", PEAK, way, compute]
-    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # each thread has buffers of its own
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY, env=one_thread)
+    (tmp_path / "peak.py").write_text(PEAK)
+    measured = finish(["python", str(tmp_path / "peak.py"), way, compute])
     shape: Any = SimpleNamespace(vocabulary=131072, hidden=16, plain_head=True, trained_head=True, head_share=1)
     width = {"fp32": 4, "bf16": 2}[compute]
     model = ModelSection(loss=way)
@@ -270,4 +267,4 @@ def test_logits_of_a_large_vocabulary_take_what_the_planner_says(way: str, compu
     layout: Any = SimpleNamespace(config=Config(model=model), manifest=False, **sizes)
     said = loss_bytes(shape, layout)
     assert said <= {"full": 3, "chunked": 0.8}[way] * 512 * 2**20
-    assert int(done.stdout) == pytest.approx(said, rel=0.1)
+    assert int(measured) == pytest.approx(said, rel=0.1)

@@ -1,6 +1,6 @@
 """Weights in codes stand for what the definitions of NF4 and of rows of 8 bits say, and compute in any dtype."""
 
-import subprocess
+import logging
 import sys
 
 import pytest
@@ -50,6 +50,7 @@ def nearest(weight: torch.Tensor, *, scale: torch.Tensor | None = None) -> torch
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+@torch.compiler.set_stance("force_eager")  # bitsandbytes compiles what it computes of odd sizes, in 9 s
 def test_four_bits_are_those_of_the_definition_whatever_the_shape(shape: tuple[int, int]) -> None:
     """bitsandbytes 0.50.2 itself is wrong on a CPU where a row ends inside a block, by 20% to 70% of the weights."""
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
@@ -90,8 +91,7 @@ def test_a_missing_library_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) 
         settings(AdapterSection(kind="lora", base="nf4"), skipped=[])
 
 
-def test_an_adapter_on_a_base_that_is_not_quantised_is_silent_of_its_kernels() -> None:
+def test_an_adapter_on_a_base_that_is_not_quantised_is_silent_of_its_kernels(caplog: pytest.LogCaptureFixture) -> None:
     """Where bitsandbytes is installed peft imports it, which warns on CPUs with AVX512-BF16."""
-    program = "import modeling, logging, peft; logging.getLogger('bitsandbytes.backends.cpu.ops').warning('Failed')"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
-    assert "Failed" not in done.stderr
+    logging.getLogger("bitsandbytes.backends.cpu.ops").warning("Failed")
+    assert not caplog.records

@@ -57,7 +57,7 @@ SETTINGS = {
         "model.config={attention_dropout: 0.2}",
     ],
 }
-USUAL = ("bf16 2", "mixed 3", "fp32 2, compiled")
+USUAL = ("bf16 2", "fp32 2, compiled")
 OBSERVERS = {
     "dtypes": ["precision.verify_every_steps=1"],
     "telemetry and early warnings": ["telemetry.every_steps=1"],

@@ -1,12 +1,14 @@
 """Benchmarks that cannot do all they should: a mistake is one line; of several jobs, one that fails is a row."""
 
 import json
+import multiprocessing
 
 import pytest
 
 from config.cli import REPOSITORY
 from lab.benchmark import activations, command, data, largest, loss
 from tests.lab.benchmark.benchmark_cases import RECIPE
+from tests.support.jobs import forked
 from tests.support.jobs.launches import SMALL
 
 MISTAKES = {
@@ -63,8 +65,10 @@ def test_a_mistake_is_one_line_and_exit_code_2(tool, arguments, said, tmp_path, 
     assert line.startswith("error: ") and line.count("\n") == 1 and said in line
 
 
-def test_a_loss_that_cannot_be_computed_is_a_row(capsys) -> None:
+def test_a_loss_that_cannot_be_computed_is_a_row(capsys, monkeypatch) -> None:
     """One that nobody knows stands for one that has no memory."""
+    context = forked.context()
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
     options = ["--vocabulary", "64", "--hidden", "8", "--tokens", "16", "--repeats", "0", "--json"]
     assert loss.main([*options, "--ways", "of nobody", "chunked"]) == 3
     failed, chunked = map(json.loads, capsys.readouterr().out.splitlines())

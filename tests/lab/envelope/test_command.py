@@ -25,19 +25,9 @@ def cache(tmp_path_factory):
 def arguments(folder, cache, *further: str) -> list[str]:
     """A tiny envelope: one place, two rates, twelve steps; later options win."""
     return [
-        f"--out={folder}",
-        "--depths=1",
-        "--batches=8",
-        "--precisions=bf16,fp16",
-        "--policies=deepspeed",
-        "--rates=0.0002,0.01",
-        "--steps=12",
-        "--processes=2",
-        "data.source=text",
-        f"data.path={REPOSITORY}/data",
-        f"data.cache_dir={cache}",
-        "data.sequence_length=16",
-        "data.validation_fraction=0.2",
+        *(f"--out={folder}", "--depths=1", "--batches=8", "--precisions=bf16,fp16", "--policies=deepspeed"),
+        *("--rates=0.0002,0.01", "--steps=12", "--processes=2", "data.source=text", f"data.path={REPOSITORY}/data"),
+        *(f"data.cache_dir={cache}", "data.sequence_length=16", "data.validation_fraction=0.2"),
         f"model.config={SMALL_MODEL}",
         *further,
     ]

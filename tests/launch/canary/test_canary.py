@@ -31,10 +31,7 @@ WITHOUT_ZERO = ("deepspeed.config=ds_configs/zero0_fp32.json", "precision.comput
 def given(folder, *overrides):
     """The overrides of a small run of 24 steps, 6 of them the canary's."""
     run = [
-        f"run.dir={folder}/runs",
-        "run.name=it",
-        "run.steps=24",
-        "schedule.warmup_steps=2",
+        *(f"run.dir={folder}/runs", "run.name=it", "run.steps=24", "schedule.warmup_steps=2"),
         "checkpoint.every_steps=3",
     ]
     size = ["batch.global_size=8", "batch.micro_size=2", "evaluate.every_steps=6", f"data.cache_dir={folder}/cache"]

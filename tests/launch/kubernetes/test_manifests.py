@@ -220,16 +220,9 @@ def start(pod: Pod, machine: Path, values: dict[str, str], replace: dict[str, st
 
 SMALL = [
     *launches.SMALL,
-    "model.activation_checkpointing=none",
-    "data.name=null",
-    "batch.global_size=4",
-    "batch.micro_size=2",
-    "schedule.warmup_steps=2",
-    "precision.compute=fp32",
-    "deepspeed.config=ds_configs/zero2_fp32.json",
-    "evaluate.every_steps=0",
-    "generate.tokens=0",
-    "tracking.wandb=disabled",
+    *("model.activation_checkpointing=none", "data.name=null", "batch.global_size=4", "batch.micro_size=2"),
+    *("schedule.warmup_steps=2", "precision.compute=fp32", "deepspeed.config=ds_configs/zero2_fp32.json"),
+    *("evaluate.every_steps=0", "generate.tokens=0", "tracking.wandb=disabled"),
 ]
 
 

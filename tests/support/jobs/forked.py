@@ -27,7 +27,9 @@ def context() -> BaseContext:
         return multiprocessing.get_context("spawn")
     # The server looks for modules on PYTHONPATH only.
     paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
-    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(paths), OMP_NUM_THREADS="1"):
+    # With more, inductor starts interpreters of its own in every rank that compiles, to compile a block or two.
+    threads = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(paths), **threads):
         forkserver.set_forkserver_preload(["tests.support.jobs.preloaded"])
         forkserver.ensure_running()
     return multiprocessing.get_context("forkserver")

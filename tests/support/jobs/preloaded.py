@@ -6,12 +6,16 @@ import importlib
 from training.engine.optimizer import import_muon_uncompiled
 
 MODULES = (
+    "deepspeed.module_inject.auto_ep_config",
+    "deepspeed.module_inject.auto_ep_layer",
     "tests.support.jobs.chaos",
     "tests.training.watchdog.watch_cases",
     "training.build",
     "training.finish",
     "training.loop",
     "training.session",
+    "training.start.process",
+    "training.tasks.pretrain",
     "transformers.models.llama.modeling_llama",
     "peft",
     "matplotlib.backends.backend_agg",

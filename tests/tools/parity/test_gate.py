@@ -25,10 +25,7 @@ DEMO = str(REPOSITORY / "config/recipes/demo.yaml")
 NORM = "model.layers.1.post_attention_layernorm"
 SMALL = [
     *launches.SMALL,
-    "batch.micro_size=2",
-    "evaluate.every_steps=0",
-    "evaluate.batches=4",
-    "parity.points=2",
+    *("batch.micro_size=2", "evaluate.every_steps=0", "evaluate.batches=4", "parity.points=2"),
     "parity.price_per_device_hour=3",
 ]
 

@@ -64,7 +64,7 @@ def test_other_kinds_of_models_are_measured_as_well(pair, kind):
         assert not failed(checks), {name: checks[name] for name in failed(checks)}
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(("stage", "compute"), [(2, "bf16"), (3, "fp16")])
 @pytest.mark.parametrize(("defect", "check"), PLANTS, ids=KINDS)
 def test_a_planted_defect_is_found_and_named(pair, stage, compute, defect, check):

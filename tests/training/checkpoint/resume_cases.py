@@ -74,17 +74,9 @@ def resolve(folder: str, name: str, overrides: list[str]) -> Resolved:
     settings = [
         "--config",
         str(REPOSITORY / "config/recipes/demo.yaml"),
-        f"run.dir={folder}/runs",
-        f"run.name={name}",
-        f"run.steps={STEPS}",
-        "run.resume=auto",
-        "schedule.warmup_steps=2",
-        "data.source=text",
-        f"data.path={folder}/text",
-        f"data.cache_dir={folder}/cache",
-        "data.tokenizer=bytes",
-        "data.sequence_length=32",
-        "data.validation_fraction=0",
+        *(f"run.dir={folder}/runs", f"run.name={name}", f"run.steps={STEPS}", "run.resume=auto"),
+        *("schedule.warmup_steps=2", "data.source=text", f"data.path={folder}/text", f"data.cache_dir={folder}/cache"),
+        *("data.tokenizer=bytes", "data.sequence_length=32", "data.validation_fraction=0"),
         "model.config={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2, "
         "attention_dropout: 0.1}",
         "model.activation_checkpointing=none",
@@ -96,6 +88,7 @@ def resolve(folder: str, name: str, overrides: list[str]) -> Resolved:
         "tracking.log_every_steps=1000",
         "guard.spike_sigmas=50",
         "guard.spike_window=16",
+        "guard.self_check_every=0",
     ]
     return read_command_line([*settings, *overrides])
 

@@ -33,8 +33,8 @@ def test_a_resumed_run_is_bit_identical_to_an_unbroken_one(pair, tmp_path, stage
             assert torch.equal(tail[rank]["masters"][name], master), name
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize(("stage", "compute"), [(1, "fp16"), (2, "bf16"), (3, "bf16")])
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(("stage", "compute"), [(3, "bf16"), (1, "fp16"), (2, "bf16")])
 def test_the_clipping_of_the_config_holds_after_a_load(pair, tmp_path, stage, compute):
     """DeepSpeed takes the saved run's at ZeRO-1 and 2: gradients of norm 1 would not be clipped to 0.01."""
     for rows in pair.run(checkpoint_cases.clipping_after_load, stage=stage, compute=compute, folder=str(tmp_path)):
