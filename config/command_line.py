@@ -16,7 +16,7 @@ from pathlib import Path
 from config import help_text
 from config.cli import CONFIG_ERROR, REPOSITORY, Arguments, is_rank_0
 from config.errors import UserError
-from config.load import to_yaml
+from config.load import all_keys, nearest, to_yaml
 from config.printable import shown
 from config.redact import redact
 from config.resolved import Resolved, resolve_run
@@ -106,7 +106,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         known = [option for action in parser._actions for option in action.option_strings]
         name = unknown[0].partition("=")[0]
         near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else "set run config keys as key.sub=value; see train.py --help"
+        key = nearest(name.lstrip("-").replace("-", "_"), list(all_keys()))
+        hint = f"write {key if '=' in key else f'{key}=VALUE'}" if key else "set run config keys as key.sub=value; see train.py --help"
+        hint = f"did you mean {near[0]}?" if near else hint
         raise UserError(f"command line: no such option {name}; {hint}")
     if options.config is None:
         raise UserError(f"command line: --config FILE is missing; for example: {EXAMPLE}")

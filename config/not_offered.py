@@ -1,8 +1,11 @@
-"""Values that users know from elsewhere and that are left out on purpose: the reason, and the nearest right setting."""
+"""Names and values that users know from other trainers: the key that stands for one here, or why there is none."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
+
+from config import yaml_text
 
 _OPTIMIZERS = (
     (
@@ -65,3 +68,11 @@ _REASONS = {
 def why_not(key: str, value: str) -> str | None:
     """Why a key does not take a value that others offer; None where there is no such reason."""
     return next((why for pattern, why in _REASONS.get(key, ()) if re.search(pattern, value, re.IGNORECASE)), None)
+
+
+
+def known_elsewhere(name: str) -> str | None:
+    """The key, perhaps with its value, that a setting of another trainer is here; None for a name that is unknown."""
+    text = Path(__file__).with_name("names_elsewhere.yaml").read_text(encoding="utf-8")
+    plain = name.lower().replace("-", "_")
+    return next((key for key, names in yaml_text.parse(text).items() if plain in names), None)
