@@ -93,7 +93,7 @@ def test_the_written_config_resolves_to_the_same_run(run_config: Path, tmp_path:
 FAULT = "faults=[{{kind: inf_gradient, step: 1, rank: 1}}]"
 WITH_CONFIG = [
     ("--cnofig", "command line: no such option --cnofig; did you mean --config?"),
-    ("--epochs=3", "command line: no such option --epochs; set run config keys as key.sub=val"),
+    ("--epochs=3", "command line: no such option --epochs; write run.epochs=VALUE"),
     ("--local_rank=x", "command line: argument --local_rank/--local-rank: invalid int"),
     ("run.stpes=3", "command line: run.stpes: no such key; did you mean run.steps?"),
     ("batch.micro_size=3", "{config} with batch.micro_size=3: batch.global_size = 8 cannot be"),
@@ -175,9 +175,7 @@ def test_neither_torch_nor_deepspeed_is_loaded(run_config: Path) -> None:
     assert not loaded & {"torch", "deepspeed", "transformers", "numpy"}
 
 
-@pytest.mark.parametrize(
-    ("option", "answer"), [("--help", "run.steps: integer"), ("--version", f"mantissa {VERSION}\n")]
-)
+@pytest.mark.parametrize(("option", "answer"), [("--help", "run.steps=100 "), ("--version", f"mantissa {VERSION}\n")])
 def test_the_real_program_answers_without_torch(option: str, answer: str) -> None:
     command = [sys.executable, "-X", "importtime", "train.py", option]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
@@ -242,7 +240,7 @@ def test_what_the_terminal_cannot_show_is_printed_as_a_question_mark(tmp_path: P
     text = (REPOSITORY / "config/recipes/demo.yaml").read_text(encoding="utf-8")
     (tmp_path / "run.yaml").write_text(text.replace("name: demo", "name: größer"), encoding="utf-8")
     command = [sys.executable, str(REPOSITORY / "train.py"), "--config", str(tmp_path / "run.yaml"), "--show-config"]
-    for encoding, shown in (("ascii", b"  name: gr??er\n"), ("utf-8", "  name: größer\n".encode())):
+    for encoding, shown in (("ascii", b"  name: gr??er  #"), ("utf-8", "  name: größer  #".encode())):
         variables = os.environ | {"PYTHONIOENCODING": encoding}
         done = subprocess.run(command, env=variables, capture_output=True, timeout=60, check=False)
         assert (done.returncode, done.stderr) == (0, b"")
