@@ -216,9 +216,8 @@ def _conditions(chosen: Plan, run: Run) -> dict[str, Any]:
     config, deepspeed, environment = read_inputs(run.folder)
     start, resolved, program = run.summary.start, chosen.resolved, ("python", "-m", "tools.parity")
     compute = resolved.config.precision.manifest or resolved.compute
-    hypothesis = resolved.config.run.hypothesis or f"{compute} trains this model as FP32 does."
     return {
-        "hypothesis": redact(hypothesis),
+        "hypothesis": redact(resolved.config.run.hypothesis),
         "command": shlex.join(redact_arguments([*chosen.launcher, *program, *chosen.arguments])),
         "compute": compute,
         "model": start["model"],

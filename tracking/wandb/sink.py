@@ -55,7 +55,7 @@ class WandbSink(ClientSink):
         becomes offline, with one line. models: facts as in `tracking.wandb.models`, recorded at the end.
         """
         online = " --online" if mode == "online" else ""
-        command = f"python -m tracking.wandb.deliver {shlex.quote(str(run_dir.path))}{online}"
+        command = f"python -m tracking.wandb.sync {shlex.quote(str(run_dir.path))}{online}"
         limit_s = init_timeout_s + finish_timeout_s + _MARGIN_S
         super().__init__("wandb", run_dir, limit_s=limit_s, later=f"`{command}` delivers the rest")
         if mode == "disabled":

@@ -34,7 +34,7 @@ class WandbDelivery(Delivery):
     def __init__(self, run: Any, job: dict[str, Any], delivered: int) -> None:
         """delivered: lines that earlier sessions have delivered. Of an online run its server says how many it has."""
         super().__init__(job["log_every_steps"], delivered if run.offline else max(0, run.starting_step - 1))
-        self._run = run
+        self._run, self.url = run, None if run.offline else run.url
         self._config, self._models = job["config"], job["models"]
         self._folder = Path(run.settings.sync_file).parent
         self._tables, self._alerts = Tables(), Alerts()

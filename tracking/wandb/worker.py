@@ -7,6 +7,7 @@ file is torn when its process or the machine dies, and `wandb sync` stops at a t
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -102,6 +103,11 @@ def deliver(job: dict[str, Any]) -> None:
                 raise
     unfinished.end()
     delivered.save(delivery.line)
+    new = f"{max(0, delivery.line - delivery.earlier):,} new events"
+    if delivery.url is None:
+        report("wrote", f"{new}, offline; upload them: wandb sync {shlex.quote(job['init']['dir'] + '/wandb')}")
+    else:
+        report("sent", f"{new} to {delivery.url}")
 
 
 def reset_wandb() -> None:

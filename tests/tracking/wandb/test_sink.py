@@ -161,7 +161,7 @@ def test_what_a_dead_wandb_missed_comes_with_the_next_session(run_dir, capsys) -
     sink._process.kill()
     sink._process.wait()
     _session(run_dir, sink, 1, 4)
-    assert "tracking.wandb.deliver" in capsys.readouterr().err
+    assert "tracking.wandb.sync" in capsys.readouterr().err
     _session(run_dir, _sink(run_dir, log_every_steps=1), 5, 6)
     assert _steps(run_dir) == [1, 2, 3, 4, 5, 6]
 
