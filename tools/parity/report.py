@@ -92,8 +92,8 @@ def verdict_lines(found: dict[str, Any]) -> list[str]:
     conditions, checks = found["conditions"], found["checks"]
     bad, places = sum(not check["passed"] for check in checks), len(conditions["compared_after"])
     lines = [
-        f"**{found['verdict']}**: {text(conditions['compute'])} against FP32 over {conditions['steps']:,} steps, and in "
-        f"single steps at {places} place{'s' * (places != 1)}: "
+        f"**{found['verdict']}**: {text(conditions['compute'])} against FP32 over {conditions['steps']:,} steps, and "
+        f"in single steps at {places} place{'s' * (places != 1)}: "
         + (f"{bad} of {len(checks)} checks are beyond their bounds." if bad else f"all {len(checks)} checks hold.")
     ]
     for check in found["checks"]:
