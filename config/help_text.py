@@ -55,9 +55,9 @@ def render(about: str = "") -> str:
             section = head
             lines.append("")
         unit = f" [{item.unit}]" if item.unit else ""
-        for indent, text in ((2, f"{item.key}: {item.kind} = {item.default}{unit}"), (6, item.meaning)):
-            room = {"initial_indent": " " * indent, "subsequent_indent": " " * (10 if indent == 2 else 6)}
-            lines += textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False, **room)
+        for text, first, later in ((f"{item.key}: {item.kind} = {item.default}{unit}", 2, 10), (item.meaning, 6, 6)):
+            wrapper = textwrap.TextWrapper(width, " " * first, " " * later, break_long_words=False)
+            lines += wrapper.wrap(text)
     return "\n".join(lines) + "\n"
 
 

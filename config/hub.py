@@ -7,12 +7,13 @@ import os
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 from config.errors import UserError, one_line
 from config.schema import Config
 
-WAIT_SECONDS = 3.0
-_MADE = ("bytes", "model", "bpe:")
+_SECONDS = 3.0
+_FIX = "connect, set HF_ENDPOINT or https_proxy, or give a model folder"
 
 
 def settle_hub(config: Config) -> None:
@@ -20,65 +21,48 @@ def settle_hub(config: Config) -> None:
 
     A tokenizer or a data set that is missing then is told where it is read: prepared data need neither.
     """
-    data, models = (
-        config.data,
-        {"model.name_or_path": config.model.name_or_path, "distill.teacher": config.distill.teacher},
-    )
-    models = {key: name for key, name in models.items() if _of_hub(name)}
+    data: Any = config.data
+    models = {"model.name_or_path": config.model.name_or_path, "distill.teacher": config.distill.teacher}
     sets = [item.path for item in (data, *data.sources, *data.validation) if item.source == "hub"]
-    tokenizer = None if data.tokenizer.startswith(_MADE) else data.tokenizer
-    if not models and not any(map(_of_hub, [tokenizer, *sets])):
-        return
-    problem = _why_unreachable()
-    if not problem:
+    tokenizer = None if data.tokenizer.startswith(("bytes", "model", "bpe:")) else data.tokenizer
+    asked = [name for name in (*models.values(), tokenizer, *sets) if name and not Path(name).expanduser().exists()]
+    if not asked or not (problem := _why_unreachable()):
         return
     os.environ["HF_HUB_OFFLINE"] = "1"
-    if client := sys.modules.get("huggingface_hub.constants"):
-        client.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
-    for key, name in models.items():
-        if not any((_cache() / f"models--{name.replace('/', '--')}").glob("snapshots/*/config.json")):
-            beside = [str(item) for item in Path(name).parent.glob("*/")]
-            near = difflib.get_close_matches(name, beside, n=1)
-            fix = "connect, set HF_ENDPOINT or https_proxy, or give a model folder"
-            fix = f"did you mean {near[0]}?" if near else fix
-            raise UserError(f"{key} = {name}: is no folder and not in the cache, and {problem}; {fix}")
-
-
-def _of_hub(name: str | None) -> bool:
-    """Whether a name can only be the hub's."""
-    return name is not None and not Path(name).expanduser().exists()
-
-
-def _cache() -> Path:
+    client: Any = sys.modules.get("huggingface_hub.constants")
+    if client is not None:  # it has read the variable already
+        client.HF_HUB_OFFLINE = True
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
+    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
+    for key, name in models.items():
+        kept = cache.glob(f"models--{str(name).replace('/', '--')}/snapshots/*/config.json")
+        if name in asked and name is not None and not any(kept):
+            near = difflib.get_close_matches(name, [str(item) for item in Path(name).parent.glob("*/")], n=1)
+            fix = f"did you mean {near[0]}?" if near else _FIX
+            raise UserError(f"{key} = {name}: is no folder and not in the cache, and {problem}; {fix}")
 
 
 def _why_unreachable() -> str:
     """Why the hub does not answer; empty where it does, whatever it answers."""
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        return "HF_HUB_OFFLINE is set"
     # imported here: most runs need no hub, and start sooner without
     from ssl import SSLError
     from urllib.error import HTTPError
     from urllib.request import Request, getproxies, urlopen
 
-    if "all" in getproxies():  # a proxy that urllib cannot use
-        return ""
-    hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-    found = [f"no answer in {WAIT_SECONDS:g} s"]
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return "HF_HUB_OFFLINE is set"
+    hub, found = os.environ.get("HF_ENDPOINT") or "https://huggingface.co", [f"no answer in {_SECONDS:g} s"]
 
     def ask() -> None:
         try:
-            urlopen(Request(hub, method="HEAD"), timeout=WAIT_SECONDS).close()
+            urlopen(Request(hub, method="HEAD"), timeout=_SECONDS).close()
             found.append("")
         except (OSError, ValueError) as error:
             reason = getattr(error, "reason", error)
             answered = isinstance(error, HTTPError) or isinstance(reason, SSLError)  # certificates may be set elsewhere
-            found.append("" if answered else one_line(reason, 100))
+            found.append("" if answered or "all" in getproxies() else one_line(reason, 100))
 
-    # in a thread: looking up a name has no time-out of its own
-    asking = threading.Thread(target=ask, daemon=True)
+    asking = threading.Thread(target=ask, daemon=True)  # looking up a name has no time-out of its own
     asking.start()
-    asking.join(WAIT_SECONDS)
+    asking.join(_SECONDS)
     return found[-1] and f"the hub, {hub}, cannot be reached ({found[-1]})"

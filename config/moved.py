@@ -3,15 +3,8 @@
 import sys
 
 MOVED = {
-    "analyze": "tools",
-    "export_hf": "tools",
-    "generate": "tools",
-    "parity": "tools",
-    "replay": "tools",
-    "benchmark": "lab",
-    "envelope": "lab",
-    "gpu_check": "lab",
-    "matrix": "lab",
+    **dict.fromkeys(("analyze", "export_hf", "generate", "parity", "replay"), "tools"),
+    **dict.fromkeys(("benchmark", "envelope", "gpu_check", "matrix"), "lab"),
 }
 """Old module inside `training` to the package it is in now."""
 RENAMED = {"training.parity.defects": "lab.detection.gate", "tracking.wandb.deliver": "tracking.wandb.sync"}

@@ -66,18 +66,8 @@ Problem = tuple[str, str]
 def check(config: Config, origin: Callable[[str], str]) -> None:
     """Raise UserError for the first broken rule. origin: where the user wrote a key. Steps of run.epochs come later."""
     for rule in (
-        *(
-            _run,
-            _model,
-            _routers,
-            _activation_checkpointing,
-            _compile,
-            _kernels,
-            _task,
-            _sections,
-            _preference,
-            _distill,
-        ),
+        *(_run, _model, _routers, _activation_checkpointing, _compile, _kernels, _task, _sections, _preference),
+        _distill,
         *(_parallel, _tensor, _expert, _encoder, _seq2seq, _adapter, _mixture, _validation, _data, _documents),
         *(_optimizer, _schedule, _precision, _loss_scale, _evaluate, _tracking, _guard, _faults, _canary),
     ):

@@ -15,7 +15,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -171,37 +171,23 @@ def empty_model(section: ModelSection, config: PretrainedConfig, *, model_class:
     return model
 
 
-def _wrong_shape(section: ModelSection, error: Exception, model_class: str) -> UserError:
+def _wrong_shape(section: ModelSection, error: BaseException, model_class: str) -> UserError:
     """The error for what an architecture refuses. It names the keys without any one of which a model can be built."""
     while error.__cause__ is not None:
         error = error.__cause__  # what was raised inside of a check of huggingface_hub's
     said = one_line(error).rstrip(".")
     said = said if isinstance(error, ValueError | TypeError) else f"{type(error).__name__}: {said}"
-
-    def can_be_built(without: str) -> bool:
-        kept = {key: value for key, value in section.config.items() if key != without}
-        try:
-            config = _unchecked_config(section, kept)
-            with init_empty_weights(include_buffers=False):
-                getattr(transformers, model_class).from_config(config, **_options(section))
-        except Exception:
-            return False
-        return True
-
-    blamed = [key for key in section.config if can_be_built(key)] or list(section.config)
-    values = ", ".join(f"model.config.{key} = {show(section.config[key])}" for key in blamed)
-    what = section.architecture or section.name_or_path
+    make = AutoConfig.for_model if section.name_or_path is None else AutoConfig.from_pretrained
+    what, blamed = str(section.architecture or section.name_or_path), []
+    for key in section.config:
+        kept = {other: value for other, value in section.config.items() if other != key}
+        with suppress(Exception), init_empty_weights(include_buffers=False):
+            getattr(transformers, model_class).from_config(make(what, **kept), **_options(section))
+            blamed.append(key)
+    values = ", ".join(f"model.config.{key} = {show(section.config[key])}" for key in blamed or section.config)
     return UserError(
         f"{values}: no {what} can be built with {'it' if len(blamed) == 1 else 'these'} ({said}); change it"
     )
-
-
-def _unchecked_config(section: ModelSection, given: Mapping[str, Any]) -> PretrainedConfig:
-    if section.name_or_path is None:
-        return AutoConfig.for_model(str(section.architecture), **given)
-    config = AutoConfig.from_pretrained(section.name_or_path, trust_remote_code=section.trust_remote_code)
-    config.update(given)
-    return config
 
 
 def _options(section: ModelSection) -> dict[str, Any]:

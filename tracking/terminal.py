@@ -27,6 +27,6 @@ def words(value: object, style: str = "") -> Text:
 def paragraph(text: str, screen: Console, style: str = "") -> Text:
     """Text broken between words at a terminal's width, later lines indented; whole in a file, which is searched."""
     if screen.is_terminal:
-        whole = {"break_long_words": False, "break_on_hyphens": False}
-        text = "\n".join(textwrap.wrap(text, screen.width, subsequent_indent="  ", **whole))
+        lines = textwrap.TextWrapper(screen.width, "", "  ", break_long_words=False, break_on_hyphens=False)
+        text = lines.fill(text)
     return Text(text, style)

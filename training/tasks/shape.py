@@ -87,9 +87,11 @@ def empty_model_of(config: Config, vocabulary: int) -> Any:
 
 def require_model(config: Config) -> None:
     """Raise UserError where the model cannot be built, before its data are prepared."""
-    if config.model.name_or_path is None or (config.model.config and not config.model.trust_remote_code):
-        given = config.model.config.get("vocab_size", _LARGE_VOCABULARY)
-        empty_model_of(config, given if config.model.name_or_path is None and isinstance(given, int) else 0)
+    section = config.model
+    if section.name_or_path is None:
+        empty_model_of(config, 0 if "vocab_size" in section.config else _LARGE_VOCABULARY)
+    elif section.config and not section.trust_remote_code:
+        empty_model_of(config, 0)
 
 
 def given_by_task(config: Config, tokenizer: Any) -> dict[str, Any]:
