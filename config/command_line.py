@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from config import help_text
 from config.cli import CONFIG_ERROR, REPOSITORY, Arguments, is_rank_0
@@ -110,6 +111,8 @@ def _beside_defaults(text: str, config: Config) -> str:
         if key := re.match(r"( *)(\w+):", line):
             indent = len(key[1])
             path[indent // 2 :] = [key[2]]
+            value: Any
+            usual: Any
             value, usual = trees
             for name in path:
                 inside = isinstance(usual, dict) and name in usual

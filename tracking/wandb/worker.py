@@ -76,7 +76,8 @@ def start_run(job: dict[str, Any]) -> Any:
             report("log", f"wandb is recorded offline, since online failed: {one_line(error, 200)}")
     if run is None:
         run = wandb.init(mode="offline", settings=settings, reinit="create_new", **job["init"])
-    run.define_metric(AXIS)
+    for place in (AXIS, "step", "applied", "tokens"):
+        run.define_metric(place, hidden=True)  # axes, which would be the first charts
     run.define_metric("*", step_metric=AXIS)
     return run
 
