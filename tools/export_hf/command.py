@@ -20,9 +20,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from config.cli import Arguments, entry_point, not_negative, positive_int
+from config.cli import Arguments, entry_point
 from config.deepspeed.resolve import Dtype
 from config.errors import UserError
+from config.options import not_negative, positive_int
 from config.printable import shown
 from config.version import VERSION
 

@@ -29,8 +29,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from config.cli import Arguments, entry_point, positive_int
+from config.cli import Arguments, entry_point
 from config.errors import UserError
+from config.options import positive_int
 from config.redact import redact, redact_arguments
 from config.schema import Config
 from launch.job import add_processes_option
