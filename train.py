@@ -2,7 +2,7 @@
 
     deepspeed train.py --config config/recipes/demo.yaml [key.sub=value ...]
 
-The same with `accelerate launch`, `torchrun`, or plain `python` for one process. `--help` lists every key.
+The same with `accelerate launch`, `torchrun`, or plain `python` for one process. `--help` is a page.
 """
 
 from __future__ import annotations

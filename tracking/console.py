@@ -149,9 +149,9 @@ class ConsoleSink:
         if event["step"] % self._every == 0 or event["step"] == self._total:
             place = f"step {event['step']:>{len(str(self._total))}}/{self._total}  "
             if self._progress is not None:  # the live lines have the rest
-                _, memory, _, _, *numbers = cells
-                loss = f"loss {event['loss']:7.4f}"
-                text = _pack([loss, *numbers, speed, memory], self._console.width - len(place), 0)[0]
+                _, memory, _, _, norm, rate, scale, skipped = cells
+                kept = [f"loss {event['loss']:7.4f}", norm, rate, skipped, scale, speed, memory]
+                text = _pack(kept, self._console.width - len(place), 0)[0]
             else:
                 text = "  ".join(filter(None, [speed, *cells]))
             self.print_line(place + text)

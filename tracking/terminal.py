@@ -27,6 +27,6 @@ def words(value: object, style: str = "") -> Text:
 def paragraph(text: str, screen: Console, style: str = "") -> Text:
     """Text broken between words at a terminal's width, later lines indented; whole in a file, which is searched."""
     if screen.is_terminal:
-        lines = textwrap.TextWrapper(screen.width, "", "  ", break_long_words=False, break_on_hyphens=False)
-        text = lines.fill(text)
+        later = " " * (len(text) - len(text.lstrip()) + 2)
+        text = textwrap.TextWrapper(screen.width, "", later, break_long_words=False, break_on_hyphens=False).fill(text)
     return Text(text, style)

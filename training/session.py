@@ -137,6 +137,7 @@ def session(
     refuse_sharing(resolved.batch, but=("sequence", "tensor", "expert") if trains else shares)
     with ExitStack() as ends:
         joined = world is None
+        transformers.utils.logging.set_verbosity_error()  # what matters of its warnings is refused or a note
         if resolved.rank or not sys.stderr.isatty():  # one bar a rank, and in a log a line for each of its states
             transformers.utils.logging.disable_progress_bar()
         if world is None:
