@@ -201,6 +201,12 @@ def _apply_override(tree: dict[str, Any], parts: list[str], value: Any, origins:
     origins[key] = COMMAND_LINE
 
 
+def _alone(value: Any) -> str:
+    """What to do about a value that may be a number with a unit, or with commas."""
+    number = isinstance(value, str) and re.match(r"[-+]?\.?\d", value)
+    return "; write digits alone, without a unit" if number else "; give a number"
+
+
 class _Builder:
     """Builds the schema's dataclasses from plain mappings; knows where each value was written."""
 
@@ -296,10 +302,10 @@ class _Builder:
             raise self.wrong(key, value, "is not true or false")
         if hint is int and (isinstance(value, bool) or not isinstance(value, int)):
             whole = isinstance(value, float) and value.is_integer()
-            raise self.wrong(key, value, "is not an integer" + (f"; write {int(value)}" if whole else ""))
+            raise self.wrong(key, value, "is not an integer" + (f"; write {int(value)}" if whole else _alone(value)))
         if hint is float:
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise self.wrong(key, value, "is not a number")
+                raise self.wrong(key, value, f"is not a number{_alone(value)}")
             value = float(value)
             if not math.isfinite(value):
                 raise self.wrong(key, value, "is not a finite number")
