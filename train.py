@@ -2,7 +2,7 @@
 
     deepspeed train.py --config config/recipes/demo.yaml [key.sub=value ...]
 
-The same with `accelerate launch`, `torchrun`, or plain `python` for one process. `--help` lists every key.
+The same with `accelerate launch`, `torchrun`, or plain `python` for one process. `--help` is a page.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from config.cli import CONFIG_ERROR, LOST, print_any_text
 from config.command_line import read_command_line
 from config.errors import UserError, report_error
 from config.extras import require_extras
+from config.hub import settle_hub
 from config.machine.processes import launchers
 from config.resolved import Resolved
 from training.start.process import end_with, outlive_full_disk, use_writable_caches
@@ -36,6 +37,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"mantissa: {moved_caches}", file=sys.stderr, flush=True)
     try:
         require_extras(resolved.config)
+        settle_hub(resolved.config)
         return run(resolved)
     except UserError as error:
         report_error(error, resolved.rank)

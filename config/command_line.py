@@ -9,17 +9,20 @@ import argparse
 import difflib
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from config import help_text
 from config.cli import CONFIG_ERROR, REPOSITORY, Arguments, is_rank_0
 from config.errors import UserError
-from config.load import to_yaml
+from config.load import all_keys, nearest, to_dict, to_yaml
 from config.printable import shown
 from config.redact import redact
 from config.resolved import Resolved, resolve_run
+from config.schema import Config
 from config.version import VERSION
 
 EXAMPLE = "deepspeed --num_gpus 2 train.py --config config/recipes/demo.yaml"
@@ -32,9 +35,10 @@ def read_command_line(argv: Sequence[str], environment: Mapping[str, str] = os.e
     """
     prints = is_rank_0(environment)
     try:
-        if "--help" in argv or "-h" in argv:
+        if (about := _help_asked(argv)) is not None:
+            text = help_text.render(about)
             if prints:
-                sys.stdout.write(help_text.render())
+                sys.stdout.write(text)
             raise SystemExit(0)
         if "--version" in argv:
             if prints:
@@ -63,6 +67,15 @@ def refusal(arguments: Sequence[str], environment: Mapping[str, str]) -> str | N
     return None
 
 
+def _help_asked(argv: Sequence[str]) -> str | None:
+    """What help is asked about, empty for nothing in particular; None where it is not asked for."""
+    for word, following in zip(argv, [*argv[1:], ""], strict=False):
+        option, _, about = word.partition("=")
+        if option in ("--help", "-h"):
+            return about or ("" if following.startswith("-") or "=" in following else following)
+    return None
+
+
 def _require_text(given: Sequence[str]) -> None:
     """Refuse words and paths that could be opened, but neither printed nor recorded. Raises UserError."""
     for word in given:
@@ -82,13 +95,32 @@ def render_config(resolved: Resolved) -> str:
     shared = f" / {plan.sequence} to a sequence" if plan.sequence > 1 else ""
     shared += f" / {plan.tensor} to a tensor" if plan.tensor > 1 else ""
     return (
-        f"# Run config, resolved from {resolved.config_path}\n"
+        f"# Run config, resolved from {resolved.config_path}; what is not at its default has it beside it\n"
         f"# {plan.global_size} sequences a step = micro-batches of {plan.micro_size} x {plan.accumulation} accumulated"
         f" x {plan.world_size} processes{shared}\n"
-        f"{redact(to_yaml(resolved.config))}"
+        f"{_beside_defaults(redact(to_yaml(resolved.config)), resolved.config)}"
         f"---\n# DeepSpeed JSON, resolved from {resolved.deepspeed_path}\n"
         f"{json.dumps(redact(resolved.deepspeed), indent=2)}\n"
     )
+
+
+def _beside_defaults(text: str, config: Config) -> str:
+    """The YAML text of a config, with the default in a comment behind each key that is at another value."""
+    trees, path, lines = (to_dict(config), to_dict(Config())), list[str](), text.splitlines()
+    for number, (line, following) in enumerate(zip(lines, [*lines[1:], ""], strict=True)):
+        if key := re.match(r"( *)(\w+):", line):
+            indent = len(key[1])
+            path[indent // 2 :] = [key[2]]
+            value: Any
+            usual: Any
+            value, usual = trees
+            for name in path:
+                inside = isinstance(usual, dict) and name in usual
+                value, usual = (value[name], usual[name]) if inside else (None, None)
+            wraps = isinstance(value, str) and following.startswith(" " * (indent + 1))
+            if value != usual and not wraps and (usual == {} or not isinstance(usual, dict)):
+                lines[number] += f"  # default: {json.dumps(usual)}"
+    return "\n".join(lines) + "\n"
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -106,7 +138,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         known = [option for action in parser._actions for option in action.option_strings]
         name = unknown[0].partition("=")[0]
         near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else "set run config keys as key.sub=value; see train.py --help"
+        key = nearest(name.lstrip("-").replace("-", "_"), list(all_keys()))
+        hint = (
+            f"write {key if '=' in key else f'{key}=VALUE'}"
+            if key
+            else "set run config keys as key.sub=value; see train.py --help"
+        )
+        hint = f"did you mean {near[0]}?" if near else hint
         raise UserError(f"command line: no such option {name}; {hint}")
     if options.config is None:
         raise UserError(f"command line: --config FILE is missing; for example: {EXAMPLE}")

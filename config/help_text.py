@@ -1,6 +1,6 @@
-"""The text of `train.py --help`: the options, then every key of the schema with its type, unit, default and meaning.
+"""The text of `train.py --help`: a page (config/help.txt), or keys of the schema with type, unit, default and meaning.
 
-All of it is read from config/schema.py, docstrings included, so that the help cannot lag behind the code.
+Those are read from config/schema.py, docstrings included, so that the help cannot lag behind the code.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import ast
 import dataclasses
 import inspect
 import json
+import re
+import shutil
 import textwrap
 import types
 import typing
@@ -18,31 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from config import schema
-from config.load import describe_bounds, field_types
+from config.errors import UserError
+from config.load import all_keys, describe_bounds, field_types, suggest
 from config.schema import Config
 
-_WIDTH = 110
-
-_USAGE = """\
-usage: deepspeed train.py --config FILE [--deepspeed_config JSON] [--show-config] [key.sub=value ...]
-       (or with torchrun, accelerate launch, or python for one process)
-
-Trains a Hugging Face transformer with DeepSpeed.
-
-options:
-  --config FILE            run config, YAML or JSON; examples are in config/recipes/
-  --deepspeed_config JSON  DeepSpeed JSON; wins over the key deepspeed.config
-  --show-config            print the resolved run config and DeepSpeed JSON, start nothing
-  --local_rank N           accepted from launchers that pass it; must agree with LOCAL_RANK
-  --version                print Mantissa's version
-  --help                   this text
-  key.sub=value            sets a key of the run config; the value is YAML, such as optimizer.betas=[0.9,0.95]
-
-exit codes: 0 done; 2 the config or the command line is wrong; 3 stopped by the numerics; 69 another rank is lost;
-  71 a machine computes wrongly; 74 checkpoints cannot be written; 75 preempted and saved (docs/run-folder.md)
-
-keys of the run config, as `key: type = default [unit]`; null turns off what 0 turns off:
-"""
+_WIDEST = 110
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,18 +39,25 @@ class KeyHelp:
     meaning: str
 
 
-def render() -> str:
-    """The whole help text."""
-    lines = [_USAGE]
-    section = None
-    for item in keys():
-        head, _, _ = item.key.rpartition(".")
-        if head != section:
+def render(about: str = "") -> str:
+    """The help on "all" keys, on a section or on a key; else the page. Raises UserError: there is no such key."""
+    if not about:
+        return Path(__file__).with_name("help.txt").read_text(encoding="utf-8")
+    known = list(keys())
+    found = [item for item in known if about in ("all", item.key) or re.match(re.escape(about) + r"[.\[]", item.key)]
+    if not found:
+        names = [*all_keys(), *(item.key for item in known)]
+        raise UserError(f"command line: --help {about}: no such section or key{suggest(about, names)}")
+    width = min(_WIDEST, shutil.get_terminal_size((_WIDEST, 0)).columns)
+    lines, section = ["key: type = default [unit]; null turns off what 0 turns off"], None
+    for item in found:
+        if (head := item.key.rpartition(".")[0]) != section:
             section = head
             lines.append("")
         unit = f" [{item.unit}]" if item.unit else ""
-        lines.append(f"  {item.key}: {item.kind} = {item.default}{unit}")
-        lines += textwrap.wrap(item.meaning, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        for text, first, later in ((f"{item.key}: {item.kind} = {item.default}{unit}", 2, 10), (item.meaning, 6, 6)):
+            wrapper = textwrap.TextWrapper(width, " " * first, " " * later, break_long_words=False)
+            lines += wrapper.wrap(text)
     return "\n".join(lines) + "\n"
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from config import rules, yaml_text
 from config.deepspeed.choice import Place, settle
 from config.errors import UserError
-from config.not_offered import why_not
+from config.not_offered import known_elsewhere, why_not
 from config.schema import Config
 from config.task import settle_task
 
@@ -136,17 +136,30 @@ def show(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def suggest(key: str, known: Sequence[str]) -> str:
-    """`; did you mean ...?` for a dotted `key` that is not among the `known` ones, or a list of its siblings."""
+def nearest(key: str, known: Sequence[str]) -> str | None:
+    """The key meant by a dotted `key` that is not among the `known` ones; None where it is like none of them."""
     prefix, _, name = key.rpartition(".")
     siblings = {item.rpartition(".")[2]: item for item in known if item.rpartition(".")[0] == prefix}
+    alike = [item for item in known if item.rpartition(".")[2] == name]
+    if found := known_elsewhere(name) or (alike and not prefix and alike[0]):
+        return found
     near = [siblings[match] for match in difflib.get_close_matches(name, siblings, n=1)]
-    near = near or [item for item in known if item.rpartition(".")[2] == name]
-    if not siblings:
-        near = near or difflib.get_close_matches(key, known, n=1)
-    if near:
-        return f"; did you mean {near[0]}?"
-    return f"; {prefix or 'the top level'} has: {', '.join(siblings)}" if siblings else ""
+    near = near or [item for short, item in siblings.items() if len(name) > 2 and short.startswith(name)] or alike
+    leaves = {item.rpartition(".")[2]: item for item in reversed(known)}
+    near = near or [leaves[match] for match in difflib.get_close_matches(name, leaves, n=1, cutoff=0.7)]
+    near = near or [item for item in difflib.get_close_matches(prefix, known, n=1) if prefix not in known]
+    return next(iter(near), None)
+
+
+def suggest(key: str, known: Sequence[str]) -> str:
+    """`; did you mean ...?` for a dotted `key` that is not among the `known` ones, or a list of its siblings."""
+    if near := nearest(key, known):
+        return f"; did you mean {near}?"
+    prefix = key.rpartition(".")[0]
+    siblings = dict.fromkeys(item.rpartition(".")[2] for item in known if item.rpartition(".")[0] == prefix)
+    further = "; model.config.KEY sets one of the architecture's" if prefix == "model" else ""
+    place = prefix if prefix and siblings else "the top level"
+    return f"; {place} has: {', '.join(siblings or field_types(Config))}{further}"
 
 
 def _can_be_written(text: str) -> bool:
@@ -188,6 +201,12 @@ def _apply_override(tree: dict[str, Any], parts: list[str], value: Any, origins:
     origins[key] = COMMAND_LINE
 
 
+def _alone(value: Any) -> str:
+    """What to do about a value that may be a number with a unit, or with commas."""
+    number = isinstance(value, str) and re.match(r"[-+]?\.?\d", value)
+    return "; write digits alone, without a unit" if number else "; give a number"
+
+
 class _Builder:
     """Builds the schema's dataclasses from plain mappings; knows where each value was written."""
 
@@ -215,8 +234,10 @@ class _Builder:
         hints = field_types(kind)
         for name in tree:
             if name not in hints:
-                known = [*all_keys(self._root), *(dot + item for item in hints)]
-                key = f"{dot}{name}"
+                known, key, value = [*all_keys(self._root), *(dot + item for item in hints)], f"{dot}{name}", tree[name]
+                while isinstance(value, dict) and len(value) == 1:  # the section is unknown too
+                    (further, value), *_ = value.items()
+                    key += f".{further}"
                 raise UserError(f"{self.origin(key)}: {key}: no such key{suggest(key, known)}")
         values = {}
         for item in dataclasses.fields(kind):
@@ -281,10 +302,10 @@ class _Builder:
             raise self.wrong(key, value, "is not true or false")
         if hint is int and (isinstance(value, bool) or not isinstance(value, int)):
             whole = isinstance(value, float) and value.is_integer()
-            raise self.wrong(key, value, "is not an integer" + (f"; write {int(value)}" if whole else ""))
+            raise self.wrong(key, value, "is not an integer" + (f"; write {int(value)}" if whole else _alone(value)))
         if hint is float:
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise self.wrong(key, value, "is not a number")
+                raise self.wrong(key, value, f"is not a number{_alone(value)}")
             value = float(value)
             if not math.isfinite(value):
                 raise self.wrong(key, value, "is not a finite number")

@@ -66,18 +66,8 @@ Problem = tuple[str, str]
 def check(config: Config, origin: Callable[[str], str]) -> None:
     """Raise UserError for the first broken rule. origin: where the user wrote a key. Steps of run.epochs come later."""
     for rule in (
-        *(
-            _run,
-            _model,
-            _routers,
-            _activation_checkpointing,
-            _compile,
-            _kernels,
-            _task,
-            _sections,
-            _preference,
-            _distill,
-        ),
+        *(_run, _model, _routers, _activation_checkpointing, _compile, _kernels, _task, _sections, _preference),
+        _distill,
         *(_parallel, _tensor, _expert, _encoder, _seq2seq, _adapter, _mixture, _validation, _data, _documents),
         *(_optimizer, _schedule, _precision, _loss_scale, _evaluate, _tracking, _guard, _faults, _canary),
     ):
@@ -103,6 +93,11 @@ def _run(config: Config) -> Iterator[Problem]:
         yield "run.resume", f"= '{run.resume}' does not exist; write auto, never or the path of a checkpoint"
 
 
+def _looks_local(name: str) -> bool:
+    """Whether a name cannot be the hub's."""
+    return name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
+
+
 def _model(config: Config) -> Iterator[Problem]:
     model, name = config.model, config.model.name_or_path
     if name is None and model.architecture is None:
@@ -110,8 +105,12 @@ def _model(config: Config) -> Iterator[Problem]:
         yield "model.architecture", f"is missing; {fix}"
     if name is not None and model.architecture is not None:
         yield "model.name_or_path", f"= '{name}' excludes model.architecture = '{model.architecture}'; keep one of them"
-    if name is not None and name.startswith(("/", "./", "../", "~")) and not Path(name).expanduser().is_dir():
-        yield "model.name_or_path", f"= '{name}' is not a folder; give a model folder or a hub id"
+    for key, given in (("model.name_or_path", name), ("distill.teacher", config.distill.teacher)):
+        if given is not None and _looks_local(given) and not Path(given).expanduser().is_dir():
+            yield key, f"= '{given}' is not a folder; give a model folder or a hub id"
+    tokenizer = config.data.tokenizer
+    if _looks_local(tokenizer) and not Path(tokenizer).expanduser().exists():
+        yield "data.tokenizer", f"= '{tokenizer}' does not exist; give a folder, a hub id, bytes or bpe:4096"
     if model.loss == "full" and model.loss_chunk_tokens:
         fix = "remove it, or set model.loss=chunked"
         yield "model.loss_chunk_tokens", f"= {model.loss_chunk_tokens} is not read by model.loss = full; {fix}"
@@ -283,8 +282,6 @@ def _distill(config: Config) -> Iterator[Problem]:
         return
     if name is None:
         yield "distill.teacher", "is missing for task = distill; name a model folder or a hub id"
-    elif name.startswith(("/", "./", "../", "~")) and not Path(name).expanduser().is_dir():
-        yield "distill.teacher", f"= '{name}' is not a folder; give a model folder or a hub id"
     if section.loss != "jsd" and section.beta != DistillSection.beta:
         yield "distill.beta", f"= {section.beta:g} is only read by distill.loss = jsd; remove it, or set that"
     for key, used in (
@@ -539,8 +536,9 @@ def _data(config: Config) -> Iterator[Problem]:
     yield from _item(config, "data", data)
     if data.name is not None and data.source != "hub":
         yield "data.name", f"= '{data.name}' is only read by data.source = hub; remove it"
-    if data.tokenizer.startswith("bpe:") and not data.tokenizer.removeprefix("bpe:").isdecimal():
-        yield "data.tokenizer", f"= '{data.tokenizer}' names no vocabulary size; write it as bpe:4096"
+    size = data.tokenizer.removeprefix("bpe:")
+    if size != data.tokenizer and not (size.isdecimal() and int(size) > 256):
+        yield "data.tokenizer", f"= '{data.tokenizer}' names no vocabulary size of 257 or more; write it as bpe:4096"
 
 
 def _matches(item: _Place) -> bool:

@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from config.cli import Arguments, entry_point, positive_int
+from config.cli import Arguments, entry_point
 from config.errors import UserError
 from config.load import load_config
+from config.options import positive_int
 from config.printable import printable
 from config.schema import Config, DataSection
 from config.task import settle_task

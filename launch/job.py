@@ -25,9 +25,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from config.cli import REPOSITORY, positive_int
+from config.cli import REPOSITORY
 from config.errors import UserError
 from config.machine.processes import describe_exit
+from config.options import positive_int
 from config.printable import shown
 from config.redact import redact_arguments
 from launch.doctor.facts import run_program

@@ -15,7 +15,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -29,6 +29,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from config.errors import UserError, one_line
+from config.load import show
 from config.rules import QUANTISED_BASES
 from config.schema import AdapterSection, ModelSection
 from config.task import CAUSAL_LM, KINDS, SEQ2SEQ_LM
@@ -44,6 +45,13 @@ def no_gather(parameters: Sequence[torch.nn.Parameter]) -> AbstractContextManage
 
 
 """Makes the full values of parameters writable inside the context; yields whether this rank has to write them."""
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_SIZE = re.compile(r"(?:num|n)_\w+|d_model|\w*(?:size|dim|layers?|heads?)")
+"""Names of sizes and counts in an architecture's config."""
+_NEEDED = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "head_dim", "vocab_size"),
+    *_EXPERTS,
+)
 _IN_A_BLOCK = re.compile(r"\.\d+\.")
 """Part of the name of a block's parameter, such as model.layers.1.mlp.up_proj.weight."""
 
@@ -83,11 +91,30 @@ def model_config(
     return config
 
 
+def require_shares(config: PretrainedConfig) -> None:
+    """Raises UserError for heads and experts that do not share evenly, which only shows in the first forward pass."""
+    heads, groups = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    latent = getattr(config, "kv_lora_rank", None)  # keys of multi-head latent attention are not shared
+    if isinstance(heads, int) and isinstance(groups, int) and not latent and (groups < 1 or heads % groups):
+        both = (
+            f"model.config.num_key_value_heads = {groups}: does not divide model.config.num_attention_heads = {heads}"
+        )
+        raise UserError(f"{both}; change one of them")
+    experts = next((getattr(config, name) for name in _EXPERTS if isinstance(getattr(config, name, None), int)), None)
+    used = getattr(config, "num_experts_per_tok", None)
+    if experts and isinstance(used, int) and not 0 < used <= experts:
+        raise UserError(f"model.config.num_experts_per_tok = {used}: there are {experts} experts; give 1 to {experts}")
+
+
 def dropout_keys(config: PretrainedConfig) -> list[str]:
     """The keys of an architecture's config that are a dropout probability above 0."""
     values: dict[str, Any] = config.to_dict()
-    named = ((key, value) for key, value in values.items() if "dropout" in key or key.endswith("pdrop"))
+    named = ((key, value) for key, value in values.items() if _is_dropout(key))
     return [key for key, value in named if isinstance(value, float) and math.isfinite(value) and value > 0]
+
+
+def _is_dropout(key: str) -> bool:
+    return "dropout" in key or key.endswith("pdrop")
 
 
 def without_dropout(config: PretrainedConfig, *, kept: Mapping[str, Any]) -> list[str]:
@@ -134,9 +161,33 @@ def build_model(
 def empty_model(section: ModelSection, config: PretrainedConfig, *, model_class: str = CAUSAL_LM) -> PreTrainedModel:
     """The model of `build_model`, its parameters on the meta device without memory. Raises UserError."""
     with _refused(section), init_empty_weights(include_buffers=False):
-        model: PreTrainedModel = getattr(transformers, model_class).from_config(config, **_options(section))
+        try:
+            model: PreTrainedModel = getattr(transformers, model_class).from_config(config, **_options(section))
+        except Exception as error:  # constructors raise what a wrong size leads to, such as a KeyError
+            if not section.config or isinstance(error, ImportError):
+                raise
+            raise _wrong_shape(section, error, model_class) from error
     model.tie_weights()
     return model
+
+
+def _wrong_shape(section: ModelSection, error: BaseException, model_class: str) -> UserError:
+    """The error for what an architecture refuses. It names the keys without any one of which a model can be built."""
+    while error.__cause__ is not None:
+        error = error.__cause__  # what was raised inside of a check of huggingface_hub's
+    said = one_line(error).rstrip(".")
+    said = said if isinstance(error, ValueError | TypeError) else f"{type(error).__name__}: {said}"
+    make = AutoConfig.for_model if section.name_or_path is None else AutoConfig.from_pretrained
+    what, blamed = str(section.architecture or section.name_or_path), []
+    for key in section.config:
+        kept = {other: value for other, value in section.config.items() if other != key}
+        with suppress(Exception), init_empty_weights(include_buffers=False):
+            getattr(transformers, model_class).from_config(make(what, **kept), **_options(section))
+            blamed.append(key)
+    values = ", ".join(f"model.config.{key} = {show(section.config[key])}" for key in blamed or section.config)
+    return UserError(
+        f"{values}: no {what} can be built with {'it' if len(blamed) == 1 else 'these'} ({said}); change it"
+    )
 
 
 def _options(section: ModelSection) -> dict[str, Any]:
@@ -330,12 +381,7 @@ def _in_fp32(parameters: Sequence[torch.nn.Parameter], only: Collection[torch.nn
 
 
 def _saved_config(section: ModelSection, model_class: str) -> PretrainedConfig:
-    name = str(section.name_or_path)
-    looks_local = name.startswith(("/", ".", "~")) or name.count("/") > 1
-    if looks_local:
-        name = str(Path(name).expanduser())
-    if looks_local and not Path(name).is_dir():
-        raise UserError(f"model.name_or_path = {section.name_or_path}: no such folder; give a model folder or a hub id")
+    name = str(Path(str(section.name_or_path)).expanduser())
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=section.trust_remote_code)
     except (OSError, ValueError) as error:
@@ -415,8 +461,8 @@ def _new_config(
         given["max_position_embeddings"] = sequence_length
     try:
         return AutoConfig.for_model(architecture, **{**given, **section.config})
-    except (ValueError, TypeError, ZeroDivisionError) as error:
-        raise UserError(f"model.config = {section.config}: {architecture} refuses it: {one_line(error)}") from error
+    except Exception as error:  # huggingface_hub's own, or what a wrong size leads to
+        raise _wrong_shape(section, error, model_class) from error
 
 
 def _is_read(key: str, config: PretrainedConfig, model_class: str) -> bool:
@@ -437,4 +483,15 @@ def _check_keys(given: dict, config: PretrainedConfig, model_class: str) -> None
         if key not in known and not _is_read(key, config, model_class):
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {near[0]}?" if near else "see that architecture's Hugging Face config"
+            if key in ("rope_theta", "rope_scaling") and "rope_parameters" in known:
+                hint = "set model.config.rope_parameters={rope_type: ..., rope_theta: ..., ...}"
             raise UserError(f"model.config.{key}: a {config.model_type} config has no such key; {hint}")
+    own = {name: general for general, name in config.attribute_map.items()}
+    for key, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        least, usual = int(own.get(key, key) in _NEEDED), getattr(config, key, None)
+        if _SIZE.fullmatch(key) and value < least and not (isinstance(usual, int) and usual < least):
+            raise UserError(f"model.config.{key} = {value}: is no size that a model has; give {least} or more")
+        if _is_dropout(key) and not 0 <= value < 1:
+            raise UserError(f"model.config.{key} = {value}: is no probability; give 0 or more, and less than 1")

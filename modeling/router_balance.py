@@ -25,18 +25,8 @@ from config.schema import ModelSection
 
 _VERIFIED = frozenset(
     {"ernie4_5_moe", "flex_olmo", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"}
-    | {
-        "jamba",
-        "jetmoe",
-        "mellum",
-        "minimax",
-        "mixtral",
-        "olmoe",
-        "qwen2_moe",
-        "qwen3_5_moe",
-        "qwen3_moe",
-        "qwen3_next",
-    }
+    | {"jamba", "jetmoe", "mellum", "minimax", "mixtral", "olmoe"}
+    | {"qwen2_moe", "qwen3_5_moe", "qwen3_moe", "qwen3_next"}
 )
 """Kinds of models whose routers weigh experts by a softmax of their logits, and whose own choice is seen, whatever
 biases it. Others take a sigmoid (DeepSeek V3, MiniMax-M2, Laguna, Flint) or sample (Phi-3.5-MoE), and P is not defined.

@@ -16,9 +16,9 @@ import yaml
 
 from config.errors import UserError
 from config.load import field_types, load_config
+from config.moved import new_name
 from config.schema import Config
 from tracking.events import COMMON_FIELDS, REQUIRED_FIELDS
-from training.moved import new_name
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])

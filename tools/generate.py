@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from config import json_text
-from config.cli import Arguments, entry_point, positive_int, positive_number
+from config.cli import Arguments, entry_point
 from config.errors import UserError, one_line
+from config.options import positive_int, positive_number
 from config.printable import printable
 from config.schema import AdapterSection
 

@@ -1,8 +1,8 @@
-"""The console output of a run: live progress on a terminal, aligned plain lines anywhere else.
+"""The console output of a run: aligned lines, and below them live progress on a terminal.
 
-Besides progress, a line is printed for each skipped step, with why, for each change of the loss scale, incident,
-evaluation and checkpoint, and for the end. Of a step that was not finite the first tensor is named; `events.jsonl` has
-all of them.
+Besides progress, a line is printed for each skipped step, with why, for each change of the loss scale, incident (with
+the command that replays it), evaluation and checkpoint, and for the end. Of a step that was not finite the first tensor
+is named; `events.jsonl` has all of them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
+from statistics import median
 from typing import Any, TextIO
 
 from rich.console import RenderableType
@@ -21,7 +22,7 @@ from rich.text import Text
 from config.printable import line
 from tracking.events import Event, describe_event, format_scale
 from tracking.observed_dtypes import computed, lower_than_promised
-from tracking.terminal import console
+from tracking.terminal import console, paragraph
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 12
@@ -29,6 +30,8 @@ _BAR_WIDTH = 12
 _FIXED = _BAR_WIDTH + 20  # characters of the first live line for spinner, counter and bar
 _INDENT = "  "  # of the live lines below it
 _SPEED_WINDOW = 20  # steps over which the ETA averages
+_FOLLOW = ("scale", "nonfinite", "incident")  # events of a skipped step that are told with it
+_STYLES = {"warning": "yellow", "reexecution": "yellow", "corruption": "bold red"}
 
 
 class _Progress(Progress):
@@ -55,6 +58,7 @@ class ConsoleSink:
         self._thin = 1
         self._first_loss: float | None = None
         self._seconds: deque[float] = deque(maxlen=_SPEED_WINDOW)
+        self._rates: list[float] = []  # tokens/s of the steps since the last line
         self._fp16 = False
         self._blocks = _BLOCKS if _can_print(_BLOCKS, self._stream) else ""
         self._skipped: list[Event] = []  # a skipped step and what followed from it, until all of it is known
@@ -64,20 +68,24 @@ class ConsoleSink:
 
     def write(self, event: Event) -> None:
         """Show one event."""
-        follows = event["event"] in ("scale", "nonfinite") and event["step"] in [it["step"] for it in self._skipped[:1]]
-        if not follows:
+        kind, here = event["event"], [step["step"] for step in self._skipped[:1]] == [event["step"]]
+        if self._skipped and (kind == "step" or not here):
             self._print_skipped()
-        match event["event"]:
-            case _ if follows:
+        match kind:
+            case _ if here and kind in _FOLLOW:
                 self._skipped.append(event)
+                if kind == "incident":  # the last event of its step
+                    self._print_skipped()
             case "run_start":
                 self._on_run_start(event)
             case "step":
                 self._on_step(event)
             case "run_end":
                 self._on_run_end(event)
-            case "scale" | "nonfinite" | "corruption" | "reexecution" | "incident" | "warning" | "eval" | "checkpoint":
-                self.print_line(f"step {event['step']}: {describe_event(event)}")
+            case "incident":
+                self._print_incident(event)
+            case "scale" | "nonfinite" | "corruption" | "reexecution" | "warning" | "eval" | "checkpoint":
+                self.print_line(f"step {event['step']}: {describe_event(event)}", _STYLES.get(kind, ""))
             case "precision":
                 self._on_precision(event)
 
@@ -88,11 +96,11 @@ class ConsoleSink:
             self.print_line(f"step {event['step']}: seen inside the modules: {dtypes}")
             self._dtypes = dtypes
         for found in lower_than_promised(event):
-            self.print_line(f"step {event['step']}: {found}")
+            self.print_line(f"step {event['step']}: {found}", "yellow")
 
-    def print_line(self, text: str) -> None:
-        """Print `text` on one line above the live line."""
-        self._console.print(Text(line(text)))
+    def print_line(self, text: str, style: str = "") -> None:
+        """Print `text` above the live line: one line, or on a terminal as many as its width makes of it."""
+        self._console.print(paragraph(line(text), self._console, style))
         self._stream.flush()
 
     def close(self) -> None:
@@ -132,14 +140,22 @@ class ConsoleSink:
 
     def _on_step(self, event: Event) -> None:
         self._remember(event)
-        cells = self._cells(event)
+        self._rates.append(event["tokens_per_second"])
+        speed, *cells = self._cells(event)
         if self._progress is not None and self._task is not None:
             width = self._console.width
-            first, *self._progress.below = _pack(cells, width - _FIXED, width - len(_INDENT))
+            first, *self._progress.below = _pack([speed, *cells], width - _FIXED, width - len(_INDENT))
             self._progress.update(self._task, completed=event["step"], status=first)
-        elif event["step"] % self._every == 0 or event["step"] == self._total:
-            width = len(str(self._total))
-            self.print_line(f"step {event['step']:>{width}}/{self._total}  " + "  ".join(c for c in cells if c))
+        if event["step"] % self._every == 0 or event["step"] == self._total:
+            place = f"step {event['step']:>{len(str(self._total))}}/{self._total}  "
+            if self._progress is not None:  # the live lines have the rest
+                _, memory, _, _, norm, rate, scale, skipped = cells
+                kept = [f"loss {event['loss']:7.4f}", norm, rate, skipped, scale, speed, memory]
+                text = _pack(kept, self._console.width - len(place), 0)[0]
+            else:
+                text = "  ".join(filter(None, [speed, *cells]))
+            self.print_line(place + text)
+            self._rates.clear()
         if not event["applied"]:
             self._skipped = [event]
 
@@ -156,8 +172,18 @@ class ConsoleSink:
         if tensors:
             more = f" and {len(tensors) - 1} more tensors, see events.jsonl" if len(tensors) > 1 else ""
             words.append(tensors[0] + more)
+        if further and further[-1]["event"] == "incident":
+            self._print_incident(further[-1], words[-1:] if tensors else [])
+            return
         count = f"{step['skipped_total']} skipped so far"
-        self.print_line(f"step {step['step']}: skipped, the weights are unchanged ({count}); {'; '.join(words)}")
+        text = f"step {step['step']}: skipped, the weights are unchanged ({count}); {'; '.join(words)}"
+        self.print_line(text, "yellow")
+
+    def _print_incident(self, event: Event, cause: Sequence[str] = ()) -> None:
+        style = "bold red" if event["verdict"] == "ABORT" else "yellow"
+        self.print_line(f"step {event['step']}: {'; '.join([describe_event(event), *cause])}", style)
+        if event["replay"]:  # in a line of its own that no width breaks, to be copied
+            self._console.print(Text(f"{_INDENT}replay: {line(event['replay'])}", style))
 
     def _remember(self, event: Event) -> None:
         self._seconds.append(event["step_seconds"])
@@ -175,7 +201,7 @@ class ConsoleSink:
     def _cells(self, event: Event) -> list[str]:
         first = f" from {self._first_loss:.3f}" if self._first_loss is not None else ""
         return [
-            f"{human(event['tokens_per_second']):>6} tok/s",
+            f"{human(median(self._rates)):>6} tok/s",
             f"ETA {duration(self._eta(event['step'])):<6}",
             gib(event["memory_bytes"]),
             f"loss {event['loss']:7.4f}{first}",

@@ -60,18 +60,8 @@ TEXT_FIELDS = frozenset(
     {
         *("event", "config_sha256", "sample_ids_sha256", "compute", "resumed_from", "reason", "module", "modules"),
         *("tensor", "kind", "verdict", "replay", "path", "status", "text", "name", "model", "hypothesis", "attention"),
-        *(
-            "loss_unit",
-            "verdict_text",
-            "next_command",
-            "standstill",
-            "found_by",
-            "outcome",
-            "why",
-            "suspicion",
-            "hosts",
-            "signal",
-        ),
+        *("loss_unit", "verdict_text", "next_command", "standstill", "found_by", "outcome", "why", "suspicion"),
+        *("hosts", "signal"),
     }
 )
 _TEXTS = TEXT_FIELDS - {"modules", "hosts"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 from rich.console import Console
@@ -21,3 +22,11 @@ def console(*, columns: int = 0, **options: Any) -> Console:
 def words(value: object, style: str = "") -> Text:
     """Any value as text of one line."""
     return Text(shown(value), style=style)
+
+
+def paragraph(text: str, screen: Console, style: str = "") -> Text:
+    """Text broken between words at a terminal's width, later lines indented; whole in a file, which is searched."""
+    if screen.is_terminal:
+        later = " " * (len(text) - len(text.lstrip()) + 2)
+        text = textwrap.TextWrapper(screen.width, "", later, break_long_words=False, break_on_hyphens=False).fill(text)
+    return Text(text, style)

@@ -64,10 +64,7 @@ _WORDS: dict[str, tuple[str, str]] = {
         "steps until an activation overflows FP16",
         "compute this module in bf16 or fp32 by a rule of the manifest, or let guard.reactions promote it",
     ),
-    "router_entropy": (
-        "share of even use in the experts' load",
-        "few experts do the work: raise model.balance_loss",
-    ),
+    "router_entropy": ("share of even use in the experts' load", "few experts do the work: raise model.balance_loss"),
     "router_z": (
         "z-loss of the routers",
         "router logits would be too large for 16 bits: set or raise model.router_z_loss, and leave routers in FP32",

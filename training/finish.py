@@ -8,7 +8,7 @@ from typing import Any
 
 from config.cli import BROKEN, DIVERGED, DONE, PREEMPTED, UNSAVED
 from config.errors import UserError, one_line
-from config.printable import printable
+from config.printable import printable, shown
 from config.redact import redact
 from config.task import ENCODER_TASKS
 from data.text.prepare import Corpus
@@ -19,7 +19,7 @@ from tracking.heatmap.still import still_sentence
 from tracking.report.page import summary_table, write_report
 from tracking.status import ended
 from tracking.summary import read_run_folder, summarise
-from tracking.terminal import console, words
+from tracking.terminal import console, paragraph, words
 from tracking.verdict import STYLES, Verdict
 from training.loop import Ending
 from training.parts import Parts
@@ -102,9 +102,11 @@ def _report(parts: Parts, sample: str | None, ending: Ending, verdict: Verdict |
     try:
         report = write_report(run_dir, sample=sample, resume_command=command)
         summary = summarise(run_dir)
-        screen.print(summary_table(run_dir, summary))
+        table = summary_table(run_dir, summary)
+        table.title = words(summary.name)  # the verdict is the last line
+        screen.print(table)
         if summary.standstill:
-            screen.print(words(f"! {summary.standstill}", "yellow"))
+            screen.print(paragraph(shown(f"! {summary.standstill}"), screen, "yellow"))
         if sample:
             screen.print(printable(redact(sample.strip())), style="dim")
         screen.print(words(f"report   {os.path.relpath(report)}"))
@@ -117,4 +119,4 @@ def _report(parts: Parts, sample: str | None, ending: Ending, verdict: Verdict |
         return
     sound = verdict.command in ("", command)
     screen.print(words(f"resume   {command}" if sound else f"next     {verdict.command}"))
-    screen.print(words(f"verdict  {verdict.text}", STYLES[verdict.tone]))
+    screen.print(paragraph(shown(f"verdict  {verdict.text}"), screen, STYLES[verdict.tone]))

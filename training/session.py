@@ -36,7 +36,7 @@ from training.engine.rng import seed_everything
 from training.engine.work_time import forget_peak_memory
 from training.references import add_references
 from training.tasks.cached_teacher import documents_of
-from training.tasks.shape import settle_labels, settle_steps, shape_of_model
+from training.tasks.shape import require_model, settle_labels, settle_steps, shape_of_model
 from training.tasks.task import prepare, task_of
 from training.teacher import prepare_teacher, weights_identity
 from training.watchdog import watch
@@ -137,6 +137,7 @@ def session(
     refuse_sharing(resolved.batch, but=("sequence", "tensor", "expert") if trains else shares)
     with ExitStack() as ends:
         joined = world is None
+        transformers.utils.logging.set_verbosity_error()  # what matters of its warnings is refused or a note
         if resolved.rank or not sys.stderr.isatty():  # one bar a rank, and in a log a line for each of its states
             transformers.utils.logging.disable_progress_bar()
         if world is None:
@@ -154,7 +155,9 @@ def session(
                 return bool(owned) and crash.write(cause, exit_code)
 
             ends.enter_context(watch.watched(world, write_end))
-        corpus = corpus or prepare(config, progress=resolved.rank == 0)
+        if corpus is None:
+            require_model(config)
+            corpus = prepare(config, progress=resolved.rank == 0)
         config = settle_steps(settle_labels(config, corpus), corpus)
         resolved = replace(resolved, config=config)
         shape = shape_of_model(config, corpus)

@@ -25,10 +25,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from config.batch import refuse_sharing
-from config.cli import entry_point, positive_int, positive_number
+from config.cli import entry_point
 from config.command_line import read_command_line
 from config.errors import UserError
 from config.launcher import as_launched
+from config.options import positive_int, positive_number
 from config.resolved import Resolved
 from config.schema import Config
 from lab.benchmark.contestants import COMMON_OVERRIDES, OWN, PRECISIONS, TITAN, Runner, choose, skip_unsupported

@@ -22,9 +22,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from config.cli import Arguments, comma_separated, entry_point, positive_int, positive_number
+from config.cli import Arguments, entry_point
 from config.errors import UserError
 from config.machine.processes import peak_resident_bytes
+from config.options import comma_separated, positive_int, positive_number
 from config.schema import DataSection
 from lab.benchmark.harness import in_own_process, polling, write_json
 

@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from config.cli import Arguments, positive_int
+from config.cli import Arguments
 from config.errors import UserError
 from config.files import write_atomically
+from config.options import positive_int
 from config.redact import redact_arguments
 from config.resolved import Resolved
 from lab.benchmark.spec import Result

@@ -21,10 +21,11 @@ from typing import Any
 
 import psutil
 
-from config.cli import comma_separated, entry_point, positive_int, positive_number
+from config.cli import entry_point
 from config.command_line import read_command_line
 from config.errors import UserError
 from config.launcher import as_launched
+from config.options import comma_separated, positive_int, positive_number
 from lab.benchmark.contestants import COMMON_OVERRIDES
 from lab.benchmark.harness import ALL_HOLD, FAILED, Report, conditions, in_words, job_options, polling
 from launch.job import default_processes, error_line_of, train

@@ -37,10 +37,11 @@ import numpy as np
 import torch
 
 from config.batch import refuse_sharing
-from config.cli import comma_separated, entry_point, positive_int, positive_number
+from config.cli import entry_point
 from config.command_line import read_command_line
 from config.deepspeed.document import initializable
 from config.errors import UserError
+from config.options import comma_separated, positive_int, positive_number
 from config.resolved import Resolved
 from data.batches.loader import Batches
 from data.corpora.corpus import Corpus

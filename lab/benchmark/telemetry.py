@@ -22,8 +22,9 @@ from typing import Literal
 
 import numpy as np
 
-from config.cli import entry_point, positive_int
+from config.cli import entry_point
 from config.command_line import read_command_line
+from config.options import positive_int
 from config.schema import PrecisionSection, TelemetrySection
 from lab.benchmark.harness import SHARES, WARM_UP_STEPS, alternate, conclude, estimate, paired_options, seconds_of
 from lab.benchmark.overhead import GuardedLoop, open_parts

@@ -20,8 +20,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from config.cli import Arguments, entry_point, positive_int
+from config.cli import Arguments, entry_point
 from config.command_line import read_command_line
+from config.options import positive_int
 from lab.detection import run
 from lab.detection.cells import FURTHER_VARIANTS, Cell, all_cells, base, later_cells, write_documents, write_rows
 from lab.detection.defects import DEFECTS, Defect

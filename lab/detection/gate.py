@@ -12,8 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from config.cli import REPOSITORY, Arguments, entry_point, positive_int
+from config.cli import REPOSITORY, Arguments, entry_point
 from config.files import write_atomically
+from config.options import positive_int
 from lab.detection.planted import MODULE
 from lab.detection.plants.permanent import PLANTED
 from launch.job import add_processes_option, default_processes, job_command

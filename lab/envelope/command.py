@@ -21,12 +21,13 @@ from typing import Any, get_args, get_type_hints
 from filelock import FileLock, Timeout
 
 from config.batch import refuse_sharing
-from config.cli import REPOSITORY, Arguments, comma_separated, entry_point, positive_int
+from config.cli import REPOSITORY, Arguments, entry_point
 from config.deepspeed.choice import find_deepspeed_json
 from config.deepspeed.document import in_fp32, read_document, zero_stage
 from config.errors import UserError
 from config.launcher import as_launched
 from config.load import load_config
+from config.options import comma_separated, positive_int
 from config.schema import Config, LossScaleSection
 from config.task import ENCODER_TASKS
 from lab.benchmark.harness import SHARES, polling

@@ -25,8 +25,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from config.cli import Arguments, entry_point, positive_int, positive_number
+from config.cli import Arguments, entry_point
 from config.errors import UserError
+from config.options import positive_int, positive_number
 from lab.gpu_check.packages import provide
 
 ALL_DONE, INCOMPLETE = 0, 3

@@ -20,9 +20,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from config.cli import REPOSITORY, Arguments, entry_point, positive_int
+from config.cli import REPOSITORY, Arguments, entry_point
 from config.errors import UserError
 from config.optimizers import OPTIMIZERS
+from config.options import positive_int
 from lab.matrix.cells import Cell, all_cells
 from lab.matrix.page import page, unexpected, updated
 from launch.job import add_processes_option, default_processes, error_line_of, launch

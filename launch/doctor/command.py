@@ -17,13 +17,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from config.cli import Arguments, entry_point, positive_int
+from config.cli import Arguments, entry_point
 from config.deepspeed.choice import find_deepspeed_json
 from config.deepspeed.document import check_document, offload, read_document
 from config.deepspeed.resolve import check_choices, compute_dtype
 from config.errors import UserError
 from config.load import load_config
 from config.optimizers import OPTIMIZERS
+from config.options import positive_int
 from config.schema import Config
 from launch.doctor.examine import Scope, examine
 from launch.doctor.hosts import HERE, Host, hosts_of

@@ -2,41 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from transformers import AutoTokenizer
 
 from config.errors import UserError
 from config.schema import Config
-from config.task import ENCODER_TASKS, model_class_of
+from config.task import ENCODER_TASKS
 from data.text.tokenizer import ENCODER_TOKENS, SMALLEST_BPE, is_made, vocabulary_size
-from modeling.build import empty_model, model_config
-from training.tasks.shape import given_by_task
-
-_UNKNOWN_LABELS = ("0", "1")
-"""Labels of a classifier that finds them in the data. One label more is one row more of its last layer."""
-_TOKENIZER = SimpleNamespace(eos_token_id=0, pad_token_id=0, cls_token_id=1, sep_token_id=2)
-"""Special tokens of a model that is not made yet. Their ids change no size."""
+from training.tasks.shape import empty_model_of
 
 
 def model_of(config: Config) -> Any:
     """The model to train, without its adapter. Raises UserError when its config is refused or cannot be read."""
-    if config.task == "classify" and not config.classify.labels:
-        config = replace(config, classify=replace(config.classify, labels=_UNKNOWN_LABELS))
-    section, model_class = config.model, model_class_of(config)
-    if section.attention != "eager":  # all fused attention is counted alike, whether its kernel is installed or not
-        section = replace(section, attention="auto")
-    shape = model_config(
-        section,
-        vocab_size=_vocabulary(config) if section.name_or_path is None else 0,
-        sequence_length=config.data.longest,
-        model_class=model_class,
-        given=given_by_task(config, _TOKENIZER),
-    )
-    return empty_model(section, shape, model_class=model_class)
+    return empty_model_of(config, _vocabulary(config) if config.model.name_or_path is None else 0)
 
 
 def _vocabulary(config: Config) -> int:

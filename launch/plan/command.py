@@ -14,7 +14,8 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from config.cli import Arguments, entry_point, positive_int, positive_number, share
+from config.cli import Arguments, entry_point
+from config.options import positive_int, positive_number, share
 from launch.plan.devices import DEFAULT_MFU, DEVICES, LATENCY_SECONDS
 
 if TYPE_CHECKING:

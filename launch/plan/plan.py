@@ -11,6 +11,7 @@ from statistics import median
 
 from config.command_line import read_command_line
 from config.errors import UserError
+from config.hub import settle_hub
 from config.launcher import as_launched
 from config.resolved import Resolved
 from launch.plan.devices import GIB, Device, find_device
@@ -62,11 +63,13 @@ def make_plan(options: argparse.Namespace, arguments: Sequence[str]) -> Plan:
 
     Raises UserError: a device, a number or a model that cannot be planned. SystemExit 2: the config is wrong.
     """
-    resolved = read_command_line(arguments, as_launched(options.gpus))
+    device = _device(options)
+    on_one = min(options.gpus, options.gpus if device.is_cpu else device.per_node)
+    resolved = read_command_line(arguments, as_launched(options.gpus) | {"LOCAL_WORLD_SIZE": str(on_one)})
+    settle_hub(resolved.config)
     if not resolved.config.run.steps and not options.tokens:
         problem = "how many steps that is shows once the data are prepared"
         raise UserError(f"run.epochs = {resolved.config.run.epochs:g}: {problem}; give --tokens, or run.steps")
-    device = _device(options)
     layout = layout_of(resolved, world=options.gpus, on_cpu=device.is_cpu)
     shape = read_shape(resolved.config, layout)
     mfu, source = options.mfu, "assumed"

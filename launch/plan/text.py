@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING
 
 from rich.text import Text
@@ -61,6 +62,7 @@ def print_plan(plan: Plan) -> None:
         _stage_table(plan),
         _scaling_table(plan),
         *_conclusions(plan),
+        *_command(plan),
     ):
         console.print(part.grid() if isinstance(part, Table) else part, soft_wrap=not isinstance(part, Table))
 
@@ -178,10 +180,34 @@ def _conclusions(plan: Plan) -> list[str | Text]:
         advice = "take more devices, model.activation_checkpointing=full, a shorter data.sequence_length, or"
         lines.append(Text(f"Nothing fits: {advice} deepspeed.offload=cpu.", style="bold red"))
     elif not plan.configured.fits:
-        stage, micro = plan.smallest.layout.stage, plan.smallest.layout.micro
-        does = f"ZeRO-{stage} with batch.micro_size={micro} does: deepspeed.stage={stage}"
-        lines.append(Text(f"As configured it does not fit. {does}", style="bold yellow"))
+        lines.append(Text("As configured it does not fit.", style="bold yellow"))
     return lines
+
+
+_WORTH_A_CHANGE = 1.05
+"""Least gain in speed for which a configured setting that fits is left."""
+_AS_FAST = 0.98
+"""Share of the best speed from which the setting that takes less memory is better."""
+
+
+def _command(plan: Plan) -> list[str | Text]:
+    """What starts the run: as configured where that fits and is about as fast as any, else with what is better."""
+    fitting = [option for option in plan.stages.values() if option is not None]
+    if not fitting:
+        return []
+    fastest = max(option.speed.tokens_per_second for option in fitting)
+    as_fast = [option for option in fitting if option.speed.tokens_per_second >= _AS_FAST * fastest]
+    best, configured = min(as_fast, key=lambda option: option.memory.total), plan.configured
+    gain = best.speed.tokens_per_second / configured.speed.tokens_per_second
+    lines: list[str | Text] = []
+    kept, changed = shlex.split(plan.resolved.command), {}
+    if not configured.fits or gain >= _WORTH_A_CHANGE:
+        changed = {"deepspeed.stage": best.layout.stage, "batch.micro_size": best.layout.micro}
+        kept = [word for word in kept if word.partition("=")[0] not in changed]
+        than = f", {gain - 1:.0%} faster than as configured" if configured.fits else ""
+        lines.append(f"ZeRO-{best.layout.stage} with batch.micro_size={best.layout.micro} fits{than}.")
+    command = shlex.join([*kept, *(f"{key}={value}" for key, value in changed.items())])
+    return [*lines, Text(f"use this: {command}", style="bold")]
 
 
 def _figures(option: Option) -> list[str]:

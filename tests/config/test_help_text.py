@@ -2,9 +2,13 @@
 
 import re
 
+import pytest
+
 from config.cli import BROKEN, CONFIG_ERROR, DIVERGED, DONE, LOST, PREEMPTED, UNSAVED
+from config.errors import UserError
 from config.help_text import KeyHelp, keys, render
-from config.load import all_keys
+from config.load import all_keys, field_types
+from config.schema import Config
 
 
 def test_every_key_is_there_with_a_unit_and_a_meaning() -> None:
@@ -43,13 +47,47 @@ def test_a_key_as_the_user_reads_it() -> None:
     assert found["faults[].step"].default == "(must be given)"
 
 
-def test_the_text_names_every_key_option_and_exit_code() -> None:
-    text = render()
-    for item in keys():
-        assert f"  {item.key}: {item.kind} = {item.default} [{item.unit}]\n" in text
+def test_the_help_is_one_page_of_options_exit_codes_sections_and_true_defaults() -> None:
+    lines = render().splitlines()
+    assert len(lines) <= 42 and max(map(len, lines)) < 80
+    text, defaults = "\n".join(lines), {item.key: item.default for item in keys()}
     for option in ("--config", "--deepspeed_config", "--show-config", "--local_rank", "--version", "--help"):
         assert option in text
-    codes = text.partition("\nexit codes: ")[2].partition("\n\n")[0]
+    codes = text.partition("\nexit codes: ")[2]
     named = {int(code) for code in re.findall(r"(?:^|; |;\n  )(\d+) ", codes)}
     assert named == {DONE, CONFIG_ERROR, DIVERGED, LOST, BROKEN, UNSAVED, PREEMPTED}
-    assert max(len(line) for line in text.splitlines() if " | " not in line) <= 140  # choices stay in one line
+    shown = dict(re.findall(r"^  ([a-z_.]+)=(\S+)  ", text, re.MULTILINE))
+    assert len(shown) >= 12 and shown == {key: defaults[key] for key in shown}
+    sections = text.partition("\nsections (--help SECTION):\n")[2].partition("\n\n")[0]
+    assert [name for name in field_types(Config) if not re.search(rf"\b{name}\b", sections)] == []
+
+
+def test_all_of_the_help_has_every_key_and_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for columns in (80, 120):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        text = render("all")
+        words = " ".join(text.split())
+        for item in keys():
+            assert f" {item.key}: {item.kind} = {item.default} [{item.unit}] {item.meaning}" in words
+        assert max(map(len, text.splitlines())) <= min(columns, 110)
+
+
+@pytest.mark.parametrize(
+    ("about", "first", "last"),
+    [
+        ("run", "run.name", "run.bind_cores"),
+        ("precision.loss_scale", "precision.loss_scale.policy", "precision.loss_scale.escalate_within"),
+        ("faults", "faults", "faults[].persists"),
+        ("optimizer.betas", "optimizer.betas", "optimizer.betas"),
+    ],
+)
+def test_the_help_on_a_section_has_its_keys(about: str, first: str, last: str) -> None:
+    found = re.findall(r"^  ([a-z_.\[\]]+): ", render(about), re.MULTILINE)
+    assert (found[0], found[-1]) == (first, last)
+    assert all(key.startswith(about) for key in found)
+
+
+@pytest.mark.parametrize(("about", "meant"), [("optimizr", "optimizer"), ("lr", "optimizer.learning_rate")])
+def test_a_section_that_is_not_there_is_one_line_with_what_was_meant(about: str, meant: str) -> None:
+    with pytest.raises(UserError, match=f"^command line: --help {about}: no such section or key; did you mean {meant}"):
+        render(about)

@@ -19,7 +19,7 @@ MAY_IMPORT = {
 }
 # The order inside training/, from below: a file or package imports itself and what stands on floors below its own.
 FLOORS = (
-    ("moved", "start", "tasks"),
+    ("start", "tasks"),
     ("distributed", "progress", "schedule", "promotions", "loss_scaler", "preemption"),
     ("engine", "watchdog"),
     ("checkpoint", "telemetry", "attribution", "sinks", "references", "early_warnings"),

@@ -4,6 +4,7 @@ import io
 import math
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -139,17 +140,60 @@ def test_an_overflow_is_one_line_however_many_tensors_it_hit() -> None:
     assert progress.startswith("step 4/9") and "scale 2^24" in progress
 
 
-def test_a_skip_that_is_no_overflow_says_what_was_not_finite() -> None:
+BROKEN = {"loss": math.nan, "applied": False, "skipped_total": 2, "grad_norm": math.nan}
+INCIDENT = {
+    "verdict": "SKIP",
+    "reason": "the loss is nan",
+    "modules": [],
+    "replay": "python -m tools.replay runs/a --step 3",
+}
+
+
+def test_an_incident_is_told_once_with_its_cause_and_its_replay() -> None:
     stream = io.StringIO()
     record = Record([ConsoleSink(9, log_every_steps=5, stream=stream)])
-    broken = {"loss": math.nan, "applied": False, "skipped_total": 2, "grad_norm": math.nan}
-    record.event("step", step=3, tokens=3, **step_fields(3) | broken)
-    record.event("incident", step=3, tokens=3, verdict="SKIP", reason="the loss is nan", modules=[], replay="")
+    where = {"step": 3, "tokens": 3}
+    record.event("step", **where, **step_fields(3) | BROKEN)
+    record.event("nonfinite", **where, rank=1, module="layers.2", tensor="activation", kind="nan", count=1)
+    early = {
+        "signal": "gradient_jump",
+        "module": "a",
+        "value": 9.0,
+        "bound": 1.0,
+        "modules": ["a"],
+        "reason": "it jumped",
+    }
+    record.event("warning", **where, **early)
+    record.event("incident", **where, **INCIDENT)
+    record.event(
+        "incident", step=5, tokens=3, **INCIDENT | {"verdict": "ABORT", "reason": "the loss spikes", "replay": ""}
+    )
     record.close()
     assert stream.getvalue().splitlines() == [
-        "step 3: skipped, the weights are unchanged (2 skipped so far); loss nan, gradient norm nan",
-        "step 3: SKIP: the loss is nan",
+        "step 3: early warning: it jumped",
+        "step 3: SKIP: the loss is nan; 1 nan in the activation of layers.2 on rank 1",
+        "  replay: python -m tools.replay runs/a --step 3",
+        "step 5: ABORT: the loss spikes",
     ]
+
+
+def test_a_skip_without_an_incident_says_what_was_not_finite() -> None:
+    stream = io.StringIO()
+    record = Record([ConsoleSink(9, log_every_steps=5, stream=stream)])
+    record.event("step", step=3, tokens=3, **step_fields(3) | BROKEN)
+    record.close()
+    said = "step 3: skipped, the weights are unchanged (2 skipped so far); loss nan, gradient norm nan"
+    assert stream.getvalue().splitlines() == [said]
+
+
+def test_the_speed_of_a_line_is_the_median_since_the_line_before() -> None:
+    """Every tenth step measures telemetry and is slower; a line that showed it alone would be 10% low."""
+    stream = io.StringIO()
+    record = Record([ConsoleSink(20, log_every_steps=10, stream=stream)])
+    for step in range(1, 21):
+        rate = 900.0 if step % 10 == 0 else 1000.0 if step < 10 else 2000.0
+        record.event("step", step=step, tokens=step, **step_fields(step, tokens_per_second=rate))
+    assert [line.split()[2] for line in stream.getvalue().splitlines()] == ["1.0k", "2.0k"]
 
 
 @pytest.mark.parametrize(
@@ -186,32 +230,57 @@ def test_losses_that_are_not_finite_are_shown_as_they_are() -> None:
     assert "nan" in shown[0] and "from 4.000" in shown[1] and "inf" in shown[2]
 
 
-def test_on_a_terminal_the_lines_are_live_and_the_cursor_comes_back(tmp_path: Path) -> None:
-    """A real pseudo-terminal; the process then dies of an exception, as a crash would make it."""
-    code = (
-        "import sys; sys.path[:0] = sys.argv[1:]\n"
-        "from tests.support.runs.synthetic_events import start_fields, step_fields\n"
-        "from tracking.console import ConsoleSink; from tracking.record import Record\n"
-        "console = ConsoleSink(3, log_every_steps=1); record = Record([console])\n"
-        "record.event('run_start', step=0, tokens=0, **start_fields())\n"
-        "for n in (1, 2, 3): record.event('step', step=n, tokens=n, **step_fields(n))\n"
-        "console.print_line('a [bold]line[/bold] above'); raise SystemError('crash')"
-    )
+PLAYED = """
+import math, sys; sys.path[:0] = sys.argv[1:]
+from tests.support.runs.synthetic_events import start_fields, step_fields
+from tests.tracking.test_console import BROKEN, INCIDENT
+from tracking.console import ConsoleSink; from tracking.record import Record
+console = ConsoleSink(30, log_every_steps=10); record = Record([console])
+record.event('run_start', step=0, tokens=0, **start_fields(compute='fp16'))
+for n in range(1, 31):
+    record.event('step', step=n, tokens=n, **step_fields(n) | (BROKEN if n == 3 else {}))
+    if n == 3: record.event('incident', step=3, tokens=3, **INCIDENT | {'reason': 'the loss is nan ' * 9})
+    if n == 4: record.event('incident', step=4, tokens=4, **INCIDENT | {'verdict': 'ABORT'})
+console.print_line('a [bold]line[/bold] above'); raise SystemError('crash')
+"""
+"""A run that ends by an exception, as by a crash."""
+
+
+def _on_a_terminal(columns: int, folder: Path, **variables: str) -> str:
+    """What PLAYED writes on a real pseudo-terminal."""
     master, slave = pty.openpty()
-    variables = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
-    command = [sys.executable, "-c", code, str(REPOSITORY)]
-    child = subprocess.Popen(command, stdout=slave, stderr=subprocess.DEVNULL, env=variables, cwd=tmp_path)
+    known = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS")}
+    known |= {"TERM": "xterm", "COLUMNS": str(columns), **variables}
+    command = [sys.executable, "-c", PLAYED, str(REPOSITORY)]
+    child = subprocess.Popen(command, stdout=slave, stderr=subprocess.DEVNULL, env=known, cwd=folder)
     os.close(slave)
     output = b""
     while chunk := _read(master):
         output += chunk
     os.close(master)
     assert child.wait() == 1
-    text = output.decode()
-    assert "3/3" in text and "loss" in text and "a [bold]line[/bold] above" in text
+    return output.decode()
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_on_a_terminal_lines_stay_fit_and_are_coloured_and_the_cursor_comes_back(columns: int, tmp_path: Path) -> None:
+    text = _on_a_terminal(columns, tmp_path)
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r", "\n").splitlines()
+    kept = [line for line in lines if re.match(r"step \d+/| *step \d", line)]
+    assert _steps(kept) == [10, 20, 30], "the history of the loss stays"
+    assert all("grad norm" in line and "lr " in line and "scale 65536" in line for line in kept if "/30" in line)
+    assert max(map(len, lines)) <= columns
+    assert sum("SKIP" in line for line in lines) == 1 and "  replay: python -m tools.replay runs/a --step 3" in lines
+    assert "30/30" in text and "a [bold]line[/bold] above" in text
     for cell in ("tok/s", "ETA", "GiB", "grad norm", "lr "):
         assert cell in text, cell
+    assert "\x1b[33mstep 3: SKIP" in text and "\x1b[1;31mstep 4: ABORT" in text
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "the cursor is hidden while live, and shown again"
+
+
+def test_no_color_is_obeyed(tmp_path: Path) -> None:
+    text = _on_a_terminal(80, tmp_path, NO_COLOR="1")
+    assert "step 3: SKIP" in text and not re.search(r"\x1b\[[0-9;]*3[0-9][0-9;]*m", text)
 
 
 def _read(master: int) -> bytes:

@@ -27,12 +27,13 @@ from pathlib import Path
 from typing import Any
 
 from config.batch import refuse_sharing
-from config.cli import Arguments, entry_point, positive_int, share
+from config.cli import Arguments, entry_point
 from config.command_line import read_command_line
 from config.deepspeed.document import write_in_fp32
 from config.errors import UserError
 from config.files import why_not_writable
 from config.launcher import as_launched
+from config.options import positive_int, share
 from config.printable import line
 from config.redact import redact_arguments
 from config.resolved import Resolved

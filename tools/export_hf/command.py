@@ -1,12 +1,13 @@
 """Turn a checkpoint into a Hugging Face model folder: safetensors, config, tokenizer, model card, hashes.
 
-    python -m tools.export_hf CHECKPOINT OUT --dtype bf16 [--merge-adapters] [--parity parity.json] [--force]
+    python -m tools.export_hf CHECKPOINT OUT [--dtype bf16] [--merge-adapters] [--parity parity.json] [--force]
         [--compare-logits [DATA]] [--largest-kl NATS] [--largest-difference NATS] [--push-to-hub REPO_ID]
 
 CHECKPOINT is a `checkpoints/step-N` folder of a run at any ZeRO stage and of any number of ranks; one process, no GPU.
-The masters are rounded to --dtype, once, to nearest even; every tensor is compared and read back. --compare-logits
-measures how far the written model's log-probabilities are from the masters'. OUT appears whole, by one rename; then it
-is uploaded where --push-to-hub asks for it. docs/export.md says more.
+The masters are rounded once, to nearest even, to --dtype: by default to the one that the run computed in, since those
+are the weights that it evaluated. Every tensor is compared and read back. --compare-logits measures how far the written
+model's log-probabilities are from the masters'. OUT appears whole, by one rename; then it is uploaded where
+--push-to-hub asks for it. docs/export.md says more.
 
 Exit code 0: done. 2: it cannot be done, and why; an OUT that only could not be uploaded stays. 3: a tensor differs or
 is not finite, or the gap is above its bound; nothing was exported.
@@ -17,11 +18,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
-from config.cli import Arguments, entry_point, not_negative, positive_int
+from config.cli import Arguments, entry_point
 from config.deepspeed.resolve import Dtype
 from config.errors import UserError
+from config.options import not_negative, positive_int
 from config.printable import shown
 from config.version import VERSION
 
@@ -34,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Arguments("python -m tools.export_hf", __doc__)
     parser.add_argument("checkpoint", type=Path, help="a checkpoints/step-N folder")
     parser.add_argument("out", type=Path, help="folder to make")
-    parser.add_argument("--dtype", required=True, choices=sorted(get_args(Dtype)), help="dtype of the exported weights")
+    dtype = "dtype of the exported weights (default: the one that the run computed in)"
+    parser.add_argument("--dtype", choices=sorted(get_args(Dtype)), help=dtype)
     parser.add_argument("--parity", type=Path, help="parity.json whose verdict the model card is to give")
     parser.add_argument("--run", type=Path, help="the run folder, where the checkpoint does not lie in it")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer folder, where the prepared data are gone")
@@ -81,12 +84,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         comparison = Comparison(options.compare_logits, options.compare_rows or Comparison.rows, bounds)
     try:
         source = find_source(options.checkpoint, run=options.run, tokenizer=options.tokenizer, parity=options.parity)
+        computed: Any = source.config.precision.compute
+        dtype = options.dtype or ("fp32" if computed == "auto" else computed)
+        if options.dtype is None:
+            print(f"--dtype {dtype}: the dtype that the run computed in")
         repo = hub.find_repo(options.push_to_hub, private=options.private) if options.push_to_hub else None
         with read_lock(options.checkpoint):
             facts = export(
                 source,
                 options.out,
-                dtype=options.dtype,
+                dtype=dtype,
                 shard_size=options.shard_size,
                 force=options.force,
                 merged=options.merge_adapters,
@@ -94,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 comparison=comparison,
             )
         if repo:
-            what = f"Export step {facts['training']['step']} of {facts['run']} in {options.dtype} (Mantissa {VERSION})"
+            what = f"Export step {facts['training']['step']} of {facts['run']} in {dtype} (Mantissa {VERSION})"
             print(f"uploaded to {hub.upload(repo, options.out, message=what)}")
     except TensorsDiffer as error:
         print(f"error: {shown(error)}; nothing was exported", file=sys.stderr)

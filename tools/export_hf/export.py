@@ -154,7 +154,7 @@ def export(
     for line in words_of(found.facts, dtype) if found else ():
         log(line)
     log(f"exported {source.checkpoint} to {out} as {dtype} in {time.perf_counter() - started:.1f} s")
-    command = ["python", "-m", "tracking.wandb.deliver", str(source.run.path), "--export", str(out), "--online"]
+    command = ["python", "-m", "tracking.wandb.sync", str(source.run.path), "--export", str(out), "--online"]
     log(f"record it in wandb: {shlex.join(command)}")
     return facts
 

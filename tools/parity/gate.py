@@ -29,8 +29,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from config.cli import Arguments, entry_point, positive_int
+from config.cli import Arguments, entry_point
 from config.errors import UserError
+from config.options import positive_int
 from config.redact import redact, redact_arguments
 from config.schema import Config
 from launch.job import add_processes_option
@@ -218,9 +219,8 @@ def _conditions(chosen: Plan, run: Run) -> dict[str, Any]:
     config, deepspeed, environment = read_inputs(run.folder)
     start, resolved, program = run.summary.start, chosen.resolved, ("python", "-m", "tools.parity")
     compute = resolved.config.precision.manifest or resolved.compute
-    hypothesis = resolved.config.run.hypothesis or f"{compute} trains this model as FP32 does."
     return {
-        "hypothesis": redact(hypothesis),
+        "hypothesis": redact(resolved.config.run.hypothesis),
         "command": shlex.join(redact_arguments([*chosen.launcher, *program, *chosen.arguments])),
         "compute": compute,
         "model": start["model"],

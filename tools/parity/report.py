@@ -90,9 +90,14 @@ def write_report(folder: Path, found: dict[str, Any]) -> Path:
 
 
 def verdict_lines(found: dict[str, Any]) -> list[str]:
-    """The verdict as text: whether the hypothesis held, and each failed check with the modules it names."""
-    held = "held" if not found["failed"] else "did not hold"
-    lines = [f'**{found["verdict"]}**: "{text(found["conditions"]["hypothesis"])}" {held}.']
+    """The verdict as text: what was compared, how many bounds hold, and each failed check with the modules it names."""
+    conditions, checks = found["conditions"], found["checks"]
+    bad, places = sum(not check["passed"] for check in checks), len(conditions["compared_after"])
+    lines = [
+        f"**{found['verdict']}**: {text(conditions['compute'])} against FP32 over {conditions['steps']:,} steps, and "
+        f"in single steps at {places} place{'s' * (places != 1)}: "
+        + (f"{bad} of {len(checks)} checks are beyond their bounds." if bad else f"all {len(checks)} checks hold.")
+    ]
     for check in found["checks"]:
         if not check["passed"]:
             names = text(", ".join(check["modules"]) or check["where"])
@@ -165,6 +170,7 @@ def _conditions(conditions: dict[str, Any]) -> Table:
         ("hardware", text(device)),
         ("versions", ", ".join(f"{name} {versions[name]}" for name in named)),
         ("command", code(conditions["command"])),
+        ("the run's own hypothesis, which these checks do not test", text(conditions["hypothesis"] or "none")),
     ]
     return Table(("", ""), rows)
 

@@ -21,10 +21,11 @@ import sys
 from pathlib import Path
 
 from config.batch import refuse_sharing
-from config.cli import Arguments, entry_point, is_rank_0, positive_int
+from config.cli import Arguments, entry_point, is_rank_0
 from config.command_line import read_command_line
 from config.errors import UserError
 from config.launcher import as_launched, without_accelerate
+from config.options import positive_int
 from tools.replay.recorded import last_step, read_recorded, require_layout
 from tracking.jsonl import read_run_events
 from tracking.run_dir import RunDir

@@ -20,8 +20,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from config.cli import Arguments, entry_point, positive_number
+from config.cli import Arguments, entry_point
 from config.errors import UserError
+from config.options import positive_number
 from config.printable import shown
 from config.redact import redact
 from tracking.jsonl import encode

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 from config.files import write_atomically
 from tracking.compare.differences import flat
+from tracking.events import Event
+from tracking.trackers.tensorboard_client import TensorBoard
 
 DELIVERED = ".{}_delivered"
 """File of the run folder: how many events the tracker of that name has taken. The first session makes it."""
@@ -24,8 +26,8 @@ CSV_COLUMNS = (
 class Client(Protocol):
     """One tracker's run. Anything may raise: the worker ends then, and training continues."""
 
-    def log(self, numbers: dict[str, float], attempt: int, time: float) -> None:
-        """Numbers by name, some not finite, at one place of the axis. time: seconds since the epoch."""
+    def log(self, event: Event, numbers: dict[str, float], attempt: int) -> None:
+        """An event, and its numbers by name, some not finite, at one place of the axis."""
 
     def flush(self) -> None:
         """Store everything logged so far."""
@@ -37,28 +39,6 @@ class Client(Protocol):
 def open_client(job: dict[str, Any]) -> Client:
     """The client that a job of `tracking.trackers.sink` names. Raises ImportError where its package is missing."""
     return _CLIENTS[job["tracker"]](job)
-
-
-class TensorBoard:
-    """Event files in RUN/tensorboard, one of each session, by TensorBoard's own writer."""
-
-    def __init__(self, job: dict[str, Any]) -> None:
-        from tensorboard.summary import Writer
-
-        self._writer = Writer(str(Path(job["folder"]) / "tensorboard"))
-
-    def log(self, numbers: dict[str, float], attempt: int, time: float) -> None:
-        """Scalars."""
-        for name, value in numbers.items():
-            self._writer.add_scalar(name, value, attempt, wall_time=time)
-
-    def flush(self) -> None:
-        """Write the file."""
-        self._writer.flush()
-
-    def close(self, exit_code: int) -> None:
-        """Close the file; TensorBoard has no status of a run."""
-        self._writer.close()
 
 
 class MLflow:
@@ -94,12 +74,15 @@ class MLflow:
         for batch in _batches(params, self._MOST_PARAMS):
             self._client.log_batch(self._run, params=batch)
 
-    def log(self, numbers: dict[str, float], attempt: int, time: float) -> None:
-        """Metrics, sent with the next flush."""
+    def log(self, event: Event, numbers: dict[str, float], attempt: int) -> None:
+        """Metrics, sent with the next flush; the verdict becomes tags."""
         from mlflow.entities import Metric
 
-        at = int(time * 1000)
+        at = int(event["time"] * 1000)
         self._pending += [Metric(_mlflow_name(name), value, at, attempt) for name, value in numbers.items()]
+        for name in ("verdict", "verdict_text", "next_command"):
+            if event.get(name) and event["event"] == "run_end":
+                self._client.set_tag(self._run, name, event[name])
 
     def flush(self) -> None:
         """Send them."""
@@ -127,7 +110,7 @@ class Trackio:
         resume = "allow" if (Path(job["folder"]) / DELIVERED.format("trackio")).exists() else "never"
         trackio.init(project=job["project"], name=job["name"], config=config, resume=resume, **options)
 
-    def log(self, numbers: dict[str, float], attempt: int, time: float) -> None:
+    def log(self, event: Event, numbers: dict[str, float], attempt: int) -> None:
         """Metrics; Trackio's own axis is called "step", so the step of the run is "train/step"."""
         named = {"train/step" if name == "step" else name: value for name, value in numbers.items()}
         self._trackio.log(named, step=attempt)
@@ -154,10 +137,10 @@ class Csv:
         elif torn:
             self._file.write("\n")
 
-    def log(self, numbers: dict[str, float], attempt: int, time: float) -> None:
+    def log(self, event: Event, numbers: dict[str, float], attempt: int) -> None:
         """Write a row for a step or an evaluation; other events are left out."""
         if "train/loss" in numbers or "eval/loss" in numbers:
-            self._writer.writerow({**numbers, "attempt": attempt, "time": time, "step": int(numbers["step"])})
+            self._writer.writerow({**numbers, "attempt": attempt, "time": event["time"], "step": int(numbers["step"])})
 
     def flush(self) -> None:
         """Write the file."""

@@ -1,8 +1,9 @@
 """The process beside training that follows `events.jsonl` and gives each event to one client.
 
 Standard input brings one line of JSON (the job) and later the line "end"; standard output carries one-line messages:
-"log: ..." for the user, "failed: ..." before the process exits. Standard error is the client's log in the run folder.
-A file in the run folder holds how many lines the client has stored: the next session delivers the rest.
+"log: ..." for the user, "sent: ...", "wrote: ..." or "failed: ..." before the process exits. Standard error is the
+client's log in the run folder. A file in the run folder holds how many lines the client has stored: the next session
+delivers the rest.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Delivery(ABC):
 
     def __init__(self, log_every_steps: int, delivered: int) -> None:
         """delivered: lines that the client has from earlier sessions."""
-        self._every, self._skip = log_every_steps, delivered
+        self._every, self.earlier = log_every_steps, delivered
         self._redactor = Redactor()
         self.rows = Rows()
         self.line = 0
@@ -65,7 +66,7 @@ class Delivery(ABC):
 
     def add(self, number: int, text: bytes) -> None:
         """Take one line of the events, counted from 1."""
-        earlier, self.line = number <= self._skip, number
+        earlier, self.line = number <= self.earlier, number
         if earlier and self.rows.pass_step(text):
             return
         event = event_on(text)

@@ -34,7 +34,7 @@ class ClientSink:
         """client: its name, also that of its log in the run folder. later: who delivers the rest after a failure."""
         self._client, self._run_dir, self._limit, self._later = client, run_dir, limit_s, later
         self._log = f"{client}.log"
-        self._error_line = ""
+        self.done, self._error_line = "", ""
         self._failure: OSError | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -112,6 +112,8 @@ class ClientSink:
             kind, _, text = line.partition(": ")
             if kind == "log":
                 print(f"mantissa: {shown(text)}", file=sys.stderr, flush=True)
+            elif kind in ("sent", "wrote"):
+                self.done = f"{kind} {shown(text)}"
             else:
                 self._error_line = shown(text)
 

@@ -24,7 +24,7 @@ class TrackerDelivery(Delivery):
         numbers = {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
         attempt = int(numbers.pop(AXIS))
         numbers.pop("_timestamp", None)
-        self._client.log(numbers, attempt, event["time"])
+        self._client.log(event, numbers, attempt)
 
     def flush(self) -> None:
         """Have the client store what it was given, and remember how much that was."""

@@ -16,12 +16,22 @@ from tracking.events import COMMON_FIELDS, Event
 
 AXIS = "attempt"
 
+FIRST = {
+    "train/loss": "loss",
+    "eval/loss": "validation loss",
+    "train/grad_norm": "gradient norm",
+    "train/lr": "learning rate",
+    "train/loss_scale": "loss scale",
+}
+"""Row to its name in the section that a tracker opens on."""
+
 _OWN_CHARTS = frozenset({"scale", "eval", "checkpoint", "incident", "nonfinite", "fault"})
 _STEP_FIELDS = (
     *("loss", "grad_norm", "clip_coefficient", "lr", "loss_scale", "skipped_total"),
     *("step_seconds", "tokens_per_second", "memory_bytes"),
 )
 _STEP_LINE = b'"event":"step"'
+_BINS = 64
 _EVENT_PLACE = 40  # bytes: the name of the event is at the start of a line
 
 
@@ -94,8 +104,8 @@ def chart_values(event: Event) -> dict[str, Any]:
     return kept | {"step": event["step"], "tokens": event["tokens"]}
 
 
-def histograms(event: Event) -> dict[str, Any]:
-    """Histograms of a telemetry event: gradient values by power of two, and each measure over the modules.
+def histograms(event: Event) -> dict[str, tuple[Any, Any]]:
+    """Histograms of a telemetry event, as counts and edges: gradients by power of two, each measure over the modules.
 
     wandb draws a histogram over steps as a heat map, so a model of any size has these few panels. Which module is where
     is in the run's own heat maps.
@@ -103,18 +113,16 @@ def histograms(event: Event) -> dict[str, Any]:
     if event["event"] != "telemetry":
         return {}
     import numpy as np
-    import wandb
 
     found = {}
     for name, values in _by_module(event).items():
         known = [value for value in values if value > 0 and math.isfinite(value)]
         if known:
-            found[f"telemetry/modules/log10_{name}"] = wandb.Histogram(np.log10(known).tolist())
+            found[f"telemetry/modules/log10_{name}"] = np.histogram(np.log10(known), _BINS)
     exponents = event.get("gradient_exponents")
     if exponents and exponents["counts"]:
         counts = np.array(exponents["counts"])
-        histogram = wandb.Histogram(np_histogram=(counts, exponents["lowest"] + np.arange(len(counts) + 1)))
-        found["telemetry/log2_gradient"] = histogram
+        found["telemetry/log2_gradient"] = (counts, exponents["lowest"] + np.arange(len(counts) + 1))
     return found
 
 

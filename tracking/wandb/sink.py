@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -12,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from config.cli import REPOSITORY
 from config.files import why_not_writable, write_atomically
 from config.printable import printable, shown
 from config.redact import redact
@@ -55,14 +53,14 @@ class WandbSink(ClientSink):
         becomes offline, with one line. models: facts as in `tracking.wandb.models`, recorded at the end.
         """
         online = " --online" if mode == "online" else ""
-        command = f"python -m tracking.wandb.deliver {shlex.quote(str(run_dir.path))}{online}"
+        command = f"python -m tracking.wandb.sync {shlex.quote(str(run_dir.path))}{online}"
         limit_s = init_timeout_s + finish_timeout_s + _MARGIN_S
         super().__init__("wandb", run_dir, limit_s=limit_s, later=f"`{command}` delivers the rest")
         if mode == "disabled":
             return
         words: dict[str, Any] = {"project": project, "name": shown(name), "notes": printable(notes)}
         words |= {"group": shown(group) or None, "tags": [shown(tag) for tag in tags], "job_type": shown(job_type)}
-        leaving = redact({**words, "config": _as_shown(config) | {"manifest": _manifest(config)}})
+        leaving = redact(words)
         job: dict[str, Any] = {
             "mode": mode,
             "delivered": str((run_dir.path / "wandb_delivered").resolve()),
@@ -91,21 +89,6 @@ class WandbSink(ClientSink):
         # Files staged for upload stay in the run folder, so that `wandb sync` works from a copy of it elsewhere.
         variables.setdefault("WANDB_DATA_DIR", str(self._run_dir.wandb.resolve()))
         return variables
-
-
-def _as_shown(config: dict[str, Any]) -> dict[str, Any]:
-    """The config as wandb's columns have it: `optimizer.learning_rate` and `run.steps`, not `run.run.steps`."""
-    rest = {name: value for name, value in config.items() if name not in ("run", "deepspeed")}
-    return {**(config.get("run") or {}), **rest, "ds_config": config.get("deepspeed") or {}}
-
-
-def _manifest(config: dict[str, Any]) -> Any:
-    """The content of the precision manifest that the run config names; None when there is none or it cannot be read."""
-    path = ((config.get("run") or {}).get("precision") or {}).get("manifest")
-    try:
-        return json.loads((REPOSITORY / path).read_text(encoding="utf-8")) if path else None
-    except (OSError, ValueError):
-        return None
 
 
 def run_id(run_dir: RunDir) -> str:

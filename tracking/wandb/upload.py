@@ -11,7 +11,7 @@ from typing import Any
 from config.errors import one_line
 from tracking.events import Event
 from tracking.trackers.delivery import Delivery, log_traceback, report
-from tracking.wandb.charts import AXIS, histograms
+from tracking.wandb.charts import AXIS, FIRST, histograms
 from tracking.wandb.models import checkpoint_facts, log_artifact
 from tracking.wandb.tables import Alerts, Tables
 
@@ -20,7 +20,7 @@ MIN_FREE_BYTES = 4 << 20
 and the rest of the disk is for the events."""
 
 _PREEMPTED = "preempted"
-_SUMMARY = ("verdict", "verdict_text", "next_command", "warnings")
+SUMMARY = ("verdict", "verdict_text", "next_command", "warnings")
 """Fields of the `run_end` in the summary of the wandb run."""
 
 
@@ -34,7 +34,7 @@ class WandbDelivery(Delivery):
     def __init__(self, run: Any, job: dict[str, Any], delivered: int) -> None:
         """delivered: lines that earlier sessions have delivered. Of an online run its server says how many it has."""
         super().__init__(job["log_every_steps"], delivered if run.offline else max(0, run.starting_step - 1))
-        self._run = run
+        self._run, self.url = run, None if run.offline else run.url
         self._config, self._models = job["config"], job["models"]
         self._folder = Path(run.settings.sync_file).parent
         self._tables, self._alerts = Tables(), Alerts()
@@ -47,8 +47,12 @@ class WandbDelivery(Delivery):
 
     def log(self, event: Event, row: dict[str, Any]) -> None:
         """Log a row, and what else an event leads to."""
+        import wandb
+
         kind = event["event"]
-        self._run.log(row | histograms(event), step=self.line)
+        drawn = {name: wandb.Histogram(np_histogram=pair) for name, pair in histograms(event).items()}
+        first = {FIRST[name]: value for name, value in row.items() if name in FIRST}  # in "Charts", the first section
+        self._run.log(row | first | drawn, step=self.line)
         if kind == "run_start":
             session = {name: event.get(name) for name in ("regions", "world_size", "resumed_from", "config_sha256")}
             self._run.config.update({"session": session}, allow_val_change=True)
@@ -100,7 +104,7 @@ class WandbDelivery(Delivery):
             log_artifact(self._run, facts)
         self._log_tables()
         if self.end is not None and self.end.get("verdict"):
-            fields = {name: self.end.get(name) for name in _SUMMARY}
+            fields = {name: self.end.get(name) for name in SUMMARY}
             self._try("the verdict", lambda: self._run.summary.update(fields))
         if self.end is not None and self.end["status"] == _PREEMPTED:
             self._run.mark_preempting()

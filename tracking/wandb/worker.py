@@ -7,13 +7,17 @@ file is torn when its process or the machine dies, and `wandb sync` stops at a t
 
 from __future__ import annotations
 
+import json
+import shlex
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
+from config.cli import REPOSITORY
 from config.errors import one_line
 from config.files import write_atomically
+from config.redact import redact
 from tracking.jsonl import Follower
 from tracking.trackers.delivery import Delivered, log_traceback, report, run_client
 from tracking.wandb.charts import AXIS
@@ -48,6 +52,21 @@ class Unfinished:
         return [path for path in self._folder.glob("*run-[0-9]*") if path.is_dir()]
 
 
+def _as_shown(config: dict[str, Any]) -> dict[str, Any]:
+    """The config as wandb's columns have it: `optimizer.learning_rate` and `run.steps`, not `run.run.steps`."""
+    rest = {name: value for name, value in config.items() if name not in ("run", "deepspeed")}
+    return {**(config.get("run") or {}), **rest, "ds_config": config.get("deepspeed") or {}}
+
+
+def _manifest(config: dict[str, Any]) -> Any:
+    """The content of the precision manifest that the run config names; None when there is none or it cannot be read."""
+    path = ((config.get("run") or {}).get("precision") or {}).get("manifest")
+    try:
+        return json.loads((REPOSITORY / path).read_text(encoding="utf-8")) if path else None
+    except (OSError, ValueError):
+        return None
+
+
 def start_run(job: dict[str, Any]) -> Any:
     """Start the wandb run, offline when online fails."""
     import wandb
@@ -65,17 +84,19 @@ def start_run(job: dict[str, Any]) -> Any:
         finish_timeout=job["finish_timeout_s"],
         finish_timeout_raises=True,
     )
-    run = None
+    run, config = None, job["config"]
+    init = job["init"] | {"config": redact(_as_shown(config) | {"manifest": _manifest(config)})}
     if job["mode"] == "online":
         try:
             if not wandb.login(prompt=False):
                 raise RuntimeError("no login: run `wandb login` or set WANDB_API_KEY")
-            run = wandb.init(mode="online", settings=settings, reinit="create_new", **job["init"])
+            run = wandb.init(mode="online", settings=settings, reinit="create_new", **init)
         except Exception as error:  # whatever the reason, an offline run is started instead
             report("log", f"wandb is recorded offline, since online failed: {one_line(error, 200)}")
     if run is None:
-        run = wandb.init(mode="offline", settings=settings, reinit="create_new", **job["init"])
-    run.define_metric(AXIS)
+        run = wandb.init(mode="offline", settings=settings, reinit="create_new", **init)
+    for place in (AXIS, "step", "applied", "tokens"):
+        run.define_metric(place, hidden=True)  # axes, which would be the first charts
     run.define_metric("*", step_metric=AXIS)
     return run
 
@@ -102,6 +123,11 @@ def deliver(job: dict[str, Any]) -> None:
                 raise
     unfinished.end()
     delivered.save(delivery.line)
+    new = f"{max(0, delivery.line - delivery.earlier):,} new events"
+    if delivery.url is None:
+        report("wrote", f"{new}, offline; upload them: wandb sync {shlex.quote(job['init']['dir'] + '/wandb')}")
+    else:
+        report("sent", f"{new} to {delivery.url}")
 
 
 def reset_wandb() -> None:

@@ -16,14 +16,7 @@ from precision.corruption import Flip
 from training.engine import Engine
 from training.engine.optimizers import adamw, lion, sgd
 from training.engine.optimizers.rule import UpdateInputs
-from training.engine.tensors import (
-    Shard,
-    first_of_slice,
-    local_gradient,
-    shard_of,
-    states_of,
-    trainable_parameters,
-)
+from training.engine.tensors import Shard, first_of_slice, local_gradient, shard_of, states_of, trainable_parameters
 
 WHOLE = ("lamb", "stable_adamw")
 """Optimizers with Adam's averages whose step depends on all of a parameter."""

@@ -21,12 +21,7 @@ from modeling.compiling import compile_blocks, require_compilable
 from modeling.document_masking import require_documents_apart
 from modeling.expert_parallel import require_shareable_experts, share_experts
 from modeling.kernels import require_liger
-from modeling.sequence_parallel import (
-    LARGEST_IN_16_BITS,
-    LARGEST_IN_FP32,
-    SequenceAttention,
-    require_equal_logits,
-)
+from modeling.sequence_parallel import LARGEST_IN_16_BITS, LARGEST_IN_FP32, SequenceAttention, require_equal_logits
 from modeling.tensor_parallel import require_shareable
 from precision.routers import compute_routers_in_fp32
 from training.distributed import SequenceGroup, World

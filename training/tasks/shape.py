@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -13,10 +14,15 @@ from config.schema import Config
 from config.task import ENCODER_TASKS, model_class_of
 from data.corpora.corpus import Corpus, labels_of
 from data.text.tokenizer import load_tokenizer
-from modeling.build import model_config
+from modeling.build import empty_model, model_config, require_shares
 
 _DECIDE = (*ENCODER_TASKS, "seq2seq")
 """Tasks for which `given_by_task` has something."""
+_UNKNOWN_LABELS = ("0", "1")
+"""Labels of a classifier that finds them in the data. One label more is one row more of its last layer."""
+_TOKENIZER = SimpleNamespace(eos_token_id=0, pad_token_id=0, cls_token_id=1, sep_token_id=2)
+"""Special tokens of a model that is not made yet. Their ids change no size."""
+_LARGE_VOCABULARY = 1 << 18
 
 
 def settle_labels(config: Config, corpus: Corpus) -> Config:
@@ -59,6 +65,33 @@ def shape_of_model(config: Config, corpus: Corpus) -> PretrainedConfig:
         model_class=model_class_of(config),
         given=given_by_task(config, load_tokenizer(corpus.tokenizer_folder)) if config.task in _DECIDE else None,
     )
+
+
+def empty_model_of(config: Config, vocabulary: int) -> Any:
+    """The model to train on the meta device, without its adapter, for so many tokens. Raises UserError."""
+    if config.task == "classify" and not config.classify.labels:
+        config = replace(config, classify=replace(config.classify, labels=_UNKNOWN_LABELS))
+    section, model_class = config.model, model_class_of(config)
+    if section.attention != "eager":  # all fused attention is alike in sizes, whether its kernel is installed or not
+        section = replace(section, attention="auto")
+    shape = model_config(
+        section,
+        vocab_size=vocabulary,
+        sequence_length=config.data.longest,
+        model_class=model_class,
+        given=given_by_task(config, _TOKENIZER),
+    )
+    require_shares(shape.get_text_config())
+    return empty_model(section, shape, model_class=model_class)
+
+
+def require_model(config: Config) -> None:
+    """Raise UserError where the model cannot be built, before its data are prepared."""
+    section = config.model
+    if section.name_or_path is None:
+        empty_model_of(config, 0 if "vocab_size" in section.config else _LARGE_VOCABULARY)
+    elif section.config and not section.trust_remote_code:
+        empty_model_of(config, 0)
 
 
 def given_by_task(config: Config, tokenizer: Any) -> dict[str, Any]:

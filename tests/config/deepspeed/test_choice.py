@@ -73,7 +73,10 @@ def test_one_key_is_enough(write, start, arguments, expected):
 def test_what_was_chosen_is_shown_and_saved_and_starts_the_same_run(tmp_path, arguments, expected):
     resolved = resolve(DEMO, *arguments)
     shown = render_config(resolved)
-    assert f"  config: ds_configs/{expected}.json\n" in shown and f"ds_configs/{expected}.json\n{{" in shown
+    assert (
+        f"  config: ds_configs/{expected}.json  # default: null\n" in shown
+        and f"ds_configs/{expected}.json\n{{" in shown
+    )
     saved = tmp_path / "config.yaml"
     saved.write_text(to_yaml(resolved.config))
     again = resolve(saved)

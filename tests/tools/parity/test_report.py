@@ -67,7 +67,9 @@ def found() -> dict[str, Any]:
 
 def test_a_pass_says_what_held_and_what_it_bought(tmp_path: Path) -> None:
     page = write_report(tmp_path, found()).read_text()
-    assert '"It holds." held.' in page
+    said = "**parity**: bf16 against FP32 over 3 steps, and in single steps at 2 places: all 5 checks hold."
+    assert said in page
+    assert "| the run's own hypothesis, which these checks do not test | It holds. |" in page
     assert "| step time | 1 s | 2 s | 0.50x |" in page
     assert "| energy, start-up included | not reported here | not reported here | not reported here |" in page
     assert "0.10% | at most 0.50% | yes" in page
@@ -82,7 +84,7 @@ def test_a_failure_is_told_first_with_its_modules(tmp_path: Path) -> None:
     bad["checks"][2] |= {"measured": "inf", "passed": False, "modules": ["head"], "where": "head at step 1"}
     bad["walks"][0]["steps"][0]["own_error"]["head"] = "inf"
     lines = verdict_lines(bad)
-    assert lines[0].endswith("did not hold.")
+    assert lines[0].endswith("1 of 5 checks are beyond their bounds.")
     assert lines[1] == "- module_error: not finite, bound 0.02; head"
     page = write_report(tmp_path, bad).read_text()
     assert page.index("- module_error") < page.index("## Checks")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from config.cli import REPOSITORY
+from tests.support.runs.heat_runs import modules, telemetry
 from tests.support.runs.synthetic_events import TOKENS_PER_STEP, start_fields, step_fields
 from tracking.jsonl import JsonlSink
 from tracking.record import Record
@@ -70,13 +71,57 @@ def test_tensorboard_reads_back_every_step_of_two_sessions(run_dir: RunDir) -> N
     def values(name: str) -> dict[int, float]:
         return {item.step: float(make_ndarray(item.tensor_proto)) for item in found.Tensors(name)}
 
-    losses = values("train/loss")
+    losses = values("1 training/loss")
     assert list(losses) == list(range(1, 9)) and math.isnan(losses[3])
     assert {step: value for step, value in losses.items() if step != 3} == pytest.approx(
         {step: loss(step) for step in range(1, 9) if step != 3}
     )
-    assert values("eval/loss") == {4: 4.0, 8: 4.0}
-    assert values("train/lr")[2] == pytest.approx(step_fields(2)["lr"])
+    assert values("1 training/validation loss") == {4: 4.0, 8: 4.0}
+    assert values("1 training/learning rate")[2] == pytest.approx(step_fields(2)["lr"])
+
+
+def test_tensorboard_opens_on_what_matters_with_text_settings_histograms_and_the_verdict(run_dir: RunDir) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams import plugin_data_pb2
+    from tensorboard.util.tensor_util import make_ndarray
+
+    record = Record([JsonlSink(run_dir.events), TrackerSink("tensorboard", run_dir, FACTS, log_every_steps=1)])
+    at = {"step": 1, "tokens": 1}
+    record.event("run_start", step=0, tokens=0, **start_fields())
+    record.event("step", **at, **step_fields(1))
+    record.event("telemetry", **at, **telemetry(1, 2))
+    skip = {"verdict": "SKIP", "reason": "loss nan", "modules": [], "replay": "python -m tools.replay r --step 1"}
+    record.event("incident", **at, **skip)
+    end = {"verdict": "diverged", "verdict_text": "diverged since step 1: it rose", "next_command": "python train.py"}
+    record.event("run_end", **at, status="done", exit_code=0, **end)
+    record.close()
+    found = EventAccumulator(str(run_dir.path / "tensorboard"))
+    found.Reload()
+    tags = found.Tags()["tensors"]
+    kinds = {tag: found.SummaryMetadata(tag).plugin_data.plugin_name for tag in tags}
+    scalars = sorted(tag for tag, kind in kinds.items() if kind == "scalars")
+    matters = ["gradient norm", "learning rate", "loss", "loss scale"]
+    assert scalars[:4] == [f"1 training/{name}" for name in matters]
+
+    def text(tag: str) -> str:
+        return make_ndarray(found.Tensors(tag)[-1].tensor_proto).item().decode()
+
+    assert text("1 verdict") == "diverged since step 1: it rose\n\nnext:\n\n    python train.py"
+    assert text("2 incidents") == "step 1: SKIP: loss nan\n\n    python -m tools.replay r --step 1"
+    assert text("3 hypothesis") == "it holds" and "    learning_rate: 0.0003" in text("4 config")
+    assert SECRET not in text("4 config")
+    (layers,) = found.Tensors("telemetry/modules/log10_activation")
+    assert kinds["telemetry/modules/log10_activation"] == "histograms"
+    assert make_ndarray(layers.tensor_proto)[:, 2].sum() == len(modules(2))
+
+    def settings(tag: str) -> plugin_data_pb2.HParamsPluginData:
+        return plugin_data_pb2.HParamsPluginData.FromString(found.SummaryMetadata(tag).plugin_data.content)
+
+    start = settings("_hparams_/session_start_info").session_start_info.hparams
+    assert start["optimizer.learning_rate"].number_value == 3e-4 and start["run.steps"].number_value == 8
+    assert [item.name.tag for item in settings("_hparams_/experiment").experiment.metric_infos][0] == "1 training/loss"
+    assert settings("_hparams_/session_end_info").session_end_info.status == 1  # success
 
 
 @pytest.mark.slow

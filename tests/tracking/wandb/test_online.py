@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,7 +21,7 @@ from tests.support.servers.wandb_server import StandIn, end_children, stand_in, 
 from tracking.jsonl import JsonlSink
 from tracking.record import Record
 from tracking.run_dir import RunDir
-from tracking.wandb import deliver as wandb_deliver
+from tracking.wandb import sync as wandb_sync
 from tracking.wandb import view as wandb_view
 from tracking.wandb.models import checkpoint_facts
 from tracking.wandb.sink import WandbSink
@@ -142,9 +143,12 @@ def test_what_a_power_cut_tore_is_delivered_by_the_command(run_dir: RunDir, serv
     end_children(sink._process.pid, signal.SIGKILL)
     sink._process.kill()
     sink._process.wait()
-    for _ in range(2):
-        assert wandb_deliver.main([str(run_dir.path)]) == 0
-    assert capsys.readouterr().err == ""
+    for new in (9, 0):
+        assert wandb_sync.main([str(run_dir.path)]) == 0
+        out, err = capsys.readouterr()
+        assert err == "" and out.startswith(
+            f"{run_dir.path}: wrote {new} new events, offline; upload them: wandb sync /"
+        )
     _sync(run_dir)
     assert _axis(server) == [(1, 1), (2, 2), (3, 3)]
     assert [row["incident/total"] for row in server.history if "incident/total" in row] == [1, 2, 3]
@@ -200,8 +204,10 @@ def test_what_was_disabled_can_be_delivered_later_with_models(run_dir, server, t
     shutil.rmtree(run_dir.checkpoints / "step-3")
     checkpoint = _checkpoint(run_dir, 2)
     arguments = [str(run_dir.path), "--online", "--checkpoint", str(checkpoint), "--parity", str(parity)]
-    assert wandb_deliver.main([*arguments, "--export", str(out)]) == 0
-    assert capsys.readouterr().err == ""
+    assert wandb_sync.main([*arguments, "--export", str(out)]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert re.search(r": sent \d+ new events to http://\S+, with 2 models\n$", printed.out)
     assert _axis(server) == [(1, 1), (2, 2), (3, 3)]
     found = {item["artifactCollectionName"]: item for item in server.artifacts}
     judged = json.loads(found["demo-checkpoint"]["metadata"])
@@ -211,7 +217,8 @@ def test_what_was_disabled_can_be_delivered_later_with_models(run_dir, server, t
     assert (exported["dtype"], exported["parity"]["verdict"]) == ("bf16", "parity")
     assert exported["files"] == {"model.safetensors": "ab"} and found["demo-export"]["artifactTypeName"] == "model"
     rows = len(server.history)
-    assert wandb_deliver.main([str(run_dir.path), "--online"]) == 0
+    assert wandb_sync.main([str(run_dir.path), "--online"]) == 0
+    assert ": sent 0 new events to " in capsys.readouterr().out
     assert len(server.history) == rows, "nothing is given twice"
     assert server.exit_codes == [0, 0], "a run that ended well stays one"
 
@@ -232,7 +239,7 @@ def test_what_cannot_be_delivered_costs_one_line(run_dir, tmp_path, arguments, w
     parity = tmp_path / "parity.json"
     parity.write_text(json.dumps({"verdict": "parity", "checks": []}))
     places = {"run": run_dir.path, "empty": tmp_path / "empty", "parity": parity}
-    assert wandb_deliver.main([argument.format(**places) for argument in arguments]) == 2
+    assert wandb_sync.main([argument.format(**places) for argument in arguments]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and word in lines[0]
 

@@ -75,6 +75,12 @@ def test_two_sessions_are_one_offline_run_on_one_axis(run_dir: RunDir, capsys: p
     assert attempts == sorted(attempts) and attempts[-1] == 8, "the axis goes on where step goes back"
     assert _steps(run_dir) == [2, 4, 4, 6], "every second step, of both sessions"
     assert [row["eval/loss"] for row in stored if "eval/loss" in row] == [2.5, 2.5]
+    opened_on = ("loss", "gradient norm", "learning rate", "loss scale")  # wandb's first section, Charts
+    first = next(row for row in stored if "train/loss" in row)
+    assert [first[name] for name in opened_on] == [
+        first[f"train/{n}"] for n in ("loss", "grad_norm", "lr", "loss_scale")
+    ]
+    assert [row["validation loss"] for row in stored if "eval/loss" in row] == [2.5, 2.5]
     counters = [row["_step"] for row in stored]
     assert counters == sorted(set(counters)), "wandb's own counter never goes back, so wandb drops nothing"
     content = b"".join(path.read_bytes() for path in run_dir.path.rglob("*") if path.is_file())
@@ -161,7 +167,7 @@ def test_what_a_dead_wandb_missed_comes_with_the_next_session(run_dir, capsys) -
     sink._process.kill()
     sink._process.wait()
     _session(run_dir, sink, 1, 4)
-    assert "tracking.wandb.deliver" in capsys.readouterr().err
+    assert "tracking.wandb.sync" in capsys.readouterr().err
     _session(run_dir, _sink(run_dir, log_every_steps=1), 5, 6)
     assert _steps(run_dir) == [1, 2, 3, 4, 5, 6]
 

@@ -13,44 +13,19 @@ from typing import Any
 from config.secrets import ADVICE, WITH_PASSWORD
 
 _TRANSIENT_CODES = {
-    "InternalError",
-    "ServiceUnavailable",
-    "SlowDown",
-    "Throttling",
-    "ThrottlingException",
-    "TooManyRequests",
-    "RequestLimitExceeded",
-    "RequestTimeout",
-    "OperationAborted",
-    "IncompleteBody",
-    "BadDigest",
-    "NoSuchUpload",
-    "XAmzContentSHA256Mismatch",
-    "XAmzContentChecksumMismatch",
+    *("InternalError", "ServiceUnavailable", "SlowDown", "Throttling", "ThrottlingException", "TooManyRequests"),
+    *("RequestLimitExceeded", "RequestTimeout", "OperationAborted", "IncompleteBody", "BadDigest", "NoSuchUpload"),
+    *("XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"),
 }
 # Those of Python's own ConnectionError and TimeoutError are known by their names.
 _TRANSIENT_ERRNOS = {
-    errno.EAGAIN,
-    errno.EBUSY,
-    errno.EHOSTUNREACH,
-    errno.ENETDOWN,
-    errno.ENETRESET,
-    errno.ENETUNREACH,
+    *(errno.EAGAIN, errno.EBUSY, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETRESET, errno.ENETUNREACH),
 }
 # Of botocore, aiohttp, urllib3, requests and azure-core; a base class covers those that derive from it.
 _TRANSPORT = {
-    "ClientConnectionError",
-    "ClientPayloadError",
-    "ConnectionError",
-    "HTTPClientError",
-    "IncompleteRead",
-    "IncompleteReadError",
-    "ProtocolError",
-    "ResponseParserError",
-    "ServiceRequestError",
-    "ServiceResponseError",
-    "TimeoutError",
-    "gaierror",
+    *("ClientConnectionError", "ClientPayloadError", "ConnectionError", "HTTPClientError", "IncompleteRead"),
+    *("IncompleteReadError", "ProtocolError", "ResponseParserError", "ServiceRequestError"),
+    *("ServiceResponseError", "TimeoutError", "gaierror"),
 }
 _NETWORK = "check the network and checkpoint.storage_options.endpoint_url"
 _ADVICE_FOR = {

@@ -1,10 +1,11 @@
 """Send wandb what it does not have of a run yet, and record checkpoints and exports of the run as models.
 
-    python -m tracking.wandb.deliver runs/demo --online [--export exported/demo]
+    python -m tracking.wandb.sync runs/demo --online [--export exported/demo]
         [--checkpoint runs/demo/checkpoints/step-400] [--parity parity.json]
 
 All of it goes to the wandb run that the run folder names. Without --online an offline run is written, for `wandb sync`.
-Exit code 0: delivered; 1: wandb failed; 2: wrong arguments.
+The last line says how much was new and where it is. Exit code 0: done; 1: wandb failed, or --online was recorded
+offline; 2: wrong arguments.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ FAILED = 1
 FINISH_TIMEOUT_S = 600.0
 
 
-def deliver(run_dir: RunDir, *, online: bool, models: Sequence[dict[str, Any]]) -> None:
-    """Deliver and wait. Raises UserError for no run folder, RuntimeError when wandb fails."""
+def deliver(run_dir: RunDir, *, online: bool, models: Sequence[dict[str, Any]]) -> str:
+    """Deliver and wait; what was done, in words. Raises UserError for no run folder, RuntimeError when wandb fails."""
     run, deepspeed, environment = read_inputs(run_dir)
     if not run or not run_dir.events.is_file():
         raise UserError(f"{run_dir.path}: holds no config.yaml and events.jsonl; give a run folder")
@@ -51,6 +52,7 @@ def deliver(run_dir: RunDir, *, online: bool, models: Sequence[dict[str, Any]]) 
         finish_timeout_s=FINISH_TIMEOUT_S,
     )
     sink.close()
+    return sink.done
 
 
 @entry_point()
@@ -65,15 +67,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = dict(zip(("run", "deepspeed", "environment"), read_inputs(run_dir), strict=True))
         models = [named_checkpoint_facts(path, config, parity) for path in options.checkpoint]
         models += [export_facts(path) for path in options.export]
-        deliver(run_dir, online=options.online, models=models)
+        done = deliver(run_dir, online=options.online, models=models)
     except RuntimeError as error:
         print(f"error: {shown(error)}", file=sys.stderr)
         return FAILED
-    return 0
+    further = f", with {len(models)} model{'s' if models[1:] else ''}" if models else ""
+    print(shown(f"{options.run}: {done}{further}"))
+    return FAILED if options.online and done.startswith("wrote") else 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Arguments("python -m tracking.wandb.deliver", __doc__)
+    parser = Arguments("python -m tracking.wandb.sync", __doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder, of a run that has ended")
     parser.add_argument("--online", action="store_true", help="send it now instead of writing an offline run")
     several: dict[str, Any] = {"type": Path, "action": "append", "default": []}

@@ -1,4 +1,4 @@
-"""Tools that left training/ answer to their old names with one line that has the new one."""
+"""Tools answer to their old names with one line that has the new one."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from config.cli import REPOSITORY
-from training.moved import MOVED, new_name
+from config.moved import MOVED, new_name
 
 
 @pytest.mark.parametrize("name", MOVED)
@@ -23,6 +23,7 @@ def test_the_new_name_can_be_run(name: str) -> None:
         ("training.parity.steps", "tools.parity.steps"),
         ("training.benchmark.overhead", "lab.benchmark.overhead"),
         ("training.parity.defects", "lab.detection.gate"),
+        ("tracking.wandb.deliver", "tracking.wandb.sync"),
     ],
 )
 def test_an_old_name_is_answered_in_one_line(old: str, new: str) -> None:

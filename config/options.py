@@ -1,0 +1,42 @@
+"""Converters for `type=` of the options of command lines other than train.py's."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def comma_separated(one: Callable[[str], T]) -> Callable[[str], list[T]]:
+    """An option's `type=` for values separated by commas, each as `one` reads it."""
+    return lambda text: [one(item) for item in text.split(",")]
+
+
+def positive_int(text: str) -> int:
+    """A whole number of 1 or more, for `type=` of an option."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
+    return int(text)
+
+
+def _number(expected: str, holds: Callable[[float], bool]) -> Callable[[str], float]:
+    """A converter for `type=` of an option: the number in a text, where it `holds`."""
+
+    def convert(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not holds(value):
+            raise argparse.ArgumentTypeError(f"{text} is not {expected}")
+        return value
+
+    return convert
+
+
+share = _number("a share between 0 and 1", lambda value: 0 <= value <= 1)
+not_negative = _number("a number of 0 or more", lambda value: 0 <= value < math.inf)
+positive_number = _number("a number above 0", lambda value: 0 < value < math.inf)
