@@ -1,0 +1,254 @@
+"""The gradients of a recorded step's micro-batches in plain torch, and what the reduced gradient is made of.
+
+The reduced gradient is fitted, parameter by parameter, by the gradients of each rank's micro-batches: the weight that
+one of them has in it is 0 where it was lost and twice what it should be where it was added twice, however the rest went.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from config.errors import UserError
+from precision.dtypes import DTYPES
+from tools.audit.recorded import Recorded, Step
+
+IGNORED = -100
+_NO_INPUT = ("labels", "shift_labels", "use_cache", "return_dict", "output_hidden_states", "num_items_in_batch")
+
+Objective = Callable[[Any, list[dict[str, torch.Tensor]]], tuple[torch.Tensor, int]]
+"""(model, a micro-batch's inputs) -> the sum over what counts in it, and how much does."""
+
+
+class NotRecomputed(Exception):
+    """A step cannot be recomputed, and why."""
+
+
+@dataclass
+class Micro:
+    """One rank's micro-batch, recomputed. Losses are sums over what counts; gradients are of the exact sum."""
+
+    rank: int
+    number: int
+    counted: int
+    exact_loss: float
+    plain_loss: float
+    reported: float
+    """The loss that went into backward, as the engine divides it by the accumulation."""
+    exact: dict[str, torch.Tensor]
+    plain: dict[str, torch.Tensor]
+
+
+def labelled(model: Any, given: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, int]:
+    """Cross-entropy of the labels, which the model was given or the trainer has; all calls of a micro-batch."""
+    *calls, batch = given
+    total, counted = torch.zeros((), dtype=torch.float64), 0
+    for inputs in calls:
+        shifted = inputs.get("shift_labels", batch.get("shift_labels"))
+        labels = inputs.get("labels", batch.get("labels"))
+        if shifted is None and labels is None:
+            raise NotRecomputed(
+                "the model was not given labels; set `probe.batch` to the micro-batch before the forward"
+            )
+        logits = _logits(model, inputs)
+        targets = shifted if shifted is not None else functional.pad(labels[..., 1:], (0, 1), value=IGNORED)
+        total = total + functional.cross_entropy(
+            logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=IGNORED, reduction="sum"
+        )
+        counted += int((targets != IGNORED).sum())
+    return total, counted
+
+
+def preferred(reference: Any, beta: float) -> Objective:
+    """DPO's sigmoid loss (Rafailov et al. 2023, equation 7): chosen answers are the first half of a batch's rows."""
+
+    def loss(model: Any, given: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, int]:
+        batch = given[-1]
+        if not {"input_ids", "completion_mask"} <= batch.keys():
+            raise NotRecomputed("the batch has no input_ids and completion_mask, so that pairs cannot be told")
+        with torch.no_grad():
+            known = _answers(reference, batch)
+        chosen, rejected = (_answers(model, batch) - known).chunk(2)
+        return -functional.logsigmoid(beta * (chosen - rejected)).sum(), len(chosen)
+
+    return loss
+
+
+def _answers(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The log-probability of each row's answer."""
+    logits = _logits(model, {key: batch[key] for key in ("input_ids", "attention_mask")})[:, :-1]
+    likely = logits.log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
+    return (likely * batch["completion_mask"][:, 1:]).sum(-1)
+
+
+def _logits(model: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    wanted = {key: value for key, value in inputs.items() if key not in _NO_INPUT}
+    ids = wanted.get("input_ids")
+    size = model.get_input_embeddings().num_embeddings
+    if ids is not None and int(ids.max()) >= size:
+        raise UserError(
+            f"the batch has token {int(ids.max())} and the model {size} embeddings: another tokenizer or model; "
+            "give the one that was trained with --model"
+        )
+    logits: torch.Tensor = model(**wanted, use_cache=False).logits
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def load_model(recorded: Recorded, source: str | None) -> Any:
+    """The plain model in FP32, of `source` or of the config that the probe kept."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if source is not None:
+        try:
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        except (OSError, ValueError) as error:
+            raise UserError(f"--model {source} cannot be loaded: {str(error).splitlines()[0]}") from error
+    else:
+        config = dict(recorded.facts["model_config"] or {})
+        kind, known = config.pop("model_type", None), (config.get("architectures") or [recorded.facts["model"]])
+        if kind is None or recorded.facts["model"] not in known:
+            raise NotRecomputed(
+                f"{recorded.facts['model']} is no model that transformers builds by itself; give --model"
+            )
+        for name in ("dtype", "torch_dtype", "_attn_implementation", "attn_implementation"):
+            config.pop(name, None)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), dtype=torch.float32)
+    own = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    trained = {name: row[0] for name, row in recorded.facts["parameters"].items()}
+    if own != trained:
+        different = sorted(n for n in own.keys() | trained.keys() if own.get(n) != trained.get(n))
+        raise UserError(
+            f"{source or 'the recorded config'} is another model than the one trained: {different[0]} is "
+            f"{own.get(different[0], 'missing')} in it and {trained.get(different[0], 'missing')} in the probe; give --model"
+        )
+    return model
+
+
+def recompute(model: Any, recorded: Recorded, step: Step, objective: Objective) -> list[Micro]:
+    """Every micro-batch of a step from its recorded masters, rounded as the run computes.
+
+    Exact is FP32 of the rounded weights in a run of 16 bits, and FP64 in one of FP32; plain is the run's own dtype.
+    """
+    autocast = next((call["autocast"] for micro in step.facts["micros"] for call in micro["calls"]), None)
+    dtype = DTYPES[recorded.facts["compute"]]
+    before = step.named("before") | step.named("frozen")
+    if any(before[name].shape != parameter.shape for name, parameter in model.named_parameters()):
+        raise NotRecomputed("the masters were not kept whole (max_bytes)")
+    exact = torch.float64 if dtype == torch.float32 and autocast is None else torch.float32
+    found: list[Micro] = []
+    passes = []
+    for compute in (exact, dtype):
+        for name, parameter in model.named_parameters():
+            parameter.data = before[name].to(dtype).to(compute)
+            parameter.requires_grad_(recorded.facts["parameters"][name][2])
+        for buffer in model.buffers():
+            if buffer.is_floating_point() and compute == torch.float64:
+                buffer.data = buffer.data.double()
+        inside = getattr(torch, str(autocast).removeprefix("torch.")) if autocast and compute == dtype else None
+        ambient = torch.autocast("cpu", dtype=inside, enabled=inside is not None)
+        passes.append([])
+        for rank, facts in enumerate(step.ranks):
+            for number in range(len(facts["micros"])):
+                model.zero_grad(set_to_none=True)
+                with ambient:
+                    loss, counted = objective(model, step.inputs(rank, number))
+                if counted:
+                    loss.backward()
+                gradients = {
+                    name: (torch.zeros(parameter.numel()) if parameter.grad is None else parameter.grad.reshape(-1))[
+                        :: facts["stride"]
+                    ].double()
+                    for name, parameter in model.named_parameters()
+                    if parameter.requires_grad
+                }
+                passes[-1].append((rank, number, counted, float(loss), gradients))
+    for (rank, number, counted, loss, gradients), (_, _, _, plain_loss, plain) in zip(*passes, strict=True):
+        micro = step.ranks[rank]["micros"][number]
+        reported = micro["loss"] / micro["divided_by"] / recorded.facts["world"]
+        found.append(Micro(rank, number, counted, loss, plain_loss, reported, gradients, plain))
+    return found
+
+
+@dataclass
+class Fit:
+    """How much of each micro-batch the reduced gradient holds, as a share of what its loss means it to."""
+
+    overall: torch.Tensor
+    deviating: dict[str, torch.Tensor]
+    """Parameters that have other shares than most."""
+    judged: int
+    unknown: list[str]
+    error: float
+    """||reduced - fitted|| / ||reduced||."""
+    noise: float
+    """What the run's dtype makes of the same sum in plain torch."""
+
+
+def fit(reduced: Mapping[str, torch.Tensor], micros: list[Micro], weights: torch.Tensor, tolerance: float) -> Fit:
+    """weights: of each micro-batch's exact gradient, which a right reduction gives it. reduced: unscaled, FP64."""
+    shares: dict[str, torch.Tensor] = {}
+    energy: dict[str, float] = {}
+    errors: dict[str, torch.Tensor] = {}
+    largest = max((float(value.norm()) for value in reduced.values()), default=0.0)
+    columns = {name: torch.stack([each.exact[name] for each in micros]) * weights[:, None] for name in reduced}
+    largest = max(largest, *(float(each.sum(0).norm()) for each in columns.values()))
+    unknown = []
+    for name, value in reduced.items():
+        rows, flat = columns[name], value.reshape(-1)
+        size = float(rows.sum(0).norm())
+        if flat.numel() < 8 * len(micros) or max(size, float(flat.norm())) < 1e-3 * largest:
+            unknown.append(name)
+            continue
+        gram = rows @ rows.T
+        inverse = torch.linalg.pinv(gram, hermitian=True, rtol=1e-9)
+        share = inverse @ (rows @ flat)
+        left = flat - share @ rows
+        spread = (inverse.diagonal() * left.square().sum() / max(1, flat.numel() - len(micros))).sqrt()
+        if float(spread.max()) > 0.1:
+            unknown.append(name)  # micro-batches that are too alike to be told apart
+            continue
+        shares[name], errors[name], energy[name] = share, spread, size
+    if not shares:
+        raise NotRecomputed("no parameter's gradient tells the micro-batches apart")
+    names = sorted(shares, key=lambda name: -energy[name])
+    overall = torch.stack([shares[name] for name in names]).median(0).values
+    deviating = {
+        name: shares[name]
+        for name in names
+        if bool(((shares[name] - overall).abs() > torch.maximum(6 * errors[name], torch.tensor(4 * tolerance))).any())
+    }
+    away = torch.stack(
+        [
+            torch.stack([overall @ columns[name] - reduced[name].reshape(-1)]).square().sum()
+            for name in reduced
+            if name not in deviating
+        ]
+    )
+    plain = [
+        overall * weights @ torch.stack([each.plain[name] - each.exact[name] for each in micros])
+        for name in reduced
+        if name not in deviating
+    ]
+    whole = sum(float(value.square().sum()) for name, value in reduced.items() if name not in deviating) ** 0.5 or 1.0
+    noise = sum(float(each.square().sum()) for each in plain) ** 0.5
+    return Fit(overall, deviating, len(shares), unknown, float(away.sum()) ** 0.5 / whole, noise / whole)
+
+
+def rounded_sum(micros: list[Micro], weights: torch.Tensor, dtype: torch.dtype) -> float:
+    """How far summing plain gradients over micro-batches and ranks in `dtype` is from summing them in FP64."""
+    off = size = 0.0
+    for name in micros[0].plain:
+        exact, by_rank = torch.zeros_like(micros[0].plain[name]), {}
+        for each, weight in zip(micros, weights.tolist(), strict=True):
+            part = each.plain[name] * weight
+            exact = exact + part
+            by_rank[each.rank] = (by_rank.get(each.rank, 0.0) + part).to(dtype).double()
+        total = torch.zeros_like(exact)
+        for part in by_rank.values():
+            total = (total + part).to(dtype).double()
+        off, size = off + float((total - exact).square().sum()), size + float(exact.square().sum())
+    return float((off / size) ** 0.5) if size else 0.0

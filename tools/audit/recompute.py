@@ -1,0 +1,152 @@
+"""The audit of a probe's folder: recompute its steps in plain torch, and say what is wrong, in text, JSON and a page."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from config.cli import DIVERGED, DONE
+from config.errors import UserError
+from config.files import write_atomically
+from tools.audit.gradients import NotRecomputed, labelled, load_model, preferred
+from tools.audit.judge import Judged, judge, merged
+from tools.audit.recorded import Recorded, read
+from tracking.pages.document import write_document
+from tracking.pages.markdown import Table, code, page, section, text
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options that `audit_folder` reads."""
+    parser.add_argument("--model", help="the checkpoint that the run began with: a folder or a name on the Hub")
+    parser.add_argument("--reference", help="of DPO: the reference model, where it is not the policy of step 1")
+    parser.add_argument("--page", type=Path, metavar="PAGE.md", help="write the report there, and PAGE.html beside it")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON, too")
+
+
+def audit_folder(folder: Path, arguments: argparse.Namespace) -> int:
+    """Print the report of a probe's folder. 0: nothing is wrong; 3: something is. Raises UserError for bad input."""
+    for path in (arguments.page, arguments.json):
+        if path is not None and not path.parent.is_dir():
+            raise UserError(f"{path}: the folder {path.parent} is not there; make it first")
+    recorded = read(folder)
+    judged = _judged(recorded, arguments.model, arguments.reference)
+    report = _report(recorded, judged)
+    print("\n".join(_lines(report)))
+    if arguments.json is not None:
+        write_atomically(arguments.json, json.dumps(report, indent=1).encode())
+    if arguments.page is not None:
+        tone = "bad" if report["findings"] else "warn" if report["not_checked"] else "good"
+        write_document(arguments.page, _markdown(report), tone=tone)
+    return DIVERGED if report["findings"] else DONE
+
+
+def _judged(recorded: Recorded, source: str | None, reference: str | None) -> Judged:
+    model = objective = stored = None
+    why = ""
+    try:
+        if recorded.facts["dropout"]:
+            raise NotRecomputed("the model drops values by chance")
+        model = load_model(recorded, source)
+        if source is not None:
+            stored = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        objective = labelled
+        if "DPO" in recorded.trainer.get("class", ""):
+            objective = preferred(_reference(recorded, model, reference), float(recorded.trainer["beta"]))
+    except NotRecomputed as error:
+        why = str(error)
+    return judge(recorded, model, objective, stored, why)
+
+
+def _reference(recorded: Recorded, model: Any, source: str | None) -> Any:
+    if recorded.trainer.get("loss_type") not in (["sigmoid"], "sigmoid"):
+        raise NotRecomputed(f"the DPO loss {recorded.trainer.get('loss_type')} is not known here, sigmoid is")
+    if source is not None:
+        return load_model(recorded, source)
+    if recorded.numbers[0] != 1:
+        raise NotRecomputed("the reference is not known: record step 1, or give --reference")
+    found, first = copy.deepcopy(model), recorded.step(1)
+    low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(recorded.facts["compute"], torch.float32)
+    before = first.named("before") | first.named("frozen")
+    for name, parameter in found.named_parameters():
+        parameter.data = before[name].to(low).float()
+    return found
+
+
+def _report(recorded: Recorded, judged: Judged) -> dict[str, Any]:
+    facts = recorded.facts
+    return {
+        "folder": str(recorded.folder),
+        "run": {
+            key: facts[key] for key in ("model", "stage", "compute", "world", "accumulation", "optimizer", "versions")
+        }
+        | {"trainer": recorded.trainer.get("class", facts["engine"][0])},
+        "verdict": "wrong" if judged.findings else "sound",
+        "findings": [dataclasses.asdict(each) | {"steps": steps} for each, steps in merged(judged.findings)],
+        "not_checked": judged.unchecked,
+        "steps": judged.measured,
+    }
+
+
+def _headline(report: dict[str, Any]) -> str:
+    run, steps = report["run"], [row["step"] for row in report["steps"]]
+    what = f"{run['trainer']}, {run['model']}, ZeRO-{run['stage']}, {run['compute'].upper()}, {run['world']} ranks"
+    count = len(report["findings"])
+    told = f"{count} thing{'s are' if count > 1 else ' is'} wrong" if count else "nothing wrong was found"
+    return f"{told} in steps {', '.join(map(str, steps))} ({what}, DeepSpeed {run['versions']['deepspeed']})"
+
+
+def _found(report: dict[str, Any]) -> Table:
+    head = ("what", "found", "how much", "steps", "worst")
+    rows = []
+    for each in report["findings"]:
+        rows.append(
+            (each["kind"], each["what"], f"{each['size']:.2g}", ", ".join(map(str, each["steps"])), each["detail"])
+        )
+    return Table(head, rows)
+
+
+def _lines(report: dict[str, Any]) -> list[str]:
+    lines = [_headline(report) + ":" * bool(report["findings"])]
+    for each in report["findings"]:
+        detail = f" ({each['detail']})" if each["detail"] else ""
+        lines.append(f"  {each['kind']}: {each['what']}{detail}; steps {', '.join(map(str, each['steps']))}")
+    lines += [f"  not checked: {what}: {why}" for what, why in report["not_checked"].items()]
+    return lines
+
+
+def _markdown(report: dict[str, Any]) -> str:
+    found = _found(report)
+    rows = Table(found.head, ([text(cell) for cell in cells] for cells, _ in found.rows))
+    columns = {
+        "step": "step",
+        "loss": "loss that is trained",
+        "exact_loss": "mean over all labels",
+        "gradient_error": "gradient error",
+        "noise": "explained by the dtype",
+        "norm": "norm reported",
+        "exact_norm": "norm of the gradient",
+        "factor": "gradient times",
+        "expected_factor": "by the rule",
+        "lr_ratio": "rate used over rate set",
+        "update_error": "update error",
+    }
+    measured = Table(columns.values(), ([_cell(row.get(key)) for key in columns] for row in report["steps"]))
+    unchecked = [f"{text(what)}: {text(why)}" for what, why in report["not_checked"].items()]
+    return page(
+        f"# Audit of {text(report['folder'])}",
+        f"**{text(_headline(report)[0].upper() + _headline(report)[1:])}.**",
+        section("Findings, the gravest first", str(rows) if rows else ""),
+        section("Measured", str(measured)),
+        section("Not checked", unchecked),
+        section("Run", [f"{text(key)}: {code(value)}" for key, value in report["run"].items()]),
+    )
+
+
+def _cell(value: Any) -> str:
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
