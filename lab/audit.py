@@ -128,7 +128,108 @@ def bare(work: Work) -> Any:
     return engine
 
 
-LOOPS: dict[str, Callable[[Work], Any]] = {"bare": bare}
+def accelerate(work: Work) -> Any:
+    """The loop of Accelerate's documentation; its scheduler is stepped by hand, not prepared."""
+    from accelerate import Accelerator, DeepSpeedPlugin, PartialState
+
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    PartialState(backend="gloo")
+    accelerator = Accelerator(
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=work.json()),
+        mixed_precision="no" if work.dtype == "fp32" else work.dtype,
+        gradient_accumulation_steps=work.accumulation,
+    )
+    model = work.model()
+    plain = work.optimizer(model)
+    scheduler = work.schedule(plain)
+    model, optimizer = accelerator.prepare(model, plain)
+    work.probe(model, scheduler=scheduler)
+    for batch in work.batches():
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:
+            scheduler.step()
+    return model
+
+
+def _arguments(work: Work) -> dict[str, Any]:
+    """What `TrainingArguments` and its subclasses are given."""
+    from accelerate import PartialState
+
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    PartialState(backend="gloo")
+    return {
+        "output_dir": f"{work.folder}.out",
+        "max_steps": work.steps,
+        "per_device_train_batch_size": MICRO,
+        "gradient_accumulation_steps": work.accumulation,
+        "learning_rate": work.lr,
+        "max_grad_norm": 0.5,
+        "bf16": work.dtype == "bf16",
+        "fp16": work.dtype == "fp16",
+        "deepspeed": work.json(),
+        "use_cpu": True,
+        "accelerator_config": {"use_configured_state": True},
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
+def _trained(trainer: Any, work: Work) -> Any:
+    if work.probed:
+        trainer.add_callback(Probe.callback(trainer, work.folder, steps=work.probed))
+    trainer.train()
+    return trainer.model_wrapped
+
+
+def hf(work: Work) -> Any:
+    """The Hugging Face Trainer."""
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(**_arguments(work))
+    trainer = Trainer(model=work.model(), args=arguments, data_collator=padded, train_dataset=work.rows())
+    return _trained(trainer, work)
+
+
+def _trl(work: Work, rows: list[dict[str, Any]], kind: str, **more: Any) -> Any:
+    import trl
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"<{number}>": number for number in range(VOCABULARY)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, "<0>")), pad_token="<0>", eos_token="<1>"
+    )
+    arguments = getattr(trl, f"{kind}Config")(**_arguments(work), gradient_checkpointing=False, max_length=None, **more)
+    made = getattr(trl, f"{kind}Trainer")
+    data = Dataset.from_list(rows)
+    trainer = made(model=work.model(), args=arguments, processing_class=tokenizer, train_dataset=data)
+    return _trained(trainer, work)
+
+
+def sft(work: Work) -> Any:
+    """TRL's SFTTrainer on rows of tokens."""
+    rows = [{"input_ids": row["input_ids"], "labels": row["labels"]} for row in work.rows()]
+    return _trl(work, rows, "SFT", dataset_kwargs={"skip_prepare_dataset": True})
+
+
+def dpo(work: Work) -> Any:
+    """TRL's DPOTrainer on pairs of texts, each token a word."""
+    tokens = [[f"<{token}>" for token in row["input_ids"]] for row in work.rows()]
+    rows = [
+        {"prompt": " ".join(row[:3]), "chosen": " " + " ".join(row[3:]), "rejected": " " + " ".join(other[3:])}
+        for row, other in zip(tokens, tokens[::-1], strict=True)
+    ]
+    return _trl(work, rows, "DPO")
+
+
+LOOPS: dict[str, Callable[[Work], Any]] = {"bare": bare, "accelerate": accelerate, "hf": hf, "sft": sft, "dpo": dpo}
 
 
 def _rank(rank: int, port: int, loop: str, given: tuple[Any, ...], plant: str | None, log: str) -> None:

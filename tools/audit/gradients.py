@@ -165,7 +165,7 @@ def recompute(model: Any, recorded: Recorded, step: Step, objective: Objective) 
                     for name, parameter in model.named_parameters()
                     if parameter.requires_grad
                 }
-                passes[-1].append((rank, number, counted, float(loss), gradients))
+                passes[-1].append((rank, number, counted, float(loss.detach()), gradients))
     for (rank, number, counted, loss, gradients), (_, _, _, plain_loss, plain) in zip(*passes, strict=True):
         micro = step.ranks[rank]["micros"][number]
         reported = micro["loss"] / micro["divided_by"] / recorded.facts["world"]

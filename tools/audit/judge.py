@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from precision.tolerance import unit_roundoff
-from tools.audit.gradients import DTYPES, Fit, Micro, NotRecomputed, Objective, fit, recompute, rounded_sum
+from precision.dtypes import DTYPES
+from precision.tolerance import relative, unit_roundoff
+from tools.audit.gradients import Fit, Micro, NotRecomputed, Objective, fit, recompute, rounded_sum
 from tools.audit.recorded import Recorded, Step
 
 SEVERITY = ("masters", "loss", "gradients", "reduction", "clipping", "ranks", "updates", "dtypes", "learning rate")
 """Kinds of findings, the gravest first."""
+ADAMW = ("AdamW", "FusedAdam", "DeepSpeedCPUAdam")
+LOW = {"BF16": torch.bfloat16, "FP16": torch.float16}
 
 
 @dataclass
 class Finding:
-    """One thing that is wrong in a step. `size` is how much, as a share of what is right; `what` is the same text in
-    every step that has it."""
+    """One thing that is wrong in a step: `what` reads the same in every step, `size` is the error's share."""
 
     kind: str
     what: str
@@ -31,576 +33,482 @@ class Finding:
 
 @dataclass
 class Judged:
-    """Findings, what could not be checked, and what was measured of each step."""
+    """Findings, what could not be checked and why, and the figures of each step."""
 
     findings: list[Finding] = field(default_factory=list)
     unchecked: dict[str, str] = field(default_factory=dict)
     measured: list[dict[str, Any]] = field(default_factory=list)
 
-    def add(self, kind: str, what: str, size: float, step: Step, detail: str = "") -> None:
-        """Add a finding."""
-        self.findings.append(Finding(kind, what, abs(size), step.number, detail))
+    def merged(self) -> Iterator[tuple[Finding, list[int]]]:
+        """Each finding once, as in the step where it is largest, with all its steps; the gravest first."""
+        groups: dict[tuple[str, str], list[Finding]] = {}
+        for each in sorted(self.findings, key=lambda each: SEVERITY.index(each.kind)):
+            groups.setdefault((each.kind, each.what), []).append(each)
+        for same in groups.values():
+            yield max(same, key=lambda each: each.size), sorted({each.step for each in same})
 
 
 def judge(
-    recorded: Recorded, model: Any, objective: Objective | None, stored: Mapping[str, torch.Tensor] | None, why: str
+    recorded: Recorded, model: Any, objective: Objective | None, stored: Mapping[str, torch.Tensor] | None
 ) -> Judged:
-    """model, objective: None where gradients cannot be recomputed, and `why`. stored: the weights of --model."""
+    """objective: None where gradients cannot be recomputed. stored: the weights of the checkpoint, where it is given."""
     found = Judged()
-    if why:
-        found.unchecked["gradients and losses"] = why
-    if recorded.incomplete:
-        found.unchecked[f"step {recorded.incomplete[0]}"] = "a crash or a kill cut its files short"
-    last: Step | None = None
+    for number in recorded.incomplete:
+        found.unchecked[f"step {number}"] = "its files are incomplete, as a crash leaves them"
+    last: _StepJudge | None = None
     for number in recorded.numbers:
-        step = recorded.step(number)
-        row: dict[str, Any] = {"step": number, "applied": step.facts["applied"]}
-        found.measured.append(row)
-        _masters(found, recorded, step, stored)
-        _ranks(found, recorded, step)
-        _batches(found, step, last)
-        _inner(found, recorded, step)
-        gradient = {
-            name: value.double().reshape(-1) / step.facts["scale"] for name, value in step.named("gradient").items()
-        }
-        finite = all(bool(value.isfinite().all()) for value in gradient.values())
-        if not gradient:
-            found.unchecked["gradients"] = "DeepSpeed hands out no reduced gradient here"
-        if model is not None and objective is not None and gradient and finite:
-            try:
-                _gradients(found, recorded, step, recompute(model, recorded, step, objective), gradient, row)
-            except NotRecomputed as error:
-                found.unchecked["gradients and losses"] = str(error)
-        if finite and gradient:
-            _clipping_and_update(found, recorded, step, gradient, row)
-        _schedule(found, step)
-        if last is not None and last.number + 1 == number:
-            _continued(found, last, step)
-        last = step
-    found.findings.sort(key=lambda each: (SEVERITY.index(each.kind), each.step, -each.size))
+        last = _StepJudge(found, recorded, recorded.step(number), last)
+        last.judge(model, objective, stored)
     return found
 
 
-def _masters(found: Judged, recorded: Recorded, step: Step, stored: Mapping[str, torch.Tensor] | None) -> None:
-    low = [dtype for dtype in step.facts["fp32"] if dtype not in ("torch.float32", "torch.float64")]
-    if low:
-        found.add("masters", f"the optimizer steps {', '.join(low)} numbers: there are no FP32 masters", 1.0, step)
-    after = step.named("after")
-    if after and step.facts["applied"] and not low:
-        for name, dtype in (("BF16", torch.bfloat16), ("FP16", torch.float16)):
-            if _held_in(after.values(), dtype) > 0.999:
-                found.add("masters", f"masters are FP32 tensors of {name} numbers after an update", 1.0, step)
-                break
-    if _done(step) or step.facts["applied_before"]:
-        return
-    before = step.named("before")
-    rounded = next(
-        (
-            name
-            for name, dtype in (("BF16", torch.bfloat16), ("FP16", torch.float16))
-            if _held_in(before.values(), dtype) > 0.999
-        ),
-        None,
-    )
-    if stored is None:
-        if rounded and recorded.facts["compute"] != "fp32":
-            found.unchecked["whether masters start rounded"] = (
-                f"they start as {rounded} numbers; give --model, the checkpoint that the run began with"
+class _StepJudge:
+    """The checks of one step. last: those of the recorded step before."""
+
+    def __init__(self, found: Judged, recorded: Recorded, step: Step, last: _StepJudge | None) -> None:
+        self.found, self.run, self.step, self.facts = found, recorded.facts, step, step.facts
+        self.recorded, self.scale, self.stride = recorded, step.facts["scale"], step.facts["stride"]
+        self.before, self.after = step.named("before"), step.named("after")
+        self.gradient = {name: _flat(value) / self.scale for name, value in step.named("gradient").items()}
+        self.last = last if last is not None and last.step.number + 1 == step.number else None
+        self.row: dict[str, Any] = {"step": step.number, "applied": self.facts["applied"]}
+        found.measured.append(self.row)
+        # a resumed optimizer has counted before the probe came
+        made = any(bool(value.any()) for value in step.named("exp_avg_sq/before").values())
+        counted = (self.facts["optimizer_step"] or 0.0) - self.facts["applied_before"] if made else 0.0
+        self.resumed = last.resumed if last is not None else counted
+        self.done = self.facts["applied_before"] + self.resumed
+
+    def add(self, kind: str, what: str, size: float, detail: str = "") -> None:
+        self.found.findings.append(Finding(kind, what, abs(size), self.step.number, detail))
+
+    def judge(self, model: Any, objective: Objective | None, stored: Mapping[str, torch.Tensor] | None) -> None:
+        self._masters(stored)
+        self._ranks()
+        self._batches()
+        self._dtypes()
+        finite = all(bool(value.isfinite().all()) for value in self.gradient.values())
+        if not self.gradient:
+            self.found.unchecked["gradients"] = "DeepSpeed hands out no reduced gradient here"
+        elif finite:
+            try:
+                if objective is not None:
+                    self._gradients(recompute(model, self.recorded, self.step, objective))
+            except NotRecomputed as error:
+                self.found.unchecked["gradients and losses"] = str(error)
+            self._norm_and_update()
+        self._schedule()
+        if self.last is not None:
+            other = [
+                name
+                for name, value in self.last.after.items()
+                if not torch.equal(_flat(value), self._start(name, self.last.stride))
+            ]
+            if other:
+                self.add("updates", "masters change between two steps", len(other) / len(self.before), _names(other))
+
+    def _start(self, name: str, stride: int) -> torch.Tensor:
+        return _flat(self.before[name])[::stride]
+
+    def _masters(self, stored: Mapping[str, torch.Tensor] | None) -> None:
+        low = [dtype for dtype in self.facts["fp32"] if dtype not in ("torch.float32", "torch.float64")]
+        if low:
+            self.add("masters", f"the optimizer steps {', '.join(low)} numbers: there are no FP32 masters", 1.0)
+        elif self.facts["applied"] and (name := _held(self.after.values())):
+            self.add("masters", f"masters are FP32 tensors of {name} numbers after an update", 1.0)
+        if self.done:
+            return
+        rounded = _held(self.before.values())
+        if stored is None:
+            if rounded and self.run["compute"] != "fp32":
+                self.found.unchecked["whether masters start rounded"] = (
+                    f"they start as {rounded} numbers; give --model, the checkpoint that the run began with"
+                )
+            return
+        off = sum(float((self.before[name].double() - value.double()).square().sum()) for name, value in stored.items())
+        apart = math.sqrt(off / sum(float(value.double().square().sum()) for value in stored.values()))
+        if apart > 0.01:
+            self.found.unchecked["whether masters start rounded"] = (
+                f"the weights of --model are {apart:.0%} from those that the run began with"
             )
-        return
-    apart = _distance({name: before[name] for name in stored}, stored)
-    if apart > 0.01:
-        found.unchecked["whether masters start rounded"] = (
-            f"the weights of --model are {apart:.0%} from those that the run began with"
-        )
-    elif apart > 1e-5:
-        told = f"masters start as {rounded} numbers" if rounded else "masters do not start as the checkpoint's weights"
-        found.add(
-            "masters", f"{told}, though the checkpoint has more digits", apart, step, f"{apart:.1e} of the weights lost"
-        )
+        elif apart > 1e-6:
+            what = (
+                f"masters start as {rounded} numbers where the checkpoint has more digits"
+                if rounded
+                else "masters do not start as the checkpoint's weights"
+            )
+            self.add("masters", what, apart, f"{apart:.1e} of the weights")
 
-
-def _ranks(found: Judged, recorded: Recorded, step: Step) -> None:
-    first = step.facts
-    for rank in step.ranks[1:]:
-        for what in ("weights", "gradients"):
-            mine, other = first["sums"][what], rank["sums"][what]
-            names = [name for name in mine if mine[name] != other.get(name)]
-            if names and (what == "weights" or recorded.facts["stage"] == 0):
-                off = max(_relative(other[name][1], mine[name][1]) for name in names if name in other)
-                found.add(
-                    "ranks",
-                    f"rank {rank['rank']} has other {what} than rank 0",
-                    off,
-                    step,
-                    f"{len(names)} parameters, {names[0]} first",
-                )
-        for key, what in (
-            ("norm", "gradient norm"),
-            ("scale", "loss scale"),
-            ("groups", "optimizer settings"),
-            ("applied", "verdict on whether the step is applied"),
-        ):
-            if first[key] != rank[key]:
-                found.add(
-                    "ranks",
-                    f"rank {rank['rank']} has another {what} than rank 0",
-                    1.0,
-                    step,
-                    f"{rank[key]} and {first[key]}"[:200],
-                )
-    weights, low = first["sums"]["weights"], DTYPES[recorded.facts["compute"]]
-    stale = []
-    for name, master in step.named("before").items():
-        if name in weights and master.shape == torch.Size(recorded.facts["parameters"][name][0]):
-            held = master.to(low).double()
-            if _relative(weights[name][1], float(held.square().sum())) > 1e-9 or abs(
-                weights[name][0] - float(held.sum())
-            ) > 1e-9 * float(held.abs().sum()):
-                stale.append(name)
-    if stale:
-        found.add(
-            "ranks",
-            "rank 0 computes with other weights than its rounded masters",
-            len(stale) / len(weights),
-            step,
-            f"{len(stale)} parameters, {stale[0]} first",
-        )
-
-
-def _batches(found: Judged, step: Step, last: Step | None) -> None:
-    seen: dict[bytes, str] = {}
-    steps = [last, step] if last is not None and last.number + 1 == step.number else [step]
-    for each in steps:
-        for rank, facts in enumerate(each.ranks):
-            for number in range(len(facts["micros"])):
-                calls = each.inputs(rank, number)
-                ids = next((call["input_ids"] for call in calls if "input_ids" in call), None)
-                if ids is None:
-                    continue
-                key, here = ids.numpy().tobytes(), f"rank {rank}, micro-batch {number + 1}"
-                if key in seen and each is step:
-                    what = (
-                        "ranks train on the same batch"
-                        if seen[key].split(",")[0] != here.split(",")[0]
-                        else "a batch is trained on again"
+    def _ranks(self) -> None:
+        for rank in self.step.ranks[1:]:
+            where = f"rank {rank['rank']}"
+            for what in ("weights", "gradients") if self.run["stage"] == 0 else ("weights",):
+                mine, other = self.facts["sums"][what], rank["sums"][what]
+                names = [name for name in mine if mine[name] != other.get(name)]
+                if names:
+                    off = max(relative(abs(other[name][1] - mine[name][1]), mine[name][1]) for name in names)
+                    self.add("ranks", f"{where} has other {what} than rank 0", off, _names(names))
+            for key, what in (
+                ("norm", "gradient norm"),
+                ("scale", "loss scale"),
+                ("groups", "optimizer settings"),
+                ("applied", "decision to skip"),
+            ):
+                if self.facts[key] != rank[key]:
+                    self.add(
+                        "ranks",
+                        f"{where} has another {what} than rank 0",
+                        1.0,
+                        f"{rank[key]} and {self.facts[key]}"[:120],
                     )
-                    found.add("loss", what, 1.0, step, f"{here} has the tokens of {seen[key]}")
-                seen[key] = here + ("" if each is step else f" of step {each.number}")
-                labels = next((call["labels"] for call in calls if "labels" in call), None)
-                if each is step and labels is not None and labels.shape == ids.shape:
-                    _labels(found, step, ids, labels, here)
-
-
-def _labels(found: Judged, step: Step, ids: torch.Tensor, labels: torch.Tensor, here: str) -> None:
-    counted = labels >= 0
-    same = float((labels == ids)[counted].float().mean()) if bool(counted.any()) else 1.0
-    ahead = float((labels[..., :-1] == ids[..., 1:])[counted[..., :-1]].float().mean())
-    if same < 0.9 and ahead > 0.9:
-        found.add(
-            "loss",
-            "labels are shifted before the model shifts them: it learns the token after the next",
-            1.0,
-            step,
-            here,
-        )
-
-
-def _inner(found: Judged, recorded: Recorded, step: Step) -> None:
-    for dtype in {micro["loss_dtype"] for rank in step.ranks for micro in rank["micros"]}:
-        if dtype in ("torch.bfloat16", "torch.float16"):
-            found.add(
-                "dtypes",
-                f"the loss is {dtype.removeprefix('torch.')}",
-                unit_roundoff(getattr(torch, dtype.removeprefix("torch."))),
-                step,
+        stale, low = [], DTYPES[self.run["compute"]]
+        for name, (total, square) in self.facts["sums"]["weights"].items():
+            if name in self.before and list(self.before[name].shape) == self.run["parameters"][name][0]:
+                held = self.before[name].to(low).double()
+                right, slack = (
+                    (float(held.sum()), float(held.square().sum())),
+                    1e-9 * float(held.abs().sum() + held.square().sum()),
+                )
+                if abs(total - right[0]) > slack or abs(square - right[1]) > slack:
+                    stale.append(name)
+        if stale:
+            self.add(
+                "ranks",
+                "the model computes with other weights than its rounded masters",
+                len(stale) / len(self.before),
+                _names(stale),
             )
-    low = [
-        f"{name}: {dtype.removeprefix('torch.')}"
-        for name, dtype in step.facts["inner"].items()
-        if dtype in ("torch.bfloat16", "torch.float16")
-    ]
-    cast = any(call["autocast"] for micro in step.facts["micros"] for call in micro["calls"])
-    if low and recorded.facts["compute"] == "fp32" and not cast:
-        found.add("dtypes", "modules of an FP32 run return 16 bits", 1.0, step, ", ".join(low))
 
+    def _batches(self) -> None:
+        seen: dict[bytes, tuple[int, str]] = {}
+        for each in (self.last.step, self.step) if self.last is not None else (self.step,):
+            for rank, facts in enumerate(each.ranks):
+                for number in range(len(facts["micros"])):
+                    given: dict[str, torch.Tensor] = {}
+                    for part in reversed(each.inputs(rank, number)):
+                        given |= part
+                    if "input_ids" not in given:
+                        continue
+                    ids, here = given["input_ids"], f"rank {rank}, micro-batch {number + 1} of step {each.number}"
+                    key = ids.numpy().tobytes()
+                    if key in seen and each is self.step:
+                        what = (
+                            "a batch is trained on again" if seen[key][0] == rank else "ranks train on the same batch"
+                        )
+                        self.add("loss", what, 1.0, f"{here} has the tokens of {seen[key][1]}")
+                    seen[key] = rank, here
+                    labels = given.get("labels")
+                    if (
+                        each is self.step
+                        and labels is not None
+                        and labels.shape == ids.shape
+                        and bool((labels >= 0).any())
+                    ):
+                        own = float((labels == ids)[labels >= 0].float().mean())
+                        ahead = float((labels[..., :-1] == ids[..., 1:])[labels[..., :-1] >= 0].float().mean())
+                        if own < 0.9 < ahead:
+                            self.add(
+                                "loss",
+                                "labels are shifted before the model shifts them: it learns the token after the next",
+                                1.0,
+                                here,
+                            )
 
-def _gradients(
-    found: Judged,
-    recorded: Recorded,
-    step: Step,
-    micros: list[Micro],
-    gradient: dict[str, torch.Tensor],
-    row: dict[str, Any],
-) -> None:
-    low = recorded.facts["compute"] != "fp32"
-    total = sum(each.counted for each in micros)
-    if not total:
-        raise NotRecomputed("no label of the step counts")
-    counted = [each for each in micros if each.counted]
-    mean, given = sum(each.exact_loss for each in counted) / total, sum(each.reported for each in micros)
-    noise = max(_relative(each.plain_loss, each.exact_loss) for each in counted)
-    bound = 3 * noise + (2e-3 if low else 1e-4)
-    weights = torch.tensor([each.reported / each.plain_loss for each in counted], dtype=torch.float64)
-    ratio = weights * total
-    row |= {"loss": given, "exact_loss": mean}
-    own = torch.tensor([each.reported * len(micros) / (each.plain_loss / each.counted) for each in counted])
-    whole = float((weights * torch.tensor([each.plain_loss for each in counted])).sum() / mean)
-    if float(ratio.max() / ratio.min()) - 1 > 2 * bound and float(own.max() - own.min()) <= 2 * bound * float(
-        own.max()
-    ):
-        off = _of_weights(counted, weights, torch.full_like(weights, 1 / total))
-        found.add(
-            "loss",
-            "the loss is a mean of the micro-batches' means, not of all labels",
-            off,
-            step,
-            f"a label counts {float(ratio.min()):.2f} to {float(ratio.max()):.2f} times; the gradient is {off:.1%} off",
+    def _dtypes(self) -> None:
+        for dtype in {micro["loss_dtype"] for rank in self.step.ranks for micro in rank["micros"]}:
+            if dtype in ("torch.bfloat16", "torch.float16"):
+                self.add("dtypes", f"the loss is {dtype}", unit_roundoff(getattr(torch, dtype.removeprefix("torch."))))
+        low = [
+            f"{name} {dtype}"
+            for name, dtype in self.facts["inner"].items()
+            if dtype in ("torch.bfloat16", "torch.float16")
+        ]
+        cast = any(call["autocast"] for micro in self.facts["micros"] for call in micro["calls"])
+        if low and self.run["compute"] == "fp32" and not cast:
+            self.add("dtypes", "modules of an FP32 run return 16 bits", 1.0, ", ".join(low))
+
+    def _gradients(self, micros: list[Micro]) -> None:
+        """Which loss was trained, and whether the reduced gradient is its."""
+        low, counted = self.run["compute"] != "fp32", [each for each in micros if each.counted]
+        if not counted:
+            raise NotRecomputed("no label of the step counts")
+        total, mean = sum(each.counted for each in counted), 0.0
+        mean = sum(each.exact_loss for each in counted) / total
+        bound = 3 * max(relative(abs(each.plain_loss - each.exact_loss), abs(each.exact_loss)) for each in counted) + (
+            2e-3 if low else 1e-4
         )
-    elif float(ratio.max() / ratio.min()) - 1 > 2 * bound:
-        off = float((ratio - 1).abs().max())
-        found.add(
-            "loss",
-            "the loss that is trained is not that of the recorded labels",
-            off,
-            step,
-            f"micro-batches' losses are {float(ratio.min()):.3f} to {float(ratio.max()):.3f} times it",
-        )
-    elif abs(float(ratio.mean()) - 1) > bound:
-        found.add(
-            "loss",
-            "the trained loss is a multiple of the mean over all labels",
-            float(ratio.mean()) - 1,
-            step,
-            f"{float(ratio.mean()):.4g} times",
-        )
-    said = recorded.reported.get(step.number)
-    if said is not None and abs(said / mean - 1) > bound + 1e-4 / mean:
-        found.add(
-            "loss",
-            "the loss that is reported is not the mean over all labels",
-            said / mean - 1,
-            step,
-            f"{said:.6g} for {mean:.6g}",
-        )
-    row["reported"] = said
-    tolerance = 0.03 if low else 1e-3
-    fitted = fit(gradient, counted, weights, tolerance)
-    row |= {"gradient_error": fitted.error, "noise": fitted.noise, "shares": fitted.overall.tolist()}
-    if fitted.unknown:
-        row["not_fitted"] = len(fitted.unknown)
-    _shares(found, step, counted, fitted, tolerance)
-    for name, dtype in (("BF16", torch.bfloat16), ("FP16", torch.float16)):
-        if low and len(micros) > 1 and _held_in(gradient.values(), dtype, step.facts["scale"]) > 0.999:
-            off = rounded_sum(counted, weights, dtype)
-            found.add(
+        weights = torch.tensor([each.reported / each.plain_loss for each in counted], dtype=torch.float64)
+        counts = torch.tensor([each.counted for each in counted], dtype=torch.float64)
+        ratio, own = weights * total, weights * counts * len(micros)
+        least, most = float(ratio.min()), float(ratio.max())
+        self.row |= {"loss": sum(each.reported for each in micros), "exact_loss": mean}
+        if most / least - 1 > 2 * bound:
+            if float(own.max() / own.min()) - 1 <= 2 * bound:
+                what = "the loss is a mean of the micro-batches' means, not of all that counts"
+                detail = f"a label counts {least:.2f} to {most:.2f} times"
+            else:
+                what, detail = (
+                    "the loss that is trained is not that of the recorded labels",
+                    f"{least:.3f} to {most:.3f} times it",
+                )
+            off = _apart(counted, weights, torch.full_like(weights, 1 / total))
+            self.add("loss", what, off, f"{detail}; the gradient is {off:.1%} off")
+        elif abs(float(ratio.mean()) - 1) > bound:
+            self.add(
+                "loss",
+                "the loss that is trained is a multiple of the mean over all that counts",
+                float(ratio.mean()) - 1,
+                f"{float(ratio.mean()):.4g} times",
+            )
+        said = self.recorded.reported.get(self.step.number)
+        if said is not None and abs(said / mean - 1) > bound + 1e-4 / mean:
+            self.add(
+                "loss",
+                "the loss that is reported is not the mean over all that counts",
+                said / mean - 1,
+                f"{said:.6g} for {mean:.6g}",
+            )
+        fitted = fit(self.gradient, counted, weights, 0.02 if low else 1e-3)
+        self.row |= {
+            "reported": said,
+            "gradient_error": fitted.error,
+            "noise": fitted.noise,
+            "shares": fitted.overall.tolist(),
+        }
+        self._shares(counted, fitted, 0.02 if low else 1e-3)
+        rounding, name = 0.0, _held(self.gradient.values(), self.scale)
+        if name and len(micros) > 1:
+            rounding = rounded_sum(counted, weights, LOW[name])
+            self.add(
                 "reduction",
                 f"gradients are summed in {name}",
-                off,
-                step,
-                f"rounding the sums costs {off:.1e} of the gradient",
+                rounding,
+                f"rounding the sums costs {rounding:.1e} of the gradient",
             )
-            break
-    else:
-        beyond = 2 * fitted.noise + (1e-2 if low else 2e-5)
-        if fitted.error > beyond and not fitted.deviating:
-            found.add(
+        if fitted.error > 2 * (fitted.noise + rounding) + (2e-3 if low else 2e-5) and not fitted.deviating:
+            self.add(
                 "gradients",
                 "the reduced gradient is not the micro-batches'",
                 fitted.error,
-                step,
                 f"{fitted.error:.1e} off, where the dtype explains {fitted.noise:.1e}",
             )
 
+    def _shares(self, micros: list[Micro], fitted: Fit, tolerance: float) -> None:
+        told = _told(micros, fitted.overall, tolerance)
+        if self.scale != 1.0 and bool(((fitted.overall * self.scale - 1).abs() < 0.05).all()):
+            told = {"the gradient is divided by a loss scale that the loss was not multiplied by": 1 - 1 / self.scale}
+        for what, size in told.items():
+            self.add(
+                "gradients",
+                what,
+                size,
+                ", ".join(f"{share:.3g}" for share in fitted.overall.tolist()) + " of the micro-batches' gradients",
+            )
+        groups: dict[str, list[str]] = {}
+        for name, shares in fitted.deviating.items():
+            for what in _told(micros, shares, tolerance):
+                groups.setdefault(what, []).append(name)
+        for what, names in groups.items():
+            size = max(abs(float(share) - 1) for name in names for share in fitted.deviating[name])
+            self.add("gradients", f"{what}, in some parameters", size, f"{_names(names)} of {fitted.judged}")
 
-def _of_weights(micros: list[Micro], weights: torch.Tensor, right: torch.Tensor) -> float:
-    off = size = 0.0
-    for name in micros[0].exact:
-        rows = torch.stack([each.exact[name] for each in micros])
-        off, size = off + float(((weights - right) @ rows).square().sum()), size + float((right @ rows).square().sum())
-    return math.sqrt(off / size) if size else 0.0
-
-
-def _shares(found: Judged, step: Step, micros: list[Micro], fitted: Fit, tolerance: float) -> None:
-    def told(shares: torch.Tensor) -> list[tuple[str, float, str]]:
-        off = (shares - 1).abs() > tolerance
-        if not bool(off.any()):
-            return []
-        same = float(shares.max() - shares.min()) <= 4 * tolerance * max(1.0, float(shares.abs().max()))
-        if same:
-            mean = float(shares.mean())
-            return [(f"the reduced gradient is {_times(mean)}", mean - 1, f"{mean:.4g} times what the losses mean")]
-        parts = []
-        for rank in sorted({each.rank for each in micros}):
-            mine = [place for place, each in enumerate(micros) if each.rank == rank]
-            if all(off[place] for place in mine) and float(shares[mine].max() - shares[mine].min()) <= 8 * tolerance:
-                parts.append(
-                    (
-                        f"rank {rank}'s gradients are {_times(float(shares[mine].mean()))}",
-                        float(shares[mine].mean()) - 1,
-                        "",
-                    )
+    def _norm_and_update(self) -> None:
+        clipping, facts = self.run["clipping"], self.facts
+        norm = math.sqrt(sum(facts["sums"]["squares"].values())) / self.scale
+        self.row |= {"norm": facts["norm"], "exact_norm": norm, "scale": self.scale}
+        if not facts["norm"]:
+            self.found.unchecked["the reported norm"] = "the engine reports none"
+        elif facts["applied"] and abs(facts["norm"] / norm - 1) > 1e-3:
+            self.add(
+                "clipping",
+                "the reported norm is not the gradient's",
+                facts["norm"] / norm - 1,
+                f"{facts['norm']:.6g} for {norm:.6g}",
+            )
+        if not facts["applied"]:
+            moved = [
+                name
+                for name, value in self.after.items()
+                if not torch.equal(self._start(name, self.stride), _flat(value))
+            ]
+            if moved:
+                self.add(
+                    "updates", "masters move in a step that was skipped", len(moved) / len(self.after), _names(moved)
                 )
-                continue
-            for place in mine:
-                if off[place]:
-                    share = float(shares[place])
-                    parts.append(
-                        (
-                            f"the gradient of micro-batch {micros[place].number + 1} is {_times(share)}",
-                            share - 1,
-                            f"rank {rank}: {share:.3f} of it",
-                        )
-                    )
-        return parts
+        elif self.run["optimizer"] not in ADAMW:
+            self.found.unchecked["clipping and updates"] = f"the rule of {self.run['optimizer']} is not known here"
+        elif not facts["moments_after"]:
+            self.found.unchecked["clipping and updates"] = "the optimizer's moments cannot be read"
+        else:
+            self._factor(norm, clipping)
+            self._update()
 
-    for what, size, detail in told(fitted.overall):
-        found.add("gradients", what, size, step, detail)
-    groups: dict[str, list[str]] = {}
-    sizes: dict[str, float] = {}
-    for name, shares in fitted.deviating.items():
-        for what, size, _ in told(shares) or [("some gradients have other shares than the rest", 1.0, "")]:
-            groups.setdefault(what, []).append(name)
-            sizes[what] = max(sizes.get(what, 0.0), abs(size))
-    for what, names in groups.items():
-        found.add(
-            "gradients",
-            f"{what}, in some parameters",
-            sizes[what],
-            step,
-            f"{len(names)} of {fitted.judged}: {', '.join(names[:3])}",
-        )
+    def _group(self, name: str) -> dict[str, Any]:
+        group: dict[str, Any] = self.facts["groups"][self.run["parameters"][name][3] or 0]
+        return group
+
+    def _factor(self, norm: float, clipping: float) -> None:
+        """What the gradient was multiplied by before it came to the optimizer, read from its first moment."""
+        start, end = self.step.named("exp_avg/before"), self.step.named("exp_avg/after")
+        dot = square = size = 0.0
+        for name, value in self.gradient.items():
+            beta = self._group(name)["betas"][0]
+            added = _flat(end[name]) - (beta * _flat(start[name]) if name in start else 0.0)
+            way = (1 - beta) * value
+            dot, square, size = dot + float(added @ way), square + float(way @ way), size + float(added @ added)
+        if not square or not size:
+            return
+        factor, expected = dot / square, min(1.0, clipping / (norm + 1e-6)) if clipping else 1.0
+        self.row |= {"factor": factor, "expected_factor": expected}
+        if abs(factor / expected - 1) <= 2e-3:
+            if math.sqrt(max(0.0, size - factor * dot) / size) > 0.02:
+                self.add(
+                    "clipping", "parameters' gradients are multiplied by different factors", 1 - factor * dot / size
+                )
+            return
+        scaled = min(1.0, clipping / (norm * self.scale)) if clipping else 1.0
+        if self.scale != 1.0 and abs(factor / scaled - 1) < 2e-2:
+            what = "gradients are clipped by the norm of the scaled gradient"
+        elif any(abs(factor * scale / expected - 1) < 2e-3 for scale in (self.scale, 1 / self.scale)):
+            what = "gradients are unscaled once too often, or not at all"
+        elif clipping and expected < factor < 1.001:
+            what = "gradients are clipped by the norm of a part of them"
+        else:
+            what = "gradients are multiplied by another factor than clipping's"
+        implied = f", as of a norm of {clipping / factor:.4g} where it is {norm:.4g}" if clipping and factor else ""
+        self.add("clipping", what, factor / expected - 1, f"times {factor:.4g} for {expected:.4g}{implied}")
+
+    def _update(self) -> None:
+        """The masters against AdamW in FP64 on the moments that the optimizer had."""
+        count = self.facts["optimizer_step_after"]
+        if count is not None and count != self.done + 1:
+            what = "the optimizer has counted other updates than were made"
+            self.add("updates", what, count / (self.done + 1) - 1, f"{count:.0f} for {self.done + 1:.0f}")
+        count = count or self.done + 1
+        moments = [
+            self.step.named(f"{key}/{when}") for key in ("exp_avg", "exp_avg_sq") for when in ("before", "after")
+        ]
+        factor = self.row.get("factor", 1.0)
+        dot = square = off = moved = slack = second_off = second_size = 0.0
+        still = every = 0
+        rows = []
+        for name, value in self.after.items():
+            group, start = self._group(name), self._start(name, self.stride).double()
+            first, second = _flat(moments[1][name]), _flat(moments[3][name])
+            beta1, beta2 = group["betas"]
+            way = first / (1 - beta1**count) / ((second / (1 - beta2**count)).sqrt() + group["eps"])
+            way = group["lr"] * (way + group["weight_decay"] * start)
+            if name in self.gradient:
+                square_now = (1 - beta2) * (factor * self.gradient[name]).square()
+                kept = beta2 * _flat(moments[2][name]) if name in moments[2] else 0.0
+                second_off += float((second - kept - square_now).square().sum())
+                second_size += float(second.square().sum())
+            change = _flat(value) - start
+            rows.append((way, change))
+            dot, square = dot - float(change @ way), square + float(way @ way)
+            slack += float((start * 2.0**-24).square().sum())
+            still, every = still + int(((change == 0) & (way != 0)).sum()), every + int((way != 0).sum())
+        if not square:
+            return
+        ratio = dot / square
+        off = sum(float((change + way).square().sum()) for way, change in rows)
+        error, around = math.sqrt(off / square), 2e-3 + 6 * math.sqrt(slack / square)
+        self.row |= {"lr": [group["lr"] for group in self.facts["groups"]], "lr_ratio": ratio, "update_error": error}
+        if second_size and math.sqrt(second_off / second_size) > 5e-4:
+            self.add("updates", "the second moment is not that of the gradient", math.sqrt(second_off / second_size))
+        if still > 0.05 * every and error > 0.01 or still > 0.5 * every:
+            what = "updates are lost to rounding" if still < every else "the update is lost"
+            self.add(
+                "updates",
+                what,
+                error,
+                f"{still / every:.1%} of the values stand still; {error:.1%} of the update is missing",
+            )
+        elif error > around and abs(error - abs(ratio - 1)) < 0.1 * error + around:
+            rate = self.row["lr"][0]
+            self.add(
+                "learning rate",
+                "masters move by another learning rate than the optimizer's",
+                ratio - 1,
+                f"{ratio * rate:.4g} for {rate:.4g}",
+            )
+        elif error > around:
+            self.add("updates", "masters do not move as AdamW in FP64 moves them", error, f"{error:.1e} of the update")
+
+    def _schedule(self) -> None:
+        at, what = self.facts["schedule"], "the step of the learning rate"
+        if at is None:
+            self.found.unchecked[what] = "the probe knows no scheduler that counts; give it `scheduler=`"
+        elif at != self.done and at == self.done * self.run["world"]:
+            self.found.unchecked[what] = (
+                "the schedule is stepped once for each process, as Accelerate does: it has to be so much longer"
+            )
+        elif at != self.done:
+            side = "ahead of" if at > self.done else "behind"
+            self.add(
+                "learning rate",
+                f"the schedule is {side} the updates",
+                abs(at - self.done) / max(1.0, self.done),
+                f"at {at:.0f} after {self.done:.0f} updates",
+            )
+
+
+def _told(micros: list[Micro], shares: torch.Tensor, tolerance: float) -> dict[str, float]:
+    """What shares other than 1 mean, with how far off they are."""
+    off = (shares - 1).abs() > tolerance
+    if not bool(off.any()):
+        return {}
+    if float(shares.max() - shares.min()) <= 4 * tolerance * max(1.0, float(shares.abs().max())):
+        return {f"the reduced gradient is {_times(float(shares.mean()))}": float(shares.mean()) - 1}
+    found = {}
+    ranks = {
+        rank: [at for at, each in enumerate(micros) if each.rank == rank] for rank in {each.rank for each in micros}
+    }
+    for rank, places in ranks.items():
+        if bool(off[places].all()) and float(shares[places].max() - shares[places].min()) <= 8 * tolerance:
+            found[f"rank {rank}'s gradients are {_times(float(shares[places].mean()))}"] = (
+                float(shares[places].mean()) - 1
+            )
+            continue
+        for at in places:
+            if off[at]:
+                found[f"the gradient of micro-batch {micros[at].number + 1} is {_times(float(shares[at]))}"] = (
+                    float(shares[at]) - 1
+                )
+    return found
 
 
 def _times(share: float) -> str:
     if abs(share) < 0.1:
         return "lost"
-    if abs(share - 2) < 0.2:
-        return "doubled"
-    return "too small" if share < 1 else "too large"
+    return "doubled" if abs(share - 2) < 0.1 else "too small" if share < 1 else "too large"
 
 
-def _clipping_and_update(
-    found: Judged, recorded: Recorded, step: Step, gradient: dict[str, torch.Tensor], row: dict[str, Any]
-) -> None:
-    facts, scale, clipping = step.facts, step.facts["scale"], recorded.facts["clipping"]
-    norm = math.sqrt(sum(facts["sums"]["squares"].values())) / scale
-    row |= {"norm": facts["norm"], "exact_norm": norm, "scale": scale}
-    if facts["norm"] is None or facts["norm"] == 0.0:
-        found.unchecked["the reported norm"] = "the engine reports none"
-    elif facts["applied"] and abs(facts["norm"] / norm - 1) > 1e-3:
-        found.add(
-            "clipping",
-            "the reported norm is not the gradient's",
-            facts["norm"] / norm - 1,
-            step,
-            f"{facts['norm']:.6g} for {norm:.6g}",
-        )
-    before, after = step.named("before"), step.named("after")
-    if not facts["applied"]:
-        moved = [
-            name for name in after if not torch.equal(_part(before[name], facts["stride"]), after[name].reshape(-1))
-        ]
-        if moved:
-            found.add("updates", "masters move in a step that was skipped", 1.0, step, f"{len(moved)} parameters")
-        return
-    if recorded.facts["optimizer"] not in ("AdamW", "FusedAdam", "DeepSpeedCPUAdam") or not facts["moments_after"]:
-        found.unchecked["clipping and updates"] = (
-            f"the update of {recorded.facts['optimizer']} is not known here"
-            if facts["moments_after"]
-            else "the optimizer's moments cannot be read"
-        )
-        return
-    moments = {key: (step.named(f"{key}/before"), step.named(f"{key}/after")) for key in ("exp_avg", "exp_avg_sq")}
-    groups = {name: facts["groups"][row[3] or 0] for name, row in recorded.facts["parameters"].items() if row[2]}
-    _factor(
-        found,
-        step,
-        gradient,
-        moments,
-        groups,
-        min(1.0, clipping / (norm + 1e-6)) if clipping else 1.0,
-        norm,
-        clipping,
-        row,
-    )
-    _update(found, step, moments, groups, before, after, row)
+def _apart(micros: list[Micro], weights: torch.Tensor, right: torch.Tensor) -> float:
+    """The distance of two weighted sums of gradients."""
+    off = size = 0.0
+    for name in micros[0].exact:
+        rows = torch.stack([each.exact[name] for each in micros])
+        off, size = off + float(((weights - right) @ rows).square().sum()), size + float((right @ rows).square().sum())
+    return relative(math.sqrt(off), math.sqrt(size))
 
 
-def _factor(
-    found: Judged,
-    step: Step,
-    gradient: Mapping[str, torch.Tensor],
-    moments: Any,
-    groups: Mapping[str, Any],
-    expected: float,
-    norm: float,
-    clipping: float,
-    row: dict[str, Any],
-) -> None:
-    """What the gradient was multiplied by before it came to the optimizer, read from its first moment."""
-    dot = square = left = 0.0
-    for name, value in gradient.items():
-        beta = groups[name]["betas"][0]
-        start, end = (kept.get(name) for kept in moments["exp_avg"])
-        added = end.double().reshape(-1) - (beta * start.double().reshape(-1) if start is not None else 0.0)
-        way = (1 - beta) * value
-        dot, square, left = dot + float(added @ way), square + float(way @ way), left + float(added @ added)
-    factor = dot / square if square else math.nan
-    row |= {"factor": factor, "expected_factor": expected}
-    error = math.sqrt(max(0.0, left - factor * dot) / left) if left else 0.0
-    if abs(factor / expected - 1) > 2e-3:
-        scaled = min(1.0, clipping / (norm * step.facts["scale"] + 1e-6)) if clipping else 1.0
-        if step.facts["scale"] != 1.0 and abs(factor / scaled - 1) < 2e-2:
-            what = "gradients are clipped by the norm of the scaled gradient"
-        elif (
-            abs(factor * step.facts["scale"] / expected - 1) < 2e-3
-            or abs(factor / step.facts["scale"] / expected - 1) < 2e-3
+def _held(values: Iterable[torch.Tensor], scale: float = 1.0) -> str:
+    """The 16-bit format that holds all of the values at the scale that they were rounded at; empty for none."""
+    tensors = [(each * scale).float() for each in values]
+    every = sum(int((each != 0).sum()) for each in tensors)
+    for name, dtype in LOW.items():
+        if (
+            every
+            and sum(int(((each == each.to(dtype).float()) & (each != 0)).sum()) for each in tensors) > 0.999 * every
         ):
-            what = "gradients are unscaled once too often, or not at all"
-        elif clipping and factor > expected:
-            what = (
-                "gradients are clipped by the norm of a part of them"
-                if factor <= 1.0 + 1e-3
-                else "gradients grow before the update"
-            )
-        else:
-            what = "gradients shrink before the update"
-        implied = f", as of a norm of {clipping / factor:.4g} where it is {norm:.4g}" if clipping else ""
-        found.add(
-            "clipping", what, factor / expected - 1, step, f"multiplied by {factor:.4g} for {expected:.4g}{implied}"
-        )
-    elif error > 0.02:
-        found.add(
-            "clipping", "parameters' gradients are multiplied by different factors before the update", error, step
-        )
+            return name
+    return ""
 
 
-def _update(
-    found: Judged, step: Step, moments: Any, groups: Mapping[str, Any], before: Any, after: Any, row: dict[str, Any]
-) -> None:
-    stride, count = step.facts["stride"], step.facts["optimizer_step_after"]
-    done = step.facts["applied_before"] if not _done(step) else step.facts["optimizer_step"]
-    if count is not None and count != done + 1:
-        found.add(
-            "updates", f"the optimizer counts {count:.0f} updates after {done + 1:.0f}", count / (done + 1) - 1, step
-        )
-    count = count or done + 1
-    dot = square = moved = off = slack = 0.0
-    rows = []
-    for name, now in after.items():
-        group, start = groups[name], _part(before[name], stride).double()
-        first, second = (moments[key][1][name].double().reshape(-1) for key in ("exp_avg", "exp_avg_sq"))
-        beta1, beta2 = group["betas"]
-        way = (
-            first / (1 - beta1**count) / ((second / (1 - beta2**count)).sqrt() + group["eps"])
-            + group["weight_decay"] * start
-        )
-        change = now.double().reshape(-1) - start
-        rows.append((group["lr"], way, change))
-        dot, square = dot - float(change @ way) * group["lr"], square + float(way @ way) * group["lr"] ** 2
-        slack += float((start * 2.0**-24).square().sum())
-    ratio = dot / square if square else 1.0
-    for rate, way, change in rows:
-        off, moved = off + float((change + rate * way).square().sum()), moved + float((rate * way).square().sum())
-    error = math.sqrt(off / moved) if moved else 0.0
-    still = sum(int(((change == 0) & (way != 0)).sum()) for _, way, change in rows) / max(
-        1, sum(int((way != 0).sum()) for _, way, _ in rows)
-    )
-    row |= {"lr": [group["lr"] for group in step.facts["groups"]], "lr_ratio": ratio, "update_error": error}
-    around = 2e-3 + 6 * math.sqrt(slack / moved) if moved else 1.0
-    if (
-        moved
-        and still > 0.5
-        or abs(ratio - 1) < 0.5
-        and error > max(0.01, 6 * math.sqrt(slack / moved))
-        and still > 0.05
-    ):
-        found.add(
-            "updates",
-            "updates are lost to rounding" if still < 1 else "the update is lost",
-            max(error, still),
-            step,
-            f"{still:.1%} of the values stand still; {error:.1%} of the update is missing",
-        )
-    elif abs(ratio - 1) > around and abs(error - abs(ratio - 1)) < 0.1 * abs(ratio - 1) + around:
-        found.add(
-            "learning rate",
-            "masters move by another learning rate than the optimizer's",
-            ratio - 1,
-            step,
-            f"{ratio:.4f} times {row['lr'][0]:.4g}",
-        )
-    elif error > around:
-        found.add(
-            "updates", "masters do not move as AdamW in FP64 moves them", error, step, f"{error:.1e} of the update"
-        )
+def _flat(values: torch.Tensor) -> torch.Tensor:
+    return values.reshape(-1).double()
 
 
-def _schedule(found: Judged, step: Step) -> None:
-    at, done = step.facts["schedule"], _done(step) or step.facts["applied_before"]
-    if at is None or isinstance(at, str):
-        found.unchecked["the learning rate's step"] = "the probe has no scheduler that counts; give it `scheduler=`"
-    elif at != done and step.facts["world"] > 1 and at == done * step.facts["world"]:
-        found.unchecked["the learning rate's step"] = (
-            "the schedule is stepped once per process, as Accelerate does; it has to be that much longer"
-        )
-    elif at != done:
-        found.add(
-            "learning rate",
-            f"the schedule is {abs(at - done):.0f} step{'s' * (abs(at - done) != 1)} {'ahead of' if at > done else 'behind'} the updates",
-            abs(at - done) / max(1.0, done),
-            step,
-            f"at {at:.0f} after {done:.0f} updates",
-        )
-
-
-def _continued(found: Judged, last: Step, step: Step) -> None:
-    stride, after, before = last.facts["stride"], last.named("after"), step.named("before")
-    other = [name for name, value in after.items() if not torch.equal(value.reshape(-1), _part(before[name], stride))]
-    if other:
-        found.add(
-            "updates",
-            "masters change between two steps",
-            len(other) / len(after),
-            step,
-            f"{len(other)} parameters since step {last.number}, {other[0]} first",
-        )
-
-
-def _done(step: Step) -> float:
-    """Updates that the optimizer had made; 0 where its moments are nothing yet."""
-    second = step.named("exp_avg_sq/before")
-    made = any(bool(value.any()) for value in second.values())
-    return float(step.facts["optimizer_step"] or 0.0) if made else 0.0
-
-
-def _part(values: torch.Tensor, stride: int) -> torch.Tensor:
-    return values.reshape(-1)[::stride]
-
-
-def _held_in(values: Any, dtype: torch.dtype, scale: float = 1.0) -> float:
-    """The share of values other than 0 that a dtype holds; at the scale that they were rounded at."""
-    counts = [
-        (int(((each * scale).float() == (each * scale).to(dtype).float())[each != 0].sum()), int((each != 0).sum()))
-        for each in values
-    ]
-    return sum(count[0] for count in counts) / max(1, sum(count[1] for count in counts))
-
-
-def _distance(found: Mapping[str, torch.Tensor], known: Mapping[str, torch.Tensor]) -> float:
-    off = sum(float((found[name].double() - value.double()).square().sum()) for name, value in known.items())
-    return math.sqrt(off / sum(float(value.double().square().sum()) for value in known.values()))
-
-
-def _relative(found: float, right: float) -> float:
-    return abs(found - right) / abs(right) if right else abs(found)
-
-
-def merged(findings: list[Finding]) -> Iterator[tuple[Finding, list[int]]]:
-    """Each finding once, of the step where it is largest, with all its steps."""
-    groups: dict[tuple[str, str], list[Finding]] = {}
-    for each in findings:
-        groups.setdefault((each.kind, each.what), []).append(each)
-    for same in groups.values():
-        yield max(same, key=lambda each: each.size), sorted({each.step for each in same})
+def _names(names: list[str]) -> str:
+    return f"{len(names)} parameter{'s' * (len(names) > 1)}, such as {names[0]}"

@@ -202,7 +202,8 @@ class Probe:
         stride = 1 if budget >= _SHARES * least + least else -(-_SHARES * least // max(1, budget - least))
         over = self._seconds > self._max_seconds or budget < least or stride > 4096
         if self._any(over or self._failed):  # the same on all ranks, since reading masters is a collective
-            self._say(f"step {self._step} is not recorded: max_bytes, max_seconds, or the disk is full")
+            if not self._failed:
+                self._say(f"nothing is recorded from step {self._step} on: max_bytes or max_seconds is used up")
             self._failed = True
             return 0
         return stride
@@ -304,8 +305,17 @@ class Probe:
         return found.view(_shape(parameter))
 
     def _moment(self, parameter: Any, key: str) -> torch.Tensor | None:
-        if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping"):
+        if hasattr(parameter, "ds_id"):
             return safe_get_full_optimizer_state(parameter, key)
+        if hasattr(parameter, "_hp_mapping"):  # DeepSpeed's own reader knows the first parameter group's alone
+            whole, piece = torch.zeros(parameter.numel(), device=parameter.device), parameter._hp_mapping
+            if piece is not None:
+                flat = self._optimizer.param_groups[piece.param_group_index]["params"][0]
+                there, here = piece.hp_fragment_address, piece.lp_fragment_address
+                part = self._optimizer.state[flat][key].narrow(0, there.start, there.numel)
+                whole.narrow(0, here.start, here.numel).copy_(part)
+            dist.all_reduce(whole, group=parameter._dp_group)
+            return whole
         if self.engine.optimizer is not self._optimizer:
             return self._fp32_of[id(parameter)](key)
         return self._optimizer.state[parameter].get(key)
@@ -313,12 +323,11 @@ class Probe:
     def _has_moments(self) -> bool:
         """Whether every rank's optimizer has both moments for all that it steps."""
         states = [self._optimizer.state.get(each, {}) for each in self._stepped()]
-        mapped = [getattr(each, "_hp_mapping", None) for each in self.model.parameters()]
-        linked = all(key in (each.optim_fragment or {}) for each in mapped if each is not None for key in MOMENTS)
-        return not self._any(not linked or not all(key in state for state in states for key in MOMENTS))
+        return not self._any(any(key not in state for state in states for key in MOMENTS))
 
     def _stepped(self) -> list[torch.Tensor]:
-        return [each for group in self._optimizer.param_groups for each in group["params"]]
+        partitions = getattr(self.engine.optimizer, "fp32_partitioned_groups_flat", None)  # ZeRO-3's
+        return partitions or [each for group in self._optimizer.param_groups for each in group["params"]]
 
     def _fp32_without_zero(self) -> dict[int, Any]:
         """Readers of the masters (and moments, by key) of DeepSpeed's 16-bit optimizers without ZeRO."""

@@ -1,4 +1,4 @@
-"""The audit of a probe's folder: recompute its steps in plain torch, and say what is wrong, in text, JSON and a page."""
+"""The audit of a probe's folder: its steps recomputed in plain torch, and what is wrong, as text, JSON and a page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from config.cli import DIVERGED, DONE
 from config.errors import UserError
 from config.files import write_atomically
 from tools.audit.gradients import NotRecomputed, labelled, load_model, preferred
-from tools.audit.judge import Judged, judge, merged
+from tools.audit.judge import Judged, judge
 from tools.audit.recorded import Recorded, read
 from tracking.pages.document import write_document
 from tracking.pages.markdown import Table, code, page, section, text
@@ -48,10 +48,8 @@ def audit_folder(folder: Path, arguments: argparse.Namespace) -> int:
 
 def _judged(recorded: Recorded, source: str | None, reference: str | None) -> Judged:
     model = objective = stored = None
-    why = ""
+    why = "the model drops values by chance" if recorded.facts["dropout"] else ""
     try:
-        if recorded.facts["dropout"]:
-            raise NotRecomputed("the model drops values by chance")
         model = load_model(recorded, source)
         if source is not None:
             stored = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -59,8 +57,11 @@ def _judged(recorded: Recorded, source: str | None, reference: str | None) -> Ju
         if "DPO" in recorded.trainer.get("class", ""):
             objective = preferred(_reference(recorded, model, reference), float(recorded.trainer["beta"]))
     except NotRecomputed as error:
-        why = str(error)
-    return judge(recorded, model, objective, stored, why)
+        why = why or str(error)
+    judged = judge(recorded, model, None if why else objective, stored)
+    if why:
+        judged.unchecked["gradients and losses"] = why
+    return judged
 
 
 def _reference(recorded: Recorded, model: Any, source: str | None) -> Any:
@@ -87,7 +88,7 @@ def _report(recorded: Recorded, judged: Judged) -> dict[str, Any]:
         }
         | {"trainer": recorded.trainer.get("class", facts["engine"][0])},
         "verdict": "wrong" if judged.findings else "sound",
-        "findings": [dataclasses.asdict(each) | {"steps": steps} for each, steps in merged(judged.findings)],
+        "findings": [dataclasses.asdict(each) | {"steps": steps} for each, steps in judged.merged()],
         "not_checked": judged.unchecked,
         "steps": judged.measured,
     }
@@ -101,52 +102,50 @@ def _headline(report: dict[str, Any]) -> str:
     return f"{told} in steps {', '.join(map(str, steps))} ({what}, DeepSpeed {run['versions']['deepspeed']})"
 
 
-def _found(report: dict[str, Any]) -> Table:
-    head = ("what", "found", "how much", "steps", "worst")
-    rows = []
-    for each in report["findings"]:
-        rows.append(
-            (each["kind"], each["what"], f"{each['size']:.2g}", ", ".join(map(str, each["steps"])), each["detail"])
-        )
-    return Table(head, rows)
-
-
 def _lines(report: dict[str, Any]) -> list[str]:
     lines = [_headline(report) + ":" * bool(report["findings"])]
     for each in report["findings"]:
         detail = f" ({each['detail']})" if each["detail"] else ""
         lines.append(f"  {each['kind']}: {each['what']}{detail}; steps {', '.join(map(str, each['steps']))}")
-    lines += [f"  not checked: {what}: {why}" for what, why in report["not_checked"].items()]
-    return lines
+    return lines + [f"  not checked: {what}: {why}" for what, why in report["not_checked"].items()]
+
+
+_COLUMNS = {
+    "step": "step",
+    "loss": "loss that is trained",
+    "exact_loss": "mean over all that counts",
+    "gradient_error": "gradient error",
+    "noise": "of it the dtype's",
+    "norm": "norm reported",
+    "exact_norm": "norm of the gradient",
+    "factor": "gradient clipped to",
+    "expected_factor": "by the rule",
+    "lr_ratio": "rate used over rate set",
+    "update_error": "update error",
+}
 
 
 def _markdown(report: dict[str, Any]) -> str:
-    found = _found(report)
-    rows = Table(found.head, ([text(cell) for cell in cells] for cells, _ in found.rows))
-    columns = {
-        "step": "step",
-        "loss": "loss that is trained",
-        "exact_loss": "mean over all labels",
-        "gradient_error": "gradient error",
-        "noise": "explained by the dtype",
-        "norm": "norm reported",
-        "exact_norm": "norm of the gradient",
-        "factor": "gradient times",
-        "expected_factor": "by the rule",
-        "lr_ratio": "rate used over rate set",
-        "update_error": "update error",
-    }
-    measured = Table(columns.values(), ([_cell(row.get(key)) for key in columns] for row in report["steps"]))
-    unchecked = [f"{text(what)}: {text(why)}" for what, why in report["not_checked"].items()]
+    found = Table(("kind", "found", "share", "steps", "at its worst"))
+    for each in report["findings"]:
+        found.add(
+            each["kind"],
+            text(each["what"]),
+            f"{each['size']:.2g}",
+            ", ".join(map(str, each["steps"])),
+            text(each["detail"]),
+        )
+    rows = [[row.get(key) for key in _COLUMNS] for row in report["steps"]]
+    measured = Table(
+        list(_COLUMNS.values()),
+        ([f"{cell:.5g}" if isinstance(cell, float) else cell or "-" for cell in row] for row in rows),
+    )
+    headline = _headline(report)
     return page(
         f"# Audit of {text(report['folder'])}",
-        f"**{text(_headline(report)[0].upper() + _headline(report)[1:])}.**",
-        section("Findings, the gravest first", str(rows) if rows else ""),
+        f"**{text(headline[0].upper() + headline[1:])}.**",
+        section("Findings, the gravest first", str(found) if found else ""),
         section("Measured", str(measured)),
-        section("Not checked", unchecked),
+        section("Not checked", [f"{text(what)}: {text(why)}" for what, why in report["not_checked"].items()]),
         section("Run", [f"{text(key)}: {code(value)}" for key, value in report["run"].items()]),
     )
-
-
-def _cell(value: Any) -> str:
-    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
