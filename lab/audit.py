@@ -332,7 +332,7 @@ def main(arguments: list[str] | None = None) -> int:
                 if options.without_probe:
                     continue
                 audit = argparse.Namespace(
-                    model=base, reference=base, json=Path(f"{folder}.json"), page=Path(f"{folder}.md")
+                    model=base, reference=base, json=Path(f"{folder}.json"), page=Path(f"{folder}.html")
                 )
                 code = max(code, audit_folder(folder, audit))
                 found = json.loads(audit.json.read_text())["findings"]

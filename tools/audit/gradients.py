@@ -1,7 +1,7 @@
 """The gradients of a recorded step's micro-batches in plain torch, and what the reduced gradient is made of.
 
-The reduced gradient is fitted, parameter by parameter, by the gradients of each rank's micro-batches: the weight that
-one of them has in it is 0 where it was lost and twice what it should be where it was added twice, however the rest went.
+The reduced gradient is fitted, parameter by parameter, by the gradients of each rank's micro-batches: the share of one
+is 0 where it was lost and 2 where it was added twice, whatever happened to the others.
 """
 
 from __future__ import annotations
@@ -121,9 +121,10 @@ def load_model(recorded: Recorded, source: str | None) -> Any:
     trained = {name: row[0] for name, row in recorded.facts["parameters"].items()}
     if own != trained:
         different = sorted(n for n in own.keys() | trained.keys() if own.get(n) != trained.get(n))
+        here, there = (held.get(different[0], "missing") for held in (own, trained))
         raise UserError(
-            f"{source or 'the recorded config'} is another model than the one trained: {different[0]} is "
-            f"{own.get(different[0], 'missing')} in it and {trained.get(different[0], 'missing')} in the probe; give --model"
+            f"{source or 'the recorded config'} is another model than the one trained: {different[0]} is {here} in it "
+            f"and {there} in the probe; give the trained one with --model"
         )
     return model
 
@@ -175,67 +176,50 @@ def recompute(model: Any, recorded: Recorded, step: Step, objective: Objective) 
 
 @dataclass
 class Fit:
-    """How much of each micro-batch the reduced gradient holds, as a share of what its loss means it to."""
+    """How much of each micro-batch's gradient the reduced gradient holds: 1 where it is right."""
 
     overall: torch.Tensor
     deviating: dict[str, torch.Tensor]
-    """Parameters that have other shares than most."""
+    """The shares of parameters that have others than most."""
     judged: int
-    unknown: list[str]
     error: float
-    """||reduced - fitted|| / ||reduced||."""
+    """The part of the reduced gradient that no shares explain."""
     noise: float
-    """What the run's dtype makes of the same sum in plain torch."""
+    """The same of a sum that plain torch makes in the run's dtype."""
 
 
 def fit(reduced: Mapping[str, torch.Tensor], micros: list[Micro], weights: torch.Tensor, tolerance: float) -> Fit:
-    """weights: of each micro-batch's exact gradient, which a right reduction gives it. reduced: unscaled, FP64."""
-    shares: dict[str, torch.Tensor] = {}
-    energy: dict[str, float] = {}
-    errors: dict[str, torch.Tensor] = {}
-    largest = max((float(value.norm()) for value in reduced.values()), default=0.0)
+    """reduced: unscaled, FP64. weights: of each micro-batch's gradient, which a right reduction gives it."""
     columns = {name: torch.stack([each.exact[name] for each in micros]) * weights[:, None] for name in reduced}
-    largest = max(largest, *(float(each.sum(0).norm()) for each in columns.values()))
-    unknown = []
+    largest = max(max(float(columns[name].sum(0).norm()), float(reduced[name].norm())) for name in reduced)
+    found: list[tuple[float, str, torch.Tensor, torch.Tensor]] = []
+    off = whole = noise = 0.0
     for name, value in reduced.items():
-        rows, flat = columns[name], value.reshape(-1)
-        size = float(rows.sum(0).norm())
-        if flat.numel() < 8 * len(micros) or max(size, float(flat.norm())) < 1e-3 * largest:
-            unknown.append(name)
+        rows = columns[name]
+        size = max(float(rows.sum(0).norm()), float(value.norm()))
+        if value.numel() < 8 * len(micros) or size < 1e-3 * largest:
             continue
-        gram = rows @ rows.T
-        inverse = torch.linalg.pinv(gram, hermitian=True, rtol=1e-9)
-        share = inverse @ (rows @ flat)
-        left = flat - share @ rows
-        spread = (inverse.diagonal() * left.square().sum() / max(1, flat.numel() - len(micros))).sqrt()
-        if float(spread.max()) > 0.1:
-            unknown.append(name)  # micro-batches that are too alike to be told apart
-            continue
-        shares[name], errors[name], energy[name] = share, spread, size
-    if not shares:
+        inverse = torch.linalg.pinv(rows @ rows.T, hermitian=True, rtol=1e-9)
+        share = inverse @ (rows @ value)
+        left = float((value - share @ rows).square().sum())
+        spread = (inverse.diagonal() * left / (value.numel() - len(micros))).sqrt()
+        off, whole = off + left, whole + float(value.square().sum())
+        plain = torch.stack([each.plain[name] - each.exact[name] for each in micros])
+        noise += float((share * weights @ plain).square().sum())
+        if float(spread.max()) < 0.1:  # else micro-batches are too alike to be told apart
+            found.append((size, name, share, spread))
+    if not found:
         raise NotRecomputed("no parameter's gradient tells the micro-batches apart")
-    names = sorted(shares, key=lambda name: -energy[name])
-    overall = torch.stack([shares[name] for name in names]).median(0).values
+    overall = torch.stack([share for _, _, share, _ in found]).median(0).values
+    least = torch.tensor(4 * tolerance)
     deviating = {
-        name: shares[name]
-        for name in names
-        if bool(((shares[name] - overall).abs() > torch.maximum(6 * errors[name], torch.tensor(4 * tolerance))).any())
+        name: share
+        for _, name, share, spread in sorted(found, key=lambda each: -each[0])
+        if bool(((share - overall).abs() > torch.maximum(6 * spread, least)).any())
     }
-    away = torch.stack(
-        [
-            torch.stack([overall @ columns[name] - reduced[name].reshape(-1)]).square().sum()
-            for name in reduced
-            if name not in deviating
-        ]
+    return Fit(
+        overall, deviating, len(found), (off / whole) ** 0.5 if whole else 0.0, (noise / whole) ** 0.5 if whole else 0.0
     )
-    plain = [
-        overall * weights @ torch.stack([each.plain[name] - each.exact[name] for each in micros])
-        for name in reduced
-        if name not in deviating
-    ]
-    whole = sum(float(value.square().sum()) for name, value in reduced.items() if name not in deviating) ** 0.5 or 1.0
-    noise = sum(float(each.square().sum()) for each in plain) ** 0.5
-    return Fit(overall, deviating, len(shares), unknown, float(away.sum()) ** 0.5 / whole, noise / whole)
 
 
 def rounded_sum(micros: list[Micro], weights: torch.Tensor, dtype: torch.dtype) -> float:

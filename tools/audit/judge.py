@@ -51,7 +51,7 @@ class Judged:
 def judge(
     recorded: Recorded, model: Any, objective: Objective | None, stored: Mapping[str, torch.Tensor] | None
 ) -> Judged:
-    """objective: None where gradients cannot be recomputed. stored: the weights of the checkpoint, where it is given."""
+    """objective: None where gradients cannot be recomputed. stored: the checkpoint's weights, where it is given."""
     found = Judged()
     for number in recorded.incomplete:
         found.unchecked[f"step {number}"] = "its files are incomplete, as a crash leaves them"
@@ -275,23 +275,18 @@ class _StepJudge:
             "noise": fitted.noise,
             "shares": fitted.overall.tolist(),
         }
-        self._shares(counted, fitted, 0.02 if low else 1e-3)
         rounding, name = 0.0, _held(self.gradient.values(), self.scale)
         if name and len(micros) > 1:
             rounding = rounded_sum(counted, weights, LOW[name])
+            told = f"rounding the sums costs {rounding:.1e} of the gradient"
+            self.add("reduction", f"gradients are summed in {name}", rounding, told)
+        if fitted.error > 2 * (fitted.noise + rounding) + (2e-3 if low else 2e-5):
+            told = f"{fitted.error:.1e} of it, where the dtype explains {fitted.noise:.1e}"
             self.add(
-                "reduction",
-                f"gradients are summed in {name}",
-                rounding,
-                f"rounding the sums costs {rounding:.1e} of the gradient",
+                "gradients", "the reduced gradient has more in it than the micro-batches' gradients", fitted.error, told
             )
-        if fitted.error > 2 * (fitted.noise + rounding) + (2e-3 if low else 2e-5) and not fitted.deviating:
-            self.add(
-                "gradients",
-                "the reduced gradient is not the micro-batches'",
-                fitted.error,
-                f"{fitted.error:.1e} off, where the dtype explains {fitted.noise:.1e}",
-            )
+        else:
+            self._shares(counted, fitted, 0.02 if low else 1e-3)
 
     def _shares(self, micros: list[Micro], fitted: Fit, tolerance: float) -> None:
         told = _told(micros, fitted.overall, tolerance)
@@ -389,7 +384,7 @@ class _StepJudge:
             self.step.named(f"{key}/{when}") for key in ("exp_avg", "exp_avg_sq") for when in ("before", "after")
         ]
         factor = self.row.get("factor", 1.0)
-        dot = square = off = moved = slack = second_off = second_size = 0.0
+        dot = square = slack = second_off = second_size = 0.0
         still = every = 0
         rows = []
         for name, value in self.after.items():

@@ -17,16 +17,13 @@ from config.files import write_atomically
 from tools.audit.gradients import NotRecomputed, labelled, load_model, preferred
 from tools.audit.judge import Judged, judge
 from tools.audit.recorded import Recorded, read
-from tracking.pages.document import write_document
+from tracking.pages.document import Tone, document
 from tracking.pages.markdown import Table, code, page, section, text
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options that `audit_folder` reads."""
-    parser.add_argument("--model", help="the checkpoint that the run began with: a folder or a name on the Hub")
-    parser.add_argument("--reference", help="of DPO: the reference model, where it is not the policy of step 1")
-    parser.add_argument("--page", type=Path, metavar="PAGE.md", help="write the report there, and PAGE.html beside it")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON, too")
+    """The option that only `audit_folder` reads; it reads `model`, `page` and `json`, too."""
+    parser.add_argument("--reference", metavar="MODEL", help="DPO's reference, where it is not the policy of step 1")
 
 
 def audit_folder(folder: Path, arguments: argparse.Namespace) -> int:
@@ -41,8 +38,8 @@ def audit_folder(folder: Path, arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         write_atomically(arguments.json, json.dumps(report, indent=1).encode())
     if arguments.page is not None:
-        tone = "bad" if report["findings"] else "warn" if report["not_checked"] else "good"
-        write_document(arguments.page, _markdown(report), tone=tone)
+        tone: Tone = "bad" if report["findings"] else "warn" if report["not_checked"] else "good"
+        write_atomically(arguments.page, document(_markdown(report), arguments.page.parent, tone=tone).encode())
     return DIVERGED if report["findings"] else DONE
 
 

@@ -92,10 +92,8 @@ def read(folder: Path) -> Recorded:
     wanted = set(range(facts["world"]))
     for number, ranks in sorted(seen.items()):
         if ranks - wanted:
-            raise UserError(
-                f"{folder}: step {number} has a file of rank {max(ranks)}, but probe.json is of {facts['world']} ranks; "
-                "record each training into a folder of its own"
-            )
+            extra = f"step {number} has a file of rank {max(ranks)}, and probe.json is of {facts['world']} ranks"
+            raise UserError(f"{folder}: {extra}; record each training into a folder of its own")
     last = max(seen, default=0)
     short = [number for number, ranks in seen.items() if ranks != wanted]
     if not seen or short and short != [last] or len(seen) == len(short):

@@ -85,7 +85,7 @@ def rounded_masters(work: Any) -> None:
 
     def change(engine: Any, number: int) -> None:
         for flat in engine.optimizer.single_partition_of_fp32_groups:
-            flat.data = flat.data.bfloat16().float()
+            flat.copy_(flat.bfloat16())
 
     _after_step(change)
 
@@ -109,7 +109,6 @@ def partial_norm(work: Any) -> None:
         whole = inner(self, *args, **kwargs)
         parts = [value for group in self.averaged_gradients.values() if group for value in group]
         own = torch.stack([value.float().norm() for value in parts]).norm()
-        self.whole_norm = whole
         return own if float(own) else whole
 
     DeepSpeedZeroOptimizer.scaled_global_norm = norm
@@ -149,23 +148,13 @@ def stale_weights(work: Any) -> None:
 def changed_masters(work: Any) -> None:
     """Masters are replaced by the rounded weights after the first step, as a reload of weights does."""
 
-    def change(engine: Any, number: int) -> None:
-        if number == 1:
-            engine.optimizer.refresh_fp32_params()
-
-    inner = DeepSpeedEngine.step
-
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return inner(self, *args, **kwargs)
-
-    DeepSpeedEngine.step = step
-    later, count = DeepSpeedEngine.forward, [0]
+    inner, count = DeepSpeedEngine.forward, [0]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         count[0] += 1
         if count[0] == 3:
-            change(self, 1)
-        return later(self, *args, **kwargs)
+            self.optimizer.refresh_fp32_params()
+        return inner(self, *args, **kwargs)
 
     DeepSpeedEngine.forward = forward
 
@@ -244,9 +233,11 @@ def stale_batch(work: Any) -> None:
     inner = work.batches
 
     def batches() -> Any:
-        for number, batch in enumerate(inner()):
-            last = batch if number % 2 == 0 else last
-            yield last
+        read = inner()
+        for batch in read:
+            yield batch
+            next(read)
+            yield batch
 
     work.batches = batches
 
