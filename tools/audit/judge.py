@@ -84,18 +84,20 @@ class _StepJudge:
 
     def judge(self, model: Any, objective: Objective | None, stored: Mapping[str, torch.Tensor] | None) -> None:
         self._masters(stored)
-        self._ranks()
+        stale = self._ranks()
         self._batches()
         self._dtypes()
         finite = all(bool(value.isfinite().all()) for value in self.gradient.values())
         if not self.gradient:
             self.found.unchecked["gradients"] = "DeepSpeed hands out no reduced gradient here"
         elif finite:
-            try:
-                if objective is not None:
+            if stale:
+                self.found.unchecked["gradients and losses"] = "they were computed with other weights than the recorded"
+            elif objective is not None:
+                try:
                     self._gradients(recompute(model, self.recorded, self.step, objective))
-            except NotRecomputed as error:
-                self.found.unchecked["gradients and losses"] = str(error)
+                except NotRecomputed as error:
+                    self.found.unchecked["gradients and losses"] = str(error)
             self._norm_and_update()
         self._schedule()
         if self.last is not None:
@@ -139,7 +141,8 @@ class _StepJudge:
             )
             self.add("masters", what, apart, f"{apart:.1e} of the weights")
 
-    def _ranks(self) -> None:
+    def _ranks(self) -> bool:
+        """Compare ranks, and weights with masters; whether the latter differ."""
         for rank in self.step.ranks[1:]:
             where = f"rank {rank['rank']}"
             for what in ("weights", "gradients") if self.run["stage"] == 0 else ("weights",):
@@ -178,6 +181,7 @@ class _StepJudge:
                 len(stale) / len(self.before),
                 _names(stale),
             )
+        return bool(stale)
 
     def _batches(self) -> None:
         seen: dict[bytes, tuple[int, str]] = {}

@@ -115,7 +115,7 @@ _COLUMNS = {
     "noise": "of it the dtype's",
     "norm": "norm reported",
     "exact_norm": "norm of the gradient",
-    "factor": "gradient clipped to",
+    "factor": "gradient multiplied by",
     "expected_factor": "by the rule",
     "lr_ratio": "rate used over rate set",
     "update_error": "update error",
@@ -123,7 +123,7 @@ _COLUMNS = {
 
 
 def _markdown(report: dict[str, Any]) -> str:
-    found = Table(("kind", "found", "share", "steps", "at its worst"))
+    found = Table(("kind", "found", "error", "steps", "where it is largest"))
     for each in report["findings"]:
         found.add(
             each["kind"],
