@@ -224,7 +224,7 @@ def dpo(work: Work) -> Any:
     tokens = [[f"<{token}>" for token in row["input_ids"]] for row in work.rows()]
     rows = [
         {"prompt": " ".join(row[:3]), "chosen": " " + " ".join(row[3:]), "rejected": " " + " ".join(other[3:])}
-        for row, other in zip(tokens, tokens[::-1], strict=True)
+        for row, other in zip(tokens, tokens[1:] + tokens[:1], strict=True)
     ]
     return _trl(work, rows, "DPO")
 

@@ -117,6 +117,7 @@ def load_model(recorded: Recorded, source: str | None) -> Any:
         for name in ("dtype", "torch_dtype", "_attn_implementation", "attn_implementation"):
             config.pop(name, None)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), dtype=torch.float32)
+    model.get_input_embeddings().padding_idx = recorded.facts.get("padding_idx")  # trainers change the config's later
     own = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     trained = {name: row[0] for name, row in recorded.facts["parameters"].items()}
     if own != trained:
@@ -161,7 +162,7 @@ def recompute(model: Any, recorded: Recorded, step: Step, objective: Objective) 
                     loss.backward()
                 gradients = {
                     name: (torch.zeros(parameter.numel()) if parameter.grad is None else parameter.grad.reshape(-1))[
-                        :: facts["stride"]
+                        :: step.facts["stride"]
                     ].double()
                     for name, parameter in model.named_parameters()
                     if parameter.requires_grad
@@ -199,13 +200,16 @@ def fit(reduced: Mapping[str, torch.Tensor], micros: list[Micro], weights: torch
         size = max(float(rows.sum(0).norm()), float(value.norm()))
         if value.numel() < 8 * len(micros) or size < 1e-3 * largest:
             continue
-        inverse = torch.linalg.pinv(rows @ rows.T, hermitian=True, rtol=1e-9)
-        share = inverse @ (rows @ value)
-        left = float((value - share @ rows).square().sum())
-        spread = (inverse.diagonal() * left / (value.numel() - len(micros))).sqrt()
-        off, whole = off + left, whole + float(value.square().sum())
-        plain = torch.stack([each.plain[name] - each.exact[name] for each in micros])
-        noise += float((share * weights @ plain).square().sum())
+        plain = float((weights @ torch.stack([each.plain[name] - each.exact[name] for each in micros])).square().sum())
+        whole, noise = whole + float(value.square().sum()), noise + plain
+        share, spread = torch.ones_like(weights), torch.zeros_like(weights)
+        left = float((value - rows.sum(0)).square().sum())
+        if left > 4 * plain + (tolerance * size) ** 2:  # else it is what it should be
+            inverse = torch.linalg.pinv(rows @ rows.T, hermitian=True, rtol=1e-9)
+            share = inverse @ (rows @ value)
+            left = float((value - share @ rows).square().sum())
+            spread = (inverse.diagonal() * left / (value.numel() - len(micros))).sqrt()
+        off += left
         if float(spread.max()) < 0.1:  # else micro-batches are too alike to be told apart
             found.append((size, name, share, spread))
     if not found:

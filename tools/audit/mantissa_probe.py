@@ -390,12 +390,17 @@ class Probe:
             "config": getattr(engine.config, "_param_dict", engine.config) if zero >= 0 else None,
             "model": type(self.model).__name__,
             "model_config": config.to_dict() if hasattr(config, "to_dict") else None,
+            "padding_idx": getattr(self._embedding(), "padding_idx", None),
             "dropout": any(getattr(each, "p", 0) for each in self.model.modules() if "Dropout" in type(each).__name__),
             "parameters": {
                 name: [list(_shape(each)), str(each.dtype), each.requires_grad, groups.get(name)]
                 for name, each in self.model.named_parameters()
             },
         }
+
+    def _embedding(self) -> Any:
+        find = getattr(self.model, "get_input_embeddings", None)
+        return find() if find is not None else None
 
     def _any(self, flag: bool) -> bool:
         """Whether it holds on any rank."""

@@ -56,6 +56,7 @@ SOUND = [
     *((loop, stage, dtype, FP32_SUMS) for loop in ("bare", "hf") for stage in (1, 2, 3) for dtype in ("bf16", "fp16")),
     *(("accelerate", stage, "bf16", FP32_SUMS) for stage in (1, 2, 3)),
     ("bare", 2, "bf16", [*FP32_SUMS, "--accumulation", "1"]),
+    ("bare", 2, "fp16", [*FP32_SUMS, "fp16.initial_scale_power=32"]),  # whose first steps are skipped
     ("bare", 3, "fp32", ["--accumulation", "4"]),
 ]
 
@@ -181,3 +182,12 @@ def test_a_planted_mistake_is_found(
 @pytest.mark.parametrize(("loop", "stage", "dtype", "more"), SOUND)
 def test_a_sound_run_is_not_blamed(loop: str, stage: int, dtype: str, more: list[str], tmp_path: Path) -> None:
     assert not audited(tmp_path, loop, stage, dtype, *more)["findings"]
+
+
+@pytest.mark.slow
+def test_a_probe_with_little_space_keeps_a_part_of_the_values(tmp_path: Path) -> None:
+    report = audited(tmp_path, "bare", 2, "bf16", *FP32_SUMS, plant="little_space")
+    folder = tmp_path / "bare-2-bf16"
+    assert not report["findings"] and len(report["steps"]) == 3
+    assert json.loads((folder / "step-000001.rank0.json").read_text())["stride"] > 1
+    assert sum(path.stat().st_size for path in folder.glob("*.rank0.*")) < 2_100_000
