@@ -31,7 +31,7 @@ from tools.audit.mantissa_probe import Probe
 from tools.audit.recompute import audit_folder
 
 RANKS, MICRO, VOCABULARY, LENGTH = 2, 2, 256, 32
-SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+SHAPE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 SHAPE |= {"num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": 64}
 
 

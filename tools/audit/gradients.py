@@ -43,19 +43,19 @@ class Micro:
     plain: dict[str, torch.Tensor]
 
 
-def labelled(model: Any, given: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, int]:
+def labelled(model: Any, parts: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, int]:
     """Cross-entropy of the labels, which the model was given or the trainer has; all calls of a micro-batch."""
-    *calls, batch = given
+    *calls, batch = parts
     total, counted = torch.zeros((), dtype=torch.float64), 0
     for inputs in calls:
-        shifted = inputs.get("shift_labels", batch.get("shift_labels"))
-        labels = inputs.get("labels", batch.get("labels"))
-        if shifted is None and labels is None:
+        given = batch | inputs
+        if not given.keys() & {"labels", "shift_labels"}:
             raise NotRecomputed(
-                "the model was not given labels; set `probe.batch` to the micro-batch before the forward"
+                "the model was given no labels; set `probe.batch` to the micro-batch before the forward"
             )
+        shifted = given.get("shift_labels")
+        targets = functional.pad(given["labels"][..., 1:], (0, 1), value=IGNORED) if shifted is None else shifted
         logits = _logits(model, inputs)
-        targets = shifted if shifted is not None else functional.pad(labels[..., 1:], (0, 1), value=IGNORED)
         total = total + functional.cross_entropy(
             logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=IGNORED, reduction="sum"
         )
@@ -142,7 +142,7 @@ def recompute(model: Any, recorded: Recorded, step: Step, objective: Objective) 
         raise NotRecomputed("the masters were not kept whole (max_bytes)")
     exact = torch.float64 if dtype == torch.float32 and autocast is None else torch.float32
     found: list[Micro] = []
-    passes = []
+    passes: list[list[Any]] = []
     for compute in (exact, dtype):
         for name, parameter in model.named_parameters():
             parameter.data = before[name].to(dtype).to(compute)
@@ -230,7 +230,8 @@ def rounded_sum(micros: list[Micro], weights: torch.Tensor, dtype: torch.dtype) 
     """How far summing plain gradients over micro-batches and ranks in `dtype` is from summing them in FP64."""
     off = size = 0.0
     for name in micros[0].plain:
-        exact, by_rank = torch.zeros_like(micros[0].plain[name]), {}
+        exact = torch.zeros_like(micros[0].plain[name])
+        by_rank: dict[int, Any] = {}
         for each, weight in zip(micros, weights.tolist(), strict=True):
             part = each.plain[name] * weight
             exact = exact + part

@@ -17,6 +17,8 @@ from tools.audit.recorded import Recorded, Step
 SEVERITY = ("masters", "loss", "gradients", "reduction", "clipping", "ranks", "updates", "dtypes", "learning rate")
 """Kinds of findings, the gravest first."""
 ADAMW = ("AdamW", "FusedAdam", "DeepSpeedCPUAdam")
+_NARROW = ("torch.bfloat16", "torch.float16")
+_SHARED = {"norm": "gradient norm", "scale": "loss scale", "groups": "optimizer settings", "applied": "skip decision"}
 LOW = {"BF16": torch.bfloat16, "FP16": torch.float16}
 
 
@@ -76,7 +78,7 @@ class _StepJudge:
         # a resumed optimizer has counted before the probe came
         made = any(bool(value.any()) for value in step.named("exp_avg_sq/before").values())
         counted = (self.facts["optimizer_step"] or 0.0) - self.facts["applied_before"] if made else 0.0
-        self.resumed = last.resumed if last is not None else counted
+        self.resumed: float = last.resumed if last is not None else counted
         self.done = self.facts["applied_before"] + self.resumed
 
     def add(self, kind: str, what: str, size: float, detail: str = "") -> None:
@@ -101,13 +103,12 @@ class _StepJudge:
             self._norm_and_update()
         self._schedule()
         if self.last is not None:
-            other = [
-                name
-                for name, value in self.last.after.items()
-                if not torch.equal(_flat(value), self._start(name, self.last.stride))
-            ]
-            if other:
-                self.add("updates", "masters change between two steps", len(other) / len(self.before), _names(other))
+            self._moved("masters change between two steps", self.last.after, self.last.stride)
+
+    def _moved(self, what: str, masters: Mapping[str, torch.Tensor], stride: int) -> None:
+        names = [name for name, value in masters.items() if not torch.equal(_flat(value), self._start(name, stride))]
+        if names:
+            self.add("updates", what, len(names) / len(masters), _names(names))
 
     def _start(self, name: str, stride: int) -> torch.Tensor:
         return _flat(self.before[name])[::stride]
@@ -120,26 +121,19 @@ class _StepJudge:
             self.add("masters", f"masters are FP32 tensors of {name} numbers after an update", 1.0)
         if self.done:
             return
-        rounded = _held(self.before.values())
+        rounded, unsure = _held(self.before.values()), "whether masters start rounded"
         if stored is None:
             if rounded and self.run["compute"] != "fp32":
-                self.found.unchecked["whether masters start rounded"] = (
-                    f"they start as {rounded} numbers; give --model, the checkpoint that the run began with"
-                )
+                self.found.unchecked[unsure] = f"they start as {rounded} numbers; give --model, where the run began"
             return
         off = sum(float((self.before[name].double() - value.double()).square().sum()) for name, value in stored.items())
         apart = math.sqrt(off / sum(float(value.double().square().sum()) for value in stored.values()))
+        what = "masters do not start as the checkpoint's weights"
         if apart > 0.01:
-            self.found.unchecked["whether masters start rounded"] = (
-                f"the weights of --model are {apart:.0%} from those that the run began with"
-            )
+            self.found.unchecked[unsure] = f"the weights of --model are {apart:.0%} from those that the run began with"
         elif apart > 1e-6:
-            what = (
-                f"masters start as {rounded} numbers where the checkpoint has more digits"
-                if rounded
-                else "masters do not start as the checkpoint's weights"
-            )
-            self.add("masters", what, apart, f"{apart:.1e} of the weights")
+            rounded = f"masters start as {rounded} numbers where the checkpoint has more digits" if rounded else what
+            self.add("masters", rounded, apart, f"{apart:.1e} of the weights")
 
     def _ranks(self) -> bool:
         """Compare ranks, and weights with masters; whether the latter differ."""
@@ -151,36 +145,21 @@ class _StepJudge:
                 if names:
                     off = max(relative(abs(other[name][1] - mine[name][1]), mine[name][1]) for name in names)
                     self.add("ranks", f"{where} has other {what} than rank 0", off, _names(names))
-            for key, what in (
-                ("norm", "gradient norm"),
-                ("scale", "loss scale"),
-                ("groups", "optimizer settings"),
-                ("applied", "decision to skip"),
-            ):
+            for key, what in _SHARED.items():
                 if self.facts[key] != rank[key]:
-                    self.add(
-                        "ranks",
-                        f"{where} has another {what} than rank 0",
-                        1.0,
-                        f"{rank[key]} and {self.facts[key]}"[:120],
-                    )
-        stale, low = [], DTYPES[self.run["compute"]]
-        for name, (total, square) in self.facts["sums"]["weights"].items():
+                    told = f"{rank[key]} and {self.facts[key]}"
+                    self.add("ranks", f"{where} has another {what} than rank 0", 1.0, told[:120])
+        stale = []
+        for name, sums in self.facts["sums"]["weights"].items():
             if name in self.before and list(self.before[name].shape) == self.run["parameters"][name][0]:
-                held = self.before[name].to(low).double()
-                right, slack = (
-                    (float(held.sum()), float(held.square().sum())),
-                    1e-9 * float(held.abs().sum() + held.square().sum()),
-                )
-                if abs(total - right[0]) > slack or abs(square - right[1]) > slack:
+                held = self.before[name].to(DTYPES[self.run["compute"]]).double()
+                slack = 1e-9 * float(held.abs().sum() + held.square().sum())
+                right = float(held.sum()), float(held.square().sum())
+                if any(abs(one - other) > slack for one, other in zip(sums, right, strict=True)):
                     stale.append(name)
         if stale:
-            self.add(
-                "ranks",
-                "the model computes with other weights than its rounded masters",
-                len(stale) / len(self.before),
-                _names(stale),
-            )
+            what = "the model computes with other weights than its rounded masters"
+            self.add("ranks", what, len(stale) / len(self.before), _names(stale))
         return bool(stale)
 
     def _batches(self) -> None:
@@ -196,37 +175,26 @@ class _StepJudge:
                     ids, here = given["input_ids"], f"rank {rank}, micro-batch {number + 1} of step {each.number}"
                     key = ids.numpy().tobytes()
                     if key in seen and each is self.step:
-                        what = (
-                            "a batch is trained on again" if seen[key][0] == rank else "ranks train on the same batch"
-                        )
+                        again = seen[key][0] == rank
+                        what = "a batch is trained on again" if again else "ranks train on the same batch"
                         self.add("loss", what, 1.0, f"{here} has the tokens of {seen[key][1]}")
                     seen[key] = rank, here
-                    labels = given.get("labels")
-                    if (
-                        each is self.step
-                        and labels is not None
-                        and labels.shape == ids.shape
-                        and bool((labels >= 0).any())
-                    ):
-                        own = float((labels == ids)[labels >= 0].float().mean())
-                        ahead = float((labels[..., :-1] == ids[..., 1:])[labels[..., :-1] >= 0].float().mean())
-                        if own < 0.9 < ahead:
-                            self.add(
-                                "loss",
-                                "labels are shifted before the model shifts them: it learns the token after the next",
-                                1.0,
-                                here,
-                            )
+                    if each is self.step and given.get("labels", ids[:0]).shape == ids.shape:
+                        self._labels(ids, given["labels"], here)
+
+    def _labels(self, ids: torch.Tensor, labels: torch.Tensor, here: str) -> None:
+        counted = labels >= 0
+        own = float((labels == ids)[counted].float().mean())
+        ahead = float((labels[..., :-1] == ids[..., 1:])[counted[..., :-1]].float().mean())
+        if own < 0.9 < ahead:
+            what = "labels are shifted before the model shifts them: it learns the token after the next"
+            self.add("loss", what, 1.0, here)
 
     def _dtypes(self) -> None:
         for dtype in {micro["loss_dtype"] for rank in self.step.ranks for micro in rank["micros"]}:
-            if dtype in ("torch.bfloat16", "torch.float16"):
+            if dtype in _NARROW:
                 self.add("dtypes", f"the loss is {dtype}", unit_roundoff(getattr(torch, dtype.removeprefix("torch."))))
-        low = [
-            f"{name} {dtype}"
-            for name, dtype in self.facts["inner"].items()
-            if dtype in ("torch.bfloat16", "torch.float16")
-        ]
+        low = [f"{name} {dtype}" for name, dtype in self.facts["inner"].items() if dtype in _NARROW]
         cast = any(call["autocast"] for micro in self.facts["micros"] for call in micro["calls"])
         if low and self.run["compute"] == "fp32" and not cast:
             self.add("dtypes", "modules of an FP32 run return 16 bits", 1.0, ", ".join(low))
@@ -236,49 +204,31 @@ class _StepJudge:
         low, counted = self.run["compute"] != "fp32", [each for each in micros if each.counted]
         if not counted:
             raise NotRecomputed("no label of the step counts")
-        total, mean = sum(each.counted for each in counted), 0.0
+        total = sum(each.counted for each in counted)
         mean = sum(each.exact_loss for each in counted) / total
-        bound = 3 * max(relative(abs(each.plain_loss - each.exact_loss), abs(each.exact_loss)) for each in counted) + (
-            2e-3 if low else 1e-4
-        )
+        noise = max(relative(abs(each.plain_loss - each.exact_loss), abs(each.exact_loss)) for each in counted)
+        bound = 3 * noise + (2e-3 if low else 1e-4)
         weights = torch.tensor([each.reported / each.plain_loss for each in counted], dtype=torch.float64)
         counts = torch.tensor([each.counted for each in counted], dtype=torch.float64)
         ratio, own = weights * total, weights * counts * len(micros)
-        least, most = float(ratio.min()), float(ratio.max())
+        least, most, middle = float(ratio.min()), float(ratio.max()), float(ratio.mean())
         self.row |= {"loss": sum(each.reported for each in micros), "exact_loss": mean}
         if most / least - 1 > 2 * bound:
-            if float(own.max() / own.min()) - 1 <= 2 * bound:
-                what = "the loss is a mean of the micro-batches' means, not of all that counts"
-                detail = f"a label counts {least:.2f} to {most:.2f} times"
-            else:
-                what, detail = (
-                    "the loss that is trained is not that of the recorded labels",
-                    f"{least:.3f} to {most:.3f} times it",
-                )
+            what = "the loss is a mean of the micro-batches' means, not of all that counts"
+            if float(own.max() / own.min()) - 1 > 2 * bound:
+                what = "the loss that is trained is not that of the recorded labels"
             off = _apart(counted, weights, torch.full_like(weights, 1 / total))
-            self.add("loss", what, off, f"{detail}; the gradient is {off:.1%} off")
-        elif abs(float(ratio.mean()) - 1) > bound:
-            self.add(
-                "loss",
-                "the loss that is trained is a multiple of the mean over all that counts",
-                float(ratio.mean()) - 1,
-                f"{float(ratio.mean()):.4g} times",
-            )
+            self.add("loss", what, off, f"labels count {least:.2f} to {most:.2f} times; the gradient is {off:.1%} off")
+        elif abs(middle - 1) > bound:
+            what = "the loss that is trained is a multiple of the mean over all that counts"
+            self.add("loss", what, middle - 1, f"{middle:.4g} times")
         said = self.recorded.reported.get(self.step.number)
         if said is not None and abs(said / mean - 1) > bound + 1e-4 / mean:
-            self.add(
-                "loss",
-                "the loss that is reported is not the mean over all that counts",
-                said / mean - 1,
-                f"{said:.6g} for {mean:.6g}",
-            )
+            what = "the loss that is reported is not the mean over all that counts"
+            self.add("loss", what, said / mean - 1, f"{said:.6g} for {mean:.6g}")
         fitted = fit(self.gradient, counted, weights, 0.02 if low else 1e-3)
-        self.row |= {
-            "reported": said,
-            "gradient_error": fitted.error,
-            "noise": fitted.noise,
-            "shares": fitted.overall.tolist(),
-        }
+        self.row |= {"reported": said, "gradient_error": fitted.error, "noise": fitted.noise}
+        self.row["shares"] = fitted.overall.tolist()
         rounding, name = 0.0, _held(self.gradient.values(), self.scale)
         if name and len(micros) > 1:
             rounding = rounded_sum(counted, weights, LOW[name])
@@ -286,9 +236,8 @@ class _StepJudge:
             self.add("reduction", f"gradients are summed in {name}", rounding, told)
         if fitted.error > 2 * (fitted.noise + rounding) + (2e-3 if low else 2e-5):
             told = f"{fitted.error:.1e} of it, where the dtype explains {fitted.noise:.1e}"
-            self.add(
-                "gradients", "the reduced gradient has more in it than the micro-batches' gradients", fitted.error, told
-            )
+            what = "the reduced gradient has more in it than the micro-batches' gradients"
+            self.add("gradients", what, fitted.error, told)
         else:
             self._shares(counted, fitted, 0.02 if low else 1e-3)
 
@@ -296,13 +245,9 @@ class _StepJudge:
         told = _told(micros, fitted.overall, tolerance)
         if self.scale != 1.0 and bool(((fitted.overall * self.scale - 1).abs() < 0.05).all()):
             told = {"the gradient is divided by a loss scale that the loss was not multiplied by": 1 - 1 / self.scale}
+        shares = ", ".join(f"{share:.3g}" for share in fitted.overall.tolist())
         for what, size in told.items():
-            self.add(
-                "gradients",
-                what,
-                size,
-                ", ".join(f"{share:.3g}" for share in fitted.overall.tolist()) + " of the micro-batches' gradients",
-            )
+            self.add("gradients", what, size, f"{shares} of the micro-batches' gradients")
         groups: dict[str, list[str]] = {}
         for name, shares in fitted.deviating.items():
             for what in _told(micros, shares, tolerance):
@@ -318,22 +263,10 @@ class _StepJudge:
         if not facts["norm"]:
             self.found.unchecked["the reported norm"] = "the engine reports none"
         elif facts["applied"] and abs(facts["norm"] / norm - 1) > 1e-3:
-            self.add(
-                "clipping",
-                "the reported norm is not the gradient's",
-                facts["norm"] / norm - 1,
-                f"{facts['norm']:.6g} for {norm:.6g}",
-            )
+            told = f"{facts['norm']:.6g} for {norm:.6g}"
+            self.add("clipping", "the reported norm is not the gradient's", facts["norm"] / norm - 1, told)
         if not facts["applied"]:
-            moved = [
-                name
-                for name, value in self.after.items()
-                if not torch.equal(self._start(name, self.stride), _flat(value))
-            ]
-            if moved:
-                self.add(
-                    "updates", "masters move in a step that was skipped", len(moved) / len(self.after), _names(moved)
-                )
+            self._moved("masters move in a step that was skipped", self.after, self.stride)
         elif self.run["optimizer"] not in ADAMW:
             self.found.unchecked["clipping and updates"] = f"the rule of {self.run['optimizer']} is not known here"
         elif not facts["moments_after"]:

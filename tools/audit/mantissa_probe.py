@@ -67,8 +67,10 @@ class Probe:
         """The micro-batch as the trainer has it, where it knows more than the model is given."""
         self._max_bytes, self._max_seconds = max_bytes, max_seconds
         self._seconds, self._bytes, self._failed = 0.0, 0, False
-        self._step, self._applied, self._micros, self._hooks = 1, 0, [], []
+        self._step, self._applied = 1, 0
+        self._micros: list[dict[str, Any]] = []
         self._calls: list[dict[str, Any]] = []
+        self._hooks: list[Any] = []
         self._inner: dict[str, str] = {}
         self._rng: dict[str, torch.Tensor] = {}
         exists = self.rank == 0 and (self.folder / "probe.json").exists()
@@ -331,7 +333,8 @@ class Probe:
 
     def _fp32_without_zero(self) -> dict[int, Any]:
         """Readers of the masters (and moments, by key) of DeepSpeed's 16-bit optimizers without ZeRO."""
-        optimizer, found = self.engine.optimizer, {}
+        optimizer = self.engine.optimizer
+        found: dict[int, Any] = {}
         if self.engine.zero_optimization_stage():
             return found
         for index, group in enumerate(getattr(optimizer, "fp16_groups", [])):
@@ -365,7 +368,8 @@ class Probe:
         return {key: value for key, value in group.items() if isinstance(value, int | float | str | bool | tuple)}
 
     def _facts(self) -> dict[str, Any]:
-        engine, config = self.engine, getattr(self.model, "config", None)
+        engine = self.engine
+        config: Any = getattr(self.model, "config", None)
         optimizer, zero = engine.optimizer, engine.zero_optimization_stage()
         groups: dict[str, int] = {}
         listed = getattr(optimizer, "bit16_groups", None) or getattr(optimizer, "fp16_groups", None)

@@ -14,7 +14,7 @@ import torch
 from config.cli import DIVERGED, DONE
 from config.errors import UserError
 from config.files import write_atomically
-from tools.audit.gradients import NotRecomputed, labelled, load_model, preferred
+from tools.audit.gradients import NotRecomputed, Objective, labelled, load_model, preferred
 from tools.audit.judge import Judged, judge
 from tools.audit.recorded import Recorded, read
 from tracking.pages.document import Tone, document
@@ -44,7 +44,8 @@ def audit_folder(folder: Path, arguments: argparse.Namespace) -> int:
 
 
 def _judged(recorded: Recorded, source: str | None, reference: str | None) -> Judged:
-    model = objective = stored = None
+    objective: Objective | None = None
+    model = stored = None
     why = "the model drops values by chance" if recorded.facts["dropout"] else ""
     try:
         model = load_model(recorded, source)

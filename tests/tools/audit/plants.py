@@ -12,6 +12,8 @@ import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+ADAMW: Any = torch.optim.AdamW
+
 
 def _backward(work: Any, factor: Any) -> None:
     """Backward of the loss times `factor(number of the micro-batch)`."""
@@ -173,7 +175,7 @@ def rate_one_step_ahead(work: Any) -> None:
 
 def other_rate(work: Any) -> None:
     """The optimizer moves at half of the rate that its group says."""
-    inner = torch.optim.AdamW.step
+    inner = ADAMW.step
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         rates = [group["lr"] for group in self.param_groups]
@@ -185,12 +187,12 @@ def other_rate(work: Any) -> None:
             for group, rate in zip(self.param_groups, rates, strict=True):
                 group["lr"] = rate
 
-    torch.optim.AdamW.step = step
+    ADAMW.step = step
 
 
 def lost_update(work: Any) -> None:
     """Masters are put back after each update."""
-    inner = torch.optim.AdamW.step
+    inner = ADAMW.step
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         params = [value for group in self.param_groups for value in group["params"]]
@@ -200,12 +202,12 @@ def lost_update(work: Any) -> None:
             value.data.copy_(before)
         return found
 
-    torch.optim.AdamW.step = step
+    ADAMW.step = step
 
 
 def coarse_moments(work: Any) -> None:
     """The second moment is kept in BF16."""
-    inner = torch.optim.AdamW.step
+    inner = ADAMW.step
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = inner(self, *args, **kwargs)
@@ -213,7 +215,7 @@ def coarse_moments(work: Any) -> None:
             state["exp_avg_sq"].copy_(state["exp_avg_sq"].bfloat16())
         return found
 
-    torch.optim.AdamW.step = step
+    ADAMW.step = step
 
 
 def shifted_labels(work: Any) -> None:
@@ -275,7 +277,7 @@ def reported_sum(work: Any) -> None:
             logs["loss"] *= 2
         return inner(self, logs, *args, **kwargs)
 
-    Trainer.log = log
+    setattr(Trainer, "log", log)  # noqa: B010
 
 
 def little_space(work: Any) -> None:
