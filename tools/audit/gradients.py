@@ -117,7 +117,8 @@ def load_model(recorded: Recorded, source: str | None) -> Any:
         for name in ("dtype", "torch_dtype", "_attn_implementation", "attn_implementation"):
             config.pop(name, None)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), dtype=torch.float32)
-    model.get_input_embeddings().padding_idx = recorded.facts.get("padding_idx")  # trainers change the config's later
+    embedding: Any = model.get_input_embeddings()
+    embedding.padding_idx = recorded.facts.get("padding_idx")  # trainers change the config's afterwards
     own = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     trained = {name: row[0] for name, row in recorded.facts["parameters"].items()}
     if own != trained:

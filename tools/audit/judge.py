@@ -236,7 +236,7 @@ class _StepJudge:
             self.add("reduction", f"gradients are summed in {name}", rounding, told)
         if fitted.error > 2 * (fitted.noise + rounding) + (2e-3 if low else 2e-5):
             told = f"{fitted.error:.1e} of it, where the dtype explains {fitted.noise:.1e}"
-            what = "the reduced gradient has more in it than the micro-batches' gradients"
+            what = "the reduced gradient is not what plain torch makes of the micro-batches"
             self.add("gradients", what, fitted.error, told)
         else:
             self._shares(counted, fitted, 0.02 if low else 1e-3)
