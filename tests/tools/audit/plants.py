@@ -1,0 +1,286 @@
+"""Mistakes planted into other people's loops, by `python -m lab.audit --plant tests.tools.audit.plants:NAME`.
+
+Each is called in both ranks before the loop, and changes DeepSpeed, torch or the work from inside, where the probe does
+not look.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+ADAMW: Any = torch.optim.AdamW
+
+
+def _backward(work: Any, factor: Any) -> None:
+    """Backward of the loss times `factor(number of the micro-batch)`."""
+    inner, count = DeepSpeedEngine.backward, [0]
+
+    def backward(self: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
+        count[0] += 1
+        return inner(self, loss * factor(count[0] - 1), *args, **kwargs)
+
+    DeepSpeedEngine.backward = backward
+
+
+def _after_step(change: Any) -> None:
+    """Call `change(engine, number of the step)` after each of DeepSpeed's steps."""
+    inner, count = DeepSpeedEngine._take_model_step, [0]
+
+    def step(self: Any, *args: Any) -> None:
+        inner(self, *args)
+        count[0] += 1
+        with torch.no_grad():
+            change(self, count[0])
+
+    DeepSpeedEngine._take_model_step = step
+
+
+def dropped_micro_batch(work: Any) -> None:
+    """The second micro-batch of each step has no gradient."""
+    _backward(work, lambda number: float(number % 2 == 0))
+
+
+def doubled_micro_batch(work: Any) -> None:
+    """The second micro-batch of each step counts twice."""
+    _backward(work, lambda number: 1.0 + number % 2)
+
+
+def doubled_gradient(work: Any) -> None:
+    """The accumulation is not divided by."""
+    _backward(work, lambda number: 2.0)
+
+
+def skipped_rank(work: Any) -> None:
+    """Rank 1's gradients do not count."""
+    _backward(work, lambda number: 1.0 - work.rank)
+
+
+def dropped_parameter(work: Any) -> None:
+    """One matrix has no gradient."""
+    inner = work.model
+
+    def model() -> Any:
+        found = inner()
+        found.model.layers[1].mlp.down_proj.weight.register_hook(torch.zeros_like)
+        return found
+
+    work.model = model
+
+
+def old_gradients(work: Any) -> None:
+    """Gradients of the step before are not cleared (without ZeRO)."""
+    DeepSpeedEngine.zero_grad = lambda self: None
+
+
+def rounded_start(work: Any) -> None:
+    """The model is loaded in BF16."""
+    inner = work.model
+    work.model = lambda: inner().bfloat16().float()
+
+
+def rounded_masters(work: Any) -> None:
+    """Masters are rounded to BF16 after each update."""
+
+    def change(engine: Any, number: int) -> None:
+        for flat in engine.optimizer.single_partition_of_fp32_groups:
+            flat.copy_(flat.bfloat16())
+
+    _after_step(change)
+
+
+def clipped_before_unscaling(work: Any) -> None:
+    """The scaled gradient's norm clips."""
+
+    def unscale(self: Any, flat: Any, norm: Any) -> None:
+        clip = (norm + 1e-6) / self.clip_grad
+        for each in flat:
+            each.mul_(1.0 / (self.loss_scale * max(1.0, float(clip))))
+
+    DeepSpeedZeroOptimizer.unscale_and_clip_grads = unscale
+
+
+def partial_norm(work: Any) -> None:
+    """Each rank clips by the norm of its own part."""
+    inner = DeepSpeedZeroOptimizer.scaled_global_norm
+
+    def norm(self: Any, *args: Any, **kwargs: Any) -> Any:
+        whole = inner(self, *args, **kwargs)
+        parts = [value for group in self.averaged_gradients.values() if group for value in group]
+        own = torch.stack([value.float().norm() for value in parts]).norm()
+        return own if float(own) else whole
+
+    DeepSpeedZeroOptimizer.scaled_global_norm = norm
+
+
+def norm_of_a_group(work: Any) -> None:
+    """The norm that clips is 0.6 of the gradient's on all ranks, as of one group of parameters."""
+    inner = DeepSpeedZeroOptimizer.scaled_global_norm
+    DeepSpeedZeroOptimizer.scaled_global_norm = lambda self, *args, **kwargs: inner(self, *args, **kwargs) * 0.6
+
+
+def other_weights(work: Any) -> None:
+    """Rank 1 has another weight from the first step on (without ZeRO)."""
+
+    def change(engine: Any, number: int) -> None:
+        if work.rank == 1 and number == 1:
+            engine.module.lm_head.weight[3] += 1e-3
+
+    _after_step(change)
+
+
+def stale_weights(work: Any) -> None:
+    """The model keeps the weights that it had before the second update."""
+    kept: dict[str, torch.Tensor] = {}
+
+    def change(engine: Any, number: int) -> None:
+        named = dict(engine.module.named_parameters())
+        if number == 1:
+            kept.update({name: value.clone() for name, value in named.items()})
+        if number >= 2:
+            for name, value in named.items():
+                value.copy_(kept[name])
+
+    _after_step(change)
+
+
+def changed_masters(work: Any) -> None:
+    """Masters are replaced by the rounded weights after the first step, as a reload of weights does."""
+
+    inner, count = DeepSpeedEngine.forward, [0]
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        count[0] += 1
+        if count[0] == 3:
+            self.optimizer.refresh_fp32_params()
+        return inner(self, *args, **kwargs)
+
+    DeepSpeedEngine.forward = forward
+
+
+def rate_one_step_ahead(work: Any) -> None:
+    """The schedule is stepped before the first update."""
+    inner = work.schedule
+
+    def schedule(optimizer: Any) -> Any:
+        found = inner(optimizer)
+        found.step()
+        return found
+
+    work.schedule = schedule
+
+
+def other_rate(work: Any) -> None:
+    """The optimizer moves at half of the rate that its group says."""
+    inner = ADAMW.step
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        rates = [group["lr"] for group in self.param_groups]
+        for group in self.param_groups:
+            group["lr"] /= 2
+        try:
+            return inner(self, *args, **kwargs)
+        finally:
+            for group, rate in zip(self.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+    ADAMW.step = step
+
+
+def lost_update(work: Any) -> None:
+    """Masters are put back after each update."""
+    inner = ADAMW.step
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        params = [value for group in self.param_groups for value in group["params"]]
+        kept = [value.detach().clone() for value in params]
+        found = inner(self, *args, **kwargs)
+        for value, before in zip(params, kept, strict=True):
+            value.data.copy_(before)
+        return found
+
+    ADAMW.step = step
+
+
+def coarse_moments(work: Any) -> None:
+    """The second moment is kept in BF16."""
+    inner = ADAMW.step
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = inner(self, *args, **kwargs)
+        for state in self.state.values():
+            state["exp_avg_sq"].copy_(state["exp_avg_sq"].bfloat16())
+        return found
+
+    ADAMW.step = step
+
+
+def shifted_labels(work: Any) -> None:
+    """Labels are shifted in the loader, and again in the model."""
+    inner = work.batches
+
+    def batches() -> Any:
+        for batch in inner():
+            labels = torch.cat([batch["labels"][:, 1:], torch.full_like(batch["labels"][:, :1], -100)], 1)
+            yield {**batch, "labels": labels}
+
+    work.batches = batches
+
+
+def stale_batch(work: Any) -> None:
+    """The second micro-batch is the first one again."""
+    inner = work.batches
+
+    def batches() -> Any:
+        read = inner()
+        for batch in read:
+            yield batch
+            next(read)
+            yield batch
+
+    work.batches = batches
+
+
+def same_batch_on_ranks(work: Any) -> None:
+    """Both ranks read rank 0's rows."""
+    work.rank = 0
+
+
+def loss_in_16_bits(work: Any) -> None:
+    """The model's loss is BF16."""
+    inner = work.model
+
+    def model() -> Any:
+        found = inner()
+
+        def coarse(module: Any, args: Any, output: Any) -> Any:
+            output.loss = output.loss.bfloat16()
+            return output
+
+        found.register_forward_hook(coarse)
+        return found
+
+    work.model = model
+
+
+def reported_sum(work: Any) -> None:
+    """The Trainer logs the sum over ranks."""
+    from transformers import Trainer
+
+    inner = Trainer.log
+
+    def log(self: Any, logs: Any, *args: Any, **kwargs: Any) -> Any:
+        if "loss" in logs:
+            logs["loss"] *= 2
+        return inner(self, logs, *args, **kwargs)
+
+    setattr(Trainer, "log", log)  # noqa: B010
+
+
+def little_space(work: Any) -> None:
+    """No mistake: the probe may write 2 MB, less than whole steps take."""
+    inner = work.probe
+    work.probe = lambda engine, **given: inner(engine, max_bytes=2_000_000, **given)

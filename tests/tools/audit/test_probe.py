@@ -1,0 +1,193 @@
+"""Other people's loops with the probe in them: sound ones are left alone, each planted mistake is found."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from config.cli import DIVERGED
+from config.errors import UserError
+from lab.audit import main
+from tools.audit.recompute import audit_folder
+
+PLANTS = "tests.tools.audit.plants"
+FP32_SUMS = ["--set", 'communication_data_type="fp32"', 'data_types.grad_accum_dtype="fp32"']
+# plant, or nothing: loop, stage, dtype, more arguments, kind of the finding, words in it
+PLANTED: list[tuple[str, str, int, str, list[str], str, str]] = [
+    ("dropped_micro_batch", "bare", 2, "bf16", [], "gradients", "micro-batch 2 is lost"),
+    ("doubled_micro_batch", "accelerate", 2, "fp32", [], "gradients", "micro-batch 2 is doubled"),
+    ("doubled_gradient", "hf", 1, "fp16", [], "gradients", "reduced gradient is doubled"),
+    ("skipped_rank", "bare", 3, "bf16", [], "gradients", "rank 1's gradients are lost"),
+    ("dropped_parameter", "hf", 2, "bf16", [], "gradients", "is lost, in some parameters"),
+    ("old_gradients", "bare", 0, "fp32", [], "gradients", "not what plain torch makes"),
+    ("rounded_start", "bare", 2, "fp32", ["--fp32-weights"], "masters", "start as BF16 numbers"),
+    ("", "accelerate", 2, "bf16", ["--fp32-weights"], "masters", "start as BF16 numbers"),
+    ("rounded_masters", "bare", 2, "fp32", [], "masters", "BF16 numbers after an update"),
+    ("clipped_before_unscaling", "bare", 2, "fp16", [], "clipping", "norm of the scaled gradient"),
+    ("partial_norm", "bare", 2, "fp32", [], "clipping", "norm of a part"),
+    ("norm_of_a_group", "hf", 1, "bf16", [], "clipping", "norm of a part"),
+    ("other_weights", "bare", 0, "fp32", [], "ranks", "rank 1 has other weights"),
+    ("stale_weights", "bare", 2, "bf16", [], "ranks", "other weights than its rounded masters"),
+    ("changed_masters", "bare", 2, "bf16", [], "updates", "change between two steps"),
+    ("rate_one_step_ahead", "accelerate", 1, "fp32", [], "learning rate", "ahead of the updates"),
+    ("other_rate", "bare", 2, "bf16", [], "learning rate", "another learning rate"),
+    ("lost_update", "bare", 1, "bf16", [], "updates", "is lost"),
+    ("coarse_moments", "bare", 2, "fp32", [], "updates", "second moment"),
+    ("shifted_labels", "bare", 2, "fp32", [], "loss", "the token after the next"),
+    ("stale_batch", "accelerate", 2, "fp32", [], "loss", "trained on again"),
+    ("same_batch_on_ranks", "bare", 2, "bf16", [], "loss", "ranks train on the same batch"),
+    ("loss_in_16_bits", "bare", 2, "bf16", [], "dtypes", "the loss is torch.bfloat16"),
+    ("reported_sum", "hf", 2, "fp32", [], "loss", "reported is not the mean"),
+    ("", "bare", 2, "fp32", ["--unequal"], "loss", "mean of the micro-batches' means"),
+    ("", "accelerate", 1, "bf16", ["--unequal"], "loss", "mean of the micro-batches' means"),
+    ("", "bare", 2, "bf16", [], "reduction", "summed in BF16"),
+    ("", "hf", 0, "fp16", [], "gradients", "divided by a loss scale"),
+    ("", "bare", 0, "bf16", [], "updates", "has counted other updates"),
+]
+SOUND = [
+    *((loop, stage, "fp32", []) for loop in ("bare", "accelerate", "hf") for stage in range(4)),
+    *((loop, 2, "fp32", ["--unequal"]) for loop in ("hf",)),
+    *((loop, stage, dtype, FP32_SUMS) for loop in ("bare", "hf") for stage in (1, 2, 3) for dtype in ("bf16", "fp16")),
+    *(("accelerate", stage, "bf16", FP32_SUMS) for stage in (1, 2, 3)),
+    ("bare", 2, "bf16", [*FP32_SUMS, "--accumulation", "1"]),
+    ("bare", 2, "fp16", [*FP32_SUMS, "fp16.initial_scale_power=32"]),  # whose first steps are skipped
+    ("bare", 3, "fp32", ["--accumulation", "4"]),
+]
+
+
+def audited(out: Path, loop: str, stage: int, dtype: str, *more: str, plant: str = "") -> dict[str, Any]:
+    """The report of a loop's probe."""
+    given = ["--trainer", loop, "--stage", str(stage), "--dtype", dtype, "--out", str(out), *more]
+    main([*given, *(["--plant", f"{PLANTS}:{plant}"] if plant else [])])
+    found: dict[str, Any] = json.loads((out / f"{loop}-{stage}-{dtype}.json").read_text())
+    return found
+
+
+def asked(**given: Any) -> argparse.Namespace:
+    return argparse.Namespace(**{"model": None, "reference": None, "json": None, "page": None, **given})
+
+
+def same_weights(out: Path, loop: str, stage: int, dtype: str) -> bool:
+    """Whether a loop ends with the same bits with the probe and without it."""
+    for flags in ([], ["--without-probe"]):
+        weights = out / f"weights{len(flags)}"
+        audit = ["--trainer", loop, "--stage", str(stage), "--dtype", dtype, "--out", str(out)]
+        main([*audit, *flags, "--weights-to", str(weights)])
+    first, second = (torch.load(out / f"weights{number}") for number in (0, 1))
+    return all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+@pytest.fixture(scope="module")
+def probed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bare BF16 loop at ZeRO-2, run with the probe and without."""
+    out = tmp_path_factory.mktemp("probed")
+    assert same_weights(out, "bare", 2, "bf16")
+    return out
+
+
+def test_a_probe_changes_no_step_and_its_run_is_audited(probed: Path) -> None:
+    report = json.loads((probed / "bare-2-bf16.json").read_text())
+    assert [each["kind"] for each in report["findings"]] == ["reduction"] and not report["not_checked"]
+    first = report["steps"][0]
+    assert first["shares"] == pytest.approx([1.0] * 4, abs=0.02) and first["lr_ratio"] == pytest.approx(1.0, abs=1e-4)
+    page = (probed / "bare-2-bf16.html").read_text()
+    assert "gradients are summed in BF16" in page and "nothing wrong" not in page
+
+
+def test_a_folder_is_audited_without_its_checkpoint(probed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert audit_folder(probed / "bare-2-bf16", asked()) == DIVERGED
+    assert "not checked: whether masters start rounded" in capsys.readouterr().out
+
+
+def test_a_step_that_a_crash_cut_short_is_left_out(probed: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(probed / "bare-2-bf16", tmp_path / "probe")
+    (folder / "step-000004.rank1.json").unlink()
+    audit_folder(folder, asked(json=tmp_path / "report.json"))
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [row["step"] for row in report["steps"]] == [1, 2] and "step 4" in report["not_checked"]
+
+
+def _without_rank_1(folder: Path) -> None:
+    for path in folder.glob("*.rank1.*"):
+        path.unlink()
+
+
+def _cut_short(folder: Path) -> None:
+    path = folder / "step-000002.rank0.pt"
+    path.write_bytes(path.read_bytes()[:5000])
+
+
+def _of_three_ranks(folder: Path) -> None:
+    facts = json.loads((folder / "probe.json").read_text())
+    (folder / "probe.json").write_text(json.dumps(facts | {"world": 1}))
+
+
+def _of_another_model(folder: Path) -> None:
+    facts = json.loads((folder / "probe.json").read_text())
+    facts["model_config"]["vocab_size"] = 128
+    (folder / "probe.json").write_text(json.dumps(facts))
+
+
+def _of_another_tokenizer(folder: Path) -> None:
+    path = folder / "step-000001.rank0.pt"
+    tensors = torch.load(path)
+    tensors["inputs/0/0/input_ids"] += 1000
+    torch.save(tensors, path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (_without_rank_1, "lacks ranks 1"),
+        (_cut_short, "step-000002.rank0.pt cannot be read"),
+        (_of_three_ranks, "has a file of rank 1, and probe.json is of 1 ranks"),
+        (_of_another_model, "is another model than the one trained"),
+        (_of_another_tokenizer, "another tokenizer or model"),
+        (lambda folder: (folder / "probe.json").write_text("{"), "cannot be read as JSON"),
+        (lambda folder: (folder / "probe.json").unlink(), "has no probe.json"),
+    ],
+)
+def test_bad_input_is_one_line(damage: Any, words: str, probed: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(probed / "bare-2-bf16", tmp_path / "probe")
+    damage(folder)
+    with pytest.raises(UserError, match=words) as raised:
+        audit_folder(folder, asked(json=tmp_path / "report.json"))
+    assert "\n" not in str(raised.value) and not (tmp_path / "report.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("loop", "stage", "dtype"), [("bare", 3, "bf16"), ("hf", 1, "fp16"), ("accelerate", 0, "bf16")]
+)
+def test_other_loops_end_with_the_same_bits(loop: str, stage: int, dtype: str, tmp_path: Path) -> None:
+    assert same_weights(tmp_path, loop, stage, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("plant", "loop", "stage", "dtype", "more", "kind", "words"), PLANTED)
+def test_a_planted_mistake_is_found(
+    plant: str, loop: str, stage: int, dtype: str, more: list[str], kind: str, words: str, tmp_path: Path
+) -> None:
+    report = audited(tmp_path, loop, stage, dtype, *more, plant=plant)
+    assert any(each["kind"] == kind and words in each["what"] for each in report["findings"]), report["findings"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("loop", "stage", "dtype", "more"), SOUND)
+def test_a_sound_run_is_not_blamed(loop: str, stage: int, dtype: str, more: list[str], tmp_path: Path) -> None:
+    assert not audited(tmp_path, loop, stage, dtype, *more)["findings"]
+
+
+@pytest.mark.slow
+def test_a_probe_with_little_space_keeps_a_part_of_the_values(tmp_path: Path) -> None:
+    report = audited(tmp_path, "bare", 2, "bf16", *FP32_SUMS, plant="little_space")
+    folder = tmp_path / "bare-2-bf16"
+    assert not report["findings"] and len(report["steps"]) == 3
+    assert json.loads((folder / "step-000001.rank0.json").read_text())["stride"] > 1
+    assert sum(path.stat().st_size for path in folder.glob("*.rank0.*")) < 2_100_000
