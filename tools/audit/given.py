@@ -27,9 +27,9 @@ _TORCHAO = {"adamw_torch_8bit", "adamw_torch_4bit", "adamw8bit", "adamwfp8"}
 _REMOVED = {"amp", "elasticity", "compression_training"}
 """Sections that DeepSpeed 0.19.8 no longer has."""
 _FILLED = re.compile(
-    r"(train_(micro_)?batch_size|gradient_(accumulation|clipping)|(bf16|fp16)\.enabled|optimizer|scheduler|zero_optim)"
+    r"(train_(micro_)?batch_size|gradient_(accumulation|clipping)|bf16|fp16|optimizer|scheduler|zero_optimization)"
 )
-"""How keys open for which Hugging Face's trainers replace "auto"."""
+"""How keys open for which Hugging Face's trainers replace "auto", or DeepSpeed takes it for its default."""
 
 
 class Given(NamedTuple):
@@ -56,10 +56,10 @@ def read_given(
     files: list[TrainerFile], json_file: tuple[str, dict[str, Any]] | None, given: dict[str, Any], with_: list[str]
 ) -> Given:
     """The run. given: what the command line decides, which comes first. with_: its versions. Raises UserError."""
-    found = [one for file in files if (one := document_of(file)) is not None]
-    if json_file is None and not found:
+    named = json_file or next((one for file in files if (one := document_of(file))), None)
+    if named is None:
         raise UserError(f"{files[0].path}: names no DeepSpeed JSON; add --deepspeed-config ds.json")
-    source, document = json_file or found[-1]
+    source, document = named
     decided: dict[str, Any] = {}
     for file in sorted(files, key=lambda file: file.kind != "Accelerate YAML"):  # a script's arguments come after
         decided |= decisions(file)
@@ -125,68 +125,74 @@ def _facts(document: dict[str, Any], decided: dict[str, Any], versions: dict[str
     values = dict(leaves(document))
     written = {key: None if value == "auto" else value for key, value in values.items()}
     autos = [key for key, value in values.items() if value == "auto"]
-    stage, dtype = document.get("zero_optimization", {}).get("stage", 0), _dtype(document, decided)
+    stage, dtype = int(written.get("zero_optimization.stage") or 0), _dtype(values, decided)
     trainer = decided.get("trainer", "hf" if autos else "own")
-    if values.get("gradient_clipping") == "auto":
+    clipping = written.get("gradient_clipping")
+    if "gradient_clipping" not in values:  # the default, deepspeedai/DeepSpeed#8068
+        since = versions["deepspeed"] and Version(versions["deepspeed"]) >= Version("0.19.3")
+        clipping = None if since is None else float(since)
+    elif clipping is None:
         clipping = decided.get("clipping")
-    elif "gradient_clipping" in values or versions["deepspeed"] is None:
-        clipping = values.get("gradient_clipping")
-    else:  # the default, deepspeedai/DeepSpeed#8068
-        clipping = 1.0 if Version(versions["deepspeed"]) >= Version("0.19.3") else 0.0
     asked = decided.get("clipping") if trainer == "hf" and "gradient_clipping" not in values else None
-    autocast, compiled = document.get("torch_autocast", {}), document.get("compile", {})
     lean = [name for name in ("bf16", "fp16") if written.get(f"{name}.{name}_master_weights_and_grads")]
     newest = versions["transformers"] is None or Version(versions["transformers"]) >= Version("4.54.0")
-    known = {name: value for name, value in decided.items() if name not in ("dtype", "clipping", "optimizer")}
+    scaling = "static" if written.get("fp16.loss_scale") else "dynamic"
+    compiled = any(key.startswith("compile.") for key in values) and not values.get("compile.disable")
     return {
         "use_cpu": False,
         "tiled_mlp": False,
         "precomputed_reference": False,
         "tokens_across_devices": newest,  # the Trainer's default, huggingface/transformers#39395
-        "sequence_ranks": document.get("sequence_parallel_size", 1),
-        **known,
+        "sequence_ranks": written.get("sequence_parallel_size", 1),
+        "compile": compiled,
+        **{name: value for name, value in decided.items() if name not in ("dtype", "clipping", "optimizer")},
         "trainer": trainer,
         "autos_left": sum(_FILLED.match(key) is None for key in autos),
         "stage": stage,
         "offload": offload(document),
         "dtype": dtype,
-        "accumulation": written.get("gradient_accumulation_steps", 1) or decided.get("accumulation"),
+        "accumulation": _accumulation(values, decided),
         "clipping": clipping,
-        "clipping_ignored": asked is not None and clipping is not None and float(asked) != float(clipping),
-        "optimizer": _optimizer(decided.get("optimizer") or document.get("optimizer", {}).get("type") or "adamw"),
+        "clipping_ignored": asked is not None and clipping is not None and asked != clipping,
+        "optimizer": _optimizer(str(decided.get("optimizer") or written.get("optimizer.type") or "adamw")),
         "masters": lean[0] if lean else "fp32",
         "summed_in": written.get("data_types.grad_accum_dtype") or dtype,
         "reduced_in": written.get("communication_data_type") or dtype,
-        "autocast": str(autocast.get("dtype", "bfloat16")) if autocast.get("enabled") else "none",
-        "overlap_comm": written.get("zero_optimization.overlap_comm")
-        if "zero_optimization.overlap_comm" in written
-        else stage == 3,
-        "loss_scale": "none"
-        if dtype in ("fp32", "bf16")
-        else "static"
-        if written.get("fp16.loss_scale")
-        else "dynamic",
+        "autocast": values.get("torch_autocast.dtype", "bfloat16") if values.get("torch_autocast.enabled") else "none",
+        "overlap_comm": written.get("zero_optimization.overlap_comm", stage == 3),
+        "loss_scale": "none" if dtype in ("fp32", "bf16") else scaling,
         "scale_power": written.get("fp16.initial_scale_power", 16),
-        "tensor_ranks": document.get("tensor_parallel", {}).get("autotp_size", 1),
-        "expert_ranks": document.get("expert_parallel", {}).get("autoep_size", 1),
-        "pipeline": bool(document.get("pipeline")),
-        "compile": bool(decided.get("compile") or (compiled and not compiled.get("disable", False))),
+        "tensor_ranks": written.get("tensor_parallel.autotp_size", 1),
+        "expert_ranks": written.get("expert_parallel.autoep_size", 1),
+        "pipeline": any(key.startswith("pipeline.") for key in values),
     }
 
 
-def _dtype(document: dict[str, Any], decided: dict[str, Any]) -> str | None:
+def _accumulation(values: dict[str, Any], decided: dict[str, Any]) -> int | None:
+    """Micro-batches of a rank in a step."""
+    written = values.get("gradient_accumulation_steps", "auto")
+    if written != "auto" or "accumulation" in decided:
+        return decided["accumulation"] if written == "auto" else written
+    batch, micro = values.get("train_batch_size"), values.get("train_micro_batch_size_per_gpu")
+    if "gradient_accumulation_steps" in values or (isinstance(batch, int) and isinstance(micro, int)):
+        ranks = decided.get("ranks")
+        return batch // (micro * ranks) if ranks and isinstance(batch, int) and isinstance(micro, int) else None
+    return 1
+
+
+def _dtype(values: dict[str, Any], decided: dict[str, Any]) -> str | None:
     """What the model is cast to: by the JSON, and where it leaves that open, or says nothing, by the trainer."""
-    flags = {name: document.get(name, {}).get("enabled", ABSENT) for name in ("bf16", "fp16")}
+    flags = {name: values.get(f"{name}.enabled", ABSENT) for name in ("bf16", "fp16", "bfloat16")}
     on = [name for name, flag in flags.items() if flag is True]
     wanted = decided.get("dtype")
     if on or (wanted in flags and flags[wanted] is not False):
-        return on[0] if on else wanted
+        return "fp16" if (on[0] if on else wanted) == "fp16" else "bf16"
     return None if wanted is None and "auto" in flags.values() else "fp32"
 
 
 def _optimizer(name: str) -> str:
     """An optimizer's name as known.yaml has it: `adamw` for every elementwise AdamW in FP32."""
-    name = str(name).lower()
+    name = name.lower()
     if name in _ADAMW | _TORCHAO:
         return "adamw" if name in _ADAMW else "adamw_torchao"
     return name.removeprefix("deepspeed").removeprefix("fused")
@@ -194,17 +200,15 @@ def _optimizer(name: str) -> str:
 
 def read_model(model: str) -> dict[str, Any]:
     """What a model's config.json says of its numerics. model: a folder, or a name whose config is cached."""
+    from huggingface_hub import try_to_load_from_cache
+
     path = Path(model) / "config.json"
     if not path.is_file():
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-
-        with contextlib.suppress(HFValidationError):
-            path = Path(str(try_to_load_from_cache(model, "config.json") or ""))
-        if not path.is_file():
-            raise UserError(f"--model {model}: is no folder with a config.json, nor in the Hugging Face cache here")
+        with contextlib.suppress(ValueError):  # not a name as the hub has it
+            path = Path(str(try_to_load_from_cache(model, "config.json")))
+    if not path.is_file():
+        raise UserError(f"--model {model}: is no folder with a config.json, nor in the Hugging Face cache here")
     config = json_text.read_object(path, "model's config")
     inner = config.get("text_config") or config
-    drops = [value for key, value in inner.items() if "drop" in key and isinstance(value, int | float)]
-    stored = str(inner.get("dtype") or inner.get("torch_dtype") or config.get("dtype") or "float32")
-    return {"model_type": inner.get("model_type"), "stored_dtype": stored, "dropout": any(drops)}
+    drops = any(value for key, value in inner.items() if "drop" in key and isinstance(value, int | float))
+    return {"model_type": inner.get("model_type"), "dropout": drops}

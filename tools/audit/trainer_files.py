@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from config import json_text, yaml_text
 from config.deepspeed.document import read_document
 from config.errors import UserError, one_line
+from config.load import show
 
 SIGNS = {
     "Accelerate YAML": {"compute_environment", "distributed_type"},
@@ -80,7 +81,8 @@ def decisions(file: TrainerFile) -> dict[str, Any]:
     values, plugin = file.values, file.plugin
     found = {"trainer": "hf", "use_cpu": values.get("use_cpu"), "tiled_mlp": values.get("tiled_mlp")}
     if file.kind == "Accelerate YAML":
-        parallel = values.get("parallelism_config") or {}
+        parallel = values.get("parallelism_config")
+        parallel = parallel if isinstance(parallel, dict) else {}
         dtype = values.get("mixed_precision")
         found |= {
             "dtype": dtype if dtype in ("bf16", "fp16") else "bf16" if dtype == "fp8" else "fp32",
@@ -103,4 +105,8 @@ def decisions(file: TrainerFile) -> dict[str, Any]:
             "attention": values.get("attn_implementation"),
             "tokens_across_devices": values.get("average_tokens_across_devices"),
         }
-    return {name: value for name, value in found.items() if value not in (None, "auto")}
+    found = {name: value for name, value in found.items() if value not in (None, "auto")}
+    for name in found.keys() & {"clipping", "accumulation", "ranks", "sequence_ranks"}:
+        if not isinstance(found[name], int | float):
+            raise UserError(f"{file.path}: {name} = {show(found[name])} is not a number")
+    return found
