@@ -33,16 +33,13 @@ _FILLED = re.compile(
 
 
 class Given(NamedTuple):
-    """A run, as its configs describe it."""
+    """A run, as its configs describe it: where that is from, the DeepSpeed JSON, what follows (None: not known), and
+    the versions of packages (None: neither installed nor given)."""
 
     sources: list[str]
-    """Where the JSON is from, then the other files."""
     document: dict[str, Any]
-    """The DeepSpeed JSON."""
     facts: dict[str, Any]
-    """None, or missing: not known."""
     versions: dict[str, str | None]
-    """Package to version; None: neither installed nor given."""
 
     def fact(self, name: str) -> Any:
         """A fact, or after `json.` the value of a key of the JSON. None: not known."""
@@ -60,7 +57,7 @@ def read_given(
     if named is None:
         raise UserError(f"{files[0].path}: names no DeepSpeed JSON; add --deepspeed-config ds.json")
     source, document = named
-    decided: dict[str, Any] = {}
+    decided: dict[str, Any] = {"dtype": "fp32"} if files else {}
     for file in sorted(files, key=lambda file: file.kind != "Accelerate YAML"):  # a script's arguments come after
         decided |= decisions(file)
     decided |= {name: value for name, value in given.items() if value is not None}
@@ -127,13 +124,12 @@ def _facts(document: dict[str, Any], decided: dict[str, Any], versions: dict[str
     autos = [key for key, value in values.items() if value == "auto"]
     stage, dtype = int(written.get("zero_optimization.stage") or 0), _dtype(values, decided)
     trainer = decided.get("trainer", "hf" if autos else "own")
-    clipping = written.get("gradient_clipping")
-    if "gradient_clipping" not in values:  # the default, deepspeedai/DeepSpeed#8068
-        since = versions["deepspeed"] and Version(versions["deepspeed"]) >= Version("0.19.3")
-        clipping = None if since is None else float(since)
-    elif clipping is None:
-        clipping = decided.get("clipping")
-    asked = decided.get("clipping") if trainer == "hf" and "gradient_clipping" not in values else None
+    clipping = values.get("gradient_clipping", ABSENT)
+    asked = decided.get("clipping") if trainer == "hf" and clipping == ABSENT else None
+    if clipping == ABSENT:  # the default, deepspeedai/DeepSpeed#8068
+        release = versions["deepspeed"]
+        clipping = None if release is None else 1.0 if Version(release) >= Version("0.19.3") else 0.0
+    clipping = decided.get("clipping") if clipping == "auto" else clipping
     lean = [name for name in ("bf16", "fp16") if written.get(f"{name}.{name}_master_weights_and_grads")]
     newest = versions["transformers"] is None or Version(versions["transformers"]) >= Version("4.54.0")
     scaling = "static" if written.get("fp16.loss_scale") else "dynamic"
@@ -170,14 +166,13 @@ def _facts(document: dict[str, Any], decided: dict[str, Any], versions: dict[str
 
 def _accumulation(values: dict[str, Any], decided: dict[str, Any]) -> int | None:
     """Micro-batches of a rank in a step."""
-    written = values.get("gradient_accumulation_steps", "auto")
-    if written != "auto" or "accumulation" in decided:
-        return decided["accumulation"] if written == "auto" else written
-    batch, micro = values.get("train_batch_size"), values.get("train_micro_batch_size_per_gpu")
-    if "gradient_accumulation_steps" in values or (isinstance(batch, int) and isinstance(micro, int)):
-        ranks = decided.get("ranks")
-        return batch // (micro * ranks) if ranks and isinstance(batch, int) and isinstance(micro, int) else None
-    return 1
+    written = values.get("gradient_accumulation_steps", decided.get("accumulation"))
+    if written is not None:
+        return decided.get("accumulation") if written == "auto" else written
+    batch, micro = (values.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu"))
+    if not (isinstance(batch, int) and isinstance(micro, int)):
+        return 1
+    return batch // (micro * decided["ranks"]) if "ranks" in decided else None
 
 
 def _dtype(values: dict[str, Any], decided: dict[str, Any]) -> str | None:

@@ -23,11 +23,10 @@ SIGNS = {
 
 
 class TrainerFile(NamedTuple):
-    """The config of a trainer."""
+    """The config of a trainer, of a kind in SIGNS."""
 
     path: Path
     kind: str
-    """One of SIGNS."""
     values: dict[str, Any]
 
     @property
@@ -52,7 +51,7 @@ def read_trainer_file(path: Path) -> TrainerFile:
     if kind is None:
         raise UserError(f"{path}: is no {', '.join(SIGNS)}: its keys are {', '.join(list(values)[:6]) or 'none'}")
     if kind == "Accelerate YAML" and values.get("distributed_type") != "DEEPSPEED":
-        used = values.get("distributed_type")
+        used = show(values.get("distributed_type"))
         raise UserError(f"{path}: distributed_type = {used} does not start DeepSpeed; give the file that does")
     return TrainerFile(path, kind, values)
 
@@ -95,7 +94,7 @@ def decisions(file: TrainerFile) -> dict[str, Any]:
     else:
         sixteen = [name for name in ("bf16", "fp16") if values.get(name) not in (None, False)]
         found |= {
-            "dtype": sixteen[0] if sixteen else "fp32",
+            "dtype": sixteen[0] if sixteen else None,
             "clipping": values.get("max_grad_norm", 1.0),
             "accumulation": values.get("gradient_accumulation_steps", 1),
             "optimizer": values.get("optim", values.get("optimizer", "adamw_torch")),

@@ -160,7 +160,7 @@ FOREIGN: dict[str, tuple[Any, str]] = {
     "another tool's": ("services: {web: {image: x}}", "is no Accelerate YAML, axolotl YAML, TrainingArguments"),
     "no YAML": ("a: [1", "cannot be read as YAML"),
     "a list": ("- a\n- b", "its keys are none"),
-    "no DeepSpeed": (ACCELERATE | {"distributed_type": "FSDP"}, "distributed_type = FSDP does not start DeepSpeed"),
+    "no DeepSpeed": (ACCELERATE | {"distributed_type": "FSDP"}, "distributed_type = 'FSDP' does not start DeepSpeed"),
     "no JSON named": (AXOLOTL, "names no DeepSpeed JSON; add --deepspeed-config ds.json"),
     "a JSON that is not there": (AXOLOTL | {"deepspeed": "gone.json"}, "gone.json"),
 }

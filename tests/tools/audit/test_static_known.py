@@ -55,6 +55,8 @@ def given_of(changes: dict[str, Any]) -> Given:
 HITS |= {
     "zero2-keeps-last-micro-batch": ({"deepspeed": "0.18.2"}, {"deepspeed": "0.18.3"}),
     "zero1-bf16-fp32-sums-leak": ({STAGE: 1, "deepspeed": "0.18.9"}, {"data_types.grad_accum_dtype": "bf16"}),
+    "zero1-bf16-fp32-sums-offload": (OFFLOAD | {STAGE: 1, "deepspeed": "0.19.3"}, ONCE),
+    "submodule-used-twice": ({"deepspeed": "0.19.3", "+submodule_used_twice": True}, {"deepspeed": "0.19.8"}),
     "zero0-bf16-divides-by-a-scale": ({STAGE: 0, "deepspeed": "0.18.3"}, {"deepspeed": "0.18.6"}),
     "trainer-divides-twice": (HF | {"deepspeed": "0.18.3"}, ONCE),
     "zero2-offload-drops-micro-batches": (OFFLOAD | {"deepspeed": "0.18.2"}, ONCE),
