@@ -101,6 +101,27 @@ def test_accelerates_own_settings(write: Any, capsys: pytest.CaptureFixture[str]
     assert code == 3 and "[zero2-offload-drops-micro-batches]" in out
 
 
+def test_a_scripts_arguments_beside_accelerates_file(write: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Accelerate's precision stands where the script names none; its accumulation and clipping are those of the JSON."""
+    script = {"output_dir": "o", "optim": "adafactor", "gradient_accumulation_steps": 2}
+    files = ("--trainer-config", write("args.yaml", script), "--trainer-config", write("acc.yaml", ACCELERATE))
+    code, out, _ = audit(capsys, *files, *NOW)
+    assert code == 3
+    assert "BF16, optimizer adafactor, accumulation 2" in " ".join(out.split())
+
+
+def test_accumulation_follows_from_the_batch_sizes(write: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    document = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
+    path = write("ds.json", document | {"bf16": {"enabled": True}})
+    for ranks, told in (
+        ((), "accumulation open"),
+        (("--ranks", "4"), "accumulation 4"),
+        (("--ranks", "16"), "accumulation 1"),
+    ):
+        _, out, _ = audit(capsys, "--deepspeed-config", path, *ranks, *NOW)
+        assert told in " ".join(out.split())
+
+
 def test_a_trainers_clipping_that_never_reaches_deepspeed(write: Any, capsys: pytest.CaptureFixture[str]) -> None:
     document = {key: value for key, value in ZERO2.items() if key != "gradient_clipping"}
     arguments = {"output_dir": "o", "bf16": True, "max_grad_norm": 0.3, "deepspeed": document}
