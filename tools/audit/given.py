@@ -119,7 +119,7 @@ def unknown_keys(section: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 def _facts(document: dict[str, Any], decided: dict[str, Any], versions: dict[str, str | None]) -> dict[str, Any]:
     """The facts by which known.yaml tells what a run hits."""
-    values = dict(leaves(document))
+    values = {key: value for key, value in leaves(document) if value is not None}
     written = {key: None if value == "auto" else value for key, value in values.items()}
     autos = [key for key, value in values.items() if value == "auto"]
     stage, dtype = int(written.get("zero_optimization.stage") or 0), _dtype(values, decided)
@@ -152,8 +152,8 @@ def _facts(document: dict[str, Any], decided: dict[str, Any], versions: dict[str
         "clipping_ignored": asked is not None and clipping is not None and asked != clipping,
         "optimizer": _optimizer(str(decided.get("optimizer") or written.get("optimizer.type") or "adamw")),
         "masters": lean[0] if lean else "fp32",
-        "summed_in": written.get("data_types.grad_accum_dtype") or dtype,
-        "reduced_in": written.get("communication_data_type") or dtype,
+        "summed_in": written.get("data_types.grad_accum_dtype", dtype or "that of the weights"),
+        "reduced_in": written.get("communication_data_type", dtype or "that of the weights"),
         "autocast": values.get("torch_autocast.dtype", "bfloat16") if values.get("torch_autocast.enabled") else "none",
         "overlap_comm": written.get("zero_optimization.overlap_comm", stage == 3),
         "loss_scale": "none" if dtype in ("fp32", "bf16") else scaling,

@@ -72,7 +72,7 @@ def numerics(given: Given) -> Iterator[tuple[str, str]]:
     for does, key in (("summed", "data_types.grad_accum_dtype"), ("reduced", "communication_data_type")):
         default = {ABSENT: f" ({key} is not set)", None: f" ({key} is auto)"}.get(given.fact(f"json.{key}"), "")
         into = facts[f"{does}_in"]
-        yield f"gradients {does}", f"in {into.upper()}{default}" if into else dtype
+        yield f"gradients {does}", f"in {into.upper() if len(into) == 4 else into}{default}" if into else "open (auto)"
     if facts["dtype"] == "fp16":
         start = "open (auto)" if facts["scale_power"] is None else f"from 2^{facts['scale_power']}"
         yield "loss scale", f"{facts['loss_scale']}, {start}" if facts["loss_scale"] == "dynamic" else "static"

@@ -102,7 +102,7 @@ def test_accelerates_own_settings(write: Any, capsys: pytest.CaptureFixture[str]
 
 
 def test_a_scripts_arguments_beside_accelerates_file(write: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """Accelerate's precision stands where the script names none; its accumulation and clipping are those of the JSON."""
+    """Accelerate's precision stands where the script names none."""
     script = {"output_dir": "o", "optim": "adafactor", "gradient_accumulation_steps": 2}
     files = ("--trainer-config", write("args.yaml", script), "--trainer-config", write("acc.yaml", ACCELERATE))
     code, out, _ = audit(capsys, *files, *NOW)

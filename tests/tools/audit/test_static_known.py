@@ -116,6 +116,8 @@ HITS |= {
     "dpo-reference-rounded": ({"+precomputed_reference": True}, FP32),
     "accelerate-scheduler-steps-per-process": ({"+trainer": "accelerate", "+ranks": 2}, {"+ranks": 1}),
     "tokens-not-averaged-across-devices": (HF | {"transformers": "4.53.3"}, {"transformers": "4.54.0"}),
+    "bf16-sums": ({"data_types.grad_accum_dtype": None}, ONCE),
+    "zero2-ignores-fp32-sums": ({"deepspeed": "0.19.3"}, {"data_types.grad_accum_dtype": None}),
     "bf16-skips-silently": ({}, {STAGE: 0}),
     "fp16-zero3-norm-halved": (FP16 | {STAGE: 3}, {STAGE: 2}),
     "fp16-scale-starts-high": (FP16 | {"fp16.initial_scale_power": 32}, {"fp16.initial_scale_power": 16}),
