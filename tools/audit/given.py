@@ -63,7 +63,7 @@ def read_given(
     decided |= {name: value for name, value in given.items() if value is not None}
     _check(source, document, str(decided.get("trainer", "")))
     versions = _versions(with_)
-    sources = list(dict.fromkeys([source, *(str(file.path) for file in files)]))
+    sources = [source, *(str(file.path) for file in files if not source.startswith(str(file.path)))]
     return Given(sources, document, _facts(document, decided, versions), versions)
 
 

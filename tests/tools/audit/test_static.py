@@ -76,6 +76,25 @@ def test_the_same_run_with_a_release_that_loses_gradients(write: Any, capsys: py
     assert report["numerics"]["gradients summed"] == "in BF16 (data_types.grad_accum_dtype is not set)"
 
 
+def test_the_page_shows_what_is_printed(
+    write: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (REPOSITORY / "docs/audit.md").read_text(encoding="utf-8")
+    shown = page.partition(
+        "```\n$ python -m tools.audit --trainer-config training_args.json --with deepspeed=0.18.2\n"
+    )[2]
+    document = AUTO | {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}}
+    write(
+        "training_args.json", {"output_dir": "o", "bf16": True, "gradient_accumulation_steps": 4, "deepspeed": document}
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    given = ("--trainer-config", "training_args.json", *NOW, "--with", "torch=2.13.0+cpu", "--with", "deepspeed=0.18.2")
+    code, out, _ = audit(capsys, *given)
+    assert code == 3
+    assert shown.partition("```")[0] == out
+
+
 def test_what_is_open_may_be_wrong(write: Any, capsys: pytest.CaptureFixture[str]) -> None:
     path = write("ds.json", ZERO2)
     code, out, _ = audit(capsys, "--deepspeed-config", path, *NOW, "--with", "deepspeed=0.18.2")
