@@ -11,6 +11,7 @@ Exit code 3 where training is found wrong, 2 for bad input, 0 otherwise.
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -43,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--write-probe", type=Path, metavar="DIR", help="copy mantissa_probe.py there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings there")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write a page there (of a probe's folder)")
-    if importlib.util.find_spec("tools.audit.recompute") is not None:
+    words = sys.argv[1:] if arguments is None else arguments
+    configs = any(word.startswith(("--deepspeed-config", "--trainer-config", "--write-probe")) for word in words)
+    if not configs and importlib.util.find_spec("tools.audit.recompute") is not None:  # which imports torch
         from tools.audit.recompute import add_options
 
         add_options(parser)
