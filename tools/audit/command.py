@@ -10,6 +10,7 @@ Exit code 3 where training is found wrong, 2 for bad input, 0 otherwise.
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import sys
 from collections.abc import Sequence
@@ -73,16 +74,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def write_probe(folder: Path) -> int:
-    """Copy the probe into a folder. Raises UserError where another file of its name is there."""
+    """Copy the probe into a folder, and print how it is used. Raises UserError where another file of its name is."""
     source = Path(__file__).with_name("mantissa_probe.py")
     target = folder / source.name
     try:
-        if target.exists() and target.read_bytes() != source.read_bytes():
+        probe = source.read_bytes()
+        if target.exists() and target.read_bytes() != probe:
             raise UserError(f"{target}: is there already and differs; remove it, or give another folder")
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(target, source.read_bytes())
+        write_atomically(target, probe)
     except OSError as error:
         raise UserError(f"--write-probe {folder}: cannot be written: {error.strerror or error}") from error
-    print(f"wrote {target}\nIts head has the three lines to add, for a Trainer, an Accelerate loop and a bare engine.")
-    print("Then: python -m tools.audit FOLDER")
+    print(f"wrote {target}: {ast.get_docstring(ast.parse(probe))}")
     return DONE
