@@ -24,8 +24,6 @@ ABSENT = "absent"
 """The value of a key that the JSON does not have."""
 _ADAMW = {"adam", "adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "fusedadam", "cpuadam"}
 _TORCHAO = {"adamw_torch_8bit", "adamw_torch_4bit", "adamw8bit", "adamwfp8"}
-_REMOVED = {"amp", "elasticity", "compression_training"}
-"""Sections that DeepSpeed 0.19.8 no longer has."""
 _FILLED = re.compile(
     r"(train_(micro_)?batch_size|gradient_(accumulation|clipping)|bf16|fp16|optimizer|scheduler|zero_optimization)"
 )
@@ -83,7 +81,7 @@ def _versions(with_: list[str]) -> dict[str, str | None]:
 
 def _check(source: str, document: dict[str, Any], trainer: str) -> None:
     """Raises UserError for what is no DeepSpeed JSON, or one that DeepSpeed would read in another way than meant."""
-    if not (SECTIONS[""].keys() | REFUSED.keys() | _REMOVED) & document.keys():
+    if not (SECTIONS[""] | REFUSED).keys() & document.keys():
         keys = ", ".join(list(document)[:5]) or "none"
         raise UserError(f"{source}: is no DeepSpeed JSON: it has none of its keys (it has: {keys})")
     for key, value in leaves(document):
@@ -113,7 +111,7 @@ def unknown_keys(section: dict[str, Any], prefix: str = "") -> Iterator[str]:
         key = f"{prefix}.{name}" if prefix else name
         if isinstance(value, dict) and key in SECTIONS:
             yield from unknown_keys(value, key)
-        elif name not in described and f"stage3_{name}" not in described and key not in REFUSED.keys() | _REMOVED:
+        elif name not in described and f"stage3_{name}" not in described and key not in REFUSED:
             yield key
 
 
@@ -135,9 +133,7 @@ def _facts(document: dict[str, Any], decided: dict[str, Any], versions: dict[str
     scaling = "static" if written.get("fp16.loss_scale") else "dynamic"
     compiled = any(key.startswith("compile.") for key in values) and not values.get("compile.disable")
     return {
-        "use_cpu": False,
-        "tiled_mlp": False,
-        "precomputed_reference": False,
+        **dict.fromkeys(("use_cpu", "tiled_mlp", "precomputed_reference"), False),
         "tokens_across_devices": newest,  # the Trainer's default, huggingface/transformers#39395
         "sequence_ranks": written.get("sequence_parallel_size", 1),
         "compile": compiled,

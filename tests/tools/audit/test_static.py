@@ -236,3 +236,16 @@ def test_a_bad_command_line_is_one_line(
     code, out, error = audit(capsys, *(path if argument == "DS" else argument for argument in arguments))
     assert (code, out, error.count("\n")) == (2, "", 1)
     assert told in error
+
+
+@pytest.mark.skipif(not (REPOSITORY / "tools/audit/mantissa_probe.py").exists(), reason="the probe is not there")
+def test_the_probe_is_written_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    target = tmp_path / "new" / "mantissa_probe.py"
+    for _ in range(2):
+        code, out, _ = audit(capsys, "--write-probe", str(target.parent))
+        assert code == 0 and "from mantissa_probe import Probe" in out
+    assert target.read_bytes() == (REPOSITORY / "tools/audit/mantissa_probe.py").read_bytes()
+    target.write_text("mine")
+    code, out, error = audit(capsys, "--write-probe", str(target.parent))
+    assert (code, out) == (2, "") and "is there already and differs; remove it" in error
+    assert target.read_text() == "mine"
