@@ -177,6 +177,7 @@ STARTS_WITH = {
     "launch.plan.command": {"yaml"},
     "launch.supervise": {"yaml"},
     "launch.sweep.command": {"yaml"},
+    "tools.audit.command": {"yaml", "packaging"},
     "tracking.compare.command": {"yaml", "numpy", "orjson", "rich"},
     "tracking.report.command": {"yaml", "numpy", "orjson", "rich"},
     "tracking.watch.command": {"yaml", "numpy", "orjson", "rich"},

@@ -88,21 +88,21 @@ def _check_keys(path: Path, section: dict[str, Any], prefix: str = "") -> None:
         if name not in kinds:
             known = [f"{parent}.{item}" if parent else item for parent, keys in SECTIONS.items() for item in keys]
             raise UserError(f"{path}: {key}: DeepSpeed 0.19.8 has no such key{suggest(key, known)}")
-        if kinds[name] == "section":
-            if not isinstance(value, dict):
-                raise UserError(f"{path}: {key} = {show(value)} is not an object; write {{...}}")
+        if kinds[name] == "section" and isinstance(value, dict):
             _check_keys(path, value, key)
-        elif value != "auto":
-            _check_value(path, key, value, kinds[name])
+        elif value != "auto" or kinds[name] == "section":
+            check_value(path, key, value, kinds[name])
     stage = section.get("stage")
     if prefix == "zero_optimization" and stage is not None and stage not in (0, 1, 2, 3):
         raise UserError(f"{path}: zero_optimization.stage = {show(stage)} is not one of 0, 1, 2, 3")
 
 
-def _check_value(path: Path, key: str, value: Any, kind: str) -> None:
+def check_value(path: Path, key: str, value: Any, kind: str) -> None:
     """Raises UserError unless `value` is of the kind that keys.SECTIONS names."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if kind == "bool":
+    if kind == "section":
+        right, expected = False, "an object; write {...}"
+    elif kind == "bool":
         right, expected = isinstance(value, bool), "true or false"
     elif kind == "int":
         # DeepSpeed's own documentation writes bucket sizes as 5e8, which JSON reads as a float.

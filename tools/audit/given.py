@@ -1,0 +1,205 @@
+"""The facts of a run that decide its numerics, from a DeepSpeed JSON and the files and options around it."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import re
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from packaging.version import VERSION_PATTERN, Version
+
+from config import json_text
+from config.deepspeed.document import check_value, leaves, offload
+from config.deepspeed.keys import REFUSED, SECTIONS
+from config.errors import UserError
+from config.load import show
+from tools.audit.trainer_files import TrainerFile, decisions, document_of
+
+PACKAGES = ("deepspeed", "torch", "transformers", "accelerate", "trl", "torchao")
+ABSENT = "absent"
+"""The value of a key that the JSON does not have."""
+_ADAMW = {"adam", "adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "fusedadam", "cpuadam"}
+_TORCHAO = {"adamw_torch_8bit", "adamw_torch_4bit", "adamw8bit", "adamwfp8"}
+_FILLED = re.compile(
+    r"(train_(micro_)?batch_size|gradient_(accumulation|clipping)|bf16|fp16|optimizer|scheduler|zero_optimization)"
+)
+"""How keys open for which Hugging Face's trainers replace "auto", or DeepSpeed takes it for its default."""
+
+
+class Given(NamedTuple):
+    """A run, as its configs describe it: where that is from, the DeepSpeed JSON, what follows (None: not known), and
+    the versions of packages (None: neither installed nor given)."""
+
+    sources: list[str]
+    document: dict[str, Any]
+    facts: dict[str, Any]
+    versions: dict[str, str | None]
+
+    def fact(self, name: str) -> Any:
+        """A fact, or after `json.` the value of a key of the JSON. None: not known."""
+        if not name.startswith("json."):
+            return self.facts.get(name)
+        value = dict(leaves(self.document)).get(name.removeprefix("json."), ABSENT)
+        return None if value == "auto" else value
+
+
+def read_given(
+    files: list[TrainerFile], json_file: tuple[str, dict[str, Any]] | None, given: dict[str, Any], with_: list[str]
+) -> Given:
+    """The run. given: what the command line decides, which comes first. with_: its versions. Raises UserError."""
+    named = json_file or next((one for file in files if (one := document_of(file))), None)
+    if named is None:
+        raise UserError(f"{files[0].path}: names no DeepSpeed JSON; add --deepspeed-config ds.json")
+    source, document = named
+    decided: dict[str, Any] = {"dtype": "fp32"} if files else {}
+    for file in sorted(files, key=lambda file: file.kind != "Accelerate YAML"):  # a script's arguments come after
+        decided |= decisions(file)
+    decided |= {name: value for name, value in given.items() if value is not None}
+    _check(source, document, str(decided.get("trainer", "")))
+    versions = _versions(with_)
+    sources = [source, *(str(file.path) for file in files if not source.startswith(str(file.path)))]
+    return Given(sources, document, _facts(document, decided, versions), versions)
+
+
+def _versions(with_: list[str]) -> dict[str, str | None]:
+    """Installed versions, and those of --with in place of them."""
+    found: dict[str, str | None] = dict.fromkeys(PACKAGES)
+    for package in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    for text in with_:
+        package, _, version = text.replace("==", "=").partition("=")
+        if package not in PACKAGES or not re.fullmatch(VERSION_PATTERN, version, re.VERBOSE | re.IGNORECASE):
+            raise UserError(f"--with {text}: is not one of {', '.join(PACKAGES)} and its version, as deepspeed=0.18.2")
+        found[package] = version
+    return found
+
+
+def _check(source: str, document: dict[str, Any], trainer: str) -> None:
+    """Raises UserError for what is no DeepSpeed JSON, or one that DeepSpeed would read in another way than meant."""
+    if not (SECTIONS[""] | REFUSED).keys() & document.keys():
+        keys = ", ".join(list(document)[:5]) or "none"
+        raise UserError(f"{source}: is no DeepSpeed JSON: it has none of its keys (it has: {keys})")
+    for key, value in leaves(document):
+        section, _, name = key.rpartition(".")
+        kind = SECTIONS.get(section, {}).get(name)
+        if value == "auto" and trainer == "own":
+            problem = "is filled in by Hugging Face's trainers only; write a value, or leave --trainer own out"
+            raise UserError(f'{source}: {key} = "auto" {problem}')
+        if kind and (kind == "section" or value not in ("auto", None)):
+            check_value(Path(source), key, value, kind)
+    for key in unknown_keys(document):
+        section, _, name = key.rpartition(".")
+        if near := difflib.get_close_matches(name, SECTIONS[section], 1, 0.8):
+            does = "stops at it" if section else "trains as if it were not there"
+            raise UserError(f"{source}: {key}: DeepSpeed has no such key and {does}; did you mean {near[0]}?")
+    stage = document.get("zero_optimization", {}).get("stage", 0)
+    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
+        raise UserError(f"{source}: zero_optimization.stage = {show(stage)} is not one of 0, 1, 2, 3")
+    if all(document.get(name, {}).get("enabled") is True for name in ("bf16", "fp16")):
+        raise UserError(f"{source}: bf16.enabled and fp16.enabled are both true; set one of them to false")
+
+
+def unknown_keys(section: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Dotted keys that are in no schema known here: misspelt, or of another DeepSpeed."""
+    described = SECTIONS[prefix]
+    for name, value in section.items():
+        key = f"{prefix}.{name}" if prefix else name
+        if isinstance(value, dict) and key in SECTIONS:
+            yield from unknown_keys(value, key)
+        elif name not in described and f"stage3_{name}" not in described and key not in REFUSED:
+            yield key
+
+
+def _facts(document: dict[str, Any], decided: dict[str, Any], versions: dict[str, str | None]) -> dict[str, Any]:
+    """The facts by which known.yaml tells what a run hits."""
+    values = {key: value for key, value in leaves(document) if value is not None}
+    written = {key: None if value == "auto" else value for key, value in values.items()}
+    autos = [key for key, value in values.items() if value == "auto"]
+    stage, dtype = int(written.get("zero_optimization.stage") or 0), _dtype(values, decided)
+    trainer = decided.get("trainer", "hf" if autos else "own")
+    clipping = values.get("gradient_clipping", ABSENT)
+    asked = decided.get("clipping") if trainer == "hf" and clipping == ABSENT else None
+    if clipping == ABSENT:  # the default, deepspeedai/DeepSpeed#8068
+        release = versions["deepspeed"]
+        clipping = None if release is None else 1.0 if Version(release) >= Version("0.19.3") else 0.0
+    clipping = decided.get("clipping") if clipping == "auto" else clipping
+    lean = [name for name in ("bf16", "fp16") if written.get(f"{name}.{name}_master_weights_and_grads")]
+    newest = versions["transformers"] is None or Version(versions["transformers"]) >= Version("4.54.0")
+    scaling = "static" if written.get("fp16.loss_scale") else "dynamic"
+    compiled = any(key.startswith("compile.") for key in values) and not values.get("compile.disable")
+    return {
+        **dict.fromkeys(("use_cpu", "tiled_mlp", "precomputed_reference"), False),
+        "tokens_across_devices": newest,  # the Trainer's default, huggingface/transformers#39395
+        "sequence_ranks": written.get("sequence_parallel_size", 1),
+        "compile": compiled,
+        **{name: value for name, value in decided.items() if name not in ("dtype", "clipping", "optimizer")},
+        "trainer": trainer,
+        "autos_left": sum(_FILLED.match(key) is None for key in autos),
+        "stage": stage,
+        "offload": offload(document),
+        "dtype": dtype,
+        "accumulation": _accumulation(values, decided),
+        "clipping": clipping,
+        "clipping_ignored": asked is not None and clipping is not None and asked != clipping,
+        "optimizer": _optimizer(str(decided.get("optimizer") or written.get("optimizer.type") or "adamw")),
+        "masters": lean[0] if lean else "fp32",
+        "summed_in": written.get("data_types.grad_accum_dtype", dtype or "that of the weights"),
+        "reduced_in": written.get("communication_data_type", dtype or "that of the weights"),
+        "autocast": values.get("torch_autocast.dtype", "bfloat16") if values.get("torch_autocast.enabled") else "none",
+        "overlap_comm": written.get("zero_optimization.overlap_comm", stage == 3),
+        "loss_scale": "none" if dtype in ("fp32", "bf16") else scaling,
+        "scale_power": written.get("fp16.initial_scale_power", 16),
+        "tensor_ranks": written.get("tensor_parallel.autotp_size", 1),
+        "expert_ranks": written.get("expert_parallel.autoep_size", 1),
+        "pipeline": any(key.startswith("pipeline.") for key in values),
+    }
+
+
+def _accumulation(values: dict[str, Any], decided: dict[str, Any]) -> int | None:
+    """Micro-batches of a rank in a step."""
+    written = values.get("gradient_accumulation_steps", decided.get("accumulation"))
+    if written is not None:
+        return decided.get("accumulation") if written == "auto" else written
+    batch, micro = (values.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu"))
+    if not (isinstance(batch, int) and isinstance(micro, int)):
+        return 1
+    return batch // (micro * decided["ranks"]) if "ranks" in decided else None
+
+
+def _dtype(values: dict[str, Any], decided: dict[str, Any]) -> str | None:
+    """What the model is cast to: by the JSON, and where it leaves that open, or says nothing, by the trainer."""
+    flags = {name: values.get(f"{name}.enabled", ABSENT) for name in ("bf16", "fp16", "bfloat16")}
+    on = [name for name, flag in flags.items() if flag is True]
+    wanted = decided.get("dtype")
+    if on or (wanted in flags and flags[wanted] is not False):
+        return "fp16" if (on[0] if on else wanted) == "fp16" else "bf16"
+    return None if wanted is None and "auto" in flags.values() else "fp32"
+
+
+def _optimizer(name: str) -> str:
+    """An optimizer's name as known.yaml has it: `adamw` for every elementwise AdamW in FP32."""
+    name = name.lower()
+    if name in _ADAMW | _TORCHAO:
+        return "adamw" if name in _ADAMW else "adamw_torchao"
+    return name.removeprefix("deepspeed").removeprefix("fused")
+
+
+def read_model(model: str) -> dict[str, Any]:
+    """What a model's config.json says of its numerics. model: a folder, or a name whose config is cached."""
+    from huggingface_hub import try_to_load_from_cache
+
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        with contextlib.suppress(ValueError):  # not a name as the hub has it
+            path = Path(str(try_to_load_from_cache(model, "config.json")))
+    if not path.is_file():
+        raise UserError(f"--model {model}: is no folder with a config.json, nor in the Hugging Face cache here")
+    config = json_text.read_object(path, "model's config")
+    inner = config.get("text_config") or config
+    drops = any(value for key, value in inner.items() if "drop" in key and isinstance(value, int | float))
+    return {"model_type": inner.get("model_type"), "dropout": drops}

@@ -1,0 +1,163 @@
+"""Audits the configs of a run that another trainer starts, without training: which known defects it hits, what was
+measured as sound, what never was, and which dtype everything has.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from config.cli import DIVERGED, DONE, REPOSITORY
+from config.deepspeed.combinations import SETTINGS, Combination, scalar
+from config.deepspeed.document import leaves
+from config.deepspeed.keys import REFUSED
+from config.errors import UserError
+from config.files import write_atomically
+from tools.audit.given import ABSENT, Given, unknown_keys
+from tools.audit.known import BAD, find, read_known
+
+MATRIX = "docs/precision-matrix.md"
+MEASURED_WITH = "0.19.8"
+"""DeepSpeed of the matrix."""
+_ELSEWHERE = re.compile(
+    r"(optimizer|scheduler|torch_autocast|tensor_parallel|expert_parallel|pipeline|sequence_parallel_size|bfloat16"
+    r"|(bf16|fp16)\.\w+_master_weights_and_grads|wandb|autotuning|datastates_ckpt|checkpoint\..*|vocabulary_size"
+    r"|seq_parallel_communication_data_type|use_data_before_expert_parallelism|zero_optimization\.(elastic_checkpoint"
+    r"|legacy_stage1|cpu_offload.*|stage3_gather_fp16_weights_on_model_save|save_muon_momentum_buffer_in_memory))$"
+)
+"""Keys that Mantissa refuses, and that a fact stands for here, or that do not touch the numbers."""
+
+
+def audit_configs(given: Given, json_file: Path | None) -> int:
+    """Print the audit, and write it where `json_file` is given. Returns the exit code."""
+    known = read_known()
+    found = [finding for entry in known if (finding := find(entry, given)) is not None]
+    certain = [finding for finding in found if not finding["why"]]
+    wrong = sum(finding["severity"] in BAD for finding in certain)
+    report = {
+        "verdict": "wrong" if wrong else "nothing known to be wrong",
+        "sources": given.sources,
+        "versions": given.versions,
+        "facts": given.facts,
+        "numerics": dict(numerics(given)),
+        "findings": certain,
+        "possible": [finding for finding in found if finding["why"] and finding["severity"] in BAD],
+        "measured_as_sound": list(sound(given)),
+        "never_measured": list(never_measured(given, known)),
+    }
+    if json_file is not None:
+        try:
+            write_atomically(json_file, (json.dumps(report, indent=2) + "\n").encode())
+        except OSError as error:
+            raise UserError(f"--json {json_file}: cannot be written: {error.strerror or error}") from error
+    print("\n".join(_page(given.facts, report, min(100, max(60, shutil.get_terminal_size((80, 24)).columns)))))
+    may_be = f"; {len(report['possible'])} may be, see what is open" if report["possible"] else ""
+    print(f"\nverdict: {report['verdict']}{f'; defects hit: {wrong}' if wrong else may_be}")
+    return DIVERGED if wrong else DONE
+
+
+def numerics(given: Given) -> Iterator[tuple[str, str]]:
+    """What is computed, kept, summed and reduced in which dtype."""
+    facts = given.facts
+    dtype = facts["dtype"].upper() if facts["dtype"] else "open (auto)"
+    yield "weights", dtype + ("" if facts["autocast"] == "none" else f", computing under autocast {facts['autocast']}")
+    masters = facts["masters"].upper() + (" in host memory" if "optimizer" in facts["offload"] else "")
+    rounded = facts["masters"] == "fp32" and facts["dtype"] in ("bf16", "fp16")
+    yield "masters", masters + (f", started from the weights rounded to {dtype}" if rounded else "")
+    for does, key in (("summed", "data_types.grad_accum_dtype"), ("reduced", "communication_data_type")):
+        default = {ABSENT: f" ({key} is not set)", None: f" ({key} is auto)"}.get(given.fact(f"json.{key}"), "")
+        into = facts[f"{does}_in"]
+        yield f"gradients {does}", f"in {into.upper() if len(into) == 4 else into}{default}" if into else "open (auto)"
+    if facts["dtype"] == "fp16":
+        start = "open (auto)" if facts["scale_power"] is None else f"from 2^{facts['scale_power']}"
+        yield "loss scale", f"{facts['loss_scale']}, {start}" if facts["loss_scale"] == "dynamic" else "static"
+    text = {None: "open (auto)", 0: "off"}.get(facts["clipping"], f"by {facts['clipping']}")
+    default = " (the default, gradient_clipping is not set)" if given.fact("json.gradient_clipping") == ABSENT else ""
+    yield "clipping", text + default
+
+
+def sound(given: Given) -> Iterator[str]:
+    """What the precision matrix measured bare DeepSpeed to do right in this run."""
+    facts, values = given.facts, dict(leaves(given.document))
+    usual = (facts["autocast"], facts["masters"], facts["optimizer"]) == ("none", "fp32", "adamw")
+    if facts["dtype"] is None or not usual or given.versions["deepspeed"] not in (MEASURED_WITH, None):
+        return
+    page = (REPOSITORY / MATRIX).read_text(encoding="utf-8")
+    combination = str(Combination("cast", facts["dtype"], facts["stage"], facts["offload"]))
+    clipping = "o(?:n|ff)" if facts["clipping"] is None else "on" if facts["clipping"] else "off"
+    accumulation = 1 if facts["accumulation"] == 1 else 4
+    row = rf"^\| {re.escape(combination)} \| {clipping} \| {accumulation} \|(?:[^|\n]*\|)+? (\S+) \|$"
+    errors = re.findall(row, page, re.MULTILINE)
+    bound = re.search(rf"(\S+) in {facts['dtype'].upper()}", page)
+    if bound and errors and "*" not in "".join(errors):
+        sums = "" if facts["summed_in"] == "fp32" else ", summed and reduced in FP32"
+        yield f"{combination}{sums}: masters off by {max(errors)}, {bound[1]} allowed ({MATRIX})"
+    for setting in SETTINGS:
+        measured = setting.in_json and not setting.refused and facts["stage"] in setting.stages
+        if measured and facts["dtype"] in setting.computes and values.get(setting.key) == setting.other:
+            yield f"{setting.key} = {scalar(setting.other)} ({MATRIX})"
+
+
+def never_measured(given: Given, known: list[dict[str, Any]]) -> Iterator[str]:
+    """What touches the numbers, or may, and was not measured."""
+    document, facts = given.document, given.facts
+    conditions = [(name.removeprefix("json."), wanted) for entry in known for name, wanted in entry["when"].items()]
+    told = {name for name, _ in conditions}
+    for key in REFUSED:
+        value: Any = document
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        off = isinstance(value, dict) and (value.get("enabled") is False or value.get("disable") is True)
+        if value not in (None, False, 0, "auto", "none", {}) and not (off or _ELSEWHERE.match(key) or key in told):
+            yield f"{key}{'' if isinstance(value, dict) else f' = {scalar(value)}'}"
+    values = dict(leaves(document))
+    for row in SETTINGS:
+        if row.in_json and row.key in values and row.key not in told and row.refuses(values[row.key], facts["stage"]):
+            yield f"{row.key} = {scalar(values[row.key])}"
+    yield from (f"{key}: DeepSpeed {MEASURED_WITH} has no such key" for key in unknown_keys(document))
+    optimizers = [
+        wanted if isinstance(wanted, list) else [wanted] for name, wanted in conditions if name == "optimizer"
+    ]
+    if facts["optimizer"] not in sum(optimizers, ["adamw", "lion", "sgd"]):
+        yield f"optimizer {facts['optimizer']}"
+    if given.versions["deepspeed"] not in (MEASURED_WITH, None):
+        yield f"all of the precision matrix with DeepSpeed {given.versions['deepspeed']}: it is of {MEASURED_WITH}"
+
+
+def _page(facts: dict[str, Any], report: dict[str, Any], columns: int) -> Iterator[str]:
+    """The audit as text."""
+
+    def wrapped(text: str, first: str = "", indent: int | None = None) -> str:
+        rest = " " * (len(first) if indent is None else indent)
+        wrap = textwrap.TextWrapper(columns, first, rest, break_long_words=False, break_on_hyphens=False)
+        return wrap.fill(text)
+
+    parts = [f"ZeRO-{facts['stage']}", (facts["dtype"] or "dtype open").upper(), f"optimizer {facts['optimizer']}"]
+    parts += [f"accumulation {facts['accumulation'] or 'open'}", f"trainer {facts['trainer']}"]
+    yield wrapped(f"{', '.join(report['sources'])}: {', '.join(parts)}")
+    yield wrapped(", ".join(f"{package} {version}" for package, version in report["versions"].items() if version))
+    notes = []
+    for found in report["findings"]:
+        measured = found["measured"] and f"{found['measured']['figure']} ({found['measured']['command']})"
+        if found["severity"] == "note":
+            notes.append(f"{found['says']} [{found['id']}]")
+            continue
+        yield wrapped(f"{found['severity'].upper()}: {found['says']} [{found['id']}]", "\n", 0)
+        named = {"measured": measured or "not here", "thread": found["thread"], "instead": found["instead"]}
+        yield from (wrapped(text, f"  {name + ':':<10}", 12) for name, text in named.items() if text)
+    possible = [f"{found['says']} [{found['id']}]: {found['why']}" for found in report["possible"]]
+    for heading, lines in (
+        ("May be wrong", possible),
+        ("Notes", notes),
+        (f"Measured as sound: bare DeepSpeed {MEASURED_WITH} on CPUs", report["measured_as_sound"]),
+        ("Never measured", report["never_measured"]),
+    ):
+        yield from ([f"\n{heading}"] if lines else [])
+        yield from (wrapped(line, "  - ") for line in lines)
+    yield "\nNumerics"
+    yield from (wrapped(text, f"  {name:<18}") for name, text in report["numerics"].items())
