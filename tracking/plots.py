@@ -16,6 +16,7 @@ from config.files import write_atomically
 from config.printable import shown
 from tracking.events import Event
 from tracking.jsonl import read_run_events, surviving
+from tracking.numbers import number, rate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -178,7 +179,7 @@ def _metric_names(events: list[Event], kinds: tuple[str, ...]) -> list[str]:
 
 
 def _draw_metrics(axis: Axes, steps: list[Event], evals: list[Event], title: str, names: list[str]) -> None:
-    for number, name in enumerate(names):
+    for index, name in enumerate(names):
         for events, style in ((steps, "-"), (evals, "o--")):
             own = [
                 {"step": event["step"], name: event["metrics"][name]}
@@ -187,25 +188,25 @@ def _draw_metrics(axis: Axes, steps: list[Event], evals: list[Event], title: str
             ]
             if own:
                 label = f"{name}, validation" if events is evals else name
-                width, colour = 1.0 if events is steps else 1.6, f"C{number}"
+                width, colour = 1.0 if events is steps else 1.6, f"C{index}"
                 axis.plot(_numbers(own), _column(own, name), style, color=colour, linewidth=width, label=plain(label))
     axis.set_title(title)
     axis.legend(loc="best", fontsize=9)
 
 
 def _draw_grad_norm(axis: Axes, steps: list[Event]) -> None:
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     norms = _column(steps, "grad_norm")
     _curve(axis, _numbers(steps), norms, "before clipping")
     if any(norm > 0 for norm in norms):
         axis.set_yscale("log")
         axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.yaxis.set_major_formatter(lambda value, _: number(value))
         axis.yaxis.set_minor_formatter(NullFormatter())
     clip = _clip_threshold(steps)
     if clip is not None:
-        axis.axhline(clip, color=_ACCENT, linestyle="--", linewidth=1.4, label=f"clipped to {clip:g}")
+        axis.axhline(clip, color=_ACCENT, linestyle="--", linewidth=1.4, label=f"clipped to {number(clip, 3)}")
     _mark_skips(axis, steps)
     axis.set_title("Gradient norm (global, unscaled)")
     axis.legend(loc="upper right")
@@ -216,7 +217,7 @@ def _clip_threshold(steps: list[Event]) -> float | None:
     for event in steps:
         norm, coefficient = event["grad_norm"], event["clip_coefficient"]
         if coefficient is not None and norm is not None and 0 < coefficient < 1 and math.isfinite(norm):
-            return float(f"{norm * coefficient:.3g}")
+            return float(norm * coefficient)
     return None
 
 
@@ -224,16 +225,8 @@ def _draw_lr(axis: Axes, steps: list[Event]) -> None:
     axis.plot(_numbers(steps), _column(steps, "lr"), color=_INK, linewidth=1.8)
     _mark_skips(axis, steps)
     axis.set_ylim(bottom=0)
-    axis.yaxis.set_major_formatter(lambda rate, _: format_rate(rate))
+    axis.yaxis.set_major_formatter(lambda value, _: rate(value))
     axis.set_title("Learning rate")
-
-
-def format_rate(rate: float) -> str:
-    """A learning rate with every digit it has, at most five: 1.25e-3, 3e-4, 0."""
-    if not rate:
-        return "0"
-    digits, exponent = f"{rate:.4e}".split("e")
-    return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
 def _draw_scale(axis: Axes, steps: list[Event]) -> None:

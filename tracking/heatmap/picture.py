@@ -36,7 +36,8 @@ def draw_heat(heat: Heat, png: Path, *, title: str) -> Path:
         axes = figure.subplots(down, 2, squeeze=False).ravel()
         figure.suptitle(plots.plain(title), fontsize=14)
         for axis, key in zip(axes, keys, strict=False):
-            _draw(figure, axis, narrow.by_kind(key), key, lines.get(key, ""))
+            shown = heat.at_its_steps() if key == "nonfinite" else narrow
+            _draw(figure, axis, shown.by_kind(key), key, lines.get(key, ""))
         for axis in axes[len(keys) :]:
             axis.set_axis_off()
     return png

@@ -37,8 +37,7 @@ def write_document(path: Path, markdown: str, *, tone: Tone = "warn") -> Path:
 
 def document(markdown: str, folder: Path, *, tone: Tone = "warn") -> str:
     """The HTML page, UTF-8 text. HTML within the Markdown is text on it. folder: of the pictures."""
-    parser = MarkdownIt("commonmark", {"html": False}).enable("table")
-    renderer = _Renderer(folder)
+    parser, renderer = _parser(), _Renderer(folder)
     tokens = parser.parse(markdown)
     title, rest = _heading(tokens)
     at = next((index for index, token in enumerate(rest) if token.type == "heading_open"), len(rest))
@@ -47,6 +46,16 @@ def document(markdown: str, folder: Path, *, tone: Tone = "warn") -> str:
         verdict -= 1  # a picture belongs to the body, with the paragraph that it is in
     lead, body = (renderer.render(part, parser.options, {}) for part in (rest[:verdict], rest[verdict:]))
     return render("pages/document.html", title=title, lead=Markup(lead), body=Markup(body), tone=tone)
+
+
+def fragment(markdown: str) -> Markup:
+    """Markdown without pictures as a part of a page."""
+    parser, renderer = _parser(), _Renderer(Path())
+    return Markup(renderer.render(parser.parse(markdown), parser.options, {}))
+
+
+def _parser() -> MarkdownIt:
+    return MarkdownIt("commonmark", {"html": False}).enable("table")
 
 
 def _heading(tokens: Sequence[Token]) -> tuple[str, list[Token]]:
