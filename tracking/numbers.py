@@ -24,14 +24,6 @@ def number(value: float | None, digits: int = 4, *, plain_from: float = _PLAIN[0
     return _stripped(f"{value:,.{max(0, digits - 1 - math.floor(math.log10(size or 1)))}f}")
 
 
-def exact(value: float) -> str:
-    """A setting with all of its digits: 5e-5, 0.95, 123456."""
-    mantissa, _, exponent = repr(value).partition("e")
-    if exponent or 0 < abs(value) < _PLAIN[0]:
-        return number(value, len(mantissa.replace(".", "").strip("-0")) or 1)
-    return _stripped(mantissa)
-
-
 def loss(value: float | None) -> str:
     """A loss with four decimals, which align; a tiny or huge one as `number`."""
     plain = value is not None and (value == 0 or _PLAIN[0] <= abs(value) < 1e4)

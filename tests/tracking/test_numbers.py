@@ -8,6 +8,7 @@ import pytest
 
 from config.cli import REPOSITORY
 from tracking import numbers
+from tracking.compare.differences import format_value
 
 GiB = 2**30
 TEXTS: dict[str, list[tuple[float | None, str]]] = {
@@ -37,10 +38,6 @@ ONLY_PYTHON: dict[str, list[tuple[float | None, str]]] = {
         (8000.4, "8,000"),
     ],
     "loss": [(3.45, "3.4500"), (85.0, "85.0000"), (1e30, "1e30"), (5e-5, "5e-5"), (math.nan, "nan"), (None, "-")],
-    "exact": [
-        *((5e-05, "5e-5"), (0.0003, "3e-4"), (0.95, "0.95"), (1e22, "1e22"), (16777216.0, "16777216")),
-        *((1.25e-07, "1.25e-7"), (-2.0, "-2"), (0.0, "0")),
-    ],
     "mib": [(612306944, "584 MiB"), (80 * GiB, "81,920 MiB"), (43, "< 0.1 MiB"), (0, ""), (None, "")],
     "human": [(950, "950"), (999_960, "1.0M"), (12_345, "12.3k"), (4.56e6, "4.6M")],
     "precise_duration": [(0.00005, "5e-5 s"), (4.25, "4.25 s"), (200, "3m20s")],
@@ -51,6 +48,17 @@ CASES = [(name, *case) for table in (TEXTS, ONLY_PYTHON) for name, cases in tabl
 @pytest.mark.parametrize(("function", "value", "text"), CASES)
 def test_a_number_has_one_text(function: str, value: float | None, text: str) -> None:
     assert getattr(numbers, function)(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        *((5e-05, "5e-5"), (0.0003, "3e-4"), (0.95, "0.95"), (1e22, "1e22"), (16777216.0, "16777216")),
+        *((1.25e-07, "1.25e-7"), (-2.0, "-2"), (0.0, "0"), (0.001, "0.001"), (math.inf, "inf"), (123456, "123456")),
+    ],
+)
+def test_a_setting_keeps_its_digits(value: float, text: str) -> None:
+    assert format_value(value) == text
 
 
 def test_no_file_of_tracking_formats_floats_its_own_way() -> None:

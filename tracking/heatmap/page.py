@@ -11,7 +11,8 @@ import numpy as np
 from tracking.heatmap.grid import Heat, drawn_panels, limits
 from tracking.heatmap.modules import Fold, short_name
 from tracking.heatmap.panels import DTYPES, PANELS
-from tracking.heatmap.words import outside_healthy_range, sentences
+from tracking.heatmap.still import still_sentence
+from tracking.heatmap.words import MUCH, changed_modules, dangers, sentences
 
 MOST_COLUMNS = 240
 _LABEL = 34  # characters of a row's name
@@ -25,6 +26,21 @@ def panels_of(heat: Heat) -> list[dict[str, Any]]:
     found = outside_healthy_range(heat)
     rest = {key: {"line": line, "varies": key in varying, "finding": key in found} for key, line in lines.items()}
     return [{"key": key, "title": PANELS[key].title, **more} for key, more in rest.items()]
+
+
+def outside_healthy_range(heat: Heat) -> set[str]:
+    """Panels whose line is a finding; what the others say holds in a healthy run."""
+    healthy = {
+        "activation": lambda: not dangers(heat),
+        "gradient": lambda: not changed_modules(heat, "gradient"),
+        "underflow": lambda: float(np.nanmax(heat.panels["underflow"])) < MUCH,
+        "drift": lambda: not np.nanmax(heat.panels["drift"]) > 0,
+        "update": lambda: not changed_modules(heat, "update"),
+        "lost": lambda: not still_sentence(heat),
+        "nonfinite": lambda: not heat.nonfinite,
+        "dtype": lambda: "; changed: " not in sentences(heat)["dtype"],
+    }
+    return {key for key in PANELS if heat.has(key) and not healthy[key]()} if heat else set()
 
 
 def panel_data(

@@ -22,7 +22,7 @@ NEAR = 0.25
 _FAR = 2.0  # a forecast reaches so many times as far as the steps that were measured
 _ALIKE = 1.5  # members of one sentence: their values lie within this factor
 _CHANGED = 10.0  # a gradient that changed by this factor is worth a word
-_MUCH = 0.01  # share of values below the smallest normal number that is worth a word
+MUCH = 0.01  # share of values below the smallest normal number that is worth a word
 
 
 @dataclass(frozen=True)
@@ -53,21 +53,6 @@ def sentences(heat: Heat) -> dict[str, str]:
         "dtype": _dtypes,
     }
     return {key: writers[key](heat) for key in PANELS if heat.has(key)} if heat else {}
-
-
-def outside_healthy_range(heat: Heat) -> set[str]:
-    """Panels whose line is a finding; what the others say holds in a healthy run."""
-    healthy = {
-        "activation": lambda: not dangers(heat),
-        "gradient": lambda: not _changed(heat, "gradient"),
-        "underflow": lambda: float(np.nanmax(heat.panels["underflow"])) < _MUCH,
-        "drift": lambda: not np.nanmax(heat.panels["drift"]) > 0,
-        "update": lambda: not _changed(heat, "update"),
-        "lost": lambda: not still_sentence(heat),
-        "nonfinite": lambda: not heat.nonfinite,
-        "dtype": lambda: "changed: " not in _dtypes(heat),
-    }
-    return {key for key in PANELS if heat.has(key) and not healthy[key]()} if heat else set()
 
 
 def dangers(heat: Heat) -> list[Danger]:
@@ -152,7 +137,7 @@ def _activations(heat: Heat) -> str:
 def _gradients(heat: Heat) -> str:
     column, newest, low, high = _extremes(heat, "gradient")
     least, most = (f"{number(newest[row], 2)} ({_name(heat, row)})" for row in (low, high))
-    return f"at {_step(heat, column)} from {least} to {most}{_changed(heat, 'gradient')}."
+    return f"at {_step(heat, column)} from {least} to {most}{changed_modules(heat, 'gradient')}."
 
 
 def _extremes(heat: Heat, panel: str) -> tuple[int, np.ndarray, int, int]:
@@ -162,7 +147,7 @@ def _extremes(heat: Heat, panel: str) -> tuple[int, np.ndarray, int, int]:
     return column, newest, int(np.nanargmin(newest)), int(np.nanargmax(newest))
 
 
-def _changed(heat: Heat, panel: str) -> str:
+def changed_modules(heat: Heat, panel: str) -> str:
     """Modules whose values changed by a large factor since the first quarter of the steps; empty when none did."""
     values = heat.panels[panel]
     count = values.shape[1]
@@ -189,12 +174,12 @@ def _underflow(heat: Heat) -> str:
     values = heat.panels["underflow"]
     row, column = _largest(heat, "underflow")
     worst = float(values[row, column])
-    if worst < _MUCH:
+    if worst < MUCH:
         where = f"{_name(heat, row)} at {_step(heat, column)}"
         return f"at most {percent(worst, 2)} of a module's gradient values, {where}."
     newest = _newest(values)
-    rows = np.flatnonzero(np.nan_to_num(values[:, newest]) >= max(_MUCH, 0.5 * float(np.nanmax(values[:, newest]))))
-    if not rows.size or float(np.nanmax(values[:, newest])) < _MUCH:
+    rows = np.flatnonzero(np.nan_to_num(values[:, newest]) >= max(MUCH, 0.5 * float(np.nanmax(values[:, newest]))))
+    if not rows.size or float(np.nanmax(values[:, newest])) < MUCH:
         return f"up to {percent(worst, 2)} in {_name(heat, row)} at {_step(heat, column)}; under 1% at the last."
     share = float(np.nanmax(values[rows, newest]))
     names = in_words([heat.rows[index] for index in rows])
@@ -216,7 +201,7 @@ def _updates(heat: Heat) -> str:
     column, newest, low, high = _extremes(heat, "update")
     least, most = (f"{_name(heat, row)} by {number(newest[row], 2)}" for row in (low, high))
     usual = f"{number(float(np.nanmedian(newest)), 2)} of the weights per step in the median module"
-    return f"{usual}; {most}, {least} ({_step(heat, column)}){_changed(heat, 'update')}."
+    return f"{usual}; {most}, {least} ({_step(heat, column)}){changed_modules(heat, 'update')}."
 
 
 def _lost(heat: Heat) -> str:

@@ -143,14 +143,9 @@ def _points(events: Sequence[Event], words_of: Callable[[Event], str]) -> list[s
     return [f"step {event['step']}: {escaped(words_of(event))}" for event in events]
 
 
-def canary_of(run_dir: RunDir) -> Path:
-    """Where `launch.canary` records its decisions about the run."""
-    return run_dir.path.with_name(f"{run_dir.name}-canary") / "canary.jsonl"
-
-
 def _canary(run_dir: RunDir) -> list[str]:
     """Decisions of `launch.canary` about the run, from the folder beside it; none without one."""
-    path, lines = canary_of(run_dir), []
+    path, lines = run_dir.path.with_name(f"{run_dir.name}-canary") / "canary.jsonl", []
     for text in path.read_bytes().splitlines() if path.is_file() else ():
         with suppress(ValueError, KeyError, TypeError):
             lines.append(escaped(json_text.parse(text)["text"]))
@@ -185,52 +180,33 @@ def results(summary: Summary) -> list[tuple[str, str]]:
     older = "nats" if summary.eval_loss is None or summary.perplexity is not None else ""
     unit = summary.start.get("loss_unit", older)
     unit = f" ({unit})" if unit else ""
-    rows = [
-        (f"training loss{unit}", f"{loss(summary.first_loss)} -> {loss(summary.last_loss)} ({best})"),
-        ("losses that were not finite", str(summary.nonfinite_losses) if summary.nonfinite_losses else ""),
-    ]
+    found: dict[str, str] = {
+        f"training loss{unit}": f"{loss(summary.first_loss)} -> {loss(summary.last_loss)} ({best})",
+        "losses that were not finite": str(summary.nonfinite_losses or ""),
+    }
     if summary.eval_loss is not None:
-        evaluated = f"{loss(summary.first_eval_loss)} -> {loss(summary.eval_loss)}"
         exponential = "" if summary.perplexity is None else f" (perplexity {perplexity(summary.perplexity)})"
-        rows.append((f"validation loss{unit}", evaluated + exponential))
-        rows += [(f"validation {name}", " -> ".join(map(loss, both))) for name, both in summary.metrics.items()]
-    rows += [
-        ("steps", f"{summary.steps} attempted, {summary.applied} applied, {summary.skipped} skipped"),
-        ("loss scale", _scale_summary(summary)),
-        ("gradient norm", _norm_summary(summary)),
-        ("incidents", str(summary.incidents) if summary.incidents else ""),
-        ("non-finite tensors", _nonfinite_summary(summary)),
-        ("faults of the machine", _faults_summary(summary)),
-        ("tokens", f"{summary.tokens:,}"),
-        ("speed (median)", _speed(summary)),
-        ("wall time", duration(summary.wall_seconds)),
-        ("peak memory (largest rank)", mib(summary.memory_bytes)),
-        ("checkpoint", summary.checkpoint or ""),
-    ]
-    return [row for row in rows if row[1]]
-
-
-def _scale_summary(summary: Summary) -> str:
-    if summary.start["compute"] != "fp16" or summary.first_scale is None:
-        return ""
-    reasons = ", ".join(f"{count} x {reason}" for reason, count in sorted(summary.scale_reasons.items()))
-    return f"{scale(summary.first_scale)} -> {scale(summary.last_scale)} ({reasons or 'never changed'})"
-
-
-def _norm_summary(summary: Summary) -> str:
-    if summary.grad_norm_median is None:
-        return ""
-    return (
-        f"median {number(summary.grad_norm_median, 3)}, largest {number(summary.grad_norm_max, 3)}; "
-        f"clipped on {summary.clipped} of {summary.steps} steps"
-    )
-
-
-def _nonfinite_summary(summary: Summary) -> str:
-    if not summary.nonfinite:
-        return ""
-    first = summary.nonfinite[0]
-    return f"{len(summary.nonfinite)} found; the first: {describe_event(first)}, step {first['step']}"
+        found[f"validation loss{unit}"] = f"{loss(summary.first_eval_loss)} -> {loss(summary.eval_loss)}{exponential}"
+        found |= {f"validation {name}": " -> ".join(map(loss, both)) for name, both in summary.metrics.items()}
+    found["steps"] = f"{summary.steps} attempted, {summary.applied} applied, {summary.skipped} skipped"
+    if summary.start["compute"] == "fp16" and summary.first_scale is not None:
+        reasons = ", ".join(f"{count} x {reason}" for reason, count in sorted(summary.scale_reasons.items()))
+        both_scales = f"{scale(summary.first_scale)} -> {scale(summary.last_scale)}"
+        found["loss scale"] = f"{both_scales} ({reasons or 'never changed'})"
+    if summary.grad_norm_median is not None:
+        norms = f"median {number(summary.grad_norm_median, 3)}, largest {number(summary.grad_norm_max, 3)}"
+        found["gradient norm"] = f"{norms}; clipped on {summary.clipped} of {summary.steps} steps"
+    found["incidents"] = str(summary.incidents or "")
+    if summary.nonfinite:
+        first = f"{describe_event(summary.nonfinite[0])}, step {summary.nonfinite[0]['step']}"
+        found["non-finite tensors"] = f"{len(summary.nonfinite)} found; the first: {first}"
+    found |= {"faults of the machine": _faults_summary(summary), "tokens": f"{summary.tokens:,}"}
+    if summary.tokens_per_second is not None and summary.step_seconds is not None:
+        speed = f"{human(summary.tokens_per_second)} tokens/s, {precise_duration(summary.step_seconds)} per step"
+        found["speed (median)"] = speed
+    found["wall time"] = duration(summary.wall_seconds)
+    found |= {"peak memory (largest rank)": mib(summary.memory_bytes), "checkpoint": summary.checkpoint or ""}
+    return [row for row in found.items() if row[1]]
 
 
 def _faults_summary(summary: Summary) -> str:
@@ -239,12 +215,6 @@ def _faults_summary(summary: Summary) -> str:
     found = [f"{wrong} wrong value{'s' * (wrong > 1)}"] if wrong else []
     found += [f"{count} {outcome}" for outcome, count in ended.items() if outcome != "numeric"]
     return ", ".join(found)
-
-
-def _speed(summary: Summary) -> str:
-    if summary.tokens_per_second is None:
-        return ""
-    return f"{human(summary.tokens_per_second)} tokens/s, {precise_duration(summary.step_seconds)} per step"
 
 
 def _what_ran(

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from tracking.numbers import duration, exact, human, loss, number, percent, scale
+from tracking.compare.differences import format_value
+from tracking.numbers import duration, human, loss, number, percent, scale
 from tracking.serve.library import Entry
 from tracking.verdict import WORDS, Verdict
 
@@ -227,7 +228,7 @@ def _line(group: Sequence[Entry], keys: Sequence[str], now: float) -> Line:
 
 
 def _value(value: Any) -> str:
-    text = exact(value) if isinstance(value, float) else str(value)
+    text = format_value(value)
     return text if len(text) <= 40 else text[:39] + "\u2026"
 
 

@@ -138,8 +138,8 @@ class Pages:
         return _json(run_page.heat(heat, one(query, "panel"), one(query, "fold"), query.get("open", [])))
 
     def _report(self, query: Query) -> Reply:
-        entry, (run, *judged) = self._entry(query), self._judged(query)
-        page = run_page.whole(entry, self._library.entries(), run, *judged, root=self._library.root)
+        entry, judged = self._entry(query), self._judged(query)
+        page = run_page.whole(entry, self._library.entries(), *judged, root=self._library.root)
         return Reply(page.encode(errors="replace"), _HTML, policy="single")
 
     def _incidents(self, query: Query) -> Reply:

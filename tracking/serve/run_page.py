@@ -31,7 +31,6 @@ from tracking.report.context import Finding, MeasureContext, Run, find
 from tracking.report.html import mark
 from tracking.report.log import last_lines, log_files, newest_events
 from tracking.report.measures import count_verdicts, utilisation
-from tracking.report.page import canary_of
 from tracking.report.page import sections as report_sections
 from tracking.report.sessions import RunHistory
 from tracking.run_dir import RunDir
@@ -118,7 +117,8 @@ def changes(own: Entry, entries: Sequence[Entry]) -> Changes:
         why = "the nearest sound run; no other has the same model, data and task"
     if base is own:
         return Changes(None, [], f"it is the baseline: {why}" if group else "there is no other run to compare it with")
-    rows = [(key, *(_setting(run.settings.get(key)) for run in (base, own))) for key in _differing(own, base)]
+    keys = _differing(own, base)
+    rows = [(key, _setting(base.settings.get(key)), _setting(own.settings.get(key))) for key in keys]
     return Changes(base, rows, why if rows else f"nothing; {why}")
 
 
@@ -143,12 +143,13 @@ def _setting(value: Any) -> str:
 
 def curves(run: RunFacts) -> dict[str, Any]:
     """The curves for charts.js, a few thousand points at most, as plain values."""
-    drawn, median = run_data(run), Run(run, RunHistory())
-    share = find(utilisation, MeasureContext(median)).value if run.start else None
-    for part in (drawn["runs"][0]["curve"], drawn["runs"][0]["means"]) if share else ():
-        factor = 100 * share / median.tokens_per_second
-        speeds = part["tokens_per_second"]
-        part["utilisation"] = [None if speed is None else round(factor * speed, 2) for speed in speeds]
+    drawn, whole_run = run_data(run), Run(run, RunHistory())
+    share = find(utilisation, MeasureContext(whole_run)).value if run.start else None
+    if share is not None:
+        factor = 100 * share / whole_run.tokens_per_second
+        for part in (drawn["runs"][0]["curve"], drawn["runs"][0]["means"]):
+            speeds = part["tokens_per_second"]
+            part["utilisation"] = [None if speed is None else round(factor * speed, 2) for speed in speeds]
     return drawn
 
 
@@ -197,8 +198,6 @@ def sections(
     """What `report/sections.html` shows, below the curves and layers. root: nothing outside of it is shown."""
     facts, run_dir = run.facts, RunDir(entry.folder)
     texts = report_sections(run_dir, Summary(facts))
-    if not is_inside(canary_of(run_dir), root):
-        texts.pop("Canary")
     return {
         "incidents": incidents(facts),
         "findings": sorted(findings, key=lambda item: _ORDER.index(item.verdict)),

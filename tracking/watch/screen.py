@@ -304,7 +304,7 @@ def _ranks(state: WatchState, most: int) -> list[tuple[str, str, str]]:
         rows.append((f"own work, {unit}", times, ""))
         rows.append(("slowest", f"rank {work.rank}", "bold red" if work.most > _SLOW * work.median else ""))
     if memory is not None:
-        sizes = " / ".join(number(size / 2**20, 3) for size in (memory.least, memory.median, memory.most))
+        sizes = " / ".join(f"{size / 2**20:,.0f}" for size in (memory.least, memory.median, memory.most))
         rows.append(("memory, MiB", sizes, ""))
         rows.append(("largest", f"rank {memory.rank}", ""))
     each = list(zip(memory.all, work.all, strict=False)) if memory and work else []
