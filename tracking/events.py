@@ -60,18 +60,8 @@ TEXT_FIELDS = frozenset(
     {
         *("event", "config_sha256", "sample_ids_sha256", "compute", "resumed_from", "reason", "module", "modules"),
         *("tensor", "kind", "verdict", "replay", "path", "status", "text", "name", "model", "hypothesis", "attention"),
-        *(
-            "loss_unit",
-            "verdict_text",
-            "next_command",
-            "standstill",
-            "found_by",
-            "outcome",
-            "why",
-            "suspicion",
-            "hosts",
-            "signal",
-        ),
+        *("loss_unit", "verdict_text", "next_command", "standstill", "found_by", "outcome", "why", "suspicion"),
+        *("hosts", "signal"),
     }
 )
 _TEXTS = TEXT_FIELDS - {"modules", "hosts"}
@@ -167,7 +157,7 @@ def _describe(event: Event) -> str:
             return f"checkpoint {event['path']}{seconds}{size}"
         case "run_start":
             origin = f"resumed from {event['resumed_from']}" if event.get("resumed_from") else "started"
-            return f"{origin}, {event['world_size']} processes"
+            return f"{origin}, {event['world_size']} process{'' if event['world_size'] == 1 else 'es'}"
         case "run_end":
             code = f", exit code {event['exit_code']}" if event.get("exit_code") is not None else ""
             reason = f": {event['reason']}" if event.get("reason") else ""

@@ -14,6 +14,7 @@ from tracking.run_facts import RunFacts
 
 _LINES = 20
 _BYTES = 1 << 16
+_NUMBERS = ("precision", "self_check")  # events without a sentence
 _SEQUENCES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 
 
@@ -25,7 +26,8 @@ def log_files(run_dir: RunDir) -> list[Path]:
 
 def _beside(run_dir: RunDir) -> list[Path]:
     folder = run_dir.path.resolve()
-    return [folder.parent.parent / "logs" / f"{folder.name}.log"]
+    number = folder.name.rpartition("-")[2]  # of a trial of a sweep
+    return [folder.parent.parent / "logs" / f"{folder.name}.log", folder.parent / "logs" / f"{number}.log"]
 
 
 def last_lines(path: Path) -> str:
@@ -42,6 +44,6 @@ def last_lines(path: Path) -> str:
 
 def newest_events(facts: RunFacts) -> list[str]:
     """The newest events but steps, one a line, the newest last."""
-    kept = [event for kind, events in facts.rare_events.items() if kind != "precision" for event in events[-_LINES:]]
+    kept = [event for kind, events in facts.rare_events.items() if kind not in _NUMBERS for event in events[-_LINES:]]
     newest = sorted(kept, key=lambda event: (event["time"], event["step"]))[-_LINES:]
     return [f"step {event['step']}: {event.get('text') or describe_event(event)}" for event in newest]

@@ -132,17 +132,13 @@ def utilisation(context: MeasureContext) -> Measured:
         raise NotMeasured("the run computes in FP32, whose peak depends on TF32", how)
     if not run.tokens_per_second > 0:
         raise NotMeasured("no step was recorded", how)
-    if not _attention_flops(run):
-        how += "; the attention term is left out, since the config does not name layers and hidden size"
-    flops = run.tokens_per_second / run.facts.world_size * (4 * parameters + 2 * trained + _attention_flops(run))
-    return Measured(flops / peak, f"{percent(flops / peak, 3)} ({number(flops / 1e12, 3)} TFLOP/s a device)", how)
-
-
-def _attention_flops(run: Run) -> int:
-    """FLOPs of attention per token; 0 where the config does not name its sizes."""
     layers, hidden = run.setting("model.config.num_hidden_layers"), run.setting("model.config.hidden_size")
     length = run.setting("data.sequence_length")
-    return 0 if None in (layers, hidden, length) else 12 * layers * hidden * length
+    attention = 0 if None in (layers, hidden, length) else 12 * layers * hidden * length
+    if not attention:
+        how += "; the attention term is left out, since the config does not name layers and hidden size"
+    flops = run.tokens_per_second / run.facts.world_size * (4 * parameters + 2 * trained + attention)
+    return Measured(flops / peak, f"{percent(flops / peak, 3)} ({number(flops / 1e12, 3)} TFLOP/s a device)", how)
 
 
 def peak_memory(context: MeasureContext) -> Measured:

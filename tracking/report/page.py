@@ -83,6 +83,7 @@ def write_report(
 def sections(run_dir: RunDir, summary: Summary, resume_command: str = "") -> dict[str, str]:
     """The parts of a report that are text, in Markdown by their titles: those of `report.md` and of the page."""
     config, deepspeed, environment = read_inputs(run_dir)
+    ledger = [(escaped(row["what"]), row["dtype"], mib(row["bytes"])) for row in environment.get("ledger") or ()]
     left_out = len(summary.warnings) - _MOST_WARNINGS
     sample = run_dir.sample.read_text(encoding="utf-8", errors="replace") if run_dir.sample.is_file() else ""
     resume = fenced(resume_command or resume_command_of(run_dir), "bash")
@@ -90,7 +91,7 @@ def sections(run_dir: RunDir, summary: Summary, resume_command: str = "") -> dic
         "What ran": page(_facts(_what_ran(summary, config, deepspeed, environment))),
         "Results": page(_facts(results(summary))),
         "Faults of the machine": page(_points(summary.corruption, describe_event)),
-        "Dtypes": page(_ledger(environment.get("ledger") or ()), _observed(summary.precision or {})),
+        "Dtypes": page(Table(("what", "dtype", "size"), ledger), _observed(summary.precision or {})),
         "Early warnings": page(
             f"{left_out} earlier ones are in events.jsonl." if left_out > 0 else "",
             _points(summary.warnings[-_MOST_WARNINGS:], lambda event: event["reason"]),
@@ -276,11 +277,6 @@ def _join(*parts: Any) -> str:
 
 def _facts(rows: list[tuple[str, str]]) -> Table:
     return Table(("", ""), [(what, escaped(value)) for what, value in rows])
-
-
-def _ledger(ledger: Sequence[dict[str, Any]]) -> Table:
-    rows = [(escaped(row["what"]), row["dtype"], mib(row["bytes"])) for row in ledger]
-    return Table(("what", "dtype", "size"), rows)
 
 
 def _observed(event: dict[str, Any]) -> str:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from markupsafe import Markup
+
+from config.errors import UserError
+from config.printable import shown
 from tracking.pages.render import render, script_json
 from tracking.report.context import Finding, MeasureContext, Run
 from tracking.report.measures import all_measures, caveats
@@ -130,7 +135,9 @@ class Pages:
     def _curves(self, query: Query) -> Reply:
         live = self._live(one(query, "key"))
         ready = live.ready()
-        facts = self._facts(one(query, "key")) if ready else sketch(live.folder, live.label)
+        facts = live.facts() if ready else sketch(live.folder, live.label)
+        with suppress(UserError):  # utilisation needs the files beside the events
+            facts = self._facts(one(query, "key")) if ready else facts
         return _json({"drawn": run_page.curves(facts), "steps": len(facts.columns), "sketch": not ready})
 
     def _heat(self, query: Query) -> Reply:
@@ -148,8 +155,12 @@ class Pages:
         )
 
     def _sections(self, query: Query) -> Reply:
-        entry, judged = self._entry(query), self._judged(query)
-        return self._render("report/sections.html", **run_page.sections(entry, *judged, root=self._library.root))
+        entry = self._entry(query)
+        try:
+            found = run_page.sections(entry, *self._judged(query), root=self._library.root)
+        except (UserError, ValueError) as problem:
+            return Reply(Markup('<p class="note warn">{}</p>').format(shown(problem)).encode(), _HTML)
+        return self._render("report/sections.html", **found)
 
     def _judged(self, query: Query) -> tuple[Run, list[Finding], list[str]]:
         """The whole run with its measures and what limits them."""
