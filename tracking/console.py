@@ -174,7 +174,7 @@ class ConsoleSink:
             self._thin *= 2
 
     def _cells(self, event: Event) -> list[str]:
-        first = f" from {loss(self._first_loss)}" if self._first_loss is not None else ""
+        first = f" from {number(self._first_loss)}" if self._first_loss is not None else ""
         return [
             f"{human(event['tokens_per_second']):>6} tok/s",
             f"ETA {duration(self._eta(event['step'])):<6}",

@@ -174,7 +174,7 @@ def test_losses_that_are_not_finite_are_shown_as_they_are() -> None:
         sink.write({"event": "step", "step": step, "tokens": 1, "time": 0.0, **step_fields(step, loss=loss)})
     sink.close()
     shown = stream.getvalue().splitlines()
-    assert "nan" in shown[0] and "from 4.000" in shown[1] and "inf" in shown[2]
+    assert "nan" in shown[0] and "from 4 " in shown[1] and "inf" in shown[2]
 
 
 def test_on_a_terminal_the_lines_are_live_and_the_cursor_comes_back(tmp_path: Path) -> None:

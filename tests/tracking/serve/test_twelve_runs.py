@@ -9,6 +9,7 @@ from tests.support.servers.browser import tab
 from tests.support.servers.serving import served
 from tests.tracking.test_verdict import CONFIG, folder_of
 from tracking.report.command import main as report
+from tracking.run_dir import RunDir
 
 FIRST_LOOK = 600  # pixels
 RUNS = {
@@ -103,3 +104,49 @@ def test_the_overview_names_the_runs_that_went_wrong(page, client) -> None:
     assert "the step is not finite (loss nan" in said["nan_at_24"]
     sound = [name for name, (word, _, _) in RUNS.items() if word == "healthy"]
     assert all("healthy" in said[name] for name in sound)
+
+
+def cut_in_the_last_line(run_dir: RunDir) -> None:
+    run_dir.events.write_bytes(run_dir.events.read_bytes()[:-20])
+
+
+def unfinished(run_dir: RunDir) -> None:
+    lines = run_dir.events.read_text().splitlines(keepends=True)
+    run_dir.events.write_text("".join(lines[:10]))
+
+
+def with_a_huge_config(run_dir: RunDir) -> None:
+    more = "".join(f"  key_{number}: {'v' * 1000}\n" for number in range(2000))
+    run_dir.config.write_text(f"{run_dir.config.read_text()}extra:\n{more}")
+
+
+def with_losses_that_are_nan(run_dir: RunDir) -> None:
+    run_dir.events.write_text(re.sub(r'"loss":[\d.]+', '"loss":"nan"', run_dir.events.read_text()))
+
+
+def with_an_exploded_validation_loss(run_dir: RunDir) -> None:
+    text = re.sub(r'"perplexity":[\d.]+', '"perplexity":1e+37', run_dir.events.read_text())
+    run_dir.events.write_text(text)
+
+
+ODD = {
+    "cut in its last line": (cut_in_the_last_line, "killed"),
+    "unfinished": (unfinished, "killed"),
+    "without a config": (lambda run_dir: run_dir.config.unlink(), "no config.yaml was recorded"),
+    "without an environment": (lambda run_dir: run_dir.environment.unlink(), "Environment and git"),
+    "with a config that is none": (lambda run_dir: run_dir.config.write_text("a: [1, 2\n"), "cannot be read"),
+    "with a huge config": (with_a_huge_config, "of 2,0"),
+    "all nan": (with_losses_that_are_nan, "<b>diverged</b>"),
+    "exploded": (with_an_exploded_validation_loss, "perplexity &gt; 1e6"),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_the_page_of_an_odd_run_says_what_there_is(tmp_path, case) -> None:
+    damage, said = ODD[case]
+    damage(folder_of(tmp_path, "seed_0"))
+    (tmp_path / "seed_0").rename(tmp_path / 'ünïcode 日本 "&<b>')
+    with served(tmp_path) as client:
+        parts = [client.page(path, key='ünïcode 日本 "&<b>') for path in ("/run", "/run/incidents", "/run/sections")]
+        assert client.data("/run/curves", key='ünïcode 日本 "&<b>')["steps"] >= 8
+    assert said in "".join(parts) and "ünïcode 日本 &#34;&amp;&lt;b&gt;" in parts[0]
