@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from tracking.compare.groups import Group
 from tracking.compare.measures import Measure
+from tracking.numbers import change, number, percent
 from tracking.run_facts import RunFacts
 
 _EQUAL = {"loss": 0.0005, "rate": 0.02, "bytes": 0.01, "money": 0.02}
@@ -61,7 +62,7 @@ def _judge(runs: Sequence[RunFacts], row: Measure, groups: Sequence[Group]) -> t
         if not sides or row.kind not in _EQUAL or len(known) < 2 or len(set(known)) < 2:
             return "", ""
         apart = (max(known) - min(known)) / abs(sides[0].value) if sides[0].value else math.nan
-        reason = f"the runs are repeats of one another and {apart:.1%} apart"
+        reason = f"the runs are repeats of one another and {percent(apart, 2)} apart"
         return reason, f"{row.title}: no winner, {reason}"
     sides.sort(key=lambda side: side.value, reverse=row.better == "higher")
     best, second = sides[:2]
@@ -72,13 +73,15 @@ def _judge(runs: Sequence[RunFacts], row: Measure, groups: Sequence[Group]) -> t
         return "", f"{row.title}: {best.label} is best{_margin(best, second, sides, runs)}" if gap > 0 else ""
     equal = _EQUAL[row.kind] * abs(best.value)
     if gap <= equal:
-        reason = f"{best.label} and {second.label} are within {100 * _EQUAL[row.kind]:g} %"
+        reason = f"{best.label} and {second.label} are within {percent(_EQUAL[row.kind])}"
         return reason, f"{row.title}: no winner, {reason}"
     chance = math.hypot(*(0.0 if math.isnan(side.noise) else side.noise for side in (best, second)))
     if gap <= chance:
-        reason = f"within the noise of {chance:.2g} nats" if row.kind == "loss" else "within the noise of repeats"
+        reason = (
+            f"within the noise of {number(chance, 2)} nats" if row.kind == "loss" else "within the noise of repeats"
+        )
         return reason, f"{row.title}: no clear winner, {best.label} is best {reason}"
-    repeats = f"; repeats are {spread:.1%} apart (standard deviation)" if spread is not None else ""
+    repeats = f"; repeats are {percent(spread, 2)} apart (standard deviation)" if spread is not None else ""
     return "", f"{row.title}: {best.label} is best{_margin(best, second, sides, runs)}{repeats}"
 
 
@@ -121,4 +124,4 @@ def _margin(best: _Side, second: _Side, sides: Sequence[_Side], runs: Sequence[R
     other, who = (second, second.label) if base is None or base is best else (base, "the baseline")
     if not math.isfinite(other.value) or other.value == 0:
         return ""
-    return f", {best.value / other.value - 1:+.1%} relative to {who}"
+    return f", {change(best.value / other.value - 1)} relative to {who}"

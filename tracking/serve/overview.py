@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from tracking.console import duration, human
-from tracking.events import format_scale
-from tracking.report.context import percent
+from tracking.compare.differences import format_value
+from tracking.numbers import duration, human, loss, number, percent, scale
 from tracking.serve.library import Entry
 from tracking.verdict import WORDS, Verdict
 
@@ -212,10 +211,10 @@ def _line(group: Sequence[Entry], keys: Sequence[str], now: float) -> Line:
         hypothesis=first.hypothesis,
         step=f"{steps:,}" + (f" of {planned:,}" if planned else ""),
         done=min(1.0, steps / planned) if planned else 0.0,
-        loss=_spread(group, _loss, "{:.4f}"),
+        loss=_spread(group, _loss),
         points=points,
         band=band,
-        validation=_spread(group, _validation, "{:.4f}"),
+        validation=_spread(group, _validation),
         speed="" if math.isnan(speed := _mean(group, _speed)) else human(speed),
         skips=_skipped(group),
         scale=scale_text(_mean(group, _scale)),
@@ -229,19 +228,19 @@ def _line(group: Sequence[Entry], keys: Sequence[str], now: float) -> Line:
 
 
 def _value(value: Any) -> str:
-    text = f"{value:g}" if isinstance(value, float) else str(value)
+    text = format_value(value)
     return text if len(text) <= 40 else text[:39] + "\u2026"
 
 
-def _spread(group: Sequence[Entry], value: Any, how: str) -> str:
+def _spread(group: Sequence[Entry], value: Any) -> str:
     """The mean of a group and how far its seeds lie from it."""
     values = [found for entry in group if math.isfinite(found := value(entry))]
     if not values:
         return ""
     mean = sum(values) / len(values)
     if len(values) == 1:
-        return how.format(mean)
-    return f"{how.format(mean)} \u00b1 {max(max(values) - mean, mean - min(values)):.2g}"
+        return loss(mean)
+    return f"{loss(mean)} \u00b1 {number(max(max(values) - mean, mean - min(values)), 2)}"
 
 
 def _skipped(group: Sequence[Entry]) -> str:
@@ -250,9 +249,9 @@ def _skipped(group: Sequence[Entry]) -> str:
     return f"{skipped:,} ({percent(skipped / steps, 2)})" if skipped and steps else "0" if steps else ""
 
 
-def scale_text(scale: float) -> str:
+def scale_text(value: float) -> str:
     """A loss scale; empty where nothing is scaled."""
-    return "" if math.isnan(scale) or scale == 1.0 else format_scale(scale)
+    return "" if math.isnan(value) or value == 1.0 else scale(value)
 
 
 def _common(names: Sequence[str]) -> str:

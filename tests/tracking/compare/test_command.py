@@ -99,9 +99,9 @@ CAUSES = {
     "an injected fault": (20, "step 20: an injected fault (loss_spike) in model.up_proj in run only"),
     "another loss scale": (
         1,
-        "the loss scale differs from step 1 (65536.0 / 4096.0): precision.loss_scale.initial - / 4096.0",
+        "the loss scale differs from step 1 (65536 / 4096): precision.loss_scale.initial - / 4096",
     ),
-    "another schedule": (11, "the learning rate differs from step 11 (0.0003 / 1e-09): schedule.warmup_steps - / 11"),
+    "another schedule": (11, "the learning rate differs from step 11 (3e-4 / 1e-9): schedule.warmup_steps - / 11"),
     "another batch": (1, "the number of tokens differs from step 1: batch.global_size 8 / 16"),
     "another precision": (1, "different from the first step: precision.compute bf16 / fp16"),
     "another gradient": (5, "same batch and loss at step 5, but a different gradient: precision.reduce - / compute"),
@@ -163,7 +163,7 @@ def test_identical_runs_of_different_speed(tmp_path: Path) -> None:
     pair = comparison.pairs[0]
     assert pair.headline == "identical to step 40, the last that both have"
     assert pair.cause.startswith(
-        "same numbers to step 40, slower: 1 s a step, baseline 0.5 s; data wait 0.5 s, baseline 0.01 s"
+        "same numbers to step 40, slower: 1 s per step, baseline 0.5 s; data wait 0.5 s, baseline 0.01 s"
     )
     assert "most of the difference" in pair.cause and comparison.caveats == [] and comparison.within_tolerance
 

@@ -17,7 +17,7 @@ from tests.support.servers.browser import tab
 from tests.support.servers.serving import served
 
 SIZES = {"light": (1400, 900, False), "dark": (1400, 900, True), "phone": (390, 844, True)}
-RUN_DRAWN = "document.body.dataset.heat === 'drawn'"
+RUN_DRAWN = "document.body.dataset.sections === 'drawn'"
 TABLE = "document.querySelector('.runs tbody tr')"
 OVERFLOWING = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
