@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from config.redact import redact
+from tracking.numbers import exact
 from tracking.run_facts import RunFacts
 
 # Names and display, which change no number; of these, the first two always differ.
@@ -234,5 +235,5 @@ def format_value(value: Any) -> str:
     if value is None:
         return "-"
     if isinstance(value, float):
-        return repr(value)
+        return exact(value)
     return str(value)

@@ -20,10 +20,10 @@ from tracking.compare.text import (
     format_measure,
     runs_by_value,
 )
-from tracking.events import format_scale
 from tracking.heatmap.difference import differences_of
 from tracking.heatmap.grid import read_heat
 from tracking.heatmap.page import static_heat
+from tracking.numbers import scale
 from tracking.pages.render import render
 from tracking.run_facts import RunFacts
 
@@ -56,7 +56,7 @@ def page(comparison: Comparison) -> str:
         sort_key=_sort_key,
         relative_change=_change,
         format_measure=format_measure,
-        format_scale=format_scale,
+        format_scale=scale,
         format_value=format_value,
         runs_by_value=runs_by_value,
         event_line=event_line,

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tracking.console import format_seconds
-from tracking.events import format_scale
+from tracking.numbers import loss, precise_duration, scale
 from tracking.run_facts import RunFacts, median
 
 WINDOW = 0.05
@@ -62,7 +61,7 @@ def measures(runs: Sequence[RunFacts], *, price: float | None) -> list[Measure]:
     rows = [
         Measure("verdict", "verdict", "text", "", tuple(run.verdict.text for run in runs)),
         _loss("loss_at_equal_tokens", f"training loss at {tokens:,.0f} tokens", runs, tokens, "tokens"),
-        _loss("loss_at_equal_time", f"training loss after {format_seconds(seconds)}", runs, seconds, "seconds"),
+        _loss("loss_at_equal_time", f"training loss after {precise_duration(seconds)}", runs, seconds, "seconds"),
         *(_where_it_ended(runs, run) for run in early[:_MOST_EARLY]),
         *_validation(runs, reaching),
         Measure("steps", "steps attempted", "count", "", _each(runs, lambda run: len(run.columns))),
@@ -150,7 +149,7 @@ def _validation(runs: Sequence[RunFacts], reaching: Sequence[RunFacts]) -> list[
     for axis, key in ((1, "tokens"), (2, "time")):
         place = min((float(run.evaluations[axis][-1]) for run in reaching if len(run.evaluations[3])), default=math.inf)
         values = tuple(_interpolated(item[axis], item[3], place) for item in found)
-        where = f"at {place:,.0f} tokens" if key == "tokens" else f"after {format_seconds(place)}"
+        where = f"at {place:,.0f} tokens" if key == "tokens" else f"after {precise_duration(place)}"
         title = f"validation loss {where}"
         rows.append(Measure(f"validation_at_equal_{key}", title, "loss", "lower", values))
     best = tuple(float(np.nanmin(item[3])) if np.isfinite(item[3]).any() else math.nan for item in found)
@@ -175,10 +174,10 @@ def _scale(run: RunFacts) -> str:
     """First and last scale and why it changed; empty for a run that does not scale."""
     scales = run.columns.loss_scale[np.isfinite(run.columns.loss_scale)]
     if not scales.size or (np.all(scales == scales[0]) and not run.counts["scale"]):
-        return "" if not scales.size or scales[0] == 1.0 else f"{format_scale(float(scales[0]))}, never changed"
+        return "" if not scales.size or scales[0] == 1.0 else f"{scale(float(scales[0]))}, never changed"
     reasons = Counter(event["reason"] for event in run.rare_events.get("scale", ()))
     why = ", ".join(f"{count} x {reason}" for reason, count in sorted(reasons.items()))
-    first, last = (format_scale(float(scales[index])) for index in (0, -1))
+    first, last = (scale(float(scales[index])) for index in (0, -1))
     return f"{first} -> {last} ({why or 'set by the config'})"
 
 
@@ -189,7 +188,7 @@ def _median(name: str, title: str, kind: str, better: str, runs: Sequence[RunFac
 def _to_reach(runs: Sequence[RunFacts]) -> Measure:
     """Running time until the mean loss over WINDOW of the run's steps reaches the baseline's final one."""
     goal = loss_at(runs[0], _last(runs[0].columns.tokens), "tokens")[0]
-    title = f"time to the baseline's final loss, {goal:.4f}"
+    title = f"time to the baseline's final loss, {loss(goal)}"
     return Measure("seconds_to_baseline", title, "seconds", "lower", _each(runs, lambda run: _reached(run, goal)))
 
 

@@ -13,8 +13,8 @@ from config.printable import line, shown
 from tracking.compare.differences import Difference, format_value, rates_are_compared
 from tracking.compare.measures import Measure
 from tracking.compare.result import Comparison, Pair
-from tracking.console import format_seconds, human
-from tracking.events import Event, describe_event, format_scale
+from tracking.events import Event, describe_event
+from tracking.numbers import human, loss, mib, number, precise_duration, rate, scale
 from tracking.pages.markdown import Table
 from tracking.terminal import words
 
@@ -91,8 +91,8 @@ def _rows_table(pair: Pair) -> Table:
             _short(row["run"], 24),
             f"{row['loss']:.9g}",
             f"{row['grad_norm']:.9g}",
-            f"{row['lr']:.4g}",
-            format_scale(row["loss_scale"]),
+            rate(row["lr"]),
+            scale(row["loss_scale"]),
             "yes" if row["applied"] else "skipped",
             row["sample_ids_sha256"],
             style="yellow" if row["step"] in places else "",
@@ -172,18 +172,18 @@ def format_measure(kind: str, value: float | str) -> str:
         return "-"
     match kind:
         case "loss":
-            return f"{value:.4f}"
+            return loss(value)
         case "count":
             return f"{value:,.0f}"
         case "seconds":
-            return format_seconds(value)
+            return precise_duration(value)
         case "bytes":
-            return f"{value / 2**30:.2f} GiB"
+            return mib(value)
         case "rate":
             return human(value)
         case "hours":
-            return f"{value:.4g} h"
-    return f"{value:.4g}"
+            return f"{number(value)} h"
+    return number(value)
 
 
 def event_line(event: Event) -> str:
