@@ -32,7 +32,7 @@ class Pair:
 class Comparison:
     """runs: the baseline first. caveats: why the runs are not directly comparable; none when they are.
 
-    groups: which runs are repeats of one another.
+    groups: which runs are repeats of one another. means: main measures with a value per group, where there are repeats.
     """
 
     runs: Sequence[RunFacts]
@@ -40,6 +40,7 @@ class Comparison:
     differences: list[Difference]
     pairs: list[Pair]
     measures: list[Measure]
+    means: list[Measure]
     verdicts: list[str]
     groups: list[Group]
 
@@ -59,6 +60,7 @@ class Comparison:
             "differences": [_difference(item) for item in self.differences],
             "partings": [_pair(pair) for pair in self.pairs],
             "measures": [asdict(row) | {"best": row.best} for row in self.measures],
+            "means": [asdict(row) for row in self.means],
             "verdicts": self.verdicts,
             "groups": [{"label": group.label, "runs": group.runs} for group in self.groups],
         }
@@ -74,8 +76,8 @@ def compare(runs: Sequence[RunFacts], *, tolerance: Tolerance, price: float | No
         pairs.append(Pair(run, divergence, headline(divergence), why, tolerance_cause(divergence)))
     known, groups = caveats(runs, found), seed_groups(runs)
     voided = {key: caveat.head for caveat in reversed(known) for key in caveat.voids}
-    rows, verdicts = find_winners(runs, measures(runs, price=price), groups, voided)
-    return Comparison(runs, [caveat.text for caveat in known], found, pairs, rows, verdicts, groups)
+    rows, means, verdicts = find_winners(runs, measures(runs, price=price), groups, voided)
+    return Comparison(runs, [caveat.text for caveat in known], found, pairs, rows, means, verdicts, groups)
 
 
 def headline(divergence: Divergence) -> str:

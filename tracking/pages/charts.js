@@ -24,12 +24,12 @@ const few = data.runs.length <= 4;
 const some = (name) => data.runs.some((run) => run.curve[name].some((value) => value !== null && value !== 0));
 const scales = (run) => run.curve.loss_scale.some((value) => value !== null && value !== 1);
 const CHARTS = [
-  { name: "loss", title: "Training loss (nats per token)", wide: true, marks: true, cut: true },
+  { name: "loss", title: "Training loss (nats per token)", wide: true, marks: true, cut: true, noisy: true },
   data.runs.some((run) => run.validation.loss.length) && { name: "validation", title: "Validation loss (nats per token)" },
-  data.gaps.length && { name: "gap", title: "Loss against the baseline at the same step (%)" },
-  some("grad_norm") && { name: "grad_norm", title: "Gradient norm (before clipping)", log: 10, cut: true },
+  data.gaps.length && { name: "gap", title: "Loss against the baseline at the same step (%)", noisy: true },
+  some("grad_norm") && { name: "grad_norm", title: "Gradient norm (before clipping)", log: 10, cut: true, noisy: true },
   data.runs.some(scales) && { name: "loss_scale", title: "Loss scale", log: 2, step: true, marks: true },
-  some("tokens_per_second") && { name: "tokens_per_second", title: "Speed (tokens per second)", zero: true },
+  some("tokens_per_second") && { name: "tokens_per_second", title: "Speed (tokens per second)", zero: true, noisy: true },
   some("lr") && { name: "lr", title: "Learning rate", zero: true },
   some("memory_bytes") && { name: "memory_bytes", title: "Peak memory (GiB, largest rank)", divide: 2 ** 30, zero: true },
 ].filter(Boolean);
@@ -67,13 +67,12 @@ const shown = (chart, value) => (chart.name === "loss_scale" ? power(value) : sh
 
 // --- what is drawn
 
-// Mean over `share` of the points around each; towards the ends over fewer, as many on either side.
-function smoothed(values, share) {
-  const most = Math.max(1, Math.round((values.length * share) / 2));
-  return values.map((_, index) => {
-    const half = Math.min(most, index, values.length - 1 - index);
-    const near = values.slice(index - half, index + half + 1).filter((value) => value !== null);
-    return near.length ? near.reduce((a, b) => a + b, 0) / near.length : null;
+// Exponential moving average, of which `weight` is that of the value before; without a pull of the first ones towards 0.
+function smoothed(values, weight) {
+  let [sum, total] = [0, 0];
+  return values.map((value) => {
+    if (value !== null) [sum, total] = [weight * sum + (1 - weight) * value, weight * total + (1 - weight)];
+    return total ? sum / total : null;
   });
 }
 
@@ -111,7 +110,7 @@ function lines(chart) {
       const band = group.curves[chart.name];
       if (!band) return lineOf(chart, run, add);
       const x = group.curves[state.axis];
-      const soft = (values) => (state.smoothing > 0 && !chart.step ? smoothed(values, state.smoothing) : values);
+      const soft = (values) => (state.smoothing > 0 && chart.noisy ? smoothed(values, state.smoothing) : values);
       add(run, x, soft(band.high), { width: 0, top: true });
       add(run, x, soft(band.low), { width: 0, bottom: true });
       add(run, x, soft(band.mean), { width: 2.2, label: `${group.label} (mean of ${group.runs.length})` });
@@ -125,11 +124,11 @@ function lines(chart) {
 function lineOf(chart, run, add) {
   const column = columns(chart, run);
   if (!column) return;
-  const smooth = state.smoothing > 0 && !chart.step;
+  const smooth = state.smoothing > 0 && chart.noisy;
   const below = run === 0 && few && data.runs.length > 1; // a run on top of it that is the same must not hide it
   const dots = chart.name === "validation";
-  add(run, column.raw[state.axis], column.raw[column.key], { width: smooth ? 1 : below ? 3.5 : 1.5, faint: smooth, dots: dots && !smooth });
-  if (smooth) add(run, column.means[state.axis], smoothed(column.means[column.key], state.smoothing), { width: 2.2, dots });
+  add(run, column.raw[state.axis], column.raw[column.key], { width: smooth ? 1 : below ? 3.5 : 1.5, faint: smooth, dots });
+  if (smooth) add(run, column.means[state.axis], smoothed(column.means[column.key], state.smoothing), { width: 2.2 });
 }
 
 // --- axes
@@ -397,7 +396,13 @@ const choose = (id, take) => {
 };
 choose("axis", (input) => { state.axis = input.value; state.range = null; });
 choose("logx", (input) => { state.logx = input.checked; state.range = null; });
-choose("smoothing", (input) => { state.smoothing = Number(input.value); });
+let soon = null;
+document.getElementById("smoothing").addEventListener("input", ({ target }) => {
+  state.smoothing = Number(target.value);
+  document.getElementById("smoothed").textContent = state.smoothing ? target.value : "off";
+  clearTimeout(soon);
+  soon = setTimeout(draw, 40);
+});
 choose("log", (input) => { state.log = input.checked; });
 choose("cut", (input) => { state.cut = input.checked; });
 choose("events", (input) => { state.events = input.checked; });

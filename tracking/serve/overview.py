@@ -17,6 +17,7 @@ import numpy as np
 from markupsafe import Markup
 
 from config.printable import shown
+from tracking.compare.differences import SETTINGS_FIRST
 from tracking.numbers import duration, exact, human, loss, number, percent, scale
 from tracking.serve.library import Entry
 from tracking.verdict import TONES, WORDS, Verdict
@@ -45,7 +46,6 @@ COLUMNS = {
 USUAL = ("verdict", "settings", "loss", "validation", "step", "skips", "changed")
 """Columns until the reader chooses others: they fit into 1,280 pixels."""
 _DESCENDING = frozenset({"step", "speed", "skips", "scale", "warnings", "incidents", "started", "changed"})
-_SETTINGS_FIRST = ("optimizer.learning_rate", "run.seed")
 _CONFIG_FIRST = ("precision.", "optimizer.", "deepspeed.", "model.", "batch.", "data.", "run.")
 _FORMULA = re.compile(r"[=+\-@\t\r\uff0b\uff0d\uff1d\uff20]")
 _AROUND = 30  # characters shown on either side of what a search found
@@ -238,7 +238,7 @@ def differing(entries: Sequence[Entry]) -> list[str]:
             found.setdefault(key, set()).add(repr(value))
 
     def place(key: str) -> tuple[int, int, int]:
-        first = _SETTINGS_FIRST.index(key) if key in _SETTINGS_FIRST else len(_SETTINGS_FIRST)
+        first = SETTINGS_FIRST.index(key) if key in SETTINGS_FIRST else len(SETTINGS_FIRST)
         return first, -len(found[key]), next((i for i, start in enumerate(_CONFIG_FIRST) if key.startswith(start)), 99)
 
     return sorted((key for key, values in found.items() if len(values) > 1), key=place)
