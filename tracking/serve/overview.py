@@ -49,6 +49,8 @@ _DESCENDING = frozenset({"step", "speed", "skips", "scale", "warnings", "inciden
 _CONFIG_FIRST = ("precision.", "optimizer.", "deepspeed.", "model.", "batch.", "data.", "run.")
 _FORMULA = re.compile(r"[=+\-@\t\r\uff0b\uff0d\uff1d\uff20]")
 _AROUND = 30  # characters shown on either side of what a search found
+_IN_SIGHT = {"name": 10_000, "tag": 10_000, "verdict": 100, "hypothesis": 40, "note": 40}
+"""Characters of a text that the line shows in any case."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ def table(entries: Sequence[Entry], asked: Asked, *, now: float) -> Table:
         words=words,
         columns={name: titles[name] for name in ("name", *asked.columns)},
         orders={name: title for name, title in titles.items() if name != "settings"},
-        choices={name: title for name, title in titles.items() if name != "name"},
+        choices={name: titles[name] if name in COLUMNS else name[1:] for name in titles if name != "name"},
         differing=len(keys),
         scale=f"{loss(edges[0])} to {loss(edges[1])}" if edges else "",
     )
@@ -294,12 +296,12 @@ def _searched(entry: Entry) -> Iterator[tuple[str, str]]:
 
 
 def _found(entry: Entry, words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Excerpts around the words that stand neither in the name nor in a tag."""
+    """Excerpts around the words that the line itself does not show."""
     for word in words:
-        what, text = _place_of(entry, word) or ("", "")
-        if what in ("name", "tag", ""):
+        what, text = _place_of(entry, word) or ("name", "")
+        at = text.lower().find(word)
+        if at + len(word) <= _IN_SIGHT.get(what, 0):
             continue
-        at = text.lower().index(word)
         low = 0 if what == "setting" else max(0, at - _AROUND)
         high = at + len(word) + _AROUND
         before, after = "\u2026" if low else "", "\u2026" if high < len(text) else ""
@@ -386,23 +388,25 @@ def _line(
     incidents: Counter[str] = Counter()
     for entry in group:
         incidents.update({kind[9:]: n for kind, n in entry.skim.counts.items() if kind.startswith("incident ")})
-    worst = min((entry.verdict for entry in group), key=lambda verdict: WORDS.index(verdict.word))
+    worst = min(group, key=lambda entry: WORDS.index(entry.verdict.word))
+    own_cause = f"; {worst.name}: {worst.verdict.cause}" if worst.verdict.cause else ""
     seeds = sorted({str(entry.settings.get("run.seed")) for entry in group})
+    kind = "seeds" if len(seeds) == len(group) else "runs"
     own = [(key, _value(first.settings[key])) for key in keys if key in first.settings and (alone or key != "run.seed")]
     steps, planned = max(entry.status.step for entry in group), first.planned
     speed = _mean(group, _speed)
     return Line(
         keys=tuple(entry.key for entry in group),
-        name=first.name if alone else f"{_common([entry.name for entry in group])} ({len(group)} seeds)",
-        verdict=worst,
-        cause=worst.cause if alone else f"seeds {', '.join(seeds)}",
+        name=first.name if alone else f"{_common([entry.name for entry in group])} ({len(group)} {kind})",
+        verdict=worst.verdict,
+        cause=worst.verdict.cause if alone else f"seeds {', '.join(seeds)}{own_cause}",
         hypothesis=first.hypothesis,
         tags=tuple(dict.fromkeys(tag for entry in group for tag in entry.notes.tags)),
         note=first.notes.note if alone else "",
         step=f"{steps:,}" + (f" of {planned:,}" if planned else ""),
         done=min(1.0, steps / planned) if planned else 0.0,
         loss=_spread(group, _loss) or ("not finite" if first.skim.last else ""),
-        spark=_sparkline(group, worst, edges),
+        spark=_sparkline(group, worst.verdict, edges),
         validation=_spread(group, _validation),
         speed="" if math.isnan(speed) else human(speed),
         skips=_skipped(group),
@@ -419,7 +423,7 @@ def _line(
 
 
 def _value(value: Any) -> str:
-    text = exact(value) if isinstance(value, float) else str(value)
+    text = exact(float(f"{value:.5g}")) if isinstance(value, float) else str(value)
     return text if len(text) <= 40 else text[:39] + "\u2026"
 
 
