@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tracking.compare.differences import MOST_EARLY, last_tokens, split_early
+from tracking.compare.caveats import MOST_EARLY, last_tokens, split_early
 from tracking.numbers import human, loss, mib, number, precise_duration, scale
 from tracking.run_facts import RunFacts, median
 

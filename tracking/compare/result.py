@@ -9,11 +9,13 @@ from typing import Any
 
 from config.redact import redact
 from tracking.compare.cause import cause, tolerance_cause
-from tracking.compare.differences import Difference, caveats, differences
+from tracking.compare.caveats import caveats
+from tracking.compare.differences import Difference, differences
 from tracking.compare.divergence import Divergence, Tolerance, find_divergence
 from tracking.compare.groups import Group, seed_groups
 from tracking.compare.measures import Measure, measures
 from tracking.compare.winners import find_winners
+from tracking.numbers import number, percent
 from tracking.run_facts import RunFacts
 
 
@@ -97,7 +99,7 @@ def headline(divergence: Divergence) -> str:
         _COLUMN_NAMES[name] for name, step in divergence.first_differences.items() if step == divergence.step
     )
     text = f"{same}diverge at step {divergence.step} ({names}){sparse}"
-    allowed = f"{divergence.tolerance.relative:.3%}".rstrip("0%").rstrip(".") + " %"
+    allowed = percent(divergence.tolerance.relative)
     if divergence.tolerance.absolute:
         allowed += f" or {divergence.tolerance.absolute:g} nats"
     if divergence.beyond_tolerance is not None:
@@ -105,7 +107,7 @@ def headline(divergence: Divergence) -> str:
     else:
         text += f"; losses stay within {allowed}"
     if not math.isnan(divergence.largest_gap):
-        text += f", largest gap {divergence.largest_gap:.3g} nats (step {divergence.largest_gap_step})"
+        text += f", largest gap {number(divergence.largest_gap, 3)} nats (step {divergence.largest_gap_step})"
     return text
 
 

@@ -12,7 +12,8 @@ from rich.text import Text
 
 from config.errors import UserError
 from config.printable import line, shown
-from tracking.compare.differences import Difference, compared_settings, format_value, rates_are_compared, side_by_side
+from tracking.compare.caveats import compared_settings, rates_are_compared
+from tracking.compare.differences import Difference, format_value, side_by_side
 from tracking.compare.measures import Measure, format_measure
 from tracking.compare.result import Comparison, Pair
 from tracking.events import Event, describe_event

@@ -194,8 +194,8 @@ def _quoted(key: str) -> str:
 
 
 def _asked(query: Query) -> overview.Asked:
-    fields = (one(query, name) for name in ("q", "sort", "group"))
-    return overview.Asked.of(*fields, columns=query.get("col", []), time=one(query, "time"))
+    columns, time = query.get("col", []), one(query, "time")
+    return overview.Asked.of(one(query, "q"), one(query, "sort"), one(query, "group"), columns, time)
 
 
 def one(query: Query, name: str) -> str:
