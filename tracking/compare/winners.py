@@ -111,17 +111,21 @@ def _tie(row: Measure, sides: Sequence[_Side], chance: float, *, noisy: bool) ->
     best, equal = sides[0], _EQUAL[row.kind] * abs(sides[0].value)
     near = [side for side in sides[1:] if abs(best.value - side.value) <= max(equal, _chance(best, side))]
     named = [side.label for side in near[:_MOST_NAMED]]
-    labels = " and ".join(named if len(near) <= _MOST_NAMED else [*named, f"{len(near) - _MOST_NAMED} more"])
+    named += [f"{len(near) - _MOST_NAMED} more"] if len(near) > _MOST_NAMED else []
     ends = (best, *near) if len(near) <= _MOST_NAMED else (best, near[-1])
     values = (", " if len(ends) == len(near) + 1 else " to ").join(
         dict.fromkeys(format_measure(row.kind, side.value) for side in ends)
     )
     if all(side.value == best.value for side in near):
-        return "tie", f"tie: {best.label} and {labels} are equal ({values})"
+        return "tie", f"tie: {_joined([best.label, *named])} are equal ({values})"
     reason = "within noise" if noisy else f"within {percent(_EQUAL[row.kind])}"
     size = f"; noise {number(chance, 2)} nats" if noisy and row.kind == "loss" else ""
     lowest = "lowest" if row.better == "lower" else "highest"
-    return f"tie, {reason}", f"tie: {best.label} is {lowest}, {reason} of {labels} ({values}{size})"
+    return f"tie, {reason}", f"tie: {best.label} is {lowest}, {reason} of {_joined(named)} ({values}{size})"
+
+
+def _joined(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def _chance(best: _Side, other: _Side) -> float:

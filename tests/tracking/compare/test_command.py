@@ -484,7 +484,7 @@ def test_each_run_that_came_less_far_is_compared_at_its_own_last_point(tmp_path:
     assert (
         sum(caveat.endswith("before the others: its losses are compared there") for caveat in comparison.caveats) == 3
     )
-    assert any("where ten ended: tie: ten and a and b and c and d are equal" in line for line in comparison.verdicts)
+    assert any("where ten ended: tie: ten, a, b, c and d are equal" in line for line in comparison.verdicts)
     assert _compared(runs[1], runs[2]).caveats == []
 
 
