@@ -61,7 +61,7 @@ def measures(runs: Sequence[RunFacts], *, price: float | None) -> list[Measure]:
     tokens = _shared(reaching, lambda run: run.columns.tokens)
     seconds = _shared(reaching, lambda run: run.columns.seconds)
     rows = [
-        Measure("verdict", "verdict", "text", "", tuple(run.verdict.text for run in runs)),
+        Measure("verdict", "verdict", "text", "", tuple(run.verdict.word for run in runs)),
         _loss(
             "loss_at_equal_tokens",
             f"training loss at {tokens:,.0f} tokens{_whose(runs, tokens)}",
@@ -174,8 +174,9 @@ def loss_at(run: RunFacts, place: float, axis: str) -> tuple[float, float]:
         return math.nan, math.nan
     count = max(FEWEST, int(np.count_nonzero(at[until] > place * (1 - WINDOW))))
     losses = columns.loss[until[-count:]]
-    noise = 2 * float(np.std(losses, ddof=1)) / math.sqrt(losses.size) if losses.size > 2 else math.nan
-    return float(np.mean(losses)), noise
+    if losses.size < 3 or not np.isfinite(losses).all():
+        return float(np.mean(losses)), math.nan
+    return float(np.mean(losses)), 2 * float(np.std(losses, ddof=1)) / math.sqrt(losses.size)
 
 
 def _validation(runs: Sequence[RunFacts], reaching: Sequence[RunFacts]) -> list[Measure]:

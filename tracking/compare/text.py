@@ -174,7 +174,7 @@ def _differences_table(comparison: Comparison, items: Sequence[Difference]) -> T
     for item in items:
         name, group = ("" if item.group == group else item.group), item.group
         values = [_short(format_value(value), _MAX_VALUE) for value in item.values]
-        table.add(words(name, "dim"), item.key, *(values if few else [runs_by_value(item, labels)]))
+        table.add(words(name, "dim"), _short(item.key, _MAX_VALUE), *(values if few else [runs_by_value(item, labels)]))
     return table
 
 

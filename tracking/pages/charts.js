@@ -147,10 +147,11 @@ function whole() {
   return low < high ? [low, high] : low === high ? [low - (state.logx ? low / 2 : 1), high + 1] : state.logx ? [1, 10] : [0, 1];
 }
 
-// The lowest and the highest value, without the first steps of each run.
+// The lowest and the highest value, without the first steps of each run, and without runs that diverged beside others.
 function withoutStart(series) {
   let [low, high] = [Infinity, -Infinity];
-  series.forEach((one) => {
+  const sound = series.filter((one) => data.runs[one.run].verdict !== "diverged");
+  (sound.length ? sound : series).forEach((one) => {
     const [x, y] = one.data;
     const start = x[0] + CUT * (x[x.length - 1] - x[0]);
     for (let index = 0; index < x.length; index += 1) {
@@ -407,7 +408,7 @@ choose("log", (input) => { state.log = input.checked; });
 choose("cut", (input) => { state.cut = input.checked; });
 choose("events", (input) => { state.events = input.checked; });
 choose("seeds", (input) => { state.seeds = input.checked; });
-state.cut = document.getElementById("cut").checked = data.runs.some((run) => run.curve.step.length > 500);
+state.cut = document.getElementById("cut").checked = data.runs.some((run) => run.curve.step.length > 500) || (data.runs.length > 1 && data.runs.some((run) => run.verdict === "diverged"));
 document.getElementById("whole").addEventListener("click", () => zoomTo(null));
 if (window.innerWidth < 760) document.getElementById("options").open = false;
 

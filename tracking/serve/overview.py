@@ -27,6 +27,7 @@ WIDTH, HEIGHT = 140, 34
 _PLACES = 60
 _MOST_SETTINGS = 4
 _MOST_CHOICES = 60
+_UNLIKE = 10.0
 COLUMNS = {
     "name": "run",
     "verdict": "verdict",
@@ -476,7 +477,8 @@ def _finite(entry: Entry) -> np.ndarray:
 def _edges(entries: Sequence[Entry]) -> tuple[float, float] | None:
     """The losses between which all curves are drawn: of the runs that train, or of all where none does.
 
-    A first loss far above all others would flatten the curves, so the highest 3% of each do not count.
+    A first loss far above all others would flatten the curves, so the highest 3% of each do not count, nor does a run
+    that is _UNLIKE times as high as the median one, such as one with another objective.
     """
     sound = [entry for entry in entries if entry.verdict.word not in ("diverged", "not learning")]
     curves: list[np.ndarray] = []
@@ -484,8 +486,10 @@ def _edges(entries: Sequence[Entry]) -> tuple[float, float] | None:
         curves = curves or [curve[:, 1] for entry in some if len(curve := _finite(entry)) > 1]
     if not curves:
         return None
+    peaks = [float(np.quantile(curve, 0.97)) for curve in curves]
+    usual = float(np.median(peaks))
     low = min(float(curve.min()) for curve in curves)
-    return low, max(low, *(float(np.quantile(curve, 0.97)) for curve in curves))
+    return low, max(low, *(peak for peak in peaks if peak <= _UNLIKE * abs(usual) or peak <= usual))
 
 
 def _sparkline(group: Sequence[Entry], worst: Verdict, edges: tuple[float, float] | None) -> Spark | None:
