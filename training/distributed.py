@@ -328,7 +328,8 @@ def _use_one_order() -> None:
     RuntimeError that names it."""
     os.environ.update(CUBLAS_WORKSPACE_CONFIG=":4096:8", NCCL_ALGO="Ring")  # both are read when CUDA and NCCL start
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that writes to all new memory
+    debugging: Any = torch.utils.deterministic
+    debugging.fill_uninitialized_memory = False  # it would write to all new memory
     torch.backends.cudnn.benchmark = False
 
 

@@ -52,7 +52,7 @@ def tolerance_cause(divergence: Divergence) -> str:
         for name, first in sorted(divergence.first_differences.items(), key=lambda item: item[1])
         if name in _COLUMN_NAMES and step < first <= beyond
     ]
-    since = f"{beyond - step} steps after the first difference"
+    since = f"{beyond - step} step{'s' * (beyond - step > 1)} after the first difference"
     return f"{since}; between them {', '.join(turns)}" if turns else f"{since}, which grew"
 
 

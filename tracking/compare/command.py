@@ -15,7 +15,7 @@ from config.errors import UserError
 from tracking.compare.divergence import Tolerance
 from tracking.compare.result import compare
 from tracking.compare.sources import read_runs
-from tracking.compare.text import show
+from tracking.compare.text import scatter_table, show
 from tracking.jsonl import encode
 from tracking.run_dir import write_page
 from tracking.terminal import console
@@ -37,6 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     if gated and len(runs) < 2:
         raise UserError(f"--tolerance needs two runs or more, and only {runs[0].source} was given; give another one")
     comparison = compare(runs, tolerance=tolerance, price=options.price)
+    scatter = scatter_table(comparison, options.by, options.measure) if options.by else None
     if options.html is not None:
         from tracking.compare.html import page  # brings Jinja2
 
@@ -45,6 +46,9 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stdout.write(encode(comparison.as_dict()).decode())
     else:
         show(comparison, console(columns=_COLUMNS))
+        if scatter is not None:
+            print()
+            console(columns=_COLUMNS).print(scatter.grid(boxed=False))
     if options.html is not None:
         print(options.html, file=sys.stderr if options.json else sys.stdout)
     return DIVERGED if gated and not comparison.within_tolerance else 0
@@ -62,6 +66,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--absolute", type=float, metavar="NATS", help="difference of losses that is always allowed")
     parser.add_argument("--price", type=float, metavar="MONEY", help="price of one device for one hour, for costs")
+    parser.add_argument(
+        "--by", metavar="SETTING", help="also print --measure of each run, in the order of this setting"
+    )
+    parser.add_argument(
+        "--measure", default="loss_at_equal_tokens", help="for --by; --json has their keys (loss_at_equal_tokens)"
+    )
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write one interactive page, readable offline")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     return parser

@@ -1,4 +1,4 @@
-"""Differences between runs before they start (config, data, versions, hardware), and the caveats that follow.
+"""Differences between runs before they start: config, data, versions, hardware.
 
 Only what differs is listed. Values that look like secrets are blanked before anything compares or shows them.
 """
@@ -9,8 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from config.redact import redact
 from tracking.numbers import number
 from tracking.run_facts import RunFacts
@@ -18,6 +16,8 @@ from tracking.run_facts import RunFacts
 # Names and display, which change no number; of these, the first two always differ.
 _NAMES = ("run.name", "run.dir")
 CHANGE_NO_NUMBER = (*_NAMES, "run.resume", "run.hypothesis", "tracking.", "data.cache_dir", "parity.")
+SETTINGS_FIRST = ("optimizer.learning_rate", "run.seed")
+"""Settings that are shown before all others."""
 _DATA = ("data.", "batch.", "tokenizer")
 _DTYPE = "(dtype)"
 
@@ -114,115 +114,6 @@ def flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from flat(value, f"{prefix}.{key}" if prefix else str(key))
     elif prefix:
         yield prefix, tree
-
-
-@dataclass(frozen=True)
-class Caveat:
-    """A reason that runs are not directly comparable. voids: keys of the measures that it makes meaningless."""
-
-    text: str
-    voids: tuple[str, ...] = ()
-
-    @property
-    def head(self) -> str:
-        """The reason alone, such as "different tokenizer"."""
-        return self.text.partition(":")[0]
-
-
-def caveats(runs: Sequence[RunFacts], found: Sequence[Difference]) -> list[Caveat]:
-    """Reasons that these runs are not directly comparable; empty when they are."""
-    by_key = {item.key: item for item in found}
-    known = []
-    for keys, consequence, voids in _CONSEQUENCES:
-        hit = [by_key[key] for key in keys if key in by_key]
-        if hit:
-            values = "; ".join(f"{item.key} {side_by_side(item.values)}" for item in hit)
-            known.append(Caveat(f"{consequence}: {values}", voids))
-    if (rates := by_key.get(_RATE)) is not None and not rates_are_compared(found):
-        text = "different learning rate: losses compare the rates as well as what else differs"
-        known.append(Caveat(f"{text}: {side_by_side(rates.values)}"))
-    return known + [Caveat(text) for text in _event_caveats(runs)]
-
-
-_RATE = "optimizer.learning_rate"
-
-
-def rates_are_compared(found: Sequence[Difference]) -> bool:
-    """Whether the learning rate differs, and no other setting than the seed, so that it is what is compared."""
-    settings = {item.key for item in found if item.group in ("config", "data") and item.may_explain}
-    return _RATE in settings and settings <= {_RATE, "run.seed"}
-
-
-_VALIDATION = ("validation_at_equal_tokens", "validation_at_equal_time", "best_validation")
-_LOSSES = ("loss_at_equal_tokens", "loss_at_equal_time", "seconds_to_baseline", *_VALIDATION)
-_TIMES = ("loss_at_equal_time", "validation_at_equal_time", "seconds_to_baseline")
-_CONSEQUENCES: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
-    (
-        ("data.tokenizer", "(vocab_size)"),
-        "different tokenizer: a loss is in nats per token, and the tokens are different pieces of text",
-        (*_LOSSES, "tokens_per_second", "cost_per_million_tokens"),
-    ),
-    (
-        ("(fingerprint)", "data.source", "data.path", "data.name", "data.validation_fraction"),
-        "different data: training and validation losses are not of the same text",
-        _LOSSES,
-    ),
-    (("data.sequence_length",), "different sequence length: longer contexts have lower losses", _LOSSES),
-    (("batch.global_size",), "different batch: steps are not comparable, compare at equal tokens", ("skipped",)),
-    (
-        ("(parameters)", "model.name_or_path", "model.architecture"),
-        "different model: compare at equal time and cost",
-        ("loss_at_equal_tokens", "validation_at_equal_tokens", "tokens_per_second", "memory_bytes"),
-    ),
-    (
-        ("precision.compute", "(compute)", "precision.path", "precision.manifest", "precision.reduce"),
-        "different precision: losses differ by rounding from the first step",
-        (),
-    ),
-    (
-        ("run.steps", "schedule.name", "schedule.warmup_steps"),
-        "different schedule: at equal tokens the learning rates differ",
-        (),
-    ),
-    (
-        ("evaluate.batches",),
-        "different share of the validation set: validation losses are not of the same text",
-        _VALIDATION,
-    ),
-    (
-        ("processes", "accelerator.device", "cpu.model", "cpu.usable_cores"),
-        "different hardware: losses at equal time compare the machines",
-        _TIMES,
-    ),
-)
-
-
-def _event_caveats(runs: Sequence[RunFacts]) -> Iterator[str]:
-    """Caveats that only the events show (data order, tokens seen), and missing configs."""
-    first = runs[0]
-    for run in runs[1:]:
-        step = first_order_difference(first, run)
-        if step is not None:
-            yield f"different data order: {run.label} sees other sequences than {first.label} from step {step}"
-    for run in runs:
-        if run.verdict.word in ("diverged", "not learning"):
-            yield f"{run.label} went wrong: {run.verdict.text}"
-        if not run.config:
-            yield f"the config of {run.label} is unknown"
-    tokens = [int(run.columns.tokens[-1]) if len(run.columns) else 0 for run in runs]
-    if len(set(tokens)) > 1:
-        early = any(run.verdict.over and (run.end is None or run.end["status"] != "done") for run in runs)
-        without = ", where two others did all their steps without runs that ended early" if early else ""
-        seen = ", ".join(f"{run.label} {count:,}" for run, count in zip(runs, tokens, strict=True))
-        yield f"different numbers of tokens seen: {seen}; equal tokens means the smallest of these{without}"
-
-
-def first_order_difference(first: RunFacts, other: RunFacts) -> int | None:
-    """First step recorded by both runs in which they saw different sequences; None when there is none."""
-    _, left, right = np.intersect1d(first.columns.step, other.columns.step, assume_unique=True, return_indices=True)
-    a, b = first.columns.order[left], other.columns.order[right]
-    differing = np.flatnonzero((a != b) & (a >= 0) & (b >= 0))
-    return int(first.columns.step[left[differing[0]]]) if differing.size else None
 
 
 def side_by_side(values: Sequence[Any]) -> str:

@@ -9,25 +9,27 @@ import math
 from typing import Any
 
 from tracking.compare.curves import band, curve, gap, gap_means, marks, means, validation
-from tracking.compare.differences import format_value
-from tracking.compare.measures import Measure
+from tracking.compare.differences import SETTINGS_FIRST, format_value
+from tracking.compare.measures import Measure, format_measure, relative_change
 from tracking.compare.result import Comparison, Pair
 from tracking.compare.text import (
     COLUMN_TITLES,
     SIDE_BY_SIDE,
     comparable,
     event_line,
-    format_measure,
+    means_table,
     runs_by_value,
 )
+from tracking.compare.winners import MAIN_MEASURES
 from tracking.heatmap.difference import differences_of
 from tracking.heatmap.grid import read_heat
 from tracking.heatmap.page import static_heat
-from tracking.numbers import change, scale
+from tracking.numbers import change, rate, scale
 from tracking.pages.render import render
 from tracking.run_facts import RunFacts
 
 _MAX_EVENTS = 60
+_MAX_SETTINGS = 60
 
 
 def page(comparison: Comparison) -> str:
@@ -45,10 +47,12 @@ def page(comparison: Comparison) -> str:
         verdicts=comparison.verdicts,
         pairs=comparison.pairs,
         measures=comparison.measures,
+        means=means_table(comparison) if comparison.means else None,
         main=COLUMN_TITLES.keys() | {"verdict"},
         titles=COLUMN_TITLES,
         differences=comparison.differences,
         data=data(comparison),
+        scatter=scatter(comparison),
         heat=_layers(comparison),
         heat_title=f"Layers of {labels[1]} against {labels[0]}" if len(labels) > 1 else "Layers over time",
         max_events=_MAX_EVENTS,
@@ -57,6 +61,7 @@ def page(comparison: Comparison) -> str:
         relative_change=_change,
         format_measure=format_measure,
         format_scale=scale,
+        rate=rate,
         format_value=format_value,
         runs_by_value=runs_by_value,
         event_line=event_line,
@@ -86,7 +91,33 @@ def data(comparison: Comparison) -> dict[str, Any]:
             {"run": index, "step": pair.divergence.step, "beyond": pair.divergence.beyond_tolerance}
             for index, pair in enumerate(comparison.pairs, start=1)
         ],
+        "scatter": scatter(comparison),
     }
+
+
+def scatter(comparison: Comparison) -> dict[str, Any]:
+    """Settings that differ and measures, each with a value per run, for the page's script."""
+    items = [item for item in comparison.differences if item.group != "deepspeed"]
+    ranked = sorted(items, key=lambda item: (item.key not in SETTINGS_FIRST, -len(set(map(repr, item.values)))))
+    rows = [row for row in comparison.measures if row.kind != "text"]
+    return {
+        "settings": {item.key: [_plain(value) for value in item.values] for item in ranked[:_MAX_SETTINGS]},
+        "measures": [
+            {"title": row.title, "values": _numbers(row), "texts": [format_measure(row.kind, v) for v in row.values]}
+            for row in sorted(rows, key=lambda row: row.key not in MAIN_MEASURES)
+        ],
+    }
+
+
+def _plain(value: Any) -> float | str:
+    """A setting as a place on an axis: a number, or the text of anything else."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return value
+    return format_value(value)[:60]
+
+
+def _numbers(row: Measure) -> list[float | None]:
+    return [float(value) if math.isfinite(float(value)) else None for value in row.values]
 
 
 def run_data(run: RunFacts) -> dict[str, Any]:
@@ -114,9 +145,9 @@ def _sort_key(row: Measure, index: int) -> str:
 def _change(row: Measure, index: int) -> dict[str, Any] | None:
     """Relative change from the baseline's value, and whether it is for the better; None where there is none."""
     base, value = row.values[0], row.values[index]
-    if not index or not row.better or row.withheld or isinstance(value, str) or isinstance(base, str) or not base:
+    if not index or not row.better or row.withheld or isinstance(value, str) or isinstance(base, str):
         return None
-    share = value / base - 1
-    if not math.isfinite(share) or abs(share) < 0.0005:
+    share = relative_change(base, value)
+    if math.isnan(share):
         return None
     return {"text": change(share), "better": (value < base) == (row.better == "lower")}

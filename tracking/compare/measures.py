@@ -13,13 +13,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tracking.numbers import loss, precise_duration, scale
+from tracking.compare.caveats import MOST_EARLY, last_tokens, split_early
+from tracking.numbers import human, loss, mib, number, precise_duration, scale
 from tracking.run_facts import RunFacts, median
 
 WINDOW = 0.05
 """Share of the tokens, or of the time, up to a point over which a training loss is averaged."""
 
-_MOST_EARLY = 4
+_FAR = 0.9
+"""Share of the tokens of the longest run from which a point is not said to be where another one ended."""
 
 FEWEST = 10
 """A training loss is averaged over at least this many steps, where the run has them."""
@@ -59,11 +61,17 @@ def measures(runs: Sequence[RunFacts], *, price: float | None) -> list[Measure]:
     tokens = _shared(reaching, lambda run: run.columns.tokens)
     seconds = _shared(reaching, lambda run: run.columns.seconds)
     rows = [
-        Measure("verdict", "verdict", "text", "", tuple(run.verdict.text for run in runs)),
-        _loss("loss_at_equal_tokens", f"training loss at {tokens:,.0f} tokens", runs, tokens, "tokens"),
+        Measure("verdict", "verdict", "text", "", tuple(run.verdict.word for run in runs)),
+        _loss(
+            "loss_at_equal_tokens",
+            f"training loss at {tokens:,.0f} tokens{_whose(runs, tokens)}",
+            runs,
+            tokens,
+            "tokens",
+        ),
         _loss("loss_at_equal_time", f"training loss after {precise_duration(seconds)}", runs, seconds, "seconds"),
-        *(_where_it_ended(runs, run) for run in early[:_MOST_EARLY]),
         *_validation(runs, reaching),
+        *_where_they_ended(runs, early[:MOST_EARLY]),
         Measure("steps", "steps attempted", "count", "", _each(runs, lambda run: len(run.columns))),
         Measure("tokens", "tokens", "count", "", _each(runs, lambda run: _last(run.columns.tokens))),
         Measure("skipped", "skipped steps", "count", "lower", _each(runs, _skipped)),
@@ -84,27 +92,57 @@ def measures(runs: Sequence[RunFacts], *, price: float | None) -> list[Measure]:
     return [row for row in rows if any(value != "" if row.kind == "text" else _finite(value) for value in row.values)]
 
 
-def split_early(runs: Sequence[RunFacts]) -> tuple[list[RunFacts], list[RunFacts]]:
-    """The runs that say how far all are compared, and those that ended early and would cut the others short.
-
-    Without two of the former, all of the runs decide.
-    """
-    early = [run for run in runs if len(run.columns) and run.verdict.over and not _did_its_steps(run)]
-    reaching = [run for run in runs if run not in early]
-    shortest = min((float(run.columns.tokens[-1]) for run in reaching if len(run.columns)), default=0.0)
-    early = [run for run in early if run.columns.tokens[-1] < shortest]
-    return ([run for run in runs if run not in early], early) if len(reaching) > 1 else (list(runs), [])
+def _whose(runs: Sequence[RunFacts], tokens: float) -> str:
+    """Which of the runs came no further than a point that the longest has left far behind."""
+    if not tokens or max(last_tokens(run) for run in runs) * _FAR <= tokens:
+        return ""
+    there = [run for run in runs if last_tokens(run) == tokens]
+    words = "ended" if all(run.verdict.over for run in there) else "is now"
+    return f", where {' and '.join(run.label for run in there)} {words}" if there else ""
 
 
-def _did_its_steps(run: RunFacts) -> bool:
-    return run.end is not None and run.end["status"] == "done"
+def _where_they_ended(runs: Sequence[RunFacts], early: Sequence[RunFacts]) -> list[Measure]:
+    """The losses of all runs at the last point that they share with each that came less far than the others."""
+    rows = []
+    for tokens in dict.fromkeys(last_tokens(run) for run in early):
+        whose = _whose(runs, tokens)
+        label = next(run.label for run in early if last_tokens(run) == tokens)
+        title = f"training loss at {tokens:,.0f} tokens{whose}"
+        rows.append(_loss(f"loss_where_ended_{label}", title, runs, tokens, "tokens"))
+        evaluated = [run.evaluations[1] for run in early if last_tokens(run) == tokens]
+        if place := max((float(at[-1]) for at in evaluated if len(at)), default=0.0):
+            title = f"validation loss at {place:,.0f} tokens, the last of {label}"
+            values = tuple(_interpolated(run.evaluations[1], run.evaluations[3], place) for run in runs)
+            rows.append(Measure(f"validation_where_ended_{label}", title, "loss", "lower", values))
+    return rows
 
 
-def _where_it_ended(runs: Sequence[RunFacts], early: RunFacts) -> Measure:
-    """The losses of all runs at the last point that they share with one that ended early."""
-    tokens = float(early.columns.tokens[-1])
-    title = f"training loss at {tokens:,.0f} tokens, where {early.label} ended"
-    return _loss(f"loss_where_ended_{early.label}", title, runs, tokens, "tokens")
+def format_measure(kind: str, value: float | str) -> str:
+    """A measure's value with its unit; - where nothing was recorded."""
+    if isinstance(value, str):
+        return value or "-"
+    if math.isnan(value):
+        return "-"
+    match kind:
+        case "loss":
+            return loss(value)
+        case "count":
+            return f"{value:,.0f}"
+        case "seconds":
+            return precise_duration(value)
+        case "bytes":
+            return mib(value)
+        case "rate":
+            return human(value)
+        case "hours":
+            return f"{number(value)} h"
+    return number(value)
+
+
+def relative_change(base: float, value: float) -> float:
+    """Share by which a value is above the baseline's; nan where that says nothing."""
+    share = value / base - 1 if base else math.nan
+    return share if math.isfinite(share) and abs(share) >= 0.0005 else math.nan
 
 
 def _each(runs: Sequence[RunFacts], value: Callable[[RunFacts], float]) -> tuple[float, ...]:
@@ -136,8 +174,9 @@ def loss_at(run: RunFacts, place: float, axis: str) -> tuple[float, float]:
         return math.nan, math.nan
     count = max(FEWEST, int(np.count_nonzero(at[until] > place * (1 - WINDOW))))
     losses = columns.loss[until[-count:]]
-    noise = 2 * float(np.std(losses, ddof=1)) / math.sqrt(losses.size) if losses.size > 2 else math.nan
-    return float(np.mean(losses)), noise
+    if losses.size < 3 or not np.isfinite(losses).all():
+        return float(np.mean(losses)), math.nan
+    return float(np.mean(losses)), 2 * float(np.std(losses, ddof=1)) / math.sqrt(losses.size)
 
 
 def _validation(runs: Sequence[RunFacts], reaching: Sequence[RunFacts]) -> list[Measure]:

@@ -19,6 +19,7 @@ function show(runs) {
   state.hidden = new Set(everyRun.filter((run) => !runs.includes(run)));
   paint();
   draw();
+  drawPoints();
 }
 
 const visible = () => everyRun.filter((run) => !state.hidden.has(run));
@@ -66,6 +67,82 @@ if (table) {
     body.append(...rows);
   }));
 }
+// --- any setting against any measure: a point for each run, at even places where a setting is no number
+
+const plot = document.getElementById("points");
+const [across, up, logup] = ["across", "up", "logup"].map((id) => document.getElementById(id));
+
+// Places on an axis of `from` to `to` pixels for values, and its ticks; logarithmic where asked for and possible.
+function axisOf(values, from, to, log) {
+  const known = values.filter((value) => value !== null);
+  if (known.some((value) => typeof value === "string")) {
+    const names = [...new Set(known.map(String))].sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
+    const at = (value) => from + ((names.indexOf(String(value)) + 0.5) / names.length) * (to - from);
+    return { at, ticks: names.length > 12 ? [] : names.map((name) => [at(name), name]) };
+  }
+  const scaled = log && known.every((value) => value > 0) ? Math.log10 : (value) => value;
+  const [low, high] = [Math.min(...known.map(scaled)), Math.max(...known.map(scaled))];
+  const at = (value) => (low === high ? (from + to) / 2 : from + ((scaled(value) - low) / (high - low)) * (to - from));
+  const few = [...new Set(known)].sort((a, b) => a - b);
+  const inner = Array.from({ length: 5 }, (_, index) => low + ((high - low) * index) / 4).map((value) => (scaled === Math.log10 ? 10 ** value : value));
+  return { at, ticks: (few.length <= 6 ? few : inner).map((value) => [at(value), short(value)]) };
+}
+
+function drawPoints() {
+  if (!plot) return;
+  const [width, height, left, bottom] = [Math.max(300, plot.parentElement.clientWidth - 20), 300, 80, 40];
+  const shape = (kind, values, text) => {
+    const made = document.createElementNS("http://www.w3.org/2000/svg", kind);
+    Object.entries(values).forEach(([name, value]) => made.setAttribute(name, value));
+    if (text !== undefined) made.textContent = text;
+    plot.append(made);
+    return made;
+  };
+  plot.replaceChildren();
+  plot.setAttribute("width", width);
+  plot.setAttribute("height", height);
+  const [settings, measure] = [data.scatter.settings[across.value], data.scatter.measures[Number(up.value)]];
+  const shown = visible().filter((run) => measure.values[run] !== null);
+  plot.dataset.points = shown.length;
+  if (!shown.length) return void shape("text", { x: width / 2, y: height / 2, "text-anchor": "middle" }, "no run has a value of this");
+  const [x, y] = [shown.map((run) => settings[run]), shown.map((run) => measure.values[run])];
+  const wide = typeof x[0] === "number" && Math.min(...x) > 0 && Math.max(...x) / Math.min(...x) >= 8;
+  const [places, heights] = [axisOf(x, left + 16, width - 16, wide), axisOf(y, height - bottom - 12, 26, logup.checked)];
+  const labels = [];
+  let last = -Infinity;
+  places.ticks.forEach(([at, text]) => {
+    if (at - last < 60) return;
+    last = at;
+    shape("line", { x1: at, x2: at, y1: 4, y2: height - bottom });
+    shape("text", { x: at, y: height - bottom + 16, "text-anchor": "middle" }, text.length > 18 ? `${text.slice(0, 17)}\u2026` : text);
+  });
+  last = Infinity;
+  heights.ticks.forEach(([at, text]) => {
+    if (last - at < 14) return;
+    last = at;
+    shape("line", { x1: left, x2: width - 4, y1: at, y2: at });
+    shape("text", { x: left - 6, y: at + 4, "text-anchor": "end" }, text);
+  });
+  shape("text", { x: (left + width) / 2, y: height - 4, "text-anchor": "middle", class: "title" }, across.value + (wide ? " (logarithmic)" : ""));
+  shown.forEach((run, index) => {
+    const point = shape("circle", { cx: places.at(x[index]), cy: heights.at(y[index]), r: 6, fill: colour(run) });
+    const label = document.createElementNS("http://www.w3.org/2000/svg", "title");
+    label.textContent = `${data.runs[run].label}: ${across.value} ${x[index]}, ${measure.title} ${measure.texts[run]}`;
+    point.append(label);
+    point.addEventListener("mouseenter", () => focus(run));
+    point.addEventListener("mouseleave", () => focus(null));
+    if (shown.length > 12) return;
+    const place = { x: places.at(x[index]) + 9, y: heights.at(y[index]) - 6 };
+    while (labels.some((other) => Math.abs(other.x - place.x) < 90 && Math.abs(other.y - place.y) < 13)) place.y -= 13;
+    labels.push(place);
+    const end = place.x > width - 140;
+    shape("text", { x: end ? place.x - 18 : place.x, y: Math.max(12, place.y), "text-anchor": end ? "end" : "start" }, data.runs[run].label.slice(-24));
+  });
+}
+
+[across, up, logup].forEach((input) => input?.addEventListener("change", drawPoints));
+if (plot) new ResizeObserver(drawPoints).observe(plot.parentElement);
 document.querySelectorAll(".go").forEach((button) => button.addEventListener("click", () => showStep(Number(button.dataset.step))));
-document.addEventListener("theme", paint);
+document.addEventListener("theme", () => { paint(); drawPoints(); });
 paint();
+drawPoints();

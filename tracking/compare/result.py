@@ -9,7 +9,8 @@ from typing import Any
 
 from config.redact import redact
 from tracking.compare.cause import cause, tolerance_cause
-from tracking.compare.differences import Difference, caveats, differences
+from tracking.compare.caveats import caveats
+from tracking.compare.differences import Difference, differences
 from tracking.compare.divergence import Divergence, Tolerance, find_divergence
 from tracking.compare.groups import Group, seed_groups
 from tracking.compare.measures import Measure, measures
@@ -33,7 +34,7 @@ class Pair:
 class Comparison:
     """runs: the baseline first. caveats: why the runs are not directly comparable; none when they are.
 
-    groups: which runs are repeats of one another.
+    groups: which runs are repeats of one another. means: main measures with a value per group, where there are repeats.
     """
 
     runs: Sequence[RunFacts]
@@ -41,6 +42,7 @@ class Comparison:
     differences: list[Difference]
     pairs: list[Pair]
     measures: list[Measure]
+    means: list[Measure]
     verdicts: list[str]
     groups: list[Group]
 
@@ -60,6 +62,7 @@ class Comparison:
             "differences": [_difference(item) for item in self.differences],
             "partings": [_pair(pair) for pair in self.pairs],
             "measures": [asdict(row) | {"best": row.best} for row in self.measures],
+            "means": [asdict(row) for row in self.means],
             "verdicts": self.verdicts,
             "groups": [{"label": group.label, "runs": group.runs} for group in self.groups],
         }
@@ -75,8 +78,8 @@ def compare(runs: Sequence[RunFacts], *, tolerance: Tolerance, price: float | No
         pairs.append(Pair(run, divergence, headline(divergence), why, tolerance_cause(divergence)))
     known, groups = caveats(runs, found), seed_groups(runs)
     voided = {key: caveat.head for caveat in reversed(known) for key in caveat.voids}
-    rows, verdicts = find_winners(runs, measures(runs, price=price), groups, voided)
-    return Comparison(runs, [caveat.text for caveat in known], found, pairs, rows, verdicts, groups)
+    rows, means, verdicts = find_winners(runs, measures(runs, price=price), groups, voided)
+    return Comparison(runs, [caveat.text for caveat in known], found, pairs, rows, means, verdicts, groups)
 
 
 def headline(divergence: Divergence) -> str:

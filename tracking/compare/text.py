@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from config.errors import UserError
 from config.printable import line, shown
-from tracking.compare.differences import Difference, format_value, rates_are_compared
-from tracking.compare.measures import Measure
+from tracking.compare.caveats import compared_settings, rates_are_compared
+from tracking.compare.differences import Difference, format_value, side_by_side
+from tracking.compare.measures import Measure, format_measure
 from tracking.compare.result import Comparison, Pair
 from tracking.events import Event, describe_event
-from tracking.numbers import human, loss, mib, number, precise_duration, rate, scale
+from tracking.numbers import number, rate, scale
 from tracking.pages.markdown import Table
 from tracking.terminal import words
+from tracking.verdict import STYLES
 
 SIDE_BY_SIDE = 4
 """The most runs that are columns; more are rows, and each differing value is followed by the runs that have it."""
+_WIDTH = 40
 _MAX_DIFFERENCES = 40
 _MAX_EVENTS = 12
 _MAX_VALUE = 60
+_MOST_COMPARED = 3
 
 COMPARABLE = "Comparable: same data, tokenizer, batch, model, precision, schedule and hardware, as far as recorded"
 
@@ -32,21 +38,62 @@ def show(comparison: Comparison, console: Console) -> None:
     _show_runs(comparison, console)
     if comparison.pairs:
         _show_caveats(comparison, console)
+        console.print(Text("\nWhich is better", style="bold"))
+        for verdict in comparison.verdicts:
+            console.print(Padding(words(verdict), (0, 0, 0, 2)))
         console.print(Text("\nWhere they diverge", style="bold"))
         for pair in comparison.pairs:
             _show_pair(pair, console, detailed=len(comparison.runs) <= SIDE_BY_SIDE)
         console.print(Text("\nWhat differs", style="bold"))
         _show_differences(comparison, console)
-        console.print(Text("\nWhich is better", style="bold"))
-        for verdict in comparison.verdicts:
-            console.print(Padding(words(verdict), (0, 0, 0, 2)))
+        console.print(Text("\nMeasures", style="bold"))
     console.print(_measures_table(comparison).grid(boxed=False))
+    if comparison.means:
+        console.print(means_table(comparison).grid(boxed=False))
+
+
+def scatter_table(comparison: Comparison, setting: str, measure: str) -> Table:
+    """A measure of each run against a setting, whose values are in order: the higher, the further to the right.
+
+    setting: the end of its dotted key. Raises UserError for one that does not differ, and for an unknown measure.
+    """
+    items = [item for item in comparison.differences if f".{item.key}".endswith(f".{setting}")]
+    rows = {row.key: row for row in comparison.measures if row.kind != "text"}
+    if not items:
+        known = ", ".join(item.key for item in comparison.differences if item.group != "deepspeed") or "none does"
+        raise UserError(f"--by {setting}: does not differ between these runs; what differs: {known}")
+    if measure not in rows:
+        raise UserError(f"--measure {measure}: these runs have no such measure; there are {', '.join(rows)}")
+    item, row = items[0], rows[measure]
+    known_values = [float(value) for value in row.values if math.isfinite(float(value))]
+    low, high = min(known_values, default=0.0), max(known_values, default=0.0)
+    table = Table((item.key, row.title, f"{format_measure(row.kind, low)} to {format_measure(row.kind, high)}", "run"))
+    for index in sorted(range(len(comparison.runs)), key=lambda index: sort_key(item.values[index])):
+        value = float(row.values[index])
+        share = (value - low) / (high - low) if high > low else 0.5
+        place = round(share * (_WIDTH - 1)) if math.isfinite(value) else None
+        dots = "".join("o" if at == place else "." for at in range(_WIDTH))
+        label = _short(comparison.runs[index].label, 40)
+        table.add(_short(format_value(item.values[index]), 30), _cell(row, index), words(dots), label)
+    return table
+
+
+def sort_key(value: Any) -> tuple[int, float, str]:
+    """Order of a setting's values: numbers by size, then texts; what was not recorded is last."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return 0, value, ""
+    return (2, 0.0, "") if value is None else (1, 0.0, str(value))
 
 
 def comparable(comparison: Comparison) -> str:
-    """Sentence about runs without a caveat."""
-    rates = rates_are_compared(comparison.differences)
-    return f"{COMPARABLE}{'; the learning rate is what is compared' if rates else ''}"
+    """Sentence about runs without a caveat, with what is compared."""
+    items = [
+        f"{item.key} {_short(side_by_side(item.values), _MAX_VALUE)}"
+        for item in compared_settings(comparison.differences)
+    ]
+    more = f" and {len(items) - _MOST_COMPARED} more settings" if len(items) > _MOST_COMPARED else ""
+    what = "the learning rate is what is compared" if rates_are_compared(comparison.differences) else "what is compared"
+    return f"{COMPARABLE}{f'; {what}: ' if items else ''}{', '.join(items[:_MOST_COMPARED])}{more}"
 
 
 def _show_caveats(comparison: Comparison, console: Console) -> None:
@@ -61,7 +108,11 @@ def _show_caveats(comparison: Comparison, console: Console) -> None:
 def _show_runs(comparison: Comparison, console: Console) -> None:
     for index, run in enumerate(comparison.runs):
         text = words(run.label, "bold")
-        text.append(shown(f"  {'baseline, ' if index == 0 else ''}{run.verdict.text}, {run.source}"), style="dim")
+        text.append(f"  {'baseline, ' if index == 0 else ''}", style="dim")
+        text.append(shown(run.verdict.text), style=STYLES[run.verdict.tone])
+        if run.verdict.warnings:
+            text.append(f", {run.verdict.warnings:,} warning{'s' * (run.verdict.warnings > 1)}", style="yellow")
+        text.append(shown(f", {run.source}"), style="dim")
         console.print(text, soft_wrap=True)
 
 
@@ -106,8 +157,11 @@ def _show_differences(comparison: Comparison, console: Console) -> None:
     if not items:
         console.print("  nothing recorded")
     else:
-        table = _differences_table(comparison, items[:_MAX_DIFFERENCES])
-        console.print(Padding(table.grid(boxed=False), (0, 0, 0, 2)))
+        table = _differences_table(comparison, items[:_MAX_DIFFERENCES]).grid(boxed=False)
+        table.columns[1].no_wrap = True
+        if len(comparison.runs) > SIDE_BY_SIDE:
+            table.columns[2].no_wrap, table.columns[2].justify = False, "left"  # a value may begin with a digit
+        console.print(Padding(table, (0, 0, 0, 2)))
     if len(items) > _MAX_DIFFERENCES:
         console.print(f"  and {len(items) - _MAX_DIFFERENCES} more; --json has them all", style="dim")
     if hidden:
@@ -120,7 +174,7 @@ def _differences_table(comparison: Comparison, items: Sequence[Difference]) -> T
     for item in items:
         name, group = ("" if item.group == group else item.group), item.group
         values = [_short(format_value(value), _MAX_VALUE) for value in item.values]
-        table.add(words(name, "dim"), item.key, *(values if few else [runs_by_value(item, labels)]))
+        table.add(words(name, "dim"), _short(item.key, _MAX_VALUE), *(values if few else [runs_by_value(item, labels)]))
     return table
 
 
@@ -143,6 +197,16 @@ def _measures_table(comparison: Comparison) -> Table:
     return Table(("run", *(COLUMN_TITLES[row.key] for row in rows)), cells)
 
 
+def means_table(comparison: Comparison) -> Table:
+    """The means that winners are found among: a row for each group of repeats."""
+    head = [COLUMN_TITLES.get(row.key, row.title) for row in comparison.means]
+    table = Table(("mean of repeats", *head))
+    for at, group in enumerate(comparison.groups):
+        name = f"{group.label} (mean of {len(group.runs)})" if len(group.runs) > 1 else group.label
+        table.add(words(name), *(_cell(row, at) for row in comparison.means))
+    return table
+
+
 COLUMN_TITLES = {
     "loss_at_equal_tokens": "loss, tokens",
     "loss_at_equal_time": "loss, time",
@@ -162,28 +226,6 @@ def _cell(row: Measure, index: int) -> Text:
         text.append(" *")
         text.stylize("bold green")
     return text
-
-
-def format_measure(kind: str, value: float | str) -> str:
-    """A measure's value with its unit; - where nothing was recorded."""
-    if isinstance(value, str):
-        return value or "-"
-    if math.isnan(value):
-        return "-"
-    match kind:
-        case "loss":
-            return loss(value)
-        case "count":
-            return f"{value:,.0f}"
-        case "seconds":
-            return precise_duration(value)
-        case "bytes":
-            return mib(value)
-        case "rate":
-            return human(value)
-        case "hours":
-            return f"{number(value)} h"
-    return number(value)
 
 
 def event_line(event: Event) -> str:

@@ -7,19 +7,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tracking.compare.groups import Group
-from tracking.compare.measures import Measure
+from tracking.compare.measures import Measure, format_measure, relative_change
 from tracking.numbers import change, number, percent
 from tracking.run_facts import RunFacts
 
 _EQUAL = {"loss": 0.0005, "rate": 0.02, "bytes": 0.01, "money": 0.02}
 """Relative distance below which two values count as the same; chosen, not measured."""
 
-_MAIN_MEASURES = frozenset(
+_MOST_NAMED = 4
+"""Sides that a tie names besides the best."""
+
+MAIN_MEASURES = frozenset(
     {
         *("loss_at_equal_tokens", "loss_at_equal_time", "validation_at_equal_tokens", "validation_at_equal_time"),
         *("tokens_per_second", "memory_bytes", "skipped", "cost"),
     }
 )
+
+_AS = {"loss": "loss_at_equal_tokens", "validation": "validation_at_equal_tokens"}
+"""The measure that is voided together with one where a run ended."""
 
 
 @dataclass(frozen=True)
@@ -35,22 +41,41 @@ class _Side:
 
 def find_winners(
     runs: Sequence[RunFacts], rows: Sequence[Measure], groups: Sequence[Group], voided: Mapping[str, str]
-) -> tuple[list[Measure], list[str]]:
-    """The measures, with those withheld that have no winner, and a sentence for each main one.
+) -> tuple[list[Measure], list[Measure], list[str]]:
+    """The measures, with those withheld that have no winner; the means of repeats; and a sentence for each main one.
 
-    voided: measure to the caveat that voids it. Losses closer than their noise, and values closer than _EQUAL, have no
-    winner. The noise of a loss is the larger of that of its own steps, and where there are repeats, of these.
+    voided: measure to the caveat that voids it. Losses closer than their noise, and values within _EQUAL, are ties.
+    The noise of a loss is the larger of that of its own steps, and where there are repeats, of these. The means have a
+    value per group, and are empty without repeats.
     """
-    judged, lines = [], []
+    judged, means, lines = [], [], []
+    repeats = any(len(group.runs) > 1 for group in groups)
     for row in rows:
-        reason = voided.get(row.key, "") if row.better else ""
+        reason = voided.get(_AS.get(row.key.partition("_where_ended_")[0], row.key), "") if row.better else ""
         line = f"{row.title}: no winner, {reason}" if reason else ""
         if row.better and not reason:
             reason, line = _judge(runs, row, groups)
+        if repeats and row.kind in _EQUAL:
+            if row.key in MAIN_MEASURES:
+                means.append(replace(row, values=_means(row, groups), noise=(), withheld=reason))
+            reason = reason or "the means of repeats are compared"
         judged.append(replace(row, withheld=reason))
-        if line and row.key in _MAIN_MEASURES:
-            lines.append(line)
-    return judged, lines
+        if line and (row.key in MAIN_MEASURES or "_where_ended_" in row.key):
+            lines.append(line + _at_its_end(runs, row, line))
+    return judged, means, lines
+
+
+def _means(row: Measure, groups: Sequence[Group]) -> tuple[float, ...]:
+    known = [[float(row.values[at]) for at in group.runs if math.isfinite(float(row.values[at]))] for group in groups]
+    return tuple(sum(values) / len(values) if values else math.nan for values in known)
+
+
+def _at_its_end(runs: Sequence[RunFacts], row: Measure, line: str) -> str:
+    """The loss of the run that a row is about, where the sentence leaves it out."""
+    for run, value in zip(runs, row.values, strict=True):
+        if row.key.endswith(f"_where_ended_{run.label}") and f"{run.label} " not in line.replace(row.title, ""):
+            return f"; {run.label} {format_measure(row.kind, value)}"
+    return ""
 
 
 def _judge(runs: Sequence[RunFacts], row: Measure, groups: Sequence[Group]) -> tuple[str, str]:
@@ -70,19 +95,41 @@ def _judge(runs: Sequence[RunFacts], row: Measure, groups: Sequence[Group]) -> t
     if row.kind not in _EQUAL and len(groups) == 1:
         return "the runs are repeats of one another", ""
     if row.kind not in _EQUAL:
-        return "", f"{row.title}: {best.label} is best{_margin(best, second, sides, runs)}" if gap > 0 else ""
-    equal = _EQUAL[row.kind] * abs(best.value)
-    if gap <= equal:
-        reason = f"{best.label} and {second.label} are within {percent(_EQUAL[row.kind])}"
-        return reason, f"{row.title}: no winner, {reason}"
-    chance = math.hypot(*(0.0 if math.isnan(side.noise) else side.noise for side in (best, second)))
-    if gap <= chance:
-        reason = (
-            f"within the noise of {number(chance, 2)} nats" if row.kind == "loss" else "within the noise of repeats"
-        )
-        return reason, f"{row.title}: no clear winner, {best.label} is best {reason}"
+        return "", f"{row.title}: {best.label} is best{_margin(best, second, sides, row.kind)}" if gap > 0 else ""
+    equal, chance = _EQUAL[row.kind] * abs(best.value), _chance(best, second)
+    if gap <= max(equal, chance):
+        reason, tie = _tie(row, sides, chance, noisy=gap <= chance and gap > 0)
+        return reason, f"{row.title}: {tie}"
     repeats = f"; repeats are {percent(spread, 2)} apart (standard deviation)" if spread is not None else ""
-    return "", f"{row.title}: {best.label} is best{_margin(best, second, sides, runs)}{repeats}"
+    if row.kind == "loss" and all(math.isnan(side.noise) for side in sides):
+        repeats = "; one run each, so its noise is unknown"
+    return "", f"{row.title}: {best.label} is best{_margin(best, second, sides, row.kind)}{repeats}"
+
+
+def _tie(row: Measure, sides: Sequence[_Side], chance: float, *, noisy: bool) -> tuple[str, str]:
+    """(reason that no winner is named, sentence). sides: the best first. chance: how far two may be apart by chance."""
+    best, equal = sides[0], _EQUAL[row.kind] * abs(sides[0].value)
+    near = [side for side in sides[1:] if abs(best.value - side.value) <= max(equal, _chance(best, side))]
+    named = [side.label for side in near[:_MOST_NAMED]]
+    named += [f"{len(near) - _MOST_NAMED} more"] if len(near) > _MOST_NAMED else []
+    ends = (best, *near) if len(near) <= _MOST_NAMED else (best, near[-1])
+    values = (", " if len(ends) == len(near) + 1 else " to ").join(
+        dict.fromkeys(format_measure(row.kind, side.value) for side in ends)
+    )
+    if all(side.value == best.value for side in near):
+        return "tie", f"tie: {_joined([best.label, *named])} are equal ({values})"
+    reason = "within noise" if noisy else f"within {percent(_EQUAL[row.kind])}"
+    size = f"; noise {number(chance, 2)} nats" if noisy and row.kind == "loss" else ""
+    lowest = "lowest" if row.better == "lower" else "highest"
+    return f"tie, {reason}", f"tie: {best.label} is {lowest}, {reason} of {_joined(named)} ({values}{size})"
+
+
+def _joined(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def _chance(best: _Side, other: _Side) -> float:
+    return math.hypot(*(0.0 if math.isnan(side.noise) else side.noise for side in (best, other)))
 
 
 def _sides(runs: Sequence[RunFacts], row: Measure, groups: Sequence[Group]) -> tuple[list[_Side], float | None]:
@@ -119,9 +166,17 @@ def _larger(a: float, b: float) -> float:
     return b if math.isnan(a) else max(a, b)
 
 
-def _margin(best: _Side, second: _Side, sides: Sequence[_Side], runs: Sequence[RunFacts]) -> str:
+def _margin(best: _Side, second: _Side, sides: Sequence[_Side], kind: str) -> str:
+    """The values behind a sentence, as the table has them: the best, and the baseline or the second best."""
     base = next((side for side in sides if 0 in side.runs), None)
-    other, who = (second, second.label) if base is None or base is best else (base, "the baseline")
-    if not math.isfinite(other.value) or other.value == 0:
-        return ""
-    return f", {change(best.value / other.value - 1)} relative to {who}"
+    if base is None or base is best:
+        share = "" if base is None else _percent(base, second)
+        return f": {format_measure(kind, best.value)}; {second.label} {format_measure(kind, second.value)}{share}"
+    return (
+        f": {format_measure(kind, best.value)}{_percent(base, best)}; the baseline {format_measure(kind, base.value)}"
+    )
+
+
+def _percent(base: _Side, side: _Side) -> str:
+    share = relative_change(base.value, side.value)
+    return "" if math.isnan(share) else f" ({change(share)})"

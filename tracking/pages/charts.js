@@ -4,7 +4,7 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const state = {
   axis: "step", logx: false, smoothing: 0, log: false, events: true, cut: false, seeds: false, range: null, hidden: new Set(), focus: null,
 };
-const CUT = 0.05; // share of a run at its start that the height of a chart ignores when `cut` is set
+const CUT = 0.05; // share of a run at its start that the height of some charts ignores when `cut` is set, beside runs that diverged
 
 // Eight hues that stay apart for colour-blind eyes (after Okabe and Ito), in a shade for each theme; then other dashes.
 const HUES = {
@@ -24,12 +24,12 @@ const few = data.runs.length <= 4;
 const some = (name) => data.runs.some((run) => run.curve[name]?.some((value) => value !== null && value !== 0));
 const scales = (run) => run.curve.loss_scale.some((value) => value !== null && value !== 1);
 const CHARTS = [
-  { name: "loss", title: "Training loss (nats per token)", wide: true, marks: true, cut: true },
-  data.runs.some((run) => run.validation.loss.length) && { name: "validation", title: "Validation loss (nats per token)" },
-  data.gaps.length && { name: "gap", title: "Loss against the baseline at the same step (%)" },
-  some("grad_norm") && { name: "grad_norm", title: "Gradient norm (before clipping)", log: 10, cut: true },
+  { name: "loss", title: "Training loss (nats per token)", wide: true, marks: true, cut: CUT, noisy: true },
+  data.runs.some((run) => run.validation.loss.length) && { name: "validation", title: "Validation loss (nats per token)", cut: 0 },
+  data.gaps.length && { name: "gap", title: "Loss against the baseline at the same step (%)", cut: 0, noisy: true },
+  some("grad_norm") && { name: "grad_norm", title: "Gradient norm (before clipping)", log: 10, cut: CUT, noisy: true },
   data.runs.some(scales) && { name: "loss_scale", title: "Loss scale", log: 2, step: true, marks: true },
-  some("tokens_per_second") && { name: "tokens_per_second", title: "Speed (tokens per second)", zero: true },
+  some("tokens_per_second") && { name: "tokens_per_second", title: "Speed (tokens per second)", zero: true, noisy: true },
   some("lr") && { name: "lr", title: "Learning rate", zero: true },
   some("memory_bytes") && { name: "memory_bytes", title: "Peak memory (MiB, largest rank)", divide: 2 ** 20, zero: true, machine: true },
   some("utilisation") && { name: "utilisation", title: "Device utilisation (% of peak FLOP/s)", zero: true, machine: true },
@@ -48,13 +48,12 @@ const shown = (chart, value) => (chart.name === "loss_scale" ? scale(value) : ch
 
 // --- what is drawn
 
-// Mean over `share` of the points around each; towards the ends over fewer, as many on either side.
-function smoothed(values, share) {
-  const most = Math.max(1, Math.round((values.length * share) / 2));
-  return values.map((_, index) => {
-    const half = Math.min(most, index, values.length - 1 - index);
-    const near = values.slice(index - half, index + half + 1).filter((value) => value !== null);
-    return near.length ? near.reduce((a, b) => a + b, 0) / near.length : null;
+// Exponential moving average, of which `weight` is that of the value before; without a pull of the first ones towards 0.
+function smoothed(values, weight) {
+  let [sum, total] = [0, 0];
+  return values.map((value) => {
+    if (value !== null) [sum, total] = [weight * sum + (1 - weight) * value, weight * total + (1 - weight)];
+    return total ? sum / total : null;
   });
 }
 
@@ -92,7 +91,7 @@ function lines(chart) {
       const band = group.curves[chart.name];
       if (!band) return lineOf(chart, run, add);
       const x = group.curves[state.axis];
-      const soft = (values) => (state.smoothing > 0 && !chart.step ? smoothed(values, state.smoothing) : values);
+      const soft = (values) => (state.smoothing > 0 && chart.noisy ? smoothed(values, state.smoothing) : values);
       add(run, x, soft(band.high), { width: 0, top: true });
       add(run, x, soft(band.low), { width: 0, bottom: true });
       add(run, x, soft(band.mean), { width: 2.2, label: `${group.label} (mean of ${group.runs.length})` });
@@ -106,11 +105,11 @@ function lines(chart) {
 function lineOf(chart, run, add) {
   const column = columns(chart, run);
   if (!column) return;
-  const smooth = state.smoothing > 0 && !chart.step;
+  const smooth = state.smoothing > 0 && chart.noisy;
   const below = run === 0 && few && data.runs.length > 1; // a run on top of it that is the same must not hide it
   const dots = chart.name === "validation" || column.raw[column.key].length === 1; // a line needs two points
-  add(run, column.raw[state.axis], column.raw[column.key], { width: smooth ? 1 : below ? 3.5 : 1.5, faint: smooth, dots: dots && !smooth });
-  if (smooth) add(run, column.means[state.axis], smoothed(column.means[column.key], state.smoothing), { width: 2.2, dots });
+  add(run, column.raw[state.axis], column.raw[column.key], { width: smooth ? 1 : below ? 3.5 : 1.5, faint: smooth, dots });
+  if (smooth) add(run, column.means[state.axis], smoothed(column.means[column.key], state.smoothing), { width: 2.2 });
 }
 
 // --- axes
@@ -131,12 +130,13 @@ function whole() {
   return low < high ? [low, high] : low === high ? [low - (state.logx ? low / 2 : 1), high + 1] : state.logx ? [1, 10] : [0, 1];
 }
 
-// The lowest and the highest value, without the first steps of each run.
-function withoutStart(series) {
+// The lowest and the highest value, without a share of each run at its start, and without runs that diverged beside others.
+function usual(series, share) {
   let [low, high] = [Infinity, -Infinity];
-  series.forEach((one) => {
+  const sound = series.filter((one) => data.runs[one.run].verdict !== "diverged");
+  (sound.length ? sound : series).forEach((one) => {
     const [x, y] = one.data;
-    const start = x[0] + CUT * (x[x.length - 1] - x[0]);
+    const start = x[0] + share * (x[x.length - 1] - x[0]);
     for (let index = 0; index < x.length; index += 1) {
       if (y[index] === null || x[index] < start) continue;
       low = Math.min(low, y[index]);
@@ -148,7 +148,7 @@ function withoutStart(series) {
 
 // The y range of a chart. low, high: of what is in the present stretch of the x axis; null where nothing is.
 function heights(chart, low, high) {
-  if (state.cut && chart.cut && !state.range) [low, high] = withoutStart(chart.series);
+  if (state.cut && chart.cut !== undefined && !state.range) [low, high] = usual(chart.series, chart.cut);
   if (low === null || low === undefined) return isLog(chart) ? [0.5, 2] : [0, 1];
   if (isLog(chart)) return low === high ? [low / 2, high * 2] : [low * (low / high) ** 0.06, high * (high / low) ** 0.06];
   if (chart.zero) low = Math.min(0, low);
@@ -382,12 +382,18 @@ const choose = (id, take) => {
 };
 choose("axis", (input) => { state.axis = input.value; state.range = null; });
 choose("logx", (input) => { state.logx = input.checked; state.range = null; });
-choose("smoothing", (input) => { state.smoothing = Number(input.value); });
+let soon = null;
+document.getElementById("smoothing").addEventListener("input", ({ target }) => {
+  state.smoothing = Number(target.value);
+  document.getElementById("smoothed").textContent = state.smoothing ? target.value : "off";
+  clearTimeout(soon);
+  soon = setTimeout(draw, 40);
+});
 choose("log", (input) => { state.log = input.checked; });
 choose("cut", (input) => { state.cut = input.checked; });
 choose("events", (input) => { state.events = input.checked; });
 choose("seeds", (input) => { state.seeds = input.checked; });
-state.cut = document.getElementById("cut").checked = data.runs.some((run) => run.curve.step.length > 500);
+state.cut = document.getElementById("cut").checked = data.runs.some((run) => run.curve.step.length > 500) || (data.runs.length > 1 && data.runs.some((run) => run.verdict === "diverged"));
 document.getElementById("whole").addEventListener("click", () => zoomTo(null));
 if (window.innerWidth < 760) document.getElementById("options").open = false;
 

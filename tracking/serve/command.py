@@ -2,7 +2,8 @@
 
 An overview with the verdict, loss, skips, loss scale, incidents and config differences of every run; a page for
 each run with curves, heat maps of its layers, incidents and report; and any selection as a comparison. It reads the run
-folders and writes nothing, needs no network, and answers this machine alone unless --host says otherwise.
+folders and writes nothing but your notes and tags (notes.json), needs no network, and answers this machine alone unless
+--host says otherwise.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     library = Library(options.runs)
     try:
-        server = PageServer(options.host, options.port, library)
+        server = PageServer(options.host, options.port, library, editable=options.edit)
     except (OSError, OverflowError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"--port {options.port}: cannot listen on {options.host} ({reason}); choose another") from error
     print(shown(f"{library.root}: http://{_in_url(options.host)}:{server.port}/  (Ctrl-C ends it)"), flush=True)
     if not _is_loopback(options.host):
-        print("anyone who reaches this machine's port can read these runs: there is no password", flush=True)
+        may = "read these runs and edit their notes" if server.pages.token else "read these runs"
+        print(f"anyone who reaches this machine's port can {may}: there is no password", flush=True)
     library.start()
     try:
         server.serve_forever()
@@ -59,4 +61,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("runs", nargs="?", type=Path, default=Path("runs"), help="folder of run folders (runs)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine alone)")
     parser.add_argument("--port", type=int, default=PORT, help=f"port to listen on ({PORT}; 0 takes a free one)")
+    parser.add_argument(
+        "--edit",
+        action=argparse.BooleanOptionalAction,
+        help="let notes and tags be edited on the page, in notes.json of the run folders (default: on 127.0.0.1 alone)",
+    )
     return parser

@@ -13,16 +13,18 @@ import os
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from config.errors import UserError
+from config.errors import UserError, one_line
 from config.redact import redact
 from tracking.compare.differences import CHANGE_NO_NUMBER, flat
 from tracking.run_dir import RunDir
 from tracking.run_lock import LOCK
 from tracking.serve.live import LiveRun
+from tracking.serve.notes import NOTES, Notes, read_notes, write_notes
 from tracking.serve.skim import Skim, Skimmer
 from tracking.status import Status, run_status
 from tracking.summary import read_inputs
@@ -56,6 +58,7 @@ class Entry:
     """Key shared by runs that differ only in their seed; empty without a config."""
     changed: float
     """[seconds since the epoch] Time of the last change of its events."""
+    notes: Notes = Notes()
 
     @property
     def name(self) -> str:
@@ -73,11 +76,13 @@ class _Run:
         self._config_seen: tuple[int, int] | None = None
         self._config: dict[str, Any] = {}
         self._resume = ""
+        self._notes_seen: tuple[int, int] | None = None
         self._checked = 0.0
 
     def update(self, now: float) -> bool:
         """Look at the run; whether anything about it changed."""
-        changed = self.skimmer.update()
+        noted = self._noted()
+        changed = self.skimmer.update() or noted != self._notes_seen
         due = now - self._checked >= _CHECK_S
         if not changed and not due and self.entry is not None:
             return False
@@ -87,6 +92,10 @@ class _Run:
         before = self.entry
         if before is not None and not changed and before.status == status:
             return False
+        notes = Notes()
+        with suppress(UserError):  # whoever opens them is told
+            notes = read_notes(self.folder) if noted else notes
+        self._notes_seen = noted
         settings = {key: value for key, value in flat(config) if not key.startswith(CHANGE_NO_NUMBER)}
         run = config.get("run") or {}
         steps = run.get("steps")
@@ -101,8 +110,18 @@ class _Run:
             planned=steps if isinstance(steps, int) else None,
             group=_digest(settings),
             changed=(self.folder / "events.jsonl").stat().st_mtime,
+            notes=notes,
         )
         return True
+
+    def _noted(self) -> tuple[int, int] | None:
+        """What changes with the run's notes; None where there are none."""
+        path = self.folder / NOTES
+        try:
+            now = path.stat()
+        except OSError:
+            return None
+        return (now.st_mtime_ns, now.st_size) if is_inside(path, self._root) else None
 
     def _read_config(self) -> tuple[dict[str, Any], str]:
         """The config and the command that resumes the run, as far as they are known."""
@@ -147,8 +166,8 @@ class Library:
         """Grows whenever an entry changed."""
         self.left_out = 0
         """Runs beyond MOST_RUNS."""
-        self.unread: set[str] = set()
-        """Keys that were found and not yet read, or cannot be read."""
+        self.unread: dict[str, str] = {}
+        """Keys that were found and not read: yet, or why they cannot be."""
         self._runs: dict[str, _Run] = {}
         self._open: dict[str, LiveRun] = {}
         self._lock = threading.Lock()
@@ -183,6 +202,16 @@ class Library:
                 del self._open[next(iter(self._open))]
         return live
 
+    def note(self, key: str, notes: Notes) -> None:
+        """Replace a run's notes. Raises KeyError for a key that is none, OSError or UserError where that cannot be."""
+        with self._lock:
+            run = self._runs[key]
+            if run.entry is None:
+                raise KeyError(key)
+            require_inside(run.folder, self.root)
+            write_notes(run.folder, notes)
+            run.entry = replace(run.entry, notes=notes)
+
     def look(self) -> None:
         """Look for runs and at each of them, once."""
         if time.monotonic() - self._looked >= _LOOK_S:
@@ -193,10 +222,10 @@ class Library:
         for run in sorted(runs, key=lambda run: run.entry is not None):
             try:
                 changed = run.update(time.monotonic())
-            except (OSError, UserError):
-                self.unread.add(run.key)
+            except Exception as problem:  # one damaged run must not end the look at the others
+                self.unread[run.key] = one_line(problem, 200)
                 continue
-            self.unread.discard(run.key)
+            self.unread.pop(run.key, None)
             self.version += changed
 
     def _look_after(self) -> None:
@@ -211,11 +240,12 @@ class Library:
         with self._lock:
             for key in self._runs.keys() - kept.keys():
                 del self._runs[key]
+                self.unread.pop(key, None)
                 self.version += 1
             for key, folder in kept.items():
                 if key not in self._runs:
                     self._runs[key] = _Run(key, folder, self.root)
-                    self.unread.add(key)
+                    self.unread[key] = ""
 
     def _folders(self) -> Iterable[tuple[str, Path]]:
         for folder, below, files in os.walk(self.root, followlinks=False):
@@ -232,7 +262,7 @@ def require_inside(folder: Path, root: Path) -> None:
     run_dir = RunDir(folder)
     for path in (
         *(run_dir.events, run_dir.config, run_dir.deepspeed_config, run_dir.environment),
-        *(run_dir.plots / "run.png", run_dir.sample, folder / LOCK),
+        *(run_dir.plots / "run.png", run_dir.sample, folder / LOCK, folder / NOTES),
     ):
         if not is_inside(path, root):
             raise UserError(f"{path.name} of this run is a link that leads out of the runs' folder; it is not read")

@@ -2,58 +2,102 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 import os
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
+from markupsafe import Markup
 
-from tracking.compare.differences import format_value
+from config.printable import shown
+from tracking.compare.differences import SETTINGS_FIRST, format_value
 from tracking.numbers import duration, human, loss, number, percent, scale
 from tracking.serve.library import Entry
-from tracking.verdict import WORDS, Verdict
+from tracking.verdict import TONES, WORDS, Verdict
 
-WIDTH, HEIGHT = 140, 30
+WIDTH, HEIGHT = 140, 34
 """[pixels] Size of a sparkline."""
 _PLACES = 60
 _MOST_SETTINGS = 4
+_MOST_CHOICES = 60
+_UNLIKE = 10.0
 COLUMNS = {
     "name": "run",
     "verdict": "verdict",
-    "step": "step",
+    "settings": "what differs",
     "loss": "loss",
     "validation": "validation",
-    "speed": "tokens/s",
+    "step": "step",
     "skips": "skipped",
+    "speed": "tokens/s",
     "scale": "loss scale",
     "warnings": "warnings",
     "incidents": "incidents",
+    "started": "started",
     "changed": "changed",
 }
-"""Columns that the table can be sorted by, and their headings."""
-_DESCENDING = frozenset({"step", "speed", "skips", "scale", "warnings", "incidents", "changed"})
+"""Columns by their key, with their headings. A setting can be one too: its dotted key with a dot before it."""
+USUAL = ("verdict", "settings", "loss", "validation", "step", "skips", "changed")
+"""Columns until the reader chooses others: they fit into 1,280 pixels."""
+_DESCENDING = frozenset({"step", "speed", "skips", "scale", "warnings", "incidents", "started", "changed"})
 _CONFIG_FIRST = ("precision.", "optimizer.", "deepspeed.", "model.", "batch.", "data.", "run.")
+_FORMULA = re.compile(r"[=+\-@\t\r\uff0b\uff0d\uff1d\uff20]")
+_AROUND = 30  # characters shown on either side of what a search found
+_IN_SIGHT = {"name": 10_000, "tag": 10_000, "verdict": 100, "hypothesis": 40, "note": 40}
+"""Characters of a text that the line shows in any case."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Search, order and grouping that the reader asked for."""
+    """Search, order, grouping and columns that the reader asked for."""
 
-    search: str
-    """Words, all of which must occur in the run's name, verdict, hypothesis or settings."""
-    sort: str
-    descending: bool
-    by_seed: bool
+    search: str = ""
+    """Words, all of which must occur in the run's name, tags, note, verdict, hypothesis or settings."""
+    sort: str = "changed"
+    descending: bool = True
+    by_seed: bool = False
+    columns: tuple[str, ...] = USUAL
+    dates: bool = False
+    """Whether times are dates, and not how long ago."""
 
     @classmethod
-    def of(cls, search: str, sort: str, group: str) -> Asked:
+    def of(cls, search: str, sort: str, group: str, columns: Sequence[str], time: str) -> Asked:
         """Parse a query's fields. sort: a column, with `-` before it for the opposite direction."""
         column = sort.removeprefix("-")
-        column = column if column in COLUMNS else "changed"
-        return cls(search.strip()[:200], column, (column in _DESCENDING) != sort.startswith("-"), group == "seed")
+        if (column not in COLUMNS or column == "settings") and not column.startswith("."):
+            column = "changed"
+        places = {name: place for place, name in enumerate(COLUMNS)}
+        known = [name for name in dict.fromkeys(columns) if name in places or name.startswith(".")]
+        chosen = sorted(
+            known, key=lambda name: places.get(name, places["settings"])
+        )  # settings of their own side by side
+        descending = (column in _DESCENDING) != sort.startswith("-")
+        usual = tuple(name for name in chosen if name != "name") or USUAL
+        return cls(search.strip()[:200], column, descending, group == "seed", usual, time == "date")
+
+    @property
+    def words(self) -> list[str]:
+        """What is searched for, in small letters."""
+        return self.search.lower().split()
+
+
+@dataclass(frozen=True)
+class Spark:
+    """A loss curve, in a box of WIDTH by HEIGHT on the scale that all lines share."""
+
+    points: str
+    """Of an SVG polyline."""
+    band: str
+    """Band from the lowest to the highest curve of a group, as the points of a polygon; empty for one run."""
+    mark: float | None
+    """Where on the x axis the verdict of a run that went wrong begins."""
 
 
 @dataclass(frozen=True)
@@ -66,25 +110,29 @@ class Line:
     """The worst of a group."""
     cause: str
     hypothesis: str
+    tags: tuple[str, ...]
+    note: str
     step: str
     done: float
     """[fraction] Share of the planned steps; 0 where unknown."""
     loss: str
-    points: str
-    """The sparkline, as the points of an SVG polyline."""
-    band: str
-    """Band from the lowest to the highest curve of a group, as the points of a polygon; empty for one run."""
+    spark: Spark | None
     validation: str
     speed: str
     skips: str
     scale: str
-    warnings: str
+    warnings: int
     incidents: tuple[tuple[str, int], ...]
-    changed: str
+    times: dict[str, tuple[str, str, str]]
+    """Of `started` and `changed`: for machines, as asked for, and the other way."""
     settings: tuple[tuple[str, str], ...]
     """First few settings that differ between the runs shown."""
     more_settings: int
     all_settings: str
+    own: dict[str, str]
+    """Values of the settings that are columns of their own."""
+    found: tuple[tuple[str, str], ...]
+    """Where the words that are searched for occur, if not in the name or a tag: what it is, and the text around."""
 
 
 @dataclass(frozen=True)
@@ -99,38 +147,166 @@ class Table:
     words: dict[str, int]
     """Number of runs by verdict, the worst first."""
     columns: dict[str, str]
+    """Columns shown, with their headings."""
+    orders: dict[str, str]
+    """Columns that the table can be sorted by."""
+    choices: dict[str, str]
+    """Columns that can be chosen."""
     differing: int
     """Number of settings that differ between the runs shown."""
+    scale: str
+    """Losses at the lower and the upper edge of the curves."""
 
 
 def table(entries: Sequence[Entry], asked: Asked, *, now: float) -> Table:
     """The overview of `entries`. now: seconds since the epoch."""
-    wanted = [entry for entry in entries if _matches(entry, asked.search)]
+    wanted = _wanted(entries, asked)
     keys = differing(wanted)
     groups = _groups(wanted) if asked.by_seed else [[entry] for entry in wanted]
-    value = _VALUES[asked.sort]
-    ranked = sorted(groups, key=lambda group: _rank(value(group), descending=asked.descending))
+    ranked = sorted(groups, key=lambda group: _rank(_sorted_by(group, asked.sort), descending=asked.descending))
     count = Counter(entry.verdict.word for entry in entries)
     words: dict[str, int] = {word: count[word] for word in WORDS if count[word]}
-    lines = [_line(group, keys, now) for group in ranked]
-    return Table(lines, asked, len(entries), len(wanted), words, COLUMNS, len(keys))
+    names = short_names([*keys, *(name[1:] for name in asked.columns if name.startswith("."))])
+    titles = COLUMNS | {f".{key}": names[key] for key in keys[:_MOST_CHOICES]}
+    titles |= {name: names[name[1:]] for name in asked.columns if name not in COLUMNS}
+    edges = _edges(wanted)
+    return Table(
+        lines=[_line(group, keys, names, edges, asked, now) for group in ranked],
+        asked=asked,
+        runs=len(entries),
+        shown=len(wanted),
+        words=words,
+        columns={name: titles[name] for name in ("name", *asked.columns)},
+        orders={name: title for name, title in titles.items() if name != "settings"},
+        choices={name: titles[name] if name in COLUMNS else name[1:] for name in titles if name != "name"},
+        differing=len(keys),
+        scale=f"{loss(edges[0])} to {loss(edges[1])}" if edges else "",
+    )
+
+
+def export(entries: Sequence[Entry], asked: Asked) -> str:
+    """The runs that match, in order, as CSV: a line each, with every setting in which they differ.
+
+    A text that a spreadsheet would take for a formula gets an apostrophe before it.
+    """
+    wanted = _wanted(entries, asked)
+    keys = differing(wanted)
+    wanted.sort(key=lambda entry: _rank(_sorted_by([entry], asked.sort), descending=asked.descending))
+    file = io.StringIO()
+    writer = csv.writer(file)
+    writer.writerow([*(name for name, _ in _fields(wanted[0])), *keys] if wanted else ["run"])
+    for entry in wanted:
+        values = [*(value for _, value in _fields(entry)), *(entry.settings.get(key) for key in keys)]
+        writer.writerow([_csv(value) for value in values])
+    return file.getvalue()
+
+
+def _fields(entry: Entry) -> Iterator[tuple[str, Any]]:
+    yield "run", entry.name
+    yield "verdict", entry.verdict.word
+    yield "since_step", entry.verdict.step
+    yield "cause", entry.verdict.cause
+    yield "warnings", entry.verdict.warnings
+    yield "incidents", entry.skim.counts["incident"]
+    yield "step", entry.status.step
+    yield "planned_steps", entry.planned
+    yield from ((name, _VALUES[key]([entry])) for name, key in (("loss", "loss"), ("validation_loss", "validation")))
+    yield "tokens_per_second", _speed(entry)
+    yield "skipped", int(_skips(entry))
+    yield "loss_scale", _scale(entry)
+    yield "started", _iso(_started(entry))
+    yield "changed", _iso(entry.changed)
+    yield "tags", ", ".join(entry.notes.tags)
+    yield "note", entry.notes.note
+    yield "hypothesis", entry.hypothesis
+
+
+def _csv(value: Any) -> Any:
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return ""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        text = shown(value)
+        return f"'{text}" if _FORMULA.match(text) else text
+    return value
 
 
 def differing(entries: Sequence[Entry]) -> list[str]:
-    """Dotted keys of the settings that are not the same in all of `entries`."""
-    names = dict.fromkeys(key for entry in entries for key in entry.settings)
-    found = [key for key in names if len({repr(entry.settings.get(key)) for entry in entries if entry.settings}) > 1]
-    place = {key: next((i for i, start in enumerate(_CONFIG_FIRST) if key.startswith(start)), 99) for key in found}
-    return sorted(found, key=lambda key: place[key])
+    """Dotted keys of the settings that are not the same in all of `entries` that have them, the most telling first.
+
+    Learning rate and seed lead; the others follow by how many values they take.
+    """
+    found: dict[str, set[str]] = {}
+    for entry in entries:
+        for key, value in entry.settings.items():
+            found.setdefault(key, set()).add(repr(value))
+
+    def place(key: str) -> tuple[int, int, int]:
+        first = SETTINGS_FIRST.index(key) if key in SETTINGS_FIRST else len(SETTINGS_FIRST)
+        return first, -len(found[key]), next((i for i, start in enumerate(_CONFIG_FIRST) if key.startswith(start)), 99)
+
+    return sorted((key for key, values in found.items() if len(values) > 1), key=place)
 
 
-def _matches(entry: Entry, search: str) -> bool:
-    if not search:
-        return True
-    text = f"{entry.name} {entry.verdict.text} {entry.hypothesis} " + " ".join(
-        f"{k}={v}" for k, v in entry.settings.items()
+def short_names(keys: Sequence[str]) -> dict[str, str]:
+    """The shortest end of each dotted key that no other one has."""
+    ends = Counter(
+        ".".join(parts[at:]) for parts in (key.split(".") for key in dict.fromkeys(keys)) for at in range(len(parts))
     )
-    return all(word in text.lower() for word in search.lower().split())
+    return {
+        key: next((end for at in range(len(parts) - 1, -1, -1) if ends[end := ".".join(parts[at:])] == 1), key)
+        for key in keys
+        for parts in [key.split(".")]
+    }
+
+
+def marked(text: object, words: Sequence[str]) -> Markup:
+    """A text of a run, with what is searched for marked in it."""
+    said = shown(text)
+    if not words:
+        return Markup.escape(said)
+    pattern = re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))), re.IGNORECASE)
+    parts, at = [], 0
+    for hit in pattern.finditer(said):
+        parts += [Markup.escape(said[at : hit.start()]), Markup("<mark>{}</mark>").format(hit[0])]
+        at = hit.end()
+    return Markup("").join([*parts, Markup.escape(said[at:])])
+
+
+def _wanted(entries: Sequence[Entry], asked: Asked) -> list[Entry]:
+    words = asked.words
+    return [entry for entry in entries if all(_place_of(entry, word) for word in words)]
+
+
+def _place_of(entry: Entry, word: str) -> tuple[str, str] | None:
+    """What of a run has a word in it, and its text; None where nothing has."""
+    for what, text in _searched(entry):
+        if word in text.lower():
+            return what, text
+    return None
+
+
+def _searched(entry: Entry) -> Iterator[tuple[str, str]]:
+    yield "name", entry.name
+    yield from (("tag", tag) for tag in entry.notes.tags)
+    yield "verdict", entry.verdict.text
+    yield "note", entry.notes.note
+    yield "hypothesis", entry.hypothesis
+    for key, value in entry.settings.items():
+        yield "setting", f"{key}={_value(value)}"
+        yield "setting", f"{key}={value}"
+
+
+def _found(entry: Entry, words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Excerpts around the words that the line itself does not show."""
+    for word in words:
+        what, text = _place_of(entry, word) or ("name", "")
+        at = text.lower().find(word)
+        if at + len(word) <= _IN_SIGHT.get(what, 0):
+            continue
+        low = 0 if what == "setting" else max(0, at - _AROUND)
+        high = at + len(word) + _AROUND
+        before, after = "\u2026" if low else "", "\u2026" if high < len(text) else ""
+        yield what, f"{before}{text[low:high]}{after}"
 
 
 def _groups(entries: Sequence[Entry]) -> list[list[Entry]]:
@@ -146,7 +322,8 @@ def _loss(entry: Entry) -> float:
 
 
 def _validation(entry: Entry) -> float:
-    return float(entry.skim.evals[-1]["loss"]) if entry.skim.evals else math.nan
+    found = entry.skim.evals[-1]["loss"] if entry.skim.evals else None
+    return math.nan if found is None else float(found)
 
 
 def _scale(entry: Entry) -> float:
@@ -159,6 +336,10 @@ def _speed(entry: Entry) -> float:
 
 def _skips(entry: Entry) -> float:
     return float(entry.skim.last.get("skipped_total") or 0)
+
+
+def _started(entry: Entry) -> float:
+    return float(entry.skim.start.get("time") or math.nan)
 
 
 def _mean(group: Sequence[Entry], value: Any) -> float:
@@ -177,59 +358,89 @@ _VALUES: dict[str, Any] = {
     "scale": lambda group: _mean(group, _scale),
     "warnings": lambda group: sum(entry.verdict.warnings for entry in group),
     "incidents": lambda group: sum(entry.skim.counts["incident"] for entry in group),
+    "started": lambda group: _mean(group, _started),
     "changed": lambda group: max(entry.changed for entry in group),
 }
 
 
-def _rank(value: Any, *, descending: bool) -> tuple[bool, Any]:
-    """Sort key; unknown values come last in both directions."""
-    if isinstance(value, str):
-        return False, [-ord(letter) for letter in value] + [1] if descending else [ord(letter) for letter in value]
-    unknown = not math.isfinite(value)
-    return unknown, 0.0 if unknown else -value if descending else value
+def _sorted_by(group: Sequence[Entry], column: str) -> Any:
+    return _VALUES[column](group) if column in _VALUES else group[0].settings.get(column[1:])
 
 
-def _line(group: Sequence[Entry], keys: Sequence[str], now: float) -> Line:
-    first = group[0]
-    skims = [entry.skim for entry in group]
+def _rank(value: Any, *, descending: bool) -> tuple[int, Any]:
+    """Sort key: numbers, then texts; unknown values come last in both directions."""
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return 2, 0
+    if isinstance(value, int | float):
+        return 0, -value if descending else value
+    text = str(value)
+    return 1, [-ord(letter) for letter in text] + [1] if descending else [ord(letter) for letter in text]
+
+
+def _line(
+    group: Sequence[Entry],
+    keys: Sequence[str],
+    names: dict[str, str],
+    edges: tuple[float, float] | None,
+    asked: Asked,
+    now: float,
+) -> Line:
+    first, alone = group[0], len(group) == 1
     incidents: Counter[str] = Counter()
-    for skim in skims:
-        incidents.update({kind[9:]: n for kind, n in skim.counts.items() if kind.startswith("incident ")})
-    worst = min((entry.verdict for entry in group), key=lambda verdict: WORDS.index(verdict.word))
-    warnings = sum(entry.verdict.warnings for entry in group)
+    for entry in group:
+        incidents.update({kind[9:]: n for kind, n in entry.skim.counts.items() if kind.startswith("incident ")})
+    worst = min(group, key=lambda entry: WORDS.index(entry.verdict.word))
+    own_cause = f"; {worst.name}: {worst.verdict.cause}" if worst.verdict.cause else ""
     seeds = sorted({str(entry.settings.get("run.seed")) for entry in group})
-    own = [(key, _value(first.settings[key])) for key in keys if key in first.settings]
-    if len(group) > 1:
-        own = [(key, value) for key, value in own if key != "run.seed"]
+    kind = "seeds" if len(seeds) == len(group) else "runs"
+    own = [(key, _value(first.settings[key])) for key in keys if key in first.settings and (alone or key != "run.seed")]
     steps, planned = max(entry.status.step for entry in group), first.planned
-    points, band = _sparkline([skim.losses for skim in skims])
+    speed = _mean(group, _speed)
     return Line(
         keys=tuple(entry.key for entry in group),
-        name=first.name if len(group) == 1 else f"{_common([entry.name for entry in group])} ({len(group)} seeds)",
-        verdict=worst,
-        cause=worst.cause if len(group) == 1 else f"seeds {', '.join(seeds)}",
+        name=first.name if alone else f"{_common([entry.name for entry in group])} ({len(group)} {kind})",
+        verdict=worst.verdict,
+        cause=worst.verdict.cause if alone else f"seeds {', '.join(seeds)}{own_cause}",
         hypothesis=first.hypothesis,
+        tags=tuple(dict.fromkeys(tag for entry in group for tag in entry.notes.tags)),
+        note=first.notes.note if alone else "",
         step=f"{steps:,}" + (f" of {planned:,}" if planned else ""),
         done=min(1.0, steps / planned) if planned else 0.0,
-        loss=_spread(group, _loss),
-        points=points,
-        band=band,
+        loss=_spread(group, _loss) or ("not finite" if first.skim.last else ""),
+        spark=_sparkline(group, worst.verdict, edges),
         validation=_spread(group, _validation),
-        speed="" if math.isnan(speed := _mean(group, _speed)) else human(speed),
+        speed="" if math.isnan(speed) else human(speed),
         skips=_skipped(group),
         scale=scale_text(_mean(group, _scale)),
-        warnings=f"{warnings:,}" if warnings else "",
+        warnings=sum(entry.verdict.warnings for entry in group),
         incidents=tuple(sorted(incidents.items())),
-        changed=f"{duration(max(0.0, now - max(entry.changed for entry in group)))} ago",
-        settings=tuple((key.rpartition(".")[2], value) for key, value in own[:_MOST_SETTINGS]),
+        times={name: _time(_VALUES[name](group), now, dates=asked.dates) for name in ("started", "changed")},
+        settings=tuple((names[key], value) for key, value in own[:_MOST_SETTINGS]),
         more_settings=max(0, len(own) - _MOST_SETTINGS),
         all_settings="; ".join(f"{key} = {value}" for key, value in own),
+        own={name: _value(value) for name in asked.columns if (value := first.settings.get(name[1:])) is not None},
+        found=tuple(dict.fromkeys(_found(first, asked.words))),
     )
 
 
 def _value(value: Any) -> str:
-    text = format_value(value)
+    text = format_value(float(f"{value:.5g}") if isinstance(value, float) else value)
     return text if len(text) <= 40 else text[:39] + "\u2026"
+
+
+def _iso(time: float) -> str:
+    return "" if math.isnan(time) else datetime.fromtimestamp(time, UTC).isoformat(timespec="seconds")
+
+
+def _time(time: float, now: float, *, dates: bool) -> tuple[str, str, str]:
+    """A time for machines, as how long ago or the date, whichever is asked for, and the other one."""
+    if math.isnan(time):
+        return "", "", ""
+    date, age = datetime.fromtimestamp(time).astimezone(), now - time
+    largest = re.match(r"\d+[a-z]", duration(age)) if age >= 60 else None  # a table that is the same is not sent again
+    ago = f"{largest[0]} ago" if largest else "just now"
+    words = f"{date:%Y-%m-%d %H:%M}"
+    return (_iso(time), words, ago) if dates else (_iso(time), ago, f"{words} {date:%Z}")
 
 
 def _spread(group: Sequence[Entry], value: Any) -> str:
@@ -259,30 +470,52 @@ def _common(names: Sequence[str]) -> str:
     return os.path.commonprefix(names).rstrip("-_.0123456789/ ") or names[0]
 
 
-def _sparkline(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[str, str]:
-    """Points of the mean curve, and of the band around it, in a box of WIDTH by HEIGHT."""
-    usable = [
-        np.array([point for point in curve if math.isfinite(point[1])])
-        for curve in curves
-        if sum(math.isfinite(loss) for _, loss in curve) > 1
-    ]
-    if not usable:
-        return "", ""
+def _finite(entry: Entry) -> np.ndarray:
+    """(points, 2): steps and losses, where these are finite."""
+    return np.array([point for point in entry.skim.losses if math.isfinite(point[1])]).reshape(-1, 2)
+
+
+def _edges(entries: Sequence[Entry]) -> tuple[float, float] | None:
+    """The losses between which all curves are drawn: of the runs that train, or of all where none does.
+
+    A first loss far above all others would flatten the curves, so the highest 3% of each do not count, nor does a run
+    that is _UNLIKE times as high as the median one, such as one with another objective.
+    """
+    sound = [entry for entry in entries if entry.verdict.word not in ("diverged", "not learning")]
+    curves: list[np.ndarray] = []
+    for some in (sound, entries):
+        curves = curves or [curve[:, 1] for entry in some if len(curve := _finite(entry)) > 1]
+    if not curves:
+        return None
+    peaks = [float(np.quantile(curve, 0.97)) for curve in curves]
+    usual = float(np.median(peaks))
+    low = min(float(curve.min()) for curve in curves)
+    return low, max(low, *(peak for peak in peaks if peak <= _UNLIKE * abs(usual) or peak <= usual))
+
+
+def _sparkline(group: Sequence[Entry], worst: Verdict, edges: tuple[float, float] | None) -> Spark | None:
+    """The mean curve and the band around it, from the start to the planned end; None for fewer than two losses."""
+    usable = [curve for entry in group if len(curve := _finite(entry)) > 1]
+    if not usable or edges is None:
+        return None
+    low, high = edges
     last = max(curve[-1, 0] for curve in usable)
+    end = max(last, *(entry.planned or 0 for entry in group))
     steps = np.linspace(min(curve[0, 0] for curve in usable), last, _PLACES)
     values = np.stack([np.interp(steps, curve[:, 0], curve[:, 1], right=np.nan) for curve in usable])
     known = np.isfinite(values).any(axis=0)
     steps, values = steps[known], values[:, known]
-    # A first loss far above all others would flatten the curve.
-    low, high = float(np.nanmin(values)), float(np.nanquantile(values, 0.97))
-    across = (steps - steps[0]) / max(1.0, steps[-1] - steps[0]) * (WIDTH - 4) + 2
+
+    def across(step: Any) -> Any:
+        return step / max(1.0, end) * (WIDTH - 4) + 2
 
     def points(heights: np.ndarray, reverse: bool = False) -> str:
         down = np.clip((high - heights) / max(high - low, 1e-12), 0, 1) * (HEIGHT - 6) + 3
-        pairs = [f"{x:.1f},{y:.1f}" for x, y in zip(across, down, strict=True)]
+        pairs = [f"{x:.1f},{y:.1f}" for x, y in zip(across(steps), down, strict=True)]
         return " ".join(reversed(pairs) if reverse else pairs)
 
-    mean = np.nanmean(values, axis=0)
-    if len(usable) == 1:
-        return points(mean), ""
-    return points(mean), f"{points(np.nanmin(values, axis=0))} {points(np.nanmax(values, axis=0), reverse=True)}"
+    wrong = worst.step is not None and TONES[worst.word] in ("bad", "warn")
+    band = ""
+    if len(usable) > 1:
+        band = f"{points(np.nanmin(values, axis=0))} {points(np.nanmax(values, axis=0), reverse=True)}"
+    return Spark(points(np.nanmean(values, axis=0)), band, float(across(min(worst.step or 0, end))) if wrong else None)

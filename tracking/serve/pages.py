@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,6 +25,7 @@ from tracking.run_facts import RunFacts
 from tracking.serve import overview, run_page
 from tracking.serve.library import Entry, Library, require_inside
 from tracking.serve.live import LiveRun, sketch
+from tracking.serve.notes import parse, read_notes
 from tracking.status import run_status
 from tracking.summary import read_inputs
 
@@ -70,18 +72,22 @@ class Reply:
 class Pages:
     """Answers requests about the runs of a library."""
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: Library, *, editable: bool) -> None:
         self._library = library
+        self.token = secrets.token_urlsafe(16) if editable else ""
+        """What the page sends along with notes, which no page from elsewhere can read; empty: notes are not edited."""
         self._addresses: dict[str, Callable[[Query], Reply]] = {
             "/": self._overview,
             "/favicon.ico": lambda query: _static("icon.svg"),
             "/runs": self._runs,
+            "/runs.csv": self._export,
             "/run": self._run,
             "/run/state": self._state,
             "/run/curves": self._curves,
             "/run/heat": self._heat,
             "/run/incidents": self._incidents,
             "/run/sections": self._sections,
+            "/run/notes": self._notes,
             "/run/report": self._report,
             "/compare": self._compare,
         }
@@ -96,8 +102,17 @@ class Pages:
             raise NotFound("There is nothing at this address.") from None
         return answer(query)
 
+    def write(self, path: str, query: Query, content: bytes) -> Reply:
+        """Replace the notes of a run. Raises as `reply` does."""
+        if path != "/run/notes":
+            raise NotFound("Nothing is written here.")
+        self._entry(query)
+        self._library.note(one(query, "key"), parse(content))
+        return _json({})
+
     def _render(self, template: str, **values: Any) -> Reply:
-        return Reply(render(template, quoted=_quoted, **values).encode(errors="replace"), _HTML)
+        text = render(template, quoted=_quoted, marked=overview.marked, **values)
+        return Reply(text.encode(errors="replace"), _HTML)
 
     def _entry(self, query: Query) -> Entry:
         entry = self._library.entry(one(query, "key"))
@@ -106,15 +121,34 @@ class Pages:
         return entry
 
     def _overview(self, query: Query) -> Reply:
-        return self._render("serve/overview.html", root=self._library.root, **self._table(query))
+        values = {"root": self._library.root, "token": self.token, "usual": overview.USUAL, **self._table(query)}
+        return self._render("serve/overview.html", **values)
 
     def _runs(self, query: Query) -> Reply:
         return self._render("serve/runs.html", **self._table(query))
 
+    def _export(self, query: Query) -> Reply:
+        text = overview.export(self._library.entries(), _asked(query))
+        return Reply(text.encode(errors="replace"), "text/csv; charset=utf-8")
+
     def _table(self, query: Query) -> dict[str, Any]:
-        asked = overview.Asked.of(one(query, "q"), one(query, "sort"), one(query, "group"))
-        table = overview.table(self._library.entries(), asked, now=time.time())
-        return {"table": table, "unread": len(self._library.unread), "left_out": self._library.left_out}
+        table = overview.table(self._library.entries(), _asked(query), now=time.time())
+        unread = dict(self._library.unread)
+        damaged = {key: why for key, why in unread.items() if why}
+        return {
+            "table": table,
+            "editable": bool(self.token),
+            "unread": len(unread) - len(damaged),
+            "damaged": damaged,
+            "left_out": self._library.left_out,
+            "most_compared": MOST_COMPARED,
+        }
+
+    def _notes(self, query: Query) -> Reply:
+        entry = self._entry(query)
+        require_inside(entry.folder, self._library.root)
+        found = read_notes(entry.folder)
+        return _json({"tags": found.tags, "note": found.note})
 
     def _run(self, query: Query) -> Reply:
         entry = self._entry(query)
@@ -193,6 +227,11 @@ class Pages:
 def _quoted(key: str) -> str:
     """A run's key for a query, also of a folder whose name is no UTF-8."""
     return quote(key, safe="", errors="surrogateescape")
+
+
+def _asked(query: Query) -> overview.Asked:
+    columns, time = query.get("col", []), one(query, "time")
+    return overview.Asked.of(one(query, "q"), one(query, "sort"), one(query, "group"), columns, time)
 
 
 def one(query: Query, name: str) -> str:

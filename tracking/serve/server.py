@@ -1,15 +1,17 @@
-"""The HTTP server of the pages: it reads, and answers GET and HEAD of a fixed set of addresses.
+"""The HTTP server of the pages: it answers GET and HEAD of a fixed set of addresses, and writes the notes of a run.
 
 Runs are named by their key in the query, which is looked up among the runs that were found; nothing of a request
 becomes a path. Scripts come from files of this package alone (Content-Security-Policy), so a text that got into a
 page as markup would still do nothing. On a loopback address a request has to name the address that it came to, or a
-page from elsewhere could have its own name resolved to this machine and read what is here.
+page from elsewhere could have its own name resolved to this machine and read what is here. A note is taken from a page
+of this server alone: the request's Origin has to be this server, and it has to bring the token that is in that page.
 """
 
 from __future__ import annotations
 
 import gzip
 import hashlib
+import hmac
 import ipaddress
 import json
 import socket
@@ -22,6 +24,7 @@ from urllib.parse import parse_qs, urlsplit
 from config.errors import UserError
 from config.printable import shown
 from tracking.serve.library import Library
+from tracking.serve.notes import MOST_BYTES
 from tracking.serve.pages import NotFound, Pages, Reply
 
 _SECONDS = 30.0  # for a request, and for each part of the answer to be taken
@@ -42,16 +45,19 @@ class PageServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, host: str, port: int, library: Library) -> None:
-        """Open the port. Raises OSError, OverflowError or UnicodeError: it cannot be had."""
+    def __init__(self, host: str, port: int, library: Library, *, editable: bool | None = None) -> None:
+        """Open the port. editable: whether notes may be written; None: on a loopback address alone.
+
+        Raises OSError, OverflowError or UnicodeError where the port cannot be had.
+        """
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family = found[0][0]
-        self.pages = Pages(library)
         self.names: frozenset[str] | None = None
         """Accepted values of a request's Host header; None accepts any."""
         super().__init__((str(found[0][4][0]), port), _Handler)
         if ipaddress.ip_address(str(self.server_address[0])).is_loopback:
             self.names = frozenset({host, "localhost", "127.0.0.1", "[::1]"})
+        self.pages = Pages(library, editable=self.names is not None if editable is None else editable)
 
     @property
     def port(self) -> int:
@@ -80,15 +86,30 @@ class _Handler(BaseHTTPRequestHandler):
         """The headers of the same."""
         self._answer(with_body=False)
 
-    def _answer(self, *, with_body: bool) -> None:
+    def do_POST(self) -> None:
+        """Take the notes of a run."""
+        length, host = self.headers.get("Content-Length", ""), self.headers.get("Host")
+        own = self.headers.get("Origin") in (f"http://{host}", f"https://{host}")
+        token, brought = self.server.pages.token, self.headers.get("X-Token", "")
+        if not token:
+            self.send_error(HTTPStatus.FORBIDDEN, explain="This server does not write; --edit lets it take notes.")
+        elif not own or not hmac.compare_digest(token.encode(), brought.encode()):
+            self.send_error(HTTPStatus.FORBIDDEN, explain="Notes are taken from a page of this server; reload it.")
+        elif not length.isdecimal() or int(length) > MOST_BYTES:
+            self.send_error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, explain=f"Notes have at most {MOST_BYTES:,} bytes.")
+        else:
+            self._answer(with_body=True, content=self.rfile.read(int(length)))
+
+    def _answer(self, *, with_body: bool, content: bytes | None = None) -> None:
         host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
         if self.server.names is not None and host not in self.server.names:
             self.send_error(HTTPStatus.MISDIRECTED_REQUEST, explain="This server has another name.")
             return
+        pages = self.server.pages
         try:
             asked = urlsplit(self.path)
             query = parse_qs(asked.query, keep_blank_values=True, max_num_fields=_FIELDS, errors="surrogateescape")
-            reply = self.server.pages.reply(asked.path, query)
+            reply = pages.reply(asked.path, query) if content is None else pages.write(asked.path, query, content)
         except NotFound as problem:
             self.send_error(HTTPStatus.NOT_FOUND, explain=shown(problem))
             return

@@ -226,11 +226,12 @@ class Passes:
         engine.world.sum(table)
         terms = len(self._batch.input_ids) * ranks
         for row, (name, module) in zip(table, self._linears.items(), strict=True):
+            weight: Any = module.weight
             u = unit_roundoff(DTYPES[engine.compute if regions is None else regions.dtypes.get(name, "fp32")])
             mine, square, expected, sizes = row.split([_SIGNS, 1, _SIGNS, 2])
             # a few signs may all but cancel; the whole gradient's own norm does not
             size = torch.maximum(sizes[0], square[0]).sqrt()
-            tiny = torch.finfo(torch.float16).smallest_normal * u * (shape_of(module.weight).numel() * terms) ** 0.5
+            tiny = torch.finfo(torch.float16).smallest_normal * u * (shape_of(weight).numel() * terms) ** 0.5
             bound = 4 * u * size + 8 * unit_roundoff(torch.float32) * sizes[1] + tiny
             error = ((mine - expected).norm() / _SIGNS**0.5).nan_to_num(torch.inf)
             yield name, torch.stack([error, bound]) / size.clamp_min(torch.finfo(torch.float64).tiny)

@@ -20,13 +20,15 @@ class Client:
         self.port, self.library = port, library
         self.address = f"http://127.0.0.1:{port}"
 
-    def ask(self, path: str, *, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
+    def ask(
+        self, path: str, *, method: str = "GET", body: bytes | None = None, **headers: str
+    ) -> tuple[int, dict[str, str], bytes]:
         """Status, headers and body of the answer; the path is sent as it is."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         connection.putrequest(method, path, skip_host="Host" in headers)
         for name, value in headers.items():
             connection.putheader(name.replace("_", "-"), value)
-        connection.endheaders()
+        connection.endheaders(body)
         answer = connection.getresponse()
         found = answer.status, dict(answer.getheaders()), answer.read()
         connection.close()
@@ -44,9 +46,9 @@ class Client:
 
 
 @contextmanager
-def served(root: Path) -> Iterator[Client]:
+def served(root: Path, host: str = "127.0.0.1", **options: Any) -> Iterator[Client]:
     """A server of the runs below `root`, which were read once; `client.library.look()` reads them again."""
     library = Library(root)
     library.look()
-    with answering(PageServer("127.0.0.1", 0, library)) as server:
+    with answering(PageServer(host, 0, library, **options)) as server:
         yield Client(server.port, library)

@@ -20,6 +20,7 @@ from tests.support.runs.compare_runs import CONFIG, RunWriter, write_run
 from tests.support.runs.synthetic_events import SCALE, TOKENS_PER_STEP
 from tracking.compare.command import main
 from tracking.compare.divergence import Tolerance, events_near, find_divergence
+from tracking.compare.html import page
 from tracking.compare.measures import loss_at, measures
 from tracking.compare.result import Comparison, compare
 from tracking.compare.sources import labels, read_runs
@@ -285,9 +286,9 @@ def test_a_winner_needs_more_than_noise(tmp_path: Path) -> None:
     ]
     low = write_run(tmp_path, "low", steps=200, change=lambda step, _: {"loss": 2.0 + noisy[0][step]["loss"] / 100})
     lines = [line for line in _compared(*folders).verdicts if line.startswith("training loss at")]
-    assert len(lines) == 1 and ("no clear winner" in lines[0] or "no winner" in lines[0])
+    assert len(lines) == 1 and re.search(r": tie: r\d is lowest, within (noise|0\.05%) of r\d \(", lines[0])
     lines = [line for line in _compared(folders[0], low).verdicts if line.startswith("training loss at")]
-    assert "low is best" in lines[0]
+    assert "low is best: 2.0" in lines[0]
 
 
 def test_a_run_that_is_being_written_or_crashed_is_compared(tmp_path: Path) -> None:
@@ -430,8 +431,14 @@ def test_a_difference_has_to_exceed_that_of_seeds(tmp_path: Path, gap: float, wi
     comparison = _compared(*runs)
     assert [(group.label, group.runs) for group in comparison.groups] == [("small", (0, 1, 2)), ("large", (3, 4, 5))]
     (line,) = [line for line in comparison.verdicts if line.startswith("training loss at")]
-    assert ("large (mean of 3) is best, -16" in line and "; repeats are 1." in line) == wins
-    assert ("no clear winner" in line) != wins
+    assert ("large (mean of 3) is best: 2.4997 (-16.7%); the baseline 2.9997; repeats are 1." in line) == wins
+    assert ("tie: large (mean of 3) is lowest, within noise of small (mean of 3) (" in line) != wins
+    means, own = (
+        next(row for row in rows if row.key == "loss_at_equal_tokens")
+        for rows in (comparison.means, comparison.measures)
+    )
+    assert all(f"{value:.4f}" in line for value in means.values) and len(means.values) == 2
+    assert own.best == () and means.best == ((1,) if wins else ()), "the best is that of the sentence"
 
 
 def test_groups_whose_names_begin_alike_are_told_apart(tmp_path: Path) -> None:
@@ -463,11 +470,113 @@ def test_a_run_that_ended_early_does_not_cut_the_others_short(tmp_path: Path) ->
     assert f"at {12 * TOKENS_PER_STEP:,} tokens" in alone["loss_at_equal_tokens"].title, "there is nobody to cut short"
 
 
+def test_each_run_that_came_less_far_is_compared_at_its_own_last_point(tmp_path: Path) -> None:
+    """Of 40, 40, 20, 20 and 10 steps: the short ones did all of theirs, the last is also the baseline."""
+    lengths = {"ten": 10, "a": 40, "b": 40, "c": 20, "d": 20}
+    runs = [write_run(tmp_path, name, steps=steps, config={"run.steps": steps}) for name, steps in lengths.items()]
+    comparison = _compared(*runs)
+    rows = {row.key: row for row in comparison.measures}
+    known = {key: [not math.isnan(value) for value in row.values] for key, row in rows.items() if row.kind == "loss"}
+    assert known["loss_at_equal_tokens"] == [False, True, True, False, False]
+    assert known["loss_where_ended_c"] == known["validation_where_ended_c"] == [False, True, True, True, True]
+    assert known["loss_where_ended_ten"] == [True] * 5 and "loss_where_ended_d" not in rows
+    assert rows["loss_where_ended_c"].title == f"training loss at {20 * TOKENS_PER_STEP:,} tokens, where c and d ended"
+    assert (
+        sum(caveat.endswith("before the others: its losses are compared there") for caveat in comparison.caveats) == 3
+    )
+    assert any("where ten ended: tie: ten, a, b, c and d are equal" in line for line in comparison.verdicts)
+    assert _compared(runs[1], runs[2]).caveats == []
+
+
+def test_of_two_runs_the_shorter_one_says_where_they_are_compared(tmp_path: Path) -> None:
+    base, short = write_run(tmp_path, "base"), write_run(tmp_path, "short", steps=12)
+    lines = short.events.read_bytes().splitlines(keepends=True)
+    short.events.write_bytes(b"".join(lines[:-1]))
+    [title] = [row.title for row in _compared(base, short).measures if row.key == "loss_at_equal_tokens"]
+    assert title == f"training loss at {12 * TOKENS_PER_STEP:,} tokens, where short ended"
+
+
+def test_a_caveat_that_voids_losses_voids_them_where_a_run_ended_too(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path, name) for name in ("a", "b")]
+    runs.append(write_run(tmp_path, "c", steps=12, config={"data.tokenizer": "bytes"}))
+    lines = [line for line in _compared(*runs).verdicts if "where c ended" in line or "the last of c" in line]
+    assert len(lines) == 2 and all("no winner, different tokenizer" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "caveat"),
+    [
+        (_from(9, lr=1e-5), {}, "different learning rate: run has another one than base from step 9"),
+        ({"after": {9: [_incident("CUT_LR")]}}, {}, "different learning rate: that of run was cut after step 9"),
+        (None, {"schedule.final_ratio": 0.5}, "different schedule: at equal tokens the learning rates differ"),
+        (
+            None,
+            {"optimizer.groups": [{"match": "*", "learning_rate": 1.0}], "optimizer.eps": 1.0},
+            "different learning",
+        ),
+    ],
+)
+def test_runs_whose_learning_rates_differ_are_never_called_comparable(tmp_path, change, config, caveat) -> None:
+    how = change if isinstance(change, dict) else {"change": change}
+    comparison = _compared(write_run(tmp_path, "base"), write_run(tmp_path, "run", config=config, **how))
+    assert any(line.startswith(caveat) for line in comparison.caveats)
+
+
+def test_a_skip_shifts_the_schedule_and_is_no_other_learning_rate(tmp_path: Path) -> None:
+    def late(step: int, _: dict[str, Any]) -> dict[str, Any]:
+        return {"applied": step != 20, "lr": (step - (step > 20)) / 1e4}
+
+    base = write_run(tmp_path, "base", change=lambda step, _: {"lr": step / 1e4})
+    assert _compared(base, write_run(tmp_path, "run", change=late)).caveats == []
+
+
+def test_one_number_stands_in_the_sentence_and_in_the_table(tmp_path: Path, capsys) -> None:
+    base = write_run(tmp_path, "base", change=lambda step, _: {"loss": 3.0, "tokens_per_second": 1000.0})
+    other = write_run(tmp_path, "other", change=lambda step, _: {"loss": 4.0, "tokens_per_second": 3000.0})
+    for runs, words in (
+        (
+            (base, other),
+            ("base is best: 3.0000; other 4.0000 (+33.3%)", "other is best: 3.0k (+200%); the baseline 1.0k"),
+        ),
+        (
+            (other, base),
+            ("base is best: 3.0000 (-25%); the baseline 4.0000", "other is best: 3.0k; base 1.0k (-66.7%)"),
+        ),
+    ):
+        comparison = _compared(*runs)
+        html = page(comparison)
+        assert all(any(word in line for line in comparison.verdicts) for word in words)
+        for value, change in re.findall(r"([\d.]+k?) \(([+-][\d.]+%)\)", " ".join(words)):
+            assert re.search(rf">{re.escape(value)} <span class=\"(up|down)\">{re.escape(change)}</span>", html)
+
+
+def test_a_measure_is_printed_against_a_setting(tmp_path: Path, capsys) -> None:
+    rates = (1e-3, 5e-5, 3e-4)
+    runs = [
+        str(write_run(tmp_path, f"r{n}", change=_from(1, loss=3.0 + n), config={"optimizer.learning_rate": rate}).path)
+        for n, rate in enumerate(rates)
+    ]
+    assert main([*runs, "--by", "learning_rate"]) == 0
+    lines = capsys.readouterr().out.splitlines()[-4:]
+    assert lines[0].split() == ["optimizer.learning_rate", "training", "loss", "at", "163,840", "tokens"] + [
+        *("3.0000", "to", "5.0000", "run")
+    ]
+    assert [line.split()[0] for line in lines[1:]] == ["5e-5", "3e-4", "0.001"]
+    dots = [line.split()[-2] for line in lines[1:]]
+    assert [line.index("o") for line in dots] == [20, 39, 0] and {len(line) for line in dots} == {40}
+    for wrong in (["--by", "nothing"], ["--by", "learning_rate", "--measure", "nothing"]):
+        assert main([*runs, *wrong]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == "" and printed.err.count("\n") == 1
+
+
 def test_a_learning_rate_is_a_caveat_unless_it_is_what_is_compared(tmp_path: Path) -> None:
     base = write_run(tmp_path, "base")
     rate = write_run(tmp_path, "rate", config={"optimizer.learning_rate": 1e-3, "run.seed": 1})
     both = write_run(tmp_path, "both", config={"optimizer.learning_rate": 1e-3, "optimizer.weight_decay": 0.5})
-    assert comparable(_compared(base, rate)).endswith("the learning rate is what is compared")
+    assert comparable(_compared(base, rate)).endswith(
+        "the learning rate is what is compared: optimizer.learning_rate 3e-4 / 0.001"
+    )
     assert not any("learning rate" in caveat for caveat in _compared(base, rate).caveats)
     assert any(caveat.startswith("different learning rate") for caveat in _compared(base, both).caveats)
 

@@ -162,6 +162,7 @@ found.bar = document.querySelector("nav").offsetHeight;
 found.row = Math.max(...[...document.querySelectorAll("#runs tbody tr")].map((row) => row.offsetHeight));
 found.page = document.documentElement.scrollWidth;
 found.looks = new Set(data.runs.map((_, run) => colour(run) + dash(run))).size;
+found.points = Number(document.getElementById("points")?.dataset.points ?? 0);
 const loss = drawn[0], before = [loss.scales.y.min, loss.scales.y.max];
 const left = loss.valToPos(30, "x");
 loss.setSelect({ left, width: loss.valToPos(40, "x") - left, top: 0, height: 10 });
@@ -179,7 +180,14 @@ setTimeout(() => {
     table.querySelectorAll(".only")[3].click();
     found.only = visible();
   }
-  document.body.dataset.found = JSON.stringify(found);
+  const slider = document.getElementById("smoothing");
+  slider.value = 0.5;
+  slider.dispatchEvent(new Event("input"));
+  setTimeout(() => {
+    const [raw, smooth] = CHARTS[0].series.filter((one) => one.run === 3 % data.runs.length).map((one) => one.data[1]);
+    found.smoothed = [raw.slice(0, 3), smooth.slice(0, 3), document.getElementById("smoothed").textContent];
+    document.body.dataset.found = JSON.stringify(found);
+  }, 100);
 }, 50);
 """
 
@@ -188,11 +196,14 @@ setTimeout(() => {
 def test_a_real_browser_draws_it_without_an_error(tmp_path: Path, count: int, width: int) -> None:
     """One run on a desktop, 24 on a phone; the first has two steps whose loss is nan. Zoom, search and `only this`."""
 
+    def rate(number: int) -> dict[str, Any]:
+        return {"optimizer.learning_rate": 10.0 ** -(number % 5)}
+
     def change(step: int, number: int) -> dict[str, Any]:
         return {"loss": math.nan if number == 0 and step in (20, 21) else 3 + number / 10 + 10 / step}
 
     runs = [
-        str(write_run(tmp_path, f"a-long-name-of-a-run{n}", change=lambda s, _, n=n: change(s, n)).path)
+        str(write_run(tmp_path, f"a-long-name-of-a-run{n}", change=lambda s, _, n=n: change(s, n), config=rate(n)).path)
         for n in range(count)
     ]
     html = tmp_path / "page.html"
@@ -202,6 +213,10 @@ def test_a_real_browser_draws_it_without_an_error(tmp_path: Path, count: int, wi
     assert found["series"][0] == count and found["edge"] == 2, "both steps are marked, at the edge of the chart"
     assert found["bar"] < 844 / 4 and found["page"] <= max(width, 500), "the bar leaves room, nothing is wider than it"
     assert found["looks"] == count
+    first, *_ = raw = found["smoothed"][0]
+    debiased = [first, (raw[1] + first / 2) / 1.5, (raw[2] + raw[1] / 2 + first / 4) / 1.75]
+    assert found["smoothed"][1:] == [pytest.approx(debiased, rel=1e-5), "0.5"]
+    assert found["points"] == (count if count > 1 else 0)
     (low, high), (low_zoomed, high_zoomed) = found["zoom"]
     assert high - low > 5 and high_zoomed - low_zoomed < 2.6 + count / 10, "the height is that of what is shown"
     assert {tuple(round(end) for end in ends) for ends in found["linked"]} == {(30, 40)}

@@ -3,6 +3,7 @@
 With MANTISSA_SCREENSHOTS=FOLDER the pictures are kept there, to be looked at.
 """
 
+import json
 import math
 import os
 from pathlib import Path
@@ -15,8 +16,9 @@ from tests.support.runs.heat_runs import growing, write_heat_run
 from tests.support.runs.hostile import HOSTILE
 from tests.support.servers.browser import tab
 from tests.support.servers.serving import served
+from tracking.serve.notes import NOTES
 
-SIZES = {"light": (1400, 900, False), "dark": (1400, 900, True), "phone": (390, 844, True)}
+SIZES = {"light": (1280, 900, False), "dark": (1280, 900, True), "phone": (390, 844, True)}
 RUN_DRAWN = "document.body.dataset.sections === 'drawn'"
 TABLE = "document.querySelector('.runs tbody tr')"
 OVERFLOWING = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
@@ -61,6 +63,7 @@ def test_the_overview_and_a_run_are_drawn(page, client, tmp_path, size):
     assert page.value("document.querySelectorAll('.runs tbody tr').length") == 5
     assert page.value("document.documentElement.classList.contains('dark')") is dark
     assert page.value(OVERFLOWING) <= 0, "the page is wider than the window"
+    assert page.value(f"{TABLE}.closest('.scroll').scrollWidth - {TABLE}.closest('.scroll').clientWidth") == 0
     picture(page, tmp_path, f"overview_{size}")
     for name in ("grows", "nan"):
         page.open(f"{client.address}/run?key={name}", ready=RUN_DRAWN)
@@ -104,6 +107,32 @@ def test_runs_are_searched_grouped_chosen_and_compared(page, client):
     assert page.value("document.querySelector('#chosen').textContent") == "2 chosen"
     page.value("document.querySelector('#compare').click()")
     page.wait("location.pathname === '/compare' && document.title.includes('base-s0')")
+
+
+def test_columns_are_chosen_and_kept_and_a_note_is_written(page, tmp_path):
+    folder = write_run(tmp_path, "a", config={"optimizer.learning_rate": 5e-5}).path
+    write_run(tmp_path, "b")
+    page.size(1280, 900)
+    page.messages.clear()
+    with served(tmp_path) as client:
+        page.open(client.address, ready=TABLE)
+        page.value("document.querySelector('[name=col][value=\".optimizer.learning_rate\"]').click()")
+        page.wait("document.querySelectorAll('.c-own').length === 3 && location.search.includes('learning_rate')")
+        assert page.value("document.getElementById('export').search") == page.value("location.search")
+        page.open(f"{client.address}/", ready="document.querySelectorAll('.c-own').length === 3")
+        page.value("document.querySelector('[data-key=a]').click()")
+        page.wait("document.getElementById('edit').open")
+        page.value("box.querySelector('[name=tags]').value = 'good, <b>'; box.querySelector('[value=save]').click()")
+        page.wait("!box.open && document.querySelectorAll('.label').length === 2")
+        assert json.loads((folder / NOTES).read_text())["tags"] == ["good", "<b>"]
+        page.value("document.querySelector('.label').click()")
+        page.wait("document.querySelectorAll('.runs tbody tr').length === 1 && document.querySelector('.label mark')")
+        (folder / NOTES).write_text("{")
+        page.value("document.querySelector('[data-key=a]').click()")
+        page.wait("box.open && box.querySelector('.problem').textContent.includes('restore or remove it')")
+        assert [said for said in page.complaints() if "400" not in said] == []
+        page.value("document.getElementById('usual').click()")
+        page.wait("document.querySelectorAll('.c-own').length === 0")
 
 
 def test_a_page_follows_a_run_that_trains(page, tmp_path):

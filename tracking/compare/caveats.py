@@ -1,0 +1,171 @@
+"""Why runs are not directly comparable: what differs between them, and what their events show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tracking.compare.differences import Difference, side_by_side
+from tracking.run_facts import RunFacts
+
+
+@dataclass(frozen=True)
+class Caveat:
+    """A reason that runs are not directly comparable. voids: keys of the measures that it makes meaningless."""
+
+    text: str
+    voids: tuple[str, ...] = ()
+
+    @property
+    def head(self) -> str:
+        """The reason alone, such as "different tokenizer"."""
+        return self.text.partition(":")[0]
+
+
+def caveats(runs: Sequence[RunFacts], found: Sequence[Difference]) -> list[Caveat]:
+    """Reasons that these runs are not directly comparable; empty when they are."""
+    known = []
+    for keys, consequence, voids in _CONSEQUENCES:
+        hit = [
+            item for key in keys for item in found if item.key == key or key.endswith(".") and item.key.startswith(key)
+        ]
+        if hit:
+            values = "; ".join(f"{item.key} {side_by_side(item.values)}" for item in hit)
+            known.append(Caveat(f"{consequence}: {values}", voids))
+    rates = [item for item in found if item.key in _RATES]
+    if rates and not rates_are_compared(found):
+        text = "different learning rate: losses compare the rates as well as what else differs"
+        known.append(Caveat(f"{text}: {'; '.join(f'{item.key} {side_by_side(item.values)}' for item in rates)}"))
+    scheduled = rates or any(item.key.startswith(("schedule.", "run.steps", "batch.")) for item in found)
+    return known + [Caveat(text) for text in _event_caveats(runs, scheduled=bool(scheduled))]
+
+
+_RATES = ("optimizer.learning_rate", "optimizer.groups")
+
+
+def rates_are_compared(found: Sequence[Difference]) -> bool:
+    """Whether the learning rate differs, and no other setting than the seed, so that it is what is compared."""
+    settings = {item.key for item in compared_settings(found)}
+    return bool(settings) and settings <= {*_RATES}
+
+
+def compared_settings(found: Sequence[Difference]) -> list[Difference]:
+    """Settings other than the seed that differ and may explain other numbers."""
+    return [item for item in found if item.group in ("config", "data") and item.may_explain and item.key != "run.seed"]
+
+
+_VALIDATION = ("validation_at_equal_tokens", "validation_at_equal_time", "best_validation")
+_LOSSES = ("loss_at_equal_tokens", "loss_at_equal_time", "seconds_to_baseline", *_VALIDATION)
+_TIMES = ("loss_at_equal_time", "validation_at_equal_time", "seconds_to_baseline")
+_CONSEQUENCES: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
+    (
+        ("data.tokenizer", "(vocab_size)"),
+        "different tokenizer: a loss is in nats per token, and the tokens are different pieces of text",
+        (*_LOSSES, "tokens_per_second", "cost_per_million_tokens"),
+    ),
+    (
+        ("(fingerprint)", "data.source", "data.path", "data.name", "data.validation_fraction"),
+        "different data: training and validation losses are not of the same text",
+        _LOSSES,
+    ),
+    (("data.sequence_length",), "different sequence length: longer contexts have lower losses", _LOSSES),
+    (("batch.global_size",), "different batch: steps are not comparable, compare at equal tokens", ("skipped",)),
+    (
+        ("(parameters)", "model.name_or_path", "model.architecture"),
+        "different model: compare at equal time and cost",
+        ("loss_at_equal_tokens", "validation_at_equal_tokens", "tokens_per_second", "memory_bytes"),
+    ),
+    (
+        ("precision.compute", "(compute)", "precision.path", "precision.manifest", "precision.reduce"),
+        "different precision: losses differ by rounding from the first step",
+        (),
+    ),
+    (
+        ("run.steps", "schedule."),
+        "different schedule: at equal tokens the learning rates differ",
+        (),
+    ),
+    (
+        ("evaluate.batches",),
+        "different share of the validation set: validation losses are not of the same text",
+        _VALIDATION,
+    ),
+    (
+        ("processes", "accelerator.device", "cpu.model", "cpu.usable_cores"),
+        "different hardware: losses at equal time compare the machines",
+        _TIMES,
+    ),
+)
+
+
+def _event_caveats(runs: Sequence[RunFacts], *, scheduled: bool) -> Iterator[str]:
+    """Caveats that only the events show (data order, learning rates, tokens seen), and missing configs.
+
+    scheduled: whether a setting that the learning rates follow differs.
+    """
+    first = runs[0]
+    for run in runs[1:]:
+        step = first_difference(first, run, "order")
+        if step is not None:
+            yield f"different data order: {run.label} sees other sequences than {first.label} from step {step}"
+        step = None if scheduled else first_difference(first, run, "lr")
+        if step is not None:
+            yield f"different learning rate: {run.label} has another one than {first.label} from step {step}"
+    for run in runs:
+        if cut := [event["step"] for event in run.rare_events.get("incident", ()) if event["verdict"] == "CUT_LR"]:
+            yield f"different learning rate: that of {run.label} was cut after step {cut[0]}"
+        if run.verdict.word in ("diverged", "not learning"):
+            yield f"{run.label} went wrong: {run.verdict.text}"
+        if not run.config:
+            yield f"the config of {run.label} is unknown"
+    reaching, short = split_early(runs)
+    for run in short[:MOST_EARLY]:
+        yield f"{run.label} {came_to(run)}, before the others: its losses are compared there"
+    if len(short) > MOST_EARLY:
+        yield f"{len(short) - MOST_EARLY} more runs did not get as far as the others"
+    tokens = [last_tokens(run) for run in reaching]
+    if len(set(tokens)) > 1:
+        seen = ", ".join(f"{run.label} {count:,.0f}" for run, count in zip(reaching, tokens, strict=True))
+        yield f"different numbers of tokens seen: {seen}; equal tokens means the smallest of these"
+
+
+def came_to(run: RunFacts) -> str:
+    """How far a run came, as the predicate of a sentence."""
+    step = int(run.columns.step[-1]) if len(run.columns) else 0
+    return f"{'ended at' if run.verdict.over else 'has come to'} step {step:,} ({last_tokens(run):,.0f} tokens)"
+
+
+MOST_EARLY = 4
+"""Runs that came less far than the others of which each has rows, and a caveat, of its own."""
+_FAR = 0.9
+"""Share of the tokens that two runs have seen from which a run sets how far all are compared; chosen, not measured."""
+
+
+def split_early(runs: Sequence[RunFacts]) -> tuple[list[RunFacts], list[RunFacts]]:
+    """The runs that say how far all are compared, and those that would cut the others short, the longest first."""
+    ends = sorted((last_tokens(run) for run in runs if len(run.columns)), reverse=True)
+    enough = _FAR * ends[1] if len(ends) > 1 else 0.0
+    short = [run for run in runs if len(run.columns) and last_tokens(run) < enough]
+    return [run for run in runs if run not in short], sorted(short, key=last_tokens, reverse=True)
+
+
+def last_tokens(run: RunFacts) -> float:
+    """Tokens that a run has seen."""
+    return float(run.columns.tokens[-1]) if len(run.columns) else 0.0
+
+
+def first_difference(first: RunFacts, other: RunFacts, column: str) -> int | None:
+    """First step recorded by both runs at which a column differs, where both have it; None when there is none.
+
+    Learning rates are compared as long as both have skipped the same number of steps: the schedule counts applied ones.
+    """
+    _, left, right = np.intersect1d(first.columns.step, other.columns.step, assume_unique=True, return_indices=True)
+    a, b = getattr(first.columns, column)[left], getattr(other.columns, column)[right]
+    differs = (a != b) & (a >= 0) & (b >= 0)  # -1 and nan stand for what was not recorded
+    if column == "lr":
+        skipped = [np.cumsum(~run.columns.applied)[at] for run, at in ((first, left), (other, right))]
+        differs &= skipped[0] == skipped[1]
+    differing = np.flatnonzero(differs)
+    return int(first.columns.step[left[differing[0]]]) if differing.size else None
