@@ -24,9 +24,10 @@ from typing import Any
 
 import torch
 
-from config.cli import Arguments, comma_separated, entry_point, positive_int
+from config.cli import Arguments, entry_point
 from config.errors import UserError
 from config.machine.processes import free_port
+from config.options import comma_separated, positive_int
 from tools.audit.mantissa_probe import Probe
 from tools.audit.recompute import audit_folder
 

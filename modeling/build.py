@@ -29,6 +29,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from config.errors import UserError, one_line
+from config.files import file_sha256
 from config.load import show
 from config.rules import QUANTISED_BASES
 from config.schema import AdapterSection, ModelSection
@@ -495,3 +496,15 @@ def _check_keys(given: dict, config: PretrainedConfig, model_class: str) -> None
             raise UserError(f"model.config.{key} = {value}: is no size that a model has; give {least} or more")
         if _is_dropout(key) and not 0 <= value < 1:
             raise UserError(f"model.config.{key} = {value}: is no probability; give 0 or more, and less than 1")
+
+
+def weights_identity(name: str, commit: str | None = None) -> str:
+    """The identity of a model: sha256 over its weight files, or the revision of a hub's. Raises OSError."""
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        commit = commit or getattr(AutoConfig.from_pretrained(name), "_commit_hash", None)
+        return f"{name}@{commit}"
+    digest = hashlib.sha256()
+    for path in sorted(path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern)):
+        digest.update(f"{path.name}\0{file_sha256(path)}\0".encode())
+    return f"sha256:{digest.hexdigest()}"

@@ -129,6 +129,9 @@ NOT_OF_A_RUN = {
     "training.profile.__main__": "python -m training.profile, of what a run imports",
     **{f"training.tasks.{task}": "imported by its name" for task in get_args(get_type_hints(Config)["task"])},
     "training.tasks.noise": "of task sft",
+    "training.tasks.cached_teacher": "of task distill",
+    "training.references": "of task dpo, imported by its name",
+    "training.teacher": "of a distillation, imported by its name",
 }
 MOST_LINES_OF_A_RUN = 36_000
 

@@ -23,7 +23,7 @@ from data.batches.sequence_slices import sliced
 from data.corpora.corpus import Corpus
 from data.corpora.row_shards import RowShards
 from data.corpora.shards import TokenShards
-from modeling.build import attention_of, count_parameters, without_dropout
+from modeling.build import attention_of, count_parameters, weights_identity, without_dropout
 from tracking.crash import Crash
 from tracking.run_dir import RunDir
 from tracking.run_lock import created_and_locked
@@ -34,11 +34,8 @@ from training.distributed import World
 from training.engine import Engine, build_engine
 from training.engine.rng import seed_everything
 from training.engine.work_time import forget_peak_memory
-from training.references import add_references
-from training.tasks.cached_teacher import documents_of
-from training.tasks.shape import require_model, settle_labels, settle_steps, shape_of_model
-from training.tasks.task import prepare, task_of
-from training.teacher import prepare_teacher, weights_identity
+from training.tasks.shape import documents_of, require_model, settle_labels, settle_steps, shape_of_model
+from training.tasks.task import answers, prepare, task_of
 from training.watchdog import watch
 
 
@@ -167,7 +164,9 @@ def session(
             ends.enter_context(locked_run_dir(resolved, world))
             owned.append(True)
         vocabulary = shape.get_text_config().vocab_size
-        corpus, teacher = prepare_teacher(resolved, corpus, world, vocabulary=vocabulary)
+        teacher = None
+        if config.distill.teacher is not None:
+            corpus, teacher = answers("teacher").prepare_teacher(resolved, corpus, world, vocabulary=vocabulary)
         with suppress(OSError):  # then it counts from the process's start
             forget_peak_memory(world.device)
         engine = build_engine(resolved, shape, world)
@@ -187,7 +186,7 @@ def session(
             base = world.from_main(weights_identity(name, commit) if world.is_main else None)
         cut = batch_shape(resolved, corpus)
         if config.precomputes_reference:
-            engine.notes += add_references(corpus, engine, resolved, base=base)
+            engine.notes += answers("references").add_references(corpus, engine, resolved, base=base)
         batches = Batches(corpus.train, seed=config.run.seed, mixture=corpus.mixture, **cut)
         ends.callback(batches.close)
         yield Session(resolved, corpus, shape, world, engine, batches, base, teacher)

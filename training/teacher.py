@@ -9,33 +9,33 @@ from pathlib import Path
 
 import numpy as np
 from filelock import FileLock, Timeout
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 from config.errors import UserError, one_line
-from config.files import file_sha256, flush
+from config.files import flush
 from config.resolved import Resolved
 from data.batches.loader import NO_SAMPLE, next_tokens
 from data.corpora.corpus import Corpus
 from data.corpora.row_shards import RowShards
 from data.corpora.shards import TokenShards
 from data.text.tokenizer import load_tokenizer
+from modeling.build import weights_identity
 from modeling.objectives.divergence import likeliest
 from training.distributed import World
 from training.engine.teacher import Teacher
-from training.tasks.cached_teacher import documents_of, files_of, require_intact, splits_of, write_index
+from training.tasks.cached_teacher import files_of, require_intact, splits_of, write_index
+from training.tasks.shape import documents_of
 
 _VERSION = 1
 
 
-def prepare_teacher(resolved: Resolved, corpus: Corpus, world: World, *, vocabulary: int) -> tuple[Corpus, str | None]:
+def prepare_teacher(resolved: Resolved, corpus: Corpus, world: World, *, vocabulary: int) -> tuple[Corpus, str]:
     """The corpus, with what the teacher says of it where that is to be cached, and what identifies the teacher.
 
-    vocabulary: rows of the student's embedding. None without a teacher. A collective. Raises UserError where the
-    teacher has other tokens, or cannot be loaded.
+    vocabulary: rows of the student's embedding. A collective. Raises UserError where the teacher has other tokens, or
+    cannot be loaded.
     """
     section = resolved.config.distill
-    if section.teacher is None:
-        return corpus, None
     identity = world.on_main(lambda: _identified(str(section.teacher), corpus))
     if section.top_k:
         if section.top_k >= vocabulary:
@@ -51,18 +51,6 @@ def _identified(name: str, corpus: Corpus) -> str:
         return weights_identity(name)
     except OSError as error:  # of a hub's that is not there, or does not answer
         raise UserError(f"distill.teacher = {name}: cannot be loaded ({one_line(error)})") from error
-
-
-def weights_identity(name: str, commit: str | None = None) -> str:
-    """The identity of a model: sha256 over its weight files, or the revision of a hub's. Raises OSError."""
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
-        commit = commit or getattr(AutoConfig.from_pretrained(name), "_commit_hash", None)
-        return f"{name}@{commit}"
-    digest = hashlib.sha256()
-    for path in sorted(path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern)):
-        digest.update(f"{path.name}\0{file_sha256(path)}\0".encode())
-    return f"sha256:{digest.hexdigest()}"
 
 
 def _require_same_tokens(name: str, corpus: Corpus) -> None:

@@ -17,10 +17,11 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from config.cli import DIVERGED, DONE, Arguments, entry_point, positive_int
+from config.cli import DIVERGED, DONE, Arguments, entry_point
 from config.deepspeed.document import read_document
 from config.errors import UserError
 from config.files import write_atomically
+from config.options import positive_int
 from tools.audit.given import read_given, read_model
 from tools.audit.static import audit_configs
 from tools.audit.trainer_files import SIGNS, read_trainer_file

@@ -16,18 +16,12 @@ from config.files import file_sha256, write_flushed
 from config.schema import Config
 from data.batches.loader import NO_SAMPLE, Batch, MakeBatch, next_tokens
 from data.corpora.corpus import SPLITS, Corpus
-from data.corpora.documents import Documents
 from data.corpora.row_shards import RowShards
 from data.corpora.shards import TokenShards, damaged
 from modeling.objectives.divergence import IDS, LOG_PROBS
+from training.tasks.shape import documents_of
 
 _INDEX = "index.json"
-
-
-def documents_of(config: Config, corpus: Corpus) -> Documents | None:
-    """How a run's batches keep documents apart; None where they do not."""
-    one_row = config.model.attention.startswith("flash_attention")  # whose kernels take documents of any length
-    return Documents(corpus.end_of_document, one_row=one_row) if config.keeps_documents_apart else None
 
 
 def files_of(folder: Path, split: str) -> tuple[Path, Path]:

@@ -8,8 +8,8 @@ from data.corpora.corpus import Corpus
 from data.rows.prepare_rows import prepare_rows as prepare
 from modeling.embedding_noise import EmbeddingNoise
 from modeling.objectives.label_prediction import LabelPrediction, RowPrediction
-from training.tasks.cached_teacher import documents_of
 from training.tasks.noise import with_noise
+from training.tasks.shape import documents_of
 
 __all__ = ["make_batch", "objective", "prepare"]
 

@@ -13,6 +13,7 @@ from config.errors import UserError
 from config.schema import Config
 from config.task import ENCODER_TASKS, model_class_of
 from data.corpora.corpus import Corpus, labels_of
+from data.corpora.documents import Documents
 from data.text.tokenizer import load_tokenizer
 from modeling.build import empty_model, model_config, require_shares
 
@@ -114,3 +115,9 @@ def given_by_task(config: Config, tokenizer: Any) -> dict[str, Any]:
         given["label2id"] = {name: number for number, name in enumerate(names)}
         given["problem_type"] = "regression" if regression else "single_label_classification"
     return given
+
+
+def documents_of(config: Config, corpus: Corpus) -> Documents | None:
+    """How a run's batches keep documents apart; None where they do not."""
+    one_row = config.model.attention.startswith("flash_attention")  # whose kernels take documents of any length
+    return Documents(corpus.end_of_document, one_row=one_row) if config.keeps_documents_apart else None

@@ -5,7 +5,7 @@ is the mean over everything that counts in the global batch: labels, answers, pa
 """
 
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from transformers import PreTrainedModel
 
@@ -34,6 +34,11 @@ def task_of(config: Config) -> Task:
     """The module of the task that a config names, the only one of them that is loaded."""
     module: Any = import_module(f"training.tasks.{config.task}")
     return module
+
+
+def answers(kind: Literal["references", "teacher"]) -> Any:
+    """The module of training/ that adds a model's answers to a corpus, which runs without such answers do not load."""
+    return import_module(f"training.{kind}")
 
 
 def objective_of(config: Config, model: PreTrainedModel, teacher: Forward | None = None) -> Objective:
