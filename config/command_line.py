@@ -58,15 +58,6 @@ def read_command_line(argv: Sequence[str], environment: Mapping[str, str] = os.e
     return resolved
 
 
-def refusal(arguments: Sequence[str], environment: Mapping[str, str]) -> str | None:
-    """Why `train.py` would refuse these arguments (`--config FILE` and overrides); None where they can be resolved."""
-    try:
-        resolve_run(parse(arguments), environment)
-    except UserError as error:
-        return str(error).removeprefix("command line: ")
-    return None
-
-
 def _help_asked(argv: Sequence[str]) -> str | None:
     """What help is asked about, empty for nothing in particular; None where it is not asked for."""
     for word, following in zip(argv, [*argv[1:], ""], strict=False):

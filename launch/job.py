@@ -26,16 +26,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from config.cli import REPOSITORY
+from config.command_line import parse
 from config.errors import UserError
 from config.machine.processes import describe_exit
 from config.options import positive_int
 from config.printable import shown
 from config.redact import redact_arguments
+from config.resolved import Resolved, resolve_run
 from launch.doctor.facts import run_program
 from launch.hosts import Hosts
 
 if TYPE_CHECKING:
-    from config.resolved import Resolved
     from config.schema import Config
     from tracking.events import Event
 
@@ -63,6 +64,15 @@ LAUNCHER_VARIABLES = (
     *("MASTER_ADDR", "MASTER_PORT"),
 )
 """Variables that a launcher sets for its processes; a job started from inside another one must not inherit it."""
+
+
+def refusal(arguments: Sequence[str], environment: Mapping[str, str]) -> str | None:
+    """Why `train.py` would refuse these arguments (`--config FILE` and overrides); None where they can be resolved."""
+    try:
+        resolve_run(parse(arguments), environment)
+    except UserError as error:
+        return str(error).removeprefix("command line: ")
+    return None
 
 
 def add_processes_option(parser: argparse.ArgumentParser) -> None:

@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,18 @@ hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_c
 hypothesis.settings.load_profile("untimed")  # a busy machine fails no test
 
 _STARTS_JOBS = re.compile(r"launches|strange|subprocess|preparation_kills")
+
+
+@pytest.fixture(autouse=True)
+def _hub_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one test finds out about the hub is not for the next one."""
+    if "HF_HUB_OFFLINE" in os.environ:
+        monkeypatch.setenv("HF_HUB_OFFLINE", os.environ["HF_HUB_OFFLINE"])
+    else:
+        monkeypatch.setenv("HF_HUB_OFFLINE", "")
+        monkeypatch.delenv("HF_HUB_OFFLINE")
+    if client := sys.modules.get("huggingface_hub.constants"):
+        monkeypatch.setattr(client, "HF_HUB_OFFLINE", client.HF_HUB_OFFLINE)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

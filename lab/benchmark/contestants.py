@@ -9,13 +9,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from config.command_line import refusal
 from config.errors import UserError
 from config.launcher import as_launched
 from lab.benchmark.harness import Jobs, Run
 from lab.benchmark.peers import titan_terms
 from lab.benchmark.spec import Result, Spec
-from launch.job import TRAIN
+from launch.job import TRAIN, refusal
 
 MANTISSA: dict[str, tuple[str, ...]] = {
     "mantissa": (),

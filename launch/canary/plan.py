@@ -8,12 +8,12 @@ from pathlib import Path
 
 from config.batch import refuse_sharing
 from config.cli import REPOSITORY
-from config.command_line import read_command_line, refusal
+from config.command_line import read_command_line
 from config.errors import UserError
 from config.launcher import as_launched
 from config.resolved import Resolved
 from config.schema import CanarySection
-from launch.job import job_command, with_steps
+from launch.job import job_command, refusal, with_steps
 
 STEPS = 50
 """Length of a canary whose config gives neither steps nor a share of the run's data."""

@@ -37,6 +37,8 @@ _ITEM_NOTES = {
 }
 
 
+_ROOM_FOR_BOXES = 100
+"""Columns of a terminal below which tables go without boxes, so that what is in the last column is seen."""
 _STATES = {
     "adamw": "AdamW's two averages in FP32",
     "sgd": "SGD's velocity in FP32",
@@ -64,7 +66,13 @@ def print_plan(plan: Plan) -> None:
         *_conclusions(plan),
         *_command(plan),
     ):
-        console.print(part.grid() if isinstance(part, Table) else part, soft_wrap=not isinstance(part, Table))
+        if isinstance(part, Table):
+            console.print(part.grid(boxed=console.width >= _ROOM_FOR_BOXES))
+        elif str(part).startswith(_USE):
+            console.print(part, soft_wrap=True)  # whole, to be copied
+        else:
+            style = part.style if isinstance(part, Text) else ""
+            console.print(terminal.paragraph(str(part), console, str(style)), soft_wrap=True)
 
 
 def _memory_table(plan: Plan) -> Table:
@@ -184,6 +192,7 @@ def _conclusions(plan: Plan) -> list[str | Text]:
     return lines
 
 
+_USE = "use this:"
 _WORTH_A_CHANGE = 1.05
 """Least gain in speed for which a configured setting that fits is left."""
 _AS_FAST = 0.98
@@ -207,7 +216,7 @@ def _command(plan: Plan) -> list[str | Text]:
         than = f", {gain - 1:.0%} faster than as configured" if configured.fits else ""
         lines.append(f"ZeRO-{best.layout.stage} with batch.micro_size={best.layout.micro} fits{than}.")
     command = shlex.join([*kept, *(f"{key}={value}" for key, value in changed.items())])
-    return [*lines, Text(f"use this: {command}", style="bold")]
+    return [*lines, Text(f"{_USE} {command}", style="bold")]
 
 
 def _figures(option: Option) -> list[str]:

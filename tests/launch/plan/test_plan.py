@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import shlex
 from dataclasses import replace
 from functools import partial
 
@@ -20,7 +22,7 @@ from tests.support.runs.synthetic_events import start_fields, step_fields
 from tracking.jsonl import encode
 
 RECIPES = REPOSITORY / "config/recipes"
-BIG = ["--config", str(RECIPES / "llama_8b_8gpu.yaml"), "model.config.vocab_size=128256"]
+BIG = ["--config", str(RECIPES / "llama_8b_8gpu.yaml")]
 DEMO = ["--config", str(RECIPES / "demo.yaml")]
 
 
@@ -168,6 +170,30 @@ def test_what_does_not_fit_as_configured_gets_a_way_that_does(capsys, monkeypatc
     assert plan.main([*BIG, "--gpus", "8", "batch.micro_size=32"]) == 0
     text = capsys.readouterr().out
     assert "DOES NOT FIT" in text and "As configured it does not fit" in text
+    command = text.splitlines()[-1]
+    assert command.startswith("use this: deepspeed --num_gpus 8 ") and "batch.micro_size=32" not in command
+    words = shlex.split(command.partition("train.py ")[2])
+    resolved = read_command_line(words, as_launched(8))
+    assert resolved.zero_stage == 3 and resolved.batch.micro_size == 16
+
+
+def test_the_last_line_starts_the_run_as_configured_where_no_other_setting_is_faster(capsys) -> None:
+    assert plan.main([*BIG, "--gpus", "16", "--device", "a100", "batch.micro_size=16", "run.seed=3"]) == 0
+    start = "deepspeed --hostfile launch/deepspeed/hostfile --num_nodes 2 --num_gpus 8"
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(f"use this: {start} ") and last.endswith(" batch.micro_size=16 run.seed=3")
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_plan_fits_the_terminal_but_for_the_command(capsys, monkeypatch, columns: int) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert plan.main([*BIG, "--gpus", "1", "--price", "2"]) == 3
+    assert plan.main([*BIG, "--gpus", "8", "--price", "2"]) == 0
+    text = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    *lines, last = text.splitlines()
+    assert last.startswith("use this: ") and max(map(len, lines)) <= columns
+    assert "1024" in text and "does not fit" in text.partition("devices")[2]
 
 
 @pytest.mark.parametrize(
@@ -177,7 +203,7 @@ def test_what_does_not_fit_as_configured_gets_a_way_that_does(capsys, monkeypatc
         (["--gpus", "0"], "--gpus"),
         (["--mfu", "1.5"], "--mfu"),
         (["--measured", "/nowhere"], "--measured /nowhere"),
-        (["data.tokenizer=/nowhere"], "model.config.vocab_size=N"),
+        (["data.tokenizer=nobody/nothing"], "model.config.vocab_size=N"),
         (["model.architecture=lama"], "lama"),
     ],
 )
