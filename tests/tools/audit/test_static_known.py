@@ -115,6 +115,7 @@ HITS |= {
     "fp16-range": (FP16 | {"+model_type": "t5"}, {"+model_type": "llama"}),
     "dpo-reference-rounded": ({"+precomputed_reference": True}, FP32),
     "accelerate-scheduler-steps-per-process": ({"+trainer": "accelerate", "+ranks": 2}, {"+ranks": 1}),
+    "labels-counted-before-the-shift": (HF | {"transformers": "4.53.3"}, {"transformers": "4.45.2"}),
     "tokens-not-averaged-across-devices": (HF | {"transformers": "4.53.3"}, {"transformers": "4.54.0"}),
     "bf16-sums": ({"data_types.grad_accum_dtype": None}, ONCE),
     "zero2-ignores-fp32-sums": ({"deepspeed": "0.19.3"}, {"data_types.grad_accum_dtype": None}),
