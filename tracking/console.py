@@ -19,7 +19,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.text import Text
 
 from config.printable import line
-from tracking.events import Event, describe_event, format_scale
+from tracking.events import Event, describe_event
+from tracking.numbers import duration, human, loss, mib, number, rate, scale
 from tracking.observed_dtypes import computed, lower_than_promised
 from tracking.terminal import console
 
@@ -150,8 +151,8 @@ class ConsoleSink:
         (step, *further), self._skipped = self._skipped, []
         words = [describe_event(event) for event in further if event["event"] == "scale"]
         if not words:
-            norm = "" if step["grad_norm"] is None else f", gradient norm {_short(step['grad_norm'])}"
-            words = [f"loss {step['loss']:.4g}{norm}"]
+            norm = "" if step["grad_norm"] is None else f", gradient norm {number(step['grad_norm'])}"
+            words = [f"loss {number(step['loss'])}{norm}"]
         tensors = [describe_event(event) for event in further if event["event"] == "nonfinite"]
         if tensors:
             more = f" and {len(tensors) - 1} more tensors, see events.jsonl" if len(tensors) > 1 else ""
@@ -161,28 +162,28 @@ class ConsoleSink:
 
     def _remember(self, event: Event) -> None:
         self._seconds.append(event["step_seconds"])
-        loss = event["loss"]
-        if not math.isfinite(loss):
+        value = event["loss"]
+        if not math.isfinite(value):
             return
         if self._first_loss is None:
-            self._first_loss = loss
+            self._first_loss = value
         if event["step"] % self._thin == 0:
-            self._losses.append(loss)
+            self._losses.append(value)
         if len(self._losses) > 64 * _SPARK_WIDTH:
             self._losses = self._losses[::2]
             self._thin *= 2
 
     def _cells(self, event: Event) -> list[str]:
-        first = f" from {self._first_loss:.3f}" if self._first_loss is not None else ""
+        first = f" from {number(self._first_loss)}" if self._first_loss is not None else ""
         return [
             f"{human(event['tokens_per_second']):>6} tok/s",
             f"ETA {duration(self._eta(event['step'])):<6}",
-            gib(event["memory_bytes"]),
-            f"loss {event['loss']:7.4f}{first}",
+            mib(event["memory_bytes"]),
+            f"loss {loss(event['loss']):>7}{first}",
             sparkline(self._losses, _SPARK_WIDTH, self._blocks),
-            f"grad norm {_short(event['grad_norm']):>8}",
-            f"lr {event['lr']:.2e}",
-            f"scale {format_scale(event['loss_scale'])}" if self._fp16 else "",
+            f"grad norm {number(event['grad_norm'], 3):>8}",
+            f"lr {rate(event['lr'])}",
+            f"scale {scale(event['loss_scale'])}" if self._fp16 else "",
             f"skipped {event['skipped_total']}" if event["skipped_total"] else "",
         ]
 
@@ -219,41 +220,6 @@ def _pack(cells: Iterable[str], first: int, width: int) -> list[str]:
             lines.append(cell)
             room = width
     return lines
-
-
-def human(value: float) -> str:
-    """A count in at most six characters: 950, 12.3k, 4.56M."""
-    if not math.isfinite(value):
-        return str(value)
-    for bound, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= bound:
-            return f"{value / bound:.1f}{unit}"
-    return f"{value:.0f}"
-
-
-def gib(size: float | None) -> str:
-    """A size in bytes as 1.50 GiB; empty where it is 0 or unknown."""
-    return f"{size / 2**30:.2f} GiB" if size else ""
-
-
-def duration(seconds: float) -> str:
-    """Seconds as 42s, 3m20s, 2h05m or 4d03h."""
-    if not math.isfinite(seconds):
-        return "?"
-    whole = round(seconds)
-    for bound, unit, below, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
-        if whole >= bound:
-            return f"{whole // bound}{unit}{whole % bound // below:02d}{small}"
-    return f"{whole}s"
-
-
-def format_seconds(seconds: float) -> str:
-    """Below 100 s with three digits, else as `duration`."""
-    return f"{seconds:.3g} s" if seconds < 100 else duration(seconds)
-
-
-def _short(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}" if abs(value) < 1e-2 or abs(value) >= 1e4 else f"{value:.3f}"
 
 
 def _can_print(text: str, stream: Any) -> bool:

@@ -14,11 +14,11 @@ again except in the TEXT_FIELDS, where "nan" is text (`nonfinite.kind`).
 
 from __future__ import annotations
 
-import math
 from difflib import get_close_matches
 from typing import Any
 
 from config.printable import line
+from tracking.numbers import loss, mib, number, percent, perplexity, scale
 from tracking.observed_dtypes import lower_than_promised
 
 Event = dict[str, Any]
@@ -60,18 +60,8 @@ TEXT_FIELDS = frozenset(
     {
         *("event", "config_sha256", "sample_ids_sha256", "compute", "resumed_from", "reason", "module", "modules"),
         *("tensor", "kind", "verdict", "replay", "path", "status", "text", "name", "model", "hypothesis", "attention"),
-        *(
-            "loss_unit",
-            "verdict_text",
-            "next_command",
-            "standstill",
-            "found_by",
-            "outcome",
-            "why",
-            "suspicion",
-            "hosts",
-            "signal",
-        ),
+        *("loss_unit", "verdict_text", "next_command", "standstill", "found_by", "outcome", "why", "suspicion"),
+        *("hosts", "signal"),
     }
 )
 _TEXTS = TEXT_FIELDS - {"modules", "hosts"}
@@ -126,16 +116,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float)
 
 
-def format_scale(value: float | None) -> str:
-    """A loss scale: 65536, 2^24, 1.5; - where none was recorded."""
-    if value is None or not math.isfinite(value):
-        return "-" if value is None else str(value)
-    mantissa, exponent = math.frexp(value)
-    if value >= 1e6 and mantissa == 0.5:
-        return f"2^{exponent - 1}"
-    return f"{value:.0f}" if value >= 1 and value == int(value) and value < 1e15 else f"{value:g}"
-
-
 def describe_event(event: Event) -> str:
     """One event in one line of printable text, without its step."""
     return line(_describe(event))
@@ -146,7 +126,7 @@ def _describe(event: Event) -> str:
         case "scale":
             old, new, in_a_row = event["from"], event["to"], event.get("consecutive_overflows")
             # hysteresis keeps the scale for now
-            change = f"stays {format_scale(new)}" if old == new else f"{format_scale(old)} -> {format_scale(new)}"
+            change = f"stays {scale(new)}" if old == new else f"{scale(old)} -> {scale(new)}"
             times = f", {in_a_row} in a row" if in_a_row else ""
             return f"loss scale {change} ({event['reason']}{times})"
         case "nonfinite":
@@ -167,29 +147,25 @@ def _describe(event: Event) -> str:
         case "fault":
             return f"injected fault {event['kind']} on rank {event['rank']}, {event['module']}"
         case "eval":
-            perplexity = f", perplexity {event['perplexity']:.2f}" if event.get("perplexity") else ""
-            metrics = "".join(f", {name} {_short(value)}" for name, value in event.get("metrics", {}).items())
-            parts = ", ".join(f"{name} {_short(value)}" for name, value in event.get("by_source", {}).items())
-            return f"validation loss {event['loss']:.4f}{perplexity}{metrics}{parts and f'; loss of {parts}'}"
+            exponential = f", perplexity {perplexity(event['perplexity'])}" if event.get("perplexity") else ""
+            metrics = "".join(f", {name} {number(value)}" for name, value in event.get("metrics", {}).items())
+            parts = ", ".join(f"{name} {number(value)}" for name, value in event.get("by_source", {}).items())
+            return f"validation loss {loss(event['loss'])}{exponential}{metrics}{parts and f'; loss of {parts}'}"
         case "checkpoint":
             seconds = f" in {event['seconds']:.1f} s" if event.get("seconds") is not None else ""
-            size = f", {event['bytes'] / 2**20:,.0f} MiB" if event.get("bytes") else ""
+            size = f", {mib(event['bytes'])}" if event.get("bytes") else ""
             return f"checkpoint {event['path']}{seconds}{size}"
         case "run_start":
             origin = f"resumed from {event['resumed_from']}" if event.get("resumed_from") else "started"
-            return f"{origin}, {event['world_size']} processes"
+            return f"{origin}, {event['world_size']} process{'' if event['world_size'] == 1 else 'es'}"
         case "run_end":
             code = f", exit code {event['exit_code']}" if event.get("exit_code") is not None else ""
             reason = f": {event['reason']}" if event.get("reason") else ""
             return f"{event['status']}{code}{reason}"
         case "precision":
-            shares = ", ".join(f"{dtype} {share:.1%}" for dtype, share in event["flop_share"].items())
+            shares = ", ".join(f"{dtype} {percent(share)}" for dtype, share in event["flop_share"].items())
             return "; ".join(filter(None, (f"computes in {shares}", *lower_than_promised(event))))
     return str({key: value for key, value in event.items() if key not in COMMON_FIELDS})
-
-
-def _short(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
 
 
 def _reexecution(event: Event) -> str:

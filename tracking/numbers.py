@@ -24,14 +24,6 @@ def number(value: float | None, digits: int = 4, *, plain_from: float = _PLAIN[0
     return _stripped(f"{value:,.{max(0, digits - 1 - math.floor(math.log10(size or 1)))}f}")
 
 
-def exact(value: float) -> str:
-    """A setting with all of its digits: 5e-5, 0.95, 123456."""
-    mantissa, _, exponent = repr(value).partition("e")
-    if exponent or 0 < abs(value) < _PLAIN[0]:
-        return number(value, len(mantissa.replace(".", "").strip("-0")) or 1)
-    return _stripped(mantissa)
-
-
 def loss(value: float | None) -> str:
     """A loss with four decimals, which align; a tiny or huge one as `number`."""
     plain = value is not None and (value == 0 or _PLAIN[0] <= abs(value) < 1e4)
@@ -59,6 +51,11 @@ def percent(share: float, digits: int = 4) -> str:
     return f"{text}%"
 
 
+def change(share: float) -> str:
+    """A relative change in percent, with its sign: +1.2%, -0.05%, 0%."""
+    return f"{'+' if share > _LEAST else ''}{percent(round(share, 5), 3)}"
+
+
 def scale(value: float | None) -> str:
     """A loss scale: powers of two as 2^16 from 1,024 on."""
     if value is not None and 1024 <= value < math.inf and math.frexp(value)[0] == 0.5:
@@ -68,7 +65,9 @@ def scale(value: float | None) -> str:
 
 def mib(size: float | None) -> str:
     """A size in bytes as 612 MiB; empty where it is 0 or unknown."""
-    return f"{number(size / 2**20, 3)} MiB" if size and math.isfinite(size) else ""
+    if not size or not math.isfinite(size):
+        return ""
+    return "< 0.1 MiB" if size < 0.1 * 2**20 else f"{number(size / 2**20, 3)} MiB"
 
 
 def human(value: float) -> str:

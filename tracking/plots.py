@@ -16,6 +16,7 @@ from config.files import write_atomically
 from config.printable import shown
 from tracking.events import Event
 from tracking.jsonl import read_run_events, surviving
+from tracking.numbers import human, number, rate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,8 +63,6 @@ def plot_run(events: Path, png: Path) -> Path:
     starts = [event for event in timeline if event["event"] == "run_start"]
     if not steps or not starts:
         raise UserError(f"{events}: no step has been recorded, so there is nothing to draw")
-    from matplotlib.ticker import MaxNLocator
-
     evals = [event for event in timeline if event["event"] == "eval"]
     metrics = [(title, names) for title, of in _METRICS.items() if (names := _metric_names([*steps, *evals], of))]
     rows = 2 + (len(metrics) + 1) // 2
@@ -82,8 +81,17 @@ def plot_run(events: Path, png: Path) -> Path:
             axes[-2][1].set_xlabel("optimizer step")
         for axis in axes[-1]:
             axis.set_xlabel("optimizer step")
-            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+            integer_steps(axis)
+        if len(steps) == 1:
+            axes[0][0].set_xlim(steps[0]["step"] - 1, steps[0]["step"] + 1)
     return png
+
+
+def integer_steps(axis: Axes) -> None:
+    """Number the x axis at whole steps."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
 
 
 @contextmanager
@@ -114,8 +122,8 @@ def _title(name: str, start: Event, steps: list[Event]) -> str:
     processes = f"{start['world_size']} process{'' if start['world_size'] == 1 else 'es'}"
     compute = str(start["compute"]).upper()
     return (
-        f"{name}: {start['parameters'] / 1e6:,.1f}M parameters, {compute} compute, ZeRO-{start['zero_stage']}, "
-        f"{processes}, {steps[-1]['tokens'] / 1e6:,.2f}M tokens"
+        f"{name}: {human(start['parameters'])} parameters, {compute} compute, ZeRO-{start['zero_stage']}, "
+        f"{processes}, {human(steps[-1]['tokens'])} tokens"
     )
 
 
@@ -132,7 +140,7 @@ def _numbers(events: list[Event]) -> list[int]:
 def _curve(axis: Axes, x: list[int], y: list[float], label: str) -> None:
     """The raw curve, and for long runs a running median over it."""
     if len(y) < _SMOOTH_FROM:
-        axis.plot(x, y, color=_INK, linewidth=1.8, label=label)
+        axis.plot(x, y, "o-" if len(y) == 1 else "-", color=_INK, linewidth=1.8, label=label)
         return
     width = max(5, len(y) // 40) | 1
     axis.plot(x, y, color=_FAINT, linewidth=0.8, label=label)
@@ -163,6 +171,9 @@ def _draw_loss(axis: Axes, steps: list[Event], evals: list[Event], unit: str | N
     _curve(axis, _numbers(steps), _column(steps, "loss"), "training")
     if evals:
         axis.plot(_numbers(evals), _column(evals, "loss"), "o-", color=_ACCENT, label="validation", markersize=5)
+    if broken := [event["step"] for event in steps if not math.isfinite(event["loss"])][:_MANY_SKIPS]:
+        top = axis.get_xaxis_transform()
+        axis.plot(broken, [0.97] * len(broken), "x", color=_ALARM, markersize=8, transform=top, label="not finite")
     _mark_skips(axis, steps)
     if unit is None:
         per_token = not any("metrics" in event for event in steps) and all(event.get("perplexity") for event in evals)
@@ -178,7 +189,7 @@ def _metric_names(events: list[Event], kinds: tuple[str, ...]) -> list[str]:
 
 
 def _draw_metrics(axis: Axes, steps: list[Event], evals: list[Event], title: str, names: list[str]) -> None:
-    for number, name in enumerate(names):
+    for index, name in enumerate(names):
         for events, style in ((steps, "-"), (evals, "o--")):
             own = [
                 {"step": event["step"], name: event["metrics"][name]}
@@ -187,25 +198,25 @@ def _draw_metrics(axis: Axes, steps: list[Event], evals: list[Event], title: str
             ]
             if own:
                 label = f"{name}, validation" if events is evals else name
-                width, colour = 1.0 if events is steps else 1.6, f"C{number}"
+                width, colour = 1.0 if events is steps else 1.6, f"C{index}"
                 axis.plot(_numbers(own), _column(own, name), style, color=colour, linewidth=width, label=plain(label))
     axis.set_title(title)
     axis.legend(loc="best", fontsize=9)
 
 
 def _draw_grad_norm(axis: Axes, steps: list[Event]) -> None:
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     norms = _column(steps, "grad_norm")
     _curve(axis, _numbers(steps), norms, "before clipping")
     if any(norm > 0 for norm in norms):
         axis.set_yscale("log")
         axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.yaxis.set_major_formatter(lambda value, _: number(value))
         axis.yaxis.set_minor_formatter(NullFormatter())
     clip = _clip_threshold(steps)
     if clip is not None:
-        axis.axhline(clip, color=_ACCENT, linestyle="--", linewidth=1.4, label=f"clipped to {clip:g}")
+        axis.axhline(clip, color=_ACCENT, linestyle="--", linewidth=1.4, label=f"clipped to {number(clip, 3)}")
     _mark_skips(axis, steps)
     axis.set_title("Gradient norm (global, unscaled)")
     axis.legend(loc="upper right")
@@ -216,24 +227,16 @@ def _clip_threshold(steps: list[Event]) -> float | None:
     for event in steps:
         norm, coefficient = event["grad_norm"], event["clip_coefficient"]
         if coefficient is not None and norm is not None and 0 < coefficient < 1 and math.isfinite(norm):
-            return float(f"{norm * coefficient:.3g}")
+            return float(norm * coefficient)
     return None
 
 
 def _draw_lr(axis: Axes, steps: list[Event]) -> None:
-    axis.plot(_numbers(steps), _column(steps, "lr"), color=_INK, linewidth=1.8)
+    axis.plot(_numbers(steps), _column(steps, "lr"), "o-" if len(steps) == 1 else "-", color=_INK, linewidth=1.8)
     _mark_skips(axis, steps)
     axis.set_ylim(bottom=0)
-    axis.yaxis.set_major_formatter(lambda rate, _: format_rate(rate))
+    axis.yaxis.set_major_formatter(lambda value, _: rate(value))
     axis.set_title("Learning rate")
-
-
-def format_rate(rate: float) -> str:
-    """A learning rate with every digit it has, at most five: 1.25e-3, 3e-4, 0."""
-    if not rate:
-        return "0"
-    digits, exponent = f"{rate:.4e}".split("e")
-    return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
 def _draw_scale(axis: Axes, steps: list[Event]) -> None:

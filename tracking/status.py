@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Literal
 
 from config.printable import line
-from tracking.console import duration
 from tracking.events import Event
 from tracking.jsonl import beginnings, event_on, lines_backwards
+from tracking.numbers import duration
 from tracking.run_lock import LOCK, SILENT_SECONDS, holder
 
 State = Literal["running", "silent", "killed", "done", "preempted", "aborted", "crashed"]

@@ -17,6 +17,7 @@ import numpy as np
 from config.cli import DIVERGED
 from config.printable import line
 from tracking.events import Event, describe_event
+from tracking.numbers import number, percent
 from tracking.status import Status
 
 Word = Literal[
@@ -246,7 +247,7 @@ def _not_learning(
     model = config.get("model") or {}
     if model and model.get("name_or_path") is None and since == 1 and evidence.applied - warmup >= FLAT_STEPS:
         steps = f"in {evidence.applied:,} applied steps from random weights"
-        return f"its loss has not fallen by {FLAT:.0%} {steps}: look at the learning rate and the data", since
+        return f"its loss has not fallen by {percent(FLAT)} {steps}: look at the learning rate and the data", since
     return None
 
 
@@ -320,8 +321,9 @@ def _diverged(evidence: Evidence, course: _Course | None) -> tuple[str, int, int
     low = int(np.argmin(course.level[:at]))
     first, least, last = (float(course.level[index]) for index in (0, low, -1))
     where = f"steps {course.since[low]:,} to {course.until[low]:,}" if low else "step 1"
-    start = f"{'above' if last > first else 'after'} {first:.4g} at its start"
-    cause = f"its loss rose from {least:.4g} ({where}) to {last:.4g}, {start}; {course.bound[at]:.4g} is the bound"
+    start = f"{'above' if last > first else 'after'} {number(first)} at its start"
+    bound = number(float(course.bound[at]))
+    cause = f"its loss rose from {number(least)} ({where}) to {number(last)}, {start}; {bound} is the bound"
     return cause, int(course.since[at]), int(course.until[low])
 
 
@@ -334,9 +336,10 @@ def _warned(evidence: Evidence, course: _Course | None) -> tuple[str, int] | Non
         return f"{first['text'] if first['event'] == 'note' else describe_event(first)}{more}", int(first["step"])
     if course is not None and (up := np.flatnonzero(course.risen[:-1] & course.risen[1:])).size:
         at = int(up[0])
-        return f"its loss rose to {course.level[at]:.4g} there, and came down again", int(course.since[at])
+        return f"its loss rose to {number(float(course.level[at]))} there, and came down again", int(course.since[at])
     if skipped > max(_SETTLING, SKIPPED * evidence.attempts):
-        return f"{skipped:,} of {evidence.attempts:,} steps were skipped, more than {SKIPPED:.0%}", evidence.first_step
+        cause = f"{skipped:,} of {evidence.attempts:,} steps were skipped, more than {percent(SKIPPED)}"
+        return cause, evidence.first_step
     return None
 
 
@@ -360,7 +363,7 @@ def _anew(
     changes = {
         "run.resume": start,
         "run.name": f"{name}-again",
-        "optimizer.learning_rate": f"{max(least, rate * factor):.3g}",
+        "optimizer.learning_rate": number(max(least, rate * factor), 3),
     }
     return _changed(command, changes)
 

@@ -10,7 +10,7 @@ import pytest
 from config.errors import UserError
 from tests.support.runs.synthetic_events import start_fields, step_fields
 from tracking.jsonl import JsonlSink
-from tracking.plots import format_rate, plot_run
+from tracking.plots import plot_run
 from tracking.record import Record
 from tracking.report.page import results
 from tracking.run_dir import RunDir
@@ -78,13 +78,6 @@ def test_metrics_of_a_task_are_drawn_and_reported(run_dir: RunDir) -> None:
     assert rows["validation kl_k1/chosen"] == "0.2500 -> -"
     assert rows["validation loss, chats"] == "0.0000 -> 8.0000"
     assert "training loss" in rows and "validation loss" in rows, "not in nats per token"
-
-
-@pytest.mark.parametrize(
-    ("rate", "text"), [(1.25e-3, "1.25e-3"), (3e-4, "3e-4"), (0.0, "0"), (1.5e-5, "1.5e-5"), (2.0, "2e0")]
-)
-def test_a_learning_rate_keeps_its_digits(rate: float, text: str) -> None:
-    assert format_rate(rate) == text
 
 
 def test_nothing_to_draw_is_a_user_error(run_dir: RunDir) -> None:

@@ -83,8 +83,8 @@ def test_the_report_holds_the_page_a_reader_needs(told_run: RunDir) -> None:
         *("# demo", "> Hypothesis: FP16 with our scaler follows FP32", "**healthy**", "llama, 12,345,678 parameters"),
         *("8 sequences of 512 tokens, micro-batch 2, accumulation 2", "fp16 compute, FP32 masters", "stage 2, 2 proc"),
         *("node7: 2 x NVIDIA H100", "torch 2.13.0", "0123456789ab with local changes"),
-        *("60 attempted, 58 applied, 2 skipped", "65536 -> 32768 (1 x growth, 2 x overflow)", "245,760"),
-        *("perplexity 28.98", "3.00 GiB", "| masters | float32 | 50.0 |", "| reductions | bfloat16 |  |"),
+        *("60 attempted, 58 applied, 2 skipped", "2^16 -> 2^15 (1 x growth, 2 x overflow)", "245,760"),
+        *("perplexity 28.98", "3,072 MiB", "| masters | float32 | 50 MiB |", "| reductions | bfloat16 |  |"),
         *("![", "plots/run.png", "step-60"),
         *("````text\ndef f():\n```\n    return 1\n````", "```bash\ndeepspeed train.py --config demo.yaml\n```"),
     ):

@@ -32,9 +32,9 @@ from launch.job import (
 from tools.parity.energy import joules, used
 from tools.parity.judge_runs import Settling, Trajectory, control_factor, settling_of
 from tools.parity.judge_steps import COMPARED, Walk
-from tracking.console import duration
 from tracking.environment import git_state
 from tracking.jsonl import Follower, read_events, surviving
+from tracking.numbers import duration
 from tracking.run_dir import RunDir
 from tracking.summary import Summary, read_inputs, summarise
 

@@ -15,6 +15,7 @@ import numpy as np
 from tracking.compare.differences import Difference, side_by_side
 from tracking.compare.divergence import Divergence, events_near
 from tracking.events import Event, describe_event
+from tracking.numbers import number, percent
 from tracking.run_facts import RunFacts, median
 
 _ORDER_KEYS = ("run.seed", "data.", "batch.", "(fingerprint)", "tokenizer")
@@ -229,11 +230,11 @@ def _describe_speed(divergence: Divergence, found: Sequence[Difference]) -> str:
     a, b = (median(columns.step_seconds) for columns in runs)
     if not (a > 0 and b > 0) or 1 / _SAME_SPEED < b / a < _SAME_SPEED:
         return ", same speed" if a > 0 and b > 0 else ""
-    text = f", {'slower' if b > a else 'faster'}: {b:.3g} s a step, baseline {a:.3g} s"
+    text = f", {'slower' if b > a else 'faster'}: {number(b, 3)} s per step, baseline {number(a, 3)} s"
     base_wait, wait = (median(columns.data_seconds) for columns in runs)
     if math.isfinite(base_wait) and math.isfinite(wait):
         share = (wait - base_wait) / (b - a)
-        amount = "most" if share > 0.5 else f"{share:.0%}"
-        return f"{text}; data wait {wait:.3g} s, baseline {base_wait:.3g} s: {amount} of the difference"
+        amount = "most" if share > 0.5 else percent(share, 2)
+        return f"{text}; data wait {number(wait, 3)} s, baseline {number(base_wait, 3)} s: {amount} of the difference"
     keys = _settings(found, ("data.workers", "processes", "accelerator", "cpu", "hostname", "$"))
     return f"{text}; {_join_settings(keys)}" if keys else text

@@ -19,7 +19,7 @@ MAX_MARKS = 300
 """Marks of one kind and run on the page; of more, an even selection."""
 
 _AXES = ("step", "tokens", "seconds")
-_DRAWN = ("loss", "grad_norm", "lr", "loss_scale", "tokens_per_second", "memory_bytes")
+_DRAWN = ("loss", "grad_norm", "lr", "loss_scale", "tokens_per_second", "memory_bytes", "data_seconds")
 _EXTREMES = ("loss", "grad_norm", "tokens_per_second")
 _MARKED = ("incident", "nonfinite", "fault", "scale", "checkpoint", "run_start")
 _DIGITS = 7

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from config.redact import redact
-from tracking.numbers import exact
+from tracking.numbers import number
 from tracking.run_facts import RunFacts
 
 # Names and display, which change no number; of these, the first two always differ.
@@ -90,8 +90,8 @@ def _facts(run: RunFacts) -> Iterator[tuple[tuple[str, str], Any]]:
     git = environment.get("git") or {}
     if git:
         yield ("code", "git commit"), str(git.get("commit"))[:12] + (" with local changes" if git.get("dirty") else "")
-    for name, number in (environment.get("versions") or {}).items():
-        yield ("versions", name), number
+    for name, version in (environment.get("versions") or {}).items():
+        yield ("versions", name), version
     yield from _hardware(run)
 
 
@@ -122,9 +122,12 @@ def side_by_side(values: Sequence[Any]) -> str:
 
 
 def format_value(value: Any) -> str:
-    """A value as the tables show it; - for one that was not recorded."""
+    """A value as the tables show it, a number with all of its digits; - for one that was not recorded."""
     if value is None:
         return "-"
     if isinstance(value, float):
-        return exact(value)
+        mantissa, _, exponent = repr(value).partition("e")
+        digits = mantissa.replace(".", "").strip("-0")
+        tiny = 0 < abs(value) < 1e-3
+        return number(value, len(digits) or 1) if exponent or tiny else mantissa.removesuffix(".0")
     return str(value)

@@ -24,7 +24,7 @@ from tracking.compare.winners import MAIN_MEASURES
 from tracking.heatmap.difference import differences_of
 from tracking.heatmap.grid import read_heat
 from tracking.heatmap.page import static_heat
-from tracking.numbers import rate, scale
+from tracking.numbers import change, rate, scale
 from tracking.pages.render import render
 from tracking.run_facts import RunFacts
 
@@ -150,4 +150,4 @@ def _change(row: Measure, index: int) -> dict[str, Any] | None:
     share = relative_change(base, value)
     if math.isnan(share):
         return None
-    return {"text": f"{share:+.1%}", "better": (value < base) == (row.better == "lower")}
+    return {"text": change(share), "better": (value < base) == (row.better == "lower")}

@@ -85,7 +85,7 @@ function axisOf(values, from, to, log) {
   const at = (value) => (low === high ? (from + to) / 2 : from + ((scaled(value) - low) / (high - low)) * (to - from));
   const few = [...new Set(known)].sort((a, b) => a - b);
   const inner = Array.from({ length: 5 }, (_, index) => low + ((high - low) * index) / 4).map((value) => (scaled === Math.log10 ? 10 ** value : value));
-  return { at, ticks: (few.length <= 6 ? few : inner).map((value) => [at(value), short(value)]) };
+  return { at, ticks: (few.length <= 6 ? few : inner).map((value) => [at(value), number(value, 5)]) };
 }
 
 function drawPoints() {

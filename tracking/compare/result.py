@@ -101,7 +101,7 @@ def headline(divergence: Divergence) -> str:
     text = f"{same}diverge at step {divergence.step} ({names}){sparse}"
     allowed = percent(divergence.tolerance.relative)
     if divergence.tolerance.absolute:
-        allowed += f" or {divergence.tolerance.absolute:g} nats"
+        allowed += f" or {number(divergence.tolerance.absolute)} nats"
     if divergence.beyond_tolerance is not None:
         text += f"; losses are more than {allowed} apart from step {divergence.beyond_tolerance} on"
     else:

@@ -17,7 +17,7 @@ from tracking.compare.differences import Difference, format_value, side_by_side
 from tracking.compare.measures import Measure, format_measure
 from tracking.compare.result import Comparison, Pair
 from tracking.events import Event, describe_event
-from tracking.numbers import rate, scale
+from tracking.numbers import number, rate, scale
 from tracking.pages.markdown import Table
 from tracking.terminal import words
 from tracking.verdict import STYLES
@@ -140,8 +140,8 @@ def _rows_table(pair: Pair) -> Table:
         table.add(
             row["step"],
             _short(row["run"], 24),
-            f"{row['loss']:.9g}",
-            f"{row['grad_norm']:.9g}",
+            number(row["loss"], 9),
+            number(row["grad_norm"], 9),
             rate(row["lr"]),
             scale(row["loss_scale"]),
             "yes" if row["applied"] else "skipped",

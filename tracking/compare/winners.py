@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from tracking.compare.groups import Group
 from tracking.compare.measures import Measure, format_measure, relative_change
-from tracking.numbers import number, percent
+from tracking.numbers import change, number, percent
 from tracking.run_facts import RunFacts
 
 _EQUAL = {"loss": 0.0005, "rate": 0.02, "bytes": 0.01, "money": 0.02}
@@ -170,13 +170,13 @@ def _margin(best: _Side, second: _Side, sides: Sequence[_Side], kind: str) -> st
     """The values behind a sentence, as the table has them: the best, and the baseline or the second best."""
     base = next((side for side in sides if 0 in side.runs), None)
     if base is None or base is best:
-        change = "" if base is None else _percent(base, second)
-        return f": {format_measure(kind, best.value)}; {second.label} {format_measure(kind, second.value)}{change}"
+        share = "" if base is None else _percent(base, second)
+        return f": {format_measure(kind, best.value)}; {second.label} {format_measure(kind, second.value)}{share}"
     return (
         f": {format_measure(kind, best.value)}{_percent(base, best)}; the baseline {format_measure(kind, base.value)}"
     )
 
 
 def _percent(base: _Side, side: _Side) -> str:
-    change = relative_change(base.value, side.value)
-    return "" if math.isnan(change) else f" ({change:+.1%})"
+    share = relative_change(base.value, side.value)
+    return "" if math.isnan(share) else f" ({change(share)})"

@@ -9,6 +9,7 @@ from config.printable import line
 from tracking.heatmap.grid import Heat, limits
 from tracking.heatmap.modules import short_name
 from tracking.heatmap.panels import DTYPES, PANELS
+from tracking.numbers import number, percent
 
 _LABEL = 24
 _SHADES = " .:-=+*#%@"
@@ -62,11 +63,11 @@ def legend(heat: Heat, key: str, *, ascii_only: bool = False) -> Text:
                 text.append(f"{name if not ascii_only else str(code) + ' ' + name}  ", style="dim")
         return text
     low, high = limits(heat, key)
-    percent = PANELS[key].percent
-    text.append(f"{low:.0%} " if percent and low in (0.0, 1.0) else f"{low:.1g} ", style="dim")
+    said = percent if PANELS[key].percent else number
+    text.append(f"{said(low, 2)} ", style="dim")
     for level in range(8):
         text.append(_SHADES[level + 1] if ascii_only else "█", style=None if ascii_only else _COLOURS[level])
-    text.append(f" {high:.0%}" if percent else f" {high:.2g}", style="dim")
+    text.append(f" {said(high, 2)}", style="dim")
     return text
 
 

@@ -10,6 +10,7 @@ from tracking.heatmap.grid import Heat
 from tracking.heatmap.modules import Fold, in_words
 from tracking.heatmap.page import plain_panel
 from tracking.heatmap.panels import PANELS
+from tracking.numbers import number
 
 COMPARED = ("activation", "gradient", "underflow", "update")
 _COLUMNS = 120
@@ -63,5 +64,7 @@ def _line(found: dict[str, Any]) -> str:
     far, middle = float(newest[row]), float(np.nanmedian(values[:, column]))
     where, step = in_words([found["names"][row]]), f"step {found['edges'][column + 1]:,}"
     if found["log"]:
-        return f"furthest from the baseline at {step}: {where}, {10**far:.3g} x; a usual module {10**middle:.3g} x."
-    return f"furthest from the baseline at {step}: {where}, {100 * far:+.2g} percentage points."
+        of_all = f"median over modules {number(10**middle, 3)} x"
+        return f"furthest from the baseline at {step}: {where}, {number(10**far, 3)} x; {of_all}."
+    sign = "+" if far > 0 else ""
+    return f"furthest from the baseline at {step}: {where}, {sign}{number(100 * far, 2)} percentage points."

@@ -42,6 +42,8 @@ class Heat:
     computes: tuple[str, ...]
     measured: int
     """Telemetry events of the surviving history."""
+    nonfinite: tuple[tuple[int, str, float], ...] = ()
+    """(step, module, values) of what was not finite, in file order."""
 
     @property
     def steps(self) -> np.ndarray:
@@ -91,6 +93,13 @@ class Heat:
             first.setdefault(folded_name(name, "kinds"), index)
         known = np.flatnonzero(np.isfinite(self.panels[panel]).any(axis=1))
         return self.chosen(sorted(known.tolist(), key=lambda row: (first[folded_name(self.rows[row], "kinds")], row)))
+
+    def at_its_steps(self) -> Heat:
+        """What was not finite, in columns of a single step each and of what lies between."""
+        first, last = int(self.edges[0]), int(self.edges[-1])
+        steps = [at for step, _, _ in self.nonfinite for at in (step - 1, step)]
+        edges = np.unique([first, *steps, last])
+        return replace(self, edges=edges, panels={"nonfinite": _nonfinite_grid(self.nonfinite, self.rows, edges)})
 
     def narrowed(self, most: int) -> Heat:
         """Merge neighbouring columns until at most `most` are left."""
@@ -269,11 +278,12 @@ class HeatCollector:
                 panels["activation"] = panels["activation"] / np.float32(RANGES["fp16"])
         rows = {name: index for index, name in enumerate(names)}
         if count > 0:
-            panels["nonfinite"] = self._nonfinite_grid(rows, edges)
+            panels["nonfinite"] = _nonfinite_grid(self._nonfinite, names, edges)
             panels["dtype"] = self._dtype_grid(names, rows, edges)
         used = np.unique(panels["dtype"][np.isfinite(panels["dtype"])]) if "dtype" in panels else ()
         computes = tuple(DTYPES[int(code)] for code in used if code)
-        return Heat(names, edges, panels, computes, sum(column.measured for column in self._columns))
+        measured = sum(column.measured for column in self._columns)
+        return Heat(names, edges, panels, computes, measured, tuple(self._nonfinite))
 
     def _ordered(self) -> tuple[str, ...]:
         """Rows in the order of the forward pass; modules that were never measured come last."""
@@ -291,13 +301,6 @@ class HeatCollector:
         newest = max((step for step, _, _ in self._nonfinite), default=0)
         return np.array([first, *steps, *([newest] if newest > steps[-1] else [])], int)
 
-    def _nonfinite_grid(self, rows: dict[str, int], edges: np.ndarray) -> np.ndarray:
-        grid = np.zeros((len(rows), len(edges) - 1), np.float32)
-        for step, module, count in self._nonfinite:
-            if module in rows:
-                grid[rows[module], min(max(int(np.searchsorted(edges, step)) - 1, 0), len(edges) - 2)] += count
-        return grid
-
     def _dtype_grid(self, names: Sequence[str], rows: dict[str, int], edges: np.ndarray) -> np.ndarray:
         """Positions in DTYPES. Under a manifest, modules outside of all regions are FP32, as is the residual stream."""
         default = "fp32" if self._regions else self._default
@@ -309,6 +312,15 @@ class HeatCollector:
                 if module in rows and dtype in DTYPES:
                     grid[rows[module], start:] = DTYPES.index(dtype)
         return grid
+
+
+def _nonfinite_grid(found: Sequence[tuple[int, str, float]], names: Sequence[str], edges: np.ndarray) -> np.ndarray:
+    """(rows, columns) values that were not finite."""
+    rows, grid = {name: index for index, name in enumerate(names)}, np.zeros((len(names), len(edges) - 1), np.float32)
+    for step, module, count in found:
+        if module in rows:
+            grid[rows[module], min(max(int(np.searchsorted(edges, step)) - 1, 0), len(edges) - 2)] += count
+    return grid
 
 
 def _padded(values: np.ndarray, count: int) -> np.ndarray:

@@ -17,9 +17,8 @@ function heatNumber(found, value) {
   if (value === null) return "not measured";
   if (found.codes.length) return found.codes[value];
   const real = found.log && !found.diverging ? 10 ** value : value;
-  if (found.diverging) return found.log ? `${(10 ** value).toPrecision(3)} x` : value.toPrecision(3);
-  if (found.percent) return `${Number((100 * real).toPrecision(3))}%`;
-  return real !== 0 && (real < 1e-3 || real >= 1e6) ? real.toExponential(2) : String(Number(real.toPrecision(4)));
+  if (found.diverging) return found.log ? `${number(10 ** value, 3)} x` : number(value, 3);
+  return found.percent ? percent(real, 3) : number(real);
 }
 
 function coloursOf(found) {
@@ -37,8 +36,8 @@ function colourAt(colours, share) {
   return `rgb(${parts})`;
 }
 
-// One panel into `box`: title, canvas, scale and the line about it. Called again it replaces what is there.
-function drawHeatPanel(box, found, line, unfold) {
+// One panel into `box`: title, canvas and scale. Called again it replaces what is there.
+function drawHeatPanel(box, found, unfold) {
   const style = getComputedStyle(document.documentElement);
   const [dim, rule] = ["--dim", "--line"].map((name) => style.getPropertyValue(name).trim());
   const rows = found.rows.length;
@@ -117,11 +116,30 @@ function drawHeatPanel(box, found, line, unfold) {
     canvas.addEventListener("click", (event) => { const { at } = cell(event); if (found.names[at] !== undefined) unfold(found.names[at]); });
   }
   box.names = found.names;
-  box.replaceChildren(title, canvas, scale, element("p", "dim", line));
+  box.replaceChildren(title, canvas, scale);
 }
 
-// All panels of a page that is one file, from its data; `folds` of each by kind of module and by block.
-function drawStaticHeat(holder, panels, fold) {
-  holder.replaceChildren(...panels.map(() => element("div", "chart")));
-  panels.forEach((panel, index) => drawHeatPanel(holder.children[index], panel.folds[fold], panel.line, null));
+// All panels: findings stand open, and what is within its healthy range folds away. dataOf: the values of a panel.
+async function drawLayers(panels, dataOf, unfold) {
+  const folded = document.getElementById("healthy");
+  const [findings, healthy] = [panels.filter((panel) => panel.finding !== false), panels.filter((panel) => panel.finding === false)];
+  folded.hidden = healthy.length === 0;
+  folded.firstElementChild.textContent = `${healthy.length} within their healthy range: ${healthy.map((panel) => panel.title).join("; ")}`;
+  for (const [chosen, prefix] of [[findings, ""], [healthy, "healthy-"]]) {
+    document.getElementById(`${prefix}lines`).replaceChildren(...chosen.map((panel) => {
+      const item = element("li");
+      item.append(element("b", "", `${panel.title}: `), panel.line);
+      return item;
+    }));
+    const [holder, drawn] = [document.getElementById(`${prefix}panels`), chosen.filter((panel) => panel.varies !== false)];
+    while (holder.children.length > drawn.length) holder.lastChild.remove();
+    while (holder.children.length < drawn.length) holder.append(element("div", "chart"));
+    if (prefix && !folded.open) continue; // nothing has a width in there yet
+    for (const [index, panel] of drawn.entries()) {
+      holder.children[index].id = `heat-${panel.key}`;
+      drawHeatPanel(holder.children[index], await dataOf(panel), unfold);
+    }
+  }
+  if (!findings.length) document.getElementById("lines").append(element("li", "dim", panels.length ? "nothing is outside its healthy range" : "no telemetry was recorded (telemetry.every_steps)"));
+  document.body.dataset.heat = "drawn";
 }

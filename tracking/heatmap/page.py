@@ -11,18 +11,36 @@ import numpy as np
 from tracking.heatmap.grid import Heat, drawn_panels, limits
 from tracking.heatmap.modules import Fold, short_name
 from tracking.heatmap.panels import DTYPES, PANELS
-from tracking.heatmap.words import sentences
+from tracking.heatmap.still import still_sentence
+from tracking.heatmap.words import MUCH, changed_modules, dangers, sentences
 
 MOST_COLUMNS = 240
 _LABEL = 34  # characters of a row's name
 
 
 def panels_of(heat: Heat) -> list[dict[str, Any]]:
-    """Every panel that has values, with the line about it; `varies` where there is something to draw."""
+    """Every panel that has values, with the line about it; `varies` where there is something to draw, `finding` where a
+    healthy run would have another line."""
     lines = sentences(heat)
     varying = drawn_panels(heat) if lines else []
-    rest = {key: {"line": line, "varies": key in varying} for key, line in lines.items()}
+    found = outside_healthy_range(heat)
+    rest = {key: {"line": line, "varies": key in varying, "finding": key in found} for key, line in lines.items()}
     return [{"key": key, "title": PANELS[key].title, **more} for key, more in rest.items()]
+
+
+def outside_healthy_range(heat: Heat) -> set[str]:
+    """Panels whose line is a finding; what the others say holds in a healthy run."""
+    healthy = {
+        "activation": lambda: not dangers(heat),
+        "gradient": lambda: not changed_modules(heat, "gradient"),
+        "underflow": lambda: float(np.nanmax(heat.panels["underflow"])) < MUCH,
+        "drift": lambda: not np.nanmax(heat.panels["drift"]) > 0,
+        "update": lambda: not changed_modules(heat, "update"),
+        "lost": lambda: not still_sentence(heat),
+        "nonfinite": lambda: not heat.nonfinite,
+        "dtype": lambda: "; changed: " not in sentences(heat)["dtype"],
+    }
+    return {key for key in PANELS if heat.has(key) and not healthy[key]()} if heat else set()
 
 
 def panel_data(
@@ -33,6 +51,7 @@ def panel_data(
     values: (rows, columns) in row order, on a logarithmic scale log10, None where nothing was measured. low, high: the
     ends of the colours on the same scale.
     """
+    heat = heat.at_its_steps() if key == "nonfinite" else heat
     known = np.flatnonzero(np.isfinite(heat.panels[key]).any(axis=1)).tolist()
     used = heat.by_kind(key) if fold == "modules" else heat.chosen(known)
     folded = used.folded(fold, opened).narrowed(columns)
@@ -73,9 +92,10 @@ def plain_panel(
 
 
 def static_heat(heat: Heat) -> list[dict[str, Any]]:
-    """All panels that vary, by kind of module and by block, for a page that is one file."""
+    """All panels, those that vary by kind of module and by block, for a page that is one file."""
+    folds: tuple[Fold, ...] = ("kinds", "blocks")
     return [
-        panel | {"folds": {fold: panel_data(heat, panel["key"], fold, columns=120) for fold in ("kinds", "blocks")}}
+        panel
+        | {"folds": {fold: panel_data(heat, panel["key"], fold, columns=120) for fold in folds if panel["varies"]}}
         for panel in panels_of(heat)
-        if panel["varies"]
     ]

@@ -14,6 +14,7 @@ from tracking.heatmap.grid import Heat, drawn_panels, limits
 from tracking.heatmap.modules import folded_name, short_name
 from tracking.heatmap.panels import DTYPES, PANELS
 from tracking.heatmap.words import sentences
+from tracking.numbers import number, percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 _MOST_LABELS = 20
 _MOST_COLUMNS = 300
+_TITLE = 44  # characters of a line that end before the next panel
 _WIDTH = 72  # characters of the line under a panel
 
 
@@ -36,7 +38,8 @@ def draw_heat(heat: Heat, png: Path, *, title: str) -> Path:
         axes = figure.subplots(down, 2, squeeze=False).ravel()
         figure.suptitle(plots.plain(title), fontsize=14)
         for axis, key in zip(axes, keys, strict=False):
-            _draw(figure, axis, narrow.by_kind(key), key, lines.get(key, ""))
+            shown = heat.at_its_steps() if key == "nonfinite" else narrow
+            _draw(figure, axis, shown.by_kind(key), key, lines.get(key, ""))
         for axis in axes[len(keys) :]:
             axis.set_axis_off()
     return png
@@ -44,6 +47,7 @@ def draw_heat(heat: Heat, png: Path, *, title: str) -> Path:
 
 def _draw(figure: Figure, axis: Axes, heat: Heat, key: str, line: str) -> None:
     from matplotlib.colors import BoundaryNorm, ListedColormap, LogNorm, Normalize
+    from matplotlib.ticker import NullFormatter
 
     panel, values = PANELS[key], heat.panels[key]
     low, high = limits(heat, key)
@@ -53,7 +57,7 @@ def _draw(figure: Figure, axis: Axes, heat: Heat, key: str, line: str) -> None:
         colours: Any = ListedColormap(["#7f7f7f", "#1f77b4", "#2ca02c", "#d62728", "#9467bd"])
         norm = BoundaryNorm(np.arange(-0.5, len(DTYPES)), len(DTYPES))
     else:
-        colours = "Reds" if key == "nonfinite" else "viridis"
+        colours, low = ("Reds", low / 10) if key == "nonfinite" else ("viridis", low)  # the lowest red is white
         norm = LogNorm(low, high, clip=True) if panel.log else Normalize(low, high)
     axis.set_facecolor("#e9e9e9")
     drawn: Any
@@ -67,7 +71,8 @@ def _draw(figure: Figure, axis: Axes, heat: Heat, key: str, line: str) -> None:
         edges = np.arange(len(heat.rows) + 1)
         drawn = axis.pcolormesh(heat.edges, edges, shown, cmap=colours, norm=norm, rasterized=True)
     axis.invert_yaxis()
-    axis.set_title(panel.title)
+    axis.set_title(textwrap.fill(panel.title, _TITLE))
+    plots.integer_steps(axis)
     under = "\n".join(plots.plain(part) for part in textwrap.wrap(line, _WIDTH))
     axis.set_xlabel(under, loc="left", fontsize=10)
     places, labels, borders = row_labels(heat.rows)
@@ -77,6 +82,10 @@ def _draw(figure: Figure, axis: Axes, heat: Heat, key: str, line: str) -> None:
     bar = figure.colorbar(drawn, ax=axis, pad=0.01, aspect=20)
     if key == "dtype":
         bar.set_ticks(range(len(DTYPES)), labels=["-", *DTYPES[1:]])
+    else:
+        bar.ax.yaxis.set_major_formatter(lambda value, _: (percent if panel.percent else number)(value, 2))
+        bar.ax.yaxis.set_minor_formatter(NullFormatter())
+        bar.ax.set_ylim(bottom=limits(heat, key)[0])
 
 
 def row_labels(rows: tuple[str, ...]) -> tuple[list[float], list[str], list[int]]:

@@ -17,6 +17,7 @@ import numpy as np
 from tracking.heatmap.grid import Heat, read_heat
 from tracking.heatmap.modules import folded_name, in_words
 from tracking.heatmap.panels import DTYPES
+from tracking.numbers import percent
 from tracking.run_facts import RunFacts
 
 STILL = 0.99
@@ -82,7 +83,7 @@ def still_sentence(heat: Heat, *, after: int = 0) -> str:
     if not kinds:
         return ""
     parts = [
-        f"{100 * kind.share:.4g}% of the updates of {in_words(kind.modules)}"
+        f"{percent(kind.share)} of the updates of {in_words(kind.modules)}"
         f"{'' if index else ' changed no bit of the weight that computes,'} since step {kind.since:,}"
         for index, kind in enumerate(kinds[:_SHOWN])
     ]
@@ -90,7 +91,7 @@ def still_sentence(heat: Heat, *, after: int = 0) -> str:
     more = f" ({modules} modules in all)" if len(kinds) > _SHOWN else ""
     dtypes = " and ".join(dict.fromkeys(kind.dtype.upper() for kind in kinds if kind.dtype)) or "rounded"
     return (
-        f"the model hardly moves, {dtypes} weights: {', '.join(parts)}{more}; said from {STILL:.0%} on. "
+        f"the model hardly moves, {dtypes} weights: {', '.join(parts)}{more}; said from {percent(STILL)} on. "
         "The FP32 masters keep these updates until they add up"
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,13 +15,14 @@ from tracking.heatmap.modules import in_words, leaves
 from tracking.heatmap.panels import DTYPES, PANELS
 from tracking.heatmap.still import still_sentence
 from tracking.heatmap.trend import Trend, trend
+from tracking.numbers import number, percent
 
 NEAR = 0.25
 """Share of FP16's range from which an activation is worth a word, growing or not."""
 _FAR = 2.0  # a forecast reaches so many times as far as the steps that were measured
 _ALIKE = 1.5  # members of one sentence: their values lie within this factor
 _CHANGED = 10.0  # a gradient that changed by this factor is worth a word
-_MUCH = 0.01  # share of values below the smallest normal number that is worth a word
+MUCH = 0.01  # share of values below the smallest normal number that is worth a word
 
 
 @dataclass(frozen=True)
@@ -116,13 +118,13 @@ def _activations(heat: Heat) -> str:
     range_of = "FP16's range" if fp16 else f"FP16's range ({', '.join(heat.computes) or 'the run'} has a wider one)"
     if not found:
         row, column = _largest(heat, "activation")
-        most = _percent(heat.panels["activation"][row, column])
+        most = percent(heat.panels["activation"][row, column], 2)
         return f"largest: {most} of {range_of}, {_name(heat, row)} at {_step(heat, column)}; none is near it."
     lines = []
     for danger in found[:3]:
-        line = f"{in_words(danger.modules)}: activations at {_percent(danger.share)} of {range_of}"
+        line = f"{in_words(danger.modules)}: activations at {percent(danger.share, 2)} of {range_of}"
         if danger.since is not None:
-            line += f", above {_percent(NEAR)} since step {danger.since:,}"
+            line += f", above {percent(NEAR, 2)} since step {danger.since:,}"
         if danger.growth is not None and danger.overflow is not None:
             line += f", growing {_growth(danger.growth)} per 100 steps"
             what = "overflow expected" if fp16 else "FP16 would overflow"
@@ -134,8 +136,8 @@ def _activations(heat: Heat) -> str:
 
 def _gradients(heat: Heat) -> str:
     column, newest, low, high = _extremes(heat, "gradient")
-    least, most = (f"{newest[row]:.2g} ({_name(heat, row)})" for row in (low, high))
-    return f"at {_step(heat, column)} from {least} to {most}{_changed(heat, 'gradient')}."
+    least, most = (f"{number(newest[row], 2)} ({_name(heat, row)})" for row in (low, high))
+    return f"at {_step(heat, column)} from {least} to {most}{changed_modules(heat, 'gradient')}."
 
 
 def _extremes(heat: Heat, panel: str) -> tuple[int, np.ndarray, int, int]:
@@ -145,7 +147,7 @@ def _extremes(heat: Heat, panel: str) -> tuple[int, np.ndarray, int, int]:
     return column, newest, int(np.nanargmin(newest)), int(np.nanargmax(newest))
 
 
-def _changed(heat: Heat, panel: str) -> str:
+def changed_modules(heat: Heat, panel: str) -> str:
     """Modules whose values changed by a large factor since the first quarter of the steps; empty when none did."""
     values = heat.panels[panel]
     count = values.shape[1]
@@ -164,22 +166,24 @@ def _changed(heat: Heat, panel: str) -> str:
     alike = [row for row in strongest if np.sign(change[row]) == np.sign(change[strongest[0]])]
     factor = math.exp(abs(float(change[strongest[0]])))
     how = "grew" if change[strongest[0]] > 0 else "shrank"
-    return f"; {in_words([heat.rows[row] for row in sorted(alike)])} {how} up to {factor:.3g}x against the others"
+    names = in_words([heat.rows[row] for row in sorted(alike)])
+    return f"; {names} {how} up to {number(factor, 3)}x against the others"
 
 
 def _underflow(heat: Heat) -> str:
     values = heat.panels["underflow"]
     row, column = _largest(heat, "underflow")
     worst = float(values[row, column])
-    if worst < _MUCH:
-        return f"at most {_percent(worst)} of a module's gradient values, {_name(heat, row)} at {_step(heat, column)}."
+    if worst < MUCH:
+        where = f"{_name(heat, row)} at {_step(heat, column)}"
+        return f"at most {percent(worst, 2)} of a module's gradient values, {where}."
     newest = _newest(values)
-    rows = np.flatnonzero(np.nan_to_num(values[:, newest]) >= max(_MUCH, 0.5 * float(np.nanmax(values[:, newest]))))
-    if not rows.size or float(np.nanmax(values[:, newest])) < _MUCH:
-        return f"up to {_percent(worst)} in {_name(heat, row)} at {_step(heat, column)}; under 1% at the last."
+    rows = np.flatnonzero(np.nan_to_num(values[:, newest]) >= max(MUCH, 0.5 * float(np.nanmax(values[:, newest]))))
+    if not rows.size or float(np.nanmax(values[:, newest])) < MUCH:
+        return f"up to {percent(worst, 2)} in {_name(heat, row)} at {_step(heat, column)}; under 1% at the last."
     share = float(np.nanmax(values[rows, newest]))
     names = in_words([heat.rows[index] for index in rows])
-    return f"{names}: {_percent(share)} of the gradient values at {_step(heat, newest)}."
+    return f"{names}: {percent(share, 2)} of the gradient values at {_step(heat, newest)}."
 
 
 def _drift(heat: Heat) -> str:
@@ -190,14 +194,14 @@ def _drift(heat: Heat) -> str:
     first = int(np.flatnonzero(np.nan_to_num(values[rows]).max(axis=0) > 0)[0])
     names = in_words([heat.rows[row] for row in rows])
     largest = float(np.nanmax(values[rows]))
-    return f"{names}: not their masters rounded since {_step(heat, first)}, up to {largest:.2g} away."
+    return f"{names}: not their masters rounded since {_step(heat, first)}, up to {number(largest, 2)} away."
 
 
 def _updates(heat: Heat) -> str:
     column, newest, low, high = _extremes(heat, "update")
-    least, most = (f"{_name(heat, row)} by {newest[row]:.2g}" for row in (low, high))
-    usual = f"a usual module changes by {float(np.nanmedian(newest)):.2g} of its weights a step"
-    return f"{usual}; {most}, {least} ({_step(heat, column)}){_changed(heat, 'update')}."
+    least, most = (f"{_name(heat, row)} by {number(newest[row], 2)}" for row in (low, high))
+    usual = f"{number(float(np.nanmedian(newest)), 2)} of the weights per step in the median module"
+    return f"{usual}; {most}, {least} ({_step(heat, column)}){changed_modules(heat, 'update')}."
 
 
 def _lost(heat: Heat) -> str:
@@ -206,22 +210,22 @@ def _lost(heat: Heat) -> str:
         return f"{still}."
     column, newest, _, high = _extremes(heat, "lost")
     return (
-        f"{_percent(float(np.nanmedian(newest)))} of a usual module's at {_step(heat, column)}, "
-        f"{_percent(float(newest[high]))} of {_name(heat, high)}'s."
+        f"{percent(float(np.nanmedian(newest)), 2)} in the median module at {_step(heat, column)}, "
+        f"{percent(float(newest[high]), 2)} in {_name(heat, high)}."
     )
 
 
 def _nonfinite(heat: Heat) -> str:
-    values = heat.panels["nonfinite"]
-    columns = np.flatnonzero(np.nansum(values, axis=0) > 0)
-    if not columns.size:
+    found = [finding for finding in heat.nonfinite if finding[2] > 0]
+    if not found:
         return "none."
-    first = int(columns[0])
-    rows = np.flatnonzero(values[:, first] > 0)
-    total = int(np.nansum(values))
-    where = in_words([heat.rows[row] for row in rows])
-    often = in_words([heat.rows[int(np.nanargmax(np.nansum(values, axis=1)))]])
-    return f"first in {where}, by {_step(heat, first)}; {total:,} in all, most in {often}."
+    first = min(step for step, _, _ in found)
+    where = in_words([module for step, module, _ in found if step == first])
+    often: Counter[str] = Counter()
+    for _, module, count in found:
+        often[module] += int(count)
+    total, most = sum(often.values()), in_words([often.most_common(1)[0][0]])
+    return f"first in {where}, at step {first:,}; {total:,} in all, most in {most}."
 
 
 def _dtypes(heat: Heat) -> str:
@@ -258,12 +262,8 @@ def _step(heat: Heat, column: int) -> str:
     return f"step {int(heat.steps[column]):,}"
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.2g}%" if share < 0.995 else f"{100 * share:.0f}%"
-
-
 def _growth(share: float) -> str:
-    return f"{100 * share:.2g}%" if share < 1 else f"{1 + share:.3g}x"
+    return percent(share, 2) if share < 1 else f"{number(1 + share, 3)}x"
 
 
 def under(lines: dict[str, str], panels: Sequence[str]) -> list[str]:

@@ -21,7 +21,7 @@ const KINDS = {
 };
 const AXES = { step: "optimizer step", tokens: "tokens", seconds: "running time" };
 const few = data.runs.length <= 4;
-const some = (name) => data.runs.some((run) => run.curve[name].some((value) => value !== null && value !== 0));
+const some = (name) => data.runs.some((run) => run.curve[name]?.some((value) => value !== null && value !== 0));
 const scales = (run) => run.curve.loss_scale.some((value) => value !== null && value !== 1);
 const CHARTS = [
   { name: "loss", title: "Training loss (nats per token)", wide: true, marks: true, cut: true, noisy: true },
@@ -31,7 +31,9 @@ const CHARTS = [
   data.runs.some(scales) && { name: "loss_scale", title: "Loss scale", log: 2, step: true, marks: true },
   some("tokens_per_second") && { name: "tokens_per_second", title: "Speed (tokens per second)", zero: true, noisy: true },
   some("lr") && { name: "lr", title: "Learning rate", zero: true },
-  some("memory_bytes") && { name: "memory_bytes", title: "Peak memory (GiB, largest rank)", divide: 2 ** 30, zero: true },
+  some("memory_bytes") && { name: "memory_bytes", title: "Peak memory (MiB, largest rank)", divide: 2 ** 20, zero: true, machine: true },
+  some("utilisation") && { name: "utilisation", title: "Device utilisation (% of peak FLOP/s)", zero: true, machine: true },
+  some("data_seconds") && { name: "data_seconds", title: "Waiting for data (seconds per step)", zero: true, machine: true },
 ].filter(Boolean);
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -41,29 +43,8 @@ const pale = (hex, alpha) => hex + Math.round(alpha * 255).toString(16).padStart
 
 // --- numbers as text
 
-function short(value) {
-  if (value === null || value === undefined) return "";
-  const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e7)) {
-    const [digits, exponent] = value.toExponential(4).split("e");
-    return `${Number(digits)}e${Number(exponent)}`;
-  }
-  return size >= 1e5 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(5)));
-}
-
-function power(value) {
-  const exponent = Math.log2(value);
-  return Number.isInteger(exponent) && value >= 1024 ? `2^${exponent}` : short(value);
-}
-
-function place(value) {
-  if (state.axis !== "seconds") return value >= 1e6 ? `${Number((value / 1e6).toPrecision(4))}M` : Math.round(value).toLocaleString("en");
-  const whole = Math.round(value);
-  if (whole < 100) return `${Number(value.toPrecision(3))} s`;
-  return whole < 3600 ? `${Math.floor(whole / 60)}m${String(whole % 60).padStart(2, "0")}` : `${Math.floor(whole / 3600)}h${String(Math.floor((whole % 3600) / 60)).padStart(2, "0")}`;
-}
-
-const shown = (chart, value) => (chart.name === "loss_scale" ? power(value) : short(value));
+const place = (value) => (state.axis === "seconds" ? duration(value) : value >= 1e6 ? `${number(value / 1e6)}M` : number(Math.round(value)));
+const shown = (chart, value) => (chart.name === "loss_scale" ? scale(value) : chart.name === "lr" ? rate(value) : number(value, 5));
 
 // --- what is drawn
 
@@ -126,12 +107,14 @@ function lineOf(chart, run, add) {
   if (!column) return;
   const smooth = state.smoothing > 0 && chart.noisy;
   const below = run === 0 && few && data.runs.length > 1; // a run on top of it that is the same must not hide it
-  const dots = chart.name === "validation";
+  const dots = chart.name === "validation" || column.raw[column.key].length === 1; // a line needs two points
   add(run, column.raw[state.axis], column.raw[column.key], { width: smooth ? 1 : below ? 3.5 : 1.5, faint: smooth, dots });
   if (smooth) add(run, column.means[state.axis], smoothed(column.means[column.key], state.smoothing), { width: 2.2 });
 }
 
 // --- axes
+
+const WHOLE = Array.from({ length: 13 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat(); // distances of ticks: a step is an integer
 
 // From the first to the last point of all runs that are shown.
 function whole() {
@@ -320,6 +303,7 @@ function readout(u, chart) {
 // --- drawing
 
 const holder = document.getElementById("charts");
+const machine = document.querySelector("#machine .charts"); // of the page of one run
 const drawn = [];
 
 // One zoom for all charts: they show the same stretch of the run, each at the height of what is in it.
@@ -351,7 +335,7 @@ function options(chart) {
       y: { distr: log ? 3 : 1, log: log || 10, range: (u, low, high) => heights(chart, low, high) },
     },
     axes: [
-      { ...axis, values: (u, values) => values.map((value) => (value === null ? "" : place(value))), ...(state.logx ? { splits: logSplits(10), filter: (u, splits) => splits } : {}) },
+      { ...axis, ...(state.axis === "seconds" ? {} : { incrs: WHOLE }), values: (u, values) => values.map((value) => (value === null ? "" : place(value))), ...(state.logx ? { splits: logSplits(10), filter: (u, splits) => splits } : {}) },
       { ...axis, size: 66, values: (u, values) => values.map((value) => (value === null ? "" : shown(chart, value))), ...(log ? { splits: logSplits(log), filter: (u, splits) => splits } : {}) },
     ],
     series: [{}, ...chart.series.map((one) => ({
@@ -433,8 +417,9 @@ for (const chart of CHARTS) {
   chart.element.append(head, chart.plot);
   chart.element.addEventListener("mouseenter", () => { chart.under = true; });
   chart.element.addEventListener("mouseleave", () => { chart.under = false; tip.hidden = true; });
-  holder.append(chart.element);
+  (chart.machine && machine ? machine : holder).append(chart.element);
 }
+if (machine) machine.parentElement.hidden = !machine.children.length;
 document.addEventListener("theme", () => drawn.forEach((u) => u.redraw(false)));
 new ResizeObserver(() => drawn.forEach((u, index) => {
   const width = CHARTS[index].plot.clientWidth;

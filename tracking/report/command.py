@@ -25,8 +25,9 @@ from config.errors import UserError
 from config.printable import shown
 from config.redact import redact
 from tracking.jsonl import encode
+from tracking.numbers import number, percent
 from tracking.pages.markdown import Table
-from tracking.report.context import LIMITS, Finding, Limit, MeasureContext, Verdict, percent
+from tracking.report.context import LIMITS, Finding, Limit, MeasureContext, Verdict
 from tracking.report.measures import all_measures, caveats, count_verdicts, read_run
 from tracking.report.page import resume_command_of, summary_table, write_report
 from tracking.report.service_levels import (
@@ -96,9 +97,9 @@ def _one(options: argparse.Namespace) -> bool:
     except OSError as error:  # a run folder that may only be read
         print(shown(f"report.md was not written: {error.filename}: {error.strerror}"), file=sys.stderr)
     if options.html is not None:
-        from tracking.report.html import run_page  # brings Jinja2
+        from tracking.serve.run_page import printed  # brings Jinja2
 
-        write_page(options.html, run_page(context.run.facts, summary, findings, remarks))
+        write_page(options.html, printed(run_dir.path, context.run, findings, remarks))
     if options.json:
         baseline = None if options.baseline is None else str(options.baseline)
         content = {"run": str(options.run), "baseline": baseline, "caveats": remarks, "failed": failed}
@@ -172,7 +173,7 @@ def _week(level: Level, week: str) -> str:
     if tally is None:
         return "-"
     burn = level.burn_rate(tally)
-    rate = "" if burn is None or not tally.bad else f", burn rate {burn:.3g}"
+    rate = "" if burn is None or not tally.bad else f", burn rate {number(burn, 3)}"
     return f"{tally.good:,} of {tally.count:,}{rate}"
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
+from tracking.numbers import number, percent
 from tracking.report.sessions import RunHistory
 from tracking.run_facts import RunFacts, median
 from tracking.summary import setting
@@ -15,11 +16,6 @@ WIDE = frozenset({"fp32", "fp64"})
 """Dtypes that are not low precision."""
 
 Verdict = Literal["pass", "fail", "not measured"]
-
-
-def percent(share: float, digits: int = 4) -> str:
-    """A share in percent, with `digits` significant digits."""
-    return f"{100 * share:.{digits}g}%"
 
 
 @dataclass(frozen=True)
@@ -31,7 +27,7 @@ class Limit:
     value: float
     sense: Literal["most", "least"]
     text: str
-    """The limit as text, with {:g} for the value or {:%} for the value in percent."""
+    """The limit as text, with {} for the value or {%} for the value in percent."""
     chosen: bool = False
     """Whether the value was chosen by Mantissa, where there is no published one."""
 
@@ -41,22 +37,22 @@ class Limit:
         return value <= self.value + slack if self.sense == "most" else value >= self.value - slack
 
     def __str__(self) -> str:
-        return self.text.replace("{:%}", percent(self.value)).format(self.value)
+        return self.text.replace("{%}", percent(self.value)).replace("{}", number(self.value))
 
 
 LIMITS = {
-    "epoch_time": Limit("time per epoch", 0.7, "most", "at most {:g}x the baseline's"),
-    "utilisation": Limit("device utilisation", 0.3, "least", "at least {:%} of the peak", chosen=True),
-    "peak_memory": Limit("peak memory", 0.7, "most", "at most {:g}x the baseline's"),
-    "nonfinite": Limit("non-finite steps", 0.0, "most", "at most {:g}"),
-    "validation_delta": Limit("validation loss", 0.005, "most", "at most {:%} above the baseline's"),
-    "epoch_cost": Limit("cost per epoch", 1.0, "most", "at most {:g}x the baseline's", chosen=True),
-    "restore_success": Limit("restore success", 1.0, "least", "at least {:%} of them"),
-    "overflow_rate": Limit("overflow rate", 0.05, "most", "at most {:%} of the steps", chosen=True),
-    "norm_variance": Limit("gradient-norm variance", 1.5, "most", "at most {:g}x the baseline's", chosen=True),
+    "epoch_time": Limit("time per epoch", 0.7, "most", "at most {}x the baseline's"),
+    "utilisation": Limit("device utilisation", 0.3, "least", "at least {%} of the peak", chosen=True),
+    "peak_memory": Limit("peak memory", 0.7, "most", "at most {}x the baseline's"),
+    "nonfinite": Limit("non-finite steps", 0.0, "most", "at most {}"),
+    "validation_delta": Limit("validation loss", 0.005, "most", "at most {%} above the baseline's"),
+    "epoch_cost": Limit("cost per epoch", 1.0, "most", "at most {}x the baseline's", chosen=True),
+    "restore_success": Limit("restore success", 1.0, "least", "at least {%} of them"),
+    "overflow_rate": Limit("overflow rate", 0.05, "most", "at most {%} of the steps", chosen=True),
+    "norm_variance": Limit("gradient-norm variance", 1.5, "most", "at most {}x the baseline's", chosen=True),
     "job_success": Limit("job success", 1.0, "least", "healthy, finished with warnings or stopped"),
-    "low_precision": Limit("low-precision FLOP share", 0.95, "least", "at least {:%} of the FLOPs", chosen=True),
-    "drift": Limit("drift from the masters", 0.0, "most", "at most {:g}", chosen=True),
+    "low_precision": Limit("low-precision FLOP share", 0.95, "least", "at least {%} of the FLOPs", chosen=True),
+    "drift": Limit("drift from the masters", 0.0, "most", "at most {}", chosen=True),
 }
 """Limits by measure, in the order of a report."""
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from config.errors import UserError
-from tracking.console import format_seconds, gib, human
 from tracking.heatmap.still import still_of_run
+from tracking.numbers import change, human, loss, mib, number, percent, precise_duration
 from tracking.report.context import WIDE, Finding, MeasureContext, Measured, NotMeasured, Run, find
 from tracking.report.sessions import read_history
 from tracking.run_dir import RunDir
@@ -102,12 +102,12 @@ def epoch_time(context: MeasureContext) -> Measured:
     speed = context.run.tokens_per_second
     if not speed > 0:
         raise NotMeasured("no step was recorded", how)
-    own = f"{format_seconds(tokens / speed)} for {what}"
+    own = f"{precise_duration(tokens / speed)} for {what}"
     baseline = comparable_baseline(context, same=SAME_SPEED, how=how, shown=own)
     base = baseline.tokens_per_second
     if not base > 0:
         raise NotMeasured(f"{baseline.name} recorded no step", how, own)
-    shown = f"{base / speed:.3f}x ({own}; baseline {format_seconds(tokens / base)})"
+    shown = f"{base / speed:.3f}x ({own}; baseline {precise_duration(tokens / base)})"
     return Measured(base / speed, shown, how)
 
 
@@ -138,7 +138,7 @@ def utilisation(context: MeasureContext) -> Measured:
     if not attention:
         how += "; the attention term is left out, since the config does not name layers and hidden size"
     flops = run.tokens_per_second / run.facts.world_size * (4 * parameters + 2 * trained + attention)
-    return Measured(flops / peak, f"{flops / peak:.1%} ({flops / 1e12:.3g} TFLOP/s a device)", how)
+    return Measured(flops / peak, f"{percent(flops / peak, 3)} ({number(flops / 1e12, 3)} TFLOP/s a device)", how)
 
 
 def peak_memory(context: MeasureContext) -> Measured:
@@ -147,11 +147,11 @@ def peak_memory(context: MeasureContext) -> Measured:
     own = context.run.facts.peak_memory_bytes
     if not own > 0:
         raise NotMeasured("no step recorded its memory", how)
-    baseline = comparable_baseline(context, same=SAME_MEMORY, how=how, shown=gib(own))
+    baseline = comparable_baseline(context, same=SAME_MEMORY, how=how, shown=mib(own))
     base = baseline.facts.peak_memory_bytes
     if not base > 0:
-        raise NotMeasured(f"{baseline.name} recorded no memory", how, gib(own))
-    return Measured(own / base, f"{own / base:.3f}x ({gib(own)}; baseline {gib(base)})", how)
+        raise NotMeasured(f"{baseline.name} recorded no memory", how, mib(own))
+    return Measured(own / base, f"{own / base:.3f}x ({mib(own)}; baseline {mib(base)})", how)
 
 
 def validation_delta(context: MeasureContext) -> Measured:
@@ -162,7 +162,7 @@ def validation_delta(context: MeasureContext) -> Measured:
         raise NotMeasured("no evaluation was recorded", how)
     unit = context.run.facts.start.get("loss_unit", "nats")
     unit = f" {unit}" if unit else ""
-    own = f"{losses[-1]:.4f}{unit} at {human(tokens[-1])} tokens"
+    own = f"{loss(losses[-1])}{unit} at {human(tokens[-1])} tokens"
     baseline = comparable_baseline(context, same=SAME_DATA, how=how, shown=own)
     _, its_tokens, _, its_losses = baseline.facts.evaluations
     if not len(its_losses):
@@ -172,7 +172,7 @@ def validation_delta(context: MeasureContext) -> Measured:
         raise NotMeasured(f"{baseline.name} has no evaluation within the range of the run's", how, own)
     mine, base = float(np.interp(place, tokens, losses)), float(np.interp(place, its_tokens, its_losses))
     delta = mine / base - 1 if base else math.nan
-    shown = f"{delta:+.3%} ({mine:.4f}, baseline {base:.4f}{unit} at {human(place)} tokens)"
+    shown = f"{change(delta)} ({loss(mine)}, baseline {loss(base)}{unit} at {human(place)} tokens)"
     return Measured(delta, shown, how)
 
 
@@ -184,11 +184,11 @@ def norm_variance(context: MeasureContext) -> Measured:
         reason = f"the second half of the run has {count} applied steps; {_FEWEST_NORMS} are the fewest"
         raise NotMeasured(reason, how)
     same = (*SAME_DATA, "number of parameters")
-    baseline = comparable_baseline(context, same=same, how=how, shown=f"{own:.3g}")
+    baseline = comparable_baseline(context, same=same, how=how, shown=number(own, 3))
     base, its = _relative_variance(baseline.facts)
     if its < _FEWEST_NORMS or not base > 0:
-        raise NotMeasured(f"{baseline.name} has too few applied steps", how, f"{own:.3g}")
-    return Measured(own / base, f"{own / base:.3f}x ({own:.3g}; baseline {base:.3g})", how)
+        raise NotMeasured(f"{baseline.name} has too few applied steps", how, number(own, 3))
+    return Measured(own / base, f"{own / base:.3f}x ({number(own, 3)}; baseline {number(base, 3)})", how)
 
 
 def _relative_variance(facts: RunFacts) -> tuple[float, int]:
@@ -211,7 +211,7 @@ def epoch_cost(context: MeasureContext) -> Measured:
     if not own > 0:
         raise NotMeasured("no step was recorded", how)
     price = context.price
-    shown = f"{own:.3g} device hours" if price is None else f"{own * price:.4g}"
+    shown = f"{number(own, 3)} device hours" if price is None else number(own * price)
     shown += f" for {what}"
     same = ("number of parameters", "sequence length", "device")
     hint = "" if price is not None else "; --price gives money"
@@ -221,7 +221,7 @@ def epoch_cost(context: MeasureContext) -> Measured:
         raise NotMeasured(f"{baseline.name} recorded no step", how, shown)
     if price is None:
         how += "; without --price, hours stand for money"
-    its = f"{base * (price or 1.0):.3g}"
+    its = number(base * (price or 1.0), 3)
     return Measured(own / base, f"{own / base:.3f}x ({shown}; baseline {its})", how)
 
 
@@ -281,7 +281,7 @@ def restore_success(context: MeasureContext) -> Measured:
     restored, due = context.run.history.restores
     if not due:
         raise NotMeasured("nothing had to be restored", how)
-    return Measured(restored / due, f"{restored / due:.1%} ({restored} of {due})", how)
+    return Measured(restored / due, f"{percent(restored / due, 3)} ({restored} of {due})", how)
 
 
 def overflow_rate(context: MeasureContext) -> Measured:
@@ -294,7 +294,7 @@ def overflow_rate(context: MeasureContext) -> Measured:
         raise NotMeasured("the loss is not scaled", how)
     overflows = history.overflows + history.forward_overflows
     rate = overflows / history.attempts
-    return Measured(rate, f"{rate:.2%} ({overflows:,} of {history.attempts:,})", how)
+    return Measured(rate, f"{percent(rate, 3)} ({overflows:,} of {history.attempts:,})", how)
 
 
 def job_success(context: MeasureContext) -> Measured:
@@ -321,8 +321,8 @@ def low_precision(context: MeasureContext) -> Measured:
     if not seen:
         raise NotMeasured("no precision event was recorded", how)
     share = 1.0 - sum(part for dtype, part in seen[-1].items() if dtype in WIDE)
-    parts = ", ".join(f"{dtype} {part:.1%}" for dtype, part in seen[-1].items())
-    return Measured(share, f"{share:.1%} ({parts})", how)
+    parts = ", ".join(f"{dtype} {percent(part, 3)}" for dtype, part in seen[-1].items())
+    return Measured(share, f"{percent(share, 3)} ({parts})", how)
 
 
 def drift(context: MeasureContext) -> Measured:
@@ -332,7 +332,7 @@ def drift(context: MeasureContext) -> Measured:
     )
     history = context.run.history
     if history.drift is not None:
-        shown = f"{history.drift:.3g} ({history.telemetry:,} samples)"
+        shown = f"{number(history.drift, 3)} ({history.telemetry:,} samples)"
         return Measured(history.drift, shown, how, "16-bit parameters are not their rounded masters")
     if context.run.facts.start.get("compute") in WIDE:
         raise NotMeasured("the parameters are the FP32 masters themselves", how)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tracking.numbers import number, percent
 from tracking.summary import setting
 
 
@@ -19,15 +20,17 @@ def task_in_words(config: dict[str, Any]) -> str:
             return f"classify, {own.get('kind')}"
         case "mlm":
             what = "words" if own.get("whole_word") else "tokens"
-            return f"mlm, {own.get('probability', 0):.0%} of the {what} chosen"
+            return f"mlm, {percent(own.get('probability', 0))} of the {what} chosen"
         case "dpo":
-            further = f", {own['sft_weight']:g} x cross-entropy of the chosen answer" if own.get("sft_weight") else ""
+            further = (
+                f", {number(own['sft_weight'])} x cross-entropy of the chosen answer" if own.get("sft_weight") else ""
+            )
             held = str(own.get("reference")).replace("_", " ")
             return f"dpo, {own.get('loss')} with beta {own.get('beta')}, reference {held}{further}"
         case "distill":
             weight, top = own.get("ce_weight") or 0, own.get("top_k")
             further = f", its {top} likeliest tokens" if top else ""
-            further += f", {weight:g} x cross-entropy of the labels" if weight else ""
+            further += f", {number(weight)} x cross-entropy of the labels" if weight else ""
             what = f"{own.get('loss')} at temperature {own.get('temperature')}"
             return f"distill, {what} from {own.get('teacher')}{further}"
     return task

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from config import json_text
 from config.files import write_atomically
 from config.redact import redact
-from tracking.console import duration, gib, human
-from tracking.events import Event, describe_event, format_scale
+from tracking.events import Event, describe_event
 from tracking.heatmap.grid import drawn_panels, read_heat
 from tracking.heatmap.panels import PANELS
 from tracking.heatmap.picture import draw_heat
 from tracking.heatmap.words import sentences
+from tracking.numbers import duration, human, loss, mib, number, perplexity, precise_duration, scale
 from tracking.observed_dtypes import computed, lower_than_promised, unobserved
 from tracking.pages.markdown import Table, code, fenced, page, section
 from tracking.pages.markdown import text as escaped
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from rich.table import Table as Grid
 
 _MOST_WARNINGS = 20
+_TOKENS_PER_PARAMETER = 20  # from which a model from random weights is trained (Hoffmann et al., 2022)
 
 
 def write_report(
@@ -56,43 +57,57 @@ def write_report(
         alone = MeasureContext(read_run(run_dir.path))
         findings, remarks, summary = all_measures(alone), caveats(alone), Summary(alone.run.facts)
     summary = summary or summarise(run_dir)
-    config, deepspeed, environment = read_inputs(run_dir)
-    text = sample or ""
     if sample is not None:
         _attempt(run_dir.sample, lambda: write_atomically(run_dir.sample, redact(sample).encode(errors="replace")))
-    elif run_dir.sample.is_file():
-        text = run_dir.sample.read_text(encoding="utf-8", errors="replace")
-    hypothesis, left_out = setting(config, "run.hypothesis"), len(summary.warnings) - _MOST_WARNINGS
-    sessions = f"In {summary.sessions} sessions." if summary.sessions > 1 else ""
-    verdict = summary.verdict
-    plot = run_dir.plots / "run.png"
+    hypothesis = setting(read_inputs(run_dir)[0], "run.hypothesis")
+    verdict, plot = summary.verdict, run_dir.plots / "run.png"
     drawn = summary.steps and _attempt(plot, lambda: plot_run(run_dir.events, plot))
+    parts = {title: section(title, body) for title, body in sections(run_dir, summary, resume_command).items()}
     content = page(
         f"# {escaped(summary.name)}",
         f"**{verdict.word}**{escaped(verdict.text.removeprefix(verdict.word))}",
         fenced(verdict.command, "bash") if verdict.command else "",
         f"> Hypothesis: {escaped(hypothesis)}" if hypothesis else "",
-        sessions,
-        section("What ran", _facts(_what_ran(summary, config, deepspeed, environment))),
-        section("Results", _facts(results(summary))),
+        f"In {summary.sessions} sessions." if summary.sessions > 1 else "",
+        parts.pop("What ran"),
+        parts.pop("Results"),
         "![loss, gradient norm, learning rate, loss scale or speed](plots/run.png)" if drawn else "",
         _layers(run_dir),
         section("Measures", f"{count_verdicts(findings)}.", _measures(findings, remarks)),
-        section("Faults of the machine", _points(summary.corruption, describe_event)),
-        section("Dtypes", _ledger(environment.get("ledger") or ())),
-        _observed(summary.precision or {}),
-        section(
-            "Early warnings",
-            f"{left_out} earlier ones are in events.jsonl." if left_out > 0 else "",
-            _points(summary.warnings[-_MOST_WARNINGS:], lambda event: event["reason"]),
-        ),
-        section("Notes", [escaped(note) for note in summary.notes]),
-        section("Canary", _canary(run_dir)),
-        section("A sample from the trained model", fenced(text) if text else ""),
-        section("Resume", f"Newest checkpoint: {code(summary.checkpoint or 'none')}", fenced(resume_command, "bash")),
+        *parts.values(),
     )
     write_atomically(run_dir.report, content.encode())
     return run_dir.report
+
+
+def sections(run_dir: RunDir, summary: Summary, resume_command: str = "") -> dict[str, str]:
+    """The parts of a report that are text, in Markdown by their titles: those of `report.md` and of the page."""
+    config, deepspeed, environment = read_inputs(run_dir)
+    ledger = [(escaped(row["what"]), row["dtype"], mib(row["bytes"])) for row in environment.get("ledger") or ()]
+    left_out = len(summary.warnings) - _MOST_WARNINGS
+    sample = run_dir.sample.read_text(encoding="utf-8", errors="replace") if run_dir.sample.is_file() else ""
+    resume = fenced(resume_command or resume_command_of(run_dir), "bash")
+    return {
+        "What ran": page(_facts(_what_ran(summary, config, deepspeed, environment))),
+        "Results": page(_facts(results(summary))),
+        "Faults of the machine": page(_points(summary.corruption, describe_event)),
+        "Dtypes": page(Table(("what", "dtype", "size"), ledger), _observed(summary.precision or {})),
+        "Early warnings": page(
+            f"{left_out} earlier ones are in events.jsonl." if left_out > 0 else "",
+            _points(summary.warnings[-_MOST_WARNINGS:], lambda event: event["reason"]),
+        ),
+        "Notes": page([escaped(note) for note in summary.notes]),
+        "Canary": page(_canary(run_dir)),
+        "Sample": page(f"{sample_title(summary, config)}:", fenced(sample)) if sample else "",
+        "Resume": page(f"Newest checkpoint: {code(summary.checkpoint or 'none')}", resume),
+    }
+
+
+def sample_title(summary: Summary, config: dict[str, Any]) -> str:
+    """Where the sample stands in the training, and whether text can be expected to make sense there."""
+    few = summary.tokens < _TOKENS_PER_PARAMETER * summary.start["parameters"]
+    untrained = few and config.get("model") and setting(config, "model.name_or_path") is None
+    return f"Sample after {summary.steps:,} steps{', untrained text is expected' if untrained else ''}"
 
 
 def _measures(findings: Sequence[Finding], remarks: Sequence[str]) -> str:
@@ -162,56 +177,37 @@ def results(summary: Summary) -> list[tuple[str, str]]:
     """The results as (measure, value) rows; a measure that does not apply is left out."""
     best = "never finite"
     if summary.best_loss_step is not None:
-        best = f"best {_number(summary.best_loss)} at step {summary.best_loss_step}"
+        best = f"best {loss(summary.best_loss)} at step {summary.best_loss_step}"
     older = "nats" if summary.eval_loss is None or summary.perplexity is not None else ""
     unit = summary.start.get("loss_unit", older)
     unit = f" ({unit})" if unit else ""
-    rows = [
-        (f"training loss{unit}", f"{_number(summary.first_loss)} -> {_number(summary.last_loss)} ({best})"),
-        ("losses that were not finite", str(summary.nonfinite_losses) if summary.nonfinite_losses else ""),
-    ]
+    found: dict[str, str] = {
+        f"training loss{unit}": f"{loss(summary.first_loss)} -> {loss(summary.last_loss)} ({best})",
+        "losses that were not finite": str(summary.nonfinite_losses or ""),
+    }
     if summary.eval_loss is not None:
-        evaluated = f"{_number(summary.first_eval_loss)} -> {_number(summary.eval_loss)}"
-        perplexity = "" if summary.perplexity is None else f" (perplexity {summary.perplexity:.2f})"
-        rows.append((f"validation loss{unit}", evaluated + perplexity))
-        rows += [(f"validation {name}", " -> ".join(map(_number, both))) for name, both in summary.metrics.items()]
-    rows += [
-        ("steps", f"{summary.steps} attempted, {summary.applied} applied, {summary.skipped} skipped"),
-        ("loss scale", _scale_summary(summary)),
-        ("gradient norm", _norm_summary(summary)),
-        ("incidents", str(summary.incidents) if summary.incidents else ""),
-        ("non-finite tensors", _nonfinite_summary(summary)),
-        ("faults of the machine", _faults_summary(summary)),
-        ("tokens", f"{summary.tokens:,}"),
-        ("speed (median)", _speed(summary)),
-        ("wall time", duration(summary.wall_seconds)),
-        ("peak memory (largest rank)", gib(summary.memory_bytes)),
-        ("checkpoint", summary.checkpoint or ""),
-    ]
-    return [row for row in rows if row[1]]
-
-
-def _scale_summary(summary: Summary) -> str:
-    if summary.start["compute"] != "fp16" or summary.first_scale is None:
-        return ""
-    reasons = ", ".join(f"{count} x {reason}" for reason, count in sorted(summary.scale_reasons.items()))
-    return f"{format_scale(summary.first_scale)} -> {format_scale(summary.last_scale)} ({reasons or 'never changed'})"
-
-
-def _norm_summary(summary: Summary) -> str:
-    if summary.grad_norm_median is None:
-        return ""
-    return (
-        f"median {summary.grad_norm_median:.3g}, largest {summary.grad_norm_max:.3g}; "
-        f"clipped on {summary.clipped} of {summary.steps} steps"
-    )
-
-
-def _nonfinite_summary(summary: Summary) -> str:
-    if not summary.nonfinite:
-        return ""
-    first = summary.nonfinite[0]
-    return f"{len(summary.nonfinite)} found; the first: {describe_event(first)}, step {first['step']}"
+        exponential = "" if summary.perplexity is None else f" (perplexity {perplexity(summary.perplexity)})"
+        found[f"validation loss{unit}"] = f"{loss(summary.first_eval_loss)} -> {loss(summary.eval_loss)}{exponential}"
+        found |= {f"validation {name}": " -> ".join(map(loss, both)) for name, both in summary.metrics.items()}
+    found["steps"] = f"{summary.steps} attempted, {summary.applied} applied, {summary.skipped} skipped"
+    if summary.start["compute"] == "fp16" and summary.first_scale is not None:
+        reasons = ", ".join(f"{count} x {reason}" for reason, count in sorted(summary.scale_reasons.items()))
+        both_scales = f"{scale(summary.first_scale)} -> {scale(summary.last_scale)}"
+        found["loss scale"] = f"{both_scales} ({reasons or 'never changed'})"
+    if summary.grad_norm_median is not None:
+        norms = f"median {number(summary.grad_norm_median, 3)}, largest {number(summary.grad_norm_max, 3)}"
+        found["gradient norm"] = f"{norms}; clipped on {summary.clipped} of {summary.steps} steps"
+    found["incidents"] = str(summary.incidents or "")
+    if summary.nonfinite:
+        first = f"{describe_event(summary.nonfinite[0])}, step {summary.nonfinite[0]['step']}"
+        found["non-finite tensors"] = f"{len(summary.nonfinite)} found; the first: {first}"
+    found |= {"faults of the machine": _faults_summary(summary), "tokens": f"{summary.tokens:,}"}
+    if summary.tokens_per_second is not None and summary.step_seconds is not None:
+        speed = f"{human(summary.tokens_per_second)} tokens/s, {precise_duration(summary.step_seconds)} per step"
+        found["speed (median)"] = speed
+    found["wall time"] = duration(summary.wall_seconds)
+    found |= {"peak memory (largest rank)": mib(summary.memory_bytes), "checkpoint": summary.checkpoint or ""}
+    return [row for row in found.items() if row[1]]
 
 
 def _faults_summary(summary: Summary) -> str:
@@ -220,12 +216,6 @@ def _faults_summary(summary: Summary) -> str:
     found = [f"{wrong} wrong value{'s' * (wrong > 1)}"] if wrong else []
     found += [f"{count} {outcome}" for outcome, count in ended.items() if outcome != "numeric"]
     return ", ".join(found)
-
-
-def _speed(summary: Summary) -> str:
-    if summary.tokens_per_second is None:
-        return ""
-    return f"{human(summary.tokens_per_second)} tokens/s, {summary.step_seconds:.3g} s a step"
 
 
 def _what_ran(
@@ -289,12 +279,6 @@ def _facts(rows: list[tuple[str, str]]) -> Table:
     return Table(("", ""), [(what, escaped(value)) for what, value in rows])
 
 
-def _ledger(ledger: Sequence[dict[str, Any]]) -> Table:
-    sizes = (f"{row['bytes'] / 2**20:,.1f}" if row["bytes"] else "" for row in ledger)
-    rows = [(escaped(row["what"]), row["dtype"], size) for row, size in zip(ledger, sizes, strict=True)]
-    return Table(("what", "dtype", "MiB"), rows)
-
-
 def _observed(event: dict[str, Any]) -> str:
     """The dtypes in which sums inside the modules were observed; empty for a run that did not observe."""
     counted = {
@@ -306,10 +290,6 @@ def _observed(event: dict[str, Any]) -> str:
     seen = Table(("observed", "computed in (modules)"), [tuple(map(escaped, row)) for row in rows])
     lower = [f"**{escaped(found)}**" for found in lower_than_promised(event)]
     return page("### Inside the modules", f"Seen in step {event['step']}:", seen, lower)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
 
 
 def resume_command_of(run_dir: RunDir) -> str:

@@ -19,8 +19,8 @@ from typing import Any
 
 from config.cli import DIVERGED
 from config.errors import UserError
+from tracking.numbers import number, percent
 from tracking.report.context import Verdict as Passed
-from tracking.report.context import percent
 from tracking.report.measures import GOOD_ENDINGS, read_run
 from tracking.report.sessions import RunHistory
 from tracking.run_dir import RunDir, matching
@@ -283,7 +283,7 @@ def format_budget(level: Level) -> str:
         return "-"
     if level.budget_left is None:
         return "the objective allows no failure"
-    spent = f"{level.total.bad:,} of {level.allowed:.3g} spent"
+    spent = f"{level.total.bad:,} of {number(level.allowed, 3)} spent"
     return f"{percent(level.budget_left)} ({spent})" if level.budget_left >= 0 else f"overspent ({spent})"
 
 

@@ -145,11 +145,20 @@ def _digest(settings: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(same, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
+def read_entry(folder: Path) -> Entry:
+    """One run folder, wherever its files lead. Raises OSError or UserError when it cannot be read."""
+    run = _Run(folder.name, folder, Path(folder.anchor))
+    run.update(time.monotonic())
+    assert run.entry is not None, "the first look makes it"
+    return run.entry
+
+
 class Library:
     """All runs below a folder. `start` looks after them from a thread; every method may be called from any thread."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, depth: int = DEPTH) -> None:
         """Raises UserError when there is no such folder."""
+        self._depth = depth
         if not root.is_dir():
             raise UserError(f"{root}: there is no such folder; give one that holds run folders, such as runs/")
         self.root = root.resolve()
@@ -244,7 +253,7 @@ class Library:
             parts = path.relative_to(self.root).parts
             if "events.jsonl" in files and is_inside(path / "events.jsonl", self.root):
                 yield "/".join(parts) or ".", path
-            deep = len(parts) >= DEPTH
+            deep = len(parts) >= self._depth
             below[:] = [] if deep else sorted(name for name in below if name not in _PASSED_OVER)
 
 
@@ -253,7 +262,7 @@ def require_inside(folder: Path, root: Path) -> None:
     run_dir = RunDir(folder)
     for path in (
         *(run_dir.events, run_dir.config, run_dir.deepspeed_config, run_dir.environment),
-        *(run_dir.plots / "run.png", folder / LOCK, folder / NOTES),
+        *(run_dir.plots / "run.png", run_dir.sample, folder / LOCK, folder / NOTES),
     ):
         if not is_inside(path, root):
             raise UserError(f"{path.name} of this run is a link that leads out of the runs' folder; it is not read")

@@ -17,8 +17,8 @@ import numpy as np
 from markupsafe import Markup
 
 from config.printable import shown
-from tracking.compare.differences import SETTINGS_FIRST
-from tracking.numbers import duration, exact, human, loss, number, percent, scale
+from tracking.compare.differences import SETTINGS_FIRST, format_value
+from tracking.numbers import duration, human, loss, number, percent, scale
 from tracking.serve.library import Entry
 from tracking.verdict import TONES, WORDS, Verdict
 
@@ -424,7 +424,7 @@ def _line(
 
 
 def _value(value: Any) -> str:
-    text = exact(float(f"{value:.5g}")) if isinstance(value, float) else str(value)
+    text = format_value(float(f"{value:.5g}") if isinstance(value, float) else value)
     return text if len(text) <= 40 else text[:39] + "\u2026"
 
 

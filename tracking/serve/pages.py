@@ -5,13 +5,21 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from markupsafe import Markup
+
+from config.errors import UserError
+from config.printable import shown
 from tracking.pages.render import render, script_json
+from tracking.report.context import Finding, MeasureContext, Run
+from tracking.report.measures import all_measures, caveats
+from tracking.report.sessions import read_history
 from tracking.run_dir import RunDir
 from tracking.run_facts import RunFacts
 from tracking.serve import overview, run_page
@@ -33,7 +41,10 @@ _STATIC = {
     "charts.css": ("pages/charts.css", _STYLE),
     "uPlot.css": ("pages/uplot/uPlot.min.css", _STYLE),
     "heat.css": ("heatmap/heat.css", _STYLE),
+    "run.css": ("report/page.css", _STYLE),
     "theme.js": ("pages/theme.js", _SCRIPT),
+    "numbers.js": ("pages/numbers.js", _SCRIPT),
+    "search.js": ("pages/search.js", _SCRIPT),
     "page.js": ("serve/page.js", _SCRIPT),
     "overview.js": ("serve/overview.js", _SCRIPT),
     "run.js": ("serve/run.js", _SCRIPT),
@@ -75,6 +86,8 @@ class Pages:
             "/run/curves": self._curves,
             "/run/heat": self._heat,
             "/run/notes": self._notes,
+            "/run/incidents": self._incidents,
+            "/run/sections": self._sections,
             "/run/report": self._report,
             "/compare": self._compare,
         }
@@ -98,10 +111,8 @@ class Pages:
         return _json({})
 
     def _render(self, template: str, **values: Any) -> Reply:
-        return Reply(
-            render(f"serve/{template}", quoted=_quoted, marked=overview.marked, **values).encode(errors="replace"),
-            _HTML,
-        )
+        page = render(template, quoted=_quoted, marked=overview.marked, **values)
+        return Reply(page.encode(errors="replace"), _HTML)
 
     def _entry(self, query: Query) -> Entry:
         entry = self._library.entry(one(query, "key"))
@@ -111,11 +122,11 @@ class Pages:
 
     def _overview(self, query: Query) -> Reply:
         return self._render(
-            "overview.html", root=self._library.root, token=self.token, usual=overview.USUAL, **self._table(query)
+            "serve/overview.html", root=self._library.root, token=self.token, usual=overview.USUAL, **self._table(query)
         )
 
     def _runs(self, query: Query) -> Reply:
-        return self._render("runs.html", **self._table(query))
+        return self._render("serve/runs.html", **self._table(query))
 
     def _export(self, query: Query) -> Reply:
         text = overview.export(self._library.entries(), _asked(query))
@@ -141,11 +152,13 @@ class Pages:
 
     def _run(self, query: Query) -> Reply:
         entry = self._entry(query)
-        return self._render("run.html", entry=entry, repeats=False, state=run_page.state(entry, now=time.time()))
+        changes = run_page.changes(entry, self._library.entries())
+        state = run_page.state(entry, now=time.time())
+        return self._render("serve/run.html", entry=entry, repeats=False, state=state, changes=changes, sections=None)
 
     def _state(self, query: Query) -> Reply:
         entry = self._entry(query)
-        return self._render("state.html", entry=entry, state=run_page.state(entry, now=time.time()))
+        return self._render("report/state.html", entry=entry, state=run_page.state(entry, now=time.time()))
 
     def _live(self, key: str) -> LiveRun:
         live = self._library.live(key)
@@ -155,19 +168,41 @@ class Pages:
 
     def _curves(self, query: Query) -> Reply:
         live = self._live(one(query, "key"))
-        if live.ready():
-            return _json(run_page.curves(live.facts()) | {"sketch": False})
-        return _json(run_page.curves(sketch(live.folder, live.label)) | {"sketch": True})
+        ready = live.ready()
+        facts = live.facts() if ready else sketch(live.folder, live.label)
+        with suppress(UserError):  # utilisation needs the files beside the events
+            facts = self._facts(one(query, "key")) if ready else facts
+        return _json({"drawn": run_page.curves(facts), "steps": len(facts.columns), "sketch": not ready})
 
     def _heat(self, query: Query) -> Reply:
         heat = self._live(one(query, "key")).heat()
         return _json(run_page.heat(heat, one(query, "panel"), one(query, "fold"), query.get("open", [])))
 
     def _report(self, query: Query) -> Reply:
-        entry = self._entry(query)
-        require_inside(entry.folder, self._library.root)
-        page = run_page.report(entry)
+        entry, judged = self._entry(query), self._judged(query)
+        page = run_page.whole(entry, self._library.entries(), *judged, root=self._library.root)
         return Reply(page.encode(errors="replace"), _HTML, policy="single")
+
+    def _incidents(self, query: Query) -> Reply:
+        return self._render(
+            "report/incidents.html", incidents=run_page.incidents(self._live(one(query, "key")).facts())
+        )
+
+    def _sections(self, query: Query) -> Reply:
+        entry = self._entry(query)
+        try:
+            found = run_page.sections(entry, *self._judged(query), root=self._library.root)
+        except (UserError, ValueError) as problem:
+            return Reply(Markup('<p class="note warn">{}</p>').format(shown(problem)).encode(), _HTML)
+        return self._render("report/sections.html", **found)
+
+    def _judged(self, query: Query) -> tuple[Run, list[Finding], list[str]]:
+        """The whole run with its measures and what limits them."""
+        facts = self._facts(one(query, "key"))
+        if not facts.start:
+            raise ValueError("nothing was recorded in this run folder")
+        context = MeasureContext(Run(facts, read_history(self._live(one(query, "key")).folder / "events.jsonl")))
+        return context.run, all_measures(context), caveats(context)
 
     def _compare(self, query: Query) -> Reply:
         from tracking.compare.divergence import Tolerance

@@ -1,11 +1,12 @@
 "use strict";
-// The page of one run: its curves (charts.js), heat maps (heat.js) and incidents, from JSON; texts are set as text.
+// The page of one run: its curves (charts.js) and heat maps (heat.js) from JSON, the rest as the server rendered it.
 {
   const key = document.getElementById("run").dataset.key; // quoted already
   const at = (path, more = []) => `${path}?key=${key}&${new URLSearchParams(more)}`;
-  const folds = document.getElementById("fold");
+  const [folds, sections] = [document.getElementById("fold"), document.getElementById("sections")];
   const opened = new Set();
   let curves = null; // what charts.js draws
+  let newer = false; // than the sections
 
   async function get(address) {
     const answer = await fetch(address, { cache: "no-store" });
@@ -26,7 +27,6 @@
     const found = await get(at("/run/curves"));
     document.getElementById("reading").hidden = !found.sketch;
     if (found.sketch) setTimeout(() => drawCurves().catch(complain), 1500);
-    else drawIncidents(found.incidents);
     if (!found.steps) {
       document.getElementById("key").textContent = "no step was recorded yet";
     } else if (curves) {
@@ -43,25 +43,6 @@
     document.body.dataset.curves = found.steps;
   }
 
-  function drawIncidents(incidents) {
-    const list = document.getElementById("list");
-    list.replaceChildren();
-    list.className = incidents.length ? "" : "dim";
-    if (!incidents.length) list.textContent = "none";
-    for (const found of incidents) {
-      const box = element("div", "incident");
-      const head = element("p");
-      head.append(element("b", "", `step ${found.step.toLocaleString("en")}: ${found.verdict}`), ` ${found.reason}`);
-      box.append(head, ...found.causes.map((cause) => element("p", "dim", cause)));
-      if (found.replay) {
-        const line = element("p");
-        line.append(element("code", "", found.replay));
-        box.append(line);
-      }
-      list.append(box);
-    }
-  }
-
   // A click on a row of folded modules shows them one by one, and hides them again.
   function unfold(name) {
     if (folds.value === "modules") return;
@@ -71,38 +52,43 @@
 
   async function drawHeat() {
     const about = await get(at("/run/heat"));
-    const [holder, panels] = [document.getElementById("panels"), about.panels.filter((panel) => panel.varies)];
-    document.getElementById("heat").hidden = panels.length === 0;
-    document.getElementById("out").hidden = about.panels.length === 0;
-    document.getElementById("about").textContent = `${about.rows.toLocaleString("en")} modules, measured at ${about.measured.toLocaleString("en")} steps; click a row to unfold it`;
-    document.getElementById("lines").replaceChildren(...about.panels.map((panel) => {
-      const item = element("li");
-      item.append(element("b", "", `${panel.title}: `), panel.line);
-      return item;
-    }));
-    while (holder.children.length > panels.length) holder.lastChild.remove();
-    while (holder.children.length < panels.length) holder.append(element("div", "chart"));
-    for (const [index, panel] of panels.entries()) {
-      const asked = [["panel", panel.key], ["fold", folds.value], ...[...opened].map((name) => ["open", name])];
-      const found = await get(at("/run/heat", asked));
-      holder.children[index].id = `heat-${panel.key}`;
-      drawHeatPanel(holder.children[index], found, panel.line, unfold);
-    }
-    document.body.dataset.heat = "drawn";
+    document.getElementById("about").textContent = about.measured ? `${number(about.rows)} modules, measured at ${number(about.measured)} steps; click a row to unfold it` : "";
+    const asked = [["fold", folds.value], ...[...opened].map((name) => ["open", name])];
+    await drawLayers(about.panels, (panel) => get(at("/run/heat", [["panel", panel.key], ...asked])), unfold);
   }
 
+  // What the reader has opened and searched for stays as it is.
+  async function drawSections() {
+    await refresh(document.getElementById("incidents"), at("/run/incidents"));
+    if (sections.contains(document.activeElement)) return;
+    const [details, fields] = ["details", "[data-filter]"].map((kind) => () => [...sections.querySelectorAll(kind)]);
+    const [open, words] = [details().map((part) => part.open), fields().map((field) => field.value)];
+    newer = false;
+    if (await refresh(sections, at("/run/sections"))) {
+      details().forEach((part, index) => { part.open = Boolean(open[index]); });
+      fields().forEach((field, index) => {
+        field.value = words[index] ?? "";
+        field.dispatchEvent(new Event("input", { bubbles: true }));
+      });
+    }
+    document.body.dataset.sections = "drawn";
+  }
+
+  folds.append(new Option("all modules", "modules"));
   folds.addEventListener("change", () => { opened.clear(); drawHeat(); });
+  document.getElementById("healthy").addEventListener("toggle", () => { if (document.body.dataset.heat) drawHeat(); });
   document.addEventListener("theme", () => { if (document.body.dataset.heat) drawHeat(); });
   const complain = (problem) => { document.getElementById("key").textContent = `this run cannot be read: ${problem.message}`; };
-  drawCurves().then(drawHeat).catch(complain);
+  drawCurves().then(drawHeat).then(drawSections).catch(complain);
   let seen = document.querySelector(".facts")?.textContent ?? "";
   keepDoing(async () => {
     const state = document.getElementById("state");
     await refresh(state, at("/run/state"));
     const now = state.querySelector(".facts")?.textContent ?? "";
     if (now === seen) return;
-    seen = now;
+    [seen, newer] = [now, true];
     await drawCurves();
     await drawHeat();
   }, 4);
+  keepDoing(async () => { if (newer) await drawSections(); }, 15);
 }

@@ -1,28 +1,48 @@
-"""Contents of the page of one run: its state, curves, heat maps, incidents and report."""
+"""The page of one run, which the server shows and `tracking.report --html` writes as one file.
+
+`report/body.html` has its order.
+"""
 
 from __future__ import annotations
 
+import json
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from config.load import to_dict
+from config.redact import redact
+from config.schema import Config
+from tracking.compare.differences import flat, format_value
 from tracking.compare.html import run_data
-from tracking.console import duration, gib, human
 from tracking.events import describe_event
-from tracking.heatmap.grid import Heat
+from tracking.heatmap.grid import Heat, read_heat
 from tracking.heatmap.modules import FOLDS, Fold
-from tracking.heatmap.page import panel_data, panels_of
+from tracking.heatmap.page import panel_data, panels_of, static_heat
 from tracking.heatmap.panels import PANELS
-from tracking.report.context import MeasureContext
-from tracking.report.measures import all_measures, caveats, read_run
+from tracking.numbers import duration, human, loss, mib, percent
+from tracking.pages.document import fragment
+from tracking.pages.markdown import fenced
+from tracking.pages.render import render
+from tracking.report.context import Finding, MeasureContext, Run, find
+from tracking.report.html import mark
+from tracking.report.log import last_lines, log_files, newest_events
+from tracking.report.measures import count_verdicts, utilisation
+from tracking.report.page import sections as report_sections
+from tracking.report.sessions import RunHistory
+from tracking.run_dir import RunDir
 from tracking.run_facts import RunFacts
-from tracking.serve.library import Entry
+from tracking.serve.library import Entry, Library, is_inside, read_entry
 from tracking.serve.overview import scale_text
 from tracking.summary import Summary
 
 _MOST_INCIDENTS = 200
 _MOST_OPEN = 50
+_LONGEST = 300  # characters of a setting
+_ORDER = ("fail", "pass", "not measured")
 
 
 @dataclass(frozen=True)
@@ -41,7 +61,7 @@ def state(entry: Entry, *, now: float) -> State:
     seconds = last.get("step_seconds")
     running = not entry.status.over
     eta = (planned - step) * seconds if running and planned and seconds and step < planned else None
-    finite = [loss for _, loss in entry.skim.losses if math.isfinite(loss)]
+    finite = [value for _, value in entry.skim.losses if math.isfinite(value)]
     evaluated = entry.skim.evals[-1] if entry.skim.evals else None
     skipped = int(last.get("skipped_total") or 0)
     since = entry.status.since
@@ -51,42 +71,109 @@ def state(entry: Entry, *, now: float) -> State:
         ("speed", f"{human(last['tokens_per_second'])} tokens/s" if last.get("tokens_per_second") else ""),
         ("ETA", duration(eta) if eta is not None else ""),
         ("step", f"{step:,}" + (f" of {planned:,}" if planned else "")),
-        ("loss", f"{finite[0]:.4f} \u2192 {finite[-1]:.4f}" if finite else ""),
-        ("validation", f"{evaluated['loss']:.4f} at step {evaluated['step']:,}" if evaluated else ""),
-        ("skipped", f"{skipped:,}" + (f" ({skipped / step:.2%})" if skipped and step else "") if last else ""),
+        ("loss", f"{loss(finite[0])} \u2192 {loss(finite[-1])}" if finite else ""),
+        ("validation", f"{loss(evaluated['loss'])} at step {evaluated['step']:,}" if evaluated else ""),
+        ("skipped", f"{skipped:,}" + (f" ({percent(skipped / step, 3)})" if skipped and step else "") if last else ""),
         ("loss scale", scale_text(float(last.get("loss_scale") or math.nan))),
         ("tokens", human(last["tokens"]) if last else ""),
-        ("memory", gib(last.get("memory_bytes"))),
+        ("memory", mib(last.get("memory_bytes"))),
         (
             "computes in",
             "+".join(sorted(set((start.get("regions") or {}).values())) or [str(start.get("compute", ""))]),
         ),
-        ("ZeRO", f"stage {start['zero_stage']}, {start['world_size']} ranks" if start else ""),
+        ("ZeRO", f"stage {start['zero_stage']}" if start else ""),
+        ("ranks", str(start["world_size"]) if start else ""),
         ("parameters", human(start["parameters"]) if start else ""),
         ("since" if running else "ended", f"{duration(max(0.0, now - since))} ago" if since else ""),
     ]
     return State([(name, value) for name, value in rows if value], min(1.0, step / planned) if planned else 0.0)
 
 
+@dataclass(frozen=True)
+class Changes:
+    """Settings in which a run differs from the baseline of its group."""
+
+    baseline: Entry | None
+    rows: list[tuple[str, str, str]]
+    """(setting, the baseline's value, the run's)"""
+    about: str
+
+
+def changes(own: Entry, entries: Sequence[Entry]) -> Changes:
+    """What a run was given that the baseline of its group was not.
+
+    A group has the same model, data and task; its baseline is the sound run of it that began first. Of a run that is
+    alone in its group, the sound run with the fewest other settings stands in.
+    """
+    if not own.settings:
+        return Changes(None, [], "its config.yaml is missing or cannot be read")
+    others = [entry for entry in entries if entry.key != own.key and entry.settings]
+    group = [entry for entry in others if _work(entry) == _work(own)]
+    sound = [entry for entry in [*group, own] if entry.verdict.tone != "bad"] or [*group, own]
+    base, why = min(sound, key=_began), f"the first sound run of {len(group) + 1} with the same model, data and task"
+    if not group:
+        sound = [entry for entry in others if entry.verdict.tone != "bad"]
+        base = min(sound, key=lambda entry: (len(_differing(own, entry)), _began(entry)), default=own)
+        why = "the nearest sound run; no other has the same model, data and task"
+    if base is own:
+        return Changes(None, [], f"it is the baseline: {why}" if group else "there is no other run to compare it with")
+    keys = _differing(own, base)
+    rows = [(key, _setting(base.settings.get(key)), _setting(own.settings.get(key))) for key in keys]
+    return Changes(base, rows, why if rows else f"nothing; {why}")
+
+
+def _work(entry: Entry) -> dict[str, Any]:
+    """What every run of a group has in common."""
+    return {key: value for key, value in entry.settings.items() if key == "task" or key.startswith(("model.", "data."))}
+
+
+def _began(entry: Entry) -> float:
+    return float(entry.skim.evidence.start.get("time", math.inf))
+
+
+def _differing(one: Entry, other: Entry) -> list[str]:
+    keys = dict.fromkeys([*one.settings, *other.settings])
+    return [key for key in keys if one.settings.get(key) != other.settings.get(key)]
+
+
+def _setting(value: Any) -> str:
+    text = json.dumps(value, default=str) if isinstance(value, list | dict) else format_value(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
 def curves(run: RunFacts) -> dict[str, Any]:
-    """The curves for charts.js, a few thousand points at most, and the incidents, as plain values."""
-    return {"drawn": run_data(run), "incidents": incidents(run), "steps": len(run.columns)}
+    """The curves for charts.js, a few thousand points at most, as plain values."""
+    drawn, whole_run = run_data(run), Run(run, RunHistory())
+    share = find(utilisation, MeasureContext(whole_run)).value if run.start else None
+    if share is not None:
+        factor = 100 * share / whole_run.tokens_per_second
+        for part in (drawn["runs"][0]["curve"], drawn["runs"][0]["means"]):
+            speeds = part["tokens_per_second"]
+            part["utilisation"] = [None if speed is None else round(factor * speed, 2) for speed in speeds]
+    return drawn
 
 
 def incidents(run: RunFacts) -> list[dict[str, Any]]:
-    """The newest incidents, newest first, each with what was not finite at its step."""
+    """Whatever a verdict counts as a warning, newest first, with what was not finite at its step."""
     found = []
     causes: dict[int, list[str]] = {}
     for event in run.rare_events.get("nonfinite", []):
         causes.setdefault(event["step"], []).append(describe_event(event))
-    for event in reversed(run.rare_events.get("incident", [])[-_MOST_INCIDENTS:]):
+    events = [
+        event for kind in ("incident", "warning", "corruption", "note") for event in run.rare_events.get(kind, [])
+    ]
+    counted = [event for event in events if event["event"] != "note" or event.get("failed") == "checkpoint"]
+    for event in sorted(counted, key=lambda event: (-event["step"], -event["time"]))[:_MOST_INCIDENTS]:
+        incident = event["event"] == "incident"
+        what, _, reason = (event["text"] if event["event"] == "note" else describe_event(event)).partition(": ")
         found.append(
             {
                 "step": event["step"],
-                "verdict": event["verdict"],
-                "reason": event["reason"],
-                "causes": causes.get(event["step"], [])[:5],
-                "replay": event["replay"] or "",
+                "tone": "" if incident else "warned",
+                "what": f"{what}:" if reason else what,
+                "reason": reason,
+                "causes": causes.get(event["step"], [])[:5] if incident else [],
+                "replay": event.get("replay") or "",
             }
         )
     return found
@@ -105,9 +192,81 @@ def heat(found: Heat, panel: str, fold: str, opened: Sequence[str]) -> dict[str,
     return panel_data(found, panel, chosen, opened[:_MOST_OPEN])
 
 
-def report(entry: Entry) -> str:
-    """The report as a page. Raises UserError as `tracking.report` does."""
-    from tracking.report.html import run_page
+def sections(
+    entry: Entry, run: Run, findings: Sequence[Finding], remarks: Sequence[str], *, root: Path
+) -> dict[str, Any]:
+    """What `report/sections.html` shows, below the curves and layers. root: nothing outside of it is shown."""
+    facts, run_dir = run.facts, RunDir(entry.folder)
+    texts = report_sections(run_dir, Summary(facts))
+    return {
+        "incidents": incidents(facts),
+        "findings": sorted(findings, key=lambda item: _ORDER.index(item.verdict)),
+        "counted": count_verdicts(findings),
+        "remarks": remarks,
+        "mark": mark,
+        "sections": texts,
+        "config": _config(facts.config),
+        "environment": [
+            (key, _setting(value))
+            for name, tree in (("", facts.environment), ("ds_config", facts.deepspeed))
+            for key, value in flat(redact(tree), name)
+            if key not in ("ledger", "git.commit", "git.dirty") and value not in (None, "")
+        ],
+        "fragment": fragment,
+        "logs": [
+            *((path.name, fenced(last_lines(path))) for path in log_files(run_dir) if is_inside(path, root)),
+            ("the newest events", fenced("\n".join(newest_events(facts)))),
+        ],
+    }
 
-    context = MeasureContext(read_run(entry.folder))
-    return run_page(context.run.facts, Summary(context.run.facts), all_measures(context), caveats(context))
+
+@dataclass(frozen=True)
+class _Setting:
+    key: str
+    value: str
+    default: str
+    """Empty where the value is the default."""
+    changed: bool
+
+
+def _config(config: dict[str, Any]) -> list[_Setting]:
+    """The settings, those that are not the default first."""
+    defaults = dict(flat(to_dict(Config())))
+    found = []
+    for key, value in flat(redact(config)):
+        changed = defaults.get(key) != value
+        known = f"default {_setting(defaults[key])}" if changed and defaults.get(key) not in (None, "") else ""
+        found.append(_Setting(key, _setting(value), known, changed))
+    return sorted(found, key=lambda item: not item.changed)
+
+
+def whole(
+    entry: Entry,
+    entries: Sequence[Entry],
+    run: Run,
+    findings: Sequence[Finding],
+    remarks: Sequence[str],
+    *,
+    root: Path,
+) -> str:
+    """The page as one file, UTF-8 text. entries: the runs beside it; root: as for `sections`."""
+    facts = run.facts
+    return render(
+        "report/run.html",
+        title=entry.name,
+        entry=entry,
+        state=state(entry, now=time.time()),
+        changes=changes(entry, entries),
+        data=curves(facts) if len(facts.columns) else None,
+        heat=static_heat(read_heat(entry.folder / "events.jsonl")),
+        repeats=False,
+        **sections(entry, run, findings, remarks, root=root),
+    )
+
+
+def printed(folder: Path, run: Run, findings: Sequence[Finding], remarks: Sequence[str]) -> str:
+    """The page of a run folder as one file, UTF-8 text. Raises UserError or OSError: it cannot be read."""
+    folder = folder.resolve()
+    beside = Library(folder.parent, depth=1)
+    beside.look()
+    return whole(read_entry(folder), beside.entries(), run, findings, remarks, root=Path(folder.anchor))

@@ -15,12 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from config.printable import shown
-from tracking.console import duration, human
-from tracking.events import format_scale
 from tracking.heatmap.blocks import draw_blocks, legend
 from tracking.heatmap.grid import Heat
 from tracking.heatmap.panels import PANELS
 from tracking.heatmap.words import sentences
+from tracking.numbers import duration, human, loss, mib, number, percent, rate, scale
 from tracking.ranks import spread
 from tracking.status import Status
 from tracking.verdict import STYLES, Verdict
@@ -173,22 +172,14 @@ def _curve(
         lines.append(Line(state.validation, "bold yellow", points=True))
     axes = Axes(width - 4, height, max(1, state.step), log_steps=view.log_steps, log_values=log, ascii=view.ascii)
     newest = (state.newest or {}).get(name)
-    number, label = (format_scale, _power_of_two) if name == "loss_scale" else (_number, _number)
-    shown = f"{title} {number(newest)}" if newest is not None else title
+    said, label = (scale, _power_of_two) if name == "loss_scale" else (number, number)
+    shown = f"{title} {said(newest)}" if newest is not None else title
     return _panel(draw(lines, state.skips, axes, label), shown, view, width=width)
 
 
 def _power_of_two(value: float) -> str:
     """A place on the axis of the loss scale: 2^18, or 2^17.5 between two."""
-    return f"2^{math.log2(value):.3g}" if value > 0 else "0"
-
-
-def _number(value: float) -> str:
-    if not math.isfinite(value):
-        return str(value)
-    if abs(value) >= 1e5:
-        return human(value) if abs(value) < 1e12 else f"{value:.1e}"
-    return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+    return f"2^{number(math.log2(value), 3)}" if value > 0 else "0"
 
 
 def _head(state: WatchState, view: View) -> RenderableType:
@@ -213,7 +204,7 @@ def _head(state: WatchState, view: View) -> RenderableType:
 
 def _status(state: WatchState, view: View) -> tuple[str, str]:
     if view.read < 1.0:
-        return f"reading {view.read:.0%}", "cyan"
+        return f"reading {percent(view.read, 2)}", "cyan"
     if state.start is None:
         return "nothing recorded yet", "yellow"
     verdict, code = view.verdict, view.status.exit_code
@@ -251,7 +242,7 @@ def _facts(state: WatchState, view: View) -> list[tuple[str, str, str]]:
     newest: dict[str, Any] = state.newest or {}
     count = state.counts
     skipped = newest.get("skipped_total", 0)
-    share = f" ({skipped / state.step:.1%})" if skipped and state.step else ""
+    share = f" ({percent(skipped / state.step, 2)})" if skipped and state.step else ""
     incidents = ", ".join(f"{n} {what}" for (kind, what), n in count.items() if kind == "incident")
     scales = f"{count['scale', 'overflow']} down, {count['scale', 'growth']} up" if _scaled(state) else ""
     speed, seconds = state.tokens_per_second, state.step_seconds
@@ -259,10 +250,14 @@ def _facts(state: WatchState, view: View) -> list[tuple[str, str, str]]:
     rows = [
         ("tokens", human(state.tokens), ""),
         ("speed", f"{human(speed)} tokens/s" if speed else "", ""),
-        ("a step", f"{seconds:.3g} s{_waiting(newest)}" if seconds else "", ""),
-        ("memory", f"{state.memory_bytes / 2**30:.2f} GiB, peak" if state.memory_bytes else "", ""),
-        ("learning rate", f"{newest['lr']:.3g}" if newest else "", ""),
-        ("validation", f"{state.validated['loss']:.4f} at {state.validated['step']:,}" if state.validated else "", ""),
+        ("a step", f"{number(seconds, 3)} s{_waiting(newest)}" if seconds else "", ""),
+        ("memory", f"{mib(state.memory_bytes)}, peak" if state.memory_bytes else "", ""),
+        ("learning rate", rate(newest["lr"]) if newest else "", ""),
+        (
+            "validation",
+            f"{loss(state.validated['loss'])} at {state.validated['step']:,}" if state.validated else "",
+            "",
+        ),
         ("skipped", f"{skipped:,}{share}", "yellow" if skipped else ""),
         ("loss scale", scales, ""),
         ("loss not finite", f"{state.nonfinite_losses:,} x" if state.nonfinite_losses else "", "bold red"),
@@ -270,7 +265,7 @@ def _facts(state: WatchState, view: View) -> list[tuple[str, str, str]]:
         ("warnings", f"{view.verdict.warnings:,}" if view.verdict.warnings else "", "yellow"),
         ("inf or nan", "; ".join(_tail(what, 22) for what, _ in state.causes.most_common(1)), "bold red"),
         ("checkpoint", f"step {saved['step']:,}{_age(saved, view)}" if saved else "none", ""),
-        ("computed in", ", ".join(f"{k} {v:.0%}" for k, v in state.flop_share.items() if v), ""),
+        ("computed in", ", ".join(f"{k} {percent(v, 3)}" for k, v in state.flop_share.items() if v), ""),
     ]
     return [row for row in rows if row[1]]
 
@@ -282,7 +277,7 @@ def _tail(text: str, width: int) -> str:
 
 def _waiting(newest: dict[str, Any]) -> str:
     waited = newest.get("data_seconds")
-    return f", {waited / newest['step_seconds']:.0%} data wait" if waited is not None else ""
+    return f", {percent(waited / newest['step_seconds'], 2)} data wait" if waited is not None else ""
 
 
 def _age(event: dict[str, Any], view: View) -> str:
@@ -305,16 +300,16 @@ def _ranks(state: WatchState, most: int) -> list[tuple[str, str, str]]:
     rows = []
     if work is not None:
         unit, factor = ("s", 1.0) if work.most >= 1.0 else ("ms", 1e3)
-        times = " / ".join(f"{seconds * factor:.3g}" for seconds in (work.least, work.median, work.most))
+        times = " / ".join(f"{number(seconds * factor, 3)}" for seconds in (work.least, work.median, work.most))
         rows.append((f"own work, {unit}", times, ""))
         rows.append(("slowest", f"rank {work.rank}", "bold red" if work.most > _SLOW * work.median else ""))
     if memory is not None:
-        sizes = " / ".join(f"{size / 2**30:.2f}" for size in (memory.least, memory.median, memory.most))
-        rows.append(("memory, GiB", sizes, ""))
+        sizes = " / ".join(f"{size / 2**20:,.0f}" for size in (memory.least, memory.median, memory.most))
+        rows.append(("memory, MiB", sizes, ""))
         rows.append(("largest", f"rank {memory.rank}", ""))
     each = list(zip(memory.all, work.all, strict=False)) if memory and work else []
     if each and len(each) <= most - len(rows):
-        rows += [(f"rank {rank}", f"{size / 2**30:.2f} GiB, {s:.3g} s", "") for rank, (size, s) in enumerate(each)]
+        rows += [(f"rank {rank}", f"{mib(size)}, {number(s, 3)} s", "") for rank, (size, s) in enumerate(each)]
     return rows[: max(0, most)]
 
 

@@ -164,7 +164,7 @@ def test_identical_runs_of_different_speed(tmp_path: Path) -> None:
     pair = comparison.pairs[0]
     assert pair.headline == "identical to step 40, the last that both have"
     assert pair.cause.startswith(
-        "same numbers to step 40, slower: 1 s a step, baseline 0.5 s; data wait 0.5 s, baseline 0.01 s"
+        "same numbers to step 40, slower: 1 s per step, baseline 0.5 s; data wait 0.5 s, baseline 0.01 s"
     )
     assert "most of the difference" in pair.cause and comparison.caveats == [] and comparison.within_tolerance
 
@@ -536,11 +536,11 @@ def test_one_number_stands_in_the_sentence_and_in_the_table(tmp_path: Path, caps
     for runs, words in (
         (
             (base, other),
-            ("base is best: 3.0000; other 4.0000 (+33.3%)", "other is best: 3.0k (+200.0%); the baseline 1.0k"),
+            ("base is best: 3.0000; other 4.0000 (+33.3%)", "other is best: 3.0k (+200%); the baseline 1.0k"),
         ),
         (
             (other, base),
-            ("base is best: 3.0000 (-25.0%); the baseline 4.0000", "other is best: 3.0k; base 1.0k (-66.7%)"),
+            ("base is best: 3.0000 (-25%); the baseline 4.0000", "other is best: 3.0k; base 1.0k (-66.7%)"),
         ),
     ):
         comparison = _compared(*runs)

@@ -78,8 +78,10 @@ def test_report_and_comparison_draw_them_in_a_browser(runs, tmp_path):
     assert compare([*map(str, runs), "--html", str(two)]) == 0
     with tab(tmp_path / "browser") as page:
         page.size(1400, 900, dark=True)
-        for path, title in ((one, "Layers over time"), (two, "Layers of grows against steady")):
-            page.open(path.as_uri(), ready="document.querySelectorAll('#panels canvas').length === 4")
+        for path, title in ((one, "within their healthy range: Gradient RMS"), (two, "Layers of grows against steady")):
+            page.open(path.as_uri(), ready="document.body.dataset.heat === 'drawn'")
+            page.value("document.querySelector('#healthy').open = true")
+            page.wait("document.querySelectorAll('#heat canvas').length === 4")
             assert title in page.value("document.querySelector('#heat').textContent")
             pixels = "document.querySelector('#panels canvas').getContext('2d').getImageData(0, 0, 400, 100).data"
             assert page.value(f"new Set({pixels}).size") > 10, "something is drawn"

@@ -77,7 +77,7 @@ def test_what_was_not_finite_and_what_changed_its_dtype_is_where_it_happened():
     assert heat.panels["nonfinite"].tolist() == [[0, 0, 0, 0], [0, 0, 7, 0]]
     assert heat.panels["dtype"].tolist() == [[1, 1, 1, 1], [3, 3, 1, 3]]
     lines = sentences(heat)
-    assert lines["nonfinite"] == "first in layer 1 down_proj, by step 30; 7 in all, most in layer 1 down_proj."
+    assert lines["nonfinite"] == "first in layer 1 down_proj, at step 25; 7 in all, most in layer 1 down_proj."
     assert "changed: layer 1 down_proj, to fp32 by step 30" in lines["dtype"]
 
 
@@ -274,7 +274,7 @@ def test_report_and_watch_say_that_a_run_does_not_move(tmp_path, capsys):
     assert report([str(still), "--html", str(page)]) == watch([str(still), "--once"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     measures = (still / "report.md").read_text(encoding="utf-8").partition("## Measures")[2]
-    warned = page.read_text(encoding="utf-8").partition("<h2>Measures")[0]
+    warned = page.read_text(encoding="utf-8").partition("<h2>Measures")[2].partition("<h2>Config")[0]
     line = "99.6% of the updates of embed_tokens changed no bit of the weight that computes, since step 30"
     for text, times in ((shown, 2), (measures.replace("\\", ""), 1), (warned, 1)):
         assert text.count("the model hardly moves") == text.count(line) == times

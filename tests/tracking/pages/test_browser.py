@@ -1,12 +1,15 @@
 """Pages that are files, in a real browser: nothing in a run's texts is obeyed, and a phone can read a tool's page."""
 
+import math
 from pathlib import Path
 
 import pytest
 
+from config.cli import REPOSITORY
 from tests.support.runs.compare_runs import write_run
 from tests.support.runs.hostile import HOSTILE
 from tests.support.servers.browser import tab
+from tests.tracking.test_numbers import TEXTS
 from tracking.compare.command import main
 from tracking.pages import markdown
 from tracking.pages.document import write_document
@@ -25,6 +28,16 @@ POINT_AT_STEP_20 = """(() => {
 def page(tmp_path_factory):
     with tab(tmp_path_factory.mktemp("browser")) as found:
         yield found
+
+
+def test_the_pages_script_writes_numbers_as_python_does(page, tmp_path: Path) -> None:
+    script = (REPOSITORY / "tracking" / "pages" / "numbers.js").read_text(encoding="utf-8")
+    (tmp_path / "page.html").write_text(f"<!DOCTYPE html><script>{script}</script>")
+    page.open((tmp_path / "page.html").as_uri(), ready="typeof number === 'function'")
+    for function, cases in TEXTS.items():
+        for value, text in cases:
+            said = {math.inf: "Infinity", -math.inf: "-Infinity", None: "null"}.get(value) or repr(value)
+            assert page.value(f"{function}({said.replace('nan', 'NaN')})") == text, (function, value)
 
 
 def test_nothing_in_the_texts_of_compared_runs_is_obeyed(page, tmp_path: Path) -> None:

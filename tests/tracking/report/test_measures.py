@@ -256,7 +256,7 @@ def test_restores_are_judged(tmp_path: Path) -> None:
         with session(tmp_path, step=2 if resumed else 0, resumed_from=resumed) as run:
             run.steps(1)
     found = _found(tmp_path)["restore_success"]
-    assert (found.value, found.verdict, found.shown) == (0.75, "fail", "75.0% (3 of 4)")
+    assert (found.value, found.verdict, found.shown) == (0.75, "fail", "75% (3 of 4)")
 
 
 def test_an_empty_session_has_no_measure_and_no_division_by_zero(tmp_path: Path, baseline: Path) -> None:

@@ -19,7 +19,7 @@ from tests.support.servers.serving import served
 from tracking.serve.notes import NOTES
 
 SIZES = {"light": (1280, 900, False), "dark": (1280, 900, True), "phone": (390, 844, True)}
-RUN_DRAWN = "document.body.dataset.heat === 'drawn'"
+RUN_DRAWN = "document.body.dataset.sections === 'drawn'"
 TABLE = "document.querySelector('.runs tbody tr')"
 OVERFLOWING = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 

@@ -1,0 +1,152 @@
+"""Twelve real runs, sound ones and each way to go wrong: what a reader of a page and of the overview sees first."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.servers.browser import tab
+from tests.support.servers.serving import served
+from tests.tracking.test_verdict import CONFIG, folder_of
+from tracking.report.command import main as report
+from tracking.run_dir import RunDir
+
+FIRST_LOOK = 600  # pixels
+RUNS = {
+    "seed_0": ("healthy", "", {"run": {"seed": 0}}),
+    "seed_1": ("healthy", "", {"run": {"seed": 1}}),
+    "seed_2": ("healthy", "", {"run": {"seed": 2}}),
+    "fp32": ("healthy", "", {"precision": {"compute": "fp32"}}),
+    "one_step": ("healthy", "", {"run": {"steps": 1}}),
+    "fp16_overflows": ("healthy", "", {"precision": {"compute": "fp16"}}),
+    "nan_at_24": ("finished with warnings", "tools.replay runs/nan_at_24 --step 24", {}),
+    "sigkill": ("killed", "run.resume=auto", {}),
+    "learning_rate_x_1000": ("diverged", "optimizer.learning_rate=0.3", {"optimizer": {"learning_rate": 3.0}}),
+    "aborted": ("failed", "tools.replay runs/aborted --step 21", {}),
+    "every_step_skipped": ("not learning", "policy=adaptive", {"precision": {"compute": "fp16"}}),
+    "stopped": ("stopped", "run.resume=auto", {}),
+}
+"""Recording to the word of its verdict, what is in its command, and its settings."""
+ORDER = [
+    *("What changed", "Curves", "Incidents and warnings", "Layers", "Measures", "Results", "Dtypes", "Config"),
+    *("Environment and git", "Last lines", "Notes", "Sample", "Resume", "Memory and utilisation over time"),
+]
+
+
+@pytest.fixture(scope="module")
+def twelve(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    for name, (_, _, settings) in RUNS.items():
+        run_dir = folder_of(root, name, **{key: CONFIG.get(key, {}) | value for key, value in settings.items()})
+        run_dir.sample.write_text("def sampled():")
+    return root
+
+
+@pytest.fixture(scope="module")
+def client(twelve: Path):
+    with served(twelve) as found:
+        yield found
+
+
+def headings(page: str) -> list[str]:
+    return [re.sub(r" against .*", "", title) for title in re.findall(r"<h2>(.*?)</h2>", page)]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_served_page_and_the_printed_one_have_the_same_in_the_same_order(twelve, client, name, tmp_path) -> None:
+    word, command, _ = RUNS[name]
+    page, incidents, sections = (client.page(path, key=name) for path in ("/run", "/run/incidents", "/run/sections"))
+    served_page = page.replace('<div id="incidents">', incidents).replace('<div id="sections">', sections)
+    assert report([str(twelve / name), "--html", str(tmp_path / "page.html")]) == 0
+    printed = (tmp_path / "page.html").read_text(encoding="utf-8")
+    for found in (served_page, printed):
+        assert headings(found) == [title for title in ORDER if title in headings(found)]
+        assert set(ORDER) - set(headings(found)) <= {"Dtypes", "Notes"}
+        lead = found.partition("<h2>")[0]
+        assert f"<b>{word}</b>" in lead and command in lead
+        assert "Sample after" in found and "untrained text is expected" in found
+    assert headings(served_page) == headings(printed)
+    assert re.findall(r"<td>.*?</td>", served_page) == re.findall(r"<td>.*?</td>", printed)
+
+
+def test_what_changed_is_against_the_sound_run_of_the_group_that_began_first(client) -> None:
+    page = client.page("/run", key="learning_rate_x_1000").partition("<h2>Curves")[0]
+    assert "What changed against fp16_overflows" in page, "it began before the seeds; this run did before it"
+    assert re.search(r"<code>optimizer.learning_rate</code></th><td>0.003</td><td>3</td>", page)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    with tab(tmp_path_factory.mktemp("browser")) as found:
+        yield found
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_verdict_and_command_are_seen_at_first_look(page, client, name) -> None:
+    word, command, _ = RUNS[name]
+    page.size(1280, 800)
+    page.open(f"{client.address}/run?key={name}", ready="document.querySelector('#state .note')")
+    for width in (1280, 390):
+        page.size(width, 800)
+        page.wait(f"window.innerWidth === {width}")
+        note = "document.querySelector('#state .note')"
+        assert word in page.value(f"{note}.innerText") and command in page.value(f"{note}.innerText")
+        assert page.value(f"{note}.getBoundingClientRect().bottom") <= FIRST_LOOK, width
+
+
+def test_the_overview_names_the_runs_that_went_wrong(page, client) -> None:
+    page.size(1280, 800)
+    page.open(client.address, ready="document.querySelectorAll('.runs tbody tr').length === 12")
+    rows = page.value("[...document.querySelectorAll('.runs tbody tr')].map((row) => row.innerText)")
+    said = {name: next(row for row in rows if re.search(rf"\b{name}\b", row)) for name in RUNS}
+    assert "diverged" in said["learning_rate_x_1000"] and "its loss rose from" in said["learning_rate_x_1000"]
+    assert "killed" in said["sigkill"] and "failed" in said["aborted"]
+    assert "the step is not finite (loss nan" in said["nan_at_24"]
+    sound = [name for name, (word, _, _) in RUNS.items() if word == "healthy"]
+    assert all("healthy" in said[name] for name in sound)
+
+
+def cut_in_the_last_line(run_dir: RunDir) -> None:
+    run_dir.events.write_bytes(run_dir.events.read_bytes()[:-20])
+
+
+def unfinished(run_dir: RunDir) -> None:
+    lines = run_dir.events.read_text().splitlines(keepends=True)
+    run_dir.events.write_text("".join(lines[:10]))
+
+
+def with_a_huge_config(run_dir: RunDir) -> None:
+    more = "".join(f"  key_{number}: {'v' * 1000}\n" for number in range(2000))
+    run_dir.config.write_text(f"{run_dir.config.read_text()}extra:\n{more}")
+
+
+def with_losses_that_are_nan(run_dir: RunDir) -> None:
+    run_dir.events.write_text(re.sub(r'"loss":[\d.]+', '"loss":"nan"', run_dir.events.read_text()))
+
+
+def with_an_exploded_validation_loss(run_dir: RunDir) -> None:
+    text = re.sub(r'"perplexity":[\d.]+', '"perplexity":1e+37', run_dir.events.read_text())
+    run_dir.events.write_text(text)
+
+
+ODD = {
+    "cut in its last line": (cut_in_the_last_line, "killed"),
+    "unfinished": (unfinished, "killed"),
+    "without a config": (lambda run_dir: run_dir.config.unlink(), "no config.yaml was recorded"),
+    "without an environment": (lambda run_dir: run_dir.environment.unlink(), "Environment and git"),
+    "with a config that is none": (lambda run_dir: run_dir.config.write_text("a: [1, 2\n"), "cannot be read"),
+    "with a huge config": (with_a_huge_config, "of 2,0"),
+    "all nan": (with_losses_that_are_nan, "<b>diverged</b>"),
+    "exploded": (with_an_exploded_validation_loss, "perplexity &gt; 1e6"),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_the_page_of_an_odd_run_says_what_there_is(tmp_path, case) -> None:
+    damage, said = ODD[case]
+    damage(folder_of(tmp_path, "seed_0"))
+    (tmp_path / "seed_0").rename(tmp_path / 'ünïcode 日本 "&<b>')
+    with served(tmp_path) as client:
+        parts = [client.page(path, key='ünïcode 日本 "&<b>') for path in ("/run", "/run/incidents", "/run/sections")]
+        assert client.data("/run/curves", key='ünïcode 日本 "&<b>')["steps"] >= 8
+    assert said in "".join(parts) and "ünïcode 日本 &#34;&amp;&lt;b&gt;" in parts[0]

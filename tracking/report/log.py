@@ -1,0 +1,49 @@
+"""The last lines of a run: of what it printed, where that was kept, and of its events."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from config.printable import printable
+from config.redact import redact
+from tracking.events import describe_event
+from tracking.run_dir import RunDir
+from tracking.run_facts import RunFacts
+
+_LINES = 20
+_BYTES = 1 << 16
+_NUMBERS = ("precision", "self_check")  # events without a sentence
+_SEQUENCES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
+
+
+def log_files(run_dir: RunDir) -> list[Path]:
+    """Logs in the run folder, and the one that a sweep or another launcher keeps beside the folder of runs."""
+    inside = [*run_dir.path.glob("*.log"), *(run_dir.path / "logs").glob("*.log")]
+    return [path for path in (*sorted(inside), *_beside(run_dir)) if path.is_file()]
+
+
+def _beside(run_dir: RunDir) -> list[Path]:
+    folder = run_dir.path.resolve()
+    number = folder.name.rpartition("-")[2]  # of a trial of a sweep
+    return [folder.parent.parent / "logs" / f"{folder.name}.log", folder.parent / "logs" / f"{number}.log"]
+
+
+def last_lines(path: Path) -> str:
+    """The last lines of a log without colours, cursor movements and secrets; empty when it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _BYTES))
+            text = file.read(_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
+    lines = [_SEQUENCES.sub("", line).rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n")]
+    return "\n".join(printable(redact(line)) for line in [line for line in lines if line][-_LINES:])
+
+
+def newest_events(facts: RunFacts) -> list[str]:
+    """The newest events but steps, one a line, the newest last."""
+    kept = [event for kind, events in facts.rare_events.items() if kind not in _NUMBERS for event in events[-_LINES:]]
+    newest = sorted(kept, key=lambda event: (event["time"], event["step"]))[-_LINES:]
+    return [f"step {event['step']}: {event.get('text') or describe_event(event)}" for event in newest]
