@@ -436,8 +436,9 @@ def _time(time: float, now: float, *, dates: bool) -> tuple[str, str, str]:
     """A time for machines, as how long ago or the date, whichever is asked for, and the other one."""
     if math.isnan(time):
         return "", "", ""
-    largest = re.match(r"\d+[a-z]", duration(max(0.0, now - time)))
-    ago, date = f"{largest[0] if largest else '?'} ago", datetime.fromtimestamp(time).astimezone()
+    date, age = datetime.fromtimestamp(time).astimezone(), now - time
+    largest = re.match(r"\d+[a-z]", duration(age)) if age >= 60 else None  # a table that is the same is not sent again
+    ago = f"{largest[0]} ago" if largest else "just now"
     words = f"{date:%Y-%m-%d %H:%M}"
     return (_iso(time), words, ago) if dates else (_iso(time), ago, f"{words} {date:%Z}")
 

@@ -142,6 +142,7 @@ class Pages:
             "unread": len(unread) - len(damaged),
             "damaged": damaged,
             "left_out": self._library.left_out,
+            "most_compared": MOST_COMPARED,
         }
 
     def _notes(self, query: Query) -> Reply:

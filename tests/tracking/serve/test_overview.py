@@ -12,6 +12,7 @@ import pytest
 from tests.support.runs.compare_runs import CONFIG, ENVIRONMENT, RunWriter, merged, write_run
 from tests.support.servers.serving import served
 from tests.tracking.serve.test_serve import rows
+from tests.tracking.test_verdict import folder_of
 from tracking.serve.notes import LONGEST_NOTE, MOST_BYTES, MOST_TAGS, NOTES
 from tracking.serve.overview import Asked as Question
 from tracking.serve.overview import differing, export, short_names, table
@@ -117,7 +118,7 @@ def test_columns_are_chosen_and_a_setting_is_one(tmp_path):
 def test_times_are_how_long_ago_or_dates(tmp_path):
     write_run(tmp_path, "a")
     [entry] = entries_of(tmp_path)
-    for seconds, words in ((5, "5s ago"), (99, "1m ago"), (7300, "2h ago"), (200_000, "2d ago"), (-50, "0s ago")):
+    for seconds, words in ((5, "just now"), (99, "1m ago"), (7300, "2h ago"), (200_000, "2d ago"), (-50, "just now")):
         machine, ago, date = table([entry], Question(), now=entry.changed + seconds).lines[0].times["changed"]
         assert ago == words and re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d .+", date) and machine.endswith("+00:00")
     assert table([entry], Question(dates=True), now=entry.changed).lines[0].times["changed"][1] == date[:16]
@@ -243,6 +244,30 @@ def test_a_run_that_cannot_be_read_is_named_and_hides_no_other(tmp_path):
         assert "bad cannot be read" in page and "good" in rows(page)
     with served(tmp_path / "bad") as client:
         assert "There is no run" not in client.page("/")
+
+
+def test_each_run_that_went_wrong_is_named_by_the_text_of_its_line(tmp_path):
+    """Runs that were recorded, one of each kind."""
+    said = {
+        "learning_rate_x_1000": "diverged 2 warnings its loss rose from 5.362 (step 1) to 46.6",
+        "planted_nan": "finished with warnings 1 warning SKIP: the step is not finite (loss 2.974, gradient norm inf)",
+        "sigkill": "killed no process has the run folder, and no end was recorded",
+        "every_step_skipped": "not learning 12 warnings none of its 12 steps was applied",
+        "tiny_learning_rate": "not learning its loss has not fallen by 2% in 100 applied steps from random weights",
+        "aborted": "failed 2 warnings 2 steps in a row were skipped",
+        "fp16_overflows": "healthy",
+        "healthy": "healthy",
+    }
+    for kind in said:
+        folder_of(tmp_path, kind)
+    with served(tmp_path) as client:
+        page = client.page("/")
+        found, grouped = rows(page), rows(client.page("/runs", group="seed"))
+    assert all(found[kind].startswith(f"{kind} \u270e {text}") for kind, text in said.items())
+    assert "2.7450 2.9310" in found["healthy"] and "12 (100%)" in found["every_step_skipped"]
+    assert page.count(">diverged</text>") == 1 and page.count(">not learning</text>") == 2
+    [(name, line)] = grouped.items()
+    assert name.endswith("(8 runs)") and "seeds None; learning_rate_x_1000: its loss rose" in line
 
 
 @pytest.mark.parametrize("count", [0, 1])
