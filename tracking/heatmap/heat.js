@@ -140,6 +140,7 @@ async function drawLayers(panels, dataOf, unfold) {
       drawHeatPanel(holder.children[index], await dataOf(panel), unfold);
     }
   }
+  document.querySelector("#heat .controls").hidden = panels.length === 0;
   if (!findings.length) document.getElementById("lines").append(element("li", "dim", panels.length ? "nothing is outside its healthy range" : "no telemetry was recorded (telemetry.every_steps)"));
   document.body.dataset.heat = "drawn";
 }

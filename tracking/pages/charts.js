@@ -323,6 +323,7 @@ function zoomTo(range) {
 
 function options(chart) {
   const log = isLog(chart);
+  const empty = chart.series.every((one) => one.data[1].every((value) => value === null)); // its range means nothing
   const axis = { stroke: () => css("--dim"), grid: { stroke: () => css("--line"), width: 1 }, ticks: { stroke: () => css("--line"), width: 1 }, font: "12px system-ui, sans-serif" };
   return {
     width: chart.plot.clientWidth || 500,
@@ -336,7 +337,7 @@ function options(chart) {
     },
     axes: [
       { ...axis, ...(state.axis === "seconds" ? {} : { incrs: WHOLE }), values: (u, values) => values.map((value) => (value === null ? "" : place(value))), ...(state.logx ? { splits: logSplits(10), filter: (u, splits) => splits } : {}) },
-      { ...axis, size: 66, values: (u, values) => values.map((value) => (value === null ? "" : shown(chart, value))), ...(log ? { splits: logSplits(log), filter: (u, splits) => splits } : {}) },
+      { ...axis, size: 66, values: (u, values) => values.map((value) => (value === null || empty ? "" : shown(chart, value))), ...(log ? { splits: logSplits(log), filter: (u, splits) => splits } : {}) },
     ],
     series: [{}, ...chart.series.map((one) => ({
       label: one.label || data.runs[one.run].label,

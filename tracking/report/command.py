@@ -99,7 +99,7 @@ def _one(options: argparse.Namespace) -> bool:
     if options.html is not None:
         from tracking.serve.run_page import printed  # brings Jinja2
 
-        write_page(options.html, printed(run_dir.path, context.run, findings, remarks))
+        write_page(options.html, printed(context, findings, remarks))
     if options.json:
         baseline = None if options.baseline is None else str(options.baseline)
         content = {"run": str(options.run), "baseline": baseline, "caveats": remarks, "failed": failed}

@@ -238,7 +238,7 @@ def _what_ran(
             f"accumulation {start.get('accumulation') or deepspeed.get('gradient_accumulation_steps', '?')}",
         ),
         ("precision", f"{start['compute']} compute, FP32 masters, {setting(config, 'precision.path') or 'cast'} path"),
-        ("ZeRO", f"stage {start['zero_stage']}, {start['world_size']} process(es)"),
+        ("ZeRO", f"stage {start['zero_stage']}, {describe_event(start).rpartition(', ')[2]}"),
         ("hardware", _hardware(environment, start["world_size"])),
         ("software", ", ".join(f"{name} {number}" for name, number in versions.items() if number)),
         ("code", f"{git.get('commit', '')[:12]}{' with local changes' if git.get('dirty') else ''}" if git else ""),

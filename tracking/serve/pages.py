@@ -181,7 +181,8 @@ class Pages:
 
     def _report(self, query: Query) -> Reply:
         entry, judged = self._entry(query), self._judged(query)
-        page = run_page.whole(entry, self._library.entries(), *judged, root=self._library.root)
+        changed = run_page.changes(entry, self._library.entries())
+        page = run_page.whole(entry, changed, *judged, root=self._library.root)
         return Reply(page.encode(errors="replace"), _HTML, policy="single")
 
     def _incidents(self, query: Query) -> Reply:

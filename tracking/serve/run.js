@@ -7,6 +7,7 @@
   const opened = new Set();
   let curves = null; // what charts.js draws
   let newer = false; // than the sections
+  let due = 0; // when they may be asked for again: of a long run they take seconds
 
   async function get(address) {
     const answer = await fetch(address, { cache: "no-store" });
@@ -63,6 +64,7 @@
     if (sections.contains(document.activeElement)) return;
     const [details, fields] = ["details", "[data-filter]"].map((kind) => () => [...sections.querySelectorAll(kind)]);
     const [open, words] = [details().map((part) => part.open), fields().map((field) => field.value)];
+    const asked = Date.now();
     newer = false;
     if (await refresh(sections, at("/run/sections"))) {
       details().forEach((part, index) => { part.open = Boolean(open[index]); });
@@ -71,6 +73,7 @@
         field.dispatchEvent(new Event("input", { bubbles: true }));
       });
     }
+    due = Date.now() + 20 * (Date.now() - asked);
     document.body.dataset.sections = "drawn";
   }
 
@@ -90,5 +93,5 @@
     await drawCurves();
     await drawHeat();
   }, 4);
-  keepDoing(async () => { if (newer) await drawSections(); }, 15);
+  keepDoing(async () => { if (newer && Date.now() > due) await drawSections(); }, 15);
 }

@@ -99,8 +99,8 @@ class Changes:
     about: str
 
 
-def changes(own: Entry, entries: Sequence[Entry]) -> Changes:
-    """What a run was given that the baseline of its group was not.
+def changes(own: Entry, entries: Sequence[Entry], *, baseline: Entry | None = None) -> Changes:
+    """What a run was given that the baseline of its group was not. baseline: another run instead.
 
     A group has the same model, data and task; its baseline is the sound run of it that began first. Of a run that is
     alone in its group, the sound run with the fewest other settings stands in.
@@ -115,6 +115,8 @@ def changes(own: Entry, entries: Sequence[Entry]) -> Changes:
         sound = [entry for entry in others if entry.verdict.tone != "bad"]
         base = min(sound, key=lambda entry: (len(_differing(own, entry)), _began(entry)), default=own)
         why = "the nearest sound run; no other has the same model, data and task"
+    if baseline is not None:
+        base, why = baseline, "the baseline that was given"
     if base is own:
         return Changes(None, [], f"it is the baseline: {why}" if group else "there is no other run to compare it with")
     keys = _differing(own, base)
@@ -242,31 +244,33 @@ def _config(config: dict[str, Any]) -> list[_Setting]:
 
 def whole(
     entry: Entry,
-    entries: Sequence[Entry],
+    changed: Changes,
     run: Run,
     findings: Sequence[Finding],
     remarks: Sequence[str],
     *,
     root: Path,
 ) -> str:
-    """The page as one file, UTF-8 text. entries: the runs beside it; root: as for `sections`."""
-    facts = run.facts
+    """The page as one file, UTF-8 text. root: as for `sections`."""
     return render(
         "report/run.html",
         title=entry.name,
         entry=entry,
         state=state(entry, now=time.time()),
-        changes=changes(entry, entries),
-        data=curves(facts) if len(facts.columns) else None,
+        changes=changed,
+        data=curves(run.facts) if len(run.facts.columns) else None,
         heat=static_heat(read_heat(entry.folder / "events.jsonl")),
         repeats=False,
         **sections(entry, run, findings, remarks, root=root),
     )
 
 
-def printed(folder: Path, run: Run, findings: Sequence[Finding], remarks: Sequence[str]) -> str:
+def printed(context: MeasureContext, findings: Sequence[Finding], remarks: Sequence[str]) -> str:
     """The page of a run folder as one file, UTF-8 text. Raises UserError or OSError: it cannot be read."""
-    folder = folder.resolve()
+    folder, *others = (Path(run.facts.source).resolve() for run in (context.run, context.baseline) if run)
+    own, baseline = read_entry(folder), read_entry(others[0]) if others else None
     beside = Library(folder.parent, depth=1)
-    beside.look()
-    return whole(read_entry(folder), beside.entries(), run, findings, remarks, root=Path(folder.anchor))
+    if baseline is None:
+        beside.look()
+    changed = changes(own, beside.entries(), baseline=baseline)
+    return whole(own, changed, context.run, findings, remarks, root=Path(folder.anchor))
