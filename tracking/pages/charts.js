@@ -4,7 +4,7 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const state = {
   axis: "step", logx: false, smoothing: 0, log: false, events: true, cut: false, seeds: false, range: null, hidden: new Set(), focus: null,
 };
-const CUT = 0.05; // share of a run at its start that the height of a chart ignores when `cut` is set
+const CUT = 0.05; // share of a run at its start that the height of some charts ignores when `cut` is set, beside runs that diverged
 
 // Eight hues that stay apart for colour-blind eyes (after Okabe and Ito), in a shade for each theme; then other dashes.
 const HUES = {
@@ -24,10 +24,10 @@ const few = data.runs.length <= 4;
 const some = (name) => data.runs.some((run) => run.curve[name]?.some((value) => value !== null && value !== 0));
 const scales = (run) => run.curve.loss_scale.some((value) => value !== null && value !== 1);
 const CHARTS = [
-  { name: "loss", title: "Training loss (nats per token)", wide: true, marks: true, cut: true, noisy: true },
-  data.runs.some((run) => run.validation.loss.length) && { name: "validation", title: "Validation loss (nats per token)" },
-  data.gaps.length && { name: "gap", title: "Loss against the baseline at the same step (%)", noisy: true },
-  some("grad_norm") && { name: "grad_norm", title: "Gradient norm (before clipping)", log: 10, cut: true, noisy: true },
+  { name: "loss", title: "Training loss (nats per token)", wide: true, marks: true, cut: CUT, noisy: true },
+  data.runs.some((run) => run.validation.loss.length) && { name: "validation", title: "Validation loss (nats per token)", cut: 0 },
+  data.gaps.length && { name: "gap", title: "Loss against the baseline at the same step (%)", cut: 0, noisy: true },
+  some("grad_norm") && { name: "grad_norm", title: "Gradient norm (before clipping)", log: 10, cut: CUT, noisy: true },
   data.runs.some(scales) && { name: "loss_scale", title: "Loss scale", log: 2, step: true, marks: true },
   some("tokens_per_second") && { name: "tokens_per_second", title: "Speed (tokens per second)", zero: true, noisy: true },
   some("lr") && { name: "lr", title: "Learning rate", zero: true },
@@ -130,13 +130,13 @@ function whole() {
   return low < high ? [low, high] : low === high ? [low - (state.logx ? low / 2 : 1), high + 1] : state.logx ? [1, 10] : [0, 1];
 }
 
-// The lowest and the highest value, without the first steps of each run, and without runs that diverged beside others.
-function withoutStart(series) {
+// The lowest and the highest value, without a share of each run at its start, and without runs that diverged beside others.
+function usual(series, share) {
   let [low, high] = [Infinity, -Infinity];
   const sound = series.filter((one) => data.runs[one.run].verdict !== "diverged");
   (sound.length ? sound : series).forEach((one) => {
     const [x, y] = one.data;
-    const start = x[0] + CUT * (x[x.length - 1] - x[0]);
+    const start = x[0] + share * (x[x.length - 1] - x[0]);
     for (let index = 0; index < x.length; index += 1) {
       if (y[index] === null || x[index] < start) continue;
       low = Math.min(low, y[index]);
@@ -148,7 +148,7 @@ function withoutStart(series) {
 
 // The y range of a chart. low, high: of what is in the present stretch of the x axis; null where nothing is.
 function heights(chart, low, high) {
-  if (state.cut && chart.cut && !state.range) [low, high] = withoutStart(chart.series);
+  if (state.cut && chart.cut !== undefined && !state.range) [low, high] = usual(chart.series, chart.cut);
   if (low === null || low === undefined) return isLog(chart) ? [0.5, 2] : [0, 1];
   if (isLog(chart)) return low === high ? [low / 2, high * 2] : [low * (low / high) ** 0.06, high * (high / low) ** 0.06];
   if (chart.zero) low = Math.min(0, low);
