@@ -116,9 +116,17 @@ def flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, tree
 
 
+_MOST_VALUES = 6
+
+
 def side_by_side(values: Sequence[Any]) -> str:
-    """`a / b / ...`, each distinct value once."""
-    return " / ".join(dict.fromkeys(format_value(value) for value in values))
+    """`a / b / ...`, each distinct value once; of many numbers the smallest and the largest."""
+    found = list(dict.fromkeys(format_value(value) for value in values))
+    if len(found) <= _MOST_VALUES:
+        return " / ".join(found)
+    if all(isinstance(value, int | float) for value in values):
+        return f"{format_value(min(values))} to {format_value(max(values))} ({len(found)} values)"
+    return f"{' / '.join(found[:_MOST_VALUES])} / ... ({len(found)} values)"
 
 
 def format_value(value: Any) -> str:

@@ -27,8 +27,10 @@ SIDE_BY_SIDE = 4
 _WIDTH = 40
 _MAX_DIFFERENCES = 40
 _MAX_EVENTS = 12
+_MAX_PAIRS = 24
 _MAX_VALUE = 60
 _MOST_COMPARED = 3
+_MOST_NAMES, _MOST_VALUES = 8, 16  # of one value, and of one setting
 
 COMPARABLE = "Comparable: same data, tokenizer, batch, model, precision, schedule and hardware, as far as recorded"
 
@@ -42,8 +44,10 @@ def show(comparison: Comparison, console: Console) -> None:
         for verdict in comparison.verdicts:
             console.print(Padding(words(verdict), (0, 0, 0, 2)))
         console.print(Text("\nWhere they diverge", style="bold"))
-        for pair in comparison.pairs:
+        for pair in comparison.pairs[:_MAX_PAIRS]:
             _show_pair(pair, console, detailed=len(comparison.runs) <= SIDE_BY_SIDE)
+        if len(comparison.pairs) > _MAX_PAIRS:
+            console.print(f"  and {len(comparison.pairs) - _MAX_PAIRS} more runs; --json has them all", style="dim")
         console.print(Text("\nWhat differs", style="bold"))
         _show_differences(comparison, console)
         console.print(Text("\nMeasures", style="bold"))
@@ -179,11 +183,16 @@ def _differences_table(comparison: Comparison, items: Sequence[Difference]) -> T
 
 
 def runs_by_value(item: Difference, names: Sequence[str]) -> str:
-    """Each value once, with the runs that have it."""
+    """Each value once, with the runs that have it; of many the first few."""
     holders: dict[str, list[str]] = {}
     for value, name in zip(item.values, names, strict=True):
         holders.setdefault(_short(format_value(value), _MAX_VALUE), []).append(name)
-    return "; ".join(f"{value} ({', '.join(runs)})" for value, runs in holders.items())
+    found = [f"{value} ({', '.join(_first(runs, _MOST_NAMES))})" for value, runs in holders.items()]
+    return "; ".join(_first(found, _MOST_VALUES))
+
+
+def _first(texts: Sequence[str], most: int) -> list[str]:
+    return [*texts[:most], *([f"and {len(texts) - most} more"] if len(texts) > most else [])]
 
 
 def _measures_table(comparison: Comparison) -> Table:

@@ -113,11 +113,10 @@ def _tie(row: Measure, sides: Sequence[_Side], chance: float, *, noisy: bool) ->
     named = [side.label for side in near[:_MOST_NAMED]]
     named += [f"{len(near) - _MOST_NAMED} more"] if len(near) > _MOST_NAMED else []
     ends = (best, *near) if len(near) <= _MOST_NAMED else (best, near[-1])
-    values = (", " if len(ends) == len(near) + 1 else " to ").join(
-        dict.fromkeys(format_measure(row.kind, side.value) for side in ends)
-    )
-    if all(side.value == best.value for side in near):
-        return "tie", f"tie: {_joined([best.label, *named])} are equal ({values})"
+    texts = list(dict.fromkeys(format_measure(row.kind, side.value) for side in ends))
+    if len(texts) == 1:
+        return "tie", f"tie: {_joined([best.label, *named])} are equal ({texts[0]})"
+    values = (", " if len(near) <= _MOST_NAMED else " to ").join(texts)
     reason = "within noise" if noisy else f"within {percent(_EQUAL[row.kind])}"
     size = f"; noise {number(chance, 2)} nats" if noisy and row.kind == "loss" else ""
     lowest = "lowest" if row.better == "lower" else "highest"

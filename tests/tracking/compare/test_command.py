@@ -19,12 +19,13 @@ from config.errors import UserError
 from tests.support.runs.compare_runs import CONFIG, RunWriter, write_run
 from tests.support.runs.synthetic_events import SCALE, TOKENS_PER_STEP
 from tracking.compare.command import main
+from tracking.compare.differences import Difference, side_by_side
 from tracking.compare.divergence import Tolerance, events_near, find_divergence
 from tracking.compare.html import page
 from tracking.compare.measures import loss_at, measures
 from tracking.compare.result import Comparison, compare
 from tracking.compare.sources import labels, read_runs
-from tracking.compare.text import comparable
+from tracking.compare.text import comparable, runs_by_value
 from tracking.run_dir import RunDir
 
 SECRET = "hunter2hunter2"
@@ -374,6 +375,16 @@ def test_a_dozen_runs_fit_on_the_terminal(tmp_path: Path, capsys: pytest.Capture
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 120 and sum(line.startswith("run11") for line in lines) == 2
     assert any("0 (run0, run2, run4, run6, run8, run10); 1 (run1, run3" in line for line in lines)
+
+
+def test_of_many_values_the_first_and_the_last_are_told() -> None:
+    assert side_by_side([0.5, 0.25, 0.5]) == "0.5 / 0.25"
+    assert side_by_side([n / 1000 for n in range(40, 0, -1)]) == "0.001 to 0.04 (40 values)"
+    assert side_by_side([f"v{n}" for n in range(9)]) == "v0 / v1 / v2 / v3 / v4 / v5 / ... (9 values)"
+    names = [f"r{n}" for n in range(40)]
+    text = runs_by_value(Difference("config", "run.seed", tuple(n % 20 if n < 30 else 0 for n in range(40))), names)
+    assert text.startswith("0 (r0, r20, r30, r31, r32, r33, r34, r35, and 4 more); 1 (r1, r21);")
+    assert text.endswith("; 15 (r15); and 4 more")
 
 
 def test_no_torch_is_imported(tmp_path: Path) -> None:

@@ -109,6 +109,21 @@ def test_runs_are_searched_grouped_chosen_and_compared(page, client):
     page.wait("location.pathname === '/compare' && document.title.includes('base-s0')")
 
 
+def test_a_run_that_diverged_neither_sets_the_range_of_a_comparison_nor_hides_in_it(page, tmp_path):
+    for name, loss in (("a", 4.0), ("b", 4.1), ("hot", 90.0)):
+        write_run(
+            tmp_path, name, change=lambda step, _, loss=loss: {"loss": loss if step > 10 else 4.2, "lr": loss / 1e4}
+        )
+    page.size(1280, 900)
+    with served(tmp_path) as client:
+        page.open(f"{client.address}/compare?run=a&run=b&run=hot", ready="document.body.dataset.drawn")
+        assert page.value("drawn[0].scales.y.max") < 5
+        assert page.value("drawn[CHARTS.findIndex((chart) => chart.name === 'lr')].scales.y.max") > 0.008
+        assert page.value("document.querySelectorAll('.chip')[2].textContent").split() == ["hot", "diverged"]
+        page.value("document.getElementById('cut').click()")
+        assert page.value("drawn[0].scales.y.max") > 90
+
+
 def test_columns_are_chosen_and_kept_and_a_note_is_written(page, tmp_path):
     folder = write_run(tmp_path, "a", config={"optimizer.learning_rate": 5e-5}).path
     write_run(tmp_path, "b")
