@@ -82,7 +82,10 @@ document.getElementById("compare").addEventListener("click", () => {
 // --- notes and tags, where the server takes them
 
 const box = document.getElementById("edit");
-const said = async (answer) => ((await answer.text()).match(/"error": "(.*)"}|<p>Error code explanation: \d+ - (.*)<\/p>/) ?? []).slice(1).find(Boolean) ?? answer.statusText;
+async function said(answer) {
+  const text = await answer.text();
+  try { return JSON.parse(text).error; } catch { return text.match(/explanation: \d+ - (.*)<\/p>/)?.[1] ?? answer.statusText; }
+}
 
 async function note(key) {
   const [form, problem] = [box.querySelector("form"), box.querySelector(".problem")];

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -193,8 +194,8 @@ def export(entries: Sequence[Entry], asked: Asked) -> str:
     keys = differing(wanted)
     wanted.sort(key=lambda entry: _rank(_sorted_by([entry], asked.sort), descending=asked.descending))
     file = io.StringIO()
-    writer = csv.writer(file)
-    writer.writerow([*(name for name, _ in _fields(wanted[0])), *keys] if wanted else ["run"])
+    writer = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC)  # some spreadsheets split at semicolons, too
+    writer.writerow([*(name for name, _ in _fields(wanted[0])), *map(_csv, keys)] if wanted else ["run"])
     for entry in wanted:
         values = [*(value for _, value in _fields(entry)), *(entry.settings.get(key) for key in keys)]
         writer.writerow([_csv(value) for value in values])
@@ -210,7 +211,8 @@ def _fields(entry: Entry) -> Iterator[tuple[str, Any]]:
     yield "incidents", entry.skim.counts["incident"]
     yield "step", entry.status.step
     yield "planned_steps", entry.planned
-    yield from ((name, _VALUES[key]([entry])) for name, key in (("loss", "loss"), ("validation_loss", "validation")))
+    yield "loss", _loss(entry)
+    yield "validation_loss", _validation(entry)
     yield "tokens_per_second", _speed(entry)
     yield "skipped", int(_skips(entry))
     yield "loss_scale", _scale(entry)
@@ -286,14 +288,15 @@ def _place_of(entry: Entry, word: str) -> tuple[str, str] | None:
 
 
 def _searched(entry: Entry) -> Iterator[tuple[str, str]]:
-    yield "name", entry.name
-    yield from (("tag", tag) for tag in entry.notes.tags)
-    yield "verdict", entry.verdict.text
-    yield "note", entry.notes.note
-    yield "hypothesis", entry.hypothesis
+    texts = [("verdict", entry.verdict.text), ("note", entry.notes.note), ("hypothesis", entry.hypothesis)]
+    for what, text in [("name", entry.name), *(("tag", tag) for tag in entry.notes.tags), *texts]:
+        yield what, _said(text)  # before it is cut, or half a secret would be none
     for key, value in entry.settings.items():
         yield "setting", f"{key}={_value(value)}"
         yield "setting", f"{key}={value}"
+
+
+_said = lru_cache(1 << 14)(shown)  # every search asks for the same texts again
 
 
 def _found(entry: Entry, words: Sequence[str]) -> Iterator[tuple[str, str]]:

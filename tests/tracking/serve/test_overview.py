@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs.compare_runs import CONFIG, ENVIRONMENT, RunWriter, merged, write_run
+from tests.support.runs.hostile import SECRETS
 from tests.support.servers.serving import served
 from tests.tracking.serve.test_serve import rows
 from tests.tracking.test_verdict import folder_of
@@ -103,6 +104,15 @@ def test_a_search_shows_what_it_matched(tmp_path):
         assert rows(client.page("/runs", q=".*")) == {}
 
 
+def test_no_excerpt_shows_half_a_secret(tmp_path):
+    secret = SECRETS["hugging face"]
+    write_run(tmp_path, "a", config={"run.hypothesis": f"{'x ' * 30}word {'y' * 20} {secret}"})
+    with served(tmp_path) as client:
+        page = client.page("/runs", q="word")
+        assert "hypothesis: " in page and secret[:12] not in page
+        assert rows(client.page("/runs", q=secret[:12])) == {}
+
+
 def test_columns_are_chosen_and_a_setting_is_one(tmp_path):
     for name, rate in (("a", 3e-4), ("b", 1e-3)):
         write_run(tmp_path, name, config={"optimizer.learning_rate": rate, "data.note": "<i>"})
@@ -125,7 +135,7 @@ def test_times_are_how_long_ago_or_dates(tmp_path):
 
 
 def test_csv_has_a_row_for_each_run_and_no_formula(tmp_path):
-    formulas = ("=1+1", "+1", "-1", "@SUM(A1)", "\uff1d1", "\t=1")
+    formulas = ("=1+1", "a;=1+1", "+1", "-1", "@SUM(A1)", "\uff1d1", "\t=1")
     for number, text in enumerate(formulas):
         config = {"run.hypothesis": text, "data.path": text, "optimizer.learning_rate": 10.0**-number}
         write_run(tmp_path, f"r{number}", config=config)
@@ -138,11 +148,12 @@ def test_csv_has_a_row_for_each_run_and_no_formula(tmp_path):
         assert status == 200 and headers["Content-Type"].startswith("text/csv")
         assert len(client.page("/runs.csv", q="no such run").splitlines()) == 1
     found = {row["run"]: row for row in csv.DictReader(io.StringIO(body.decode()))}
-    assert len(found) == 7 and found["'=cmd|calc!A0"]["loss"] == "" and found["'=cmd|calc!A0"]["step"] == "1"
+    assert len(found) == 8 and found["'=cmd|calc!A0"]["loss"] == "" and found["'=cmd|calc!A0"]["step"] == "1"
     assert not any(cell and cell[0] in "=+-@\uff1d\t" for row in found.values() for cell in row.values())
     assert found["r0"]["hypothesis"] == "'=1+1" and found["r0"]["data.path"] == "'=1+1"
-    assert float(found["r5"]["optimizer.learning_rate"]) == 1e-5 and found["r5"]["verdict"] == "healthy"
-    assert export([], Question()) == "run\r\n"
+    assert float(found["r6"]["optimizer.learning_rate"]) == 1e-6 and found["r6"]["verdict"] == "healthy"
+    assert export([], Question()) == '"run"\r\n'
+    assert '"a;=1+1"' in body.decode(), "quoted, since a semicolon may part cells"
 
 
 def noted(client, key="a", *, token=None, body=None, **headers):
