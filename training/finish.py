@@ -16,7 +16,7 @@ from data.text.tokenizer import load_tokenizer
 from modeling.generate import sample_text
 from tracking.heatmap.grid import read_heat
 from tracking.heatmap.still import still_sentence
-from tracking.report.page import summary_table, write_report
+from tracking.report.page import sample_title, summary_table, write_report
 from tracking.status import ended
 from tracking.summary import read_run_folder, summarise
 from tracking.terminal import console, words
@@ -106,6 +106,7 @@ def _report(parts: Parts, sample: str | None, ending: Ending, verdict: Verdict |
         if summary.standstill:
             screen.print(words(f"! {summary.standstill}", "yellow"))
         if sample:
+            screen.print(words(f"{sample_title(run_dir, summary)}:"))
             screen.print(printable(redact(sample.strip())), style="dim")
         screen.print(words(f"report   {os.path.relpath(report)}"))
         screen.print(words(f"plot     {os.path.relpath(run_dir.plots / 'run.png')}"))

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from tracking.numbers import percent
 from tracking.pages.markdown import Table, code, page, section
 from tracking.profile.matmul import BEST, GOOD
 
@@ -30,7 +31,7 @@ def largest_parts(summary: dict[str, Any]) -> str:
     parts = summary["device_time"]["categories"] if summary["device_time"] else summary["host"]
     total = sum(summary["steps_seconds"])
     largest = sorted(parts.items(), key=lambda item: -item[1])[:3]
-    return ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in largest)
+    return ", ".join(f"{name} {percent(seconds / total, 2)}" for name, seconds in largest)
 
 
 def _verdict(summary: dict[str, Any]) -> tuple[str, list[str]]:
@@ -70,12 +71,12 @@ def _where(summary: dict[str, Any]) -> str:
     recompute = summary["phases"].get("recompute")
 
     def shares(parts: dict[str, float]) -> Table:
-        rows = [(name, _ms(seconds / steps), f"{seconds / wall:.1%}") for name, seconds in parts.items()]
+        rows = [(name, _ms(seconds / steps), percent(seconds / wall, 3)) for name, seconds in parts.items()]
         return Table(("", "a step", "share"), rows)
 
     blocks: list[object] = []
     if device:
-        busy = f"The GPU was busy {device['busy_seconds'] / wall:.1%} of the time. On the training thread:"
+        busy = f"The GPU was busy {percent(device['busy_seconds'] / wall, 3)} of the time. On the training thread:"
         blocks = ["On the GPU, by the kernels' time:", shares(device["categories"]), busy]
     elif summary.get("device", "cpu") != "cpu":
         blocks = [
@@ -89,7 +90,9 @@ def _where(summary: dict[str, Any]) -> str:
         "The same time by stage of the step:",
         shares(summary["stages"]),
         f"Collectives ran for {_ms(running / steps)} a step, overlapped with other work or not." if running else "",
-        f"Recomputing activations took {_ms(recompute / steps)} a step, {recompute / wall:.1%}." if recompute else "",
+        f"Recomputing activations took {_ms(recompute / steps)} a step, {percent(recompute / wall, 3)}."
+        if recompute
+        else "",
     )
 
 
@@ -133,8 +136,8 @@ def _fp32_matmuls(summary: dict[str, Any]) -> str:
         (
             row["modules"],
             "in the manifest" if row["wanted"] else "**unintended**",
-            f"{row['share_of_matmul_time']:.1%}",
-            f"{row['share_of_matmul_flops']:.2%}",
+            percent(row["share_of_matmul_time"], 3),
+            percent(row["share_of_matmul_flops"]),
         )
         for row in rows
     ]
@@ -181,9 +184,9 @@ def _how(summary: dict[str, Any]) -> str:
     covered = 1 - summary["host"].get("Python between operators", 0.0) / sum(summary["steps_seconds"])
     return section(
         "How it was counted",
-        f"Every moment of the steps counts once, so that the rows add up to the whole. {covered:.1%} of the training "
-        "thread's time is inside an operator, a collective, the optimizer or the wait for data. The profiler itself "
-        "costs most where operators are small: compare the two step times above.",
+        f"Every moment of the steps counts once, so that the rows add up to the whole. {percent(covered, 3)} of the "
+        "training thread's time is inside an operator, a collective, the optimizer or the wait for data. The profiler "
+        "itself costs most where operators are small: compare the two step times above.",
     )
 
 

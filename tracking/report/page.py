@@ -98,13 +98,14 @@ def sections(run_dir: RunDir, summary: Summary, resume_command: str = "") -> dic
         ),
         "Notes": page([escaped(note) for note in summary.notes]),
         "Canary": page(_canary(run_dir)),
-        "Sample": page(f"{sample_title(summary, config)}:", fenced(sample)) if sample else "",
+        "Sample": page(f"{sample_title(run_dir, summary)}:", fenced(sample)) if sample else "",
         "Resume": page(f"Newest checkpoint: {code(summary.checkpoint or 'none')}", resume),
     }
 
 
-def sample_title(summary: Summary, config: dict[str, Any]) -> str:
+def sample_title(run_dir: RunDir, summary: Summary) -> str:
     """Where the sample stands in the training, and whether text can be expected to make sense there."""
+    config = read_inputs(run_dir)[0]
     few = summary.tokens < _TOKENS_PER_PARAMETER * summary.start["parameters"]
     untrained = few and config.get("model") and setting(config, "model.name_or_path") is None
     return f"Sample after {summary.steps:,} steps{', untrained text is expected' if untrained else ''}"

@@ -111,6 +111,21 @@ def test_verdict_and_command_are_seen_at_first_look(page, client, name) -> None:
         assert page.value(f"{note}.getBoundingClientRect().bottom") <= FIRST_LOOK, width
 
 
+def test_a_nan_is_drawn_at_its_step_and_a_step_is_an_integer(page, client) -> None:
+    page.size(1280, 800)
+    page.open(f"{client.address}/run?key=nan_at_24", ready="document.body.dataset.sections === 'drawn'")
+    mark = "marksOf(CHARTS[0]).find((mark) => mark.kind === 'nan')"
+    assert page.value(f"spot(drawn[0], CHARTS[0], {mark}).x === drawn[0].valToPos(24, 'x', true)") is True
+    assert "first in layer 1 mlp, at step 24; 1 in all" in page.value("document.querySelector('#lines').innerText")
+    assert "within their healthy range" in page.value("document.querySelector('#healthy summary').innerText")
+    search = "document.querySelector('[data-filter=settings]')"
+    page.value(f"{search}.value = 'optimizer rate'; {search}.dispatchEvent(new Event('input', {{ bubbles: true }}))")
+    rows = "[...document.querySelectorAll('#settings tr')].filter((row) => !row.hidden).map((row) => row.innerText)"
+    assert [row.split()[0] for row in page.value(rows)] == ["optimizer.learning_rate"]
+    page.open(f"{client.address}/run?key=one_step", ready="document.body.dataset.curves === '1'")
+    assert page.value("drawn[0].axes[0]._values") == ["0", "1", "2"]
+
+
 def test_the_overview_names_the_runs_that_went_wrong(page, client) -> None:
     page.size(1280, 800)
     page.open(client.address, ready="document.querySelectorAll('.runs tbody tr').length === 12")

@@ -192,7 +192,7 @@ def test_a_gpu_is_counted_by_its_kernels():
     assert fallback["share_of_matmul_time"] == pytest.approx(0.6) and fallback["phases"] == ["backward"]
     assert summary["casts"][0]["seconds"] == pytest.approx(50e-6)
     said = profile_page(summary, "trace")
-    assert "The GPU was busy 75.0% of the time." in said
+    assert "The GPU was busy 75% of the time." in said
     verdict = said.split("\n\n")[1:3]
     assert verdict[0] == "**matmul fp32 30%, communication 30%, idle 25%** of the time."
     assert "- Unintended matmuls in FP32: `head`." in verdict[1]
