@@ -21,7 +21,7 @@ from config.printable import shown
 from tracking.compare.differences import SETTINGS_FIRST, format_value
 from tracking.numbers import duration, human, loss, number, percent, scale
 from tracking.serve.library import Entry
-from tracking.verdict import TONES, WORDS, Verdict
+from tracking.verdict import WORDS, Verdict
 
 WIDTH, HEIGHT = 140, 34
 """[pixels] Size of a sparkline."""
@@ -170,9 +170,10 @@ def table(entries: Sequence[Entry], asked: Asked, *, now: float) -> Table:
     names = short_names([*keys, *(name[1:] for name in asked.columns if name.startswith("."))])
     titles = COLUMNS | {f".{key}": names[key] for key in keys[:_MOST_CHOICES]}
     titles |= {name: names[name[1:]] for name in asked.columns if name not in COLUMNS}
-    edges = _edges(wanted)
+    curves = {entry.key: _finite(entry) for entry in wanted}
+    edges = _edges(wanted, curves)
     return Table(
-        lines=[_line(group, keys, names, edges, asked, now) for group in ranked],
+        lines=[_line(group, keys, names, _sparkline(group, curves, edges), asked, now) for group in ranked],
         asked=asked,
         runs=len(entries),
         shown=len(wanted),
@@ -384,7 +385,7 @@ def _line(
     group: Sequence[Entry],
     keys: Sequence[str],
     names: dict[str, str],
-    edges: tuple[float, float] | None,
+    spark: Spark | None,
     asked: Asked,
     now: float,
 ) -> Line:
@@ -392,7 +393,7 @@ def _line(
     incidents: Counter[str] = Counter()
     for entry in group:
         incidents.update({kind[9:]: n for kind, n in entry.skim.counts.items() if kind.startswith("incident ")})
-    worst = min(group, key=lambda entry: WORDS.index(entry.verdict.word))
+    worst = _worst(group)
     own_cause = f"; {worst.name}: {worst.verdict.cause}" if worst.verdict.cause else ""
     seeds = sorted({str(entry.settings.get("run.seed")) for entry in group})
     kind = "seeds" if len(seeds) == len(group) else "runs"
@@ -410,7 +411,7 @@ def _line(
         step=f"{steps:,}" + (f" of {planned:,}" if planned else ""),
         done=min(1.0, steps / planned) if planned else 0.0,
         loss=_spread(group, _loss) or ("not finite" if first.skim.last else ""),
-        spark=_sparkline(group, worst.verdict, edges),
+        spark=spark,
         validation=_spread(group, _validation),
         speed="" if math.isnan(speed) else human(speed),
         skips=_skipped(group),
@@ -478,7 +479,11 @@ def _finite(entry: Entry) -> np.ndarray:
     return np.array([point for point in entry.skim.losses if math.isfinite(point[1])]).reshape(-1, 2)
 
 
-def _edges(entries: Sequence[Entry]) -> tuple[float, float] | None:
+def _worst(group: Sequence[Entry]) -> Entry:
+    return min(group, key=lambda entry: WORDS.index(entry.verdict.word))
+
+
+def _edges(entries: Sequence[Entry], finite: dict[str, np.ndarray]) -> tuple[float, float] | None:
     """The losses between which all curves are drawn: of the runs that train, or of all where none does.
 
     A first loss far above all others would flatten the curves, so the highest 3% of each do not count, nor does a run
@@ -487,18 +492,20 @@ def _edges(entries: Sequence[Entry]) -> tuple[float, float] | None:
     sound = [entry for entry in entries if entry.verdict.word not in ("diverged", "not learning")]
     curves: list[np.ndarray] = []
     for some in (sound, entries):
-        curves = curves or [curve[:, 1] for entry in some if len(curve := _finite(entry)) > 1]
+        curves = curves or [np.sort(curve[:, 1]) for entry in some if len(curve := finite[entry.key]) > 1]
     if not curves:
         return None
-    peaks = [float(np.quantile(curve, 0.97)) for curve in curves]
+    peaks = [float(curve[int(0.97 * (len(curve) - 1))]) for curve in curves]
     usual = float(np.median(peaks))
-    low = min(float(curve.min()) for curve in curves)
+    low = min(float(curve[0]) for curve in curves)
     return low, max(low, *(peak for peak in peaks if peak <= _UNLIKE * abs(usual) or peak <= usual))
 
 
-def _sparkline(group: Sequence[Entry], worst: Verdict, edges: tuple[float, float] | None) -> Spark | None:
+def _sparkline(
+    group: Sequence[Entry], finite: dict[str, np.ndarray], edges: tuple[float, float] | None
+) -> Spark | None:
     """The mean curve and the band around it, from the start to the planned end; None for fewer than two losses."""
-    usable = [curve for entry in group if len(curve := _finite(entry)) > 1]
+    usable = [curve for entry in group if len(curve := finite[entry.key]) > 1]
     if not usable or edges is None:
         return None
     low, high = edges
@@ -517,8 +524,8 @@ def _sparkline(group: Sequence[Entry], worst: Verdict, edges: tuple[float, float
         pairs = [f"{x:.1f},{y:.1f}" for x, y in zip(across(steps), down, strict=True)]
         return " ".join(reversed(pairs) if reverse else pairs)
 
-    wrong = worst.step is not None and TONES[worst.word] in ("bad", "warn")
-    band = ""
+    worst, band = _worst(group).verdict, ""
     if len(usable) > 1:
         band = f"{points(np.nanmin(values, axis=0))} {points(np.nanmax(values, axis=0), reverse=True)}"
-    return Spark(points(np.nanmean(values, axis=0)), band, float(across(min(worst.step or 0, end))) if wrong else None)
+    mark = None if worst.step is None or worst.tone not in ("bad", "warn") else float(across(min(worst.step, end)))
+    return Spark(points(values[0] if len(usable) == 1 else np.nanmean(values, axis=0)), band, mark)
