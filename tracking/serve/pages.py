@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -220,7 +220,10 @@ class Pages:
     def _facts(self, key: str) -> RunFacts:
         live = self._live(key)
         require_inside(live.folder, self._library.root)
-        config, deepspeed, environment = read_inputs(RunDir(live.folder))
+        run_dir = RunDir(live.folder)
+        files = (run_dir.config, run_dir.deepspeed_config, run_dir.environment)
+        seen = tuple(path.stat().st_mtime_ns if path.exists() else 0 for path in files)
+        config, deepspeed, environment = _inputs(run_dir, seen)
         checked = run_status(live.folder)
         return replace(live.facts(), config=config, deepspeed=deepspeed, environment=environment, checked=checked)
 
@@ -242,6 +245,12 @@ def one(query: Query, name: str) -> str:
 
 def _json(value: Any) -> Reply:
     return Reply(script_json(value).encode(), "application/json")
+
+
+@lru_cache(maxsize=MOST_COMPARED)
+def _inputs(run_dir: RunDir, seen: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The files beside the events, which a page that follows a run needs every few seconds. seen: their times."""
+    return read_inputs(run_dir)
 
 
 @cache

@@ -151,7 +151,7 @@ def curves(run: RunFacts) -> dict[str, Any]:
         factor = 100 * share / whole_run.tokens_per_second
         for part in (drawn["runs"][0]["curve"], drawn["runs"][0]["means"]):
             speeds = part["tokens_per_second"]
-            part["utilisation"] = [None if speed is None else round(factor * speed, 2) for speed in speeds]
+            part["utilisation"] = [None if speed is None else round(factor * speed, 4) for speed in speeds]
     return drawn
 
 

@@ -109,6 +109,8 @@ def test_the_page_of_a_run_has_its_state_curves_and_incidents(client):
     found = client.data("/run/curves", key="a")
     [run] = found["drawn"]["runs"]
     assert found["steps"] == 40 and run["curve"]["loss"][19] is None and run["curve"]["step"][-1] == 40
+    flops = 6 * 12_345_678 * run["curve"]["tokens_per_second"][0] / 2  # on each of two devices
+    assert run["curve"]["utilisation"][0] == pytest.approx(100 * flops / 989.4e12, rel=0.01)
     incidents = client.page("/run/incidents", key="a")
     assert incidents.count("<code>python -m tools.replay runs/a --step 20</code>") == 1
     assert "3 nan in the activation of model.layers.1.mlp on rank 1" in incidents
