@@ -112,6 +112,7 @@ HITS |= {
     "bf16-overflow-applied": ({"deepspeed": "0.19.2"}, {"bf16.check_grad_overflow": True}),
     "fp32-zero0-not-guarded": (FP32 | {STAGE: 0}, {STAGE: 1}),
     "fp32-not-guarded": (FP32 | {"deepspeed": "0.19.3"}, {"deepspeed": "0.19.8"}),
+    "zero3-fp32-now-and-then": (FP32 | {STAGE: 3, "deepspeed": "0.19.3"}, {"deepspeed": "0.19.8"}),
     "round-robin-reads-wrong-masters": ({"zero_optimization.round_robin_gradients": True}, {STAGE: 3}),
     "fp16-range": (FP16 | {"+model_type": "t5"}, {"+model_type": "llama"}),
     "dpo-reference-rounded": ({"+precomputed_reference": True}, FP32),
