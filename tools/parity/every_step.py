@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from config.command_line import refusal
+from launch.job import refusal
 from tools.parity.judge_steps import MOST_NAMED, Check
 from tracking.jsonl import read_events
 
