@@ -7,9 +7,9 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import fsspec
@@ -26,22 +26,14 @@ from data.rows.prepare_rows import prepare_rows
 from data.sources.sources import open_source
 from data.text.prepare import prepare
 from tests.support.servers.store_server import s3_server
+from tests.support.servers.threads import answering
 from tests.support.servers.web_files import Web
 
 
 @pytest.fixture
 def web(corpus: Path) -> Iterator[Callable[..., Web]]:
-    started: list[Web] = []
-
-    def start(*, parts: bool) -> Web:
-        started.append(Web(corpus, parts=parts))
-        Thread(target=started[-1].serve_forever, args=(0.01,), daemon=True).start()
-        return started[-1]
-
-    yield start
-    for server in started:
-        server.shutdown()
-        server.server_close()
+    with ExitStack() as started:
+        yield lambda *, parts: started.enter_context(answering(Web(corpus, parts=parts)))
 
 
 @pytest.fixture

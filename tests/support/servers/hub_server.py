@@ -4,12 +4,12 @@ import base64
 import hashlib
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 from typing import Any
+
+from tests.support.servers.threads import answering
 
 TOKEN = "hf_" + "t0ken" * 6
 USER = "someone"
@@ -141,15 +141,6 @@ class Handler(BaseHTTPRequestHandler):
         self.answer({"commitUrl": f"{self.server.url}/{name}/commit/{oid}", "commitOid": oid, "success": True})
 
 
-@contextmanager
-def running() -> Iterator[Hub]:
+def running() -> AbstractContextManager[Hub]:
     """A hub that answers."""
-    server = Hub()
-    thread = Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    return answering(Hub())

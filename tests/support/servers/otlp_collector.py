@@ -1,7 +1,6 @@
 """An OTLP/HTTP collector for tests: takes what a real one takes, parsed with OpenTelemetry's own protocol buffers."""
 
 import gzip
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from tests.support.servers.threads import answering
 
 
 class Collector:
@@ -60,14 +61,9 @@ def collector(status: int = 200, seconds: float = 0.0) -> Iterator[Collector]:
         def log_message(self, *arguments: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    collected.url = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
+    with answering(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as server:
+        collected.url = f"http://127.0.0.1:{server.server_port}"
         yield collected
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def _span(span: Any, resource: dict[str, Any]) -> dict[str, Any]:

@@ -2,13 +2,13 @@
 
 import http.client
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
+from tests.support.servers.threads import answering
 from tracking.serve.library import Library
 from tracking.serve.server import PageServer
 
@@ -48,12 +48,5 @@ def served(root: Path) -> Iterator[Client]:
     """A server of the runs below `root`, which were read once; `client.library.look()` reads them again."""
     library = Library(root)
     library.look()
-    server = PageServer("127.0.0.1", 0, library)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-    thread.start()
-    try:
+    with answering(PageServer("127.0.0.1", 0, library)) as server:
         yield Client(server.port, library)
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

@@ -17,6 +17,8 @@ from typing import Any
 import boto3
 
 from config.machine.processes import free_port
+from tests.support.jobs.launches import wait_until
+from tests.support.servers.threads import answering
 
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "AKIALOOPBACKONLY0000",
@@ -63,7 +65,6 @@ class Proxy(ThreadingHTTPServer):
         self.requests: list[str] = []
         self.faults: list[Fault] = []
         self.lock = threading.Lock()
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
 
     @property
     def url(self) -> str:
@@ -175,21 +176,17 @@ def s3_server() -> Iterator[S3Server]:
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     environment = {**os.environ, "S3_UPLOAD_PART_MIN_SIZE": str(SMALLEST_PART)}
     server = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    proxy = None
+
+    def answers() -> bool:
+        assert server.poll() is None, f"moto's server ended with {server.returncode}"
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
     try:
-        for _ in range(600):
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            if server.poll() is not None:
-                raise RuntimeError(f"moto's server ended with {server.returncode}")
-            time.sleep(0.05)
-        proxy = Proxy(port)
-        yield S3Server(proxy, boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}"))
+        wait_until(answers)
+        with answering(Proxy(port)) as proxy:
+            yield S3Server(proxy, boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}"))
     finally:
-        if proxy is not None:
-            proxy.shutdown()
-            proxy.server_close()
         server.terminate()
         server.wait(timeout=20)
         for name in CREDENTIALS:

@@ -11,11 +11,13 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+from tests.support.servers.threads import answering
 
 PROJECT = {"id": "p1", "name": "p", "entity": {"id": "e1", "name": "team"}}
 
@@ -165,18 +167,9 @@ class _Handler(BaseHTTPRequestHandler):
         """Silent."""
 
 
-@contextmanager
-def stand_in(server: StandIn | None = None) -> Iterator[Any]:
+def stand_in(server: StandIn | None = None) -> AbstractContextManager[Any]:
     """A server that is up for as long as the context lasts."""
-    server = server or StandIn()
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    return answering(server or StandIn())
 
 
 def until(condition: Callable[[], bool]) -> None:

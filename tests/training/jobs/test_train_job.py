@@ -7,12 +7,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from config.cli import REPOSITORY
-from tests.support.jobs.launches import LAUNCHERS, command, events, finish, replay, start
+from tests.support.jobs.launches import LAUNCHERS, command, events, finish, replay, start, wait_until
 from tests.support.marks import slow
 from tests.support.models.small_models import small_model
 
@@ -95,10 +94,7 @@ def test_every_launcher_trains_the_same_and_one_process_writes(folder, unbroken,
 def test_a_job_killed_in_the_middle_goes_on_as_if_nothing_had_happened(folder, unbroken):
     job = start(command("python", folder, "killed"), ranks=2)
     path = folder / "runs" / "killed" / "events.jsonl"
-    deadline = time.monotonic() + 120
-    while not (path.is_file() and events(folder, "killed", "checkpoint")):
-        assert time.monotonic() < deadline and job.poll() is None
-        time.sleep(0.02)
+    wait_until(lambda: path.is_file() and events(folder, "killed", "checkpoint"), seconds=120)
     job.kill()
     job.communicate()
     finish(command("python", folder, "killed"), ranks=2)
@@ -111,10 +107,7 @@ def test_a_job_killed_in_the_middle_goes_on_as_if_nothing_had_happened(folder, u
 def test_sigterm_saves_and_asks_for_a_restart(folder, unbroken):
     job = start(command("python", folder, "preempted", "run.steps=100000", "checkpoint.every_steps=0"))
     path = folder / "runs" / "preempted" / "events.jsonl"
-    deadline = time.monotonic() + 120
-    while not (path.is_file() and events(folder, "preempted", "step")):
-        assert time.monotonic() < deadline and job.poll() is None
-        time.sleep(0.02)
+    wait_until(lambda: path.is_file() and events(folder, "preempted", "step"), seconds=120)
     job.send_signal(signal.SIGTERM)
     output, _ = job.communicate(timeout=60)
     assert job.returncode == 75, output

@@ -5,13 +5,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from config.cli import CONFIG_ERROR, LOST
+from tests.support.jobs.launches import wait_until
 from tests.training.watchdog.watch_cases import Ranks
 from training.watchdog.process import Member, MemoryKills, describe_status, exit_status
 
@@ -65,10 +65,7 @@ def test_a_process_that_stands_still_says_why_and_another_of_its_number_is_not_i
     with process_that("pass") as (process, member):
         assert member.standstill is None
         process.send_signal(signal.SIGSTOP)
-        deadline = time.monotonic() + 10
-        while member.standstill is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert member.standstill == "stopped by a signal"
+        wait_until(lambda: member.standstill == "stopped by a signal")
         stranger = Member(3, member.host, member.pid, member.started - 1, member.machine)
         assert not stranger.alive and stranger.standstill is None and exit_status(stranger) is None
 
