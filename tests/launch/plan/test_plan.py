@@ -181,17 +181,12 @@ def test_what_does_not_fit_as_configured_gets_a_way_that_does(capsys, monkeypatc
         (["model.architecture=lama"], "lama"),
     ],
 )
-def test_a_mistake_is_one_line(capsys, arguments, problem) -> None:
-    assert plan.main([*DEMO, *arguments]) == 2
-    error = capsys.readouterr().err
-    assert problem in error and error.count("\n") == 1
+def test_a_mistake_is_one_line(refusal, arguments, problem) -> None:
+    assert problem in refusal(plan.main, [*DEMO, *arguments])
 
 
-def test_a_wrong_config_ends_as_in_training(capsys) -> None:
-    with pytest.raises(SystemExit) as ended:
-        plan.main([*DEMO, "--gpus", "3"])
-    assert ended.value.code == 2
-    assert "batch.global_size" in capsys.readouterr().err
+def test_a_wrong_config_ends_as_in_training(refusal) -> None:
+    assert "batch.global_size" in refusal(plan.main, [*DEMO, "--gpus", "3"])
 
 
 def test_a_measured_run_gives_its_speed(tmp_path, capsys) -> None:
