@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,7 +17,7 @@ import hypothesis
 import pytest
 from filelock import FileLock
 
-from tests.support.jobs.launches import command, finish
+from tests.support.jobs.launches import command, finish, trace
 from tests.support.jobs.process_group import ProcessGroup
 from training.start import op_builds
 
@@ -116,21 +116,42 @@ def finished(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
 
 
 @pytest.fixture(scope="session")
-def pair() -> Iterator[ProcessGroup]:
-    """Two real processes joined by gloo; `pair.run(function, **arguments)` gives both ranks' results."""
-    with ProcessGroup(world_size=2) as group:
-        yield group
+def unbroken(finished: Path) -> list[dict[str, Any]]:
+    """The steps of that run."""
+    return trace(finished, "it")
 
 
-@pytest.fixture(scope="session")
-def four() -> Iterator[ProcessGroup]:
-    """The same with four processes."""
-    with ProcessGroup(world_size=4) as group:
-        yield group
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for all jobs of a file: the corpus is prepared once."""
+    return tmp_path_factory.mktemp("jobs")
 
 
-@pytest.fixture(scope="session")
-def solo() -> Iterator[ProcessGroup]:
-    """The same with one process."""
-    with ProcessGroup(world_size=1) as group:
-        yield group
+@pytest.fixture
+def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """A function of a command and its arguments, which it must not take: the one line that it says."""
+
+    def refused(main: Callable[..., Any], arguments: list[str]) -> str:
+        try:
+            code = main(arguments)
+        except SystemExit as ended:
+            code = ended.code
+        said = capsys.readouterr().err
+        assert code == 2 and said.startswith("error: ") and said.count("\n") == 1, said
+        return said
+
+    return refused
+
+
+def _processes(world_size: int) -> Any:
+    """Real processes joined by gloo; `pair.run(function, **arguments)` gives both ranks' results."""
+
+    @pytest.fixture(scope="session")
+    def group() -> Iterator[ProcessGroup]:
+        with ProcessGroup(world_size) as started:
+            yield started
+
+    return group
+
+
+solo, pair, four = map(_processes, (1, 2, 4))

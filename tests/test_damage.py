@@ -48,15 +48,16 @@ def checkpoint_tool(*arguments):
 
 
 CHECKPOINTS = {
-    "no manifest": ("manifest.json", d.removed),
-    "an empty manifest": ("manifest.json", d.holding(b"")),
-    "half a manifest": ("manifest.json", d.halved),
-    "a manifest of zeros": ("manifest.json", d.zeroed),
-    "a flipped bit in the manifest": ("manifest.json", d.flipped),
-    "a binary manifest": ("manifest.json", d.holding(d.BINARY)),
-    "a nested manifest": ("manifest.json", d.holding(d.NESTED)),
-    "a manifest nested and closed": ("manifest.json", d.holding(d.NESTED_AND_CLOSED)),
-    "a manifest that is a list": ("manifest.json", d.holding(b"[]")),
+    **d.common(
+        {
+            "manifest.json": ", ".join(d.COMMON),
+            "state.json": "gone, a flipped bit, half",
+            MODEL: "gone, a flipped bit, half, zeros, a folder",
+            SHARD: "a flipped bit, a link to itself",
+            "deepspeed": "gone",
+            ".": "a folder, a link to itself",
+        }
+    ),
     "a manifest that is a number": ("manifest.json", d.holding(b"1" * 5000)),
     "a manifest without a seal": ("manifest.json", d.edited(lambda m: {k: m[k] for k in m if k != "sha256"})),
     "a manifest of a later format": ("manifest.json", d.sealed_again(lambda m: {"format": 4})),
@@ -71,11 +72,6 @@ CHECKPOINTS = {
         "manifest.json",
         d.sealed_again(lambda m: {"run": {"id": "0123456789abcdef", "name": "other"}}),
     ),
-    "a manifest that is a folder": ("manifest.json", d.folder),
-    "a manifest that is a link to itself": ("manifest.json", d.looped),
-    "no state": ("state.json", d.removed),
-    "a flipped bit in the state": ("state.json", d.flipped),
-    "half a state": ("state.json", d.halved),
     "a nested state": ("state.json", d.in_its_manifest(d.holding(d.NESTED))),
     "a binary state": ("state.json", d.in_its_manifest(d.holding(d.BINARY))),
     "a state that is a list": ("state.json", d.in_its_manifest(d.holding(b"[]"))),
@@ -83,23 +79,13 @@ CHECKPOINTS = {
         "state.json",
         d.in_its_manifest(d.edited(lambda s: {k: s[k] for k in s if k != "identity"})),
     ),
-    "no model": (MODEL, d.removed),
-    "a flipped bit in the model": (MODEL, d.flipped),
-    "half a model": (MODEL, d.halved),
-    "a model of zeros": (MODEL, d.zeroed),
-    "a model that is a folder": (MODEL, d.folder),
-    "a flipped bit in a shard": (SHARD, d.flipped),
-    "a shard that is a link to itself": (SHARD, d.looped),
     "another rank's generators": ("rng-rank-0.pt", lambda path: shutil.copy(path.with_name("rng-rank-1.pt"), path)),
-    "no folder of DeepSpeed's": ("deepspeed", d.removed),
-    "an empty checkpoint": (".", d.folder),
-    "a checkpoint that is a link to itself": (".", d.looped),
     "a checkpoint that is a file": (".", lambda path: (d.removed(path), path.write_bytes(d.BINARY))),
 }
 
 
 UNSEEN_BY_INSPECT = {
-    *("a flipped bit in the model", "a model of zeros", "a flipped bit in a shard", "another rank's generators"),
+    *(f"{MODEL}: a flipped bit", f"{MODEL}: zeros", f"{SHARD}: a flipped bit", "another rank's generators"),
     "a manifest of another run",
 }
 """It hashes the state alone, and a path that is given may be of any run."""
@@ -199,24 +185,18 @@ def test_damaged_events_are_refused_by_line_or_read_as_far_as_they_are_whole(fin
 
 
 INPUTS = {
-    "no config": ("config.yaml", d.removed),
-    "an empty config": ("config.yaml", d.holding(b"")),
-    "half a config": ("config.yaml", d.halved),
-    "a binary config": ("config.yaml", d.holding(d.BINARY)),
+    **d.common(
+        {
+            "config.yaml": "gone, empty, half, binary, zeros, a list, a folder",
+            "ds_config.json": "gone, half, nested",
+            "environment.json": "gone, half, binary, nested, a list",
+            "sample.txt": "binary, a folder",
+            "report.md": "binary",
+        }
+    ),
     "a nested config": ("config.yaml", d.holding(b"[" * 3_000)),
-    "a config that is a list": ("config.yaml", d.holding(b"- run\n")),
     "a config whose sections are numbers": ("config.yaml", d.holding(b"run: 5\ndata: 6\ntracking: 7\n")),
-    "a config of zeros": ("config.yaml", d.zeroed),
-    "a config that is a folder": ("config.yaml", d.folder),
-    "no DeepSpeed JSON": ("ds_config.json", d.removed),
-    "half a DeepSpeed JSON": ("ds_config.json", d.halved),
-    "a nested DeepSpeed JSON": ("ds_config.json", d.holding(d.NESTED)),
     "a DeepSpeed JSON whose sections are numbers": ("ds_config.json", d.holding(b'{"zero_optimization": 5}')),
-    "no environment": ("environment.json", d.removed),
-    "half an environment": ("environment.json", d.halved),
-    "a binary environment": ("environment.json", d.holding(d.BINARY)),
-    "a nested environment": ("environment.json", d.holding(d.NESTED)),
-    "an environment that is a list": ("environment.json", d.holding(b"[]")),
     "an environment of other types": (
         "environment.json",
         d.holding(
@@ -224,9 +204,6 @@ INPUTS = {
         ),
     ),
     "a ledger without sizes": ("environment.json", d.edited(lambda e: {**e, "ledger": [{}]})),
-    "a binary sample": ("sample.txt", d.holding(d.BINARY)),
-    "a sample that is a folder": ("sample.txt", d.folder),
-    "a binary report": ("report.md", d.holding(d.BINARY)),
     "a plot that is text": ("plots/run.png", d.holding(b"no picture")),
 }
 
@@ -247,29 +224,20 @@ def test_damaged_files_beside_the_events_are_refused_by_name_or_left_out(finishe
         assert code == 0 or (code == 2 and (str(run / name) in error or name in error)), (main.__module__, error)
 
 
+FIRST = "train-00000.safetensors"
 CACHE = {
-    "no index": ("index.json", d.removed),
-    "an empty index": ("index.json", d.holding(b"")),
-    "half an index": ("index.json", d.halved),
-    "a flipped bit in the index": ("index.json", d.flipped),
-    "a binary index": ("index.json", d.holding(d.BINARY)),
-    "a nested index": ("index.json", d.holding(d.NESTED)),
-    "an index nested and closed": ("index.json", d.holding(d.NESTED_AND_CLOSED)),
-    "an index that is a list": ("index.json", d.holding(b"[]")),
-    "an index that is a folder": ("index.json", d.folder),
-    "no shard": ("train-00000.safetensors", d.removed),
-    "half a shard": ("train-00000.safetensors", d.halved),
-    "a shard of zeros": ("train-00000.safetensors", d.zeroed),
-    "a flipped token": ("train-00000.safetensors", d.flipped),
+    **d.common(
+        {
+            "index.json": "gone, empty, half, a flipped bit, binary, nested, nested and closed, a list, a folder",
+            FIRST: "gone, half, zeros, a flipped bit, a folder",
+            "tokenizer": "gone",
+            "tokenizer/tokenizer.json": "half, a flipped bit, a folder",
+        }
+    ),
     "a shard with a nested header": (
-        "train-00000.safetensors",
+        FIRST,
         lambda path: path.write_bytes((500_000).to_bytes(8, "little") + d.NESTED.ljust(path.stat().st_size - 8, b"[")),
     ),
-    "a shard that is a folder": ("train-00000.safetensors", d.folder),
-    "no tokenizer": ("tokenizer", d.removed),
-    "half a tokenizer": ("tokenizer/tokenizer.json", d.halved),
-    "a flipped bit in the tokenizer": ("tokenizer/tokenizer.json", d.flipped),
-    "a tokenizer that is a folder": ("tokenizer/tokenizer.json", d.folder),
 }
 
 
@@ -283,7 +251,7 @@ def test_damaged_prepared_data_are_refused_by_name_or_prepared_again(finished, t
     data = read_command_line(settings).config.data
     try:
         assert prepare(data, progress=False).train.tokens > 0
-        assert what in ("no index", "an index that is a folder")
+        assert what in ("index.json: gone", "index.json: a folder")
     except UserError as error:
         assert str(folder) in str(error) and "\n" not in str(error)
         assert "Delete the folder" in str(error) or "cannot be" in str(error)

@@ -75,7 +75,7 @@ def test_all_of_the_help_has_every_key_and_fits_the_terminal(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("about", "first", "last"),
     [
-        ("run", "run.name", "run.bind_cores"),
+        ("run", "run.name", "run.deterministic"),
         ("precision.loss_scale", "precision.loss_scale.policy", "precision.loss_scale.escalate_within"),
         ("faults", "faults", "faults[].persists"),
         ("optimizer.betas", "optimizer.betas", "optimizer.betas"),

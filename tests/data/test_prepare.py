@@ -20,7 +20,7 @@ from data.sources.sources import open_source
 from data.text.encode import is_validation
 from data.text.prepare import corpus_fingerprint, prepare
 from data.text.tokenizer import load_tokenizer
-from tests.support.jobs.launches import finish, start, wait_until
+from tests.support.jobs.launches import finish, runs, start, wait_until
 
 # A program: prepares argv[1] into argv[2], spending argv[3] seconds more than needed before it publishes, and prints
 # the fingerprint and how often this process prepared.
@@ -190,15 +190,7 @@ def test_workers_end_when_their_parent_is_killed(texts: Path, tmp_path: Path) ->
         worker = int(process.stdout.readline())
         os.kill(worker, 0)
         process.kill()
-    wait_until(lambda: not _alive(worker))
-
-
-def _alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
+    wait_until(lambda: not runs(worker))
 
 
 def test_two_processes_at_once_prepare_it_once(texts: Path, tmp_path: Path) -> None:

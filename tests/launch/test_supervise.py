@@ -13,7 +13,7 @@ import pytest
 
 from config.cli import REPOSITORY
 from tests.support.jobs import launches
-from tests.support.jobs.launches import command, events
+from tests.support.jobs.launches import command, events, last_attempts
 
 DIED = {"exit": 1, "steps": 3, "saved": 2}
 ASKED_TO_STOP = {"exit": 75, "steps": 3, "end": [75, "asked to stop by SIGTERM or SIGUSR1"]}
@@ -146,12 +146,6 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, message):
     assert done.stderr.startswith("error: ") and message in done.stderr and len(done.stderr.splitlines()) == 1
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """One folder for the real jobs: the corpus is prepared once."""
-    return tmp_path_factory.mktemp("jobs")
-
-
 def real(folder, name, launcher, told=None):
     """The command line of a small real job that saves every step, with or without a rank told to die."""
     line = command(launcher, folder, name, "checkpoint.every_steps=1", "evaluate.every_steps=0", "generate.tokens=0")
@@ -166,19 +160,6 @@ def finish(line, *, before=()):
     job = launches.start(["env", f"PYTHONPATH={REPOSITORY}", *before, *line])
     lines = [(time.monotonic(), text) for text in job.stdout]
     return lines, job.wait(timeout=30)
-
-
-def trace(folder, name):
-    """The last attempt at each step of a job, without times and memory."""
-    keys = ("step", "loss", "grad_norm", "lr", "sample_ids_sha256", "tokens", "applied")
-    last = {event["step"]: [event[key] for key in keys] for event in events(folder, name, "step")}
-    return [last[step] for step in sorted(last)]
-
-
-@pytest.fixture(scope="module")
-def unbroken(finished):
-    """The steps of a job that nothing disturbed."""
-    return trace(finished, "it")
 
 
 NAMED = r"error: rank {} \(pid \d+ on .*\) was killed by SIGKILL, seen at .* UTC \(.*\); rank {} stops, exit code 69"
@@ -197,7 +178,7 @@ def test_a_supervised_job_whose_rank_1_was_killed_goes_on(folder, unbroken, laun
     assert ended - named < 30
     starts = events(folder, launcher, "run_start")
     assert [(event["world_size"], event["resumed_from"] is not None) for event in starts] == [(2, False), (2, True)]
-    assert trace(folder, launcher) == unbroken
+    assert last_attempts(folder, launcher) == unbroken
 
 
 @pytest.mark.slow
@@ -208,4 +189,4 @@ def test_torchrun_restarts_a_job_whose_rank_0_was_killed(folder, unbroken):
     assert code == 0, output
     assert re.search(NAMED.format(0, 1), output)
     assert [event["resumed_from"] is not None for event in events(folder, "elastic", "run_start")] == [False, True]
-    assert trace(folder, "elastic") == unbroken
+    assert last_attempts(folder, "elastic") == unbroken

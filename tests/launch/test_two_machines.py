@@ -8,7 +8,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,12 @@ import pytest
 from config.cli import REPOSITORY
 from config.launcher import deepspeed_program
 from tests.support.jobs import launches
-from tests.support.jobs.launches import BIN, events
+from tests.support.jobs.launches import BIN, events, trace, wait_until
 from tests.support.machines.machines import SKIP, Machine, two_machines
 
 REASON = SKIP or ("" if shutil.which("pdsh") else "not installed: pdsh; apt-get install pdsh")
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 
-WHAT_MUST_REPEAT = ("step", "loss", "grad_norm", "lr", "sample_ids_sha256", "tokens", "applied")
 PORT = "29511"
 
 
@@ -32,23 +30,6 @@ PORT = "29511"
 def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Machine]]:
     with two_machines(tmp_path_factory.mktemp("machines")) as both:
         yield both
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of all jobs: the corpus is prepared once."""
-    return tmp_path_factory.mktemp("jobs")
-
-
-@pytest.fixture(scope="module")
-def one_host(finished: Path) -> list[dict]:
-    """The steps of two processes on one machine."""
-    return trace(finished, "it")
-
-
-def trace(folder: Path, name: str) -> list[dict]:
-    """What each step of a job was, leaving out times and memory."""
-    return [{key: event[key] for key in WHAT_MUST_REPEAT} for event in events(folder, name, "step")]
 
 
 def job(folder: Path, name: str, *overrides: str) -> list[str]:
@@ -100,9 +81,9 @@ def going_on(output: str) -> str:
     return next(line.split("resume", 1)[1].strip() for line in output.splitlines() if "resume   " in line)
 
 
-def test_the_hostfile_of_two_machines_trains_as_one(machines, folder, one_host):
+def test_the_hostfile_of_two_machines_trains_as_one(machines, folder, unbroken):
     (output,) = finish([by_hostfile(machines, folder, *job(folder, "hostfile"))])
-    assert trace(folder, "hostfile") == one_host
+    assert trace(folder, "hostfile") == unbroken
     (started,) = events(folder, "hostfile", "run_start")
     assert (started["world_size"], started["zero_stage"]) == (2, 2)
     # each machine started its one rank: without that, both could have run on the first
@@ -127,18 +108,18 @@ LAUNCHERS = {
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("launcher", ["torchrun_static", "torchrun_c10d"])
-def test_torchrun_on_two_machines_trains_as_one(machines, folder, one_host, launcher):
+def test_torchrun_on_two_machines_trains_as_one(machines, folder, unbroken, launcher):
     printed = on_both(machines, folder, LAUNCHERS[launcher], job(folder, launcher))
-    assert trace(folder, launcher) == one_host
+    assert trace(folder, launcher) == unbroken
     # with c10d whoever comes first is rank 0, and one process of the two speaks
     (spoken,) = [text for text in printed if "resume   " in text]
     assert going_on(spoken).startswith(LAUNCHERS[launcher].format(rank=0, head="left", port=PORT))
 
 
 @pytest.mark.cluster
-def test_accelerate_on_two_machines_trains_as_one(machines, folder, one_host):
+def test_accelerate_on_two_machines_trains_as_one(machines, folder, unbroken):
     on_both(machines, folder, LAUNCHERS["accelerate_2"], job(folder, "accelerate_2"))
-    assert trace(folder, "accelerate_2") == one_host
+    assert trace(folder, "accelerate_2") == unbroken
 
 
 @pytest.mark.cluster
@@ -175,10 +156,7 @@ def test_a_cut_cable_does_not_hold_the_launcher(machines, folder, monkeypatch):
     monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", " ".join(f"-o {line.replace(' ', '=')}" for line in alive))
     endless = ["run.steps=100000", "checkpoint.every_steps=0", "evaluate.every_steps=0", "run.timeout_minutes=0.5"]
     started = by_hostfile(machines, folder, *job(folder, "cut", *endless))
-    deadline = time.monotonic() + 240
-    while not ((folder / "runs/cut/events.jsonl").is_file() and events(folder, "cut", "step")):
-        assert time.monotonic() < deadline and started.poll() is None
-        time.sleep(0.2)
+    wait_until(lambda: (folder / "runs/cut/events.jsonl").is_file() and events(folder, "cut", "step"), seconds=240)
     machines["left"].run("ip", "link", "set", "eth0", "down")
     try:
         output, _ = started.communicate(timeout=150)

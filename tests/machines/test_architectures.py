@@ -7,12 +7,6 @@ import pytest
 from tests.support.models.architectures import CASES, TABLE, Case, run_case, stage_of
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for all, so that the corpus is prepared once."""
-    return tmp_path_factory.mktemp("architectures")
-
-
 @pytest.mark.machines
 @pytest.mark.parametrize(("index", "case"), enumerate(CASES), ids=[case.architecture for case in CASES])
 def test_it_trains_resumes_exports_and_loads_or_is_refused(folder: Path, index: int, case: Case) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from config.machine.processes import free_port
 from tests.support.jobs.forked import Job
-from tests.support.jobs.launches import command, events, start
+from tests.support.jobs.launches import command, events, start, trace
 from tests.support.models import bad_observers
 from tests.support.models.bad_observers import Seen
 from tests.support.servers.store_server import CREDENTIALS, s3_server
@@ -20,7 +20,6 @@ from tracking.jsonl import read_events
 
 STEPS = 1000
 MOST_DESCRIPTORS = 128
-EXACT = ("step", "loss", "grad_norm", "lr", "sample_ids_sha256", "tokens", "applied")
 
 
 def job_of(folder: Path, name: str, *overrides: str) -> list[str]:
@@ -76,10 +75,6 @@ def test_a_thousand_steps_under_bad_observers_are_those_of_an_unobserved_run(tmp
     assert sum("step-700 was not saved" in note for note in notes) == 1 and len(notes) == 3
     for name, (early, late) in watch.growth().items():
         assert late <= early + 3, f"{name}: {early} early in the run, {late} late\n{watch.report()}"
-
-
-def trace(folder: Path, name: str) -> list[dict]:
-    return [{key: event[key] for key in EXACT} for event in events(folder, name, "step")]
 
 
 def wait_for_step(job: Job, path: Path, step: int) -> None:

@@ -260,14 +260,12 @@ def test_whoever_looks_sees_the_same(pair: Any) -> None:
         ("precision.path=manifest", "precision.path = manifest"),
     ],
 )
-def test_what_does_not_go_with_it_is_refused(override: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_go_with_it_is_refused(override: str, words: str, refusal: Any) -> None:
     given = ["--config", str(REPOSITORY / "config/recipes/demo.yaml"), "model.kernels=liger", override]
     if override == "precision.path=manifest":
         given += ["precision.manifest=config/manifests/bf16.json", "precision.compute=fp32"]
-    with pytest.raises(SystemExit) as stopped:
-        read_command_line(given)
-    error = capsys.readouterr().err
-    assert stopped.value.code == 2 and "model.kernels" in error and words in error
+    error = refusal(read_command_line, given)
+    assert "model.kernels" in error and words in error
 
 
 def test_other_architectures_are_refused_with_those_that_are_known() -> None:

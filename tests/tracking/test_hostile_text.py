@@ -111,9 +111,9 @@ def test_the_console_shows_an_event_on_one_line_as_it_is(said: str) -> None:
     for event in _trouble(said)[:3]:
         sink.write({"step": 3, "time": 2.0, "tokens": 0, **event})
     printed = stream.getvalue()
-    assert printed.count("\n") == 4 and not OBEYED.search(printed.replace("\n", ""))
+    assert printed.count("\n") == 5 and not OBEYED.search(printed.replace("\n", ""))
     words = " ".join(line(said).split())
-    assert [words in " ".join(row.split()) for row in printed.splitlines()] == [True] * 4
+    assert [words in " ".join(row.split()) for row in printed.splitlines()] == [True] * 5
 
 
 @pytest.fixture(scope="module")

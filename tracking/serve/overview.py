@@ -428,7 +428,7 @@ def _line(
 
 
 def _value(value: Any) -> str:
-    text = format_value(float(f"{value:.5g}") if isinstance(value, float) else value)
+    text = format_value(value)
     return text if len(text) <= 40 else text[:39] + "\u2026"
 
 

@@ -25,7 +25,7 @@ from lab.gpu_check.items import PARTS, Item, Part
 from lab.gpu_check.page import page
 from lab.gpu_check.run import MARK, MOST_BYTES, TOGETHER, Check, end_leftovers, measure, run_part
 from launch.job import kill, launch, start
-from tests.support.jobs.launches import wait_until
+from tests.support.jobs.launches import runs, wait_until
 
 MACHINE = {
     "device": "a device",
@@ -133,13 +133,6 @@ def test_a_job_over_its_time_is_killed_with_all_that_it_started(tmp_path) -> Non
     said, _, pid = result["error"].rpartition(" ")
     assert said == "killed after 3 s; error: child"
     wait_until(lambda: not runs(int(pid)))
-
-
-def runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_large_files_go_and_logs_and_reports_stay(tmp_path) -> None:

@@ -19,15 +19,19 @@ from torch.profiler import ProfilerActivity, profile
 
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
+from config.launcher import as_launched
 from config.resolved import Resolved
 from config.task import ENCODER_TASKS, model_class_of
 from data.batches.loader import Batch
 from data.batches.sequence_slices import slice_of
 from lab.benchmark.split import COLLECTIVES
+from launch.plan.layout import Layout, layout_of
+from launch.plan.model import Shape, read_shape
 from modeling.build import model_config
 from training.distributed import ExpertGroup, World
 from training.engine import build_engine
 
+DEMO = ["--config", str(REPOSITORY / "config/recipes/demo.yaml")]
 LINEAR = torch._C._nn.linear
 """What `torch.nn.functional.linear` is."""
 
@@ -96,10 +100,17 @@ def _chosen(
 
 
 def resolve(overrides: Sequence[str], world: World) -> tuple[Resolved, World]:
-    resolved = read_command_line(["--config", str(REPOSITORY / "config/recipes/demo.yaml"), *overrides])
+    resolved = read_command_line([*DEMO, *overrides])
     world = world.sharing_sequences(resolved.batch.sequence, timeout_minutes=2)
     world = world.sharing_experts(resolved.batch.expert, timeout_minutes=2)
     return resolved, world.sharing_tensors(resolved.batch.tensor, timeout_minutes=2)
+
+
+def planned(overrides: Sequence[str], *, world: int = 2, on_cpu: bool = True) -> tuple[Shape, Layout]:
+    """What the planner reads of the demo with these overrides."""
+    resolved = read_command_line([*DEMO, *overrides], as_launched(world))
+    layout = layout_of(resolved, world=world, on_cpu=on_cpu)
+    return read_shape(resolved.config, layout), layout
 
 
 def engine_of(resolved: Resolved, vocabulary: int, world: World) -> Any:

@@ -1,18 +1,13 @@
 """Each way to train that is more than AdamW on data ranks: peak memory within 10% of the tensors', bytes within 5%."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from config.cli import REPOSITORY
-from config.command_line import read_command_line
-from config.launcher import as_launched
-from launch.plan.layout import layout_of
 from launch.plan.memory import peak_memory
-from launch.plan.model import read_shape
 from launch.plan.speed import traffic
 from tests.launch.plan import plan_cases
+from tests.support.models.small_run import changed_json
 
 MODEL = (
     "model.config={hidden_size: 256, intermediate_size: 704, num_hidden_layers: 4, num_attention_heads: 4, "
@@ -52,17 +47,12 @@ def test_memory_is_planned_to_a_tenth_and_bytes_to_a_twentieth(
 ) -> None:
     """Two ranks and micro-batches, BF16, buckets of 1 M values. What ranks send is compared as their mean."""
     compute = "fp32" if what in ("fp8", "tensor, manifest") else "bf16"
-    document = json.loads((REPOSITORY / f"ds_configs/zero{stage}_{compute}.json").read_text())
-    document["zero_optimization"]["reduce_bucket_size"] = 1_000_000
-    if what == "hpz":
-        document["zero_optimization"] |= dict.fromkeys(RELEASED, 0) | {"zero_hpz_partition_size": 2}
-    (tmp_path / "ds.json").write_text(json.dumps(document))
+    copies = dict.fromkeys(RELEASED, 0) | {"zero_hpz_partition_size": 2} if what == "hpz" else {}
+    changed = changed_json(tmp_path, f"zero{stage}_{compute}", reduce_bucket_size=1_000_000, **copies)
     overrides = [MODEL, "model.activation_checkpointing=none", "data.sequence_length=128", "batch.micro_size=4"]
-    overrides += ["batch.global_size=16", f"deepspeed.config={tmp_path}/ds.json", f"precision.compute={compute}", *more]
+    overrides += ["batch.global_size=16", changed, f"precision.compute={compute}", *more]
     found = pair.run(plan_cases.peak_of, overrides=overrides, vocabulary=1024)
-    resolved = read_command_line(["--config", str(REPOSITORY / "config/recipes/demo.yaml"), *overrides], as_launched(2))
-    layout = layout_of(resolved, world=2, on_cpu=False)
-    shape = read_shape(resolved.config, layout)
+    shape, layout = plan_cases.planned(overrides, on_cpu=False)
     assert peak_memory(shape, layout).total == pytest.approx(max(rank["peak"] for rank in found), rel=0.1)
     sent = [sum(size for name, size in rank["sent"].items() if name != "rows") for rank in found]
     assert traffic(shape, layout).sent == pytest.approx(sum(sent) / 2, rel=0.05)

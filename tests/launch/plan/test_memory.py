@@ -1,7 +1,7 @@
 """The planner's memory against real engines' tensors, what autograd keeps, and DeepSpeed's own estimators."""
 
-import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,22 +9,20 @@ from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from config.cli import REPOSITORY
-from config.command_line import read_command_line
-from config.launcher import as_launched
 from config.schema import AdapterSection, ModelSection, OptimizerSection
 from launch.plan.counted import count_activations
-from launch.plan.layout import Layout, layout_of
+from launch.plan.layout import Layout
 from launch.plan.memory import activations, model_states, peak_memory
-from launch.plan.model import Shape, read_shape, sizes_of
+from launch.plan.model import Shape, sizes_of
 from modeling.build import count_parameters, empty_model
 from modeling.linear_cross_entropy import label_loss_sum
 from modeling.parameter_groups import parameter_groups
 from tests.launch.plan import plan_cases
+from tests.launch.plan.plan_cases import planned as plan_of
+from tests.support.models.small_run import changed_json
 
 pytestmark = pytest.mark.slow
 
-DEMO = ["--config", str(REPOSITORY / "config/recipes/demo.yaml")]
 MODEL = "model.config={hidden_size: 256, intermediate_size: 704, num_hidden_layers: 4, num_attention_heads: 4, "
 MODEL += "num_key_value_heads: 2, tie_word_embeddings: false, vocab_size: 512}"
 PLAIN = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "hidden_size": 64, "vocab_size": 100}
@@ -44,9 +42,8 @@ def hugging_face(family: str, layers: int):
     return config
 
 
-def kept_by_autograd(config, dtype: torch.dtype, ids: torch.Tensor) -> int:
+def kept_by_autograd(model: torch.nn.Module, ids: torch.Tensor) -> int:
     """Bytes of the distinct tensors, parameters aside, that a forward pass saves for its backward pass."""
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
     known = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
 
@@ -63,9 +60,7 @@ def kept_by_autograd(config, dtype: torch.dtype, ids: torch.Tensor) -> int:
 
 def layout(*overrides: str, world: int = 2, on_cpu: bool = False):
     """The layout of the demo recipe with these overrides, and its shape."""
-    resolved = read_command_line([*DEMO, *overrides], as_launched(world))
-    found = layout_of(resolved, world=world, on_cpu=on_cpu)
-    return read_shape(resolved.config, found), found
+    return plan_of(overrides, world=world, on_cpu=on_cpu)
 
 
 def sizes_without_adapter(config, section: OptimizerSection | None = None) -> Shape:
@@ -86,7 +81,9 @@ def test_a_block_keeps_what_is_counted(family: str, compute: str) -> None:
     """The difference between two blocks and one, so that nothing outside of the blocks counts."""
     dtype = torch.bfloat16 if compute == "bf16" else torch.float32
     ids = torch.randint(100, (2, 64))
-    one, two = (kept_by_autograd(hugging_face(family, layers), dtype, ids) for layers in (1, 2))
+    how: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa"}
+    models = (AutoModelForCausalLM.from_config(hugging_face(family, layers), **how) for layers in (1, 2))
+    one, two = (kept_by_autograd(model.train(), ids) for model in models)
     _, demo = layout()
     assert counted_block(family, replace(demo, compute=compute)) == pytest.approx((two - one) / ids.numel(), rel=0.003)
 
@@ -141,12 +138,10 @@ PEAKS = [(*peak, ("data.sequence_length=128",)) for peak in PEAKS] + [
 @pytest.mark.parametrize(("stage", "checkpointing", "micro", "more"), PEAKS)
 def test_the_peak_is_what_tensors_take(pair, tmp_path, stage: int, checkpointing: str, micro: int, more) -> None:
     """Two ranks, a model of 3 M parameters, and buckets that hold a third of it."""
-    document = json.loads((REPOSITORY / f"ds_configs/zero{stage}_bf16.json").read_text())
-    document["zero_optimization"]["reduce_bucket_size"] = 1_000_000
-    (tmp_path / "ds.json").write_text(json.dumps(document))
+    changed = changed_json(tmp_path, f"zero{stage}_bf16", reduce_bucket_size=1_000_000)
     overrides = [MODEL, f"model.activation_checkpointing={checkpointing}", *more]
     overrides += [f"batch.micro_size={micro}", "batch.global_size=8"]
-    overrides += [f"deepspeed.config={tmp_path}/ds.json", "precision.compute=bf16"]
+    overrides += [changed, "precision.compute=bf16"]
     measured = max(result["peak"] for result in pair.run(plan_cases.peak_of, overrides=overrides, vocabulary=512))
     assert peak_memory(*layout(*overrides)).total == pytest.approx(measured, rel=0.2)
 
@@ -162,11 +157,9 @@ MIXTURE = (
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_peak_of_shared_experts_is_what_tensors_take(pair, tmp_path, stage: int, tokens: int) -> None:
     """Two micro-batches; one rank may get more than its share of the tokens."""
-    document = json.loads((REPOSITORY / f"ds_configs/zero{stage}_bf16.json").read_text())
-    document["zero_optimization"]["reduce_bucket_size"] = 1_000_000
-    (tmp_path / "ds.json").write_text(json.dumps(document))
+    changed = changed_json(tmp_path, f"zero{stage}_bf16", reduce_bucket_size=1_000_000)
     overrides = [MIXTURE, f"data.sequence_length={tokens}", "batch.micro_size=2", "batch.global_size=8"]
-    overrides += ["parallel.expert=2", f"deepspeed.config={tmp_path}/ds.json", "precision.compute=bf16"]
+    overrides += ["parallel.expert=2", changed, "precision.compute=bf16"]
     measured = max(result["peak"] for result in pair.run(plan_cases.peak_of, overrides=overrides, vocabulary=512))
     shape, found = layout(*overrides)
     assert shape.own.parameters < 0.6 * shape.parameters
@@ -209,12 +202,10 @@ def test_the_second_copy_takes_what_the_planner_says(pair, tmp_path) -> None:
     """Two ranks, and weights that are partitioned as soon as they are used."""
     measured, planned = [], []
     for size in (1, 2):
-        document = json.loads((REPOSITORY / "ds_configs/zero3_bf16.json").read_text())
-        more = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 1_000_000}
-        document["zero_optimization"] |= HPZ | more | {"zero_hpz_partition_size": size}
-        (tmp_path / "ds.json").write_text(json.dumps(document))
+        zero = HPZ | {"stage3_param_persistence_threshold": 0, "zero_hpz_partition_size": size}
+        changed = changed_json(tmp_path, "zero3_bf16", reduce_bucket_size=1_000_000, **zero)
         given = [MODEL, "model.activation_checkpointing=none", "data.sequence_length=32", "batch.micro_size=1"]
-        given += ["batch.global_size=4", f"deepspeed.config={tmp_path}/ds.json", "precision.compute=bf16"]
+        given += ["batch.global_size=4", changed, "precision.compute=bf16"]
         measured.append(max(rank["peak"] for rank in pair.run(plan_cases.peak_of, overrides=given, vocabulary=512)))
         planned.append(peak_memory(*layout(*given)).total)
     assert measured[1] - measured[0] == pytest.approx(planned[1] - planned[0], rel=0.01)
@@ -223,11 +214,9 @@ def test_the_second_copy_takes_what_the_planner_says(pair, tmp_path) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_split_masters_free_what_the_planner_says(pair, tmp_path, stage: int) -> None:
     """Two ranks with hardly any activations, so that the peak has masters in it and little else that varies."""
-    document = json.loads((REPOSITORY / f"ds_configs/zero{stage}_bf16.json").read_text())
-    document["zero_optimization"]["reduce_bucket_size"] = 1_000_000
-    (tmp_path / "ds.json").write_text(json.dumps(document))
+    changed = changed_json(tmp_path, f"zero{stage}_bf16", reduce_bucket_size=1_000_000)
     overrides = [MODEL, "model.activation_checkpointing=none", "data.sequence_length=32", "batch.micro_size=1"]
-    overrides += ["batch.global_size=4", f"deepspeed.config={tmp_path}/ds.json", "precision.compute=bf16"]
+    overrides += ["batch.global_size=4", changed, "precision.compute=bf16"]
     measured, planned = [], []
     for masters in ("fp32", "split"):
         given = [*overrides, f"precision.masters={masters}"]

@@ -207,17 +207,12 @@ def test_a_plan_fits_the_terminal_but_for_the_command(capsys, monkeypatch, colum
         (["model.architecture=lama"], "lama"),
     ],
 )
-def test_a_mistake_is_one_line(capsys, arguments, problem) -> None:
-    assert plan.main([*DEMO, *arguments]) == 2
-    error = capsys.readouterr().err
-    assert problem in error and error.count("\n") == 1
+def test_a_mistake_is_one_line(refusal, arguments, problem) -> None:
+    assert problem in refusal(plan.main, [*DEMO, *arguments])
 
 
-def test_a_wrong_config_ends_as_in_training(capsys) -> None:
-    with pytest.raises(SystemExit) as ended:
-        plan.main([*DEMO, "--gpus", "3"])
-    assert ended.value.code == 2
-    assert "batch.global_size" in capsys.readouterr().err
+def test_a_wrong_config_ends_as_in_training(refusal) -> None:
+    assert "batch.global_size" in refusal(plan.main, [*DEMO, "--gpus", "3"])
 
 
 def test_a_measured_run_gives_its_speed(tmp_path, capsys) -> None:

@@ -1,7 +1,5 @@
 """The planner on fine-tuning: adapters, pairs, teachers and encoders, against models and engines as they are."""
 
-import json
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +20,6 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
-from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from config.launcher import as_launched
 from config.schema import AdapterSection, Config, DistillSection, ModelSection, OptimizerSection
@@ -31,10 +28,9 @@ from launch.plan import command
 from launch.plan.codes import codes_of
 from launch.plan.counted import count_activations
 from launch.plan.gathered import Gathered, gathered
-from launch.plan.layout import Layout, layout_of
 from launch.plan.loss import loss_bytes, teacher_bytes
 from launch.plan.memory import activations, checkpoint_bytes, model_states, peak_memory
-from launch.plan.model import Shape, read_shape, sizes_of
+from launch.plan.model import sizes_of
 from launch.plan.speed import computed_flops
 from launch.plan.step import step_bytes
 from modeling.adapter import add_adapter
@@ -43,10 +39,11 @@ from modeling.objectives.divergence import IDS, LOG_PROBS, Distillation
 from modeling.parameter_groups import parameter_groups
 from modeling.quantised_base import quantised_layers, stored_tensors
 from tests.launch.plan import plan_cases
+from tests.launch.plan.plan_cases import DEMO, planned
 from tests.launch.plan.test_memory import FAMILIES, MODEL, counted_block, hugging_face
+from tests.support.models.small_run import changed_json
 from tests.support.rows.chats import write_base
 
-DEMO = ["--config", str(REPOSITORY / "config/recipes/demo.yaml")]
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 LORA = "adapter={kind: lora, r: 8}"
 ADAPTERS = {
@@ -79,12 +76,6 @@ def on_base(base: Path, *overrides: str) -> list[str]:
     """Overrides of the demo that train the model in that folder."""
     chosen = ["model.architecture=null", "model.config={}", f"model.name_or_path={base}", "data.tokenizer=bytes"]
     return [*chosen, "model.activation_checkpointing=none", "data.sequence_length=128", *overrides]
-
-
-def planned(overrides: Sequence[str], *, world: int = 2) -> tuple[Shape, Layout]:
-    resolved = read_command_line([*DEMO, *overrides], as_launched(world))
-    layout = layout_of(resolved, world=world, on_cpu=True)
-    return read_shape(resolved.config, layout), layout
 
 
 def kept_by(model: torch.nn.Module, dtype: torch.dtype, **inputs: torch.Tensor) -> int:
@@ -356,10 +347,8 @@ def test_the_matmuls_of_an_encoder_decoder_are_those_of_both_sides() -> None:
 
 def rounded(folder: Path, stage: int) -> list[str]:
     """Overrides of a BF16 run without saves whose buckets hold a part of the gradients."""
-    document = json.loads((REPOSITORY / f"ds_configs/zero{stage}_bf16.json").read_text())
-    document["zero_optimization"]["reduce_bucket_size"] = 1_000_000
-    (folder / "ds.json").write_text(json.dumps(document))
-    return [f"deepspeed.config={folder}/ds.json", "precision.compute=bf16", "checkpoint.every_steps=0"]
+    changed = changed_json(folder, f"zero{stage}_bf16", reduce_bucket_size=1_000_000)
+    return [changed, "precision.compute=bf16", "checkpoint.every_steps=0"]
 
 
 def assert_peak(pair, overrides: list[str], vocabulary: int, within: float) -> None:
@@ -457,10 +446,9 @@ def test_an_encoder_is_the_model_of_its_task() -> None:
         (["optimizer.groups=[{match: nope, learning_rate: 1}]"], "match 'nope' is the last match of no parameter"),
     ],
 )
-def test_a_mistake_is_one_line(capsys, base: Path, overrides: list[str], problem: str) -> None:
-    assert command.main([*DEMO, *on_base(base, *(text.replace("BASE", str(base)) for text in overrides))]) == 2
-    error = capsys.readouterr().err
-    assert problem in error and error.count("\n") == 1
+def test_a_mistake_is_one_line(refusal, base: Path, overrides: list[str], problem: str) -> None:
+    given = on_base(base, *(text.replace("BASE", str(base)) for text in overrides))
+    assert problem in refusal(command.main, [*DEMO, *given])
 
 
 TEMPORARIES = [
@@ -487,10 +475,8 @@ def test_the_peak_of_an_optimizers_step_is_what_tensors_take(pair, base, tmp_pat
 @pytest.mark.slow
 def test_the_peak_of_muon_in_fp32_is_what_tensors_take(pair, tmp_path) -> None:
     """The model is new: a folder's file would count, in which a parameter alone in its group still lies."""
-    document = json.loads((REPOSITORY / "ds_configs/zero2_fp32.json").read_text())
-    document["zero_optimization"]["reduce_bucket_size"] = 1_000_000
-    (tmp_path / "ds.json").write_text(json.dumps(document))
-    more = [f"deepspeed.config={tmp_path}/ds.json", "precision.compute=fp32", "optimizer.name=muon"]
+    changed = changed_json(tmp_path, "zero2_fp32", reduce_bucket_size=1_000_000)
+    more = [changed, "precision.compute=fp32", "optimizer.name=muon"]
     more += ["data.sequence_length=16", "batch.micro_size=1", "batch.global_size=2", "checkpoint.every_steps=0"]
     assert_peak(pair, [MODEL, "model.activation_checkpointing=none", *more], 512, 0.1)
 

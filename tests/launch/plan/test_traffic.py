@@ -1,6 +1,5 @@
 """The planner's bytes of the network: what real ranks send, counted on each of them, and what papers say."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, product
@@ -12,13 +11,14 @@ import pytest
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from config.launcher import as_launched
-from launch.plan.layout import Layout, layout_of
-from launch.plan.model import Shape, read_shape
+from launch.plan.layout import layout_of
+from launch.plan.model import read_shape
 from launch.plan.speed import traffic
 from tests.launch.plan import plan_cases
+from tests.launch.plan.plan_cases import planned
 from tests.support.jobs.process_group import ProcessGroup
+from tests.support.models.small_run import changed_json
 
-DEMO = ["--config", str(REPOSITORY / "config/recipes/demo.yaml")]
 BIG = ["--config", str(REPOSITORY / "config/recipes/llama_8b_8gpu.yaml"), "model.config.vocab_size=128256"]
 PLAIN = (
     "model.config={hidden_size: 256, intermediate_size: 704, num_hidden_layers: 4, num_attention_heads: 4, "
@@ -32,21 +32,13 @@ VOCABULARY = 1024
 """Of the demo's tokenizer."""
 
 
-def planned(overrides: Sequence[str], *, world: int) -> tuple[Shape, Layout]:
-    resolved = read_command_line([*DEMO, *overrides], as_launched(world))
-    layout = layout_of(resolved, world=world, on_cpu=True)
-    return read_shape(resolved.config, layout), layout
-
-
 def given(
     folder: Path, *more: str, stage: int, compute: str = "bf16", accumulation: int = 2, ranks: int = 2, **zero: Any
 ) -> list[str]:
     """Overrides of the demo: 2 x 64 tokens of each rank and micro-batch. zero: of its section of the JSON."""
-    document = json.loads((REPOSITORY / f"ds_configs/zero{stage}_{compute}.json").read_text())
-    document["zero_optimization"] |= zero
-    (folder / "ds.json").write_text(json.dumps(document))
+    changed = changed_json(folder, f"zero{stage}_{compute}", **zero)
     overrides = ["data.sequence_length=64", "batch.micro_size=2", f"batch.global_size={2 * accumulation * ranks}"]
-    return [*overrides, f"deepspeed.config={folder}/ds.json", f"precision.compute={compute}", *more]
+    return [*overrides, changed, f"precision.compute={compute}", *more]
 
 
 def sent_by(group: ProcessGroup, overrides: Sequence[str], **how: Any) -> list[dict[str, float]]:

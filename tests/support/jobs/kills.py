@@ -25,7 +25,7 @@ from pathlib import Path
 import psutil
 
 from config.cli import REPOSITORY
-from tests.support.jobs.launches import command
+from tests.support.jobs.launches import command, last_attempts
 from tracking.jsonl import read_events
 
 WITHIN_SECONDS = 60.0
@@ -33,7 +33,6 @@ STEPS = 200
 MARK = "MANTISSA_KILLS"
 TARGETS = ("rank 0", "rank 1", "launcher", "runner", "supervisor", "tokenizing worker", "wandb worker")
 ENDS_NOTHING = ("wandb worker",)
-EXACT = ("step", "loss", "grad_norm", "lr", "sample_ids_sha256", "tokens", "applied")
 
 
 @dataclass
@@ -147,9 +146,7 @@ class Supervised:
 
     def trace(self) -> list[dict]:
         """What each step was; the later one of a repeated step counts."""
-        steps = (event for event in read_events(self.events) if event["event"] == "step")
-        latest = {event["step"]: {key: event[key] for key in EXACT} for event in steps}
-        return [latest[step] for step in sorted(latest)]
+        return last_attempts(self.folder, self.name)
 
 
 def kind_of(process: psutil.Process) -> str:

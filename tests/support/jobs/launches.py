@@ -10,7 +10,7 @@ from typing import Any
 
 from config.cli import REPOSITORY
 from config.launcher import deepspeed_program
-from config.machine.processes import free_port
+from config.machine.processes import free_port, stat_fields
 from tests.support.jobs.forked import Job
 from tracking.jsonl import read_events
 
@@ -22,6 +22,8 @@ SMALL = [
     "model.config={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2}",
 ]
 """A model of a few thousand parameters on Mantissa's own source."""
+EXACT = ("step", "loss", "grad_norm", "lr", "sample_ids_sha256", "tokens", "applied")
+"""What is recorded of a step that does not depend on the machine's speed."""
 
 LAUNCHERS = {
     "deepspeed": [*deepspeed_program(), "--num_gpus", "2", "--master_port", "{port}"],
@@ -104,3 +106,19 @@ def replay(folder: Path, name: str, step: int, *, exit_code: int = 0, ranks: int
 def events(folder: Path, name: str, kind: str) -> list[dict]:
     """The events of one kind in a job's run folder."""
     return [event for event in read_events(folder / "runs" / name / "events.jsonl") if event["event"] == kind]
+
+
+def trace(folder: Path, name: str) -> list[dict[str, Any]]:
+    """What each attempt at a step of a job was, without times and memory."""
+    return [{key: event[key] for key in EXACT} for event in events(folder, name, "step")]
+
+
+def last_attempts(folder: Path, name: str) -> list[dict[str, Any]]:
+    """What each step of a job was in the end."""
+    latest = {attempt["step"]: attempt for attempt in trace(folder, name)}
+    return [latest[step] for step in sorted(latest)]
+
+
+def runs(pid: int) -> bool:
+    """Whether there is such a process that has not ended."""
+    return stat_fields(pid)[:1] not in ([], ["Z"], ["X"])

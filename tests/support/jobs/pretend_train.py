@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
-from tracking.events import REQUIRED_FIELDS
+from tests.support.jobs.pretend_trial import write
 
 
 def main() -> int:
@@ -61,13 +61,6 @@ def terminate() -> float:
     began = time.monotonic()
     terminate_process_tree(rank.pid)
     return time.monotonic() - began
-
-
-def write(folder: Path, event: str, step: int, **fields: object) -> None:
-    """Write an event; what the caller leaves out of its fields is null."""
-    with (folder / "events.jsonl").open("a") as file:
-        known = dict.fromkeys(REQUIRED_FIELDS[event]) | {"event": event, "step": step, "time": time.time(), **fields}
-        file.write(json.dumps(known) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,10 +60,15 @@ def resolve(
 
 def gathered(folder: Path, compute: str) -> str:
     """The override for a ZeRO-3 JSON as large models need it: no parameter stays whole, groups and buckets are cut."""
-    document = read_document(REPOSITORY / f"ds_configs/zero3_{compute}.json")
-    document["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
-    document["zero_optimization"] |= {"sub_group_size": 3000, "reduce_bucket_size": 4096}
-    path = folder / f"gathered_{compute}.json"
+    whole = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+    return changed_json(folder, f"zero3_{compute}", **whole, sub_group_size=3000, reduce_bucket_size=4096)
+
+
+def changed_json(folder: Path, name: str, **zero: Any) -> str:
+    """The override for a copy of ds_configs/NAME.json that has other values in its ZeRO section."""
+    document = read_document(REPOSITORY / f"ds_configs/{name}.json")
+    document["zero_optimization"] |= zero
+    path = folder / f"{name}-{os.getpid()}.json"
     path.write_text(json.dumps(document), encoding="utf-8")
     return f"deepspeed.config={path}"
 

@@ -84,3 +84,12 @@ def write_base(folder: Path, family: str = "llama", *, seed: int = 0, **config: 
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**sizes, **given, **extra, **config}))
     model.save_pretrained(folder)
     return folder
+
+
+def write_teacher(folder: Path) -> None:
+    """A base of other weights that decides as a trained one does: small ones give nearly equal probabilities."""
+    model = AutoModelForCausalLM.from_pretrained(write_base(folder, seed=1))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(5 if parameter.dim() == 2 else 1)
+    model.save_pretrained(folder)

@@ -59,6 +59,27 @@ def holding(content: bytes) -> Act:
     return lambda path: _write(path, content)
 
 
+COMMON = {
+    "gone": removed,
+    "a folder": folder,
+    "a link to itself": looped,
+    "a flipped bit": flipped,
+    "half": halved,
+    "zeros": zeroed,
+    "empty": holding(b""),
+    "binary": holding(BINARY),
+    "a list": holding(b"[]"),
+    "nested": holding(NESTED),
+    "nested and closed": holding(NESTED_AND_CLOSED),
+}
+"""What may happen to any file."""
+
+
+def common(files: dict[str, str]) -> dict[str, tuple[str, Act]]:
+    """By what it is called, each file with each of these of COMMON."""
+    return {f"{name}: {how}": (name, COMMON[how]) for name, hows in files.items() for how in hows.split(", ")}
+
+
 def after(content: bytes) -> Act:
     """Something appended."""
     return lambda path: _write(path, path.read_bytes() + content)

@@ -8,11 +8,9 @@ import torch
 from torch.nn import functional
 
 from config.schema import Fp8Section
-from modeling.build import model_config
 from precision import fp8
-from tests.support.models.small_run import SEQUENCE, VOCABULARY, batch_of, engine_of, resolve
-from tools.parity.reference import Reference
-from tools.parity.steps import StepParity
+from tests.support.models.small_run import batch_of, engine_of, resolve
+from tests.tools.parity.step_cases import step_parity
 from training.distributed import World
 
 LAYER = "model.layers.0.mlp.down_proj"
@@ -23,10 +21,9 @@ def measured_steps(
 ) -> list[dict[str, Any]]:
     """Some real steps in FP8, each held against FP32. wrong: what one layer does otherwise, of WRONG."""
     resolved = resolve(world, stage=stage, compute="fp32", micro=2, overrides=overrides)
-    shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
     rows, applied = [], 0
     with engine_of(world, resolved) as engine:
-        parity = StepParity(engine, Reference(resolved, shape, world), resolved)
+        parity = step_parity(engine, resolved, world)
         if wrong is not None:
             layer: Any = engine.model.get_submodule(LAYER)
             layer.forward = WRONG[wrong](layer)

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import torch
 from pytest import MonkeyPatch
 
+from config.resolved import Resolved
 from config.schema import ParitySection
 from lab.detection.plants.permanent import reweight
 from modeling import parameter_groups
@@ -23,8 +24,14 @@ from tools.parity.reference import Reference
 from tools.parity.rounding import pooled
 from tools.parity.steps import StepParity
 from training.distributed import World
-from training.engine import optimizer
+from training.engine import Engine, optimizer
 from training.engine.rng import generators, restore_generators
+
+
+def step_parity(engine: Engine, resolved: Resolved, world: World) -> StepParity:
+    """What compares an engine's steps with FP32."""
+    shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
+    return StepParity(engine, Reference(resolved, shape, world), resolved)
 
 
 def measured_steps(
@@ -39,10 +46,9 @@ def measured_steps(
 ) -> list[dict[str, Any]]:
     """Some real steps on random batches, each compared with FP32."""
     resolved = resolve(world, stage=stage, compute=compute, micro=micro, overrides=overrides)
-    shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
     rows, applied = [], 0
     with engine_of(world, resolved, defect=defect) as engine:
-        parity = StepParity(engine, Reference(resolved, shape, world), resolved)
+        parity = step_parity(engine, resolved, world)
         for step in range(1, steps + 1):
             batch = replace(batch_of(world, micro, seed=step), position=step - 1)  # defects begin at a step
             row = parity.step(batch, applied=applied)
@@ -71,9 +77,8 @@ def signature_with(
 ) -> Check:
     """The judgement on two steps of an engine in which one module's output is 1% too large. rank: there alone."""
     resolved = resolve(world, stage=stage, compute=compute, micro=2, overrides=overrides)
-    shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
     with engine_of(world, resolved) as engine:
-        steps = StepParity(engine, Reference(resolved, shape, world), resolved)
+        steps = step_parity(engine, resolved, world)
         if rank in (None, world.rank):
             engine.model.get_submodule(module).register_forward_hook(
                 lambda _, args, output: (output[0] * 1.01, *output[1:])
@@ -87,9 +92,8 @@ def gradients_with(
 ) -> dict[str, Any]:
     """The judgement on two steps of an engine in which one module's gradients are 1% too large; what was measured."""
     resolved = resolve(world, stage=stage, compute=compute, micro=2, overrides=overrides)
-    shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
     with engine_of(world, resolved) as engine:
-        steps = StepParity(engine, Reference(resolved, shape, world), resolved)
+        steps = step_parity(engine, resolved, world)
         if module is not None:  # a hook on what it returns multiplies all that it makes of the gradient
             engine.model.get_submodule(module).register_forward_hook(
                 lambda _, args, output: (1.01 * output[0] - 0.01 * output[0].detach(), *output[1:])
@@ -105,7 +109,6 @@ def gradients_with(
 def decaying_norms(world: World, *, stage: int, compute: str, steps: int) -> list[dict[str, Any]]:
     """Some real steps of an engine whose groups all have the matrices' weight decay."""
     resolved = resolve(world, stage=stage, compute=compute, micro=2)
-    shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
     right = parameter_groups.parameter_groups
 
     def wrong(model: Any, section: Any) -> Any:
@@ -116,14 +119,13 @@ def decaying_norms(world: World, *, stage: int, compute: str, steps: int) -> lis
         patch.object(optimizer, "parameter_groups", wrong),
         engine_of(world, resolved) as engine,
     ):
-        parity = StepParity(engine, Reference(resolved, shape, world), resolved)
+        parity = step_parity(engine, resolved, world)
         return [parity.step(batch_of(world, 2, seed=number), applied=number) for number in range(steps)]
 
 
 def with_rounded_moment(world: World, *, stage: int, compute: str, key: str, steps: int) -> list[dict[str, Any]]:
     """Some real steps of an engine that keeps one of Adam's moments in BF16 from each step to the next."""
     resolved = resolve(world, stage=stage, compute=compute, micro=2)
-    shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
     with engine_of(world, resolved) as engine:
         optimizer: Any = engine.deepspeed.basic_optimizer
         right = optimizer.step
@@ -134,7 +136,7 @@ def with_rounded_moment(world: World, *, stage: int, compute: str, key: str, ste
                 state[key].copy_(state[key].bfloat16())
 
         optimizer.step = step
-        parity = StepParity(engine, Reference(resolved, shape, world), resolved)
+        parity = step_parity(engine, resolved, world)
         return [parity.step(batch_of(world, 2, seed=number), applied=number) for number in range(steps)]
 
 
@@ -143,7 +145,6 @@ def summed(
 ) -> dict[str, float]:
     """The errors of known sums of gradients. rounded: the engine adds up in BF16."""
     resolved = resolve(world, stage=stage, compute=compute, micro=2, overrides=overrides)
-    shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
     with engine_of(world, resolved) as engine:
         totals: dict[int, torch.Tensor] = {}
 
@@ -159,7 +160,7 @@ def summed(
 
         for number, parameter in enumerate(engine.model.parameters() if rounded else ()):
             parameter.register_hook(adding(number))
-        parity = StepParity(engine, Reference(resolved, shape, world), resolved)
+        parity = step_parity(engine, resolved, world)
         return parity.accumulation_errors(batch_of(world, 2, seed=1))
 
 
@@ -172,7 +173,6 @@ def weighted(
     routers counts twice.
     """
     resolved = resolve(world, stage=stage, compute=compute, micro=2, overrides=overrides)
-    shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
     batch = batch_of(world, 2, seed=1)
     counts = torch.from_numpy(batch.counted.sum(1)).double()
     with engine_of(world, resolved) as engine:
@@ -203,7 +203,7 @@ def weighted(
                     router._z /= 2
 
             engine.forward_backward = summed  # type: ignore[method-assign]
-        parity = StepParity(engine, Reference(resolved, shape, world), resolved)
+        parity = step_parity(engine, resolved, world)
         return parity.weighting_errors(batch)
 
 
@@ -231,7 +231,6 @@ def dropped(world: World, *, stage: int, compute: str, planted: str = "") -> dic
 def evaluated(world: World, *, stage: int, compute: str, planted: str = "") -> dict[str, Any]:
     """What is measured of an evaluation. planted: the head is in training mode, or in FP32, while it is evaluated."""
     resolved = resolve(world, stage=stage, compute=compute, micro=2)
-    shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
     with engine_of(world, resolved) as engine:
         head: Any = engine.model.lm_head
         right, forward = engine.evaluate, head.forward
@@ -249,9 +248,7 @@ def evaluated(world: World, *, stage: int, compute: str, planted: str = "") -> d
                 head.forward = forward
 
         engine.evaluate = evaluate  # type: ignore[method-assign]
-        return StepParity(engine, Reference(resolved, shape, world), resolved).evaluation_errors(
-            batch_of(world, 2, seed=1)
-        )
+        return step_parity(engine, resolved, world).evaluation_errors(batch_of(world, 2, seed=1))
 
 
 def with_dropout(world: World, *, stage: int, compute: str, overrides: Sequence[str]) -> dict[str, Any]:
@@ -261,9 +258,8 @@ def with_dropout(world: World, *, stage: int, compute: str, overrides: Sequence[
     can be less than what rounding does.
     """
     resolved = resolve(world, stage=stage, compute=compute, micro=2, overrides=overrides)
-    shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
     with engine_of(world, resolved) as engine:
-        parity = StepParity(engine, Reference(resolved, shape, world), resolved)
+        parity = step_parity(engine, resolved, world)
         batch, moved = batch_of(world, 2, seed=1), {}
         without = engine.evaluate([batch]).loss
         for seed in range(8):
@@ -325,14 +321,13 @@ def spoiled_slice(
     world = world.sharing_tensors(2, timeout_minutes=2)
     given = ["parallel.tensor=2", "telemetry.every_steps=0", MODEL % "false", *overrides]
     resolved = resolve(world, stage=stage, compute="bf16", micro=4, overrides=given)
-    shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
     alone = World(0, 1, 0, world.device)
 
     def spoil(_: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
         return output * 1.01 if forward else 1.01 * output - 0.01 * output.detach()
 
     with engine_of(world, resolved) as engine:
-        steps = StepParity(engine, Reference(resolved, shape, world), resolved)
+        steps = step_parity(engine, resolved, world)
         if world.rank == 1:
             engine.model.get_submodule(module).register_forward_hook(spoil)
         rows = [steps.step(batch_of(alone, 4, seed=step), applied=step) for step in range(2)]

@@ -15,7 +15,6 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
 
 from config.cli import REPOSITORY
 from config.optimizers import OPTIMIZERS, settings_of
@@ -36,7 +35,7 @@ from precision.loss_scale import make_policy
 from tests.support.jobs.launches import command, events, finish
 from tests.support.models.small_models import small_model
 from tests.support.rows import labelled, seq2seq
-from tests.support.rows.chats import LENGTH, write_base, write_chats, write_pairs
+from tests.support.rows.chats import LENGTH, write_base, write_chats, write_pairs, write_teacher
 from tests.training.tasks.mlm_cases import write_text
 from tools.parity.gate import main
 from tools.parity.oracle.judge import FIRST_NORM, Judged, judge
@@ -74,11 +73,7 @@ def task_files(folder: Path) -> Path:
     for kind in ("sequence", "regression", "token"):
         labelled.write_rows(folder / f"{kind}.jsonl", kind, 60, pair=kind != "token")
     write_text(folder / "text", 20)
-    teacher = AutoModelForCausalLM.from_pretrained(write_base(folder / "teacher", seed=1))
-    with torch.no_grad():  # of a trained model's decision: small random weights give nearly equal probabilities
-        for parameter in teacher.parameters():
-            parameter.mul_(5 if parameter.dim() == 2 else 1)
-    teacher.save_pretrained(folder / "teacher")
+    write_teacher(folder / "teacher")
     seq2seq.write_model(folder / "t5")
     seq2seq.write_rows(folder / "seq2seq.jsonl", 60)
     return folder

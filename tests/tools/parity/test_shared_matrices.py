@@ -18,7 +18,7 @@ from tools.parity import gate as parity
 SCALE = ["precision.loss_scale.initial=1024", "precision.loss_scale.window=2"]
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("stage", "compute", "overrides"),
     [

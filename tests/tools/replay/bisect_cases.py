@@ -5,10 +5,8 @@ from typing import Any
 
 import torch
 
-from modeling.build import model_config
-from tests.support.models.small_run import SEQUENCE, VOCABULARY, batch_of, engine_of, masters_of, resolve
-from tools.parity.reference import Reference
-from tools.parity.steps import StepParity
+from tests.support.models.small_run import batch_of, engine_of, masters_of, resolve
+from tests.tools.parity.step_cases import step_parity
 from training.distributed import World
 from training.engine.rng import generators
 from training.schedule import scheduled_rate
@@ -22,10 +20,9 @@ def step_with_dropout(
     Measured, its passes without dropout draw numbers, too, and in FP16 overflow.
     """
     resolved = resolve(world, stage=stage, compute=compute, micro=2, overrides=overrides)
-    shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
     batch = batch_of(world, 2, seed=1)
     with engine_of(world, resolved) as engine:
-        model, parity = engine.model, StepParity(engine, Reference(resolved, shape, world), resolved)
+        model, parity = engine.model, step_parity(engine, resolved, world)
         torch.manual_seed(7 + world.rank)
         if measured:
             _disturb_without_dropout(model, overflow=compute == "fp16")

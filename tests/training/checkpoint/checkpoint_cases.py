@@ -13,10 +13,7 @@ import pytest
 import torch
 
 from config.errors import UserError
-from modeling.build import model_config
 from tests.support.models.small_run import (
-    SEQUENCE,
-    VOCABULARY,
     batch_of,
     engine_of,
     masters_of,
@@ -24,8 +21,7 @@ from tests.support.models.small_run import (
     restored,
     state_of,
 )
-from tools.parity.reference import Reference
-from tools.parity.steps import StepParity
+from tests.tools.parity.step_cases import step_parity
 from tools.replay.repeat import Collector
 from tracking.record import Record
 from training.build import assemble
@@ -76,12 +72,11 @@ def clipping_after_load(world: World, *, stage: int, compute: str, folder: str) 
     for clipping in ("1.0", "0.01"):
         overrides = [f"optimizer.gradient_clipping={clipping}", "precision.loss_scale.initial=256"]
         resolved = resolve(world, stage=stage, compute=compute, overrides=overrides)
-        shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
         with engine_of(world, resolved) as engine:
             checkpoints = Checkpoints(Path(folder), keep=Retention(2), identity={}, world=world)
             found = checkpoints.find("auto")
             progress = restored(checkpoints, found, engine) if found else Progress()
-            parity = StepParity(engine, Reference(resolved, shape, world), resolved)
+            parity = step_parity(engine, resolved, world)
             rows = [parity.step(batch_of(world, 4, seed=seed), applied=progress.applied + seed) for seed in range(2)]
             for row in rows:
                 progress = progress.after(tokens=128, applied=row["applied"])

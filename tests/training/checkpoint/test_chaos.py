@@ -6,17 +6,15 @@ random part, and each round draws other kills.
 
 import os
 import random
-from pathlib import Path
 
 import pytest
 
 from config.cli import REPOSITORY
 from tests.support.jobs import chaos
 from tests.support.jobs.chaos import ON_EVERY_RANK, ON_MAIN, Kill
-from tests.support.jobs.launches import command, events, finish, start
+from tests.support.jobs.launches import command, finish, last_attempts, start
 
 ROUNDS = int(os.environ.get("CHAOS_ROUNDS", "1"))
-WHAT_MUST_REPEAT = ("step", "loss", "grad_norm", "lr", "sample_ids_sha256", "tokens", "applied")
 
 
 def test_a_kill_at_any_phase_of_a_save_loses_nothing_that_was_published(tmp_path):
@@ -72,11 +70,5 @@ def test_whole_jobs_killed_at_one_phase_after_another_end_as_one_that_was_not(tm
         strikes += "Signal 9" in output or "SIGKILL" in output
     finish(command("torchrun", tmp_path, "disturbed"))
     assert strikes == len(kills)
-    assert trace(tmp_path, "disturbed") == trace(tmp_path, "undisturbed")
+    assert last_attempts(tmp_path, "disturbed") == last_attempts(tmp_path, "undisturbed")
     print(f"\nwhole jobs: {strikes} kills survived of {len(kills)} tried")
-
-
-def trace(folder: Path, name: str) -> list[dict]:
-    """What each step was; the later line of a repeated step counts."""
-    latest = {event["step"]: {key: event[key] for key in WHAT_MUST_REPEAT} for event in events(folder, name, "step")}
-    return [latest[step] for step in sorted(latest)]

@@ -1,6 +1,5 @@
 """A checkpoint of one layout resumes in another: the same masters and moments by name, and the same losses."""
 
-import json
 import shutil
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 from config.cli import REPOSITORY
 from data.text.prepare import prepare
 from tests.support.jobs import launches
+from tests.support.models.small_run import changed_json
 from tests.training.checkpoint import reshard_cases as cases
 from tests.training.checkpoint import resume_cases as jobs
 from training.checkpoint.saved_parameters import Pieces
@@ -119,11 +119,8 @@ def test_gaps_between_parameters_and_groups_cut_in_several_do_not_show(pair, tmp
     """At ZeRO-1 and 2 each parameter is padded; at ZeRO-3 a group is several tensors and no parameter stays whole."""
     layouts = []
     for stage, settings in (before, after):
-        document = json.loads((REPOSITORY / f"ds_configs/zero{stage}_bf16.json").read_text())
-        document["zero_optimization"] |= settings
-        path = tmp_path / f"zero{stage}.json"
-        path.write_text(json.dumps(document))
-        layouts.append(layout(stage, "bf16", overrides=(*ODD, f"deepspeed.config={path}")))
+        changed = changed_json(tmp_path, f"zero{stage}_bf16", **settings)
+        layouts.append(layout(stage, "bf16", overrides=(*ODD, changed)))
     saved = pair.run(cases.trained_and_saved, folder=str(tmp_path), layout=layouts[0])[0]
     arguments = {"folder": str(tmp_path), "layout": layouts[1], "recorded": saved["checksums"]}
     found = pair.run(cases.resumed, **arguments)[0]

@@ -1,6 +1,5 @@
 """What runs inside the processes of test_engine.py. Every function is called on every rank."""
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,13 +8,11 @@ from typing import Any
 import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
-from config.cli import REPOSITORY
-from config.deepspeed.document import read_document
 from modeling.linear_cross_entropy import label_loss_sum
 from modeling.parameter_groups import parameter_groups
 from precision.manifest import load_manifest
 from precision.regions import Regions
-from tests.support.models.small_run import batch_of, engine_of, masters_of, plain_model, resolve, take
+from tests.support.models.small_run import batch_of, changed_json, engine_of, masters_of, plain_model, resolve, take
 from training.distributed import World
 from training.engine import Engine
 from training.engine.ledger import PrecisionError, read_ledger
@@ -168,11 +165,10 @@ def stepped_back(world: World, *, folder: str, compute: str, secondary: int) -> 
 
     secondary: zero_hpz_partition_size.
     """
-    path = Path(folder) / f"{world.world_size}-{secondary}-{compute}-{world.rank}.json"
-    document = read_document(REPOSITORY / f"ds_configs/zero3_{compute}.json")
-    document["zero_optimization"] |= {"zero_hpz_partition_size": secondary, "stage3_param_persistence_threshold": 0}
-    path.write_text(json.dumps(document), encoding="utf-8")
-    resolved = resolve(world, stage=3, compute=compute, micro=2, overrides=[f"deepspeed.config={path}"])
+    tag = f"{world.world_size}-{secondary}-{compute}"
+    zero = {"zero_hpz_partition_size": secondary, "stage3_param_persistence_threshold": 0}
+    changed = changed_json(Path(folder), f"zero3_{compute}", **zero)
+    resolved = resolve(world, stage=3, compute=compute, micro=2, overrides=[changed])
     with engine_of(world, resolved):
         pass
     losses, copies = [], []
@@ -191,10 +187,10 @@ def stepped_back(world: World, *, folder: str, compute: str, secondary: int) -> 
             losses.append((health.loss, health.grad_norm, engine.evaluate([batch_of(world, 2, seed=9)]).loss))
 
         train(1)
-        engine.save(Path(folder), path.name.rsplit("-", 1)[0])
+        engine.save(Path(folder), tag)
         train(2)
         train(3)
-        engine.load(Path(folder), path.name.rsplit("-", 1)[0], TorchCheckpointEngine())
+        engine.load(Path(folder), tag, TorchCheckpointEngine())
         train(2)
         train(3)
         return {"losses": losses, "copies": copies, "masters": masters_of(engine)}

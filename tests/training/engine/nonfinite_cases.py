@@ -1,16 +1,13 @@
 """A gradient that is not finite, of each parameter on each rank in turn; run on real ranks by test_nonfinite.py."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from config.cli import REPOSITORY
-from config.deepspeed.document import read_document
 from config.resolved import Resolved
-from tests.support.models.small_run import batch_of, engine_of, resolve, take
+from tests.support.models.small_run import batch_of, changed_json, engine_of, resolve, take
 from tests.training.engine.expert_cases import model_of
 from training.distributed import World
 from training.engine import Engine
@@ -79,11 +76,8 @@ def _laid_out(
         world = world.sharing_experts(2, timeout_minutes=2)
         given += [model_of("mixtral"), "parallel.expert=2"]
     elif layout == "hpz":
-        document = read_document(REPOSITORY / f"ds_configs/zero3_{compute}.json")
-        document["zero_optimization"] |= {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}
-        path = folder / f"{world.rank}.json"
-        path.write_text(json.dumps(document), encoding="utf-8")
-        given.append(f"deepspeed.config={path}")
+        copies = {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}
+        given.append(changed_json(folder, f"zero3_{compute}", **copies))
     variant = "_offload" if layout == "offload" else ""
     return world, alone, resolve(world, stage=stage, compute=compute, micro=2, variant=variant, overrides=given)
 

@@ -90,14 +90,11 @@ def test_a_library_is_found_below_a_path_with_a_space() -> None:
         ("precision.path=manifest", "precision.path = manifest"),
     ],
 )
-def test_what_is_not_verified_is_refused(override: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_verified_is_refused(override: str, words: str, refusal: Any) -> None:
     given = ["--config", str(REPOSITORY / "config/recipes/demo.yaml"), "model.compile=true", override]
     if override == "precision.path=manifest":
         given += ["precision.manifest=config/manifests/bf16.json", "precision.compute=fp32"]
-    with pytest.raises(SystemExit) as stopped:
-        read_command_line(given)
-    assert stopped.value.code == 2
-    assert words in capsys.readouterr().err
+    assert words in refusal(read_command_line, given)
 
 
 def test_zero_3_is_refused_before_anything_is_built() -> None:

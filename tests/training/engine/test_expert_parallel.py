@@ -188,7 +188,7 @@ def test_the_kinds_are_those_that_the_config_allows() -> None:
     assert expert_cases.MEASURED.keys() == MEASURED
 
 
-@pytest.mark.parametrize(("ranks", "stage"), [(2, 2), (4, 1), (2, 3), (4, 3)])
+@pytest.mark.parametrize(("ranks", "stage"), [(2, 2), (4, 3), slow(4, 1), slow(2, 3)])
 def test_four_ranks_share_by_two_and_by_four(four: ProcessGroup, tmp_path: Path, ranks: int, stage: int) -> None:
     overrides = [gathered(tmp_path, "fp32")] if stage == 3 else []
     for found in four.run(expert_cases.against_one_rank, stage=stage, ranks=ranks, overrides=overrides):

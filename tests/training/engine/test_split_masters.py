@@ -74,7 +74,7 @@ def require_same(left: list[dict], right: list[dict], *, steps: int = STEPS) -> 
         )
 
 
-@pytest.mark.parametrize(("ranks", "stage"), [("pair", 1), ("pair", 2), ("pair", 3), ("four", 2)])
+@pytest.mark.parametrize(("ranks", "stage"), [("pair", 2), ("pair", 3), slow("pair", 1), slow("four", 2)])
 def test_a_run_is_the_run_with_fp32_masters(request, ranks: str, stage: int) -> None:
     """Losses, norms, update ratios, masters and moments of all ranks, clipped; steps that are not applied change
     nothing."""

@@ -15,12 +15,6 @@ from config.machine.processes import runs, start_ticks
 from tests.support.jobs.launches import command, events, finish, start, wait_until
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for the jobs: the corpus is prepared once."""
-    return tmp_path_factory.mktemp("jobs")
-
-
 def ranks_of(runner: int) -> dict[int, int]:
     """Pid and start of what the `deepspeed` runner started, its launcher and the ranks."""
     lines = subprocess.check_output(["ps", "-A", "-o", "pid=,ppid="], text=True).splitlines()

@@ -11,28 +11,19 @@ import sys
 import pytest
 
 from config.cli import REPOSITORY
-from tests.support.jobs.launches import LAUNCHERS, command, events, finish, replay, start, wait_until
+from tests.support.jobs.launches import (
+    LAUNCHERS,
+    command,
+    events,
+    finish,
+    last_attempts,
+    replay,
+    start,
+    trace,
+    wait_until,
+)
 from tests.support.marks import slow
 from tests.support.models.small_models import small_model
-
-WHAT_MUST_REPEAT = ("step", "loss", "grad_norm", "lr", "sample_ids_sha256", "tokens", "applied")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """One folder for all jobs: the corpus is prepared once."""
-    return tmp_path_factory.mktemp("jobs")
-
-
-@pytest.fixture(scope="module")
-def unbroken(finished):
-    """The steps of a job that nothing disturbed."""
-    return trace(finished, "it")
-
-
-def trace(folder, name):
-    """What each step of a job was, leaving out times and memory."""
-    return [{key: event[key] for key in WHAT_MUST_REPEAT} for event in events(folder, name, "step")]
 
 
 def test_a_job_leaves_what_a_person_can_look_at(finished, unbroken):
@@ -100,8 +91,7 @@ def test_a_job_killed_in_the_middle_goes_on_as_if_nothing_had_happened(folder, u
     finish(command("python", folder, "killed"), ranks=2)
     resumed = events(folder, "killed", "run_start")[-1]["resumed_from"]
     assert resumed is not None
-    latest = {event["step"]: event for event in trace(folder, "killed")}
-    assert [latest[step] for step in sorted(latest)] == unbroken
+    assert last_attempts(folder, "killed") == unbroken
 
 
 def test_sigterm_saves_and_asks_for_a_restart(folder, unbroken):

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.models.plain_steps import require_equal
-from tests.support.rows.chats import write_base, write_chats
+from tests.support.rows.chats import write_base, write_chats, write_teacher
 from tests.training.checkpoint import resume_cases
 from tests.training.tasks import distill_cases as cases
 from tests.training.tasks import sft_cases
@@ -25,12 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A student, a teacher of other weights with the same tokenizer, and 60 chats."""
     made = tmp_path_factory.mktemp("distill")
     write_base(made / "base")
-    write_base(made / "teacher", seed=1)
-    teacher = AutoModelForCausalLM.from_pretrained(made / "teacher")
-    with torch.no_grad():  # of a trained model's decision: small random weights give nearly equal probabilities
-        for parameter in teacher.parameters():
-            parameter.mul_(5 if parameter.dim() == 2 else 1)
-    teacher.save_pretrained(made / "teacher")
+    write_teacher(made / "teacher")
     write_chats(made / "chats.jsonl", 60)
     return made
 

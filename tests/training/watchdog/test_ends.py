@@ -17,12 +17,6 @@ from tracking.status import run_status
 QUICK = ("checkpoint.every_steps=0", "evaluate.every_steps=0", "generate.tokens=0")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for all jobs: the corpus is prepared once."""
-    return tmp_path_factory.mktemp("ends")
-
-
 def die(folder: Path, name: str, told: str) -> tuple[list[int | None], str]:
     """A job of two ranks in which one dies as dying_train.py is told: exit codes by rank, and output."""
     line = command("python", folder, name, *QUICK)

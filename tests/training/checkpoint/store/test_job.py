@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs.launches import command, events, finish
+from tests.support.jobs.launches import command, events, finish, trace
 from tests.support.servers.store_server import CREDENTIALS, S3Server, s3_server
 
 KEY = "7f" * 32
-KEPT = ("step", "loss", "grad_norm", "lr", "sample_ids_sha256", "tokens", "applied")
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +34,6 @@ def settings(store: S3Server, bucket: str) -> list[str]:
         f"checkpoint.storage_options={{endpoint_url: '{store.proxy.url}'}}",
         "checkpoint.encryption_key=env:MANTISSA_KEY",
     ]
-
-
-def trace(folder: Path, name: str) -> list[dict]:
-    return [{key: event[key] for key in KEPT} for event in events(folder, name, "step")]
 
 
 def test_a_run_goes_on_from_the_store_alone_as_if_nothing_had_been(store: S3Server, tmp_path: Path) -> None:
