@@ -283,7 +283,9 @@ def train(loop: str, options: argparse.Namespace, base: str, folder: Path, stage
             for process in ranks:
                 process.kill()
     if any(process.exitcode for process in ranks):
-        raise RuntimeError(f"{loop} ended early; the end of {log}:\n" + Path(log).read_text(errors="replace")[-2000:])
+        raise RuntimeError(
+            f"{loop} ended early; the end of {log}:\n" + Path(log).read_text(encoding="utf-8", errors="replace")[-2000:]
+        )
 
 
 def _base(options: argparse.Namespace, folder: Path) -> str:
@@ -336,7 +338,7 @@ def main(arguments: list[str] | None = None) -> int:
                     model=base, reference=base, json=Path(f"{folder}.json"), page=Path(f"{folder}.html")
                 )
                 code = max(code, audit_folder(folder, audit))
-                found = json.loads(audit.json.read_text())["findings"]
+                found = json.loads(audit.json.read_text(encoding="utf-8"))["findings"]
                 told = "; ".join(f"{each['what']} ({each['size']:.2g})" for each in found) or "sound"
             except RuntimeError as error:
                 told, code = f"does not run: {str(error).splitlines()[-1][:120]}", 1

@@ -245,9 +245,9 @@ class _StepJudge:
         told = _told(micros, fitted.overall, tolerance)
         if self.scale != 1.0 and bool(((fitted.overall * self.scale - 1).abs() < 0.05).all()):
             told = {"the gradient is divided by a loss scale that the loss was not multiplied by": 1 - 1 / self.scale}
-        shares = ", ".join(f"{share:.3g}" for share in fitted.overall.tolist())
+        listed = ", ".join(f"{share:.3g}" for share in fitted.overall.tolist())
         for what, size in told.items():
-            self.add("gradients", what, size, f"{shares} of the micro-batches' gradients")
+            self.add("gradients", what, size, f"{listed} of the micro-batches' gradients")
         groups: dict[str, list[str]] = {}
         for name, shares in fitted.deviating.items():
             for what in _told(micros, shares, tolerance):

@@ -16,7 +16,7 @@ from config.errors import UserError
 from lab.audit import main
 from tools.audit.recompute import audit_folder
 
-PLANTS = "tests.tools.audit.plants"
+PLANTS = "tests.tools.audit.probe_cases"
 FP32_SUMS = ["--set", 'communication_data_type="fp32"', 'data_types.grad_accum_dtype="fp32"']
 # plant, or nothing: loop, stage, dtype, more arguments, kind of the finding, words in it
 PLANTED: list[tuple[str, str, int, str, list[str], str, str]] = [

@@ -1,4 +1,4 @@
-"""Mistakes planted into other people's loops, by `python -m lab.audit --plant tests.tools.audit.plants:NAME`.
+"""Mistakes planted into other people's loops, by `python -m lab.audit --plant tests.tools.audit.probe_cases:NAME`.
 
 Each is called in both ranks before the loop, and changes DeepSpeed, torch or the work from inside, where the probe does
 not look.
