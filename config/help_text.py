@@ -56,7 +56,7 @@ def render(about: str = "") -> str:
             lines.append("")
         unit = f" [{item.unit}]" if item.unit else ""
         for text, first, later in ((f"{item.key}: {item.kind} = {item.default}{unit}", 2, 10), (item.meaning, 6, 6)):
-            wrapper = textwrap.TextWrapper(width, " " * first, " " * later, break_long_words=False)
+            wrapper = textwrap.TextWrapper(width, " " * first, " " * later, break_long_words=False, break_on_hyphens=False)
             lines += wrapper.wrap(text)
     return "\n".join(lines) + "\n"
 

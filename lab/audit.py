@@ -3,7 +3,7 @@
     python -m lab.audit --trainer bare,hf --stage 2 --dtype bf16
 
 trains each combination for a few steps with the probe in the loop, audits what it recorded, and prints a row of
-docs/audit-probe.md for it. --plant MODULE:FUNCTION changes their loop before it starts.
+docs/audit.md for it. --plant MODULE:FUNCTION changes their loop before it starts.
 """
 
 from __future__ import annotations
