@@ -49,7 +49,6 @@ def render(about: str = "") -> str:
         names = [*all_keys(), *(item.key for item in known)]
         raise UserError(f"command line: --help {about}: no such section or key{suggest(about, names)}")
     width = min(_WIDEST, shutil.get_terminal_size((_WIDEST, 0)).columns)
-    unbroken = {"break_long_words": False, "break_on_hyphens": False}
     lines, section = ["key: type = default [unit]; null turns off what 0 turns off"], None
     for item in found:
         if (head := item.key.rpartition(".")[0]) != section:
@@ -57,7 +56,8 @@ def render(about: str = "") -> str:
             lines.append("")
         unit = f" [{item.unit}]" if item.unit else ""
         for text, first, later in ((f"{item.key}: {item.kind} = {item.default}{unit}", 2, 10), (item.meaning, 6, 6)):
-            wrapper = textwrap.TextWrapper(width, " " * first, " " * later, **unbroken)
+            wrapper = textwrap.TextWrapper(width, " " * first, " " * later, break_long_words=False)
+            wrapper.break_on_hyphens = False
             lines += wrapper.wrap(text)
     return "\n".join(lines) + "\n"
 
