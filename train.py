@@ -57,7 +57,7 @@ def run(resolved: Resolved) -> int:
         with session(resolved, trains=True) as opened:
             parts, progress = build(opened)
             ending = train(parts, progress)
-            finish(parts, opened.corpus, ending)
+            finish(parts, ending)
     except LostRank:
         return LOST
     return ending.exit_code

@@ -908,7 +908,7 @@ UNPACKED_TASKS = ("seq2seq", "dpo")
 
 @dataclass(frozen=True)
 class GenerateSection:
-    """The text sample at the end of a run."""
+    """The text sample at the end of a run, and on the way."""
 
     tokens: int = limit(120, at_least=0, null=0)
     """[tokens] Length of the sample; 0 writes none."""
@@ -916,6 +916,8 @@ class GenerateSection:
     """[text] Start of the sample."""
     temperature: float = limit(0.8, above=0.0)
     """[factor] Softmax temperature of sampling."""
+    at_evaluations: bool = False
+    """[true or false] Sample at each evaluation, too: the run's page shows how the samples change."""
 
 
 @dataclass(frozen=True)

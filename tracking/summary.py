@@ -52,6 +52,8 @@ class Summary:
         self.nonfinite_losses = len(steps) - losses.size
         self.first_eval_loss: float | None = evals[0]["loss"] if evals else None
         self.eval_loss: float | None = evals[-1]["loss"] if evals else None
+        self.samples = [(event["step"], str(event["sample"])) for event in evals if event.get("sample")]
+        """(step, text) of the samples at evaluations."""
         self.perplexity: float | None = evals[-1]["perplexity"] if evals else None
         self.metrics = _metrics(evals)
         """First and last value, by name, of the task's metrics on the validation set and of the loss of its parts."""

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from training.preemption import Preemption
 from training.profile.profiler import open_profiling
 from training.progress import START, Progress
 from training.promotions import Promotions
+from training.sampling import sampled
 from training.session import Session, run_dir_of
 from training.sinks import open_record
 from training.telemetry import Telemetry
@@ -72,6 +74,7 @@ def build(opened: Session) -> tuple[Parts, Progress]:
         state=state,
         validation=opened.validation,
         validation_by_source=opened.validation_by_source,
+        sample=partial(sampled, resolved, engine, opened.corpus, record),
         preemption=Preemption(config.run.max_minutes),
         checks=Checks(engine, resolved) if checks_wanted(config.guard) else None,
         self_check=SelfCheck(engine, resolved) if _self_checked(config.guard) and world.tensor is None else None,

@@ -9,11 +9,6 @@ from typing import Any
 from config.cli import BROKEN, DIVERGED, DONE, PREEMPTED, UNSAVED
 from config.errors import UserError, one_line
 from config.printable import printable, shown
-from config.redact import redact
-from config.task import ENCODER_TASKS
-from data.text.prepare import Corpus
-from data.text.tokenizer import load_tokenizer
-from modeling.generate import sample_text
 from tracking.heatmap.grid import read_heat
 from tracking.heatmap.still import still_sentence
 from tracking.report.page import sample_title, summary_table, write_report
@@ -28,9 +23,9 @@ from training.session import run_dir_of
 _STATUS = {DONE: "done", DIVERGED: "aborted", BROKEN: "aborted", UNSAVED: "aborted", PREEMPTED: "preempted"}
 
 
-def finish(parts: Parts, corpus: Corpus, ending: Ending) -> None:
+def finish(parts: Parts, ending: Ending) -> None:
     """Sample text, close the record and write the report. A collective: every rank samples."""
-    sample = _sample(parts, corpus) if ending.exit_code == DONE else None
+    sample = parts.sample() if ending.exit_code == DONE else ""
     parts.batches.close()
     parts.stop_watching()
     end: dict[str, Any] = {
@@ -70,37 +65,12 @@ def _judge(parts: Parts, end: dict[str, Any]) -> tuple[Verdict | None, dict[str,
     }
 
 
-def _sample(parts: Parts, corpus: Corpus) -> str | None:
-    """Text from the model; None where none is configured, or a rank cannot read the tokenizer. A collective."""
-    generate, tokenizer, problem = parts.resolved.config.generate, None, None
-    if not generate.tokens or parts.resolved.config.task in ENCODER_TASKS:
-        return None
-    try:
-        tokenizer = load_tokenizer(corpus.tokenizer_folder)
-    except Exception as error:  # the cache may be gone by now, or damaged; the tokenizers raise plain Exception
-        problem = f"no text was sampled: {corpus.tokenizer_folder}: {one_line(error)}"
-    problem = next(filter(None, parts.engine.world.gather_objects(problem)), None)
-    if problem is not None or tokenizer is None:
-        parts.record.note(str(problem))
-        return None
-    return sample_text(
-        parts.engine.model,
-        tokenizer,
-        prompt=generate.prompt,
-        tokens=generate.tokens,
-        temperature=generate.temperature,
-        seed=parts.resolved.config.run.seed,
-        device=parts.engine.world.device,
-        has_encoder=parts.engine.model.config.is_encoder_decoder,
-    )
-
-
-def _report(parts: Parts, sample: str | None, ending: Ending, verdict: Verdict | None) -> None:
+def _report(parts: Parts, sample: str, ending: Ending, verdict: Verdict | None) -> None:
     run_dir = run_dir_of(parts.resolved)
     command = parts.resolved.resume_command
     screen = console(soft_wrap=True)
     try:
-        report = write_report(run_dir, sample=sample, resume_command=command)
+        report = write_report(run_dir, sample=sample or None, resume_command=command)
         summary = summarise(run_dir)
         table = summary_table(run_dir, summary)
         table.title = words(summary.name)  # the verdict is the last line
@@ -109,7 +79,7 @@ def _report(parts: Parts, sample: str | None, ending: Ending, verdict: Verdict |
             screen.print(paragraph(shown(f"! {summary.standstill}"), screen, "yellow"))
         if sample:
             screen.print(words(f"{sample_title(run_dir, summary)}:"))
-            screen.print(printable(redact(sample.strip())), style="dim")
+            screen.print(printable(sample.strip()), style="dim")
         screen.print(words(f"report   {os.path.relpath(report)}"))
         screen.print(words(f"plot     {os.path.relpath(run_dir.plots / 'run.png')}"))
     except Exception as error:  # the run is over and recorded: what is for people must not make it a failed one

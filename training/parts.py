@@ -40,6 +40,8 @@ class Parts:
     """Gives the validation set's batches, from its start."""
     validation_by_source: Callable[[], dict[str, Iterable[Batch]]] = dict
     """The same of each source of a mixture."""
+    sample: Callable[[], str] = str
+    """Gives text from the model; empty for none. A collective."""
     preemption: Preemption = field(default_factory=lambda: Preemption(signals=False))
     checks: Checks | None = None
     self_check: SelfCheck | None = None

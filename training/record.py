@@ -132,10 +132,17 @@ def record_incident(
 
 
 def record_evaluation(
-    record: Record, progress: Progress, whole: Evaluation, by_source: dict[str, Evaluation] | None = None
+    record: Record,
+    progress: Progress,
+    whole: Evaluation,
+    by_source: dict[str, Evaluation] | None = None,
+    *,
+    sample: str = "",
 ) -> None:
-    """The `eval` event. whole: of the validation set; by_source: of each part that has a name."""
+    """The `eval` event. whole: of the validation set; by_source: of each part that has a name. sample: text of then."""
     further: dict[str, Any] = {"metrics": whole.metrics} if whole.metrics else {}
+    if sample:
+        further["sample"] = sample
     if by_source:
         further["by_source"] = {name: evaluation.loss for name, evaluation in by_source.items()}
     where = {"step": progress.step, "tokens": progress.tokens}

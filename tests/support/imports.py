@@ -24,7 +24,7 @@ FLOORS = (
     ("engine", "watchdog"),
     ("checkpoint", "telemetry", "attribution", "sinks", "references", "early_warnings"),
     ("teacher", "corruption"),
-    ("record", "tracing", "session"),
+    ("record", "tracing", "session", "sampling"),
     ("profile",),
     ("parts",),
     ("build", "reactions"),

@@ -108,6 +108,20 @@ def test_a_later_report_keeps_the_sample(told_run: RunDir) -> None:
     assert "def sampled(): ..." in text and _ENVIRONMENT["resume_command"] in text
 
 
+def test_samples_at_evaluations_are_shown_in_order(run_dir: RunDir) -> None:
+    record = Record([JsonlSink(run_dir.events)])
+    record.event("run_start", step=0, tokens=0, **start_fields())
+    for step, text in ((2, "def aaaa"), (4, "def f(x):")):
+        record.event("step", step=step, tokens=step, **step_fields(step))
+        record.event("eval", step=step, tokens=step, loss=2.0, perplexity=7.4, sample=text)
+    record.close()
+    text = write_report(run_dir, sample="def g(y):", resume_command="x").read_text()
+    places = [
+        text.index(part) for part in ("def g(y):", "Samples at evaluations", "At step 2:", "def aaaa", "def f(x):")
+    ]
+    assert places == sorted(places)
+
+
 def test_the_table_for_the_console(fp16_run: RunDir) -> None:
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(summary_table(fp16_run))

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from rich.table import Table as Grid
 
 _MOST_WARNINGS = 20
+_MOST_SAMPLES = 20
 _TOKENS_PER_PARAMETER = 20  # from which a model from random weights is trained (Hoffmann et al., 2022)
 
 
@@ -86,6 +87,10 @@ def sections(run_dir: RunDir, summary: Summary, resume_command: str = "") -> dic
     ledger = [(escaped(row["what"]), row["dtype"], mib(row["bytes"])) for row in environment.get("ledger") or ()]
     left_out = len(summary.warnings) - _MOST_WARNINGS
     sample = run_dir.sample.read_text(encoding="utf-8", errors="replace") if run_dir.sample.is_file() else ""
+    newest = [f"{sample_title(run_dir, summary)}:", fenced(sample)] if sample else []
+    earlier = [part for step, text in summary.samples[-_MOST_SAMPLES:] for part in (f"At step {step:,}:", fenced(text))]
+    if earlier:
+        earlier = ["<details><summary>Samples at evaluations</summary>", *earlier, "</details>"]
     resume = fenced(resume_command or resume_command_of(run_dir), "bash")
     return {
         "What ran": page(_facts(_what_ran(summary, config, deepspeed, environment))),
@@ -98,7 +103,7 @@ def sections(run_dir: RunDir, summary: Summary, resume_command: str = "") -> dic
         ),
         "Notes": page([escaped(note) for note in summary.notes]),
         "Canary": page(_canary(run_dir)),
-        "Sample": page(f"{sample_title(run_dir, summary)}:", fenced(sample)) if sample else "",
+        "Sample": page(*newest, *earlier),
         "Resume": page(f"Newest checkpoint: {code(summary.checkpoint or 'none')}", resume),
     }
 
