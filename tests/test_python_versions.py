@@ -83,7 +83,7 @@ def test_what_needs_pure_python_only_runs(python: list[str]) -> None:
     assert len(names) > 50
     run(python, "-c", IMPORT, typed="\n".join([*names, "training.checkpoint.tool", "training.watchdog.witness"]))
     assert run(python, "train.py", "--version") == f"mantissa {VERSION}\n"
-    assert "run.steps: integer" in run(python, "train.py", "--help")
+    assert "run.steps: integer" in run(python, "train.py", "--help", "all")
     assert "name: demo" in run(python, "train.py", "--config", "config/recipes/demo.yaml", "--show-config")
     assert "usage" in run(python, "-m", "launch.plan", "--help")
 
