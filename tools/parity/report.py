@@ -92,7 +92,7 @@ def write_report(folder: Path, found: dict[str, Any]) -> Path:
 def verdict_lines(found: dict[str, Any]) -> list[str]:
     """The verdict as text: what was compared, how many bounds hold, and each failed check with the modules it names."""
     conditions, checks = found["conditions"], found["checks"]
-    bad, places = sum(not check["passed"] for check in checks), len(found["walks"])
+    bad, places = sum(not check["passed"] for check in checks), len(conditions.get("compared_after") or found["walks"])
     lines = [
         f"**{found['verdict']}**: {text(conditions['compute'])} against FP32 over {conditions['steps']:,} steps, and "
         f"in single steps at {places} place{'s' * (places != 1)}: "
