@@ -153,7 +153,7 @@ BAD: list[tuple[str, str, str]] = [
     (GOOD, "task=mlm classify.kind=token", "classify.kind = token is only read by task = classify"),
     (GOOD, "task=mlm mlm.probability=0", "mlm.probability = 0"),
     (GOOD, "model.compile=true", "model.compile = true is not verified with task = classify"),
-    (GOOD, "data.tokenizer=bpe:20", "the vocabulary must be a number from 257"),
+    (GOOD, "data.tokenizer=bpe:20", "names no vocabulary size of 257 or more"),
 ]
 
 
