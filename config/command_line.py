@@ -59,7 +59,7 @@ def read_command_line(argv: Sequence[str], environment: Mapping[str, str] = os.e
 
 
 def _help_asked(argv: Sequence[str]) -> str | None:
-    """What help is asked about, empty for nothing in particular; None where it is not asked for."""
+    """Subject of the help that is asked for, empty for the page; None where none is asked for."""
     for word, following in zip(argv, [*argv[1:], ""], strict=False):
         option, _, about = word.partition("=")
         if option in ("--help", "-h"):

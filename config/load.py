@@ -202,7 +202,7 @@ def _apply_override(tree: dict[str, Any], parts: list[str], value: Any, origins:
 
 
 def _alone(value: Any) -> str:
-    """What to do about a value that may be a number with a unit, or with commas."""
+    """Advice on a value that may be a number with a unit, or with commas."""
     number = isinstance(value, str) and re.match(r"[-+]?\.?\d", value)
     return "; write digits alone, without a unit" if number else "; give a number"
 

@@ -37,7 +37,7 @@ SHAPE |= {"num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embe
 
 
 class Work:
-    """What a loop trains: model, rows and DeepSpeed's JSON, and where its probe writes."""
+    """Model, rows and DeepSpeed's JSON of a loop, and where its probe writes."""
 
     def __init__(self, options: argparse.Namespace, base: str, folder: Path, stage: int, dtype: str) -> None:
         self.options, self.base, self.folder, self.stage, self.dtype = options, base, folder, stage, dtype
@@ -157,7 +157,7 @@ def accelerate(work: Work) -> Any:
 
 
 def _arguments(work: Work) -> dict[str, Any]:
-    """What `TrainingArguments` and its subclasses are given."""
+    """Arguments of `TrainingArguments` and its subclasses."""
     from accelerate import PartialState
 
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"

@@ -200,7 +200,7 @@ _AS_FAST = 0.98
 
 
 def _command(plan: Plan) -> list[str | Text]:
-    """What starts the run: as configured where that fits and is about as fast as any, else with what is better."""
+    """Command that starts the run as configured, where that fits and is about as fast as any, else as is better."""
     fitting = [option for option in plan.stages.values() if option is not None]
     if not fitting:
         return []

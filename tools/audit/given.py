@@ -172,7 +172,7 @@ def _accumulation(values: dict[str, Any], decided: dict[str, Any]) -> int | None
 
 
 def _dtype(values: dict[str, Any], decided: dict[str, Any]) -> str | None:
-    """What the model is cast to: by the JSON, and where it leaves that open, or says nothing, by the trainer."""
+    """Dtype that the model is cast to: by the JSON, and where it leaves that open, or says nothing, by the trainer."""
     flags = {name: values.get(f"{name}.enabled", ABSENT) for name in ("bf16", "fp16", "bfloat16")}
     on = [name for name, flag in flags.items() if flag is True]
     wanted = decided.get("dtype")
@@ -190,7 +190,7 @@ def _optimizer(name: str) -> str:
 
 
 def read_model(model: str) -> dict[str, Any]:
-    """What a model's config.json says of its numerics. model: a folder, or a name whose config is cached."""
+    """Numerics that a model's config.json names. model: a folder, or a name whose config is cached."""
     from huggingface_hub import try_to_load_from_cache
 
     path = Path(model) / "config.json"

@@ -1,4 +1,4 @@
-"""What is wrong in recorded steps, in order of severity."""
+"""Judges recorded steps: what is wrong with them, in order of severity."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ class _StepJudge:
         return group
 
     def _factor(self, norm: float, clipping: float) -> None:
-        """What the gradient was multiplied by before it came to the optimizer, read from its first moment."""
+        """Factor on the gradient before it came to the optimizer, read from its first moment."""
         start, end = self.step.named("exp_avg/before"), self.step.named("exp_avg/after")
         dot = square = size = 0.0
         for name, value in self.gradient.items():
@@ -386,7 +386,7 @@ class _StepJudge:
 
 
 def _told(micros: list[Micro], shares: torch.Tensor, tolerance: float) -> dict[str, float]:
-    """What shares other than 1 mean, with how far off they are."""
+    """Meaning of shares other than 1, with how far off they are."""
     off = (shares - 1).abs() > tolerance
     if not bool(off.any()):
         return {}

@@ -1,4 +1,4 @@
-"""What a probe wrote, read and checked."""
+"""Reads and checks the files of a probe."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Step:
         return self.ranks[0]
 
     def named(self, kind: str) -> dict[str, torch.Tensor]:
-        """What rank 0 kept of each parameter, FP32 on the CPU."""
+        """Tensors of each parameter that rank 0 kept, FP32 on the CPU."""
         found = self.tensors[0].items()
         return {name.removeprefix(f"{kind}/"): value for name, value in found if name.startswith(f"{kind}/")}
 

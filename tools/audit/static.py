@@ -62,7 +62,7 @@ def audit_configs(given: Given, json_file: Path | None) -> int:
 
 
 def numerics(given: Given) -> Iterator[tuple[str, str]]:
-    """What is computed, kept, summed and reduced in which dtype."""
+    """Dtypes in which things are computed, kept, summed and reduced."""
     facts = given.facts
     dtype = facts["dtype"].upper() if facts["dtype"] else "open (auto)"
     yield "weights", dtype + ("" if facts["autocast"] == "none" else f", computing under autocast {facts['autocast']}")
@@ -82,7 +82,7 @@ def numerics(given: Given) -> Iterator[tuple[str, str]]:
 
 
 def sound(given: Given) -> Iterator[str]:
-    """What the precision matrix measured bare DeepSpeed to do right in this run."""
+    """Settings of this run that the precision matrix measured bare DeepSpeed to compute right."""
     facts, values = given.facts, dict(leaves(given.document))
     usual = (facts["autocast"], facts["masters"], facts["optimizer"]) == ("none", "fp32", "adamw")
     if facts["dtype"] is None or not usual or given.versions["deepspeed"] not in (MEASURED_WITH, None):
@@ -104,7 +104,7 @@ def sound(given: Given) -> Iterator[str]:
 
 
 def never_measured(given: Given, known: list[dict[str, Any]]) -> Iterator[str]:
-    """What touches the numbers, or may, and was not measured."""
+    """Settings that touch the numbers, or may, and were not measured."""
     document, facts = given.document, given.facts
     conditions = [(name.removeprefix("json."), wanted) for entry in known for name, wanted in entry["when"].items()]
     told = {name for name, _ in conditions}

@@ -76,7 +76,7 @@ def document_of(file: TrainerFile) -> tuple[str, dict[str, Any]] | None:
 
 
 def decisions(file: TrainerFile) -> dict[str, Any]:
-    """What the file decides, in common names; a name is missing where it leaves the decision to somebody else."""
+    """Decisions of the file, in common names; a name is missing where it leaves the decision to somebody else."""
     values, plugin = file.values, file.plugin
     found = {"trainer": "hf", "use_cpu": values.get("use_cpu"), "tiled_mlp": values.get("tiled_mlp")}
     if file.kind == "Accelerate YAML":

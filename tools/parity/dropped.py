@@ -1,4 +1,4 @@
-"""What a model drops in training, by module, beside what the architecture's own code drops by the same config.
+"""Compares which modules drop values in training, and how many, with the architecture's own code.
 
 The rate that a dropout function is asked for, and the share of its values that became zero: a rate other than the
 declared one, or dropout that is missing, changes the model's training and no loss of an evaluation.
@@ -23,7 +23,7 @@ _ATTENTION: Any = functional.scaled_dot_product_attention
 
 
 class Rate(NamedTuple):
-    """Of one module's calls."""
+    """Dropout of one module, over all of its calls."""
 
     asked: float
     zeros: int

@@ -59,7 +59,7 @@ def power(steps: int, every: int, chance: float) -> float:
 
 
 def power_line(steps: int, whole: int, layers: int) -> str:
-    """What the comparisons of a run of `steps` would have found. layers: linear ones whose gradients are compared."""
+    """Probabilities with which comparing a run of `steps` finds an error. layers: linear ones that are compared."""
 
     lengths = sorted({steps, max(steps, _USUAL)})
 

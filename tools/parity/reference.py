@@ -75,7 +75,7 @@ class Reference:
         return self.model.get_parameter(name).detach()
 
     def score(self, inputs: dict[str, Any], labels: torch.Tensor) -> Scored:
-        """What the objective makes of one micro-batch."""
+        """Loss and sums of one micro-batch."""
         return self.objective.score(self._forward, inputs, labels)
 
     def loss_and_gradients(self, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:

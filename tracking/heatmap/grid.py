@@ -95,7 +95,7 @@ class Heat:
         return self.chosen(sorted(known.tolist(), key=lambda row: (first[folded_name(self.rows[row], "kinds")], row)))
 
     def at_its_steps(self) -> Heat:
-        """What was not finite, in columns of a single step each and of what lies between."""
+        """Values that were not finite, in columns of a single step each and of what lies between."""
         first, last = int(self.edges[0]), int(self.edges[-1])
         steps = [at for step, _, _ in self.nonfinite for at in (step - 1, step)]
         edges = np.unique([first, *steps, last])

@@ -115,7 +115,7 @@ class _Run:
         return True
 
     def _noted(self) -> tuple[int, int] | None:
-        """What changes with the run's notes; None where there are none."""
+        """Stamp that changes with the run's notes; None where there are none."""
         path = self.folder / NOTES
         try:
             now = path.stat()

@@ -20,7 +20,7 @@ MOST_TAGS, LONGEST_TAG, LONGEST_NOTE = 20, 40, 4000
 
 @dataclass(frozen=True)
 class Notes:
-    """What readers have noted about a run."""
+    """Tags and a note that readers gave a run."""
 
     tags: tuple[str, ...] = ()
     note: str = ""

@@ -85,7 +85,7 @@ class Asked:
 
     @property
     def words(self) -> list[str]:
-        """What is searched for, in small letters."""
+        """Words that are searched for, in small letters."""
         return self.search.lower().split()
 
 
@@ -94,7 +94,7 @@ class Spark:
     """A loss curve, in a box of WIDTH by HEIGHT on the scale that all lines share."""
 
     points: str
-    """Of an SVG polyline."""
+    """Points of an SVG polyline."""
     band: str
     """Band from the lowest to the highest curve of a group, as the points of a polygon; empty for one run."""
     mark: float | None
@@ -125,7 +125,7 @@ class Line:
     warnings: int
     incidents: tuple[tuple[str, int], ...]
     times: dict[str, tuple[str, str, str]]
-    """Of `started` and `changed`: for machines, as asked for, and the other way."""
+    """Times `started` and `changed`: for machines, as asked for, and the other way."""
     settings: tuple[tuple[str, str], ...]
     """First few settings that differ between the runs shown."""
     more_settings: int
@@ -281,7 +281,7 @@ def _wanted(entries: Sequence[Entry], asked: Asked) -> list[Entry]:
 
 
 def _place_of(entry: Entry, word: str) -> tuple[str, str] | None:
-    """What of a run has a word in it, and its text; None where nothing has."""
+    """Part of a run that has the word in it, and its text; None where none has."""
     for what, text in _searched(entry):
         if word in text.lower():
             return what, text

@@ -75,7 +75,7 @@ class Pages:
     def __init__(self, library: Library, *, editable: bool) -> None:
         self._library = library
         self.token = secrets.token_urlsafe(16) if editable else ""
-        """What the page sends along with notes, which no page from elsewhere can read; empty: notes are not edited."""
+        """Secret that the page sends along with notes, unreadable for other pages; empty: notes are not edited."""
         self._addresses: dict[str, Callable[[Query], Reply]] = {
             "/": self._overview,
             "/favicon.ico": lambda query: _static("icon.svg"),

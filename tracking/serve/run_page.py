@@ -100,7 +100,7 @@ class Changes:
 
 
 def changes(own: Entry, entries: Sequence[Entry], *, baseline: Entry | None = None) -> Changes:
-    """What a run was given that the baseline of its group was not. baseline: another run instead.
+    """Settings of a run that the baseline of its group did not have. baseline: another run instead.
 
     A group has the same model, data and task; its baseline is the sound run of it that began first. Of a run that is
     alone in its group, the sound run with the fewest other settings stands in.
@@ -125,7 +125,7 @@ def changes(own: Entry, entries: Sequence[Entry], *, baseline: Entry | None = No
 
 
 def _work(entry: Entry) -> dict[str, Any]:
-    """What every run of a group has in common."""
+    """Facts that all runs of a group have in common."""
     return {key: value for key, value in entry.settings.items() if key == "task" or key.startswith(("model.", "data."))}
 
 
@@ -197,7 +197,7 @@ def heat(found: Heat, panel: str, fold: str, opened: Sequence[str]) -> dict[str,
 def sections(
     entry: Entry, run: Run, findings: Sequence[Finding], remarks: Sequence[str], *, root: Path
 ) -> dict[str, Any]:
-    """What `report/sections.html` shows, below the curves and layers. root: nothing outside of it is shown."""
+    """Values for `report/sections.html`, below the curves and layers. root: nothing outside of it is shown."""
     facts, run_dir = run.facts, RunDir(entry.folder)
     texts = report_sections(run_dir, Summary(facts))
     return {
