@@ -334,11 +334,11 @@ def _warned(evidence: Evidence, course: _Course | None) -> tuple[str, int] | Non
     if first is not None:
         more = f"; {count - 1} more" if count > 1 else ""
         return f"{first['text'] if first['event'] == 'note' else describe_event(first)}{more}", int(first["step"])
-    level = course.level if course is not None else np.zeros(2)
-    up = np.flatnonzero(course.risen[:-1] & course.risen[1:] if course is not None else level)
-    if course is not None and (up.size or level.max() > _EXCURSION * max(level[0], level[-1])):
-        at = int(up[0]) if up.size else int(level.argmax())
-        return f"its loss rose to {number(float(level[at]))} there, and came down again", int(course.since[at])
+    if course is not None:
+        level, up = course.level, np.flatnonzero(course.risen[:-1] & course.risen[1:])
+        if up.size or level.max() > _EXCURSION * max(level[0], level[-1]):
+            at = int(up[0]) if up.size else int(level.argmax())
+            return f"its loss rose to {number(float(level[at]))} there, and came down again", int(course.since[at])
     if skipped > max(_SETTLING, SKIPPED * evidence.attempts):
         cause = f"{skipped:,} of {evidence.attempts:,} steps were skipped, more than {percent(SKIPPED)}"
         return cause, evidence.first_step
