@@ -85,6 +85,17 @@ def _same_name(name: str, found: Facts) -> bool:
     return name in found["addresses"] or name in (found["back"] or []) or name.split(".")[0] in labels
 
 
+def check_pdsh(program: str | None, *paths: str) -> Iterator[Finding]:
+    """The needs of `deepspeed --hostfile`. paths: folder and interpreter, which it passes to a shell unquoted."""
+    if program is None:
+        fix = "apt-get install pdsh, or start with torchrun or Slurm"
+        yield amber("pdsh", "it is not on the PATH here, and the deepspeed launcher uses it", fix)
+    spaced = [path for path in paths if len(path.split()) > 1]
+    if spaced:
+        what = f"{spaced[0]} has a space in it, which the deepspeed launcher does not quote for the other hosts"
+        yield amber("pdsh", what, "a folder without spaces, or start with torchrun or accelerate launch on each host")
+
+
 def check_reach(host: str, tried: Mapping[str, str | None]) -> Iterator[Finding]:
     """tried: another host to why connecting to it failed; None: it succeeded."""
     failed = {name: why for name, why in tried.items() if why}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import secrets
 import shutil
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,14 @@ from typing import Any
 
 from config.optimizers import OPTIMIZERS, OptimizerSpec
 from config.schema import OptimizerSection
-from launch.doctor.cluster_checks import check_all_reduce, check_clock, check_cluster, check_device, check_reach
+from launch.doctor.cluster_checks import (
+    check_all_reduce,
+    check_clock,
+    check_cluster,
+    check_device,
+    check_pdsh,
+    check_reach,
+)
 from launch.doctor.host_checks import check_host, check_offload
 from launch.doctor.hosts import Host, Unreachable, on_all
 from launch.doctor.programs import ALL_REDUCE, DEVICE, RUN
@@ -56,9 +64,8 @@ def _examine(scope: Scope) -> Iterator[Finding]:
     for host in scope.hosts:
         if not host.local:
             yield _connection(host, connected[host.name], scope.options.ssh)
-    if len(scope.hosts) > 1 and shutil.which("pdsh") is None:
-        fix = "apt-get install pdsh, or start with torchrun or Slurm"
-        yield amber("pdsh", "it is not on the PATH here, and the deepspeed launcher uses it", fix)
+    if len(scope.hosts) > 1:
+        yield from check_pdsh(shutil.which("pdsh"), str(Path.cwd()), sys.executable)
     if not hosts:
         return
     facts, lost = _facts(scope, hosts)

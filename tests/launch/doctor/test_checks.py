@@ -10,7 +10,7 @@ from config.cli import REPOSITORY
 from config.errors import UserError
 from config.optimizers import OPTIMIZERS
 from launch.doctor import facts as doctor_facts
-from launch.doctor.cluster_checks import check_all_reduce, check_clock, check_cluster, check_device
+from launch.doctor.cluster_checks import check_all_reduce, check_clock, check_cluster, check_device, check_pdsh
 from launch.doctor.host_checks import check_host, check_offload
 from launch.doctor.report import amber, green, print_findings, red
 from launch.hosts import read_hostfile
@@ -51,6 +51,20 @@ def test_the_odd_one_out_of_many_hosts_is_named(facts):
         ("node-3", "amber", "driver is 570.1"),
         ("node-4", "red", "Mantissa's code is none"),
     }
+
+
+@pytest.mark.parametrize(
+    ("program", "folder", "said"),
+    [
+        ("/usr/bin/pdsh", "/home/me", []),
+        (None, "/home/me", ["it is not on the PATH here"]),
+        ("/usr/bin/pdsh", "/home/my files", ["/home/my files has a space in it"]),
+    ],
+)
+def test_the_deepspeed_launcher_needs_pdsh_and_paths_without_spaces(program, folder, said):
+    found = list(check_pdsh(program, folder, "/usr/bin/python"))
+    assert [item.level for item in found] == ["amber"] * len(said)
+    assert [item.what.split(",")[0] for item in found] == said
 
 
 def test_what_is_nowhere_is_missed(facts):
