@@ -11,7 +11,7 @@ import pytest
 
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
-from config.launcher import as_launched
+from config.launcher import as_launched, deepspeed_program
 from launch.plan import command as plan
 from launch.plan.devices import DEVICES, GIB, find_device
 from launch.plan.layout import layout_of
@@ -171,7 +171,8 @@ def test_what_does_not_fit_as_configured_gets_a_way_that_does(capsys, monkeypatc
     text = capsys.readouterr().out
     assert "DOES NOT FIT" in text and "As configured it does not fit" in text
     command = text.splitlines()[-1]
-    assert command.startswith("use this: deepspeed --num_gpus 8 ") and "batch.micro_size=32" not in command
+    start = shlex.join([*deepspeed_program(), "--num_gpus", "8"])
+    assert command.startswith(f"use this: {start} ") and "batch.micro_size=32" not in command
     words = shlex.split(command.partition("train.py ")[2])
     resolved = read_command_line(words, as_launched(8))
     assert resolved.zero_stage == 3 and resolved.batch.micro_size == 16
@@ -179,7 +180,7 @@ def test_what_does_not_fit_as_configured_gets_a_way_that_does(capsys, monkeypatc
 
 def test_the_last_line_starts_the_run_as_configured_where_no_other_setting_is_faster(capsys) -> None:
     assert plan.main([*BIG, "--gpus", "16", "--device", "a100", "batch.micro_size=16", "run.seed=3"]) == 0
-    start = "deepspeed --hostfile launch/deepspeed/hostfile --num_nodes 2 --num_gpus 8"
+    start = f"{shlex.join(deepspeed_program())} --hostfile launch/deepspeed/hostfile --num_nodes 2 --num_gpus 8"
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith(f"use this: {start} ") and last.endswith(" batch.micro_size=16 run.seed=3")
 
