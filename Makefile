@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 ENTERED := $(shell IFS=:; set -f; for folder in $$PATH; do [ -x "$$folder" ] && printf ':%s' "$$folder"; done)
 export PATH := $(CURDIR)/$(BIN)$(ENTERED)
 
-.PHONY: help setup another-torch architecture demo test test-all compatibility test-fast test-cluster test-long test-machines test-kernels check benchmark benchmark-gpu gpu-check benchmark-titan titan test-titan trl test-trl benchmark-trl parity parity-defects detection analyze matrix envelope chaos clean
+.PHONY: help setup another-torch architecture docs demo test test-all compatibility test-fast test-cluster test-long test-machines test-kernels check benchmark benchmark-gpu gpu-check benchmark-titan titan test-titan trl test-trl benchmark-trl parity parity-defects detection analyze matrix envelope chaos clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 16
@@ -56,6 +56,10 @@ test-fast: setup  ## The tests that start no process
 
 test-cluster: setup  ## Test on machines made of network namespaces, and on a Slurm of two nodes (root; skips with the reason)
 	$(BIN)/python -m pytest -rs -m cluster $(ARGS)
+
+docs: setup  ## Build the documentation as a site that loads nothing from the network: runs/docs
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/python -m mkdocs build --quiet
+	@echo "to read it: $(BIN)/python -m http.server -d runs/docs"
 
 test-long: setup  ## Long tests: the planner on real ranks, killed sweeps, contestants, the rest of matrices
 	$(BIN)/python -m pytest -m slow $(ARGS)

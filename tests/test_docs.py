@@ -3,8 +3,11 @@ their fields, repository paths, make targets."""
 
 import dataclasses
 import functools
+import os
 import re
 import shlex
+import subprocess
+import sys
 import typing
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
@@ -15,6 +18,7 @@ import pytest
 import yaml
 
 from config.errors import UserError
+from config.help_text import keys as config_keys
 from config.load import field_types, load_config
 from config.moved import new_name
 from config.schema import Config
@@ -301,3 +305,15 @@ def test_to_look_for_pip_leaves_setuptools_importable() -> None:
     before = set(vars(finder))
     assert is_runnable("pip") and not is_runnable("no_such_package")
     assert set(vars(finder)) == before
+
+
+def test_the_site_builds_with_every_page_key_and_command(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    keys = (tmp_path / "reference" / "keys.html").read_text(encoding="utf-8")
+    assert all(f'id="{item.key.replace("[]", "")}"' in keys for item in config_keys())
+    commands = (tmp_path / "reference" / "commands.html").read_text(encoding="utf-8")
+    assert all(f"python -m {name}" in commands for name in ("tools.audit", "launch.plan", "tracking.serve"))
+    assert 'src="http' not in keys and 'href="http' not in (tmp_path / "index.html").read_text(encoding="utf-8")

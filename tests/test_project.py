@@ -15,6 +15,10 @@ def test_the_newest_entry_of_the_changelog_is_the_version() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", VERSION)
 
 
+def test_the_citation_names_the_version() -> None:
+    assert f"\nversion: {VERSION}\n" in (REPOSITORY / "CITATION.cff").read_text()
+
+
 def test_the_license_is_apache_2_in_full() -> None:
     text = (REPOSITORY / "LICENSE").read_text()
     assert "Version 2.0, January 2004" in text and "9. Accepting Warranty" in text and text.endswith("the License.\n")
