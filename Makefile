@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 ENTERED := $(shell IFS=:; set -f; for folder in $$PATH; do [ -x "$$folder" ] && printf ':%s' "$$folder"; done)
 export PATH := $(CURDIR)/$(BIN)$(ENTERED)
 
-.PHONY: help setup another-torch architecture docs demo test test-all compatibility test-fast test-cluster test-long test-machines test-kernels check benchmark benchmark-gpu gpu-check benchmark-titan titan test-titan trl test-trl benchmark-trl parity parity-defects detection analyze matrix envelope chaos clean
+.PHONY: help setup another-torch architecture docs demo demo-incident test test-all compatibility test-fast test-cluster test-long test-machines test-kernels check benchmark benchmark-gpu gpu-check benchmark-titan titan test-titan trl test-trl benchmark-trl parity parity-defects detection analyze matrix envelope chaos clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 16
@@ -47,6 +47,14 @@ $(STAMP): $(RUNS) requirements-extras.txt requirements-dev.txt
 ON_CPU := $(if $(wildcard /dev/nvidia* /dev/kfd /dev/dri /dev/dxg /dev/accel*),,DS_ACCELERATOR=cpu)
 demo: $(RUNS)  ## Train a small Llama on real text and leave runs/demo
 	$(ON_CPU) $(BIN)/python -m deepspeed.launcher.runner --quiet --num_gpus $(PROCESSES) train.py --config config/recipes/demo.yaml $(ARGS)
+
+# A process must be there to be named: rank 1 has the fault, so at least two are started.
+INCIDENT := --config config/recipes/demo.yaml run.name=incident run.steps=12 schedule.warmup_steps=4 evaluate.every_steps=0 \
+	checkpoint.every_steps=0 tracking.log_every_steps=1 generate.tokens=0 \
+	'faults=[{kind: nan_activation, step: 6, rank: 1, module: model.layers.2.mlp.down_proj}]'
+demo-incident: $(RUNS)  ## Plant a NaN into the demo, see it found and named, and replay its step: runs/incident
+	$(ON_CPU) $(BIN)/python -m deepspeed.launcher.runner --quiet --num_gpus 2 train.py $(INCIDENT) $(ARGS)
+	$(ON_CPU) $(BIN)/python -m tools.replay runs/incident --step 6
 
 test: setup  ## Run all tests, three files at a time (ARGS="-n 0" for one)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
