@@ -48,7 +48,7 @@ ON_CPU := $(if $(wildcard /dev/nvidia* /dev/kfd /dev/dri /dev/dxg /dev/accel*),,
 demo: $(RUNS)  ## Train a small Llama on real text and leave runs/demo
 	$(ON_CPU) $(BIN)/python -m deepspeed.launcher.runner --quiet --num_gpus $(PROCESSES) train.py --config config/recipes/demo.yaml $(ARGS)
 
-# A process must be there to be named: rank 1 has the fault, so at least two are started.
+# Rank 1 has the fault, so there are two processes whatever the machine has.
 INCIDENT := --config config/recipes/demo.yaml run.name=incident run.steps=12 schedule.warmup_steps=4 evaluate.every_steps=0 \
 	checkpoint.every_steps=0 tracking.log_every_steps=1 generate.tokens=0 \
 	'faults=[{kind: nan_activation, step: 6, rank: 1, module: model.layers.2.mlp.down_proj}]'
