@@ -22,7 +22,7 @@ from config.files import write_atomically
 from config.options import positive_int
 from tools.audit.given import read_given, read_model
 from tools.audit.static import audit_configs
-from tools.audit.trainer_files import SIGNS, read_trainer_file
+from tools.audit.trainer_files import KINDS, read_trainer_file
 
 
 @entry_point(closed_pipe=DIVERGED)
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = partial(parser.add_argument, action="append", default=[])
     parser.add_argument("folder", nargs="?", type=Path, help="what a probe wrote: its steps are recomputed")
     parser.add_argument("--deepspeed-config", type=Path, metavar="FILE", help="DeepSpeed JSON to audit")
-    files = f"{', '.join(SIGNS)}, told by its keys; may be repeated"
+    files = f"{', '.join(KINDS)}, told by its keys; may be repeated"
     add("--trainer-config", type=Path, metavar="FILE", help=files)
     trainers = ("hf", "trl", "accelerate", "own")
     parser.add_argument("--trainer", choices=trainers, help="whose loop (default: by the files)")

@@ -1,10 +1,13 @@
-"""Audits the configs of a run that another trainer starts, without training: which known defects it hits, what was
-measured as sound, what never was, and which dtype everything has.
+"""Audits the configs of a run that another trainer starts, without training: which defects of known.yaml it hits, what
+was measured as sound, what never was, and which dtype everything has.
+
+A condition in known.yaml is a value, a list of which any may be, or text that opens with >, <, >=, <= or !=.
 """
 
 from __future__ import annotations
 
 import json
+import operator
 import re
 import shutil
 import textwrap
@@ -12,6 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from config import yaml_text
 from config.cli import DIVERGED, DONE, REPOSITORY
 from config.deepspeed.combinations import SETTINGS, Combination, scalar
 from config.deepspeed.document import leaves
@@ -19,7 +26,6 @@ from config.deepspeed.keys import REFUSED
 from config.errors import UserError
 from config.files import write_atomically
 from tools.audit.given import ABSENT, Given, unknown_keys
-from tools.audit.known import BAD, find, read_known
 
 MATRIX = "docs/precision-matrix.md"
 MEASURED_WITH = "0.19.8"
@@ -31,6 +37,12 @@ _ELSEWHERE = re.compile(
     r"|legacy_stage1|cpu_offload.*|stage3_gather_fp16_weights_on_model_save|save_muon_momentum_buffer_in_memory))$"
 )
 """Keys that Mantissa refuses, and that a fact stands for here, or that do not touch the numbers."""
+SEVERITIES = ("stops", "wrong", "risk", "note")
+"""In order. stops, wrong: whoever hits it does not train, or trains wrongly. risk: wrong under a condition that no
+config shows, or a race. note: right but for what it says."""
+BAD = SEVERITIES[:2]
+_OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "!=": operator.ne}
+_COMPARISON = re.compile(r"(>=|<=|!=|>|<) *(\S+)$")
 
 
 def audit_configs(given: Given, json_file: Path | None) -> int:
@@ -161,3 +173,46 @@ def _page(facts: dict[str, Any], report: dict[str, Any], columns: int) -> Iterat
         yield from (wrapped(line, "  - ") for line in lines)
     yield "\nNumerics"
     yield from (wrapped(text, f"  {name:<18}") for name, text in report["numerics"].items())
+
+
+def read_known() -> list[dict[str, Any]]:
+    """The entries, most severe first."""
+    entries = yaml_text.parse(Path(__file__).with_name("known.yaml").read_text(encoding="utf-8"))
+    return sorted(entries, key=lambda entry: SEVERITIES.index(entry["severity"]))
+
+
+def holds(wanted: Any, value: Any) -> bool | None:
+    """Whether a condition holds for a fact; None where the fact is not known."""
+    if value is None:
+        return None
+    if isinstance(wanted, list):
+        return any(holds(one, value) for one in wanted)
+    comparison = _COMPARISON.match(wanted) if isinstance(wanted, str) else None
+    if comparison is None:
+        return bool(value == wanted)
+    number = isinstance(value, int | float)
+    return value != ABSENT and number and bool(_OPERATORS[comparison[1]](value, float(comparison[2])))
+
+
+def find(entry: dict[str, Any], given: Given) -> dict[str, Any] | None:
+    """The entry for a report, with `why` it is not certain ("": it is); None where it does not apply."""
+    open_ = []
+    for package, versions in entry.get("versions", {}).items():
+        version = given.versions[package]
+        if version is None:
+            open_.append(f"{package} is {versions} (give --with {package}=VERSION)")
+        elif not SpecifierSet(versions).contains(version, prereleases=True):
+            return None
+    for name, wanted in entry["when"].items():
+        answer = holds(wanted, given.fact(name))
+        if answer is False:
+            return None
+        if answer is None:
+            text = " or ".join(map(str, wanted)) if isinstance(wanted, list) else str(wanted)
+            open_.append(f"{name.replace('_', ' ')} is {text.lower()}")
+    tried, version = entry.get("tried"), given.versions["deepspeed"]
+    why = "if " + " and ".join(open_) if open_ else ""
+    if not why and tried and version and not Version(tried[0]) <= Version(version) <= Version(tried[-1]):
+        why = f"measured with DeepSpeed {' to '.join(tried)}, not with {version}"
+    kept = {name: entry.get(name) for name in ("id", "severity", "says", "measured", "thread", "instead")}
+    return {**kept, "why": why}
