@@ -120,44 +120,45 @@ def _facts(document: dict[str, Any], decided: dict[str, Any], versions: dict[str
     values = {key: value for key, value in leaves(document) if value is not None}
     written = {key: None if value == "auto" else value for key, value in values.items()}
     autos = [key for key, value in values.items() if value == "auto"]
-    stage, dtype = int(written.get("zero_optimization.stage") or 0), _dtype(values, decided)
-    trainer = decided.get("trainer", "hf" if autos else "own")
-    clipping = values.get("gradient_clipping", ABSENT)
-    asked = decided.get("clipping") if trainer == "hf" and clipping == ABSENT else None
-    if clipping == ABSENT:  # the default, deepspeedai/DeepSpeed#8068
-        release = versions["deepspeed"]
-        clipping = None if release is None else 1.0 if Version(release) >= Version("0.19.3") else 0.0
-    clipping = decided.get("clipping") if clipping == "auto" else clipping
-    lean = [name for name in ("bf16", "fp16") if written.get(f"{name}.{name}_master_weights_and_grads")]
+    dtype, trainer = _dtype(values, decided), decided.get("trainer", "hf" if autos else "own")
     newest = versions["transformers"] is None or Version(versions["transformers"]) >= Version("4.54.0")
+    found = dict.fromkeys(("use_cpu", "tiled_mlp", "precomputed_reference"), False)
+    found |= {"tokens_across_devices": newest}  # the Trainer's default, huggingface/transformers#39395
+    found["sequence_ranks"] = written.get("sequence_parallel_size", 1)
+    found["compile"] = any(key.startswith("compile.") for key in values) and not values.get("compile.disable")
+    found |= {name: value for name, value in decided.items() if name not in ("dtype", "clipping", "optimizer")}
+    found |= {"trainer": trainer, "autos_left": sum(_FILLED.match(key) is None for key in autos), "dtype": dtype}
+    found |= {"stage": int(written.get("zero_optimization.stage") or 0), "offload": offload(document)}
+    found |= {"accumulation": _accumulation(values, decided)} | _clipping(values, decided, trainer, versions)
+    found["optimizer"] = _optimizer(str(decided.get("optimizer") or written.get("optimizer.type") or "adamw"))
+    lean = [name for name in ("bf16", "fp16") if written.get(f"{name}.{name}_master_weights_and_grads")]
+    found["masters"] = lean[0] if lean else "fp32"
+    for does, key in (("summed_in", "data_types.grad_accum_dtype"), ("reduced_in", "communication_data_type")):
+        found[does] = written.get(key, dtype or "that of the weights")
+    found["autocast"] = (
+        values.get("torch_autocast.dtype", "bfloat16") if values.get("torch_autocast.enabled") else "none"
+    )
+    found["overlap_comm"] = written.get("zero_optimization.overlap_comm", found["stage"] == 3)
     scaling = "static" if written.get("fp16.loss_scale") else "dynamic"
-    compiled = any(key.startswith("compile.") for key in values) and not values.get("compile.disable")
-    return {
-        **dict.fromkeys(("use_cpu", "tiled_mlp", "precomputed_reference"), False),
-        "tokens_across_devices": newest,  # the Trainer's default, huggingface/transformers#39395
-        "sequence_ranks": written.get("sequence_parallel_size", 1),
-        "compile": compiled,
-        **{name: value for name, value in decided.items() if name not in ("dtype", "clipping", "optimizer")},
-        "trainer": trainer,
-        "autos_left": sum(_FILLED.match(key) is None for key in autos),
-        "stage": stage,
-        "offload": offload(document),
-        "dtype": dtype,
-        "accumulation": _accumulation(values, decided),
-        "clipping": clipping,
-        "clipping_ignored": asked is not None and clipping is not None and asked != clipping,
-        "optimizer": _optimizer(str(decided.get("optimizer") or written.get("optimizer.type") or "adamw")),
-        "masters": lean[0] if lean else "fp32",
-        "summed_in": written.get("data_types.grad_accum_dtype", dtype or "that of the weights"),
-        "reduced_in": written.get("communication_data_type", dtype or "that of the weights"),
-        "autocast": values.get("torch_autocast.dtype", "bfloat16") if values.get("torch_autocast.enabled") else "none",
-        "overlap_comm": written.get("zero_optimization.overlap_comm", stage == 3),
-        "loss_scale": "none" if dtype in ("fp32", "bf16") else scaling,
-        "scale_power": written.get("fp16.initial_scale_power", 16),
-        "tensor_ranks": written.get("tensor_parallel.autotp_size", 1),
-        "expert_ranks": written.get("expert_parallel.autoep_size", 1),
-        "pipeline": any(key.startswith("pipeline.") for key in values),
-    }
+    found["loss_scale"] = "none" if dtype in ("fp32", "bf16") else scaling
+    found["scale_power"] = written.get("fp16.initial_scale_power", 16)
+    found["tensor_ranks"] = written.get("tensor_parallel.autotp_size", 1)
+    found["expert_ranks"] = written.get("expert_parallel.autoep_size", 1)
+    found["pipeline"] = any(key.startswith("pipeline.") for key in values)
+    return found
+
+
+def _clipping(
+    values: dict[str, Any], decided: dict[str, Any], trainer: str, versions: dict[str, str | None]
+) -> dict[str, Any]:
+    """What DeepSpeed clips by, and whether the trainer asks for another norm in vain."""
+    clipping, asked, release = values.get("gradient_clipping", ABSENT), decided.get("clipping"), versions["deepspeed"]
+    if clipping != ABSENT:
+        return {"clipping": asked if clipping == "auto" else clipping, "clipping_ignored": False}
+    # the default, deepspeedai/DeepSpeed#8068
+    clipping = None if release is None else 1.0 if Version(release) >= Version("0.19.3") else 0.0
+    ignored = trainer == "hf" and None not in (asked, clipping) and asked != clipping
+    return {"clipping": clipping, "clipping_ignored": ignored}
 
 
 def _accumulation(values: dict[str, Any], decided: dict[str, Any]) -> int | None:
