@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import re
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,10 +11,9 @@ from typing import Any, NamedTuple
 from packaging.version import VERSION_PATTERN, Version
 
 from config import json_text
-from config.deepspeed.document import check_value, leaves, offload
+from config.deepspeed.document import leaves, offload, unknown_keys
 from config.deepspeed.keys import REFUSED, SECTIONS
 from config.errors import UserError
-from config.load import show
 from tools.audit.trainer_files import TrainerFile, decisions, document_of
 
 PACKAGES = ("deepspeed", "torch", "transformers", "accelerate", "trl", "torchao")
@@ -84,35 +81,12 @@ def _check(source: str, document: dict[str, Any], trainer: str) -> None:
     if not (SECTIONS[""] | REFUSED).keys() & document.keys():
         keys = ", ".join(list(document)[:5]) or "none"
         raise UserError(f"{source}: is no DeepSpeed JSON: it has none of its keys (it has: {keys})")
-    for key, value in leaves(document):
-        section, _, name = key.rpartition(".")
-        kind = SECTIONS.get(section, {}).get(name)
-        if value == "auto" and trainer == "own":
-            problem = "is filled in by Hugging Face's trainers only; write a value, or leave --trainer own out"
-            raise UserError(f'{source}: {key} = "auto" {problem}')
-        if kind and (kind == "section" or value not in ("auto", None)):
-            check_value(Path(source), key, value, kind)
-    for key in unknown_keys(document):
-        section, _, name = key.rpartition(".")
-        if near := difflib.get_close_matches(name, SECTIONS[section], 1, 0.8):
-            does = "stops at it" if section else "trains as if it were not there"
-            raise UserError(f"{source}: {key}: DeepSpeed has no such key and {does}; did you mean {near[0]}?")
-    stage = document.get("zero_optimization", {}).get("stage", 0)
-    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
-        raise UserError(f"{source}: zero_optimization.stage = {show(stage)} is not one of 0, 1, 2, 3")
+    if trainer == "own" and (key := next((key for key, value in leaves(document) if value == "auto"), None)):
+        problem = "is filled in by Hugging Face's trainers only; write a value, or leave --trainer own out"
+        raise UserError(f'{source}: {key} = "auto" {problem}')
+    unknown_keys(Path(source), document)
     if all(document.get(name, {}).get("enabled") is True for name in ("bf16", "fp16")):
         raise UserError(f"{source}: bf16.enabled and fp16.enabled are both true; set one of them to false")
-
-
-def unknown_keys(section: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Dotted keys that are in no schema known here: misspelt, or of another DeepSpeed."""
-    described = SECTIONS[prefix]
-    for name, value in section.items():
-        key = f"{prefix}.{name}" if prefix else name
-        if isinstance(value, dict) and key in SECTIONS:
-            yield from unknown_keys(value, key)
-        elif name not in described and f"stage3_{name}" not in described and key not in REFUSED:
-            yield key
 
 
 def _facts(document: dict[str, Any], decided: dict[str, Any], versions: dict[str, str | None]) -> dict[str, Any]:

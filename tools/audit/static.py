@@ -21,15 +21,20 @@ from packaging.version import Version
 from config import yaml_text
 from config.cli import DIVERGED, DONE, REPOSITORY
 from config.deepspeed.combinations import SETTINGS, Combination, scalar
-from config.deepspeed.document import leaves
+from config.deepspeed.document import leaves, unknown_keys
 from config.deepspeed.keys import REFUSED
 from config.errors import UserError
 from config.files import write_atomically
-from tools.audit.given import ABSENT, Given, unknown_keys
+from tools.audit.given import ABSENT, Given
 
-MATRIX = "docs/precision-matrix.md"
-MEASURED_WITH = "0.19.8"
-"""DeepSpeed of the matrix."""
+MATRIX, MEASURED_WITH = "docs/precision-matrix.md", "0.19.8"
+"""The precision matrix, and the DeepSpeed that it was measured with."""
+SEVERITIES = ("stops", "wrong", "risk", "note")
+"""In order. stops, wrong: whoever hits it does not train, or trains wrongly. risk: wrong under a condition that no
+config shows, or a race. note: right but for what it says."""
+BAD = SEVERITIES[:2]
+_OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "!=": operator.ne}
+_COMPARISON = re.compile(r"(>=|<=|!=|>|<) *(\S+)$")
 _ELSEWHERE = re.compile(
     r"(optimizer|scheduler|torch_autocast|tensor_parallel|expert_parallel|pipeline|sequence_parallel_size|bfloat16"
     r"|(bf16|fp16)\.\w+_master_weights_and_grads|wandb|autotuning|datastates_ckpt|checkpoint\..*|vocabulary_size"
@@ -37,12 +42,6 @@ _ELSEWHERE = re.compile(
     r"|legacy_stage1|cpu_offload.*|stage3_gather_fp16_weights_on_model_save|save_muon_momentum_buffer_in_memory))$"
 )
 """Keys that Mantissa refuses, and that a fact stands for here, or that do not touch the numbers."""
-SEVERITIES = ("stops", "wrong", "risk", "note")
-"""In order. stops, wrong: whoever hits it does not train, or trains wrongly. risk: wrong under a condition that no
-config shows, or a race. note: right but for what it says."""
-BAD = SEVERITIES[:2]
-_OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "!=": operator.ne}
-_COMPARISON = re.compile(r"(>=|<=|!=|>|<) *(\S+)$")
 
 
 def audit_configs(given: Given, json_file: Path | None) -> int:
@@ -51,23 +50,17 @@ def audit_configs(given: Given, json_file: Path | None) -> int:
     found = [finding for entry in known if (finding := find(entry, given)) is not None]
     certain = [finding for finding in found if not finding["why"]]
     wrong = sum(finding["severity"] in BAD for finding in certain)
-    report = {
-        "verdict": "wrong" if wrong else "nothing known to be wrong",
-        "sources": given.sources,
-        "versions": given.versions,
-        "facts": given.facts,
-        "numerics": dict(numerics(given)),
-        "findings": certain,
-        "possible": [finding for finding in found if finding["why"] and finding["severity"] in BAD],
-        "measured_as_sound": list(sound(given)),
-        "never_measured": list(never_measured(given, known)),
-    }
+    report = {"verdict": "wrong" if wrong else "nothing known to be wrong", **given._asdict()}
+    del report["document"]
+    report |= {"numerics": dict(numerics(given)), "findings": certain}
+    report["possible"] = [finding for finding in found if finding["why"] and finding["severity"] in BAD]
+    report |= {"measured_as_sound": list(sound(given)), "never_measured": list(never_measured(given, known))}
     if json_file is not None:
         try:
             write_atomically(json_file, (json.dumps(report, indent=2) + "\n").encode())
         except OSError as error:
             raise UserError(f"--json {json_file}: cannot be written: {error.strerror or error}") from error
-    print("\n".join(_page(given.facts, report, min(100, max(60, shutil.get_terminal_size((80, 24)).columns)))))
+    print("\n".join(_page(report, min(100, max(60, shutil.get_terminal_size((80, 24)).columns)))))
     may_be = f"; {len(report['possible'])} may be, see what is open" if report["possible"] else ""
     print(f"\nverdict: {report['verdict']}{f'; defects hit: {wrong}' if wrong else may_be}")
     return DIVERGED if wrong else DONE
@@ -131,7 +124,7 @@ def never_measured(given: Given, known: list[dict[str, Any]]) -> Iterator[str]:
     for row in SETTINGS:
         if row.in_json and row.key in values and row.key not in told and row.refuses(values[row.key], facts["stage"]):
             yield f"{row.key} = {scalar(values[row.key])}"
-    yield from (f"{key}: DeepSpeed {MEASURED_WITH} has no such key" for key in unknown_keys(document))
+    yield from (f"{key}: DeepSpeed {MEASURED_WITH} has no such key" for key in unknown_keys(Path(), document))
     optimizers = [
         wanted if isinstance(wanted, list) else [wanted] for name, wanted in conditions if name == "optimizer"
     ]
@@ -141,34 +134,32 @@ def never_measured(given: Given, known: list[dict[str, Any]]) -> Iterator[str]:
         yield f"all of the precision matrix with DeepSpeed {given.versions['deepspeed']}: it is of {MEASURED_WITH}"
 
 
-def _page(facts: dict[str, Any], report: dict[str, Any], columns: int) -> Iterator[str]:
+def _page(report: dict[str, Any], columns: int) -> Iterator[str]:
     """The audit as text."""
 
     def wrapped(text: str, first: str = "", indent: int | None = None) -> str:
         rest = " " * (len(first) if indent is None else indent)
-        wrap = textwrap.TextWrapper(columns, first, rest, break_long_words=False, break_on_hyphens=False)
-        return wrap.fill(text)
+        return textwrap.fill(
+            text, columns, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+        )
 
+    facts = report["facts"]
     parts = [f"ZeRO-{facts['stage']}", (facts["dtype"] or "dtype open").upper(), f"optimizer {facts['optimizer']}"]
     parts += [f"accumulation {facts['accumulation'] or 'open'}", f"trainer {facts['trainer']}"]
     yield wrapped(f"{', '.join(report['sources'])}: {', '.join(parts)}")
     yield wrapped(", ".join(f"{package} {version}" for package, version in report["versions"].items() if version))
-    notes = []
     for found in report["findings"]:
-        measured = found["measured"] and f"{found['measured']['figure']} ({found['measured']['command']})"
-        if found["severity"] == "note":
-            notes.append(f"{found['says']} [{found['id']}]")
-            continue
-        yield wrapped(f"{found['severity'].upper()}: {found['says']} [{found['id']}]", "\n", 0)
-        named = {"measured": measured or "not here", "thread": found["thread"], "instead": found["instead"]}
-        yield from (wrapped(text, f"  {name + ':':<10}", 12) for name, text in named.items() if text)
+        if found["severity"] != "note":
+            yield wrapped(f"{found['severity'].upper()}: {found['says']} [{found['id']}]", "\n", 0)
+            measured = found["measured"] and f"{found['measured']['figure']} ({found['measured']['command']})"
+            named = {"measured": measured or "not here", "thread": found["thread"], "instead": found["instead"]}
+            yield from (wrapped(text, f"  {name + ':':<10}", 12) for name, text in named.items() if text)
     possible = [f"{found['says']} [{found['id']}]: {found['why']}" for found in report["possible"]]
-    for heading, lines in (
-        ("May be wrong", possible),
-        ("Notes", notes),
-        (f"Measured as sound: bare DeepSpeed {MEASURED_WITH} on CPUs", report["measured_as_sound"]),
-        ("Never measured", report["never_measured"]),
-    ):
+    notes = [f"{found['says']} [{found['id']}]" for found in report["findings"] if found["severity"] == "note"]
+    sections = {"May be wrong": possible, "Notes": notes}
+    sections[f"Measured as sound: bare DeepSpeed {MEASURED_WITH} on CPUs"] = report["measured_as_sound"]
+    sections["Never measured"] = report["never_measured"]
+    for heading, lines in sections.items():
         yield from ([f"\n{heading}"] if lines else [])
         yield from (wrapped(line, "  - ") for line in lines)
     yield "\nNumerics"
