@@ -15,7 +15,20 @@ from tracking.jsonl import read_events
 
 _NAME = re.compile(r"step-(\d+)\.rank(\d+)\.json$")
 _OF_RUN = ("world", "stage", "compute", "model", "model_config", "parameters", "optimizer", "clipping", "engine")
-_OF_STEP = ("world", "rank", "stride", "scale", "applied", "applied_before", "groups", "sums", "micros", "norm", "fp32")
+_OF_STEP = (
+    "world",
+    "step",
+    "rank",
+    "stride",
+    "scale",
+    "applied",
+    "applied_before",
+    "groups",
+    "sums",
+    "micros",
+    "norm",
+    "fp32",
+)
 
 
 @dataclass
@@ -60,22 +73,27 @@ class Recorded:
 
     def step(self, number: int) -> Step:
         """One step, whose files are read now. Raises UserError."""
-        ranks, tensors = [], []
-        for rank in range(self.facts["world"]):
+        ranks, tensors, world = [], [], self.facts["world"]
+        for rank in range(world):
             path = self.folder / f"step-{number:06d}.rank{rank}.json"
             ranks.append(_facts(path, _OF_STEP))
-            if ranks[-1]["world"] != self.facts["world"]:
-                worlds = f"{ranks[-1]['world']} ranks and probe.json of {self.facts['world']}"
-                raise UserError(f"{path} is of {worlds}: two trainings wrote there; record each into its own folder")
+            written = tuple(ranks[-1][key] for key in ("world", "step", "rank"))
+            if written != (world, number, rank):
+                is_of = "of {} ranks, step {} of rank {}".format(*written)
+                told = f"{is_of}, where probe.json is of {world} ranks: two trainings wrote there"
+                raise UserError(f"{path} is {told}; record each into its own folder")
             path = path.with_suffix(".pt")
             try:
                 tensors.append(torch.load(path, weights_only=True, map_location="cpu"))
+                tensors[-1]["rng/cpu"]
             except Exception as error:  # torch raises many kinds for a file that is cut short
                 why = f"cannot be read ({type(error).__name__}); record again, or delete step {number}'s files"
                 raise UserError(f"{path} {why}") from error
-        step, trained = Step(number, ranks, tensors), {name for name, row in self.facts["parameters"].items() if row[2]}
-        if missing := sorted(trained - (step.named("before").keys() & step.named("after").keys())):
-            raise UserError(f"{self.folder}: step {number} lacks the masters of {missing[0]}; record again")
+        step = Step(number, ranks, tensors)
+        before, after = step.named("before"), step.named("after")
+        for name, (shape, _, trained, _) in self.facts["parameters"].items():
+            if trained and (name not in after or name not in before or list(before[name].shape) != shape):
+                raise UserError(f"{self.folder}: step {number} lacks the masters of {name}; record again")
         if len({len(rank["micros"]) for rank in ranks}) > 1:
             raise UserError(f"{self.folder}: step {number} has other micro-batches on each rank; record again")
         return step
@@ -86,7 +104,7 @@ def read(folder: Path) -> Recorded:
     if not (folder / "probe.json").is_file():
         raise UserError(f"{folder} has no probe.json: give the folder that mantissa_probe.Probe wrote into")
     facts = _facts(folder / "probe.json", _OF_RUN)
-    if facts.get("format") != 1:
+    if facts.get("format") != 1 or not isinstance(facts["world"], int):
         raise UserError(f"{folder}/probe.json: format is {facts.get('format')!r}, and this audit reads 1; record again")
     seen: dict[int, set[int]] = {}
     for found in filter(None, (_NAME.search(path.name) for path in folder.iterdir())):
@@ -106,7 +124,10 @@ def read(folder: Path) -> Recorded:
 
 
 def _facts(path: Path, wanted: tuple[str, ...]) -> dict[str, Any]:
-    found = json_text.read_object(path, "probe's JSON")
+    try:
+        found = json_text.read_object(path, "probe's JSON")
+    except UserError as error:
+        raise UserError(f"{error}; record again") from error
     for key in wanted:
         if key not in found:
             raise UserError(f"{path} has no {key}: it is not as mantissa_probe wrote it; record again")
@@ -121,6 +142,8 @@ def _reported(folder: Path) -> dict[int, float]:
     """Losses by step, of those whose neighbours were reported, too: others may be means over several steps."""
     path, found, last = folder / "reported.jsonl", {}, 0
     for entry in read_events(path) if path.is_file() else ():
+        if not all(isinstance(entry.get(key), int | float) for key in ("step", "loss")):
+            raise UserError(f"{path}: {entry} has no step and loss; remove that line")
         if entry["step"] == last + 1:
             found[last + 1] = entry["loss"]
         last = entry["step"]
