@@ -110,7 +110,7 @@ def _facts(document: dict[str, Any], decided: dict[str, Any], versions: dict[str
     autos = [key for key, value in values.items() if value == "auto"]
     dtype, trainer = _dtype(values, decided), decided.get("trainer", "hf" if autos else "own")
     newest = versions["transformers"] is None or Version(versions["transformers"]) >= Version("4.54.0")
-    found = dict.fromkeys(("use_cpu", "tiled_mlp", "precomputed_reference"), False)
+    found: dict[str, Any] = dict.fromkeys(("use_cpu", "tiled_mlp", "precomputed_reference"), False)
     found |= {"tokens_across_devices": newest}  # the Trainer's default, huggingface/transformers#39395
     found["sequence_ranks"] = written.get("sequence_parallel_size", 1)
     found["compile"] = any(key.startswith("compile.") for key in values) and not values.get("compile.disable")

@@ -196,7 +196,7 @@ def fit(reduced: Mapping[str, torch.Tensor], micros: Micros, weights: torch.Tens
         if value.numel() < 8 * count or size < 1e-3 * max(sizes.values()):
             continue
         plain = weights @ (micros.plain[name] - micros.exact[name])
-        noise.add(value + plain, value)
+        noise.add(rows.sum(0) + plain, rows.sum(0))
         share, spread = torch.ones_like(weights), torch.zeros_like(weights)
         left = float((value - rows.sum(0)).square().sum())
         if left > 4 * float(plain.square().sum()) + (tolerance * size) ** 2:  # else it is what it should be

@@ -25,7 +25,7 @@ SEVERITY = ("masters", "loss", "gradients", "reduction", "clipping", "ranks", "u
 ADAMW = ("AdamW", "FusedAdam", "DeepSpeedCPUAdam")
 _NARROW = ("torch.bfloat16", "torch.float16")
 _SHARED = {"norm": "gradient norm", "scale": "loss scale", "groups": "optimizer settings", "applied": "skip decision"}
-FP32_SUMS = "data_types.grad_accum_dtype and communication_data_type fp32 (of ZeRO-0 neither: ZeRO-1)"
+FP32_SUMS = "data_types.grad_accum_dtype and communication_data_type fp32, at ZeRO-1 or above"
 LOW = {"BF16": torch.bfloat16, "FP16": torch.float16}
 
 

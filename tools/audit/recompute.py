@@ -91,11 +91,14 @@ def _headline(report: dict[str, Any], wrong: int) -> str:
 def _lines(report: dict[str, Any]) -> Iterator[str]:
     for each in report["findings"]:
         detail = f" ({each['detail']})" if each["detail"] else ""
-        kind = f"note, {each['kind']}" if each["severity"] == "note" else each["kind"]
-        yield f"  {kind}: {each['what']}{detail}; steps {', '.join(map(str, each['steps']))}"
+        yield f"  {_kind(each)}: {each['what']}{detail}; steps {', '.join(map(str, each['steps']))}"
         if each["instead"]:
             yield f"    instead: {each['instead']}"
     yield from (f"  not checked: {what}: {why}" for what, why in report["not_checked"].items())
+
+
+def _kind(finding: dict[str, Any]) -> str:
+    return f"note, {finding['kind']}" if finding["severity"] == "note" else str(finding["kind"])
 
 
 _COLUMNS = {
@@ -114,21 +117,19 @@ _COLUMNS = {
 
 
 def _markdown(report: dict[str, Any], headline: str) -> str:
-    found = Table(("kind", "found", "error", "steps", "where it is largest", "instead"))
+    found = Table(("kind", "found", "error", "steps", "where it is largest"))
     for each in report["findings"]:
-        kind = "note" if each["severity"] == "note" else each["kind"]
-        steps, told = ", ".join(map(str, each["steps"])), (each["detail"], each["instead"])
-        found.add(kind, text(each["what"]), f"{each['size']:.2g}", steps, *map(text, told))
+        steps, told = ", ".join(map(str, each["steps"])), each["instead"] and f"; instead: {each['instead']}"
+        found.add(_kind(each), text(each["what"]), f"{each['size']:.2g}", steps, text(each["detail"] + told))
     rows = [[row.get(key) for key in _COLUMNS] for row in report["steps"]]
-    measured = Table(
-        list(_COLUMNS.values()),
-        ([f"{cell:.5g}" if isinstance(cell, float) else cell or "-" for cell in row] for row in rows),
-    )
+    cells = ([f"{cell:.5g}" if isinstance(cell, float) else cell or "-" for cell in row] for row in rows)
+    versions = " ".join(word for pair in report["run"]["versions"].items() for word in pair)
+    run = report["run"] | {"versions": versions}
     return page(
         f"# Audit of {text(report['folder'])}",
         f"**{text(headline[0].upper() + headline[1:])}.**",
         section("Findings, the gravest first", str(found) if found else ""),
-        section("Measured", str(measured)),
+        section("Measured", str(Table(list(_COLUMNS.values()), cells))),
         section("Not checked", [f"{text(what)}: {text(why)}" for what, why in report["not_checked"].items()]),
-        section("Run", [f"{text(key)}: {code(value)}" for key, value in report["run"].items()]),
+        section("Run", [f"{text(key)}: {code(value)}" for key, value in run.items()]),
     )
