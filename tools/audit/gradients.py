@@ -116,7 +116,8 @@ def load_model(recorded: Recorded, source: str | None) -> Any:
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), dtype=torch.float32)
     except (OSError, ValueError) as error:
         raise UserError(f"{told} cannot be loaded: {one_line(error)}") from error
-    model.get_input_embeddings().padding_idx = facts.get("padding_idx")  # trainers change the config's afterwards
+    embedding: Any = model.get_input_embeddings()
+    embedding.padding_idx = facts.get("padding_idx")  # trainers change the config's afterwards
     own = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     trained = {name: row[0] for name, row in facts["parameters"].items()}
     for name in sorted(own.keys() | trained.keys()):

@@ -316,7 +316,7 @@ class _StepJudge:
             zeros = torch.zeros_like(start)
             moments = [_flat(each.get(name, zeros)).clone() for each in before]
             gradient = factor * self.gradient.get(name, zeros)
-            master, square = _by_adamw(start, gradient, *moments, self._group(name), count or done)
+            master, square = _by_adamw(start, gradient, moments, self._group(name), count or done)
             change, way = _flat(value) - start, master - start
             moved.add(change, way)
             second.add(_flat(squares[name]), square)
@@ -353,21 +353,17 @@ class _StepJudge:
 
 
 def _by_adamw(
-    start: torch.Tensor,
-    gradient: torch.Tensor,
-    first: torch.Tensor,
-    second: torch.Tensor,
-    group: Mapping[str, Any],
-    count: float,
+    start: torch.Tensor, gradient: torch.Tensor, moments: list[torch.Tensor], group: Mapping[str, Any], count: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Master and second moment after the update of that number. All tensors FP64; moments change in place."""
     parameter = torch.nn.Parameter(start.clone())
     parameter.grad = gradient
     settings = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
     optimizer = torch.optim.AdamW([parameter], **settings, foreach=False)
-    optimizer.state[parameter] = {"step": torch.tensor(count - 1.0), "exp_avg": first, "exp_avg_sq": second}
+    state = {"step": torch.tensor(count - 1.0), "exp_avg": moments[0], "exp_avg_sq": moments[1]}
+    optimizer.state[parameter] = state
     optimizer.step()
-    return parameter.detach(), second
+    return parameter.detach(), moments[1]
 
 
 def _told(places: list[tuple[int, int]], shares: torch.Tensor, tolerance: float) -> dict[str, float]:
@@ -377,7 +373,7 @@ def _told(places: list[tuple[int, int]], shares: torch.Tensor, tolerance: float)
         return {}
     if float(shares.max() - shares.min()) <= 4 * tolerance * max(1.0, float(shares.abs().max())):
         return dict([_meant("the reduced gradient is", shares)])
-    found = {}
+    found = dict[str, float]()
     for rank in {rank: None for rank, _ in places}:
         mine = [at for at, (own, _) in enumerate(places) if own == rank]
         if bool(off[mine].all()) and float(shares[mine].max() - shares[mine].min()) <= 8 * tolerance:
