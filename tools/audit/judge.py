@@ -50,7 +50,7 @@ class Judged:
         """Add a finding, or a step to one; `what` tells findings apart."""
         known = self._found.setdefault(what, {"what": what, "size": -1.0, "severity": "note", "steps": []})
         known["steps"] = sorted({*known["steps"], step})
-        if (told["severity"] == "wrong", size) > (known["severity"] == "wrong", known["size"]):
+        if not (told["severity"] == "wrong", size) <= (known["severity"] == "wrong", known["size"]):  # also of nan
             known |= {"size": size, **told}
 
 
