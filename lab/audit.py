@@ -339,7 +339,9 @@ def main(arguments: list[str] | None = None) -> int:
                 )
                 code = max(code, audit_folder(folder, audit))
                 found = json.loads(audit.json.read_text(encoding="utf-8"))["findings"]
-                told = "; ".join(f"{each['what']} ({each['size']:.2g})" for each in found) or "sound"
+                signs = {"wrong": "", "note": "note: "}
+                rows = (f"{signs[each['severity']]}{each['what']} ({each['size']:.2g})" for each in found)
+                told = "; ".join(rows) or "sound"
             except RuntimeError as error:
                 told, code = f"does not run: {str(error).splitlines()[-1][:120]}", 1
                 print(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 from collections.abc import Iterator
@@ -44,6 +45,16 @@ def check_document(path: Path, document: dict[str, Any]) -> None:
     _check_offload(path, document, zero_stage(document))
 
 
+def unknown_keys(path: Path, document: dict[str, Any]) -> list[str]:
+    """Keys of another trainer's JSON that DeepSpeed 0.19.8 does not know, where refused ones are let pass.
+
+    Raises UserError for a value of another kind, and for a key that is almost one of DeepSpeed's.
+    """
+    found: list[str] = []
+    _check_keys(path, document, unknown=found)
+    return found
+
+
 def zero_stage(document: dict[str, Any]) -> int:
     """ZeRO stage of a JSON, 0 to 3."""
     return int(document.get("zero_optimization", {}).get("stage", 0))
@@ -77,19 +88,27 @@ def _check_offload(path: Path, document: dict[str, Any], stage: int) -> None:
             raise UserError(f"{path}: {key}.nvme_path is missing; device = 'nvme' needs it")
 
 
-def _check_keys(path: Path, section: dict[str, Any], prefix: str = "") -> None:
-    """Check one section and those below it."""
+def _check_keys(path: Path, section: dict[str, Any], prefix: str = "", *, unknown: list[str] | None = None) -> None:
+    """Check one section and those below it. unknown: as in `unknown_keys`, which it is filled for."""
     kinds = SECTIONS[prefix]
     dot = f"{prefix}." if prefix else ""
     for name, value in section.items():
         key = dot + name
+        if unknown is not None and (key in REFUSED or value is None or f"stage3_{name}" in kinds):
+            continue
+        if unknown is not None and name not in kinds:
+            if near := difflib.get_close_matches(name, kinds, 1, 0.8):
+                does = "stops at it" if prefix else "trains as if it were not there"
+                raise UserError(f"{path}: {key}: DeepSpeed has no such key and {does}; did you mean {near[0]}?")
+            unknown.append(key)
+            continue
         if key in REFUSED:
             raise UserError(f"{path}: {key} is refused: {REFUSED[key]}")
         if name not in kinds:
             known = [f"{parent}.{item}" if parent else item for parent, keys in SECTIONS.items() for item in keys]
             raise UserError(f"{path}: {key}: DeepSpeed 0.19.8 has no such key{suggest(key, known)}")
         if kinds[name] == "section" and isinstance(value, dict):
-            _check_keys(path, value, key)
+            _check_keys(path, value, key, unknown=unknown)
         elif value != "auto" or kinds[name] == "section":
             check_value(path, key, value, kinds[name])
     stage = section.get("stage")

@@ -11,8 +11,6 @@ Exit code 3 where training is found wrong, 2 for bad input, 0 otherwise.
 from __future__ import annotations
 
 import ast
-import importlib.util
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -22,9 +20,8 @@ from config.deepspeed.document import read_document
 from config.errors import UserError
 from config.files import write_atomically
 from config.options import positive_int
-from tools.audit.given import read_given, read_model
+from tools.audit.given import KINDS, read_given, read_model, read_trainer_file
 from tools.audit.static import audit_configs
-from tools.audit.trainer_files import SIGNS, read_trainer_file
 
 
 @entry_point(closed_pipe=DIVERGED)
@@ -34,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = partial(parser.add_argument, action="append", default=[])
     parser.add_argument("folder", nargs="?", type=Path, help="what a probe wrote: its steps are recomputed")
     parser.add_argument("--deepspeed-config", type=Path, metavar="FILE", help="DeepSpeed JSON to audit")
-    files = f"{', '.join(SIGNS)}, told by its keys; may be repeated"
+    files = f"{', '.join(KINDS)}, told by its keys; may be repeated"
     add("--trainer-config", type=Path, metavar="FILE", help=files)
     trainers = ("hf", "trl", "accelerate", "own")
     parser.add_argument("--trainer", choices=trainers, help="whose loop (default: by the files)")
@@ -46,12 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--write-probe", type=Path, metavar="DIR", help="copy mantissa_probe.py there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings there")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write a page there (of a probe's folder)")
-    words = sys.argv[1:] if arguments is None else arguments
-    configs = any(word.startswith(("--deepspeed-config", "--trainer-config", "--write-probe")) for word in words)
-    if not configs and importlib.util.find_spec("tools.audit.recompute") is not None:  # which imports torch
-        from tools.audit.recompute import add_options
-
-        add_options(parser)
+    parser.add_argument("--reference", metavar="MODEL", help="DPO's reference, where it is not the policy of step 1")
     options = parser.parse_args(arguments)
     configs = options.deepspeed_config is not None or bool(options.trainer_config)
     if [options.folder is not None, options.write_probe is not None, configs].count(True) != 1:
@@ -59,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.write_probe is not None:
         return write_probe(options.write_probe)
     if options.folder is not None:
-        from tools.audit.recompute import audit_folder
+        from tools.audit.recompute import audit_folder  # loads torch
 
         return audit_folder(options.folder, options)
     decided = {

@@ -1,24 +1,27 @@
-"""The facts of a run that decide its numerics, from a DeepSpeed JSON and the files and options around it."""
+"""The facts of a run that decide its numerics, from a DeepSpeed JSON and the files and options around it.
+
+A trainer's file is told by its keys, as trainers.yaml has them: Hugging Face's TrainingArguments (as passed to a script
+or as saved; TRL's and LLaMA-Factory's too), axolotl's YAML, or Accelerate's.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import re
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from packaging.version import VERSION_PATTERN, Version
 
-from config import json_text
-from config.deepspeed.document import check_value, leaves, offload
+from config import json_text, yaml_text
+from config.deepspeed.document import leaves, offload, read_document, unknown_keys
 from config.deepspeed.keys import REFUSED, SECTIONS
-from config.errors import UserError
+from config.errors import UserError, one_line
 from config.load import show
-from tools.audit.trainer_files import TrainerFile, decisions, document_of
 
+KINDS: dict[str, Any] = yaml_text.parse(Path(__file__).with_name("trainers.yaml").read_text(encoding="utf-8"))
+ACCELERATE = "Accelerate YAML"
 PACKAGES = ("deepspeed", "torch", "transformers", "accelerate", "trl", "torchao")
 ABSENT = "absent"
 """The value of a key that the JSON does not have."""
@@ -28,6 +31,14 @@ _FILLED = re.compile(
     r"(train_(micro_)?batch_size|gradient_(accumulation|clipping)|bf16|fp16|optimizer|scheduler|zero_optimization)"
 )
 """How keys open for which Hugging Face's trainers replace "auto", or DeepSpeed takes it for its default."""
+
+
+class TrainerFile(NamedTuple):
+    """The config of a trainer, of a kind in KINDS."""
+
+    path: Path
+    kind: str
+    values: dict[str, Any]
 
 
 class Given(NamedTuple):
@@ -56,7 +67,7 @@ def read_given(
         raise UserError(f"{files[0].path}: names no DeepSpeed JSON; add --deepspeed-config ds.json")
     source, document = named
     decided: dict[str, Any] = {"dtype": "fp32"} if files else {}
-    for file in sorted(files, key=lambda file: file.kind != "Accelerate YAML"):  # a script's arguments come after
+    for file in sorted(files, key=lambda file: file.kind != ACCELERATE):  # a script's arguments come after
         decided |= decisions(file)
     decided |= {name: value for name, value in given.items() if value is not None}
     _check(source, document, str(decided.get("trainer", "")))
@@ -84,35 +95,12 @@ def _check(source: str, document: dict[str, Any], trainer: str) -> None:
     if not (SECTIONS[""] | REFUSED).keys() & document.keys():
         keys = ", ".join(list(document)[:5]) or "none"
         raise UserError(f"{source}: is no DeepSpeed JSON: it has none of its keys (it has: {keys})")
-    for key, value in leaves(document):
-        section, _, name = key.rpartition(".")
-        kind = SECTIONS.get(section, {}).get(name)
-        if value == "auto" and trainer == "own":
-            problem = "is filled in by Hugging Face's trainers only; write a value, or leave --trainer own out"
-            raise UserError(f'{source}: {key} = "auto" {problem}')
-        if kind and (kind == "section" or value not in ("auto", None)):
-            check_value(Path(source), key, value, kind)
-    for key in unknown_keys(document):
-        section, _, name = key.rpartition(".")
-        if near := difflib.get_close_matches(name, SECTIONS[section], 1, 0.8):
-            does = "stops at it" if section else "trains as if it were not there"
-            raise UserError(f"{source}: {key}: DeepSpeed has no such key and {does}; did you mean {near[0]}?")
-    stage = document.get("zero_optimization", {}).get("stage", 0)
-    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
-        raise UserError(f"{source}: zero_optimization.stage = {show(stage)} is not one of 0, 1, 2, 3")
+    if trainer == "own" and (key := next((key for key, value in leaves(document) if value == "auto"), None)):
+        problem = "is filled in by Hugging Face's trainers only; write a value, or leave --trainer own out"
+        raise UserError(f'{source}: {key} = "auto" {problem}')
+    unknown_keys(Path(source), document)
     if all(document.get(name, {}).get("enabled") is True for name in ("bf16", "fp16")):
         raise UserError(f"{source}: bf16.enabled and fp16.enabled are both true; set one of them to false")
-
-
-def unknown_keys(section: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Dotted keys that are in no schema known here: misspelt, or of another DeepSpeed."""
-    described = SECTIONS[prefix]
-    for name, value in section.items():
-        key = f"{prefix}.{name}" if prefix else name
-        if isinstance(value, dict) and key in SECTIONS:
-            yield from unknown_keys(value, key)
-        elif name not in described and f"stage3_{name}" not in described and key not in REFUSED:
-            yield key
 
 
 def _facts(document: dict[str, Any], decided: dict[str, Any], versions: dict[str, str | None]) -> dict[str, Any]:
@@ -120,44 +108,45 @@ def _facts(document: dict[str, Any], decided: dict[str, Any], versions: dict[str
     values = {key: value for key, value in leaves(document) if value is not None}
     written = {key: None if value == "auto" else value for key, value in values.items()}
     autos = [key for key, value in values.items() if value == "auto"]
-    stage, dtype = int(written.get("zero_optimization.stage") or 0), _dtype(values, decided)
-    trainer = decided.get("trainer", "hf" if autos else "own")
-    clipping = values.get("gradient_clipping", ABSENT)
-    asked = decided.get("clipping") if trainer == "hf" and clipping == ABSENT else None
-    if clipping == ABSENT:  # the default, deepspeedai/DeepSpeed#8068
-        release = versions["deepspeed"]
-        clipping = None if release is None else 1.0 if Version(release) >= Version("0.19.3") else 0.0
-    clipping = decided.get("clipping") if clipping == "auto" else clipping
-    lean = [name for name in ("bf16", "fp16") if written.get(f"{name}.{name}_master_weights_and_grads")]
+    dtype, trainer = _dtype(values, decided), decided.get("trainer", "hf" if autos else "own")
     newest = versions["transformers"] is None or Version(versions["transformers"]) >= Version("4.54.0")
+    found: dict[str, Any] = dict.fromkeys(("use_cpu", "tiled_mlp", "precomputed_reference"), False)
+    found |= {"tokens_across_devices": newest}  # the Trainer's default, huggingface/transformers#39395
+    found["sequence_ranks"] = written.get("sequence_parallel_size", 1)
+    found["compile"] = any(key.startswith("compile.") for key in values) and not values.get("compile.disable")
+    found |= {name: value for name, value in decided.items() if name not in ("dtype", "clipping", "optimizer")}
+    found |= {"trainer": trainer, "autos_left": sum(_FILLED.match(key) is None for key in autos), "dtype": dtype}
+    found |= {"stage": int(written.get("zero_optimization.stage") or 0), "offload": offload(document)}
+    found |= {"accumulation": _accumulation(values, decided)} | _clipping(values, decided, trainer, versions)
+    found["optimizer"] = _optimizer(str(decided.get("optimizer") or written.get("optimizer.type") or "adamw"))
+    lean = [name for name in ("bf16", "fp16") if written.get(f"{name}.{name}_master_weights_and_grads")]
+    found["masters"] = lean[0] if lean else "fp32"
+    for does, key in (("summed_in", "data_types.grad_accum_dtype"), ("reduced_in", "communication_data_type")):
+        found[does] = written.get(key, dtype or "that of the weights")
+    found["autocast"] = (
+        values.get("torch_autocast.dtype", "bfloat16") if values.get("torch_autocast.enabled") else "none"
+    )
+    found["overlap_comm"] = written.get("zero_optimization.overlap_comm", found["stage"] == 3)
     scaling = "static" if written.get("fp16.loss_scale") else "dynamic"
-    compiled = any(key.startswith("compile.") for key in values) and not values.get("compile.disable")
-    return {
-        **dict.fromkeys(("use_cpu", "tiled_mlp", "precomputed_reference"), False),
-        "tokens_across_devices": newest,  # the Trainer's default, huggingface/transformers#39395
-        "sequence_ranks": written.get("sequence_parallel_size", 1),
-        "compile": compiled,
-        **{name: value for name, value in decided.items() if name not in ("dtype", "clipping", "optimizer")},
-        "trainer": trainer,
-        "autos_left": sum(_FILLED.match(key) is None for key in autos),
-        "stage": stage,
-        "offload": offload(document),
-        "dtype": dtype,
-        "accumulation": _accumulation(values, decided),
-        "clipping": clipping,
-        "clipping_ignored": asked is not None and clipping is not None and asked != clipping,
-        "optimizer": _optimizer(str(decided.get("optimizer") or written.get("optimizer.type") or "adamw")),
-        "masters": lean[0] if lean else "fp32",
-        "summed_in": written.get("data_types.grad_accum_dtype", dtype or "that of the weights"),
-        "reduced_in": written.get("communication_data_type", dtype or "that of the weights"),
-        "autocast": values.get("torch_autocast.dtype", "bfloat16") if values.get("torch_autocast.enabled") else "none",
-        "overlap_comm": written.get("zero_optimization.overlap_comm", stage == 3),
-        "loss_scale": "none" if dtype in ("fp32", "bf16") else scaling,
-        "scale_power": written.get("fp16.initial_scale_power", 16),
-        "tensor_ranks": written.get("tensor_parallel.autotp_size", 1),
-        "expert_ranks": written.get("expert_parallel.autoep_size", 1),
-        "pipeline": any(key.startswith("pipeline.") for key in values),
-    }
+    found["loss_scale"] = "none" if dtype in ("fp32", "bf16") else scaling
+    found["scale_power"] = written.get("fp16.initial_scale_power", 16)
+    found["tensor_ranks"] = written.get("tensor_parallel.autotp_size", 1)
+    found["expert_ranks"] = written.get("expert_parallel.autoep_size", 1)
+    found["pipeline"] = any(key.startswith("pipeline.") for key in values)
+    return found
+
+
+def _clipping(
+    values: dict[str, Any], decided: dict[str, Any], trainer: str, versions: dict[str, str | None]
+) -> dict[str, Any]:
+    """What DeepSpeed clips by, and whether the trainer asks for another norm in vain."""
+    clipping, asked, release = values.get("gradient_clipping", ABSENT), decided.get("clipping"), versions["deepspeed"]
+    if clipping != ABSENT:
+        return {"clipping": asked if clipping == "auto" else clipping, "clipping_ignored": False}
+    # the default, deepspeedai/DeepSpeed#8068
+    clipping = None if release is None else 1.0 if Version(release) >= Version("0.19.3") else 0.0
+    ignored = trainer == "hf" and None not in (asked, clipping) and asked != clipping
+    return {"clipping": clipping, "clipping_ignored": ignored}
 
 
 def _accumulation(values: dict[str, Any], decided: dict[str, Any]) -> int | None:
@@ -203,3 +192,62 @@ def read_model(model: str) -> dict[str, Any]:
     inner = config.get("text_config") or config
     drops = any(value for key, value in inner.items() if "drop" in key and isinstance(value, int | float))
     return {"model_type": inner.get("model_type"), "dropout": drops}
+
+
+def read_trainer_file(path: Path) -> TrainerFile:
+    """Raises UserError for a file that none of these trainers reads, or one that does not start DeepSpeed."""
+    values: Any
+    if path.suffix == ".json":
+        values = json_text.read_object(path, "trainer's config")
+    else:
+        try:
+            values = yaml_text.parse(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path}: cannot be read as YAML: {one_line(error)}") from error
+    values = {str(key): value for key, value in values.items()} if isinstance(values, dict) else {}
+    kind = next((kind for kind, known in KINDS.items() if values.keys() & set(known["told_by"])), None)
+    if kind is None:
+        raise UserError(f"{path}: is no {', '.join(KINDS)}: its keys are {', '.join(list(values)[:6]) or 'none'}")
+    used = values.get("distributed_type")
+    if kind == ACCELERATE and used != "DEEPSPEED":
+        raise UserError(f"{path}: distributed_type = {show(used)} does not start DeepSpeed; give the file that does")
+    return TrainerFile(path, kind, values)
+
+
+def document_of(file: TrainerFile) -> tuple[str, dict[str, Any]] | None:
+    """The DeepSpeed JSON that a trainer's file names, holds or stands for, and where it is from."""
+    given = file.values.get("deepspeed_config")
+    plugin: dict[str, Any] = given if isinstance(given, dict) else {}
+    named = plugin.get("deepspeed_config_file") or file.values.get("deepspeed")
+    if isinstance(named, dict):
+        return f"{file.path}: deepspeed", named
+    if isinstance(named, str):
+        path = next((base / named for base in (Path(), file.path.parent) if (base / named).exists()), Path(named))
+        return str(path), read_document(path)
+    if file.kind != ACCELERATE:
+        return None
+    # what Accelerate's DeepSpeedPlugin makes of its own settings
+    zero: dict[str, Any] = {"stage": plugin.get("zero_stage", 2)}
+    for what in ("optimizer", "param"):
+        zero[f"offload_{what}"] = {"device": plugin.get(f"offload_{what}_device") or "none"}
+    batch = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu"), "auto")
+    decided = {name: plugin.get(name, "auto") for name in ("gradient_accumulation_steps", "gradient_clipping")}
+    return f"{file.path}: deepspeed_config", {**batch, **decided, "zero_optimization": zero}
+
+
+def decisions(file: TrainerFile) -> dict[str, Any]:
+    """Decisions of the file, in common names; a name is missing where it leaves the decision to somebody else."""
+    kind, values = KINDS[file.kind], dict(leaves(file.values))
+    found: dict[str, Any] = {"trainer": "hf"}
+    for name, keys in kind["decides"].items():
+        known = (values[key] for key in keys.split() if key in values)
+        found[name] = next(known, kind["otherwise"].get(name))
+    if file.kind == ACCELERATE:
+        found["dtype"] = {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}.get(str(values.get("mixed_precision")), "fp32")
+    else:
+        found["dtype"] = next((name for name in ("bf16", "fp16") if values.get(name) not in (None, False)), None)
+    found = {name: value for name, value in found.items() if value not in (None, "auto")}
+    for name in found.keys() & {"clipping", "accumulation", "ranks", "sequence_ranks"}:
+        if not isinstance(found[name], int | float):
+            raise UserError(f"{file.path}: {name} = {show(found[name])} is not a number")
+    return found

@@ -1,7 +1,9 @@
 """The gradients of a recorded step's micro-batches in plain torch, and what the reduced gradient is made of.
 
 The reduced gradient is fitted, parameter by parameter, by the gradients of each rank's micro-batches: the share of one
-is 0 where it was lost and 2 where it was added twice, whatever happened to the others.
+is 0 where it was lost and 2 where it was added twice, whatever happened to the others. Rounding and distances are those
+of `tools.parity.plain`. The passes are not those of `tools.parity`, whose oracle derives the batches and the loss from
+a run config and prepared data: of another trainer's step there is only what went into the model.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from config.errors import UserError
-from precision.dtypes import DTYPES
+from config.errors import UserError, one_line
 from tools.audit.recorded import Recorded, Step
+from tools.parity.plain import Apart, in_dtype, sigmoid_preference
 
 IGNORED = -100
 _NO_INPUT = ("labels", "shift_labels", "use_cache", "return_dict", "output_hidden_states", "num_items_in_batch")
@@ -29,15 +31,18 @@ class NotRecomputed(Exception):
 
 
 @dataclass
-class Micro:
-    """One rank's micro-batch, recomputed. Losses are sums over what counts; gradients are of the exact sum."""
+class Micros:
+    """The micro-batches of a step in which anything counts, recomputed, each a row in FP64.
 
-    rank: int
-    number: int
-    counted: int
-    exact_loss: float
-    plain_loss: float
-    reported: float
+    Losses are sums over what counts; gradients, by parameter, are of the exact sum.
+    """
+
+    places: list[tuple[int, int]]
+    """Rank and number of each."""
+    counts: torch.Tensor
+    exact_loss: torch.Tensor
+    plain_loss: torch.Tensor
+    reported: torch.Tensor
     """The loss that went into backward, as the engine divides it by the accumulation."""
     exact: dict[str, torch.Tensor]
     plain: dict[str, torch.Tensor]
@@ -50,21 +55,19 @@ def labelled(model: Any, parts: list[dict[str, torch.Tensor]]) -> tuple[torch.Te
     for inputs in calls:
         given = batch | inputs
         if not given.keys() & {"labels", "shift_labels"}:
-            raise NotRecomputed(
-                "the model was given no labels; set `probe.batch` to the micro-batch before the forward"
-            )
+            why = "the model was given no labels; set `probe.batch` to the micro-batch before the forward"
+            raise NotRecomputed(why)
         shifted = given.get("shift_labels")
         targets = functional.pad(given["labels"][..., 1:], (0, 1), value=IGNORED) if shifted is None else shifted
-        logits = _logits(model, inputs)
-        total = total + functional.cross_entropy(
-            logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=IGNORED, reduction="sum"
-        )
+        logits = _logits(model, inputs).flatten(0, -2)
+        total = total + functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
         counted += int((targets != IGNORED).sum())
     return total, counted
 
 
-def preferred(reference: Any, beta: float) -> Objective:
-    """DPO's sigmoid loss (Rafailov et al. 2023, equation 7): chosen answers are the first half of a batch's rows."""
+def preferred(reference: Any, facts: Mapping[str, Any]) -> Objective:
+    """DPO's sigmoid loss: chosen answers are the first half of a batch's rows. facts: of the trainer."""
+    beta, smoothing = float(facts["beta"]), float(facts.get("label_smoothing") or 0.0)
 
     def loss(model: Any, given: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, int]:
         batch = given[-1]
@@ -73,7 +76,7 @@ def preferred(reference: Any, beta: float) -> Objective:
         with torch.no_grad():
             known = _answers(reference, batch)
         chosen, rejected = (_answers(model, batch) - known).chunk(2)
-        return -functional.logsigmoid(beta * (chosen - rejected)).sum(), len(chosen)
+        return sigmoid_preference(chosen - rejected, beta=beta, label_smoothing=smoothing).sum(), len(chosen)
 
     return loss
 
@@ -87,13 +90,10 @@ def _answers(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 def _logits(model: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     wanted = {key: value for key, value in inputs.items() if key not in _NO_INPUT}
-    ids = wanted.get("input_ids")
-    size = model.get_input_embeddings().num_embeddings
-    if ids is not None and int(ids.max()) >= size:
-        raise UserError(
-            f"the batch has token {int(ids.max())} and the model {size} embeddings: another tokenizer or model; "
-            "give the one that was trained with --model"
-        )
+    ids, size = wanted.get("input_ids", torch.zeros(1)), model.get_input_embeddings().num_embeddings
+    if other := ids[(ids < 0) | (ids >= size)].tolist():
+        told = f"the batch has token {max(other)} and the model {size} embeddings: another tokenizer or model"
+        raise UserError(f"{told}; give the one that was trained with --model")
     logits: torch.Tensor = model(**wanted, use_cache=False).logits
     return logits if logits.dtype == torch.float64 else logits.float()
 
@@ -102,78 +102,73 @@ def load_model(recorded: Recorded, source: str | None) -> Any:
     """The plain model in FP32, of `source` or of the config that the probe kept."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if source is not None:
-        try:
+    facts, told = recorded.facts, f"--model {source}" if source else "the recorded config"
+    config = dict(facts["model_config"] or {})
+    kind, known = config.pop("model_type", None), config.get("architectures") or [facts["model"]]
+    if source is None and (kind is None or facts["model"] not in known):
+        raise NotRecomputed(f"{facts['model']} is no model that transformers builds by itself; give --model")
+    for name in ("dtype", "torch_dtype", "_attn_implementation", "attn_implementation"):
+        config.pop(name, None)
+    try:
+        if source is not None:
             model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-        except (OSError, ValueError) as error:
-            raise UserError(f"--model {source} cannot be loaded: {str(error).splitlines()[0]}") from error
-    else:
-        config = dict(recorded.facts["model_config"] or {})
-        kind, known = config.pop("model_type", None), (config.get("architectures") or [recorded.facts["model"]])
-        if kind is None or recorded.facts["model"] not in known:
-            raise NotRecomputed(
-                f"{recorded.facts['model']} is no model that transformers builds by itself; give --model"
-            )
-        for name in ("dtype", "torch_dtype", "_attn_implementation", "attn_implementation"):
-            config.pop(name, None)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), dtype=torch.float32)
+        else:
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{told} cannot be loaded: {one_line(error)}") from error
     embedding: Any = model.get_input_embeddings()
-    embedding.padding_idx = recorded.facts.get("padding_idx")  # trainers change the config's afterwards
+    embedding.padding_idx = facts.get("padding_idx")  # trainers change the config's afterwards
     own = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
-    trained = {name: row[0] for name, row in recorded.facts["parameters"].items()}
-    if own != trained:
-        different = sorted(n for n in own.keys() | trained.keys() if own.get(n) != trained.get(n))
-        here, there = (held.get(different[0], "missing") for held in (own, trained))
-        raise UserError(
-            f"{source or 'the recorded config'} is another model than the one trained: {different[0]} is {here} in it "
-            f"and {there} in the probe; give the trained one with --model"
-        )
+    trained = {name: row[0] for name, row in facts["parameters"].items()}
+    for name in sorted(own.keys() | trained.keys()):
+        if own.get(name) != trained.get(name):
+            here, there = (held.get(name, "missing") for held in (own, trained))
+            differs = f"{name} is {here} in it and {there} in the probe; give the trained one with --model"
+            raise UserError(f"{told} is another model than the one trained: {differs}")
     return model
 
 
-def recompute(model: Any, recorded: Recorded, step: Step, objective: Objective) -> list[Micro]:
+def recompute(model: Any, recorded: Recorded, step: Step, objective: Objective) -> Micros:
     """Every micro-batch of a step from its recorded masters, rounded as the run computes.
 
     Exact is FP32 of the rounded weights in a run of 16 bits, and FP64 in one of FP32; plain is the run's own dtype.
     """
+    compute, before = recorded.facts["compute"], step.named("before") | step.named("frozen")
+    for name, parameter in model.named_parameters():
+        parameter.data = before[name].float()
+        parameter.requires_grad_(recorded.facts["parameters"][name][2])
     autocast = next((call["autocast"] for micro in step.facts["micros"] for call in micro["calls"]), None)
-    dtype = DTYPES[recorded.facts["compute"]]
-    before = step.named("before") | step.named("frozen")
-    if any(before[name].shape != parameter.shape for name, parameter in model.named_parameters()):
-        raise NotRecomputed("the masters were not kept whole (max_bytes)")
-    exact = torch.float64 if dtype == torch.float32 and autocast is None else torch.float32
-    found: list[Micro] = []
-    passes: list[list[Any]] = []
-    for compute in (exact, dtype):
-        for name, parameter in model.named_parameters():
-            parameter.data = before[name].to(dtype).to(compute)
-            parameter.requires_grad_(recorded.facts["parameters"][name][2])
-        for buffer in model.buffers():
-            if buffer.is_floating_point() and compute == torch.float64:
-                buffer.data = buffer.data.double()
-        inside = getattr(torch, str(autocast).removeprefix("torch.")) if autocast and compute == dtype else None
-        ambient = torch.autocast("cpu", dtype=inside, enabled=inside is not None)
-        passes.append([])
-        for rank, facts in enumerate(step.ranks):
-            for number in range(len(facts["micros"])):
-                model.zero_grad(set_to_none=True)
-                with ambient:
-                    loss, counted = objective(model, step.inputs(rank, number))
-                if counted:
-                    loss.backward()
-                gradients = {
-                    name: (torch.zeros(parameter.numel()) if parameter.grad is None else parameter.grad.reshape(-1))[
-                        :: step.facts["stride"]
-                    ].double()
-                    for name, parameter in model.named_parameters()
-                    if parameter.requires_grad
-                }
-                passes[-1].append((rank, number, counted, float(loss.detach()), gradients))
-    for (rank, number, counted, loss, gradients), (_, _, _, plain_loss, plain) in zip(*passes, strict=True):
-        micro = step.ranks[rank]["micros"][number]
-        reported = micro["loss"] / micro["divided_by"] / recorded.facts["world"]
-        found.append(Micro(rank, number, counted, loss, plain_loss, reported, gradients, plain))
-    return found
+    inside = getattr(torch, autocast.removeprefix("torch.")) if autocast else None
+    wide = torch.float64 if compute == "fp32" and inside is None else torch.float32
+    buffers = {name: wide for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+    with in_dtype({model: compute}, buffers, computed=wide):
+        places, counts, exact_loss, exact = _passes(model, step, objective)
+    with in_dtype({model: compute}, {}), torch.autocast("cpu", dtype=inside, enabled=inside is not None):
+        *_, plain_loss, plain = _passes(model, step, objective)
+    micros = [step.ranks[rank]["micros"][number] for rank, number in places]
+    losses = torch.tensor([micro["loss"] / micro["divided_by"] for micro in micros], dtype=torch.float64)
+    return Micros(places, counts, exact_loss, plain_loss, losses / recorded.facts["world"], exact, plain)
+
+
+def _passes(model: Any, step: Step, objective: Objective) -> tuple[Any, torch.Tensor, torch.Tensor, Any]:
+    """Places, what counts, losses and the kept values of the gradients of the micro-batches, as `Micros` has them."""
+    trained = {name: item for name, item in model.named_parameters() if item.requires_grad}
+    places, rows, gradients = [], [], {name: list[torch.Tensor]() for name in trained}
+    for place in step.places:
+        loss, counted = objective(model, step.inputs(*place))
+        if not counted:
+            continue
+        loss.backward()
+        for name, parameter in trained.items():
+            whole = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            gradients[name].append(whole.flatten()[:: step.facts["stride"]].double())
+        model.zero_grad()
+        places.append(place)
+        rows.append((counted, float(loss.detach())))
+    if not rows:
+        raise NotRecomputed("no label of the step counts")
+    counts, losses = torch.tensor(rows, dtype=torch.float64).T
+    return places, counts, losses, {name: torch.stack(each) for name, each in gradients.items()}
 
 
 @dataclass
@@ -190,55 +185,49 @@ class Fit:
     """The same of a sum that plain torch makes in the run's dtype."""
 
 
-def fit(reduced: Mapping[str, torch.Tensor], micros: list[Micro], weights: torch.Tensor, tolerance: float) -> Fit:
+def fit(reduced: Mapping[str, torch.Tensor], micros: Micros, weights: torch.Tensor, tolerance: float) -> Fit:
     """reduced: unscaled, FP64. weights: of each micro-batch's gradient, which a right reduction gives it."""
-    columns = {name: torch.stack([each.exact[name] for each in micros]) * weights[:, None] for name in reduced}
-    largest = max(max(float(columns[name].sum(0).norm()), float(reduced[name].norm())) for name in reduced)
+    count = len(weights)
+    columns = {name: micros.exact[name] * weights[:, None] for name in reduced}
+    sizes = {name: max(float(columns[name].sum(0).norm()), float(reduced[name].norm())) for name in reduced}
     found: list[tuple[float, str, torch.Tensor, torch.Tensor]] = []
-    off = whole = noise = 0.0
+    explained, noise = Apart(), Apart()
     for name, value in reduced.items():
-        rows = columns[name]
-        size = max(float(rows.sum(0).norm()), float(value.norm()))
-        if value.numel() < 8 * len(micros) or size < 1e-3 * largest:
+        rows, size = columns[name], sizes[name]
+        if value.numel() < 8 * count or size < 1e-3 * max(sizes.values()):
             continue
-        plain = float((weights @ torch.stack([each.plain[name] - each.exact[name] for each in micros])).square().sum())
-        whole, noise = whole + float(value.square().sum()), noise + plain
+        plain = weights @ (micros.plain[name] - micros.exact[name])
+        noise.add(rows.sum(0) + plain, rows.sum(0))
         share, spread = torch.ones_like(weights), torch.zeros_like(weights)
         left = float((value - rows.sum(0)).square().sum())
-        if left > 4 * plain + (tolerance * size) ** 2:  # else it is what it should be
+        if left > 4 * float(plain.square().sum()) + (tolerance * size) ** 2:  # else it is what it should be
             inverse = torch.linalg.pinv(rows @ rows.T, hermitian=True, rtol=1e-9)
             share = inverse @ (rows @ value)
             left = float((value - share @ rows).square().sum())
-            spread = (inverse.diagonal() * left / (value.numel() - len(micros))).sqrt()
-        off += left
+            spread = (inverse.diagonal() * left / (value.numel() - count)).sqrt()
+        explained.add(share @ rows, value)
         if float(spread.max()) < 0.1:  # else micro-batches are too alike to be told apart
             found.append((size, name, share, spread))
     if not found:
         raise NotRecomputed("no parameter's gradient tells the micro-batches apart")
     overall = torch.stack([share for _, _, share, _ in found]).median(0).values
-    least = torch.tensor(4 * tolerance)
     deviating = {
         name: share
         for _, name, share, spread in sorted(found, key=lambda each: -each[0])
-        if bool(((share - overall).abs() > torch.maximum(6 * spread, least)).any())
+        if bool(((share - overall).abs() > (6 * spread).clamp_min(4 * tolerance)).any())
     }
-    return Fit(
-        overall, deviating, len(found), (off / whole) ** 0.5 if whole else 0.0, (noise / whole) ** 0.5 if whole else 0.0
-    )
+    return Fit(overall, deviating, len(found), explained.error, noise.error)
 
 
-def rounded_sum(micros: list[Micro], weights: torch.Tensor, dtype: torch.dtype) -> float:
+def rounded_sum(micros: Micros, weights: torch.Tensor, dtype: torch.dtype) -> float:
     """How far summing plain gradients over micro-batches and ranks in `dtype` is from summing them in FP64."""
-    off = size = 0.0
-    for name in micros[0].plain:
-        exact = torch.zeros_like(micros[0].plain[name])
-        by_rank: dict[int, Any] = {}
-        for each, weight in zip(micros, weights.tolist(), strict=True):
-            part = each.plain[name] * weight
-            exact = exact + part
-            by_rank[each.rank] = (by_rank.get(each.rank, 0.0) + part).to(dtype).double()
-        total = torch.zeros_like(exact)
-        for part in by_rank.values():
-            total = (total + part).to(dtype).double()
-        off, size = off + float((total - exact).square().sum()), size + float(exact.square().sum())
-    return float((off / size) ** 0.5) if size else 0.0
+    apart = Apart()
+    for parts in (weights[:, None] * rows for rows in micros.plain.values()):
+        by_rank = {rank: torch.zeros_like(parts[0]) for rank, _ in micros.places}
+        for (rank, _), part in zip(micros.places, parts, strict=True):
+            by_rank[rank] = (by_rank[rank] + part).to(dtype).double()
+        total = torch.zeros_like(parts[0])
+        for own in by_rank.values():
+            total = (total + own).to(dtype).double()
+        apart.add(total, parts.sum(0))
+    return apart.error

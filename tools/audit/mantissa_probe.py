@@ -23,8 +23,7 @@ import os
 import random
 import time
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,7 @@ class Probe:
         take for recording, in all; where masters and moments are larger, a part of their values is kept.
         """
         self.engine, self.folder = getattr(engine, "engine", engine), Path(folder)
-        self.model, self.rank = self.engine.module, dist.get_rank()
+        self.model, self.rank, self.stage = self.engine.module, dist.get_rank(), self.engine.zero_optimization_stage()
         drawn = [1, 2, 3, *random.Random(seed).sample(range(4, 1001), 3)]
         self.steps = sorted(set(drawn if steps is None else steps))
         self.scheduler = scheduler if scheduler is not None else getattr(self.engine, "lr_scheduler", None)
@@ -81,8 +80,7 @@ class Probe:
         self._optimizer = getattr(self.engine, "basic_optimizer", None) or self.engine.optimizer
         self._fp32_of = self._fp32_without_zero()
         self._bind = inspect.signature(self.model.forward).bind_partial
-        if self.rank == 0:
-            self._write("probe.json", json.dumps(self._facts(), default=str).encode())
+        self.write_once("probe.json", self._facts())
         self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         self.model.register_forward_hook(self._after_forward, with_kwargs=True)
         self._backward, self._engine_step = self.engine.backward, self.engine.step
@@ -128,7 +126,7 @@ class Probe:
     def write_once(self, name: str, facts: dict[str, Any]) -> None:
         """Facts beside the steps, as JSON."""
         if self.rank == 0:
-            self._write(name, json.dumps(facts, default=str).encode())
+            self._write(name, facts)
 
     # What the loop calls
 
@@ -231,15 +229,13 @@ class Probe:
         sums: dict[str, Any] = {"weights": {}, "gradients": {}, "squares": {}}
         missing: list[str] = []
         has_state = self._has_moments()
-        partitioned = self.engine.zero_optimization_stage() == 3
-        for name, parameter in self._parameters():
-            own = parameter.grad
-            if not partitioned:
+        for name, parameter in self.model.named_parameters():
+            if self.stage < 3:
                 sums["weights"][name] = _sum(parameter)
-            if own is not None and not partitioned:
-                sums["gradients"][name] = _sum(own)
+                if parameter.grad is not None:
+                    sums["gradients"][name] = _sum(parameter.grad)
             if not parameter.requires_grad:
-                with deepspeed.zero.GatheredParameters([parameter]) if partitioned else nullcontext():
+                with deepspeed.zero.GatheredParameters([parameter], enabled=self.stage == 3):
                     self._keep(tensors, f"frozen/{name}", parameter, 1, narrow=False)
                 continue
             gradient, master = safe_get_full_grad(parameter), self._master(parameter)
@@ -252,7 +248,10 @@ class Probe:
                 self._keep(tensors, f"gradient/{name}", gradient, stride)
             for key in MOMENTS if has_state else ():
                 self._keep(tensors, f"{key}/before/{name}", self._moment(parameter, key), stride)
-        groups = [self._settings(group) for group in self.engine.optimizer.param_groups]
+        groups = [
+            {key: value for key, value in group.items() if isinstance(value, int | float | str | tuple)}
+            for group in self.engine.optimizer.param_groups
+        ]
         found = {"groups": groups, "scale": self._scale(), "sums": sums, "no_gradient": missing}
         found |= {"optimizer_step": self._optimizer_step(), "moments": has_state}
         found["schedule"] = getattr(getattr(self.scheduler, "scheduler", self.scheduler), "last_epoch", None)
@@ -262,7 +261,7 @@ class Probe:
     def _after_step(self, before: dict[str, Any], stride: int, applied: bool) -> None:
         tensors, facts = before["tensors"], before["facts"]
         has_state = self._has_moments()
-        for name, parameter in self._parameters():
+        for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 self._keep(tensors, f"after/{name}", self._master(parameter), stride)
                 for key in MOMENTS if has_state else ():
@@ -287,7 +286,7 @@ class Probe:
         torch.save(tensors, written)
         self._bytes += written.stat().st_size
         written.replace(self.folder / f"{name}.pt")
-        self._write(f"{name}.json", json.dumps({**facts, "micros": micros}, default=str).encode())
+        self._write(f"{name}.json", {**facts, "micros": micros})
 
     def _keep(
         self, tensors: dict[str, torch.Tensor], name: str, value: Any, stride: int, *, narrow: bool = True
@@ -297,14 +296,9 @@ class Probe:
             flat = value.detach().reshape(-1)[::stride] if stride > 1 else value.detach()
             tensors[name] = flat.float().cpu().clone() if narrow else flat.cpu().clone()
 
-    def _parameters(self) -> Iterator[tuple[str, Any]]:
-        return iter(self.model.named_parameters())
-
-    def _master(self, parameter: Any) -> torch.Tensor | None:
+    def _master(self, parameter: Any) -> torch.Tensor:
         found = safe_get_full_fp32_param(parameter)
-        if found is None:
-            found = self._fp32_of.get(id(parameter), lambda: parameter)()
-        return found.view(_shape(parameter))
+        return (self._without_zero(parameter) if found is None else found).view(_shape(parameter))
 
     def _moment(self, parameter: Any, key: str) -> torch.Tensor | None:
         if hasattr(parameter, "ds_id"):
@@ -318,9 +312,7 @@ class Probe:
                 whole.narrow(0, here.start, here.numel).copy_(part)
             dist.all_reduce(whole, group=parameter._dp_group)
             return whole
-        if self.engine.optimizer is not self._optimizer:
-            return self._fp32_of[id(parameter)](key)
-        return self._optimizer.state[parameter].get(key)
+        return self._without_zero(parameter, key)
 
     def _has_moments(self) -> bool:
         """Whether every rank's optimizer has both moments for all that it steps."""
@@ -331,28 +323,23 @@ class Probe:
         partitions = getattr(self.engine.optimizer, "fp32_partitioned_groups_flat", None)  # ZeRO-3's
         return partitions or [each for group in self._optimizer.param_groups for each in group["params"]]
 
-    def _fp32_without_zero(self) -> dict[int, Any]:
-        """Readers of the masters (and moments, by key) of DeepSpeed's 16-bit optimizers without ZeRO."""
-        optimizer = self.engine.optimizer
-        found: dict[int, Any] = {}
-        if self.engine.zero_optimization_stage():
-            return found
-        for index, group in enumerate(getattr(optimizer, "fp16_groups", [])):
-            offset = 0
+    def _fp32_without_zero(self) -> dict[int, tuple[torch.Tensor, int]]:
+        """By parameter, the FP32 tensor of a 16-bit optimizer without ZeRO, and where in it the master is."""
+        optimizer, found = self.engine.optimizer, dict[int, tuple[torch.Tensor, int]]()
+        for index, group in enumerate([] if self.stage else getattr(optimizer, "fp16_groups", [])):
+            at = 0
             for place, parameter in enumerate(group):
-                whole = optimizer.fp32_groups[index][place] if hasattr(optimizer, "fp32_groups") else None
-                flat = None if whole is not None else optimizer.fp32_groups_flat[index]
-
-                def read(
-                    key: str = "", whole: Any = whole, flat: Any = flat, at: int = offset, like: Any = parameter
-                ) -> Any:
-                    source = whole if whole is not None else flat
-                    value = self._optimizer.state[source].get(key) if key else source
-                    return value if whole is not None or value is None else value[at : at + like.numel()]
-
-                found[id(parameter)] = read
-                offset += parameter.numel()
+                whole = hasattr(optimizer, "fp32_groups")
+                source = optimizer.fp32_groups[index][place] if whole else optimizer.fp32_groups_flat[index]
+                found[id(parameter)] = source, 0 if whole else at
+                at += parameter.numel()
         return found
+
+    def _without_zero(self, parameter: Any, key: str = "") -> torch.Tensor:
+        """The master, or a moment, of a parameter that no ZeRO partitions."""
+        source, at = self._fp32_of.get(id(parameter), (parameter, 0))
+        value = self._optimizer.state[source][key] if key else source
+        return value.reshape(-1)[at : at + parameter.numel()]
 
     def _scale(self) -> float:
         optimizer = self.engine.optimizer
@@ -364,47 +351,31 @@ class Probe:
         counted = found or [group["step"] for group in self._optimizer.param_groups if "step" in group]
         return float(counted[0]) if counted else None
 
-    def _settings(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in group.items() if isinstance(value, int | float | str | bool | tuple)}
-
     def _facts(self) -> dict[str, Any]:
-        engine = self.engine
+        engine, optimizer, groups = self.engine, self.engine.optimizer, dict[str, int]()
         config: Any = getattr(self.model, "config", None)
-        optimizer, zero = engine.optimizer, engine.zero_optimization_stage()
-        groups: dict[str, int] = {}
+        embedding = getattr(self.model, "get_input_embeddings", lambda: None)()
         listed = getattr(optimizer, "bit16_groups", None) or getattr(optimizer, "fp16_groups", None)
         listed = listed or [group["params"] for group in optimizer.param_groups]
         for index, group in enumerate(listed):
             index = getattr(optimizer, "sub_group_to_group_id", {}).get(index, index)
             groups |= {self._names[id(each)]: index for each in group if id(each) in self._names}
-        return {
-            "format": FORMAT,
-            "world": dist.get_world_size(),
-            "steps": self.steps,
-            "stage": zero,
-            "versions": {"deepspeed": deepspeed.__version__, "torch": torch.__version__},
-            "device": str(engine.device),
-            "engine": [type(engine).__name__, type(optimizer).__name__],
-            "optimizer": type(self._optimizer).__name__,
-            "clipping": float(engine.gradient_clipping()),
-            "accumulation": engine.gradient_accumulation_steps(),
-            "compute": "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32",
-            "communication": str(engine.communication_data_type),
-            "round_robin": bool(engine.zero_round_robin_gradients()),
-            "config": getattr(engine.config, "_param_dict", engine.config) if zero >= 0 else None,
-            "model": type(self.model).__name__,
-            "model_config": config.to_dict() if hasattr(config, "to_dict") else None,
-            "padding_idx": getattr(self._embedding(), "padding_idx", None),
-            "dropout": any(getattr(each, "p", 0) for each in self.model.modules() if "Dropout" in type(each).__name__),
-            "parameters": {
-                name: [list(_shape(each)), str(each.dtype), each.requires_grad, groups.get(name)]
-                for name, each in self.model.named_parameters()
-            },
+        found = {"format": FORMAT, "world": dist.get_world_size(), "steps": self.steps, "stage": self.stage}
+        found |= {"versions": {"deepspeed": deepspeed.__version__, "torch": torch.__version__}}
+        found |= {"device": str(engine.device), "engine": [type(engine).__name__, type(optimizer).__name__]}
+        found |= {"optimizer": type(self._optimizer).__name__, "clipping": float(engine.gradient_clipping())}
+        found["accumulation"] = engine.gradient_accumulation_steps()
+        found["compute"] = "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32"
+        found["config"] = getattr(engine.config, "_param_dict", engine.config)
+        found |= {"model": type(self.model).__name__, "padding_idx": getattr(embedding, "padding_idx", None)}
+        found["model_config"] = config.to_dict() if hasattr(config, "to_dict") else None
+        drops = [each for each in self.model.modules() if "Dropout" in type(each).__name__]
+        found["dropout"] = any(getattr(each, "p", 0) for each in drops)
+        found["parameters"] = {
+            name: [list(_shape(each)), str(each.dtype), each.requires_grad, groups.get(name)]
+            for name, each in self.model.named_parameters()
         }
-
-    def _embedding(self) -> Any:
-        find = getattr(self.model, "get_input_embeddings", None)
-        return find() if find is not None else None
+        return found
 
     def _any(self, flag: bool) -> bool:
         """Whether it holds on any rank."""
@@ -412,9 +383,9 @@ class Probe:
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return bool(found.item())
 
-    def _write(self, name: str, content: bytes) -> None:
+    def _write(self, name: str, facts: dict[str, Any]) -> None:
         written = self.folder / f"{name}.tmp"
-        written.write_bytes(content)
+        written.write_text(json.dumps(facts, default=str), encoding="utf-8")
         written.replace(self.folder / name)
 
 

@@ -1,10 +1,13 @@
-"""Audits the configs of a run that another trainer starts, without training: which known defects it hits, what was
-measured as sound, what never was, and which dtype everything has.
+"""Audits the configs of a run that another trainer starts, without training: which defects of known.yaml it hits, what
+was measured as sound, what never was, and which dtype everything has.
+
+A condition in known.yaml is a value, a list of which any may be, or text that opens with >, <, >=, <= or !=.
 """
 
 from __future__ import annotations
 
 import json
+import operator
 import re
 import shutil
 import textwrap
@@ -12,18 +15,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from config import yaml_text
 from config.cli import DIVERGED, DONE, REPOSITORY
 from config.deepspeed.combinations import SETTINGS, Combination, scalar
-from config.deepspeed.document import leaves
+from config.deepspeed.document import leaves, unknown_keys
 from config.deepspeed.keys import REFUSED
 from config.errors import UserError
 from config.files import write_atomically
-from tools.audit.given import ABSENT, Given, unknown_keys
-from tools.audit.known import BAD, find, read_known
+from tools.audit.given import ABSENT, Given
 
-MATRIX = "docs/precision-matrix.md"
-MEASURED_WITH = "0.19.8"
-"""DeepSpeed of the matrix."""
+MATRIX, MEASURED_WITH = "docs/precision-matrix.md", "0.19.8"
+"""The precision matrix, and the DeepSpeed that it was measured with."""
+SEVERITIES = ("stops", "wrong", "risk", "note")
+"""In order. stops, wrong: whoever hits it does not train, or trains wrongly. risk: wrong under a condition that no
+config shows, or a race. note: right but for what it says."""
+BAD = SEVERITIES[:2]
+_OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "!=": operator.ne}
+_COMPARISON = re.compile(r"(>=|<=|!=|>|<) *(\S+)$")
 _ELSEWHERE = re.compile(
     r"(optimizer|scheduler|torch_autocast|tensor_parallel|expert_parallel|pipeline|sequence_parallel_size|bfloat16"
     r"|(bf16|fp16)\.\w+_master_weights_and_grads|wandb|autotuning|datastates_ckpt|checkpoint\..*|vocabulary_size"
@@ -39,23 +50,17 @@ def audit_configs(given: Given, json_file: Path | None) -> int:
     found = [finding for entry in known if (finding := find(entry, given)) is not None]
     certain = [finding for finding in found if not finding["why"]]
     wrong = sum(finding["severity"] in BAD for finding in certain)
-    report = {
-        "verdict": "wrong" if wrong else "nothing known to be wrong",
-        "sources": given.sources,
-        "versions": given.versions,
-        "facts": given.facts,
-        "numerics": dict(numerics(given)),
-        "findings": certain,
-        "possible": [finding for finding in found if finding["why"] and finding["severity"] in BAD],
-        "measured_as_sound": list(sound(given)),
-        "never_measured": list(never_measured(given, known)),
-    }
+    report = {"verdict": "wrong" if wrong else "nothing known to be wrong", **given._asdict()}
+    del report["document"]
+    report |= {"numerics": dict(numerics(given)), "findings": certain}
+    report["possible"] = [finding for finding in found if finding["why"] and finding["severity"] in BAD]
+    report |= {"measured_as_sound": list(sound(given)), "never_measured": list(never_measured(given, known))}
     if json_file is not None:
         try:
             write_atomically(json_file, (json.dumps(report, indent=2) + "\n").encode())
         except OSError as error:
             raise UserError(f"--json {json_file}: cannot be written: {error.strerror or error}") from error
-    print("\n".join(_page(given.facts, report, min(100, max(60, shutil.get_terminal_size((80, 24)).columns)))))
+    print("\n".join(_page(report, min(100, max(60, shutil.get_terminal_size((80, 24)).columns)))))
     may_be = f"; {len(report['possible'])} may be, see what is open" if report["possible"] else ""
     print(f"\nverdict: {report['verdict']}{f'; defects hit: {wrong}' if wrong else may_be}")
     return DIVERGED if wrong else DONE
@@ -119,7 +124,7 @@ def never_measured(given: Given, known: list[dict[str, Any]]) -> Iterator[str]:
     for row in SETTINGS:
         if row.in_json and row.key in values and row.key not in told and row.refuses(values[row.key], facts["stage"]):
             yield f"{row.key} = {scalar(values[row.key])}"
-    yield from (f"{key}: DeepSpeed {MEASURED_WITH} has no such key" for key in unknown_keys(document))
+    yield from (f"{key}: DeepSpeed {MEASURED_WITH} has no such key" for key in unknown_keys(Path(), document))
     optimizers = [
         wanted if isinstance(wanted, list) else [wanted] for name, wanted in conditions if name == "optimizer"
     ]
@@ -129,35 +134,76 @@ def never_measured(given: Given, known: list[dict[str, Any]]) -> Iterator[str]:
         yield f"all of the precision matrix with DeepSpeed {given.versions['deepspeed']}: it is of {MEASURED_WITH}"
 
 
-def _page(facts: dict[str, Any], report: dict[str, Any], columns: int) -> Iterator[str]:
+def _page(report: dict[str, Any], columns: int) -> Iterator[str]:
     """The audit as text."""
 
     def wrapped(text: str, first: str = "", indent: int | None = None) -> str:
         rest = " " * (len(first) if indent is None else indent)
-        wrap = textwrap.TextWrapper(columns, first, rest, break_long_words=False, break_on_hyphens=False)
-        return wrap.fill(text)
+        return textwrap.fill(
+            text, columns, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+        )
 
+    facts = report["facts"]
     parts = [f"ZeRO-{facts['stage']}", (facts["dtype"] or "dtype open").upper(), f"optimizer {facts['optimizer']}"]
     parts += [f"accumulation {facts['accumulation'] or 'open'}", f"trainer {facts['trainer']}"]
     yield wrapped(f"{', '.join(report['sources'])}: {', '.join(parts)}")
     yield wrapped(", ".join(f"{package} {version}" for package, version in report["versions"].items() if version))
-    notes = []
     for found in report["findings"]:
-        measured = found["measured"] and f"{found['measured']['figure']} ({found['measured']['command']})"
-        if found["severity"] == "note":
-            notes.append(f"{found['says']} [{found['id']}]")
-            continue
-        yield wrapped(f"{found['severity'].upper()}: {found['says']} [{found['id']}]", "\n", 0)
-        named = {"measured": measured or "not here", "thread": found["thread"], "instead": found["instead"]}
-        yield from (wrapped(text, f"  {name + ':':<10}", 12) for name, text in named.items() if text)
+        if found["severity"] != "note":
+            yield wrapped(f"{found['severity'].upper()}: {found['says']} [{found['id']}]", "\n", 0)
+            measured = found["measured"] and f"{found['measured']['figure']} ({found['measured']['command']})"
+            named = {"measured": measured or "not here", "thread": found["thread"], "instead": found["instead"]}
+            yield from (wrapped(text, f"  {name + ':':<10}", 12) for name, text in named.items() if text)
     possible = [f"{found['says']} [{found['id']}]: {found['why']}" for found in report["possible"]]
-    for heading, lines in (
-        ("May be wrong", possible),
-        ("Notes", notes),
-        (f"Measured as sound: bare DeepSpeed {MEASURED_WITH} on CPUs", report["measured_as_sound"]),
-        ("Never measured", report["never_measured"]),
-    ):
+    notes = [f"{found['says']} [{found['id']}]" for found in report["findings"] if found["severity"] == "note"]
+    sections = {"May be wrong": possible, "Notes": notes}
+    sections[f"Measured as sound: bare DeepSpeed {MEASURED_WITH} on CPUs"] = report["measured_as_sound"]
+    sections["Never measured"] = report["never_measured"]
+    for heading, lines in sections.items():
         yield from ([f"\n{heading}"] if lines else [])
         yield from (wrapped(line, "  - ") for line in lines)
     yield "\nNumerics"
     yield from (wrapped(text, f"  {name:<18}") for name, text in report["numerics"].items())
+
+
+def read_known() -> list[dict[str, Any]]:
+    """The entries, most severe first."""
+    entries = yaml_text.parse(Path(__file__).with_name("known.yaml").read_text(encoding="utf-8"))
+    return sorted(entries, key=lambda entry: SEVERITIES.index(entry["severity"]))
+
+
+def holds(wanted: Any, value: Any) -> bool | None:
+    """Whether a condition holds for a fact; None where the fact is not known."""
+    if value is None:
+        return None
+    if isinstance(wanted, list):
+        return any(holds(one, value) for one in wanted)
+    comparison = _COMPARISON.match(wanted) if isinstance(wanted, str) else None
+    if comparison is None:
+        return bool(value == wanted)
+    number = isinstance(value, int | float)
+    return value != ABSENT and number and bool(_OPERATORS[comparison[1]](value, float(comparison[2])))
+
+
+def find(entry: dict[str, Any], given: Given) -> dict[str, Any] | None:
+    """The entry for a report, with `why` it is not certain ("": it is); None where it does not apply."""
+    open_ = []
+    for package, versions in entry.get("versions", {}).items():
+        version = given.versions[package]
+        if version is None:
+            open_.append(f"{package} is {versions} (give --with {package}=VERSION)")
+        elif not SpecifierSet(versions).contains(version, prereleases=True):
+            return None
+    for name, wanted in entry["when"].items():
+        answer = holds(wanted, given.fact(name))
+        if answer is False:
+            return None
+        if answer is None:
+            text = " or ".join(map(str, wanted)) if isinstance(wanted, list) else str(wanted)
+            open_.append(f"{name.replace('_', ' ')} is {text.lower()}")
+    tried, version = entry.get("tried"), given.versions["deepspeed"]
+    why = "if " + " and ".join(open_) if open_ else ""
+    if not why and tried and version and not Version(tried[0]) <= Version(version) <= Version(tried[-1]):
+        why = f"measured with DeepSpeed {' to '.join(tried)}, not with {version}"
+    kept = {name: entry.get(name) for name in ("id", "severity", "says", "measured", "thread", "instead")}
+    return {**kept, "why": why}

@@ -9,6 +9,7 @@ activation checkpointing).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ from modeling.objectives.objective import Forward, Scored
 from modeling.router_balance import RouterBalance, router_balance
 from modeling.sequence_parallel import SequenceAttention
 from tools.dequantise import dequantise
+from tools.parity.plain import in_dtype
 from training.distributed import World
 from training.engine.rng import generators, restore_generators
 from training.tasks.task import objective_of
@@ -87,28 +89,19 @@ class Reference:
             found[name], parameter.grad = self._world.sum(gradient.detach()), None  # the caller's alone, to free
         return loss, found
 
-    def gradients_in(self, dtype: torch.dtype, batch: Batch, *, loss_scale: float) -> dict[str, torch.Tensor]:
+    def gradients_in(self, dtype: str, batch: Batch, *, loss_scale: float) -> dict[str, torch.Tensor]:
         """The gradients by name, FP32, with weights and activations in `dtype`, so that they show its rounding.
 
         Sums over micro-batches and ranks are FP32's. loss_scale: what the loss is multiplied by meanwhile. The weights
         are FP32's again afterwards, bit for bit. A collective.
         """
-        whole = {name: parameter.data for name, parameter in self.model.named_parameters()}
         sums = {name: torch.zeros_like(parameter) for name, parameter in self._trained()}
-        hooks = []
-        try:
-            for name, parameter in self.model.named_parameters():
-                parameter.grad = None
-                parameter.data = whole[name].to(dtype)
-                if parameter.requires_grad:
-                    hooks.append(parameter.register_post_accumulate_grad_hook(partial(_move, sums[name])))
+        self.model.zero_grad()
+        with in_dtype({self.model: dtype}, {}), ExitStack() as stack:
+            for name, parameter in self._trained():
+                moving = parameter.register_post_accumulate_grad_hook(partial(_move, sums[name]))
+                stack.callback(moving.remove)
             self._pass(batch, loss_scale=loss_scale)
-        finally:
-            for hook in hooks:
-                hook.remove()
-            for name, parameter in self.model.named_parameters():
-                parameter.grad = None
-                parameter.data = whole[name]
         return {name: self._world.sum(gradient) / loss_scale for name, gradient in sums.items()}
 
     def _trained(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -153,11 +146,6 @@ def _move(into: torch.Tensor, parameter: torch.Tensor) -> None:
     assert parameter.grad is not None
     into += parameter.grad.float()
     parameter.grad = None
-
-
-def clip_coefficient(norm: float, largest: float) -> float:
-    """Factor on the gradient so that its norm is at most `largest`; 1 where `largest` is 0: no clipping."""
-    return largest / (norm + 1e-6) if 0 < largest < norm else 1.0
 
 
 def dropouts(model: PreTrainedModel) -> list[str]:

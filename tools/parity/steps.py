@@ -59,8 +59,9 @@ from tools.parity.judge_steps import COMPARED, Walk, beyond_bounds, blamed, firs
 from tools.parity.oracle.comparison import checksum_at_start, checksum_in
 from tools.parity.oracle.optimizers import decay_and_factor
 from tools.parity.outputs import OutputErrors
+from tools.parity.plain import Apart, clip_coefficient
 from tools.parity.recompute import MOST_VALUES
-from tools.parity.reference import Reference, clip_coefficient, dropouts, tokens_by_expert
+from tools.parity.reference import Reference, dropouts, tokens_by_expert
 from tools.parity.signature import Signatures
 from tools.parity.slices import Slices, whole_state
 from tracking.record import Record
@@ -246,7 +247,7 @@ class StepParity:
         engine = self._engine
         if engine.regions is not None or engine.compute == "fp32":
             return {}
-        found = self._reference.gradients_in(DTYPES[engine.compute], batch, loss_scale=engine.loss_scale)
+        found = self._reference.gradients_in(engine.compute, batch, loss_scale=engine.loss_scale)
         return to_plain(compare_gradients(found.items(), gradients.items()))
 
     def accumulation_errors(self, batch: Batch) -> dict[str, float]:
@@ -390,22 +391,21 @@ class StepParity:
             parts = zip(
                 *map(_parts if counted else _whole, (*before, whole_master(engine, parameter), *now)), strict=True
             )
-            off = size = moved = explained = 0.0
-            within = 0
+            moved, size, explained, within = Apart(), 0.0, 0.0, 0
             for master, gradient, *rest in parts:
                 known, (found, *found_states) = rest[: len(states[name])], rest[len(states[name]) :]
                 given = UpdateInputs(master, gradient * exact, known, matrix=group["matrix"], **options)
                 expected = update(given)
-                off += float((found.double() - given.master - expected).square().sum())
-                size, moved = size + float(given.master.square().sum()), moved + float(expected.square().sum())
+                moved.add(found.double() - given.master, expected)
+                size += float(given.master.square().sum())
                 explained += rounding(section.name, given)
                 if counted:
                     values, slack = after(dataclasses.replace(given, gradient=gradient.double() * reported))
                     rows = zip([found, *found_states], values, slack, strict=True)
                     close = [(mine.double() - value).abs() <= least for mine, value, least in rows]  # no nan is
                     within += int(torch.stack(close).all(0).sum())
-            beyond_rounding = max(0.0, math.sqrt(off) - 2.0**-24 * math.sqrt(size) - explained)
-            errors[name] = relative(beyond_rounding, math.sqrt(moved))
+            beyond_rounding = max(0.0, math.sqrt(moved.off) - 2.0**-24 * math.sqrt(size) - explained)
+            errors[name] = relative(beyond_rounding, math.sqrt(moved.size))
             if counted:
                 beyond[name] = 1.0 - within / gradients[name].numel()
         return {"update_error": errors, "update_rounding": beyond}
@@ -525,8 +525,7 @@ def _whole(values: torch.Tensor) -> Sequence[torch.Tensor]:
 
 def _distance(found: torch.Tensor, *expected: torch.Tensor) -> float:
     """||found - expected|| / ||expected||, in FP64; expected: what adds up to it."""
-    whole = torch.stack([part.double() for part in expected]).sum(0)
-    return relative(float((found.double() - whole).norm()), float(whole.norm()))
+    return Apart([(found, torch.stack([part.double() for part in expected]).sum(0))]).error
 
 
 def _beyond_noise(

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from config.cli import DIVERGED
+from config.cli import DIVERGED, DONE
 from config.errors import UserError
 from lab.audit import main
+from tools.audit.command import main as static
 from tools.audit.recompute import audit_folder
 
 PLANTS = "tests.tools.audit.probe_cases"
@@ -93,15 +94,17 @@ def probed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_probe_changes_no_step_and_its_run_is_audited(probed: Path) -> None:
     report = json.loads((probed / "bare-2-bf16.json").read_text())
-    assert [each["kind"] for each in report["findings"]] == ["reduction"] and not report["not_checked"]
+    [found] = report["findings"]
+    assert (found["kind"], found["severity"], report["verdict"]) == ("reduction", "note", "sound")
+    assert "grad_accum_dtype" in found["instead"] and not report["not_checked"]
     first = report["steps"][0]
     assert first["shares"] == pytest.approx([1.0] * 4, abs=0.02) and first["lr_ratio"] == pytest.approx(1.0, abs=1e-4)
     page = (probed / "bare-2-bf16.html").read_text()
-    assert "gradients are summed in BF16" in page and "nothing wrong" not in page
+    assert "gradients are summed in BF16" in page and "Nothing wrong was found" in page
 
 
 def test_a_folder_is_audited_without_its_checkpoint(probed: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert audit_folder(probed / "bare-2-bf16", asked()) == DIVERGED
+    assert audit_folder(probed / "bare-2-bf16", asked()) == DONE
     assert "not checked: whether masters start rounded" in capsys.readouterr().out
 
 
@@ -141,15 +144,24 @@ def _of_another_tokenizer(folder: Path) -> None:
     torch.save(tensors, path)
 
 
+def _of_two_trainings(folder: Path) -> None:
+    for path in folder.glob("step-000002.*"):
+        shutil.copy(path, path.with_name(path.name.replace("2", "3", 1)))
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
         (_without_rank_1, "lacks ranks 1"),
+        (_of_two_trainings, "step 2 of rank 0, where probe.json is of 2 ranks: two trainings wrote there"),
         (_cut_short, "step-000002.rank0.pt cannot be read"),
         (_of_three_ranks, "has a file of rank 1, and probe.json is of 1 ranks"),
         (_of_another_model, "is another model than the one trained"),
         (_of_another_tokenizer, "another tokenizer or model"),
-        (lambda folder: (folder / "probe.json").write_text("{"), "cannot be read as JSON"),
+        (lambda folder: (folder / "probe.json").write_text("{"), "not valid JSON: line 1, column 2.*; record again"),
+        (lambda folder: (folder / "probe.json").write_text('{"name": "app"}'), "probe.json has no world"),
+        (lambda folder: (folder / "reported.jsonl").write_text('{"step": 1}\n'), "has no step and loss"),
+        (lambda folder: torch.save([1, 2], folder / "step-000001.rank1.pt"), "step-000001.rank1.pt cannot be read"),
         (lambda folder: (folder / "probe.json").unlink(), "has no probe.json"),
     ],
 )
@@ -176,6 +188,22 @@ def test_a_planted_mistake_is_found(
 ) -> None:
     report = audited(tmp_path, loop, stage, dtype, *more, plant=plant)
     assert any(each["kind"] == kind and words in each["what"] for each in report["findings"]), report["findings"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("accumulation", "severity", "entry"), [(8, "note", "sums"), (32, "wrong", "many-sums")])
+def test_sums_in_16_bits_are_judged_alike_by_config_and_probe(
+    accumulation: int, severity: str, entry: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = audited(tmp_path, "bare", 2, "bf16", "--accumulation", str(accumulation), "--steps", "2")
+    assert [each["severity"] for each in report["findings"]] == [severity]
+    document = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+    document |= {"gradient_accumulation_steps": accumulation}
+    (tmp_path / "ds.json").write_text(json.dumps(document))
+    code = static(["--deepspeed-config", str(tmp_path / "ds.json"), "--json", str(tmp_path / "static.json")])
+    assert code == (DIVERGED if report["verdict"] == "wrong" else DONE)
+    found = {each["id"]: each for each in json.loads((tmp_path / "static.json").read_text())["findings"]}
+    assert found[f"{entry}-in-16-bits"]["severity"] == severity
 
 
 @pytest.mark.slow

@@ -9,8 +9,7 @@ import pytest
 from config.cli import REPOSITORY
 from config.deepspeed.combinations import Combination, combinations
 from tools.audit.given import Given, read_given
-from tools.audit.known import BAD, SEVERITIES, find, holds, read_known
-from tools.audit.static import sound
+from tools.audit.static import BAD, SEVERITIES, find, holds, read_known, sound
 
 BASE = {
     "train_micro_batch_size_per_gpu": 1,
@@ -119,7 +118,12 @@ HITS |= {
     "accelerate-scheduler-steps-per-process": ({"+trainer": "accelerate", "+ranks": 2}, {"+ranks": 1}),
     "labels-counted-before-the-shift": (HF | {"transformers": "4.53.3"}, {"transformers": "4.45.2"}),
     "tokens-not-averaged-across-devices": (HF | {"transformers": "4.53.3"}, {"transformers": "4.54.0"}),
-    "bf16-sums": ({"data_types.grad_accum_dtype": None}, ONCE),
+    "sums-in-16-bits": ({"data_types.grad_accum_dtype": None}, {"data_types.grad_accum_dtype": "fp32"}),
+    "many-sums-in-16-bits": (
+        {"data_types.grad_accum_dtype": None, "gradient_accumulation_steps": 32},
+        {"gradient_accumulation_steps": 31},
+    ),
+    "moments-of-first-group-alone": ({}, {STAGE: 3}),
     "zero2-ignores-fp32-sums": ({"deepspeed": "0.19.3"}, {"data_types.grad_accum_dtype": None}),
     "bf16-skips-silently": ({}, {STAGE: 0}),
     "fp16-zero3-norm-halved": (FP16 | {STAGE: 3}, {STAGE: 2}),

@@ -8,21 +8,20 @@ rounded once, rows one by one; where its modules compute in several dtypes, with
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from config.errors import UserError
 from data.corpora.corpus import Corpus
-from precision.dtypes import DTYPES
 from tools.parity.oracle.comparison import Comparison, relative_difference
 from tools.parity.oracle.tasks import Task
+from tools.parity.plain import in_dtype
 from tracking.run_dir import RunDir
 from training.checkpoint.partitions import open_saved_model
 
@@ -63,28 +62,6 @@ def slack(plain: Evaluated, exact: Evaluated) -> float:
     dtype's rounding does to a part, and the run's own are another.
     """
     return _ERRORS * float(np.linalg.norm(plain.losses - exact.losses)) / max(plain.counts, 1)
-
-
-@contextmanager
-def in_dtype(models: Mapping[nn.Module, str], own: Mapping[str, torch.dtype], *, exact: bool = False) -> Iterator[None]:
-    """Inside, the weights of these FP64 models are rounded to their dtypes.
-
-    exact: they are computed with in FP32 all the same. own: dtypes of the buffers in the models' own code.
-    """
-    whole: list[tuple[Any, torch.Tensor]] = []
-    for model, name in models.items():
-        for parameter in model.parameters():
-            whole.append((parameter, parameter.data))
-            rounded = parameter.data.to(DTYPES[name])
-            parameter.data = rounded.float() if exact else rounded
-        for key, buffer in model.named_buffers():
-            whole.append((buffer, buffer.data))
-            buffer.data = buffer.data.to(own.get(key, buffer.dtype))
-    try:
-        yield
-    finally:
-        for tensor, data in whole:
-            tensor.data = data
 
 
 @torch.no_grad()
@@ -132,7 +109,7 @@ def compare_evaluations(
                 expected = evaluated(task.held_out(shards))
             scale, allowed = max(abs(expected.loss), first), bound
             if compute in ("bf16", "fp16"):
-                with in_dtype(models, buffers, exact=True):
+                with in_dtype(models, buffers, computed=torch.float32):
                     exact = evaluated(task.held_out(shards))
                 allowed = SAME + slack(expected, exact) / scale
             reported = event["by_source"][part] if part else event["loss"]

@@ -38,6 +38,7 @@ from tools.parity.oracle.low_rank import add_low_rank
 from tools.parity.oracle.optimizers import optimizer_of
 from tools.parity.oracle.rules import loss_scale, schedule
 from tools.parity.oracle.tasks import TASKS, DroppedOut, Task, undropped
+from tools.parity.plain import Apart
 from tools.parity.rounding import ROUNDOFF_FP8
 from tracking.jsonl import read_run_events, surviving
 from tracking.pages.markdown import Table
@@ -353,15 +354,15 @@ class _Oracle:
         whose gradient is nothing but rounding, as a bias of keys, are left out: Adam goes by its sign all the same.
         """
         saved = open_saved_model(folder).tensors
-        along = squares = 0.0
+        whole = Apart()
         for name, parameter in self._trained.items():
             if 0 < self._weight[name] < _NOTHING:
                 continue
             start, master = self._start[name], saved[name].read().double()
             moved, found = parameter - start, master - start
-            along, squares = along + float((moved * found).sum()), squares + float(moved.square().sum())
+            whole.add(found, moved)
             if "masters" in compared:
                 rounded = self._applied * 2.0**-24 * float(master.norm())
                 distance = max(float((found - moved).norm()) - rounded, 0.0)
                 compared["masters"].add(distance / float(moved.norm()) if distance else 0.0, f"{name}, {where}")
-        compared["distance moved"].add(abs(along / squares - 1.0) if squares else 0.0, where)
+        compared["distance moved"].add(abs(whole.factor - 1.0), where)

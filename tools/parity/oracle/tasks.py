@@ -28,6 +28,7 @@ from data.corpora.labelled_shards import LabelledShards
 from data.text.tokenizer import load_tokenizer
 from precision.dtypes import DTYPES
 from tools.parity.oracle.rules import IGNORED, Order, unit_interval
+from tools.parity.plain import sigmoid_preference
 
 
 class Part(NamedTuple):
@@ -321,8 +322,7 @@ class Preferred(Task):
         elif section.loss == "ipo":
             loss = (margin - 0.5 / section.beta) ** 2
         else:
-            right, wrong = (torch.log1p(torch.exp(-sign * section.beta * margin)) for sign in (1, -1))
-            loss = (1 - section.label_smoothing) * right + section.label_smoothing * wrong
+            loss = sigmoid_preference(margin, beta=section.beta, label_smoothing=section.label_smoothing)
         return loss - section.sft_weight * chosen / length
 
     def metrics(self) -> dict[str, float]:

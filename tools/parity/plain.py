@@ -1,0 +1,80 @@
+"""Comparisons with plain torch in plain tensors, for the oracle, single steps and the audit of other trainers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from precision.dtypes import DTYPES
+from precision.tolerance import relative
+
+
+class Apart:
+    """How far tensors are from the expected ones, in FP64 over all of them."""
+
+    def __init__(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]] = ()) -> None:
+        """pairs: each tensor with the expected one."""
+        self.off = self.size = self.along = 0.0
+        """Sums of the squares of the differences and of the expected values, and of the products of both."""
+        for found, expected in pairs:
+            self.add(found, expected)
+
+    def add(self, found: torch.Tensor, expected: torch.Tensor) -> None:
+        """Take one more tensor into account."""
+        found, expected = found.double(), expected.double()
+        self.off += float((found - expected).square().sum())
+        self.size += float(expected.square().sum())
+        self.along += float((found * expected).sum())
+
+    @property
+    def error(self) -> float:
+        """||found - expected|| / ||expected||."""
+        return relative(math.sqrt(self.off), math.sqrt(self.size))
+
+    @property
+    def factor(self) -> float:
+        """The factor on what is expected that is nearest to what was found; 1 where nothing is expected."""
+        return self.along / self.size if self.size else 1.0
+
+
+@contextmanager
+def in_dtype(
+    models: Mapping[nn.Module, str], own: Mapping[str, torch.dtype], *, computed: torch.dtype | None = None
+) -> Iterator[None]:
+    """Inside, the weights of these models are rounded to their dtypes.
+
+    computed: the dtype that they are computed with in all the same. own: dtypes of buffers, by name.
+    """
+    whole: list[tuple[Any, torch.Tensor]] = []
+    for model, name in models.items():
+        for parameter in model.parameters():
+            whole.append((parameter, parameter.data))
+            rounded = parameter.data.to(DTYPES[name])
+            parameter.data = rounded if computed is None else rounded.to(computed)
+        for key, buffer in model.named_buffers():
+            whole.append((buffer, buffer.data))
+            buffer.data = buffer.data.to(own.get(key, buffer.dtype))
+    try:
+        yield
+    finally:
+        for tensor, data in whole:
+            tensor.data = data
+
+
+def sigmoid_preference(margin: torch.Tensor, *, beta: float, label_smoothing: float) -> torch.Tensor:
+    """DPO's loss of pairs (Rafailov et al. 2023, equation 7; with smoothing Mitchell 2023, equation 3).
+
+    margin: by how much more than the reference the model prefers the chosen answer [nats].
+    """
+    right, wrong = (torch.log1p(torch.exp(-sign * beta * margin)) for sign in (1, -1))
+    return (1 - label_smoothing) * right + label_smoothing * wrong
+
+
+def clip_coefficient(norm: float, largest: float) -> float:
+    """Factor on the gradient so that its norm is at most `largest`; 1 where `largest` is 0: no clipping."""
+    return largest / (norm + 1e-6) if 0 < largest < norm else 1.0
