@@ -137,7 +137,7 @@ def _trainer(config: Any, layout: Layout) -> list[Operation]:
             with torch.autocast("cpu", torch.bfloat16):
                 return model(input_ids=ids, use_cache=False)
 
-        return count_operations(model, model.model.layers, run, vocabulary=model.config.vocab_size)
+        return count_operations(model, model.model.layers, run, head=model.lm_head)
 
 
 def _titan(config: Any, layout: Layout) -> list[Operation]:
@@ -153,7 +153,7 @@ def _titan(config: Any, layout: Layout) -> list[Operation]:
         model.to_empty(device="cpu").train()
         ids = torch.zeros(layout.micro, layout.sequence, dtype=torch.int64)
         blocks = list(model.layers.values())
-        return count_operations(model, blocks, lambda: model(ids), vocabulary=shape.vocab_size)
+        return count_operations(model, blocks, lambda: model(ids), head=model.lm_head)
 
 
 @entry_point()

@@ -25,7 +25,7 @@ from config.cli import REPOSITORY
 from config.errors import UserError, one_line
 from config.task import ENCODER_TASKS
 from launch.plan.layout import Layout
-from launch.plan.operations import Log, Operation
+from launch.plan.operations import HEAD, Log, Operation
 from modeling.activation_checkpointing import KEPT_OPERATORS, blocks_of, is_attention
 from modeling.sequence_parallel import SequenceAttention
 from precision.dtypes import DTYPES
@@ -74,8 +74,8 @@ def count_activations(model: Any, layout: Layout) -> Counted:
         if layout.sharing > 1:
             group: Any = SimpleNamespace(rank=0, size=layout.sharing, exchange=torch.empty_like)
             SequenceAttention(model, group, apart=layout.masked)
-        vocabulary = getattr(model.config.get_text_config(), "vocab_size", 0)
-        blocks, counter = blocks_of(model), _Counter(model, on_cpu=layout.on_cpu, vocabulary=vocabulary)
+        blocks, head = blocks_of(model), model.get_output_embeddings()
+        counter = _Counter(model, head, on_cpu=layout.on_cpu)
         padded = layout.config.task == "classify" or bool(layout.targets)
         try:
             inputs = _inputs(layout)
@@ -99,12 +99,12 @@ def count_activations(model: Any, layout: Layout) -> Counted:
     )
 
 
-def count_operations(model: Any, blocks: Sequence[Any], run: Callable[[], Any], *, vocabulary: int) -> list[Operation]:
+def count_operations(model: Any, blocks: Sequence[Any], run: Callable[[], Any], *, head: Any) -> list[Operation]:
     """The operators of any model's forward and backward pass on a GPU, as `count_activations` counts them.
 
-    run: the forward pass, to be called under FakeTensorMode. vocabulary: as of `Log`.
+    run: the forward pass, to be called under FakeTensorMode. head: the module that makes logits.
     """
-    counter = _Counter(model, on_cpu=False, vocabulary=vocabulary)
+    counter = _Counter(model, head, on_cpu=False)
     _pass(counter, blocks, run, answer=True)
     return counter.log.operations
 
@@ -152,13 +152,13 @@ class _Kept:
 class _Counter:
     """Storages that autograd keeps, by the part of the model that first saved them."""
 
-    def __init__(self, model: Any, *, on_cpu: bool, vocabulary: int) -> None:
+    def __init__(self, model: Any, head: Any, *, on_cpu: bool) -> None:
         self._known = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
         self._kept: WeakValueDictionary[int, _Kept] = WeakValueDictionary()
         self._inside = dict.fromkeys(("Norm", "attention", "MLP", "block", "dropout"), 0)
         self._copies: dict[int, Any] = {}
-        self._model = model
-        self.log = Log(vocabulary=vocabulary)
+        self._model, self._head = model, head
+        self.log = Log()
         self.on_cpu = on_cpu
         """Whether the run computes on a CPU."""
         self.matmuls = 0.0
@@ -178,6 +178,9 @@ class _Counter:
                 scope = "dropout" if kind == "Dropout" else next((s for s in ("Norm", "MLP") if kind.endswith(s)), "")
                 if scope:
                     self._enter(stack, module, scope)
+            if self._head is not None:
+                handle = self._head.register_forward_pre_hook(lambda *_: self.log.enter(HEAD))
+                stack.callback(handle.remove)
             hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept[1])
             stack.enter_context(hooks)
             yield

@@ -11,6 +11,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
+HEAD = "head"
+"""Scope of the module that makes logits, and of what follows it."""
 _MAKES_NOTHING = ("empty", "new_empty", "detach", "alias", "set_", "_local_scalar", "lift_fresh", "resize_")
 """Beginnings of names of operators that touch no value."""
 _ONLY_WRITES = ("aten::copy_", "aten::zero_", "aten::fill_")
@@ -47,14 +49,12 @@ class Operation:
 
 
 class Log:
-    """Operators in the order in which they ran. Those of the head and the loss, whose tensors have a side of the
-    vocabulary's size, are left out."""
+    """Operators in the order in which they ran, without those of the head and what follows it."""
 
-    def __init__(self, *, vocabulary: int) -> None:
+    def __init__(self) -> None:
         self.operations: list[Operation] = []
         self.backward = False
         """Whether the backward pass runs."""
-        self._vocabulary = vocabulary
         self._starts: list[int] = [0]
         self._scopes: list[str] = ["outside"]
         self._held: dict[int, Any] = {}
@@ -91,10 +91,6 @@ class Log:
             made = [item for item in made if item.untyped_storage()._cdata != table]
             if name == "aten::embedding":  # reads the rows that it returns
                 arguments += made
-        elif "embedding" not in name and any(
-            self._vocabulary in item.shape[-2:] for item in (*arguments, *made) if item.dim() > 1
-        ):
-            return
         packet = function._overloadpacket
         count = flop_registry.get(getattr(torch.ops.aten, packet.__name__.rstrip("_"), packet))
         flops = float(count(*given, **options, out_val=result)) if count else 0.0
@@ -103,8 +99,9 @@ class Log:
 
     def note(self, kind: str, flops: float, read: Iterable[Any], written: Iterable[Any]) -> None:
         """Note an operator by its operands."""
-        reads, writes = self._sizes(read), self._sizes(written)
-        self.operations.append(Operation(kind, self._scope(), self.backward, flops, reads, writes))
+        scope, reads, writes = self._scope(), self._sizes(read), self._sizes(written)
+        if scope != HEAD:
+            self.operations.append(Operation(kind, scope, self.backward, flops, reads, writes))
 
     def _scope(self) -> str:
         node = torch._C._current_autograd_node() if self.backward else None

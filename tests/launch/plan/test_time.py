@@ -17,6 +17,7 @@ from launch.plan.model import Shape, read_shape
 from launch.plan.operations import Log, Operation, fused
 from launch.plan.timed import LIGER, LOSS_KERNEL, SOFTMAX_BYTES, kernels_of, levers, loss_operations, time_of
 from modeling.linear_cross_entropy import Head, label_loss_sum, linear_cross_entropy
+from tests.launch.plan import plan_cases
 
 H100 = DEVICES["h100"]
 
@@ -39,6 +40,17 @@ def test_flops_are_those_of_the_formula(planned: tuple[Shape, Layout]) -> None:
     attention = 3 * 2 * sum(one.flops for one in operations if one.kind == "attention" and not one.backward)
     found = matmuls + attention / layout.tokens
     assert found == pytest.approx(shape.flops_per_token(layout.sequence), rel=0.01)
+
+
+def test_a_side_as_long_as_the_vocabulary_is_no_head() -> None:
+    """The demo's micro-batch has as many tokens as its vocabulary."""
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 64}
+    sizes |= {"num_attention_heads": 1, "num_key_value_heads": 1}
+    settings = [f"model.config={sizes}", "data.sequence_length=64", "batch.micro_size=1", "batch.global_size=2"]
+    shape, layout = plan_cases.planned(settings, world=1, on_cpu=False)
+    operations = [*shape.counted.operations, *loss_operations(shape, layout, fused_softmax=True)]
+    matmuls = sum(one.flops for one in operations if one.kind == "matmul") / layout.tokens
+    assert matmuls == pytest.approx(6 * shape.matmul_parameters, rel=0.01)
 
 
 def test_every_part_of_a_block_is_counted_in_both_passes(planned: tuple[Shape, Layout]) -> None:
@@ -81,7 +93,7 @@ def names(operations: list[Operation]) -> list[str]:
 class Counting(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.log = Log(vocabulary=0)
+        self.log = Log()
 
     def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), options: Any = None) -> Any:
         result = function(*given, **(options or {}))
