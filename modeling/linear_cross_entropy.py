@@ -120,8 +120,7 @@ class _ChunkedLoss(torch.autograd.Function):
         gradient_scale = gradient_scale.to(wide)
         with torch.autocast(hidden.device.type, enabled=False):
             fused = head.softmax if any(needs) and bias is None and head.shared is None else None
-            factors = gradient_scale if weights is None else gradient_scale * weights
-            factors = factors.expand(len(labels))
+            factors = (gradient_scale if weights is None else gradient_scale * weights).expand(len(labels))
             narrow = weight.to(compute)
             offset = None if bias is None else bias.to(compute)
             for start in range(0, len(labels), chunk_tokens):
@@ -129,8 +128,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 states = hidden[rows].to(compute)
                 logits = _logits(states, narrow, offset)
                 if fused is not None:
-                    options = {"scale": head.scale, "cap": head.cap, "ignored": IGNORED}
-                    losses[rows] = fused(logits, labels[rows], factors[rows].contiguous(), **options)
+                    losses[rows] = fused(logits, labels[rows], factors[rows], scale=head.scale, cap=head.cap)
                 else:
                     logits = logits.to(wide)
                     filled = {} if right is None else {"right": right[rows]}

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from config.errors import one_line
+from modeling.linear_cross_entropy import IGNORED
 
 _BLOCK = 4096
 """[logits] Number that a program holds at a time."""
@@ -26,6 +27,7 @@ def softmax_gradient(  # type: ignore[no-untyped-def]  # Triton looks annotation
     logits,
     labels,
     factors,
+    every,
     losses,
     columns,
     stride,
@@ -54,7 +56,7 @@ def softmax_gradient(  # type: ignore[no-untyped-def]  # Triton looks annotation
         of_label += tl.sum(tl.where(at == label, x, 0.0), 0)
         largest = larger
     tl.store(losses + row, tl.where(counts, tl.log(total) - (of_label - largest), 0.0))
-    factor = tl.load(factors + row).to(tl.float32) * scale * counts.to(tl.float32)
+    factor = tl.load(factors + row * every).to(tl.float32) * scale * counts.to(tl.float32)
     for start in range(0, columns, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < columns
@@ -69,14 +71,21 @@ def softmax_gradient(  # type: ignore[no-untyped-def]  # Triton looks annotation
 
 
 def fused_softmax(
-    logits: torch.Tensor, labels: torch.Tensor, factors: torch.Tensor, *, scale: float, cap: float | None, ignored: int
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    factors: torch.Tensor,
+    *,
+    scale: float,
+    cap: float | None,
+    ignored: int = IGNORED,
 ) -> torch.Tensor:
     """(tokens,) FP32 losses of a chunk. Overwrites `logits` with their gradient, times `factors`.
 
     logits: (tokens, vocabulary), FP32 or narrower, before scale and cap. labels: (tokens,) int64. factors: (tokens,).
     """
     losses = torch.empty(len(labels), dtype=torch.float32, device=logits.device)
-    given: tuple[Any, ...] = (logits, labels, factors, losses, logits.shape[1], logits.stride(0), scale, cap or 1.0)
+    given: list[Any] = [logits, labels, factors, factors.stride(0), losses]
+    given += [logits.shape[1], logits.stride(0), scale, cap or 1.0]
     softmax_gradient[(len(labels),)](*given, CAPPED=cap is not None, IGNORED=ignored, BLOCK=_BLOCK, num_warps=8)
     return losses
 

@@ -103,8 +103,8 @@ def test_the_trial_on_a_device_notices_a_wrong_kernel(interpreted, monkeypatch) 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_it_compiles_ahead_for(capability: int, dtype: str, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    signature = {"logits": f"*{dtype}", "labels": "*i64", "factors": "*fp32", "losses": "*fp32"}
-    signature |= {"columns": "i32", "stride": "i64", "scale": "fp32", "cap": "fp32"}
+    signature = {"logits": f"*{dtype}", "labels": "*i64", "factors": "*fp32", "every": "i32"}
+    signature |= {"losses": "*fp32", "columns": "i32", "stride": "i64", "scale": "fp32", "cap": "fp32"}
     constants = {"CAPPED": dtype == "bf16", "IGNORED": -100, "BLOCK": 4096}
     source = ASTSource(loss_kernel.softmax_gradient, signature | dict.fromkeys(constants, "constexpr"), constants)
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8})

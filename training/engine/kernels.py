@@ -40,12 +40,16 @@ def choose_kernels(model: PreTrainedModel, resolved: Resolved, world: World) -> 
             plan = plan_liger(model, dtype=DTYPES[resolved.compute], device=device)
         except UserError as error:
             problem = str(error)
-    # one node may lack what the others have; kernels round differently, so all ranks must use the same
-    problems = world.gather_objects(problem)
-    where, first = next(((rank, each) for rank, each in enumerate(problems) if each is not None), (0, None))
+    where, first = _first_problem(problem, world)
     if plan is not None and first is None:
         return [plan.apply()]
     return [f"model.kernels = auto: torch's {FALLEN_BACK} {where}: {first}"]
+
+
+def _first_problem(problem: str | None, world: World) -> tuple[int, str | None]:
+    """The first rank with a problem: kernels round differently, so all ranks use the same. A collective."""
+    problems = world.gather_objects(problem)
+    return next(((rank, each) for rank, each in enumerate(problems) if each), (0, None))
 
 
 def choose_softmax(resolved: Resolved, world: World) -> tuple[Callable[..., torch.Tensor] | None, list[str]]:
@@ -57,17 +61,16 @@ def choose_softmax(resolved: Resolved, world: World) -> tuple[Callable[..., torc
     config, device, problem = resolved.config, world.device, None
     if config.model.kernels == "torch" or cannot_run_on(device):
         return None, []
-    compute = "bf16" if config.precision.path == "manifest" else resolved.compute
     if find_spec("triton") is None:
         problem = "triton is not installed, which comes with torch for CUDA"
     else:
-        from modeling.loss_kernel import fused_softmax, kernel_problem
+        from modeling import loss_kernel
 
-        problem = kernel_problem(device, DTYPES[compute])
-    problems = world.gather_objects(problem)
-    where, first = next(((rank, each) for rank, each in enumerate(problems) if each), (0, None))
+        compute = "bf16" if config.precision.path == "manifest" else resolved.compute
+        problem = loss_kernel.kernel_problem(device, DTYPES[compute])
+    where, first = _first_problem(problem, world)
     if first is None:
-        return fused_softmax, ["the chunked loss: one kernel computes the softmax and its gradient"]
+        return loss_kernel.fused_softmax, ["the chunked loss: one kernel computes the softmax and its gradient"]
     return None, [f"the chunked loss: torch's operators {FALLEN_BACK} {where}: {first}"]
 
 
@@ -92,8 +95,7 @@ def choose_fp8_kernel(regions: Regions | None, world: World) -> list[str]:
         elif wrong and not asked:  # this layer is emulated, the others need not be
             wrong = ""
         problem = problem or (f"torch._scaled_mm for {name} on {device}: {wrong}" if wrong else None)
-    problems = world.gather_objects(problem)
-    where, first = next(((rank, each) for rank, each in enumerate(problems) if each), (0, None))
+    where, first = _first_problem(problem, world)
     if first is None:
         shapes = f"it computes what FP8's definition says on {len(tried)} shapes of weights"
         return [f"precision.fp8.kernel: torch._scaled_mm; {shapes}"] if tried else []
