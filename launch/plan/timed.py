@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from config.optimizers import OPTIMIZERS
+from config.rules import liger_conflicts
 from launch.plan.devices import Device
 from launch.plan.layout import Layout
 from launch.plan.loss import runs_fused
@@ -124,7 +125,7 @@ def kernels_of(operations: Sequence[Operation], layout: Layout, architecture: st
     model = layout.config.model
     if model.compile:
         return fused(operations, lambda one: None if one.scope == "outside" else "block")
-    refused = model.activation_checkpointing == "ops" or layout.manifest or layout.offload != "none"
+    refused = any(liger_conflicts(layout.config)) or layout.offload != "none"
     available = not layout.on_cpu and architecture in ARCHITECTURES and not refused
     if model.kernels == "torch" or not available:
         return operations

@@ -6,6 +6,7 @@ What needs the kernels runs on a GPU, or with TRITON_INTERPRET=1 in Triton's int
 import copy
 import functools
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from tests.modeling import kernel_cases as cases
 from tests.support.jobs.launches import command, finish
 from tests.support.models import interpreted_liger
 from tests.support.models.small_models import distance
+from training.engine import kernels as engine_kernels
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SHAPE |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "pad_token_id": 0}
@@ -292,3 +294,25 @@ def test_a_job_that_cannot_have_it_ends_at_once(tmp_path, monkeypatch: pytest.Mo
     said = finish(command("python", tmp_path, "refused", "model.kernels=liger"), exit_code=2)
     assert "error: model.kernels = liger: " in said and "Traceback" not in said
     assert not list(tmp_path.glob("runs/refused/checkpoints/step-*"))
+
+
+def test_a_run_that_has_to_do_without_says_so_at_its_start(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Triton's interpreter a CPU has the choice that a GPU has."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    settings = ("model.activation_checkpointing=ops", "run.steps=2", "schedule.warmup_steps=1")
+    said = finish(command("python", tmp_path, "slower", *settings))
+    [line] = [line for line in said.splitlines() if line.startswith("WARNING")]
+    assert (
+        "slower than it could be: model.kernels = auto: torch's on every rank, because of rank 0: liger cannot" in line
+    )
+
+
+def test_a_chunked_loss_without_its_kernel_is_computed_alike_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolved = read_command_line(["--config", str(REPOSITORY / "config/recipes/demo.yaml")])
+    world: Any = SimpleNamespace(device=torch.device("cuda"), gather_objects=lambda problem: [None, problem])
+    monkeypatch.setattr(engine_kernels, "find_spec", lambda name: None)
+    softmax, [note] = engine_kernels.choose_softmax(resolved, world)
+    assert softmax is None
+    assert "torch's operators on every rank, because of rank 1: triton is not installed" in note
+    asked = read_command_line(["--config", str(REPOSITORY / "config/recipes/demo.yaml"), "model.kernels=torch"])
+    assert engine_kernels.choose_softmax(asked, world) == (None, [])
