@@ -23,8 +23,9 @@ from modeling.linear_cross_entropy import Head, Vocabulary, linear_cross_entropy
 
 _PROBE_LIMIT = 60.0
 """Probe logits reach from minus this to this: past every soft cap in use."""
-CHUNK_LOGITS = 2**26
-"""[logits] Size of one chunk, unless model.loss_chunk_tokens says otherwise: 256 MiB in FP32."""
+CHUNK_LOGITS, CHUNK_LOGITS_ON_A_GPU = 2**26, 2**28
+"""[logits] Size of one chunk, unless model.loss_chunk_tokens says otherwise: 256 MiB in FP32, and on a GPU 512 MiB in
+16 bits. Each chunk reads and writes the FP32 gradient of the head's weight, 1 GiB for the 1B recipe."""
 AUTO_FROM_LOGITS = 2**22
 """[logits] Micro-batches from this size on are chunked by model.loss = auto, even into one chunk. In FP32 the softmax
 over so many and its gradients take 48 MiB and more time than gradients computed in place; below, as much
@@ -33,11 +34,11 @@ _MULTIPLE = 64
 """[tokens] Chunks are multiples of this, for tensor cores."""
 
 
-def loss_chunk(model: ModelSection, *, tokens: int, vocabulary: int) -> int:
+def loss_chunk(model: ModelSection, *, tokens: int, vocabulary: int, on_cpu: bool) -> int:
     """[tokens] Size of one chunk of the loss of a micro-batch of `tokens` tokens; 0: all logits at once."""
     if model.loss == "full" or (model.loss == "auto" and tokens * vocabulary < AUTO_FROM_LOGITS):
         return 0
-    fitting = CHUNK_LOGITS // vocabulary // _MULTIPLE * _MULTIPLE
+    fitting = (CHUNK_LOGITS if on_cpu else CHUNK_LOGITS_ON_A_GPU) // vocabulary // _MULTIPLE * _MULTIPLE
     return model.loss_chunk_tokens or max(fitting, _MULTIPLE)
 
 
@@ -61,15 +62,17 @@ class ChunkedHead:
     Create it after DeepSpeed has registered its hooks: this one's hook has to see the loss that theirs return.
     """
 
-    def __init__(self, model: PreTrainedModel, *, chunk_tokens: int, shared: Vocabulary | None = None) -> None:
-        """shared: with whom the head's rows are shared. Raises ValueError where it is not a plain linear layer."""
+    def __init__(
+        self, model: PreTrainedModel, *, chunk_tokens: int, shared: Vocabulary | None = None, softmax: Any = None
+    ) -> None:
+        """shared, softmax: as in `Head`. Raises ValueError where the head is not a plain linear layer."""
         head: Any = model.get_output_embeddings()
         kind, self._shared = type(head), shared
         plain = kind is nn.Linear if shared is None else getattr(head, "gather_output", False)
         if not plain or "forward" in head.__dict__:
             raise ValueError(f"its output embedding is {kind.__name__}, not a plain linear layer")
         self._model: Any = model
-        self._head, self._chunk = head, chunk_tokens
+        self._head, self._chunk, self._softmax = head, chunk_tokens, softmax
         self._scale = 1.0
         self._cap: float | None = None
         self._pass: _Pass | None = None
@@ -147,7 +150,7 @@ class ChunkedHead:
             now.probe = torch.linspace(-_PROBE_LIMIT, _PROBE_LIMIT, steps, device=hidden.device).reshape(shape)
             return now.probe.clone()
         self.right = torch.zeros(now.labels.shape, device=hidden.device) if now.judged else None
-        head = Head(weight, self._head.bias, self._scale, self._cap, self._shared)
+        head = Head(weight, self._head.bias, self._scale, self._cap, self._shared, self._softmax)
         loss, self.label_losses = linear_cross_entropy(
             hidden,
             head,

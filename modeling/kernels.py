@@ -68,11 +68,11 @@ class _Replacement:
 
 def unavailable_reason(device: torch.device) -> str | None:
     """Why Liger's kernels cannot run on this device; None: no reason is known."""
+    if cannot_run_on(device):
+        return "Triton kernels need a GPU, and this is a CPU"
     if find_spec("liger_kernel") is None:
         return "liger-kernel is not installed; pip install --no-deps liger-kernel==0.8.5"
-    if find_spec("triton") is None:
-        return "triton is not installed, which comes with torch for CUDA"
-    return "Triton kernels need a GPU, and this is a CPU" if cannot_run_on(device) else None
+    return "triton is not installed, which comes with torch for CUDA" if find_spec("triton") is None else None
 
 
 def cannot_run_on(device: torch.device) -> bool:

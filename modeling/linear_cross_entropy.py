@@ -8,6 +8,7 @@ hidden states would be rounded before the loss scale could lift it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -45,6 +46,9 @@ class Head(NamedTuple):
     shared: Vocabulary | None = None
     """With whom the vocabulary is shared; hidden states and labels are the same on these ranks. The softmax's three
     sums of each token are made over them, and the gradient of the hidden states (Shoeybi et al. 2019, section 3)."""
+    softmax: Callable[..., torch.Tensor] | None = None
+    """`modeling.loss_kernel.fused_softmax` where it computes here; None: torch's operators. Without a bias, whose
+    gradient is a sum of FP32 gradients, and where the vocabulary is not shared."""
 
 
 def linear_cross_entropy(
@@ -115,21 +119,28 @@ class _ChunkedLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=wide, device=hidden.device)
         gradient_scale = gradient_scale.to(wide)
         with torch.autocast(hidden.device.type, enabled=False):
+            fused = head.softmax if any(needs) and bias is None and head.shared is None else None
+            factors = (gradient_scale if weights is None else gradient_scale * weights).expand(len(labels))
             narrow = weight.to(compute)
             offset = None if bias is None else bias.to(compute)
             for start in range(0, len(labels), chunk_tokens):
                 rows = slice(start, start + chunk_tokens)
                 states = hidden[rows].to(compute)
-                logits = _logits(states, narrow, offset).to(wide)
-                filled = {} if right is None else {"right": right[rows]}
-                losses[rows] = _softmax_loss(logits, labels[rows], head, any(needs), **filled)
+                logits = _logits(states, narrow, offset)
+                if fused is not None:
+                    losses[rows] = fused(logits, labels[rows], factors[rows], scale=head.scale, cap=head.cap)
+                else:
+                    logits = logits.to(wide)
+                    filled = {} if right is None else {"right": right[rows]}
+                    losses[rows] = _softmax_loss(logits, labels[rows], head, any(needs), **filled)
                 weighted = losses[rows] if weights is None else losses[rows] * weights[rows]
                 total += weighted.sum()
                 if any(needs):
-                    factors = gradient_scale if weights is None else (gradient_scale * weights[rows]).unsqueeze(1)
                     _making_gradients = True
                     try:
-                        sums.add(rows, logits.mul_(factors), states, narrow)
+                        if fused is None:
+                            logits.mul_(factors[rows].unsqueeze(1))
+                        sums.add(rows, logits, states, narrow)
                     finally:
                         _making_gradients = False
                 del logits  # before the next chunk's
@@ -220,7 +231,7 @@ class _Gradients:
         self._bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None
 
     def add(self, rows: slice, gradient: torch.Tensor, states: torch.Tensor, weight: torch.Tensor) -> None:
-        """Add a chunk. gradient: of its logits, FP32 or wider. states, weight: in the compute dtype."""
+        """Add a chunk. gradient: of its logits. states, weight: in the compute dtype."""
         narrow = gradient.to(weight.dtype)
         if self._hidden is not None:
             self._hidden[rows] = narrow @ weight
@@ -228,10 +239,11 @@ class _Gradients:
             self._bias += gradient.sum(dim=0)
         if self._weight is None:
             return
-        if narrow.dtype != gradient.dtype and narrow.is_cuda:  # tensor cores take 16 bits and sum in FP32
-            torch.addmm(self._weight, narrow.t(), states, out_dtype=gradient.dtype, out=self._weight)
+        wide = self._weight.dtype
+        if narrow.dtype != wide and narrow.is_cuda:  # tensor cores take 16 bits and sum in FP32
+            torch.addmm(self._weight, narrow.t(), states, out_dtype=wide, out=self._weight)
         else:
-            self._weight.addmm_(gradient.t(), states.to(gradient.dtype))
+            self._weight.addmm_(gradient.t().to(wide), states.to(wide))
 
     def made(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Gradients of the hidden states, in their dtype, and of weight and bias, in FP32 or wider."""

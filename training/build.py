@@ -24,6 +24,7 @@ from training.corruption.self_check import SelfCheck
 from training.distributed import World
 from training.early_warnings import EarlyWarnings
 from training.engine import Engine
+from training.engine.kernels import FALLEN_BACK
 from training.parts import Parts
 from training.preemption import Preemption
 from training.profile.profiler import open_profiling
@@ -60,6 +61,7 @@ def build(opened: Session) -> tuple[Parts, Progress]:
         record.note(said[-1])
     if opened.left_out:
         record.note(opened.left_out)
+    said += [f"WARNING, slower than it could be: {line}" for line in engine.notes if FALLEN_BACK in line]
     if world.is_main:
         print(printable("\n".join([*said, *drawn_notes(engine.model)])), flush=True)
     for line in engine.notes:

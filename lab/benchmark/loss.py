@@ -45,6 +45,13 @@ def _chunked(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, scale: 
     return linear_cross_entropy(hidden, Head(weight, None), labels, chunk_tokens=chunk, gradient_scale=scale)[0]
 
 
+def _fused(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, scale: float) -> Tensor:
+    from modeling.loss_kernel import fused_softmax
+
+    head = Head(weight, None, softmax=fused_softmax)
+    return linear_cross_entropy(hidden, head, labels, chunk_tokens=chunk, gradient_scale=scale)[0]
+
+
 def _autograd(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, _: float) -> Tensor:
     pairs = zip(hidden.split(chunk), labels.split(chunk), strict=True)
     return torch.stack([checkpoint(_full, part, weight, its, use_reentrant=False) for part, its in pairs]).sum()
@@ -66,6 +73,8 @@ def ways(device: str) -> dict[str, Way]:
     found: dict[str, Way] = {"full": _full, "chunked": _chunked, "autograd": _autograd}
     if hasattr(functional, "linear_cross_entropy"):
         found["torch"] = _torch
+    if device == "cuda" and importlib.util.find_spec("triton") is not None:
+        found["fused"] = _fused
     if device == "cuda" and importlib.util.find_spec("liger_kernel") is not None:
         found["liger"] = _liger
     return found
@@ -79,7 +88,7 @@ def measure(way: str, *, vocabulary: int, hidden: int, tokens: int, dtype: str, 
     weight = torch.randn(vocabulary, hidden, generator=generator, device=device).mul_(hidden**-0.5)
     weight = weight.to(DTYPES[dtype]).requires_grad_()
     labels = torch.randint(vocabulary, (tokens,), generator=generator, device=device)
-    chunk = loss_chunk(ModelSection(loss="chunked"), tokens=tokens, vocabulary=vocabulary)
+    chunk = loss_chunk(ModelSection(loss="chunked"), tokens=tokens, vocabulary=vocabulary, on_cpu=device == "cpu")
     scale = (65536.0 if dtype == "fp16" else 1.0) / tokens
 
     def once() -> Tensor:

@@ -90,7 +90,7 @@ SMOKE = (
     _item("replay", "a planted NaN: found, named, and repeated by replay", 40, measure.replayed, timed=False),
     _steps("kernels-torch", "torch's kernels, SDPA, not compiled", TORCH),
     _steps("kernels-liger", "Liger's kernels", "model.kernels=liger", seconds=30, needs="liger", **PLAIN_STEPS),
-    _steps("compile", "blocks compiled", TORCH, "model.compile=true", seconds=60, **PLAIN_STEPS),
+    _steps("compile", "blocks compiled", TORCH, "model.compile=true", seconds=60, needs="compiler", **PLAIN_STEPS),
     _item("resume", "killed with SIGKILL, resumed, beside an undisturbed run", 70, measure.resumed, timed=False),
     _item("export", "a checkpoint exported, every tensor compared", 35, measure.exported, timed=False),
     _steps("manifest", "manifest path, BF16 by config/manifests/bf16.json, ZeRO-2", *MANIFEST, **PLAIN_STEPS),

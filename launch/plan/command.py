@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 from config.cli import Arguments, entry_point
 from config.options import positive_int, positive_number, share
-from launch.plan.devices import DEFAULT_MFU, DEVICES, LATENCY_SECONDS
+from launch.plan.devices import DEFAULT_MFU, DEVICES, LATENCY_SECONDS, Reached
 
 if TYPE_CHECKING:
     from launch.plan.plan import Plan
     from launch.plan.search import Option
+    from launch.plan.timed import Timed
 
 NOTHING_FITS = 3
+REACHED = Reached()
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -51,6 +53,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "checkpoint_bytes": checkpoint_bytes(plan.shape, layout),
         "traffic": dataclasses.asdict(traffic(plan.shape, layout)),
         "mfu": {"assumed" if plan.mfu_source == "assumed" else "measured": plan.mfu, "model": plan.model_mfu},
+        "modelled": plan.timed and _timed_json(plan, plan.timed),
+        "changed": {each.name: _timed_json(plan, each.timed) | {"fits": each.fits} for each in plan.changed},
         "token_budget": plan.token_budget,
         "configured": _option_json(plan, plan.configured),
         "smallest": _option_json(plan, plan.smallest) if plan.smallest else None,
@@ -94,8 +98,17 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--efficiency", type=share, default=0.8, help="share of both that collectives reach (0.8)")
     hop = "microseconds of one hop of a collective (%(default)g)"
     parser.add_argument("--latency-us", type=positive_number, default=LATENCY_SECONDS * 1e6, help=hop)
+    assumed = " ".join(f"{value:.2f}" for value in (REACHED.matmul, REACHED.attention, REACHED.bandwidth))
+    reached = f"shares of the data sheet that the modelled time assumes ({assumed})"
+    of_three = ("MATMUL", "ATTENTION", "BANDWIDTH")
+    parser.add_argument("--reached", type=share, nargs=3, metavar=of_three, help=reached)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     return parser.parse_known_args(list(argv))
+
+
+def _timed_json(plan: Plan, timed: Timed) -> dict[str, Any]:
+    """Modelled and unmeasured, seconds."""
+    return dataclasses.asdict(timed) | {"step_seconds": timed.seconds, "mfu": plan.modelled_mfu(timed)}
 
 
 def _option_json(plan: Plan, option: Option) -> dict[str, Any]:

@@ -1,12 +1,13 @@
-"""The activations of one micro-batch, counted in a forward pass of the real model on tensors without values.
+"""Activations and operators of one micro-batch, counted in a pass of the real model on tensors without values.
 
 The model runs as in training, in its precision regions, with its adapter and with attention that is shared among ranks.
-What its code saves is added up, storage by storage. Nothing is computed, so a model of any size takes a second.
+What its code saves is added up, storage by storage, and each operator of the forward and the backward pass is noted
+with its FLOPs and the bytes of its operands. Nothing is computed, so a model of any size takes seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -24,12 +25,15 @@ from config.cli import REPOSITORY
 from config.errors import UserError, one_line
 from config.task import ENCODER_TASKS
 from launch.plan.layout import Layout
+from launch.plan.operations import HEAD, Log, Operation
 from modeling.activation_checkpointing import KEPT_OPERATORS, blocks_of, is_attention
 from modeling.sequence_parallel import SequenceAttention
 from precision.dtypes import DTYPES
 from precision.manifest import load_manifest
 from precision.regions import Regions
 
+SCOPES = ("Norm", "attention", "MLP", "block")
+"""Parts of a model that an operator may be in, the innermost first."""
 _INNER = {"aten::mm": 0, "aten::addmm": 1, "aten::bmm": 0, "aten::baddbmm": 1}
 """Matmuls whose FLOPs are counted, and the argument whose last dimension they sum over."""
 
@@ -52,6 +56,8 @@ class Counted:
     """[FLOP] Matmuls with weights in the forward pass, the head's included."""
     attention_flops: float
     """[FLOP] Products inside attention, over the whole square."""
+    operations: tuple[Operation, ...] = ()
+    """Operators of the whole micro-batch, without the head and the loss; none where the backward pass needs values."""
 
 
 def count_activations(model: Any, layout: Layout) -> Counted:
@@ -68,19 +74,18 @@ def count_activations(model: Any, layout: Layout) -> Counted:
         if layout.sharing > 1:
             group: Any = SimpleNamespace(rank=0, size=layout.sharing, exchange=torch.empty_like)
             SequenceAttention(model, group, apart=layout.masked)
-        blocks, counter = blocks_of(model), _Counter(model, on_cpu=layout.on_cpu)
+        blocks, head = blocks_of(model), model.get_output_embeddings()
+        counter = _Counter(model, head, on_cpu=layout.on_cpu)
         padded = layout.config.task == "classify" or bool(layout.targets)
         try:
-            with counter.watching(blocks), _answering(not (padded or layout.masked), counter):
-                alive = model(**_inputs(layout))
+            inputs = _inputs(layout)
+            found = _pass(counter, blocks, lambda: model(**inputs), answer=not (padded or layout.masked))
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
             # What torch and a model's own code raise where they ask a tensor for its values.
             raise UserError(
                 f"task = {layout.config.task}: launch.plan cannot count {model.config.model_type} without its values "
                 f"({one_line(error)}); try a step with the longest rows"
             ) from error
-        found = counter.sizes()
-        del alive
     tokens, each = layout.tokens, layout.tokens * len(blocks)
     return Counted(
         block=(found["block"] + found["attention"]) / each,
@@ -90,7 +95,27 @@ def count_activations(model: Any, layout: Layout) -> Counted:
         weights=found["weights"] / len(blocks),
         weight_flops=counter.weight_flops / tokens,
         attention_flops=counter.attention_flops / tokens,
+        operations=tuple(counter.log.operations),
     )
+
+
+def count_operations(model: Any, blocks: Sequence[Any], run: Callable[[], Any], *, head: Any) -> list[Operation]:
+    """The operators of any model's forward and backward pass on a GPU, as `count_activations` counts them.
+
+    run: the forward pass, to be called under FakeTensorMode. head: the module that makes logits.
+    """
+    counter = _Counter(model, head, on_cpu=False)
+    _pass(counter, blocks, run, answer=True)
+    return counter.log.operations
+
+
+def _pass(counter: _Counter, blocks: Sequence[Any], run: Callable[[], Any], *, answer: bool) -> dict[str, float]:
+    """Run forward and backward; the bytes that are kept in between, by scope."""
+    with counter.watching(blocks), _answering(answer, counter):
+        output = run()
+        found = counter.sizes()
+        counter.log.run_backward(output)
+    return found
 
 
 def _inputs(layout: Layout) -> dict[str, Any]:
@@ -121,18 +146,19 @@ class _Kept:
     """One storage that a node of the graph keeps. It is gone when its last node is."""
 
     def __init__(self, storage: Any, size: float, scope: str) -> None:
-        self.storage, self.size, self.scope = storage, size, scope
+        self.storage, self.size, self.scope = storage, size, scope  # a storage that is held keeps its address
 
 
 class _Counter:
     """Storages that autograd keeps, by the part of the model that first saved them."""
 
-    def __init__(self, model: Any, *, on_cpu: bool) -> None:
+    def __init__(self, model: Any, head: Any, *, on_cpu: bool) -> None:
         self._known = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
         self._kept: WeakValueDictionary[int, _Kept] = WeakValueDictionary()
-        self._inside = dict.fromkeys(("block", "attention", "dropout"), 0)
+        self._inside = dict.fromkeys(("Norm", "attention", "MLP", "block", "dropout"), 0)
         self._copies: dict[int, Any] = {}
-        self._model = model
+        self._model, self._head = model, head
+        self.log = Log()
         self.on_cpu = on_cpu
         """Whether the run computes on a CPU."""
         self.matmuls = 0.0
@@ -148,9 +174,14 @@ class _Counter:
                 for module in filter(is_attention, block.modules()):
                     self._enter(stack, module, "attention")
             for module in self._model.modules():
-                if type(module).__name__ == "Dropout":
-                    self._enter(stack, module, "dropout")
-            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept.storage)
+                kind = type(module).__name__
+                scope = "dropout" if kind == "Dropout" else next((s for s in ("Norm", "MLP") if kind.endswith(s)), "")
+                if scope:
+                    self._enter(stack, module, scope)
+            if self._head is not None:
+                handle = self._head.register_forward_pre_hook(lambda *_: self.log.enter(HEAD))
+                stack.callback(handle.remove)
+            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept[1])
             stack.enter_context(hooks)
             yield
 
@@ -175,6 +206,7 @@ class _Counter:
         def count(change: int) -> Any:
             def hook(*_: Any) -> None:
                 self._inside[scope] += change
+                self.log.enter(next((name for name in SCOPES if self._inside[name]), "outside"))
 
             return hook
 
@@ -182,6 +214,9 @@ class _Counter:
             stack.callback(handle.remove)
 
     def _pack(self, tensor: Any) -> Any:
+        return self._kept_of(tensor), tensor.detach()
+
+    def _kept_of(self, tensor: Any) -> _Kept:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known:
@@ -218,11 +253,14 @@ def _answering(answer: bool, counter: _Counter) -> Iterator[None]:
                 result = func(*args, **(kwargs or {}))
             if name == "aten::_to_copy":
                 counter.add_cast(args[0], result)
+            counter.log.add(func, args, kwargs or {}, result)
             if name in KEPT_OPERATORS and isinstance(result, torch.Tensor):
                 counter.add_result(result)
             if name in _INNER:
                 flops = 2.0 * result.numel() * args[_INNER[name]].shape[-1]
-                if name in KEPT_OPERATORS:
+                if counter.log.backward:
+                    pass
+                elif name in KEPT_OPERATORS:
                     counter.weight_flops += flops
                 else:
                     counter.attention_flops += flops
@@ -230,14 +268,25 @@ def _answering(answer: bool, counter: _Counter) -> Iterator[None]:
 
     class Fused(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, query: Any, key: Any, value: Any, bias: Any) -> Any:
+        def forward(ctx: Any, query: Any, key: Any, value: Any, bias: Any, causal: bool) -> Any:
             batch, heads, length, _ = query.shape
             result = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
             sums = query.new_empty(batch, heads, length, dtype=torch.float32)
             ctx.save_for_backward(query, key, value, bias, result, sums)
             counter.add_result(result, sums)
-            counter.attention_flops += 2.0 * sums.numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+            flops = 2.0 * sums.numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+            counter.attention_flops += flops
+            ctx.flops = flops / 2 if causal else flops
+            counter.log.note("attention", ctx.flops, (query, key, value, bias), (result,))
             return result
+
+        @staticmethod
+        def backward(ctx: Any, *upstream: Any) -> Any:
+            query, key, value, bias, result, _ = ctx.saved_tensors
+            made = [item.new_empty(item.shape) for item in (query, key, value)]
+            # as FlashAttention 2 computes it: five products of the size of the forward pass's two
+            counter.log.note("attention", 2.5 * ctx.flops, (query, key, value, bias, result, *upstream), made)
+            return *made, torch.zeros_like(bias) if ctx.needs_input_grad[3] else None, None
 
     original = functional.scaled_dot_product_attention
 
@@ -250,7 +299,7 @@ def _answering(answer: bool, counter: _Counter) -> Iterator[None]:
         bias = attn_mask
         if bias is not None and bias.dtype == torch.bool:
             bias = torch.empty_like(bias, dtype=query.dtype)
-        return Fused.apply(query, key, value, bias)
+        return Fused.apply(query, key, value, bias, bool(rest.get("is_causal")))
 
     # transformers makes every mask where it takes tensors without values for a graph that is being exported
     unseen = patch("transformers.utils.import_utils.is_fake_tensor", return_value=False)

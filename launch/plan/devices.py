@@ -1,4 +1,4 @@
-"""Memory, matmul speed and link bandwidth of accelerators, from their data sheets.
+"""Memory, matmul speed and bandwidths of accelerators, from their data sheets, and the shares that kernels reach.
 
 Only the h100 row has been compared with its source; compare the others with the sheets they name before using them.
 """
@@ -18,6 +18,22 @@ LATENCY_SECONDS = 5e-6
 
 
 @dataclass(frozen=True)
+class Reached:
+    """Shares of a data sheet's figures that kernels reach, and what a kernel costs beside them. Assumptions."""
+
+    matmul: float = 680 / 989
+    """[fraction] Of the peak, in matmuls of a block's size."""
+    attention: float = 0.3
+    """[fraction] Of the peak, in fused causal attention with heads of 64 values; larger heads reach more."""
+    bandwidth: float = 2.8 / 3.35
+    """[fraction] Of the memory's bandwidth."""
+    kernel: float = 2e-6
+    """[s] Least time of a kernel."""
+    launch: float = 6e-6
+    """[s] Time of the host for one operator, autograd's part included."""
+
+
+@dataclass(frozen=True)
 class Device:
     """One accelerator, and its usual node."""
 
@@ -28,6 +44,8 @@ class Device:
     """[FLOP/s] Dense (not sparse) BF16 matmul with FP32 accumulation."""
     peak_fp32: float
     """[FLOP/s] FP32 matmul without TF32, which torch leaves off."""
+    bandwidth: float
+    """[bytes/s] Bandwidth of its memory."""
     link: float
     """[bytes/s] Bandwidth in one direction between an accelerator and the others of its node."""
     network: float
@@ -35,6 +53,7 @@ class Device:
     per_node: int
     """[accelerators] Number in one node."""
     source: str
+    reached: Reached = Reached()
 
     @property
     def is_cpu(self) -> bool:
@@ -49,14 +68,39 @@ _DGX_A100 = 8 * 200 * _NIC, 8
 DEVICES = {
     device.name: device
     for device in (
-        Device("b200", 180e9, 2250e12, 75e12, 900e9, *_DGX, "DGX B200 data sheet: 1,440 GB for eight GPUs"),
-        Device("h200", 141e9, 989.4e12, 66.9e12, 450e9, *_DGX, "H200 SXM data sheet; DGX H200, 8 x 400 Gb/s"),
-        Device("h100", 80 * GIB, 989.4e12, 66.9e12, 450e9, *_DGX, "H100 SXM5, NVIDIA H100 whitepaper; DGX H100"),
-        Device("h100-pcie", 80 * GIB, 756e12, 51.2e12, 64e9, 400 * _NIC, 8, "H100 PCIe, H100 whitepaper; PCIe 5.0 x16"),
-        Device("a100", 80 * GIB, 312e12, 19.5e12, 300e9, *_DGX_A100, "A100 80 GB SXM data sheet; DGX A100, 8 x 200 Gb"),
-        Device("a100-40", 40 * GIB, 312e12, 19.5e12, 300e9, *_DGX_A100, "A100 40 GB SXM data sheet; DGX A100"),
-        Device("l40s", 48e9, 362e12, 91.6e12, 32e9, 200 * _NIC, 8, "L40S data sheet; PCIe 4.0 x16, no NVLink"),
-        Device("a10g", 24e9, 70e12, 35e12, 32e9, 100 * _NIC, 4, "AWS g5.24xlarge and A10G data sheet; PCIe 4.0 x16"),
+        Device("b200", 180e9, 2250e12, 75e12, 8e12, 900e9, *_DGX, "DGX B200 data sheet: 1,440 GB for eight GPUs"),
+        Device("h200", 141e9, 989.4e12, 66.9e12, 4.8e12, 450e9, *_DGX, "H200 SXM data sheet; DGX H200, 8 x 400 Gb/s"),
+        Device(
+            "h100", 80 * GIB, 989.4e12, 66.9e12, 3.35e12, 450e9, *_DGX, "H100 SXM5, NVIDIA H100 whitepaper; DGX H100"
+        ),
+        Device(
+            "h100-pcie",
+            80 * GIB,
+            756e12,
+            51.2e12,
+            2e12,
+            64e9,
+            400 * _NIC,
+            8,
+            "H100 PCIe, H100 whitepaper; PCIe 5.0 x16",
+        ),
+        Device(
+            "a100",
+            80 * GIB,
+            312e12,
+            19.5e12,
+            2.039e12,
+            300e9,
+            *_DGX_A100,
+            "A100 80 GB SXM data sheet; DGX A100, 8 x 200 Gb",
+        ),
+        Device(
+            "a100-40", 40 * GIB, 312e12, 19.5e12, 1.555e12, 300e9, *_DGX_A100, "A100 40 GB SXM data sheet; DGX A100"
+        ),
+        Device("l40s", 48e9, 362e12, 91.6e12, 864e9, 32e9, 200 * _NIC, 8, "L40S data sheet; PCIe 4.0 x16, no NVLink"),
+        Device(
+            "a10g", 24e9, 70e12, 35e12, 600e9, 32e9, 100 * _NIC, 4, "AWS g5.24xlarge and A10G data sheet; PCIe 4.0 x16"
+        ),
     )
 }
 """Accelerators by name. The network is that of the maker's own node; a cloud's may be slower: --network."""
@@ -70,7 +114,7 @@ def find_device(name: str) -> Device:
     if name.lower() == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         # Not a data sheet: enough for one core's worth of matmul on the machine that docs/plan.md was measured on.
-        return Device("cpu", memory / 2, 1e11, 1e11, 2e9, 1e9, 2, "this machine's memory; speeds are guesses")
+        return Device("cpu", memory / 2, 1e11, 1e11, 2e10, 2e9, 1e9, 2, "this machine's memory; speeds are guesses")
     if name.lower() not in DEVICES:
         raise UserError(f"command line: --device {name}: not in the table; it has {', '.join(DEVICES)} and cpu")
     return DEVICES[name.lower()]

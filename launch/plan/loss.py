@@ -33,19 +33,26 @@ def _label_prediction(shape: Shape, layout: Layout) -> float:
 
     All at once: the logits in the dtype they come in, their FP32 log-softmax and its gradients; at most three FP32
     tensors of the vocabulary's width. In chunks: the FP32 logits of a chunk, which become their gradient, and that in
-    16 bits; the gradient of the head's weight where that is trained, in FP32 and, once summed, in the weight's dtype;
-    that of the hidden states.
+    16 bits, which is all there is where one kernel computes both; the gradient of the head's weight where that is
+    trained, in FP32 and, once summed, in the weight's dtype; that of the hidden states.
     """
     tokens = layout.label_tokens
-    chunk = min(loss_chunk(layout.config.model, tokens=tokens, vocabulary=shape.vocabulary), tokens)
+    chunk = loss_chunk(layout.config.model, tokens=tokens, vocabulary=shape.vocabulary, on_cpu=layout.on_cpu)
+    chunk = min(chunk, tokens)
     if not chunk or not shape.plain_head:
         return 12.0 * shape.vocabulary * tokens
     sixteen, rows = layout.manifest or layout.width == 2, shape.vocabulary / shape.head_share
     head = rows * shape.hidden if shape.trained_head else 0.0
-    of_chunk = (6.0 if sixteen else 4.0) * rows * chunk
+    fused = runs_fused(shape, layout)
+    of_chunk = (2.0 if sixteen and fused else 6.0 if sixteen else 4.0) * rows * chunk
     copy = 2.0 * rows * shape.hidden if layout.manifest else 0.0  # of the weight, for autocast
     rounded = 2.0 * head if layout.width == 2 else 0.0
     return 4.0 * head + max(of_chunk + copy, rounded) + layout.width * shape.hidden * tokens
+
+
+def runs_fused(shape: Shape, layout: Layout) -> bool:
+    """Whether one kernel computes the softmax of a chunk and its gradient (modeling/loss_kernel.py)."""
+    return not (layout.on_cpu or layout.config.model.kernels == "torch" or shape.head_share > 1)
 
 
 def _distillation(shape: Shape, layout: Layout) -> float:

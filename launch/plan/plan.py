@@ -19,9 +19,19 @@ from launch.plan.layout import layout_of
 from launch.plan.model import Shape, read_shape
 from launch.plan.search import Option, Planner
 from launch.plan.speed import matmul_peak, mfu_of, speed
+from launch.plan.timed import Lever, Timed, levers, time_of
 
 PROCESS_BYTES = 476 * 2**20
 """Python, torch, DeepSpeed and gloo in one rank on a CPU, as docs/plan.md measured it."""
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A step's modelled time with one thing changed."""
+
+    name: str
+    timed: Timed
+    fits: bool
 
 
 @dataclass(frozen=True)
@@ -41,6 +51,9 @@ class Plan:
     token_budget: float
     price: float | None
     """[money] Price of one device for one hour; None: not given."""
+    timed: Timed | None
+    """Where the configured step's time goes, modelled; None where its operators could not be counted."""
+    changed: list[Changed]
 
     @property
     def model_mfu(self) -> float:
@@ -48,6 +61,13 @@ class Plan:
         layout = self.configured.layout
         flops = self.shape.flops_per_token(layout.sequence) * self.configured.speed.tokens_per_second
         return flops / layout.world / matmul_peak(layout, self.device)
+
+    def modelled_mfu(self, timed: Timed) -> float:
+        """[fraction] `model_mfu` at a modelled time."""
+        layout = self.configured.layout
+        tokens = layout.tokens * layout.accumulation / layout.tensor
+        flops = self.shape.flops_per_token(layout.sequence) * tokens / timed.seconds
+        return flops / matmul_peak(layout, self.device)
 
     def hours(self, option: Option) -> float:
         """[hours] To the token budget."""
@@ -81,6 +101,14 @@ def make_plan(options: argparse.Namespace, arguments: Sequence[str]) -> Plan:
     planner = Planner(shape, usable, process, partial(speed, shape, device=device, **reached))
     configured = planner.option(layout)
     stages = planner.stages(layout)
+
+    def timed(lever: Lever) -> tuple[Timed | None, bool]:
+        option = planner.option(lever.layout)
+        sent = option.speed.communication_seconds
+        return time_of(shape, lever.layout, device, communication=sent, without=lever.without), option.fits
+
+    now = timed(Lever("", layout))[0]
+    changes = [(lever.name, *timed(lever)) for lever in levers(shape, layout)] if now else []
     return Plan(
         resolved=resolved,
         shape=shape,
@@ -94,6 +122,8 @@ def make_plan(options: argparse.Namespace, arguments: Sequence[str]) -> Plan:
         scaling=planner.scaling(layout),
         token_budget=options.tokens or resolved.config.run.steps * configured.speed.tokens_per_step,
         price=options.price,
+        timed=now,
+        changed=[Changed(name, found, fits) for name, found, fits in changes if found is not None],
     )
 
 
@@ -107,6 +137,8 @@ def _device(options: argparse.Namespace) -> Device:
     }
     if device.is_cpu:
         device = replace(device, memory=device.memory / options.gpus)
+    shares = dict(zip(("matmul", "attention", "bandwidth"), options.reached or (), strict=False))
+    device = replace(device, reached=replace(device.reached, **shares))
     return replace(device, **{name: value for name, value in given.items() if value})
 
 

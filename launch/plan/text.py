@@ -61,6 +61,7 @@ def print_plan(plan: Plan) -> None:
         Text(title, style="bold"),
         _memory_table(plan),
         *_summary(plan),
+        *_time_tables(plan),
         _stage_table(plan),
         _scaling_table(plan),
         *_conclusions(plan),
@@ -141,6 +142,29 @@ def _summary(plan: Plan) -> list[str | Text]:
     lines.append(f"Checkpoint: {saved}{frozen}.")
     budget = f"Budget: {_count(plan.token_budget)} tokens take {_hours(plan.hours(configured))}{price}."
     return [*lines, Text(budget, style="bold")]
+
+
+def _time_tables(plan: Plan) -> list[Table | str]:
+    """Where a step's time goes, and what would change it."""
+    timed = plan.timed
+    if timed is None:
+        return ["Where a step's time goes is not known: the model's backward pass asks tensors for their values."]
+    ms, title = 1e3, f"Where a step's time goes, modelled, unmeasured: {plan.modelled_mfu(timed):.0%} MFU"
+    table = Table(("item", "ms a micro-batch", "ms a step", "share"), title=title)
+    for name, seconds in timed.micro.items():
+        whole = seconds * timed.accumulation
+        table.add(name, f"{seconds * ms:,.1f}", f"{whole * ms:,.1f}", f"{whole / timed.seconds:.0%}")
+    for name, seconds in timed.step.items():
+        table.add(name, "", f"{seconds * ms:,.1f}", f"{seconds / timed.seconds:.0%}")
+    whole = sum(timed.micro.values())
+    table.add("total", f"{whole * ms:,.1f}", f"{timed.seconds * ms:,.1f}", "", style="bold")
+    changed = Table(("changed", "ms a step", "", "MFU", ""), title="What one change makes of it, modelled, unmeasured")
+    for each in plan.changed:
+        gain = each.timed.seconds / timed.seconds - 1
+        remark = "" if each.fits else Text("does not fit", style="red")
+        mfu = f"{plan.modelled_mfu(each.timed):.0%}"
+        changed.add(each.name, f"{each.timed.seconds * ms:,.1f}", f"{gain:+.1%}", mfu, remark)
+    return [table, changed]
 
 
 def _stage_table(plan: Plan) -> Table:

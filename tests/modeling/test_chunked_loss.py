@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from config.schema import Config, ModelSection
 from launch.plan.loss import loss_bytes
-from modeling.chunked_head import AUTO_FROM_LOGITS, CHUNK_LOGITS, ChunkedHead, loss_chunk
+from modeling.chunked_head import AUTO_FROM_LOGITS, CHUNK_LOGITS, CHUNK_LOGITS_ON_A_GPU, ChunkedHead, loss_chunk
 from modeling.linear_cross_entropy import (
     Head,
     label_loss_sum,
@@ -238,12 +238,14 @@ def test_a_model_that_does_something_else_to_its_logits_is_told() -> None:
 def test_auto_is_chunked_where_logits_are_many() -> None:
     auto, vocabulary = ModelSection(), 128_256
     few = AUTO_FROM_LOGITS // vocabulary
-    assert loss_chunk(auto, tokens=few, vocabulary=vocabulary) == 0
-    chunk = loss_chunk(auto, tokens=few + 1, vocabulary=vocabulary)
-    assert chunk % 64 == 0 and CHUNK_LOGITS / 2 < chunk * vocabulary <= CHUNK_LOGITS
-    assert loss_chunk(ModelSection(loss="full"), tokens=10**6, vocabulary=vocabulary) == 0
-    assert loss_chunk(ModelSection(loss="chunked"), tokens=1, vocabulary=10**9) == 64
-    assert loss_chunk(ModelSection(loss="chunked", loss_chunk_tokens=3), tokens=1, vocabulary=4) == 3
+    assert loss_chunk(auto, tokens=few, vocabulary=vocabulary, on_cpu=True) == 0
+    for on_cpu, most in ((True, CHUNK_LOGITS), (False, CHUNK_LOGITS_ON_A_GPU)):
+        chunk = loss_chunk(auto, tokens=few + 1, vocabulary=vocabulary, on_cpu=on_cpu)
+        assert chunk % 64 == 0 and most / 2 < chunk * vocabulary <= most
+    assert loss_chunk(ModelSection(loss="full"), tokens=10**6, vocabulary=vocabulary, on_cpu=True) == 0
+    assert loss_chunk(ModelSection(loss="chunked"), tokens=1, vocabulary=10**9, on_cpu=True) == 64
+    few = ModelSection(loss="chunked", loss_chunk_tokens=3)
+    assert loss_chunk(few, tokens=1, vocabulary=4, on_cpu=True) == 3
 
 
 PEAK = """
@@ -264,7 +266,7 @@ def test_logits_of_a_large_vocabulary_take_what_the_planner_says(tmp_path: Path,
     width = {"fp32": 4, "bf16": 2}[compute]
     model = ModelSection(loss=way)
     sizes = {"tokens": 1024, "label_tokens": 1024, "width": width}
-    layout: Any = SimpleNamespace(config=Config(model=model), manifest=False, **sizes)
+    layout: Any = SimpleNamespace(config=Config(model=model), manifest=False, on_cpu=True, **sizes)
     said = loss_bytes(shape, layout)
     assert said <= {"full": 3, "chunked": 0.8}[way] * 512 * 2**20
     assert int(measured) == pytest.approx(said, rel=0.1)

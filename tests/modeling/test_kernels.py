@@ -6,7 +6,7 @@ What needs the kernels runs on a GPU, or with TRITON_INTERPRET=1 in Triton's int
 import copy
 import functools
 from collections import Counter
-from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ from tests.modeling import kernel_cases as cases
 from tests.support.jobs.launches import command, finish
 from tests.support.models import interpreted_liger
 from tests.support.models.small_models import distance
+from training.engine import kernels as engine_kernels
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SHAPE |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "pad_token_id": 0}
@@ -275,10 +276,15 @@ def test_other_architectures_are_refused_with_those_that_are_known() -> None:
 
 def test_a_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    missing = next((name for name in ("liger_kernel", "triton") if find_spec(name) is None), None)
-    words = f"{missing.replace('_', '-')} is not installed" if missing else "need a GPU"
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match="need a GPU"):
         require_liger("llama", torch.device("cpu"))
+
+
+@pytest.mark.parametrize("missing", ["liger_kernel", "triton"])
+def test_a_gpu_without_it_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    monkeypatch.setattr(kernels, "find_spec", lambda name: None if name == missing else "a spec")
+    with pytest.raises(UserError, match=f"{missing.replace('_', '-')} is not installed"):
+        require_liger("llama", torch.device("cuda"))
 
 
 def test_a_job_that_cannot_have_it_ends_at_once(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,3 +294,25 @@ def test_a_job_that_cannot_have_it_ends_at_once(tmp_path, monkeypatch: pytest.Mo
     said = finish(command("python", tmp_path, "refused", "model.kernels=liger"), exit_code=2)
     assert "error: model.kernels = liger: " in said and "Traceback" not in said
     assert not list(tmp_path.glob("runs/refused/checkpoints/step-*"))
+
+
+def test_a_run_that_has_to_do_without_says_so_at_its_start(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Triton's interpreter a CPU has the choice that a GPU has."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    settings = ("model.activation_checkpointing=ops", "run.steps=2", "schedule.warmup_steps=1")
+    said = finish(command("python", tmp_path, "slower", *settings))
+    [line] = [line for line in said.splitlines() if line.startswith("WARNING")]
+    assert (
+        "slower than it could be: model.kernels = auto: torch's on every rank, because of rank 0: liger cannot" in line
+    )
+
+
+def test_a_chunked_loss_without_its_kernel_is_computed_alike_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolved = read_command_line(["--config", str(REPOSITORY / "config/recipes/demo.yaml")])
+    world: Any = SimpleNamespace(device=torch.device("cuda"), gather_objects=lambda problem: [None, problem])
+    monkeypatch.setattr(engine_kernels, "find_spec", lambda name: None)
+    softmax, [note] = engine_kernels.choose_softmax(resolved, world)
+    assert softmax is None
+    assert "torch's operators on every rank, because of rank 1: triton is not installed" in note
+    asked = read_command_line(["--config", str(REPOSITORY / "config/recipes/demo.yaml"), "model.kernels=torch"])
+    assert engine_kernels.choose_softmax(asked, world) == (None, [])

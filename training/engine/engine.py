@@ -47,6 +47,7 @@ from training.engine.health import (
     difference,
     require_equal,
 )
+from training.engine.kernels import choose_softmax
 from training.engine.loss import LossPath, label_tokens_of_all
 from training.engine.masters import Start, UpdateMeter, local_masters, local_states, sum_of_squares
 from training.engine.optimizer import build_optimizer, import_muon_uncompiled
@@ -135,11 +136,15 @@ class Engine:
         self._attention = attention
         self.router = router_balance(model, resolved.config.model)
         """The terms of routers that are added to the objective; None without."""
-        self.loss_path = LossPath(self.deepspeed, self.objective, resolved, world.device, self.router, world.tensor)
+        softmax, notes = choose_softmax(resolved, world)
+        self.loss_path = LossPath(
+            self.deepspeed, self.objective, resolved, world.device, self.router, world.tensor, softmax
+        )
         """Whether the loss is chunked, and how it is computed."""
         problem = self.loss_path.unchunked_reason
         self.notes = [f"the loss makes all logits at once: {problem}"] if problem is not None else []
         """Decisions made while it was built, for the record."""
+        self.notes += notes if self.loss_path.chunked else []
         self.notes += untrained_balance(model, resolved.config.model)
         self.regions = regions_of(model, resolved, stage=self.stage)
         """Precision regions of the manifest path; None on the cast path."""

@@ -1,6 +1,8 @@
 """Which kernels a run computes with: `model.kernels` and `precision.fp8.kernel`, the same on every rank."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 
 import torch
 from transformers import PreTrainedModel
@@ -13,6 +15,9 @@ from precision.dtypes import DTYPES
 from precision.fp8 import kernel_problem, no_kernel
 from precision.regions import Regions
 from training.distributed import World
+
+FALLEN_BACK = "on every rank, because of rank"
+"""Part of each note on kernels that a GPU has to do without."""
 
 
 def choose_kernels(model: PreTrainedModel, resolved: Resolved, world: World) -> list[str]:
@@ -35,12 +40,38 @@ def choose_kernels(model: PreTrainedModel, resolved: Resolved, world: World) -> 
             plan = plan_liger(model, dtype=DTYPES[resolved.compute], device=device)
         except UserError as error:
             problem = str(error)
-    # one node may lack what the others have; kernels round differently, so all ranks must use the same
-    problems = world.gather_objects(problem)
-    where, first = next(((rank, each) for rank, each in enumerate(problems) if each is not None), (0, None))
+    where, first = _first_problem(problem, world)
     if plan is not None and first is None:
         return [plan.apply()]
-    return [f"model.kernels = auto: torch's on every rank, because of rank {where}: {first}"]
+    return [f"model.kernels = auto: torch's {FALLEN_BACK} {where}: {first}"]
+
+
+def _first_problem(problem: str | None, world: World) -> tuple[int, str | None]:
+    """The first rank with a problem: kernels round differently, so all ranks use the same. A collective."""
+    problems = world.gather_objects(problem)
+    return next(((rank, each) for rank, each in enumerate(problems) if each), (0, None))
+
+
+def choose_softmax(resolved: Resolved, world: World) -> tuple[Callable[..., torch.Tensor] | None, list[str]]:
+    """The kernel for the softmax of a chunked loss on a GPU, tried on it, and the decision, for the record.
+
+    None where torch's operators compute it: on a CPU, under `model.kernels = torch`, and on every rank where it cannot
+    run on one. A collective.
+    """
+    config, device, problem = resolved.config, world.device, None
+    if config.model.kernels == "torch" or cannot_run_on(device):
+        return None, []
+    if find_spec("triton") is None:
+        problem = "triton is not installed, which comes with torch for CUDA"
+    else:
+        from modeling import loss_kernel
+
+        compute = "bf16" if config.precision.path == "manifest" else resolved.compute
+        problem = loss_kernel.kernel_problem(device, DTYPES[compute])
+    where, first = _first_problem(problem, world)
+    if first is None:
+        return loss_kernel.fused_softmax, ["the chunked loss: one kernel computes the softmax and its gradient"]
+    return None, [f"the chunked loss: torch's operators {FALLEN_BACK} {where}: {first}"]
 
 
 def choose_fp8_kernel(regions: Regions | None, world: World) -> list[str]:
@@ -64,12 +95,11 @@ def choose_fp8_kernel(regions: Regions | None, world: World) -> list[str]:
         elif wrong and not asked:  # this layer is emulated, the others need not be
             wrong = ""
         problem = problem or (f"torch._scaled_mm for {name} on {device}: {wrong}" if wrong else None)
-    problems = world.gather_objects(problem)
-    where, first = next(((rank, each) for rank, each in enumerate(problems) if each), (0, None))
+    where, first = _first_problem(problem, world)
     if first is None:
         shapes = f"it computes what FP8's definition says on {len(tried)} shapes of weights"
         return [f"precision.fp8.kernel: torch._scaled_mm; {shapes}"] if tried else []
     if asked:
         raise UserError(f"precision.fp8.kernel = scaled_mm: rank {where}: {first}; set it to auto or emulate")
     regions.fp8 = replace(regions.fp8, kernel="emulate")
-    return [f"precision.fp8.kernel = auto: emulated on every rank, because of rank {where}: {first}"]
+    return [f"precision.fp8.kernel = auto: emulated {FALLEN_BACK} {where}: {first}"]

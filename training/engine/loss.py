@@ -1,5 +1,6 @@
 """How the engine computes its loss: as the task's objective does, or from chunks of logits that are not kept."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,9 +37,10 @@ class LossPath:
         device: torch.device,
         router: RouterBalance | None = None,
         tensor: TensorGroup | None = None,
+        softmax: Callable[..., torch.Tensor] | None = None,
     ) -> None:
         """A collective where the loss is chunked: it runs two tokens through the model. router: watches its routers.
-        tensor: the ranks that this one shares matrices with.
+        tensor: the ranks that this one shares matrices with. softmax: the kernel of a chunk; None: torch's operators.
 
         Raises UserError where the config asks for a chunked loss and the model does not support one.
         """
@@ -52,11 +54,13 @@ class LossPath:
         if self._labels is None:  # only the cross-entropy at every label may be computed in chunks
             return
         tokens = resolved.batch.micro_size * slice_length(resolved.config.data.label_length, resolved.batch.sequence)
-        chunk = loss_chunk(section, tokens=tokens, vocabulary=model.config.get_text_config().vocab_size)
+        vocabulary, on_cpu = model.config.get_text_config().vocab_size, device.type == "cpu"
+        chunk = loss_chunk(section, tokens=tokens, vocabulary=vocabulary, on_cpu=on_cpu)
         if not chunk:
             return
         try:
-            self._head = ChunkedHead(model, chunk_tokens=chunk, shared=shared_vocabulary(model, tensor))
+            shared = shared_vocabulary(model, tensor)
+            self._head = ChunkedHead(model, chunk_tokens=chunk, shared=shared, softmax=softmax)
             self._head.detect_logit_transform(self._forward_two_tokens)
         except ValueError as problem:
             self.close()

@@ -26,12 +26,12 @@ WITHOUT_WHEELS = (
 )
 """Optional, or for what no item measures."""
 LACKS = {
-    "kernels-liger": "liger-kernel is not installed",
-    "nan-liger": "liger-kernel is not installed",
+    "kernels-liger": "Triton kernels need a GPU",
+    "nan-liger": "Triton kernels need a GPU",
     "attention-flash": "FlashAttention 2 needs a GPU",
     "attention-flex": "FlexAttention has no backward pass on a CPU",
 }
-"""Items that are skipped on a CPU where Liger is not installed, and why."""
+"""Items that are skipped on a CPU, and why."""
 MINUTES = 180
 """Limit for a part: part 6's six items took 27 minutes on two cores that thirty processes share; part 1 has 19."""
 

@@ -15,9 +15,11 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from config.cli import REPOSITORY
 from config.errors import UserError
+from lab.gpu_check import machine
 from lab.gpu_check.bench import Bench, ItemFailed
 from lab.gpu_check.command import TF32_SWITCHES, name_commit, read_options, settle_environment
 from lab.gpu_check.goals import GOALS
@@ -390,3 +392,17 @@ def test_an_error_is_text_in_the_table(why, tmp_path) -> None:
     ran(check, part)
     row = page(check, 7, part, {}).splitlines()[-1]
     assert row.count("|") - row.count("\\|") == 6 and "<b>" not in row.replace("\\<b", "")
+
+
+def test_a_machine_without_a_compiler_or_headers_is_found(monkeypatch, tmp_path) -> None:
+    """Triton needs both to start a kernel, so what it would fail on is skipped with what to install."""
+    monkeypatch.setattr(machine.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(machine.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert "Python.h is missing: apt-get install python3" in machine.lacks(torch.device("cuda"))["compiler"]
+    (tmp_path / "Python.h").touch()
+    assert not {"compiler", "flex"} & machine.lacks(torch.device("cuda")).keys()
+    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
+    found = machine.lacks(torch.device("cuda"))
+    assert found["compiler"] == found["flex"] == "no C compiler: apt-get install gcc"
+    needs = {each.name: each.needs for each in PARTS[1].items}
+    assert needs["compile"] == "compiler" and needs["attention-flex"] == "flex"

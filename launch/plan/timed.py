@@ -1,0 +1,240 @@
+"""Where a step's time goes, from its operators: FLOPs and bytes at the rates that a device is assumed to reach.
+
+Modelled, and measured nowhere. A kernel takes the longer of its FLOPs and its bytes, and never less than a few
+microseconds; the host runs ahead of the device unless its operators take longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from config.optimizers import OPTIMIZERS
+from config.rules import liger_conflicts
+from launch.plan.devices import Device
+from launch.plan.layout import Layout
+from launch.plan.loss import runs_fused
+from launch.plan.model import Shape
+from launch.plan.operations import Operation, fused
+from launch.plan.recompute import recomputed_blocks
+from launch.plan.speed import matmul_peak
+from modeling.chunked_head import CHUNK_LOGITS, loss_chunk
+from modeling.kernels import ARCHITECTURES
+
+SOFTMAX_BYTES = {"operators": 60.0, "kernel": 6.0, "full": 36.0}
+"""[bytes] What the softmax of one logit in 16 bits and its gradient move, beside the matmuls: torch's operators on a
+chunk in FP32, one kernel, and cross-entropy of all logits at once."""
+_NEWTON_SCHULZ = 5
+"""Iterations of Muon."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A step's time on one device."""
+
+    micro: dict[str, float]
+    """[s] Item to the time of one micro-batch."""
+    step: dict[str, float]
+    """[s] Item to the time of what happens once a step."""
+    accumulation: int
+    launches: int
+    """[operators] Number in one micro-batch, the loss's included."""
+    moved: float
+    """[bytes] What the operators of one micro-batch read and write."""
+
+    @property
+    def seconds(self) -> float:
+        """[s] The whole step."""
+        return sum(self.micro.values()) * self.accumulation + sum(self.step.values())
+
+
+LIGER, LOSS_KERNEL = "Liger", "loss kernel"
+"""Kernels that may be missing on a machine."""
+
+
+def time_of(
+    shape: Shape, layout: Layout, device: Device, *, communication: float, without: Collection[str] = ()
+) -> Timed | None:
+    """The time of a step; None where its operators could not be counted.
+
+    communication: [s] of a step's collectives. without: kernels that the machine lacks.
+    """
+    own = shape.own
+    counted = own.counted
+    if counted is None or not counted.operations:
+        return None
+    operations = kernels_of(counted.operations, layout, "" if LIGER in without else own.architecture)
+    rates = _Rates(device, matmul_peak(layout, device))
+    again = list(_again(operations, own, layout))
+    loss = list(loss_operations(own, layout, fused_softmax=LOSS_KERNEL not in without))
+    micro = {
+        "block matmuls": rates.seconds(one for one in operations if one.kind == "matmul"),
+        "attention": rates.seconds(one for one in operations if one.kind == "attention"),
+        "norms, rotary, activations, residual": rates.seconds(one for one in operations if one.kind == "other"),
+        "recomputed": sum(share * rates.seconds([one]) for share, one in again),
+        "head and loss": rates.seconds(loss),
+        "gradients summed in FP32": rates.moving(gradient_bytes(layout) * own.trained_parameters),
+    }
+    micro = {name: seconds for name, seconds in micro.items() if seconds}
+    launches = len(operations) + len(loss) + round(sum(share for share, _ in again))
+    computing = sum(micro.values())
+    waiting = launches * device.reached.launch - computing
+    step = {
+        name: rates.moving(each * own.divided / layout.zero_ranks) for name, each in step_bytes(own, layout).items()
+    }
+    if layout.optimizer == "muon":
+        step["optimizer"] += _newton_schulz(own, layout) / rates.matmul
+    compute = computing * layout.accumulation
+    if layout.world > 1:
+        # with overlap_comm the network works beside the backward pass, which is two thirds of computing
+        hidden = 2 / 3 * compute if layout.overlap else 0.0
+        step["communication, exposed"] = max(0.0, communication - hidden)
+    if waiting > 0:
+        micro["host, exposed"] = waiting
+    moved = sum(one.bytes for one in (*operations, *loss)) + sum(share * one.bytes for share, one in again)
+    return Timed(micro, step, layout.accumulation, launches, moved)
+
+
+class _Rates:
+    def __init__(self, device: Device, peak: float) -> None:
+        reached = device.reached
+        self.matmul, self._attention = peak * reached.matmul, peak * reached.attention
+        self._bandwidth, self._least = device.bandwidth * reached.bandwidth, reached.kernel
+
+    def moving(self, size: float) -> float:
+        """[s] Reading and writing so many bytes."""
+        return size / self._bandwidth
+
+    def seconds(self, operations: Iterable[Operation]) -> float:
+        return sum(
+            max(
+                one.flops / (self._attention if one.kind == "attention" else self.matmul),
+                one.bytes / self._bandwidth,
+                self._least,
+            )
+            for one in operations
+        )
+
+
+def kernels_of(operations: Sequence[Operation], layout: Layout, architecture: str) -> Sequence[Operation]:
+    """The operators as the config's kernels compute them: torch's, Liger's or those that torch compiles.
+
+    Liger's and compiled kernels are taken for perfect: neighbours are one kernel that reads its inputs once.
+    """
+    model = layout.config.model
+    if model.compile:
+        return fused(operations, lambda one: None if one.scope == "outside" else "block")
+    refused = any(liger_conflicts(layout.config)) or layout.offload != "none"
+    available = not layout.on_cpu and architecture in ARCHITECTURES and not refused
+    if model.kernels == "torch" or not available:
+        return operations
+    return fused(operations, lambda one: one.scope if one.scope in ("Norm", "attention", "MLP") else None)
+
+
+def _again(operations: Sequence[Operation], shape: Shape, layout: Layout) -> Iterator[tuple[float, Operation]]:
+    """The operators of blocks that the backward pass repeats, each with the share of blocks that do."""
+    kind = layout.checkpointing
+    share = 1.0 if kind in ("attention", "ops") else recomputed_blocks(shape, layout) / shape.layers
+    for one in operations:
+        inside = {"attention": one.scope == "attention", "ops": one.kind == "other"}.get(kind, True)
+        if share and inside and not one.backward and one.scope != "outside":
+            yield share, one
+
+
+def loss_operations(shape: Shape, layout: Layout, *, fused_softmax: bool) -> Iterator[Operation]:
+    """The head's matmuls and the softmax, forward and backward, chunk by chunk or all at once."""
+    if layout.config.task == "classify" or not layout.label_tokens:
+        return
+    tokens, width = layout.label_tokens, 2 if layout.manifest else layout.width
+    model, rows = layout.config.model, shape.vocabulary / shape.head_share
+    chunk = loss_chunk(model, tokens=layout.tokens, vocabulary=shape.vocabulary, on_cpu=layout.on_cpu)
+    chunked = bool(chunk and shape.plain_head)
+    way = "full" if not chunked else "kernel" if fused_softmax and runs_fused(shape, layout) else "operators"
+    weight, accumulator = width * rows * shape.hidden, 4.0 * rows * shape.hidden
+    for start in range(0, tokens, chunk if chunked else tokens):
+        size = min(chunk, tokens - start) if chunked else tokens
+        logits, states = width * rows * size, float(width * shape.hidden * size)
+        flops = 2.0 * size * rows * shape.hidden
+        yield _kernel("matmul", flops, states + weight + logits)
+        yield _kernel("other", 0.0, SOFTMAX_BYTES[way] * rows * size)
+        yield _kernel("matmul", flops, logits + weight + states)
+        if shape.trained_head:
+            yield _kernel("matmul", flops, logits + states + (2 * accumulator if chunked else weight))
+    if chunked and shape.trained_head:  # set to zero, multiplied by the gradient of the loss, rounded
+        yield _kernel("other", 0.0, accumulator + 2 * accumulator + accumulator + weight)
+
+
+def _kernel(kind: str, flops: float, size: float) -> Operation:
+    return Operation(kind, "head", False, flops, {0: size}, {})
+
+
+def gradient_bytes(layout: Layout) -> float:
+    """[bytes] What summing a micro-batch's gradients in FP32 moves, of one value; read in DeepSpeed 0.19.8.
+
+    BF16 at ZeRO-1: cast, add to the sum, set to zero. Else a copy into the bucket, its division, the sum of a part.
+    """
+    if layout.bf16_optimizer:
+        return (layout.width + 4) + 12 + layout.width
+    if layout.stage == 0 or layout.stage == 1:
+        return 12.0 if layout.accumulation > 1 else 0.0
+    return (layout.width + 4) + 8 + 12 / layout.zero_ranks
+
+
+def step_bytes(shape: Shape, layout: Layout) -> dict[str, float]:
+    """[bytes] What a step moves of one value of a rank's part, by item: read in torch's and DeepSpeed's code."""
+    matrix = shape.hidden_matrix_parameters / max(shape.trained_parameters, 1)
+    rule = OPTIMIZERS[layout.optimizer]
+    state = rule.state_bytes(matrix=True) * matrix + rule.state_bytes(matrix=False) * (1 - matrix)
+    items = {
+        "optimizer": 8 + state + 4 + state,
+        "norm, checks and clipping": 4 + (8 if layout.config.optimizer.gradient_clipping else 0),
+        "copies of weights": 4.0 + layout.width if layout.stage else 0.0,
+        # flattened for the reduction, divided and copied back
+        "copies of gradients": (24.0 if layout.bf16_optimizer else 8.0 if layout.stage else 0.0) + 4,
+    }
+    return {name: size for name, size in items.items() if size}
+
+
+def _newton_schulz(shape: Shape, layout: Layout) -> float:
+    """[FLOP] Muon's iterations on a rank's share of the matrices."""
+    total = 0.0
+    for group in shape.groups:
+        if group.matrix:
+            short, long = group.sides
+            each = _NEWTON_SCHULZ * (4.0 * short * short * long + 2.0 * short**3)
+            total += each * group.parameters / (short * long)
+    return total / layout.zero_ranks
+
+
+@dataclass(frozen=True)
+class Lever:
+    """The configured layout with one thing changed."""
+
+    name: str
+    layout: Layout
+    without: tuple[str, ...] = ()
+
+
+def levers(shape: Shape, layout: Layout) -> Iterator[Lever]:
+    """Settings and missing kernels that change a step's time, one at a time."""
+
+    def model(name: str, **settings: Any) -> Lever:
+        config = replace(layout.config, model=replace(layout.config.model, **settings))
+        return Lever(name, replace(layout, config=config))
+
+    now = layout.config.model
+    if now.kernels != "torch":
+        yield Lever("without liger-kernel", layout, (LIGER,))
+        yield Lever("without the loss's kernel", layout, (LOSS_KERNEL,))
+    if not now.compile:
+        yield model("model.compile=true", compile=True)
+    yield model("model.loss=full", loss="full", loss_chunk_tokens=0)
+    few = CHUNK_LOGITS // shape.vocabulary // 64 * 64 or 64
+    yield model(f"model.loss_chunk_tokens={few}", loss="chunked", loss_chunk_tokens=few)
+    for kind in ("none", "attention", "full"):
+        if kind != layout.checkpointing:
+            yield model(f"model.activation_checkpointing={kind}", activation_checkpointing=kind)
+    for stage in (1, 2, 3):
+        if stage != layout.stage and layout.stage:
+            yield Lever(f"deepspeed.stage={stage}", replace(layout, stage=stage))
