@@ -23,7 +23,7 @@ FLOORS = (
     ("distributed", "progress", "schedule", "promotions", "loss_scaler", "preemption"),
     ("engine", "watchdog"),
     ("checkpoint", "telemetry", "attribution", "sinks", "references", "early_warnings"),
-    ("teacher", "corruption"),
+    ("teacher", "corruption", "rollouts"),
     ("record", "tracing", "session", "sampling"),
     ("profile",),
     ("parts",),
