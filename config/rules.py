@@ -293,6 +293,11 @@ def _grpo(config: Config) -> Iterator[Problem]:
     if batch.global_size % section.group_size:
         fix = "counts answers; make it a multiple of grpo.group_size = "
         yield "batch.global_size", f"= {batch.global_size} {fix}{section.group_size}"
+    if (section.engine == "vllm") != bool(section.urls):
+        fix = "names the servers of grpo.engine = vllm; python -m launch.rollouts starts one"
+        yield "grpo.urls", f"= {list(section.urls)} {fix}"
+    if section.engine == "vllm" and config.adapter.kind != "none":
+        yield "grpo.engine", "= vllm takes whole weights, not those of adapter.kind; set it to transformers"
     if section.surrogate == "cispo" and section.ratio == "sequence":
         yield "grpo.ratio", "= sequence has no weight for a token, which grpo.surrogate = cispo needs; set it to token"
     verified: dict[str, tuple[Any, ...]] = {

@@ -238,8 +238,13 @@ class GrpoSection:
     """[fraction] 1: a token is drawn from all tokens."""
     updates: int = limit(1, at_least=1)
     """[steps] Optimizer steps on the same answers; from the second on the policy is no longer theirs."""
-    engine: Literal["transformers"] = "transformers"
-    """[choice] The sampler. transformers: a copy of the model in every rank's process."""
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """[choice] The sampler. transformers: a copy of the model in every rank's process. vllm: servers (grpo.urls)."""
+    urls: tuple[str, ...] = ()
+    """[addresses] Servers of engine vllm, which python -m launch.rollouts starts, such as http://127.0.0.1:8105. They
+    read the weights from the run folder."""
+    server_seconds: float = limit(600.0, above=0.0)
+    """[seconds] How long a server that died or hangs is waited for before the run ends."""
     at_once: int = limit(64, at_least=1)
     """[answers] How many the sampler draws at a time."""
     max_gap: float = limit(3.0, above=1.0)

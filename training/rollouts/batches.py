@@ -39,6 +39,7 @@ from training.rollouts.rollouts import Rollouts
 from training.rollouts.sampler import Answer, Request
 from training.rollouts.sync import Synced, synchronise
 from training.rollouts.transformers_sampler import TransformersSampler, copy_of_model
+from training.rollouts.vllm_sampler import VllmSampler
 
 _TARGETS = "targets"
 
@@ -72,13 +73,16 @@ class RolloutBatches(Batches):
         self._tokenizer = load_tokenizer(corpus.tokenizer_folder)
         self._rewards = Rewards(self._section)
         self._ends = _ends(corpus, engine)
-        self.sampler = TransformersSampler(
+        copy = TransformersSampler(
             copy_of_model(resolved, shape, engine),
             length=self._section.max_new_tokens,
             temperature=self._section.temperature,
             ends=self._ends,
             at_once=self._section.at_once,
         )
+        self.sampler: TransformersSampler | VllmSampler = copy
+        if self._section.engine == "vllm":
+            self.sampler = VllmSampler(self._section, engine.world, folder or Path(), copy, ends=self._ends)
         self._reference: Any = None
         if self._section.beta and config.adapter.kind == "none":
             self._reference = copy_of_model(resolved, shape, engine)
