@@ -44,6 +44,8 @@ def build(opened: Session) -> tuple[Parts, Progress]:
     resolved, engine, world, batches = opened.resolved, opened.engine, opened.world, opened.batches
     config, run_dir = resolved.config, run_dir_of(resolved)
     checkpoints = open_checkpoints(resolved, run_dir.checkpoints, world, identity=opened.identity)
+    if opened.answers is not None:
+        opened.answers.keep_in(run_dir.path / "rollouts")
     found = checkpoints.find(config.run.resume)
     state = checkpoints.load(found, engine) if found else None
     record = open_record(resolved, opened.corpus, engine, run_dir, world)

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,8 +53,8 @@ class Session:
     """Identity of the model under an adapter, or of the reference of preferences: sha256 of its files, or a hub's
     revision. None where a run starts from it and needs it no more."""
     teacher: str | None = None
-    evaluated: Callable[[Iterable[Batch], Any], Iterable[Batch]] | None = None
-    """Makes batches of answers of a split's batches of prompts; None of a task that samples none."""
+    answers: Any = None
+    """`batches`, where they sample answers to prompts (training/rollouts/batches.py); else None."""
 
     def validation(self) -> Iterable[Batch]:
         """The validation set's batches, from its start; `evaluate.batches` of them or all."""
@@ -80,7 +80,7 @@ class Session:
     def _validation(self, split: TokenShards | RowShards) -> Iterable[Batch]:
         most = self.resolved.config.evaluate.most_batches
         found = validation_batches(split, batches=most, **batch_shape(self.resolved, self.corpus))
-        return found if self.evaluated is None else self.evaluated(found, split)
+        return found if self.answers is None else self.answers.evaluated(found, split)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -193,14 +193,12 @@ def session(
             engine.notes += answers("references").add_references(corpus, engine, resolved, base=base)
         cut |= {"seed": config.run.seed, "mixture": corpus.mixture}
         if config.task == "grpo":
-            kept = run_dir_of(resolved).path / "rollouts" if trains else None
-            made = answers("rollouts.batches").RolloutBatches
-            batches: Batches = made(corpus, resolved, engine, shape, folder=kept, **cut)
+            batches: Batches = answers("rollouts.batches").RolloutBatches(corpus, resolved, engine, shape, **cut)
         else:
             batches = Batches(corpus.train, **cut)
         ends.callback(batches.close)
-        evaluated = getattr(batches, "evaluated", None)
-        yield Session(resolved, corpus, shape, world, engine, batches, base, teacher, evaluated)
+        sampled = batches if config.task == "grpo" else None
+        yield Session(resolved, corpus, shape, world, engine, batches, base, teacher, sampled)
 
 
 def _adapter(section: AdapterSection) -> str | None:

@@ -12,10 +12,10 @@ answers, mu the sampler's, each of softmax(logits / temperature); rho = pi / pi_
 - GSPO (Zheng et al. 2025, equation 5): rho is exp of the mean of log rho over the answer's tokens.
 - CISPO (MiniMax 2025, equation 4): -sg(min(rho, cap)) A log pi, mean over all tokens.
 
-`correction` multiplies a token's loss by w = pi_old / mu, cut off above (truncated importance sampling, Yao et al. 2025)
-or left out outside of two bounds (IcePop, Ling Team 2025). `beta` adds beta rho k3, with k3 = exp(-k1) - 1 + k1 and
-k1 = log pi - log p of the reference: the factor rho makes the gradient that of the KL divergence, which k3's own is not
-(Liu et al. 2025, "Rethinking KL regularization in RLHF"; DeepSeek-V3.2). With the counts of `counted` each loss is a
+`correction` multiplies a token's loss by w = pi_old / mu, cut off above (truncated importance sampling, Yao et al.
+2025) or left out outside of two bounds (IcePop, Ling Team 2025). `beta` adds beta rho k3, with k3 = exp(-k1) - 1 + k1
+and k1 = log pi - log p of the reference: with the factor rho its gradient is the KL divergence's, without it is not
+(DeepSeek-V3.2 2025, section 3.1). With the counts of `counted` each loss is a
 sum over the whole batch divided by a number that is known: no ranks or micro-batches change it.
 """
 

@@ -53,14 +53,9 @@ class RolloutBatches(Batches):
         resolved: Resolved,
         engine: Engine,
         shape: PretrainedConfig,
-        *,
-        folder: Path | None,
         **order: Any,
     ) -> None:
-        """folder: where the answers of each step are published; None publishes none. order: of `Batches`.
-
-        Raises UserError for a reward that cannot be loaded.
-        """
+        """order: of `Batches`. Raises UserError for a reward that cannot be loaded."""
         config, ranks = resolved.config, resolved.batch.data_ranks
         if config.batch.global_size % (config.group_size * ranks):
             raise UserError(
@@ -68,7 +63,9 @@ class RolloutBatches(Batches):
                 f"answers stays on one rank; make it a multiple of {config.group_size} x {ranks} processes"
             )
         self._section, self._plan, self._seed = config.grpo, resolved.batch, config.run.seed
-        self._engine, self._corpus, self._folder = engine, corpus, folder
+        self._engine, self._corpus = engine, corpus
+        self._folder: Path | None = None
+        self._publishes = False
         self._longest = config.data.sequence_length
         self._tokenizer = load_tokenizer(corpus.tokenizer_folder)
         self._rewards = Rewards(self._section)
@@ -91,6 +88,13 @@ class RolloutBatches(Batches):
         self._held: tuple[int, Rollouts] | None = None
         self._said: set[str] = set()
         super().__init__(corpus.train, **order)
+
+    def keep_in(self, folder: Path, *, publishes: bool = True) -> None:
+        """Read the answers of a step from its file in `folder` where there is one, and publish those that are sampled.
+
+        publishes: False only reads, as tools do.
+        """
+        self._folder, self._publishes = folder, publishes
 
     def next_step(self) -> Batch:
         """The batch at `position`, its answers sampled now, unless the steps before it have the same ones."""
@@ -142,7 +146,7 @@ class RolloutBatches(Batches):
         own, self_gaps = self._with_log_probs(own)
         found = self._gathered(own)
         found = replace(found, facts=json.dumps(self._facts(found, synced, world.gather_objects(self_gaps))))
-        if self._folder is not None and world.is_main:
+        if self._publishes and self._folder is not None and world.is_main:
             self._publish(files.path_of(self._folder, step), found)
         return found
 
