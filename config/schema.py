@@ -190,8 +190,8 @@ class GrpoSection:
     """How task grpo samples answers, rewards them and learns from them (docs/rl.md)."""
 
     rewards: tuple[str, ...] = ()
-    """[names] Functions that reward answers: module:function of your own, or exact_match, regex, json_schema, length.
-    Each gets prompts, completions, completion_ids and every column of the rows, as TRL's do."""
+    """[names] Functions that reward answers: your own, as file.py:function or module:function, or exact_match, regex,
+    json_schema, length. Each gets prompts, completions, completion_ids and every column of the rows, as TRL's do."""
     reward_weights: tuple[float, ...] = ()
     """[factors] Weight of each in the sum. Empty: 1."""
     reward_options: dict[str, Any] = field(default_factory=dict)

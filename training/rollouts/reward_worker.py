@@ -48,7 +48,13 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
 def find(name: str) -> Function:
     """The function that grpo.rewards names. Raises what its import does."""
     module, _, attribute = name.rpartition(":")
-    found: Function = getattr(importlib.import_module(module), attribute) if module else SHIPPED[name]
+    if not module:
+        return SHIPPED[name]
+    if module.endswith(".py"):
+        path = Path(module).expanduser().resolve()
+        sys.path[1:1] = [str(path.parent)] * (str(path.parent) not in sys.path)
+        module = path.stem
+    found: Function = getattr(importlib.import_module(module), attribute)
     return found
 
 

@@ -1,8 +1,7 @@
 """What runs inside the processes of test_grpo.py, and the oracle in plain torch on recorded answers."""
 
 import json
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from config.resolved import Resolved
-from tests.support.rows.chats import WORDS
 from tests.training.tasks import sft_cases
 from tests.training.tasks.sft_cases import taken, trained_plainly
 from training.distributed import World
@@ -21,26 +19,10 @@ from training.session import Session, session
 
 GROUP, LONGEST = 2, 12
 TASK = (
-    *("task=grpo", "model.loss=auto", "grpo.rewards=[tests.training.tasks.grpo_cases:divided]"),
+    *("task=grpo", "model.loss=auto", "grpo.rewards=[tests.support.rows.prompts:divided]"),
     *(f"grpo.group_size={GROUP}", f"grpo.max_new_tokens={LONGEST}", "grpo.reward_seconds=60"),
 )
 CORRECTED = "grpo={correction: mask, beta: 0.2, temperature: 0.8, updates: 2}"
-
-
-def divided(completion_ids: Sequence[Sequence[int]], scale: Sequence[float], **_: Any) -> list[float]:
-    """A reward by token ids and a column."""
-    return [sum(ids) % 7 / by for ids, by in zip(completion_ids, scale, strict=True)]
-
-
-def write_prompts(path: Path, rows: int) -> Path:
-    """Rows of a conversation to answer, and a column that the reward reads."""
-    draw = random.Random(0)
-    said = [" ".join(draw.choices(WORDS, k=draw.randint(1, 9))) for _ in range(rows)]
-    lines = [
-        json.dumps({"prompt": [{"role": "user", "content": text}], "scale": 1.0 + n % 3}) for n, text in enumerate(said)
-    ]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
 
 
 def resolve(folder: Path, *, overrides: tuple[str, ...] = (), **options: Any) -> Resolved:
