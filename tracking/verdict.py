@@ -144,8 +144,8 @@ class Evidence:
         self.applied += applied
         self.skipped_since = None if applied else self.skipped_since or step
         self.not_finite_since = None if math.isfinite(loss) else self.not_finite_since or step
-        if not applied or not math.isfinite(loss):
-            return
+        if not applied or not math.isfinite(loss) or "reward" in event.get("metrics", {}):
+            return  # a policy-gradient loss is about 0 whatever is learned
         self.largest_lr = max(self.largest_lr, float(event.get("lr") or 0.0))
         self._pending.append((step, loss))
         if len(self._pending) == self._stride:
@@ -224,7 +224,8 @@ def judge(
         return verdict("failed", status.cause, status.step, command)
     if (warned := _warned(evidence, course)) is not None:
         return verdict("finished with warnings", *warned, replay)
-    return verdict("healthy", "" if course else f"too short to judge its loss: fewer than {FEWEST} applied steps")
+    short = course is None and evidence.applied < FEWEST
+    return verdict("healthy", f"too short to judge its loss: fewer than {FEWEST} applied steps" if short else "")
 
 
 def _not_learning(

@@ -12,7 +12,7 @@ from tests.support.models.plain_steps import require_equal
 from tests.support.rows.chats import write_base
 from tests.support.rows.prompts import write_prompts
 from tests.training.checkpoint import resume_cases
-from tests.training.tasks import grpo_cases as cases
+from tests.training.rollouts import grpo_cases as cases
 from training.rollouts import rollouts as files
 
 
