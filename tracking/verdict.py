@@ -144,9 +144,11 @@ class Evidence:
         self.applied += applied
         self.skipped_since = None if applied else self.skipped_since or step
         self.not_finite_since = None if math.isfinite(loss) else self.not_finite_since or step
-        if not applied or not math.isfinite(loss) or "reward" in event.get("metrics", {}):
-            return  # a policy-gradient loss is about 0 whatever is learned
+        if not applied or not math.isfinite(loss):
+            return
         self.largest_lr = max(self.largest_lr, float(event.get("lr") or 0.0))
+        if "reward/mean" in event.get("metrics", {}):  # a policy-gradient loss is about 0 whatever is learned
+            return
         self._pending.append((step, loss))
         if len(self._pending) == self._stride:
             self._steps.append(self._pending[0][0])

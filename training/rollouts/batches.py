@@ -259,7 +259,7 @@ class RolloutBatches(Batches):
         learned = advantages(torch.from_numpy(totals), str(self._section.advantage))
         apart = np.split(found.old - found.sampler, np.cumsum(found.lengths.reshape(-1, found.group).sum(1))[:-1])
         facts = {
-            "reward": float(known.mean()) if len(known) else 0.0,
+            "reward/mean": float(known.mean()) if len(known) else 0.0,
             "reward/spread": float(known.std()) if len(known) else 0.0,
             "reward/none": 1 - len(known) / totals.size,
             "reward/no_signal": float((learned == 0).all(1).double().mean()),
