@@ -242,7 +242,7 @@ def _only_read_by(reader: str, name: str, section: Any) -> Iterator[Problem]:
     """Refuse keys of a section that were set though only `reader`, such as `task = sft`, reads them."""
     for item in fields(section):
         value = getattr(section, item.name)
-        if value != item.default:
+        if value != getattr(type(section)(), item.name):
             fix = f"remove it, or set {reader.replace(' ', '')}"
             yield f"{name}.{item.name}", f"= {scalar(value)} is only read by {reader}; {fix}"
 

@@ -726,7 +726,8 @@ class TelemetrySection:
 @dataclass(frozen=True)
 class WarningsSection:
     """Bounds of figures that leave their healthy range before the loss shows it; a `warning` event says when one does.
-    gradient_jump and router_... are looked at in every step, the others where telemetry is (docs/early-warnings.md)."""
+    gradient_jump, router_... and those of answers are looked at in every step, the others where telemetry is
+    (docs/early-warnings.md)."""
 
     attention_logit: float | None = limit(100.0, above=0.0)
     """[logit] Largest healthy attention logit; Kimi K2 clips there. null: any."""
@@ -754,6 +755,12 @@ class WarningsSection:
     """[fraction of even use] Smallest healthy entropy of the experts' load, where router losses are on; null: any."""
     router_z: float | None = limit(1000.0, above=0.0)
     """[squared logit] Largest healthy z-loss of routers: BF16 has steps of 0.25 at its root, 32; null: any."""
+    answer_entropy: float | None = limit(0.01, above=0.0)
+    """[nats per token] Smallest healthy entropy of sampled answers; null: any."""
+    no_signal: float | None = limit(0.95, above=0.0, at_most=1.0)
+    """[fraction] Largest healthy share of prompts whose answers all have the same reward; null: any."""
+    truncated: float | None = limit(0.9, above=0.0, at_most=1.0)
+    """[fraction] Largest healthy share of answers that were cut off at grpo.max_new_tokens; null: any."""
 
 
 @dataclass(frozen=True)
@@ -803,6 +810,9 @@ class GuardSection:
             "overflow_steps",
             "router_entropy",
             "router_z",
+            "answer_entropy",
+            "no_signal",
+            "truncated",
             "self_check",
         ],
         ...,

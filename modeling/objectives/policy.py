@@ -136,7 +136,7 @@ class PolicyGradient:
         """Means over answers, and over tokens for entropy and KL."""
         answers, reward, tokens, ended, entropy, clipped, kl, left_out = sums
         rows, places = max(answers, 1.0), max(tokens, 1.0)
-        found = {"reward": reward / rows, "length": tokens / rows, "truncated": 1 - ended / rows}
+        found = {"reward/mean": reward / rows, "length": tokens / rows, "truncated": 1 - ended / rows}
         found |= {"entropy": entropy / places}
         if self.facts:
             found |= {"clip_share": clipped / places}

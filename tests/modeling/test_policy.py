@@ -160,7 +160,7 @@ def test_an_evaluation_is_minus_the_reward() -> None:
     scored = PolicyGradient(section()).score(model, inputs, labels)
     assert float(scored.loss) == pytest.approx(-float(inputs[policy.REWARD][1:].sum()))
     metrics = PolicyGradient(section()).metrics([float(value) for value in scored.sums], 5)  # type: ignore[union-attr]
-    assert metrics["reward"] == pytest.approx(float(inputs[policy.REWARD][1:].mean()))
+    assert metrics["reward/mean"] == pytest.approx(float(inputs[policy.REWARD][1:].mean()))
     assert metrics["length"] == pytest.approx(sum(range(2, 7)) / 5) and metrics["truncated"] == 0
 
 

@@ -24,7 +24,7 @@ FLOORS = (
     ("engine", "watchdog"),
     ("checkpoint", "telemetry", "attribution", "sinks", "references", "early_warnings"),
     ("teacher", "corruption", "rollouts"),
-    ("record", "tracing", "session", "sampling"),
+    ("record", "tracing", "session"),
     ("profile",),
     ("parts",),
     ("build", "reactions"),

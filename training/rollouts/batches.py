@@ -33,7 +33,7 @@ from modeling.objectives.policy import ADVANTAGE, ENDED, OLD, REFERENCE, REWARD,
 from modeling.objectives.policy import counted as counted_by_answer
 from training.engine import Engine
 from training.rollouts import rollouts as files
-from training.rollouts.gap import Gap
+from training.rollouts.gap import Gap, by_position
 from training.rollouts.rewards import Rewards
 from training.rollouts.rollouts import Rollouts
 from training.rollouts.sampler import Answer, Request
@@ -263,7 +263,7 @@ class RolloutBatches(Batches):
         learned = advantages(torch.from_numpy(totals), str(self._section.advantage))
         apart = np.split(found.old - found.sampler, np.cumsum(found.lengths.reshape(-1, found.group).sum(1))[:-1])
         facts = {
-            "reward": float(known.mean()) if len(known) else 0.0,
+            "reward/mean": float(known.mean()) if len(known) else 0.0,
             "reward/spread": float(known.std()) if len(known) else 0.0,
             "reward/none": 1 - len(known) / totals.size,
             "reward/no_signal": float((learned == 0).all(1).double().mean()),
@@ -273,6 +273,8 @@ class RolloutBatches(Batches):
                 own = column[~np.isnan(column)]
                 facts[f"reward/{name.rpartition(':')[2]}"] = float(own.mean()) if len(own) else 0.0
         facts |= self._gap.measure(apart, self_gaps)
+        by_answer = np.split(found.old - found.sampler, np.cumsum(found.lengths)[:-1])
+        facts |= {f"gap/k3_quarter_{number}": k3 for number, k3 in enumerate(by_position(by_answer), 1)}
         return facts | {"sync/seconds": synced.seconds, "sync/tensors": float(synced.tensors)}
 
     def _batch(self, prompts: Batch, found: Rollouts, *, position: int, evaluates: bool = False) -> Batch:

@@ -12,7 +12,7 @@ from tests.support.models.plain_steps import require_equal
 from tests.support.rows.chats import write_base
 from tests.support.rows.prompts import write_prompts
 from tests.training.checkpoint import resume_cases
-from tests.training.tasks import grpo_cases as cases
+from tests.training.rollouts import grpo_cases as cases
 from training.rollouts import rollouts as files
 
 
@@ -31,7 +31,7 @@ def require_same(found: dict[str, Any], folder: Path, *overrides: str) -> None:
     exact = cases.oracle(folder, found["steps"], cases.resolve(folder, overrides=overrides).config)
     require_equal(found, exact, loss_error=1e-6)  # advantages of a group add up to 0
     for mine, theirs in zip(found["steps"], exact["steps"], strict=True):
-        assert mine["metrics"]["reward"] == pytest.approx(theirs["reward"], rel=1e-6)
+        assert mine["metrics"]["reward/mean"] == pytest.approx(theirs["reward"], rel=1e-6)
 
 
 def test_one_and_two_ranks_equal_plain_torch(pair: ProcessGroup, solo: ProcessGroup, folder: Path) -> None:
@@ -64,26 +64,46 @@ PLANTED = {
     "no sync": "computes with other weights than the trainer in 21 of 21 tensors",
     "one tensor not synced": "in 1 of 21 tensors, after they were sent 2 times: model.layers.1.mlp.down_proj.weight;",
     "stale tied head": "in 1 of 21 tensors, after they were sent 2 times: lm_head.weight;",
+    "adapter never delivered": "tensors, after they were sent 2 times: model.layers.0.mlp.down_proj.lora_",
 }
+LORA = ("adapter={kind: lora, r: 4}",)
 
 
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_sampler_with_other_weights_ends_the_run(pair: ProcessGroup, folder: Path, fault: str) -> None:
     """At the first step the copy has the start weights, whatever is sent: a lost sync shows at the second one."""
-    overrides = tuple(item.format(folder=folder) for item in TIED) if "tied" in fault else ()
+    overrides = tuple(item.format(folder=folder) for item in TIED) if "tied" in fault else LORA * ("adapter" in fault)
     for found in pair.run(cases.first_metrics, folder=folder, compute="bf16", fault=fault, overrides=overrides):
         assert len(found["steps"]) == 1
         assert PLANTED[fault].partition("21 of")[0] in found["stopped"] or PLANTED[fault] in found["stopped"]
 
 
+OTHERS: dict[str, tuple[str, ...]] = {
+    "off by one": (),
+    "dropout in the old log-probs": ("model.config={attention_dropout: 0.3}", *LORA),
+}
+
+
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("compute", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("fault", ["", "temperature on one side", "top-p on one side"])
+@pytest.mark.parametrize("fault", ["", "temperature on one side", "top-p on one side", *OTHERS])
 def test_the_gap_finds_another_policy(solo: ProcessGroup, folder: Path, fault: str, compute: str) -> None:
-    found = solo.run(cases.first_metrics, folder=folder, compute=compute, fault=fault)[0]["steps"]
+    given = {"overrides": OTHERS.get(fault, ())}
+    found = solo.run(cases.first_metrics, folder=folder, compute=compute, fault=fault, **given)[0]["steps"]
     for step in found:
         assert (step["metrics"]["gap/of_bound"] > 1) == bool(fault), step["metrics"]
         assert step["verdict"] == ("SKIP" if fault else "STEP")
         assert ("the sampler's policy is not the trainer's" in step["reason"]) == bool(fault)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_adapter_is_sampled_from_and_has_its_base_as_reference(pair: ProcessGroup, folder: Path, stage: int) -> None:
+    given = (*LORA, "grpo.beta=0.5")
+    found, other = pair.run(cases.first_metrics, folder=folder, stage=stage, compute="bf16", overrides=given)
+    assert found == other | {"steps": found["steps"]} and not found.get("stopped")
+    first, second = (step["metrics"] for step in found["steps"])
+    assert first["kl"] == 0.0 < second["kl"]
+    assert max(first["gap/of_bound"], second["gap/of_bound"]) < 1
 
 
 JOB = ("grpo.updates=2", "grpo.beta=0.1", "precision.compute=bf16", "deepspeed.stage=2")

@@ -181,10 +181,32 @@ def _nucleus(opened: Session) -> None:
     sampler._drawn = patched
 
 
+def _adapter_never_delivered(opened: Session) -> None:
+    sampler, receive = opened.answers.sampler, opened.answers.sampler.receive
+    sampler.receive = lambda weights: receive(pair for pair in weights if "lora_" not in pair[0])
+
+
+def _dropout_in_old(opened: Session) -> None:
+    """The trainer scores its answers in training mode."""
+    opened.engine.deepspeed.eval = lambda: None
+
+
+def _shifted_by_one(opened: Session) -> None:
+    """Each token's log-probability is taken for that of the token before it, as where an answer is cut wrongly."""
+    sampler: Any = opened.answers.sampler
+    drawn = sampler._drawn
+    sampler._drawn = lambda requests: [
+        answer._replace(log_probs=np.roll(answer.log_probs, 1)) for answer in drawn(requests)
+    ]
+
+
 FAULTS: dict[str, Callable[[Session], None]] = {
     "no sync": _never_synced,
     "one tensor not synced": _one_left_out,
     "stale tied head": _stale_head,
     "temperature on one side": _other_temperature,
     "top-p on one side": _nucleus,
+    "adapter never delivered": _adapter_never_delivered,
+    "dropout in the old log-probs": _dropout_in_old,
+    "off by one": _shifted_by_one,
 }
