@@ -35,7 +35,7 @@ HOLD_THE_ENGINE = ("training", "tools", "lab")
 LIGHT = {"config": {"yaml"}}
 WITHOUT_TORCH = ("config", "launch", "tracking")
 # Runs a model that transformers has built. Its command imports it when it has read its arguments.
-RUNS_A_MODEL = "launch/plan/"
+RUNS_A_MODEL = ("launch/plan/", "launch/rollouts/vllm_worker.py")
 
 
 def starts_with(name: str, package: str) -> bool:

@@ -79,7 +79,7 @@ class RolloutBatches(Batches):
         )
         self.sampler: TransformersSampler | VllmSampler = copy
         if self._section.engine == "vllm":
-            self.sampler = VllmSampler(self._section, engine.world, folder or Path(), copy, ends=self._ends)
+            self.sampler = VllmSampler(self._section, engine.world, copy, ends=self._ends)
         self._reference: Any = None
         if self._section.beta and config.adapter.kind == "none":
             self._reference = copy_of_model(resolved, shape, engine)
@@ -95,6 +95,8 @@ class RolloutBatches(Batches):
         publishes: False only reads, as tools do.
         """
         self._folder, self._publishes = folder, publishes
+        if isinstance(self.sampler, VllmSampler):
+            self.sampler.folder = folder
 
     def next_step(self) -> Batch:
         """The batch at `position`, its answers sampled now, unless the steps before it have the same ones."""

@@ -49,21 +49,26 @@ class VllmSampler:
         self,
         section: GrpoSection,
         world: World,
-        folder: Path,
         copy: TransformersSampler,
         *,
         ends: Sequence[int],
     ) -> None:
-        """folder: for the weights, on a disk that the servers read. copy: has the weights in this process, from which
-        the file is written, and in which the trainer is measured against itself. ends: tokens that end an answer.
+        """copy: has the weights in this process, from which the file is written, and in which the trainer is measured
+        against itself. ends: tokens that end an answer.
 
         Raises UserError where a server cannot be reached or cannot take weights.
         """
+        self.folder = Path()
+        """Where the weights are written; the servers have to see it under the same path."""
         self._section, self._world, self._copy, self._ends = section, world, copy, list(ends)
-        self._urls, self._file = [url.rstrip("/") for url in section.urls], folder / "weights.safetensors"
+        self._urls = [url.rstrip("/") for url in section.urls]
         self._own = self._urls[world.rank % len(self._urls)]
         self._label, self._proven = "", dict[str, str]()
         self.identity = world.on_main(self._started)
+
+    @property
+    def _file(self) -> Path:
+        return self.folder / "weights.safetensors"
 
     def _started(self) -> str:
         def ask(url: str) -> str:

@@ -92,7 +92,9 @@ def sampler(server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmSa
     copy = TransformersSampler(model, length=LENGTH, temperature=1.0, ends=[END], at_once=16)
     section = replace(GrpoSection(), engine="vllm", urls=(url,), max_new_tokens=LENGTH, server_seconds=300.0)
     world = World(0, 1, 0, torch.device("cpu"))
-    yield VllmSampler(section, world, tmp_path_factory.mktemp("run") / "rollouts", copy, ends=[END])
+    found = VllmSampler(section, world, copy, ends=[END])
+    found.folder = tmp_path_factory.mktemp("run") / "rollouts"
+    yield found
     dist.destroy_process_group()
 
 
