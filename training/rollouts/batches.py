@@ -207,7 +207,7 @@ class RolloutBatches(Batches):
 
     def _with_log_probs(self, own: Rollouts) -> tuple[Rollouts, list[np.ndarray]]:
         """This rank's answers with the trainer's log-probabilities, in the shapes of the step; and how far two
-        recomputations of the first micro-batch are from them. A collective."""
+        recomputations of the first micro-batch are from them, and the second from the sampler's. A collective."""
         micro, inputs = self._plan.micro_size, self._inputs(own)
         old = np.concatenate(self._scored(*(values.reshape(-1, micro, *values.shape[1:]) for values in inputs)))
         where = inputs[1] != IGNORED_LABEL
@@ -217,12 +217,13 @@ class RolloutBatches(Batches):
             part = [values[None, rows, : padded_length(places[rows], self._longest)] for values in inputs]
             again.append(self._scored(*part)[0][part[1][0] != IGNORED_LABEL])
         first = old[:micro][where[:micro]]
+        sampled = own.sampler[: len(first)]
         device = self._engine.world.device
         ids, targets = (torch.from_numpy(values[:micro]).to(device) for values in inputs)
         with torch.no_grad(), self.sampler.in_fp32() as model:
             given = {"input_ids": ids, _TARGETS: targets}
             wide = answer_log_probs(model, given, self._section.temperature).cpu().numpy()[where[:micro]]
-        return replace(own, old=old[where]), [np.concatenate(again) - first, wide - first]
+        return replace(own, old=old[where]), [np.concatenate(again) - first, wide - first, wide - sampled]
 
     def _inputs(self, own: Rollouts) -> tuple[np.ndarray, np.ndarray]:
         """(answers, length) int64: prompts with their answers, and the answers' tokens where each is predicted."""

@@ -4,7 +4,9 @@ Of a token drawn from mu, d = log pi - log mu. k1 = -d and k3 = e^d - 1 - d esti
 small d, k3 is d^2 / 2. The trainer's *self-gap* is the larger k3 of two recomputations of its own log-probabilities:
 each answer alone and padded further, and in FP32 with the same weights. The latter is what rounding does to the
 trainer; of a sampler that rounds as much, by itself, k3 is twice that where the two are independent. Three times the
-self-gap is beyond it: in BF16 a real model was 1.0 times its self-gap from vLLM, and 40 times with a stale head.
+self-gap is beyond it: in BF16 a real model was 1.0 times its self-gap from vLLM, and 40 times with a stale head. What
+is not rounding, and in the trainer alone, such as dropout, would hide itself in a larger self-gap: more than OF_SAMPLER
+times the sampler's distance from FP32 is not believed.
 
 A sampler that draws from a part of the tokens (top-p) has a larger mu for all of them: k3 may stay small, but all d
 have one sign. |mean d| / mean |d| is then 1, and 0.07 in a sound run. Its bound counts what exceeds three standard
@@ -18,6 +20,7 @@ import numpy as np
 
 FLOOR = 1e-9
 """Smallest self-gap that is believed: FP32's was 5e-11, and a tiny model may repeat itself bit for bit."""
+OF_SAMPLER = 4.0
 _ERRORS = 3.0
 _MEMORY = 0.9
 """Share of the self-gap's average that a step leaves: a step measures it on few tokens."""
@@ -37,10 +40,11 @@ class Gap:
         apart: Sequence[np.ndarray],
         self_gaps: Sequence[Sequence[np.ndarray]],
     ) -> dict[str, float]:
-        """Metrics of a step. apart: d of the tokens of each prompt's answers. self_gaps: d of the trainer and each
-        recomputation, by rank. All ranks measure the same."""
+        """Metrics of a step. apart: d of the tokens of each prompt's answers. self_gaps: by rank, d of the trainer and
+        both recomputations, and of the sampler and FP32. All ranks measure the same."""
         tokens = np.concatenate(apart).astype(np.float64)
-        own = max([FLOOR, *(_k3(np.concatenate(parts)) for parts in zip(*self_gaps, strict=True))])
+        shapes, wide, sampler = (_k3(np.concatenate(parts)) for parts in zip(*self_gaps, strict=True))
+        own = max(FLOOR, min(max(shapes, wide), OF_SAMPLER * sampler))
         self.usual = own if self.usual is None else _MEMORY * self.usual + (1 - _MEMORY) * own
         reference = max(own, self.usual)
         mean, size = float(tokens.mean()), float(np.abs(tokens).mean())
