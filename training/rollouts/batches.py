@@ -62,7 +62,7 @@ class RolloutBatches(Batches):
                 f"answers stays on one rank; make it a multiple of {config.group_size} x {ranks} processes"
             )
         self._section, self._plan, self._seed = config.grpo, resolved.batch, config.run.seed
-        self._engine, self._corpus = engine, corpus
+        self._engine = engine
         self._folder: Path | None = None
         self._publishes = False
         self._longest = config.data.sequence_length
@@ -79,7 +79,6 @@ class RolloutBatches(Batches):
         self._reference: Any = None
         if self._section.beta and config.adapter.kind == "none":
             self._reference = copy_of_model(resolved, shape, engine)
-        self._adapted = config.adapter.kind != "none"
         self._gap = Gap(bound=self._section.max_gap, one_sided=self._section.max_one_sided)
         self._held: tuple[int, Rollouts] | None = None
         self._said: set[str] = set()
@@ -165,9 +164,8 @@ class RolloutBatches(Batches):
         numbers, group = prompts.input_ids.flatten().tolist(), self._section.group_size
         real = [(place, number) for place, number in enumerate(numbers) if number != NO_SAMPLE]
         rows = [row_of(shards, number) for _, number in real]
-        attempt = 0
         places = [self._rank + place * self._world_size for place, _ in real]
-        keys = [f"{self._seed}/{of}/{place}/{k}/{attempt}" for place in places for k in range(group)]
+        keys = [f"{self._seed}/{of}/{place}/{k}" for place in places for k in range(group)]
         asked = [ids for ids, _ in rows for _ in range(group)]
         requests = [Request(ids, key) for ids, key in zip(asked, keys, strict=True)]
         answers = self.sampler.sample(requests, version=synced.version)
