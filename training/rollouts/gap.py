@@ -10,7 +10,7 @@ times the sampler's distance from FP32 is not believed.
 
 A sampler that draws from a part of the tokens (top-p) has a larger mu for all of them: k3 may stay small, but all d
 have one sign. |mean d| / mean |d| is then 1, and 0.07 in a sound run. Its bound counts what exceeds three standard
-errors of mean d, over prompts, whose tokens are alike.
+errors of mean d, that of k3 what exceeds one, over prompts, whose tokens are alike: few tokens have less to say.
 """
 
 import math
@@ -48,21 +48,21 @@ class Gap:
         self.usual = own if self.usual is None else _MEMORY * self.usual + (1 - _MEMORY) * own
         reference = max(own, self.usual)
         mean, size = float(tokens.mean()), float(np.abs(tokens).mean())
-        by_prompt = np.array([float((part - mean).sum()) for part in apart])
-        error = math.sqrt(float(np.square(by_prompt).sum())) / len(tokens)
+        excess = [np.expm1(part.astype(np.float64)) - part for part in apart]
+        k3 = _k3(tokens)
         one_sided = abs(mean) / size if size else 0.0
-        beyond = (abs(mean) - _ERRORS * error) / size if size > math.sqrt(2 * FLOOR) else 0.0
+        beyond = (abs(mean) - _ERRORS * _error(apart, mean)) / size if size > math.sqrt(2 * FLOOR) else 0.0
         found = {
             "gap/k1": -mean,
-            "gap/k3": _k3(tokens),
+            "gap/k3": k3,
             "gap/largest": float(np.abs(tokens).max()),
             "gap/one_sided": one_sided,
             "gap/self_k3": own,
             "gap/self_usual": self.usual,
             "gap/outside": float((np.abs(np.expm1(tokens)) > 0.1).mean()),
         }
-        found["gap/of_bound"] = max(found["gap/k3"] / (self._bound * reference), beyond / self._one_sided)
-        return found
+        further = max(0.0, k3 - _error(excess, k3)) / (self._bound * reference)
+        return found | {"gap/of_bound": max(further, beyond / self._one_sided)}
 
 
 def by_position(apart: Sequence[np.ndarray], bins: int = 4) -> list[float]:
@@ -70,6 +70,12 @@ def by_position(apart: Sequence[np.ndarray], bins: int = 4) -> list[float]:
     places = [np.arange(len(part)) * bins // len(part) for part in apart]
     tokens, place = np.concatenate(apart), np.concatenate(places)
     return [_k3(tokens[place == number]) for number in range(bins)]
+
+
+def _error(parts: Sequence[np.ndarray], mean: float) -> float:
+    """Standard error of the mean over all tokens. parts: of each prompt."""
+    squares = sum(float((part - mean).sum()) ** 2 for part in parts)
+    return math.sqrt(squares) / sum(map(len, parts))
 
 
 def _k3(apart: np.ndarray) -> float:
