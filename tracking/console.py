@@ -259,6 +259,6 @@ def _can_print(text: str, stream: Any) -> bool:
 
 
 def _followed(event: Event) -> tuple[str, float]:
-    """Name and value of what a run is followed by: its loss, or the reward of sampled answers, whose loss is near 0."""
+    """Name and value of what a run is followed by: loss, or the reward of sampled answers, whose loss is about 0."""
     metrics = event.get("metrics") or {}
     return ("reward", metrics["reward/mean"]) if "reward/mean" in metrics else ("loss", event["loss"])

@@ -72,7 +72,7 @@ def plain(given: GrpoSection, model: Model, inputs: dict[str, Any], labels: torc
         for t in range(len(places)):
             ratio = mean if given.ratio == "sequence" else rhos[t]
             if given.surrogate == "cispo":
-                loss = -min(float(ratio), given.cap) * advantage * log_probs[t]
+                loss = -min(float(ratio.detach()), given.cap) * advantage * log_probs[t]
             else:
                 low, high = 1 - given.clip_low, 1 + given.clip_high
                 bounded = low + 0 * ratio if ratio < low else high + 0 * ratio if ratio > high else ratio

@@ -63,7 +63,7 @@ class RolloutBatches(Batches):
                 f"answers stays on one rank; make it a multiple of {config.group_size} x {ranks} processes"
             )
         self._section, self._plan, self._seed = config.grpo, resolved.batch, config.run.seed
-        self._engine, self._corpus = engine, corpus
+        self._engine = engine
         self._folder: Path | None = None
         self._publishes = False
         self._longest = config.data.sequence_length
@@ -83,7 +83,6 @@ class RolloutBatches(Batches):
         self._reference: Any = None
         if self._section.beta and config.adapter.kind == "none":
             self._reference = copy_of_model(resolved, shape, engine)
-        self._adapted = config.adapter.kind != "none"
         self._gap = Gap(bound=self._section.max_gap, one_sided=self._section.max_one_sided)
         self._held: tuple[int, Rollouts] | None = None
         self._said: set[str] = set()
@@ -171,9 +170,8 @@ class RolloutBatches(Batches):
         numbers, group = prompts.input_ids.flatten().tolist(), self._section.group_size
         real = [(place, number) for place, number in enumerate(numbers) if number != NO_SAMPLE]
         rows = [row_of(shards, number) for _, number in real]
-        attempt = 0
         places = [self._rank + place * self._world_size for place, _ in real]
-        keys = [f"{self._seed}/{of}/{place}/{k}/{attempt}" for place in places for k in range(group)]
+        keys = [f"{self._seed}/{of}/{place}/{k}" for place in places for k in range(group)]
         asked = [ids for ids, _ in rows for _ in range(group)]
         requests = [Request(ids, key) for ids, key in zip(asked, keys, strict=True)]
         answers = self.sampler.sample(requests, version=synced.version)
@@ -213,7 +211,7 @@ class RolloutBatches(Batches):
 
     def _with_log_probs(self, own: Rollouts) -> tuple[Rollouts, list[np.ndarray]]:
         """This rank's answers with the trainer's log-probabilities, in the shapes of the step; and how far two
-        recomputations of the first micro-batch are from them. A collective."""
+        recomputations of the first micro-batch are from them, and the second from the sampler's. A collective."""
         micro, inputs = self._plan.micro_size, self._inputs(own)
         old = np.concatenate(self._scored(*(values.reshape(-1, micro, *values.shape[1:]) for values in inputs)))
         where = inputs[1] != IGNORED_LABEL
@@ -223,12 +221,13 @@ class RolloutBatches(Batches):
             part = [values[None, rows, : padded_length(places[rows], self._longest)] for values in inputs]
             again.append(self._scored(*part)[0][part[1][0] != IGNORED_LABEL])
         first = old[:micro][where[:micro]]
+        sampled = own.sampler[: len(first)]
         device = self._engine.world.device
         ids, targets = (torch.from_numpy(values[:micro]).to(device) for values in inputs)
         with torch.no_grad(), self.sampler.in_fp32() as model:
             given = {"input_ids": ids, _TARGETS: targets}
             wide = answer_log_probs(model, given, self._section.temperature).cpu().numpy()[where[:micro]]
-        return replace(own, old=old[where]), [np.concatenate(again) - first, wide - first]
+        return replace(own, old=old[where]), [np.concatenate(again) - first, wide - first, wide - sampled]
 
     def _inputs(self, own: Rollouts) -> tuple[np.ndarray, np.ndarray]:
         """(answers, length) int64: prompts with their answers, and the answers' tokens where each is predicted."""

@@ -110,6 +110,13 @@ def oracle(folder: Path, recorded: list[dict[str, Any]], config: Any) -> dict[st
     return trained_plainly(model, recorded, backward)
 
 
+def largest_gap(world: World, *, folder: Path, count: int, **options: Any) -> float:
+    """The largest distance of the bound over this many sound steps, which are applied."""
+    with session(resolve(folder, **options), world=world) as opened:
+        found = [sft_cases.step(opened)["metrics"]["gap/of_bound"] for _ in range(count)]
+        return max(found)
+
+
 def first_metrics(world: World, *, folder: Path, fault: str = "", **options: Any) -> dict[str, Any]:
     """Metrics of the first two steps, the verdict of the guard on each, or what the run ended with. fault: planted."""
     from precision.guard import Guard

@@ -10,7 +10,7 @@ PROMPTS, TOKENS = 16, 96
 
 def gap_of(apart: np.ndarray, own: np.ndarray, gap: Gap | None = None) -> dict[str, float]:
     """Of a step's prompts (PROMPTS, TOKENS), beside the trainer's distance from itself."""
-    return (gap or Gap(bound=3.0, one_sided=0.3)).measure(list(apart), [[own * 0.5, own]])
+    return (gap or Gap(bound=3.0, one_sided=0.3)).measure(list(apart), [[own * 0.5, own, own]])
 
 
 def test_the_estimates_are_those_of_the_definition() -> None:
@@ -43,6 +43,15 @@ def test_a_larger_distance_and_one_that_is_one_sided_are_beyond() -> None:
     assert gap_of(2.2 * apart, own)["gap/of_bound"] > 1
     assert gap_of(np.abs(apart), own)["gap/of_bound"] > 1
     assert gap_of(-np.abs(apart), own)["gap/of_bound"] > 1
+
+
+def test_noise_in_the_trainer_alone_does_not_hide_itself() -> None:
+    """As dropout in its log-probabilities: the trainer is as far from itself as from the sampler."""
+    draw = np.random.default_rng(3)
+    noise, rounding = draw.normal(0, 0.04, 64), draw.normal(0, 0.001, 64)
+    gap = Gap(bound=3.0, one_sided=0.3)
+    found = gap.measure(list(draw.normal(0, 0.04, (PROMPTS, TOKENS))), [[noise, noise, rounding]])
+    assert found["gap/of_bound"] > 1
 
 
 def test_exact_agreement_is_none() -> None:

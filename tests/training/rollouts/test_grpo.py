@@ -96,6 +96,14 @@ def test_the_gap_finds_another_policy(solo: ProcessGroup, folder: Path, fault: s
         assert ("the sampler's policy is not the trainer's" in step["reason"]) == bool(fault)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("compute", ["bf16", "fp16", "fp32"])
+def test_two_hundred_sound_steps_raise_no_alarm(solo: ProcessGroup, folder: Path, compute: str) -> None:
+    given = ("optimizer.learning_rate=0.003",)
+    [largest] = solo.run(cases.largest_gap, folder=folder, count=200, compute=compute, overrides=given, seconds=900)
+    assert largest < 1
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_adapter_is_sampled_from_and_has_its_base_as_reference(pair: ProcessGroup, folder: Path, stage: int) -> None:
     given = (*LORA, "grpo.beta=0.5")
