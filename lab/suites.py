@@ -34,6 +34,7 @@ SUITES = {
     "test-kernels": "Liger's kernels in Triton's interpreter",
     "test-titan": "torchtitan beside Mantissa",
     "test-trl": "TRL's trainers beside Mantissa",
+    "test-rl": "rollouts by vLLM",
 }
 """Target of make to what it tests, in the order in which they run."""
 CELLS = [f"BF16, ZeRO-{stage}, accumulation 4, clipping on, checkpointing full" for stage in range(4)]

@@ -15,34 +15,48 @@ CHUNK_VALUES = 1 << 24
 """Logits that are widened at a time."""
 
 
-def token_log_probs(logits: torch.Tensor, targets: torch.Tensor, *, ignored: int) -> torch.Tensor:
-    """log softmax(logits)[targets] in nats, (...) of FP32, or FP64 where the logits are; 0 at ignored targets."""
-    return _TokenLogProbs.apply(logits, targets, ignored)
+def token_log_probs(
+    logits: torch.Tensor, targets: torch.Tensor, *, ignored: int, temperature: float = 1.0
+) -> torch.Tensor:
+    """log softmax(logits / temperature)[targets] in nats, (...) FP32, or FP64 where the logits are; 0 where ignored."""
+    return _TokenLogProbs.apply(logits, targets, ignored, temperature)
+
+
+@torch.no_grad()
+def entropies(logits: torch.Tensor, *, temperature: float) -> torch.Tensor:
+    """(...) FP32 or FP64, in nats: entropy of softmax(logits / temperature)."""
+    flat, wide = logits.reshape(-1, logits.shape[-1]), torch.promote_types(logits.dtype, torch.float32)
+    chunks = (torch.log_softmax(chunk.to(wide) / temperature, -1) for chunk in flat.split(_rows(flat)))
+    return torch.cat([-(chunk.exp() * chunk).sum(-1) for chunk in chunks]).view(logits.shape[:-1])
 
 
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, ignored: int) -> torch.Tensor:
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, ignored: int, temperature: float
+    ) -> torch.Tensor:
         flat, counted = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1) != ignored
         index = targets.reshape(-1).where(counted, 0)
         wide = torch.promote_types(logits.dtype, torch.float32)
-        sums = torch.cat([chunk.to(wide).logsumexp(-1) for chunk in flat.split(_rows(flat))])
-        found = flat.gather(1, index[:, None])[:, 0].to(wide) - sums
+        sums = torch.cat([(chunk.to(wide) / temperature).logsumexp(-1) for chunk in flat.split(_rows(flat))])
+        found = flat.gather(1, index[:, None])[:, 0].to(wide) / temperature - sums
         ctx.save_for_backward(logits, index, counted, sums)
+        ctx.temperature = temperature
         return found.where(counted, 0).view(targets.shape)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         logits, index, counted, sums = ctx.saved_tensors
         factor = gradients[0].reshape(-1).where(counted, 0)[:, None]
+        temperature = ctx.temperature
         flat = logits.reshape(-1, logits.shape[-1])
         result = torch.empty_like(flat)
         rows = _rows(flat)
         for start in range(0, len(flat), rows):
             part = slice(start, start + rows)
-            chunk = (flat[part].to(sums.dtype) - sums[part, None]).exp_().mul_(-factor[part])
-            result[part] = chunk.scatter_add_(1, index[part, None], factor[part])
-        return result.view(logits.shape), None, None
+            chunk = (flat[part].to(sums.dtype) / temperature - sums[part, None]).exp_().mul_(-factor[part])
+            result[part] = chunk.scatter_add_(1, index[part, None], factor[part]) / temperature
+        return result.view(logits.shape), None, None, None
 
 
 def _rows(flat: torch.Tensor) -> int:

@@ -25,6 +25,7 @@ from precision.step_health import (
     early_warning,
     log_norm,
     not_finite,
+    other_policy,
     spike,
     too_many_skips,
     wrong_update,
@@ -192,6 +193,7 @@ class Guard:
         return (
             corrupted(health)
             or not_finite(health)
+            or other_policy(health.metrics)
             or spike(health, self._losses, self._log_norms, section.spike_sigmas)
             or wrong_update(self.update_ratio, section.min_update_ratio, section.max_update_ratio)
             or early_warning(self._warned)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -175,6 +175,19 @@ def wrong_update(ratio: float | None, low: float | None, high: float | None) -> 
         advice = "look at the learning rate and at the share of gradients that underflow"
         return Trouble(f"{what} (guard.min_update_ratio = {low:g})", advice, ("promote",))
     return None
+
+
+def other_policy(metrics: Mapping[str, float]) -> Trouble | None:
+    """Answers that are not the trainer's: sampler and trainer are further apart than rounding explains."""
+    if not metrics.get("gap/of_bound", 0.0) > 1.0:
+        return None
+    k1, k3, own, side = (metrics[f"gap/{name}"] for name in ("k1", "k3", "self_k3", "one_sided"))
+    return Trouble(
+        f"the sampler's policy is not the trainer's: k3 {k3:.3g} nats a token, k1 {k1:.3g}, one-sidedness {side:.2g}, "
+        f"where the trainer is {own:.3g} from itself (grpo.max_gap, grpo.max_one_sided)",
+        "compare temperature, dtype and vocabulary of both sides (docs/rl.md)",
+        ("skip", "rollback"),
+    )
 
 
 def early_warning(reason: str) -> Trouble | None:

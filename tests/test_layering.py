@@ -35,7 +35,7 @@ HOLD_THE_ENGINE = ("training", "tools", "lab")
 LIGHT = {"config": {"yaml"}}
 WITHOUT_TORCH = ("config", "launch", "tracking")
 # Runs a model that transformers has built. Its command imports it when it has read its arguments.
-RUNS_A_MODEL = "launch/plan/"
+RUNS_A_MODEL = ("launch/plan/", "launch/rollouts/vllm_worker.py")
 
 
 def starts_with(name: str, package: str) -> bool:
@@ -122,6 +122,7 @@ def test_every_part_of_training_has_a_floor_and_every_floor_its_parts() -> None:
     assert parts - {"__init__"} == set(FLOOR_OF)
 
 
+ROLLOUTS = [name for name in imports_of(REPOSITORY) if starts_with(name, "training.rollouts")]
 # What is in training/ beside a run, to the reason.
 NOT_OF_A_RUN = {
     "training.checkpoint.__main__": "python -m training.checkpoint",
@@ -131,6 +132,7 @@ NOT_OF_A_RUN = {
     "training.tasks.noise": "of task sft",
     "training.tasks.cached_teacher": "of task distill",
     "training.references": "of task dpo, imported by its name",
+    **dict.fromkeys(ROLLOUTS, "of a task that samples answers, imported by its name"),
     "training.teacher": "of a distillation, imported by its name",
 }
 MOST_LINES_OF_A_RUN = 36_000

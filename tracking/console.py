@@ -151,7 +151,8 @@ class ConsoleSink:
             place = f"step {event['step']:>{len(str(self._total))}}/{self._total}  "
             if self._progress is not None:  # the live lines have the rest
                 _, memory, _, _, norm, rate, scale, skipped = cells
-                kept = [f"loss {event['loss']:7.4f}", norm, rate, skipped, scale, speed, memory]
+                name, value = _followed(event)
+                kept = [f"{name} {value:7.4f}", norm, rate, skipped, scale, speed, memory]
                 text = _pack(kept, self._console.width - len(place), 0)[0]
             else:
                 text = "  ".join(filter(None, [speed, *cells]))
@@ -188,7 +189,7 @@ class ConsoleSink:
 
     def _remember(self, event: Event) -> None:
         self._seconds.append(event["step_seconds"])
-        value = event["loss"]
+        _, value = _followed(event)
         if not math.isfinite(value):
             return
         if self._first_loss is None:
@@ -201,11 +202,12 @@ class ConsoleSink:
 
     def _cells(self, event: Event) -> list[str]:
         first = f" from {number(self._first_loss)}" if self._first_loss is not None else ""
+        name, value = _followed(event)
         return [
             f"{human(median(self._rates)):>6} tok/s",
             f"ETA {duration(self._eta(event['step'])):<6}",
             mib(event["memory_bytes"]),
-            f"loss {loss(event['loss']):>7}{first}",
+            f"{name} {loss(value):>7}{first}",
             sparkline(self._losses, _SPARK_WIDTH, self._blocks),
             f"grad norm {number(event['grad_norm'], 3):>8}",
             f"lr {rate(event['lr'])}",
@@ -254,3 +256,9 @@ def _can_print(text: str, stream: Any) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _followed(event: Event) -> tuple[str, float]:
+    """Name and value of what a run is followed by: loss, or the reward of sampled answers, whose loss is about 0."""
+    metrics = event.get("metrics") or {}
+    return ("reward", metrics["reward/mean"]) if "reward/mean" in metrics else ("loss", event["loss"])

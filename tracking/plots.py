@@ -35,6 +35,7 @@ _METRICS = {
     "Correlation": ("pearson",),
     "KL (nats per token)": ("kl",),
     "Rewards (beta times nats)": ("rewards/chosen", "rewards/rejected", "rewards/margin"),
+    "Reward, and share of prompts without signal": ("reward/mean", "reward/no_signal"),
 }
 """Metrics of tasks that are drawn, by what is in their names."""
 _MANY_SKIPS = 200  # more marks would hide the curves

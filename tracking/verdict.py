@@ -147,6 +147,8 @@ class Evidence:
         if not applied or not math.isfinite(loss):
             return
         self.largest_lr = max(self.largest_lr, float(event.get("lr") or 0.0))
+        if "reward/mean" in event.get("metrics", {}):  # a policy-gradient loss is about 0 whatever is learned
+            return
         self._pending.append((step, loss))
         if len(self._pending) == self._stride:
             self._steps.append(self._pending[0][0])
@@ -224,7 +226,8 @@ def judge(
         return verdict("failed", status.cause, status.step, command)
     if (warned := _warned(evidence, course)) is not None:
         return verdict("finished with warnings", *warned, replay)
-    return verdict("healthy", "" if course else f"too short to judge its loss: fewer than {FEWEST} applied steps")
+    short = course is None and evidence.applied < FEWEST
+    return verdict("healthy", f"too short to judge its loss: fewer than {FEWEST} applied steps" if short else "")
 
 
 def _not_learning(

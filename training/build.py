@@ -6,14 +6,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from config.errors import one_line
 from config.load import to_dict
 from config.optimizers import AVERAGES
 from config.printable import printable
+from config.redact import redact
 from config.resolved import Resolved
 from config.schema import GuardSection
-from config.task import loss_unit
+from config.task import ENCODER_TASKS, loss_unit
 from data.batches.loader import Batches
+from data.corpora.corpus import Corpus
+from data.text.tokenizer import load_tokenizer
 from modeling.build import count_parameters, drawn_notes
+from modeling.generate import sample_text
 from precision.guard import Guard
 from tracking.record import Record
 from training.checkpoint.checkpoints import Checkpoints
@@ -30,7 +35,6 @@ from training.preemption import Preemption
 from training.profile.profiler import open_profiling
 from training.progress import START, Progress
 from training.promotions import Promotions
-from training.sampling import sampled
 from training.session import Session, run_dir_of
 from training.sinks import open_record
 from training.telemetry import Telemetry
@@ -45,6 +49,8 @@ def build(opened: Session) -> tuple[Parts, Progress]:
     resolved, engine, world, batches = opened.resolved, opened.engine, opened.world, opened.batches
     config, run_dir = resolved.config, run_dir_of(resolved)
     checkpoints = open_checkpoints(resolved, run_dir.checkpoints, world, identity=opened.identity)
+    if opened.answers is not None:
+        opened.answers.keep_in(run_dir.path / "rollouts")
     found = checkpoints.find(config.run.resume)
     state = checkpoints.load(found, engine) if found else None
     record = open_record(resolved, opened.corpus, engine, run_dir, world)
@@ -88,6 +94,35 @@ def build(opened: Session) -> tuple[Parts, Progress]:
     for line in checkpoints.take_notes():
         record.note(line)
     return parts, progress
+
+
+def sampled(resolved: Resolved, engine: Engine, corpus: Corpus, record: Record) -> str:
+    """Text from the model in training; empty where none is configured, or a rank cannot read the tokenizer.
+
+    A collective.
+    """
+    generate, tokenizer, problem = resolved.config.generate, None, None
+    if not generate.tokens or resolved.config.task in ENCODER_TASKS:
+        return ""
+    try:
+        tokenizer = load_tokenizer(corpus.tokenizer_folder)
+    except Exception as error:  # the cache may be gone by now, or damaged; the tokenizers raise plain Exception
+        problem = f"no text was sampled: {corpus.tokenizer_folder}: {one_line(error)}"
+    problem = next(filter(None, engine.world.gather_objects(problem)), None)
+    if problem is not None or tokenizer is None:
+        record.note(str(problem))
+        return ""
+    text = sample_text(
+        engine.model,
+        tokenizer,
+        prompt=generate.prompt,
+        tokens=generate.tokens,
+        temperature=generate.temperature,
+        seed=resolved.config.run.seed,
+        device=engine.world.device,
+        has_encoder=engine.model.config.is_encoder_decoder,
+    )
+    return str(redact(text))
 
 
 def _self_checked(guard: GuardSection) -> bool:

@@ -65,12 +65,32 @@ _WORDS: dict[str, tuple[str, str]] = {
         "compute this module in bf16 or fp32 by a rule of the manifest, or let guard.reactions promote it",
     ),
     "router_entropy": ("share of even use in the experts' load", "few experts do the work: raise model.balance_loss"),
+    "answer_entropy": (
+        "nats a token of the answers' entropy",
+        "the policy has collapsed onto single answers: lower the learning rate, raise grpo.beta or grpo.clip_high",
+    ),
+    "no_signal": (
+        "share of prompts whose answers all have one reward",
+        "nothing is learned from them: they are solved, too hard, or the reward does not tell answers apart",
+    ),
+    "truncated": (
+        "share of answers that were cut off at grpo.max_new_tokens",
+        "rewards judge halves of answers: raise it, or reward shorter ones (grpo.rewards=[..., length])",
+    ),
     "router_z": (
         "z-loss of the routers",
         "router logits would be too large for 16 bits: set or raise model.router_z_loss, and leave routers in FP32",
     ),
 }
-_AT_LEAST = ("attention_entropy", "router_entropy", "overflow_steps")  # of the others the bound is the largest
+_METRICS = {
+    "router_entropy": "router/entropy",
+    "router_z": "router/z_loss",
+    "answer_entropy": "entropy",
+    "no_signal": "reward/no_signal",
+    "truncated": "truncated",
+}
+_AT_LEAST = ("attention_entropy", "router_entropy", "answer_entropy", "overflow_steps")
+"""Of the others the bound is the largest."""
 
 
 @dataclass(frozen=True)
@@ -152,12 +172,15 @@ class EarlyWarnings:
         return list(self._judge("gradient_jump", {"": jump}, further))
 
     def after_step(self, health: Health, *, applied: bool, warm: bool) -> list[EarlyWarning]:
-        """What the routers say, where they are balanced. applied: whether the weights changed. warm: whether the
-        warm-up is over, before which routers, gradients and channels have yet to settle in sound runs, too."""
+        """What the routers say, where they are balanced, and the answers, where they are sampled.
+
+        applied: whether the weights changed. warm: whether the warm-up is over, before which routers, gradients and
+        channels have yet to settle in sound runs, too.
+        """
         if applied and self._memory is not None:
             self._memory.push(self._clipped(health.grad_norm))
         found: list[EarlyWarning] = []
-        for signal, metric in (("router_entropy", "router/entropy"), ("router_z", "router/z_loss")):
+        for signal, metric in _METRICS.items():
             if warm and metric in health.metrics and health.finite:
                 found += self._judge(signal, {"": health.metrics[metric]})
         return found

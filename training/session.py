@@ -53,6 +53,8 @@ class Session:
     """Identity of the model under an adapter, or of the reference of preferences: sha256 of its files, or a hub's
     revision. None where a run starts from it and needs it no more."""
     teacher: str | None = None
+    answers: Any = None
+    """`batches`, where they sample answers to prompts (training/rollouts/batches.py); else None."""
 
     def validation(self) -> Iterable[Batch]:
         """The validation set's batches, from its start; `evaluate.batches` of them or all."""
@@ -77,7 +79,8 @@ class Session:
 
     def _validation(self, split: TokenShards | RowShards) -> Iterable[Batch]:
         most = self.resolved.config.evaluate.most_batches
-        return validation_batches(split, batches=most, **batch_shape(self.resolved, self.corpus))
+        found = validation_batches(split, batches=most, **batch_shape(self.resolved, self.corpus))
+        return found if self.answers is None else self.answers.evaluated(found, split)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -96,6 +99,7 @@ class Session:
             "task": config.task,
             "what is predicted": _predicted(config),
             "run.seed": config.run.seed,
+            **({"answers": _sampling(config)} if config.group_size > 1 else {}),
             "adapter": _adapter(config.adapter),
             "the base model": self.base,
             "the teacher": self.teacher,
@@ -158,7 +162,7 @@ def session(
         config = settle_steps(settle_labels(config, corpus), corpus)
         resolved = replace(resolved, config=config)
         shape = shape_of_model(config, corpus)
-        quiet = without_dropout(shape, kept=config.model.config) if config.task == "dpo" else []
+        quiet = without_dropout(shape, kept=config.model.config) if config.task in ("dpo", "grpo") else []
         if trains:
             check_validation(resolved, corpus)  # before what takes long
             ends.enter_context(locked_run_dir(resolved, world))
@@ -187,9 +191,14 @@ def session(
         cut = batch_shape(resolved, corpus)
         if config.precomputes_reference:
             engine.notes += answers("references").add_references(corpus, engine, resolved, base=base)
-        batches = Batches(corpus.train, seed=config.run.seed, mixture=corpus.mixture, **cut)
+        cut |= {"seed": config.run.seed, "mixture": corpus.mixture}
+        if config.task == "grpo":
+            batches: Batches = answers("rollouts.batches").RolloutBatches(corpus, resolved, engine, shape, **cut)
+        else:
+            batches = Batches(corpus.train, **cut)
         ends.callback(batches.close)
-        yield Session(resolved, corpus, shape, world, engine, batches, base, teacher)
+        sampled = batches if config.task == "grpo" else None
+        yield Session(resolved, corpus, shape, world, engine, batches, base, teacher, sampled)
 
 
 def _adapter(section: AdapterSection) -> str | None:
@@ -207,6 +216,12 @@ def _predicted(config: Config) -> str | None:
     if config.task not in ENCODER_TASKS:
         return None
     return json.dumps(dataclasses.asdict(config.classify if config.task == "classify" else config.mlm))
+
+
+def _sampling(config: Config) -> str:
+    """The settings that decide which answers are sampled, and on which steps they are learned from."""
+    section = config.grpo
+    return json.dumps([section.group_size, section.max_new_tokens, section.temperature, section.updates])
 
 
 def check_validation(resolved: Resolved, corpus: Corpus) -> None:
@@ -233,8 +248,8 @@ def batch_shape(resolved: Resolved, corpus: Corpus) -> dict[str, Any]:
         "make_batch": make,
         "documents": documents,
         "sequence_length": config.data.sequence_length,
-        "global_size": plan.global_size,
-        "micro_size": plan.micro_size,
+        "global_size": plan.global_size // config.group_size,
+        "micro_size": plan.micro_size if config.group_size == 1 else 1,
         "rank": resolved.rank // plan.sharing,
         "world_size": plan.data_ranks,
     }

@@ -61,18 +61,29 @@ class Chat:
 
     def tokens(self, example: Example) -> Tokens:
         """The row. Raises BadRow when the template refuses it, its answers cannot be located, or it has none."""
-        if self.renders(example):
-            found = self._of_conversation(example)
-        elif example.messages is not None and not example.prompt:
+        self._require_template(example)
+        found = self._of_conversation(example) if self.renders(example) else self._of_texts(example)
+        if not found.trained.any():
+            raise BadRow("", "has no token to train on")
+        return found
+
+    def prompt(self, example: Example) -> np.ndarray:
+        """(n,) int64: what an answer is sampled after, of a conversation or of `example.prompt`. Raises BadRow."""
+        self._require_template(example)
+        if not self.renders(example):
+            ids, _ = self._encode(example.prompt, [], control_tokens=False)
+            return np.concatenate([np.array(self._leading, dtype=np.int64), ids])
+        messages = example.messages or []
+        self._refuse_control_tokens(messages)
+        return self._encode(self._render(example, messages, generate=True), [], control_tokens=True)[0]
+
+    def _require_template(self, example: Example) -> None:
+        """Raises BadRow for a conversation that nothing renders."""
+        if example.messages is not None and not (self.renders(example) or example.prompt):
             problem = (
                 "is a conversation, and the tokenizer has no chat template; set data.chat_template to a file of one"
             )
             raise BadRow("", problem, of_config=True)
-        else:
-            found = self._of_texts(example)
-        if not found.trained.any():
-            raise BadRow("", "has no token to train on")
-        return found
 
     def _of_texts(self, example: Example) -> Tokens:
         """Prompt and completion as one text, then the end of the document. What spells a control token stays text."""

@@ -20,7 +20,7 @@ def loss_bytes(shape: Shape, layout: Layout) -> float:
     logits, width = float(shape.vocabulary * layout.label_tokens), layout.width
     if layout.config.task == "classify":
         return 0.0  # a number or two for a token, at most
-    if layout.config.task == "dpo":
+    if layout.config.task in ("dpo", "grpo"):
         # the logits and their gradient, and a chunk in FP32, beside which 16 bits are widened
         return 2 * width * logits + (8 if width == 2 else 4) * min(logits, log_probs.CHUNK_VALUES)
     if layout.config.task == "distill":
@@ -64,6 +64,15 @@ def _distillation(shape: Shape, layout: Layout) -> float:
         known = shape.teacher.width * logits
         tensors = _DIVERGENCE_TENSORS[layout.config.distill.loss] + (width == 2)  # widened first
     return known + width * (2 * logits - chunk) + 4 * tensors * chunk
+
+
+def sampler_bytes(shape: Shape, layout: Layout) -> float:
+    """[bytes] Size of the copies of the weights that answers are sampled from, and that the KL divergence is from."""
+    config = layout.config
+    if config.task != "grpo":
+        return 0.0
+    copies = 2 if config.grpo.beta and config.adapter.kind == "none" else 1
+    return float(copies * layout.width * shape.parameters)
 
 
 def teacher_bytes(shape: Shape, layout: Layout) -> float:

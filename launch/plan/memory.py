@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from config.optimizers import OPTIMIZERS
 from launch.plan.gathered import gathered
 from launch.plan.layout import BUFFERED_ALLREDUCE, Layout
-from launch.plan.loss import loss_bytes, teacher_bytes
+from launch.plan.loss import loss_bytes, sampler_bytes, teacher_bytes
 from launch.plan.model import Shape
 from launch.plan.recompute import kept_bytes
 from launch.plan.step import step_bytes
@@ -90,7 +90,8 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
     second = _second_copy(shape, layout)
     if "param" in layout.offload.split("+"):
         host, second = host | ({"second copy": second} if second else {}), 0.0
-    states = {**device, "teacher": teacher_bytes(shape, layout), "process": process}
+    beside = {"teacher": teacher_bytes(shape, layout), "sampler": sampler_bytes(shape, layout)}
+    states = {**device, **beside, "process": process}
     states["gathered parameters"] = whole_now.loss
     states["second copy"] = second * max(0.0, 1 - whole_now.loss / (layout.width * shape.parameters))
     begun = layout.accumulation > 1 or layout.stage == 3 or layout.bf16_optimizer

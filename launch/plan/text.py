@@ -32,6 +32,7 @@ _ITEM_NOTES = {
     "buckets": "on the way to the network",
     "step": "flattened gradients, or what the optimizer's rule makes besides",
     "teacher": "its weights; its logits are among the logits",
+    "sampler": "whole copies of the weights, to sample from and for grpo.beta",
     "process": "Python, torch, DeepSpeed",
     "checkpoint copy": "while a checkpoint is written in the background",
 }

@@ -20,6 +20,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 OF_A_MODEL = ["model.architecture=null", "model.name_or_path=gpt2"]
+GRPO = ["task=grpo", "grpo.rewards=[exact_match]", "data.source=jsonl", "data.path=a.txt"]
 REFUSED = [
     (["model.architecture=null"], "model.architecture is missing"),
     (["model.name_or_path=gpt2"], "model.name_or_path = 'gpt2' excludes model.architecture = 'llama'"),
@@ -34,6 +35,15 @@ REFUSED = [
     (["data.source=hub"], "data.path is missing; data.source = hub needs it"),
     (["data.source=text", "data.path=nowhere/*.txt"], "data.path = 'nowhere/*.txt' matches no file"),
     (["data.path=a.txt"], "data.path = 'a.txt' is not read by data.source = stdlib"),
+    (["grpo.beta=0.1"], "grpo.beta = 0.1 is only read by task = grpo; remove it, or set task=grpo"),
+    ([*GRPO, "grpo.rewards=[]"], "grpo.rewards is empty; name a function, such as my_rewards:correct, or exact_match"),
+    ([*GRPO, "grpo.top_p=0.9"], "grpo.top_p = 0.9: the sampler would draw from another distribution"),
+    ([*GRPO, "grpo.reward_weights=[1, 2]"], "grpo.reward_weights has 2 for 1 grpo.rewards"),
+    ([*GRPO, "grpo.max_new_tokens=512"], "grpo.max_new_tokens = 512 leaves a prompt no token of data.sequence_length"),
+    ([*GRPO, "batch.global_size=12"], "batch.global_size = 12 counts answers; make it a multiple of grpo.group_size"),
+    ([*GRPO, "grpo={algorithm: gspo, surrogate: cispo}"], "grpo.ratio = sequence has no weight for a token"),
+    ([*GRPO, "parallel.tensor=2"], "task = grpo is not verified with parallel.tensor = 2; set parallel.tensor to 1"),
+    ([*GRPO, "data.format=preference"], "data.format = preference"),
     (["data.validation=[{path: no.jsonl}]"], "data.validation[0].path = 'no.jsonl' matches no file; give a file"),
     (["data.validation=[{source: jsonl}]"], "data.validation[0].path is missing; data.validation[0].source = jsonl"),
     (["data.validation=[{name: held out}]"], "data.validation names a set 'held out', as what is held out of the data"),

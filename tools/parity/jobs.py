@@ -114,6 +114,8 @@ def plan(
     launched = as_launched(processes)
     arguments = ["--config", config, *overrides]
     resolved = read_command_line(arguments, launched)
+    if resolved.config.task == "grpo":
+        raise UserError("task = grpo: two runs sample other answers, so that only their single steps can be compared")
     length = with_steps(resolved) if steps is None else shorten(resolved.config, steps)
     if length:
         arguments += length

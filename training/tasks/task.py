@@ -36,8 +36,8 @@ def task_of(config: Config) -> Task:
     return module
 
 
-def answers(kind: Literal["references", "teacher"]) -> Any:
-    """The module of training/ that adds a model's answers to a corpus, which runs without such answers do not load."""
+def answers(kind: Literal["references", "teacher", "rollouts.batches"]) -> Any:
+    """The module of training/ that adds a model's answers to data, which runs without such answers do not load."""
     return import_module(f"training.{kind}")
 
 

@@ -185,6 +185,7 @@ def _require_known(config: Config, *, recomputes: bool) -> None:
     """Raises Unknown, naming the key, for what the oracle does not compute. recomputes: whether it computes steps."""
     model, adapter, optimizer = config.model, config.adapter, config.optimizer
     in_any_pass = (
+        ("task", config.task, config.task != "grpo"),
         ("adapter.kind", adapter.kind, adapter.kind != "dora"),
         ("adapter.modules_to_save", ", ".join(adapter.modules_to_save), not adapter.modules_to_save),
     )

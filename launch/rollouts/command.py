@@ -1,0 +1,104 @@
+"""Start the vLLM server that a run of task grpo samples from, and start it again when it dies.
+
+    python -m launch.rollouts --config FILE --python VLLM/bin/python [--port 8105] [key.sub=value ...]
+
+vLLM has an environment of its own, whose Python --python names (docs/rl.md). The server gets the config's architecture
+and dtype and no weights: the run sends its own, and proves that the server computes with them, before the first token.
+It takes options of vLLM's own in --vllm "--max-num-seqs 64". Several servers, each with a port: grpo.urls lists them.
+
+Exit code 0: stopped by Ctrl-C or SIGTERM; 2: the config or the command line is wrong; 1: it died three times
+in a row within five minutes of its start.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from config.cli import CRASH, DONE, Arguments, entry_point
+from config.command_line import read_command_line
+from config.errors import UserError
+from config.launcher import as_launched
+from config.options import positive_int
+from config.resolved import Resolved
+from launch.job import log
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_SHORT_SECONDS, _SHORT_LIVES = 300.0, 3
+"""A server that lives shorter than that, as often in a row, is not started again."""
+
+
+@entry_point()
+def main(arguments: Sequence[str]) -> int:
+    """Start the server, and start it again; returns the exit code."""
+    parser = Arguments("python -m launch.rollouts", __doc__, allow_abbrev=False)
+    parser.add_argument("--python", required=True, help="Python of the environment that has vLLM")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    parser.add_argument("--port", type=positive_int, default=8105, help="port to listen on (%(default)s)")
+    parser.add_argument("--vllm", default="", help="further options of vLLM's server, as one word")
+    options, rest = parser.parse_known_args(list(arguments))
+    resolved = read_command_line(rest, as_launched(1))
+    if resolved.config.task != "grpo":
+        raise UserError(f"{resolved.config_path}: task = {resolved.config.task}: only grpo samples from a server")
+    if not Path(options.python).is_file():
+        raise UserError(f"--python {options.python}: no such file; docs/rl.md makes vLLM's environment")
+    with tempfile.TemporaryDirectory(prefix="mantissa-rollouts-") as folder:
+        _write_architecture(resolved, Path(folder))
+        words = ["--host", options.host, "--port", str(options.port), *shlex.split(options.vllm)]
+        return _serve([options.python, *_words(resolved, folder), *words])
+
+
+def _write_architecture(resolved: Resolved, folder: Path) -> None:
+    """The model's config.json, which is all that a server needs of a model whose weights it is sent."""
+    from launch.plan.build import model_of
+
+    model_of(resolved.config).config.save_pretrained(folder)
+
+
+def _words(resolved: Resolved, folder: str) -> list[str]:
+    config = resolved.config
+    return [
+        *("-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--served-model-name", "policy"),
+        *("--dtype", _DTYPES[resolved.compute], "--max-model-len", str(config.data.sequence_length)),
+        *("--load-format", "dummy", "--skip-tokenizer-init", "--generation-config", "vllm", "--enforce-eager"),
+        *("--logprobs-mode", "processed_logprobs", "--enable-scale-out"),
+        *("--worker-extension-cls", "vllm_worker.ProvenWeights", "--weight-transfer-config", '{"backend": "file"}'),
+    ]
+
+
+def _environment() -> dict[str, str]:
+    own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
+    own |= {"VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")}
+    own |= {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")}
+    return {**os.environ, **own, "PYTHONPATH": str(Path(__file__).parent)}
+
+
+def _serve(command: Sequence[str]) -> int:
+    running: list[subprocess.Popen[bytes]] = []
+    stopped: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        stopped.append(number)
+        for server in running:
+            server.send_signal(signal.SIGTERM)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    log(shlex.join(command), "rollouts")
+    short = 0
+    while not stopped and short < _SHORT_LIVES:
+        started = time.monotonic()
+        # a session of its own, so that Ctrl-C reaches it through `stop` alone
+        running[:] = [subprocess.Popen(command, env=_environment(), start_new_session=True)]
+        code = running[0].wait()
+        if not stopped:
+            log(f"the server ended with exit code {code}", "rollouts")
+            short = short + 1 if time.monotonic() - started < _SHORT_SECONDS else 0
+    return DONE if stopped else CRASH

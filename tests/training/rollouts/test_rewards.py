@@ -1,0 +1,121 @@
+"""Reward functions: those that ship, and what fails in one's own gives no reward, is counted, and ends nothing."""
+
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from config.errors import UserError
+from config.schema import GrpoSection
+from training.rollouts.reward_worker import SHIPPED
+from training.rollouts.rewards import Rewards
+
+OWN = """
+import os, sys, time
+
+def share(completions, letter, **_):
+    print("not an answer")
+    return [said.count(wanted) / len(said) for said, wanted in zip(completions, letter)]
+
+def fails(completions, **_):
+    raise RuntimeError("broken checker")
+
+def hangs(completions, letter, **_):
+    time.sleep(60 if letter[0] == "b" else 0)
+    return [1.0] * len(completions)
+
+def dies(completions, **_):
+    os._exit(3)
+
+def odd(completions, **_):
+    return [None, float("nan"), 2]
+
+def short(completions, **_):
+    return [1.0]
+"""
+GROUPS = [
+    {"completions": ["aab", "bbb", "a"], "letter": ["a", "a", "a"]},
+    {"completions": ["aab", "bbb", "b"], "letter": ["b", "b", "b"]},
+]
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    path = tmp_path / "own.py"
+    path.write_text(OWN, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def opened() -> Iterator[list[Rewards]]:
+    found: list[Rewards] = []
+    yield found
+    for rewards in found:
+        rewards.close()
+
+
+def rewards_of(opened: list[Rewards], *names: str, **options: Any) -> Rewards:
+    opened.append(Rewards(GrpoSection(rewards=names, **{"reward_seconds": 5.0, **options})))
+    return opened[0]
+
+
+def test_each_answer_is_rewarded_by_its_own_row(own: Path, opened: list[Rewards]) -> None:
+    rewards = rewards_of(opened, f"{own}:share", "exact_match", reward_weights=(1.0, 2.0))
+    groups = [group | {"answer": ["b"] * 3} for group in GROUPS]
+    found = rewards.of(groups)
+    assert found.T.tolist() == [pytest.approx([2 / 3, 0, 1, 1 / 3, 1, 1]), [0, 0, 0, 0, 0, 1]]
+    assert rewards.total(found).tolist() == pytest.approx([2 / 3, 0, 1, 1 / 3, 1, 3])
+    assert not rewards.problems and len(rewards.sources[f"{own}:share"]) == 64
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("fails", "RuntimeError: broken checker"),
+        ("dies", "the process ended with code 3"),
+        ("short", "ValueError: returned 1 rewards for 3 completions"),
+    ],
+)
+def test_a_function_that_fails_gives_no_reward(own: Path, opened: list[Rewards], name: str, problem: str) -> None:
+    rewards = rewards_of(opened, f"{own}:{name}")
+    found = rewards.of(GROUPS)
+    assert np.isnan(found).all() and np.isnan(rewards.total(found)).all()
+    assert rewards.problems == {f"{own}:{name}: {problem}": 2}
+
+
+def test_a_function_that_hangs_costs_its_group_and_its_time_alone(own: Path, opened: list[Rewards]) -> None:
+    rewards, started = rewards_of(opened, f"{own}:hangs", reward_seconds=1.0), time.monotonic()
+    for _ in range(2):
+        found = rewards.of(GROUPS)[:, 0]
+        assert found[:3].tolist() == [1.0] * 3 and np.isnan(found[3:]).all()
+    assert time.monotonic() - started < 30
+    assert rewards.problems == {f"{own}:hangs: no answer in time": 2}
+
+
+def test_values_that_are_no_finite_numbers_are_none(own: Path, opened: list[Rewards]) -> None:
+    rewards = rewards_of(opened, f"{own}:odd", "length", reward_options={})
+    groups = [{**GROUPS[0], "completion_ids": [[1] * 8, [1] * 9, [1] * 20], "longest": [10] * 3, "slack": [2] * 3}]
+    found = rewards.of(groups)
+    assert found[:, 1].tolist() == [0.0, -0.5, -1.0]
+    assert [math.isnan(value) for value in found[:, 0]] == [True, True, False]
+    assert rewards.total(found).tolist() == [0.0, -0.5, 1.0]  # of the functions that gave one
+
+
+@pytest.mark.parametrize("name", ["nowhere", "no_module:here", "json:no_function"])
+def test_a_function_that_cannot_be_loaded_is_refused_at_the_start(name: str) -> None:
+    with pytest.raises(UserError, match=f"grpo.rewards = {name}: cannot be loaded"):
+        Rewards(GrpoSection(rewards=(name,)))
+
+
+def test_the_functions_that_ship() -> None:
+    chat = [[{"role": "assistant", "content": " 42\n"}]]
+    assert SHIPPED["exact_match"](completions=[" 42 ", "43"], answer=[42, "42"]) == [1.0, 0.0]
+    assert SHIPPED["exact_match"](completions=chat, answer=["42"], other=[1]) == [1.0]
+    assert SHIPPED["regex"](completions=["a1", "a", "b"], regex=[r"\d$", r"\d$", None]) == [1.0, 0.0, None]
+    schema = {"type": "object", "required": ["x"], "properties": {"x": {"type": "integer"}}}
+    said = ['{"x": 1}', '{"x": "1"}', "{x}", "{}"]
+    assert SHIPPED["json_schema"](completions=said, schema=[schema] * 4) == [1.0, 0.0, 0.0, 0.0]

@@ -1,0 +1,207 @@
+"""A vLLM server in its own environment: proven weights, answers, and faults that the proof names; `make test-rl`."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from config.cli import REPOSITORY
+from config.errors import UserError
+from config.schema import GrpoSection
+from tests.support.jobs.launches import wait_until
+from training.distributed import World
+from training.rollouts import vllm_sampler
+from training.rollouts.gap import FLOOR
+from training.rollouts.sampler import Request
+from training.rollouts.transformers_sampler import TransformersSampler
+from training.rollouts.vllm_sampler import VllmSampler
+
+PYTHON = os.environ.get("VLLM_PYTHON", "")
+pytestmark = [
+    pytest.mark.rl,
+    pytest.mark.skipif(not PYTHON, reason="VLLM_PYTHON names no Python with vLLM; make vllm makes one"),
+]
+LENGTH, END = 12, 2
+CONFIG = {
+    "task": "grpo",
+    "run": {"name": "rollouts", "steps": 1},
+    "model": {
+        "architecture": "llama",
+        "config": {
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 2,
+            "tie_word_embeddings": True,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        },
+    },
+    "grpo": {"rewards": ["length"], "group_size": 4, "max_new_tokens": LENGTH, "engine": "vllm"},
+    "data": {"source": "jsonl", "tokenizer": "bytes", "sequence_length": 256},
+    "batch": {"global_size": 8, "micro_size": 8},
+    "precision": {"compute": "bf16"},
+}
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path, subprocess.Popen[bytes]]]:
+    """The address, the folder with the architecture, and `launch.rollouts`, which watches over the server."""
+    folder, port = tmp_path_factory.mktemp("server"), free_port()
+    (folder / "prompts.jsonl").write_text('{"prompt": "a"}\n' * 16)
+    data = {**CONFIG["data"], "path": str(folder / "prompts.jsonl")}
+    url = f"http://127.0.0.1:{port}"
+    grpo = {**CONFIG["grpo"], "urls": [url]}
+    (folder / "config.yaml").write_text(yaml.safe_dump({**CONFIG, "data": data, "grpo": grpo}))
+    command = [sys.executable, "-m", "launch.rollouts", "--config", f"{folder}/config.yaml", "--python", PYTHON]
+    with (folder / "log").open("wb") as log:
+        watcher = subprocess.Popen(
+            [*command, "--port", str(port)], cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT
+        )
+    try:
+        wait_until(lambda: "--model" in (folder / "log").read_text(), seconds=120.0, why=(folder / "log").read_text)
+        yield url, Path(re.search(r"--model (\S+)", (folder / "log").read_text())[1]), watcher
+    finally:
+        watcher.send_signal(signal.SIGTERM)
+        watcher.wait(60)
+
+
+@pytest.fixture(scope="module")
+def sampler(server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmSampler]:
+    url, architecture, _ = server
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(architecture)).to(torch.bfloat16).eval()
+    copy = TransformersSampler(model, length=LENGTH, temperature=1.0, ends=[END], at_once=16)
+    section = replace(GrpoSection(), engine="vllm", urls=(url,), max_new_tokens=LENGTH, server_seconds=300.0)
+    world = World(0, 1, 0, torch.device("cpu"))
+    found = VllmSampler(section, world, copy, ends=[END])
+    found.folder = tmp_path_factory.mktemp("run") / "rollouts"
+    yield found
+    dist.destroy_process_group()
+
+
+def changed(sampler: VllmSampler) -> dict[str, torch.Tensor]:
+    """Other weights than the sampler has, under every name."""
+    model = sampler._copy.model
+    new = {name: value + 0.05 * torch.randn_like(value) for name, value in model.named_parameters()}
+    return new | {"lm_head.weight": new["model.embed_tokens.weight"]}
+
+
+def differing(sampler: VllmSampler) -> list[str]:
+    held, expected = sampler.digests(), sampler._copy.digests()
+    return [name for name in expected if held.get(name) != expected[name]]
+
+
+def requests(length: int = 4, count: int = 16) -> list[Request]:
+    rng = np.random.default_rng(0)
+    return [Request(rng.integers(3, 250, length), f"7/{k}") for k in range(count)]
+
+
+def apart(sampler: VllmSampler, asked: list[Request], version: str = "v") -> float:
+    """k3 of the trainer's log-probabilities and those that the server says, over all tokens."""
+    found = []
+    for request, answer in zip(asked, sampler.sample(asked, version=version), strict=True):
+        ids = torch.tensor(np.concatenate([request.prompt, answer.ids]))[None]
+        with torch.no_grad():
+            scores = torch.log_softmax(sampler._copy.model(input_ids=ids).logits[0].float(), -1)
+        own = scores[len(request.prompt) - 1 : -1].gather(1, ids[0, len(request.prompt) :, None])[:, 0].double()
+        found.append(own - torch.from_numpy(answer.log_probs).double())
+    whole = torch.cat(found)
+    return float((torch.expm1(whole) - whole).mean())
+
+
+def test_what_it_computes_with_is_what_was_sent_and_answers_repeat(sampler):
+    sampler.receive(changed(sampler).items())
+    assert differing(sampler) == []
+    first, again = (sampler.sample(requests(), version="v") for _ in range(2))
+    assert [answer.ids.tolist() for answer in first] == [answer.ids.tolist() for answer in again]
+    assert all(answer.ended == (answer.ids[-1] == END and len(answer.ids) <= LENGTH) for answer in first)
+    assert max(FLOOR, apart(sampler, requests())) < 1e-3
+
+
+def test_weights_that_never_arrive_are_named(sampler, monkeypatch):
+    monkeypatch.setattr(sampler, "_send", lambda url: None)
+    sampler.receive(changed(sampler).items())
+    assert set(differing(sampler)) == {name for name, _ in sampler._copy.model.named_parameters(remove_duplicate=False)}
+
+
+def test_one_tensor_left_out_is_named(sampler, monkeypatch):
+    save = vllm_sampler.save_file
+    left_out = "model.layers.1.mlp.up_proj.weight"
+    monkeypatch.setattr(
+        vllm_sampler, "save_file", lambda whole, path: save({k: v for k, v in whole.items() if k != left_out}, path)
+    )
+    sampler.receive(changed(sampler).items())
+    # vLLM loads layers whole: of a fused one that lacks a part, none of the parts is new
+    assert left_out in differing(sampler) and all("layers.1.mlp" in name for name in differing(sampler))
+
+
+def test_a_stale_tied_head_is_named(sampler, monkeypatch):
+    call = vllm_sampler._call
+
+    def without_repacking(url: str, path: str, body=None):
+        return None if body == {"method": "repack_tied_head"} else call(url, path, body)
+
+    monkeypatch.setattr(vllm_sampler, "_call", without_repacking)
+    sampler.receive(changed(sampler).items())
+    assert differing(sampler) == ["lm_head.weight"]
+
+
+def test_half_a_file_ends_in_one_line_or_is_named(sampler, monkeypatch):
+    save = vllm_sampler.save_file
+
+    def half(whole, path):
+        save(whole, path)
+        os.truncate(path, path.stat().st_size // 2)
+
+    monkeypatch.setattr(vllm_sampler, "save_file", half)
+    monkeypatch.setattr(sampler, "_section", replace(sampler._section, server_seconds=5.0))
+    with pytest.raises(
+        UserError, match=r"^grpo\.urls: http://\S+: /update_weights: 500 .*server_seconds = 5 are over$"
+    ):
+        sampler.receive(changed(sampler).items())
+
+
+def test_a_cached_prefix_of_other_weights_answers_nothing(sampler, monkeypatch):
+    """Blocks of 128 tokens: the same long prompts, before and after an update that leaves the cache as it is."""
+    sampler.receive(changed(sampler).items())
+    asked = requests(length=200, count=4)
+    assert differing(sampler) == [] and apart(sampler, asked, version="old") < 1e-3
+    call = vllm_sampler._call
+
+    def without_reset(url: str, path: str, body=None):
+        leaves = path.startswith(("/pause", "/resume", "/reset_prefix_cache"))
+        return None if leaves else call(url, path, body)
+
+    monkeypatch.setattr(vllm_sampler, "_call", without_reset)
+    sampler.receive(changed(sampler).items())
+    assert differing(sampler) == [] and apart(sampler, asked, version="new") < 1e-3
+    assert apart(sampler, asked, version="old") > 1e-2  # what the salt keeps away
+
+
+def test_a_killed_server_is_given_its_weights_again_and_repeats_its_answers(sampler, server):
+    sampler.receive(changed(sampler).items())
+    assert differing(sampler) == []
+    before = sampler.sample(requests(), version="v")
+    child = int(Path(f"/proc/{server[2].pid}/task/{server[2].pid}/children").read_text().split()[0])
+    os.killpg(child, signal.SIGKILL)
+    after = sampler.sample(requests(), version="v")
+    assert [answer.ids.tolist() for answer in after] == [answer.ids.tolist() for answer in before]

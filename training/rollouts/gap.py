@@ -1,0 +1,83 @@
+"""Guarantee 2: how far sampler and trainer are apart on what was sampled, beside how far the trainer is from itself.
+
+Of a token drawn from mu, d = log pi - log mu. k1 = -d and k3 = e^d - 1 - d estimate KL(mu || pi) (Schulman 2020); for
+small d, k3 is d^2 / 2. The trainer's *self-gap* is the larger k3 of two recomputations of its own log-probabilities:
+each answer alone and padded further, and in FP32 with the same weights. The latter is what rounding does to the
+trainer; of a sampler that rounds as much, by itself, k3 is twice that where the two are independent. Three times the
+self-gap is beyond it: in BF16 a real model was 1.0 times its self-gap from vLLM, and 40 times with a stale head. What
+is not rounding, and in the trainer alone, such as dropout, would hide itself in a larger self-gap: more than OF_SAMPLER
+times the sampler's distance from FP32 is not believed.
+
+A sampler that draws from a part of the tokens (top-p) has a larger mu for all of them: k3 may stay small, but all d
+have one sign. |mean d| / mean |d| is then 1, and 0.07 in a sound run. Its bound counts what exceeds three standard
+errors of mean d, that of k3 what exceeds one, over prompts, whose tokens are alike: few tokens have less to say.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+FLOOR = 1e-9
+"""Smallest self-gap that is believed: FP32's was 5e-11, and a tiny model may repeat itself bit for bit."""
+OF_SAMPLER = 4.0
+_ERRORS = 3.0
+_MEMORY = 0.9
+"""Share of the self-gap's average that a step leaves: a step measures it on few tokens."""
+
+
+class Gap:
+    """Measures the answers of each step, before anything is truncated."""
+
+    def __init__(self, *, bound: float, one_sided: float) -> None:
+        """bound, one_sided: grpo.max_gap and grpo.max_one_sided."""
+        self._bound, self._one_sided = bound, one_sided
+        self.usual: float | None = None
+        """The self-gap's average; a resumed run takes it from the last step's file."""
+
+    def measure(
+        self,
+        apart: Sequence[np.ndarray],
+        self_gaps: Sequence[Sequence[np.ndarray]],
+    ) -> dict[str, float]:
+        """Metrics of a step. apart: d of the tokens of each prompt's answers. self_gaps: by rank, d of the trainer and
+        both recomputations, and of the sampler and FP32. All ranks measure the same."""
+        tokens = np.concatenate(apart).astype(np.float64)
+        shapes, wide, sampler = (_k3(np.concatenate(parts)) for parts in zip(*self_gaps, strict=True))
+        own = max(FLOOR, min(max(shapes, wide), OF_SAMPLER * sampler))
+        self.usual = own if self.usual is None else _MEMORY * self.usual + (1 - _MEMORY) * own
+        reference = max(own, self.usual)
+        mean, size = float(tokens.mean()), float(np.abs(tokens).mean())
+        excess = [np.expm1(part.astype(np.float64)) - part for part in apart]
+        k3 = _k3(tokens)
+        one_sided = abs(mean) / size if size else 0.0
+        beyond = (abs(mean) - _ERRORS * _error(apart, mean)) / size if size > math.sqrt(2 * FLOOR) else 0.0
+        found = {
+            "gap/k1": -mean,
+            "gap/k3": k3,
+            "gap/largest": float(np.abs(tokens).max()),
+            "gap/one_sided": one_sided,
+            "gap/self_k3": own,
+            "gap/self_usual": self.usual,
+            "gap/outside": float((np.abs(np.expm1(tokens)) > 0.1).mean()),
+        }
+        further = max(0.0, k3 - _error(excess, k3)) / (self._bound * reference)
+        return found | {"gap/of_bound": max(further, beyond / self._one_sided)}
+
+
+def by_position(apart: Sequence[np.ndarray], bins: int = 4) -> list[float]:
+    """k3 over equal parts of the answers, from their start to their end. apart: d of each answer."""
+    places = [np.arange(len(part)) * bins // len(part) for part in apart]
+    tokens, place = np.concatenate(apart), np.concatenate(places)
+    return [_k3(tokens[place == number]) for number in range(bins)]
+
+
+def _error(parts: Sequence[np.ndarray], mean: float) -> float:
+    """Standard error of the mean over all tokens. parts: of each prompt."""
+    squares = sum(float((part - mean).sum()) ** 2 for part in parts)
+    return math.sqrt(squares) / sum(map(len, parts))
+
+
+def _k3(apart: np.ndarray) -> float:
+    wide = apart.astype(np.float64)
+    return float((np.expm1(wide) - wide).mean()) if len(wide) else 0.0

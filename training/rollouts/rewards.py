@@ -1,0 +1,131 @@
+"""Rewards of answers, by functions that run in processes of their own, group by group, each with a time limit.
+
+An exception, a time-out, a value that is no finite number or a process that dies gives no reward (NaN), and is counted:
+no function ends the run, or makes it wait for longer than `grpo.reward_seconds`.
+"""
+
+import json
+import math
+import select
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from config.cli import REPOSITORY
+from config.errors import UserError, one_line
+from config.schema import GrpoSection
+
+_START_SECONDS = 60.0
+"""Time for a new process to import the module of a function."""
+
+
+class _Worker:
+    """A process of reward_worker.py, started anew when it did not answer."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """The answer to a request; {"error": why} where there is none in time."""
+        try:
+            if self._process is None:
+                command = [sys.executable, str(REPOSITORY / "training/rollouts/reward_worker.py")]
+                self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+                self.ask({"function": request["function"]}, _START_SECONDS)  # its import is not on the clock
+            return self._answer(self._process, json.dumps(request).encode() + b"\n", time.monotonic() + seconds)
+        except (OSError, ValueError, TimeoutError) as error:
+            self.close()
+            return {"error": one_line(error)}
+
+    def _answer(self, process: subprocess.Popen[bytes], request: bytes, deadline: float) -> dict[str, Any]:
+        assert process.stdin is not None and process.stdout is not None
+        view = memoryview(request)
+        while view:
+            if not select.select([], [process.stdin], [], max(0.0, deadline - time.monotonic()))[1]:
+                raise TimeoutError("no answer in time")
+            view = view[process.stdin.write(view[: select.PIPE_BUF]) or 0 :]
+        found = b""
+        while not found.endswith(b"\n"):
+            if not select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise TimeoutError("no answer in time")
+            part = process.stdout.read(1 << 16)
+            if not part:
+                raise OSError(f"the process ended with code {process.wait()}")
+            found += part
+        answer: dict[str, Any] = json.loads(found)
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+
+class Rewards:
+    """The functions of `grpo.rewards`."""
+
+    def __init__(self, section: GrpoSection) -> None:
+        """Raises UserError for a function that cannot be loaded."""
+        self._section = section
+        self.names = section.rewards
+        self.weights = np.array(section.reward_weights or [1.0] * len(self.names))
+        self.problems: Counter[str] = Counter()
+        """Why answers got no reward, how often."""
+        self._workers: SimpleQueue[_Worker] = SimpleQueue()
+        for _ in range(section.reward_workers):
+            self._workers.put(_Worker())
+        self._pool = ThreadPoolExecutor(section.reward_workers, thread_name_prefix="rewards")
+        self.sources = {name: self._loaded(name) for name in self.names}
+        """sha256 of the file of each function."""
+
+    def _loaded(self, name: str) -> str:
+        found = self._asked({"function": name}, _START_SECONDS)
+        if "error" in found:
+            self.close()
+            fix = "give module:function, or exact_match, regex, json_schema or length"
+            raise UserError(f"grpo.rewards = {name}: cannot be loaded ({found['error']}); {fix}")
+        return str(found["sha256"])
+
+    def of(self, groups: Sequence[dict[str, Any]]) -> np.ndarray:
+        """(answers, functions) float64, NaN for none. groups: the arguments for the answers to each prompt."""
+        asked = [(name, group) for name in self.names for group in groups]
+        found = np.concatenate(list(self._pool.map(self._of_group, asked))) if asked else np.empty(0)
+        return found.reshape(len(self.names), -1).T
+
+    def total(self, rewards: np.ndarray) -> np.ndarray:
+        """(answers,) weighted sum over the functions that gave one; NaN where none did."""
+        found = np.nansum(rewards * self.weights, axis=1)
+        return np.where(np.isnan(rewards).all(1), np.nan, found)
+
+    def _of_group(self, asked: tuple[str, dict[str, Any]]) -> np.ndarray:
+        name, arguments = asked
+        found = self._asked({"function": name, "arguments": arguments}, self._section.reward_seconds)
+        if "error" in found:
+            self.problems[f"{name}: {found['error']}"] += 1
+            return np.full(len(arguments["completions"]), np.nan)
+        values = [math.nan if value is None else value for value in found["rewards"]]
+        return np.array([value if math.isfinite(value) else math.nan for value in values])
+
+    def _asked(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
+        worker = self._workers.get()
+        try:
+            return worker.ask(request, seconds)
+        finally:
+            self._workers.put(worker)
+
+    def close(self) -> None:
+        """End all processes."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        while not self._workers.empty():
+            with suppress(OSError):
+                self._workers.get().close()

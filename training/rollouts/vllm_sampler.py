@@ -1,0 +1,234 @@
+"""Sampling by vLLM servers of their own, started by the user or by `python -m launch.rollouts`.
+
+Rank 0 writes the weights to a file in the run folder and has every server read it; the ranks then share the servers.
+Every request is salted with the label of the weights that were proven, so that no cached prefix of other weights
+answers it, and every answer carries the label that it was sampled under. A server that died, hangs, or answers under
+another label is waited for, given the same file again, proven again, and asked again with the same seeds.
+"""
+
+import http.client
+import json
+import secrets
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from config.errors import UserError
+from config.printable import printable
+from config.schema import GrpoSection
+from tracking.file_lock import exclusive_lock
+from training.distributed import World
+from training.rollouts.sampler import Answer, Request, Weights
+from training.rollouts.transformers_sampler import TransformersSampler
+
+T = TypeVar("T")
+
+_ASK_SECONDS = 600.0
+"""For one request: a server that was given nothing to do for this long counts as hung."""
+
+
+class ServerError(RuntimeError):
+    """A server did not answer, or did not answer what it was asked."""
+
+
+class VllmSampler:
+    """The servers that a run samples from; this rank asks one of them."""
+
+    def __init__(
+        self,
+        section: GrpoSection,
+        world: World,
+        copy: TransformersSampler,
+        *,
+        ends: Sequence[int],
+    ) -> None:
+        """copy: has the weights in this process, from which the file is written, and in which the trainer is measured
+        against itself. ends: tokens that end an answer.
+
+        Raises UserError where a server cannot be reached or cannot take weights.
+        """
+        self.folder = Path()
+        """Where the weights are written; the servers have to see it under the same path."""
+        self._section, self._world, self._copy, self._ends = section, world, copy, list(ends)
+        self._urls = [url.rstrip("/") for url in section.urls]
+        self._own = self._urls[world.rank % len(self._urls)]
+        self._label, self._proven = "", dict[str, str]()
+        self.identity = world.on_main(self._started)
+
+    @property
+    def _file(self) -> Path:
+        return self.folder / "weights.safetensors"
+
+    def _started(self) -> str:
+        def ask(url: str) -> str:
+            version = _call(url, "/version")["version"]
+            self._initialise(url)
+            return f"vllm {version}"
+
+        return ", ".join(sorted({self._patiently(url, ask, _wait) for url in self._urls}))
+
+    def receive(self, weights: Weights) -> None:
+        """Have every server read the weights from a new file. A collective."""
+        self._copy.receive(weights)
+        self._label = self._world.from_main(secrets.token_hex(16))
+
+        def send() -> None:
+            self._file.parent.mkdir(exist_ok=True)
+            own = self._copy.model.named_parameters()
+            save_file({name: value.detach().cpu().contiguous() for name, value in own}, self._file)
+            for url in self._urls:
+                self._patiently(url, self._send, self._initialise)
+
+        self._world.on_main(send)
+
+    def _send(self, url: str) -> None:
+        """Have one server read the file, between two requests."""
+        _call(url, "/pause?mode=wait", {})
+        _call(url, "/start_weight_update", {})
+        _call(url, "/update_weights", {"update_info": {"path": str(self._file.resolve())}})
+        _call(url, "/finish_weight_update", {"weight_version": self._label})
+        _call(url, "/collective_rpc", {"method": "repack_tied_head"})
+        _call(url, "/reset_prefix_cache", {})
+        _call(url, "/resume", {})
+
+    def digests(self) -> dict[str, str]:
+        """The servers' digests; "servers differ" for a tensor in which they do. A collective."""
+
+        def ask() -> dict[str, str]:
+            found = [self._patiently(url, _effective_hashes, self._send_again) for url in self._urls]
+            names = {name for one in found for name in one}
+            said = {name: {one.get(name, "missing") for one in found} for name in names}
+            return {name: values.pop() if len(values) == 1 else "servers differ" for name, values in said.items()}
+
+        self._proven = self._world.on_main(ask)
+        return self._proven
+
+    def sample(self, requests: Sequence[Request], *, version: str) -> list[Answer]:
+        """Answers in the order of the requests. Raises UserError where the server stays away."""
+        answers: dict[int, Answer] = {}
+
+        def ask(url: str) -> None:
+            left = [place for place in range(len(requests)) if place not in answers]
+            with ThreadPoolExecutor(self._section.at_once) as pool:
+                found = pool.map(lambda place: self._answer(requests[place], version), left)
+                for place, answer in zip(left, found, strict=True):
+                    answers[place] = answer
+
+        self._patiently(self._own, ask, self._restore)
+        return [answers[place] for place in range(len(requests))]
+
+    def _patiently(self, url: str, act: Callable[[str], T], recover: Callable[[str], None]) -> T:
+        """What a server answers, asked again for as long as the run waits for it, each time after it has recovered.
+
+        Raises UserError.
+        """
+        seconds = self._section.server_seconds
+        until, failed = time.monotonic() + seconds, False
+        while True:
+            try:
+                if failed:
+                    recover(url)
+                return act(url)
+            except ServerError as error:
+                if time.monotonic() > until:
+                    why = f"grpo.server_seconds = {seconds:g} are over"
+                    raise UserError(f"grpo.urls: {url}: {error}; {why}") from None
+                if not failed:
+                    said = f"rank {self._world.rank}: waiting for {url}: {error}"
+                    print(printable(said), file=sys.stderr, flush=True)
+                failed = True
+                time.sleep(1.0)
+
+    def _initialise(self, url: str) -> None:
+        """Let a server that was started anew take weights."""
+        _call(url, "/init_weight_transfer_engine", {"init_info": {}})
+
+    def _send_again(self, url: str) -> None:
+        self._initialise(url)
+        self._send(url)
+
+    def _restore(self, url: str) -> None:
+        """Give a server the weights that were proven, one rank at a time, and prove them again."""
+        with exclusive_lock(self._file.with_suffix(".lock"), wait_s=self._section.server_seconds):
+            self._send_again(url)
+            if _effective_hashes(url) != self._proven:
+                raise ServerError("it computes with other weights than those that were proven")
+
+    def _answer(self, request: Request, version: str) -> Answer:
+        sampling = {
+            "max_tokens": self._section.max_new_tokens,
+            "temperature": self._section.temperature,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "seed": _seed(request.key),
+            "logprobs": 0,
+            "detokenize": False,
+            "ignore_eos": True,
+            "stop_token_ids": self._ends,
+        }
+        asked = {"token_ids": request.prompt.tolist(), "sampling_params": sampling, "cache_salt": version}
+        (choice,) = _call(self._own, "/inference/v1/generate", asked)["choices"]
+        labels = {span["version"] for span in choice.get("weight_versions") or [{"version": None}]}
+        scores = [token["logprob"] for token in (choice["logprobs"] or {}).get("content", [])]
+        if labels != {self._label}:
+            raise ServerError(f"it answered with weights labelled {labels}, not those that were proven")
+        if not 0 < len(choice["token_ids"]) == len(scores) <= self._section.max_new_tokens:
+            raise ServerError(f"it answered {len(choice['token_ids'])} tokens and {len(scores)} log-probabilities")
+        ids, log_probs = np.array(choice["token_ids"], np.int64), np.array(scores, np.float32)
+        return Answer(ids, log_probs, choice["finish_reason"] == "stop")
+
+    def in_fp32(self) -> AbstractContextManager[PreTrainedModel]:
+        """As the copy's."""
+        return self._copy.in_fp32()
+
+    def close(self) -> None:
+        """Remove the weights. The servers belong to the user."""
+        if self._world.is_main:
+            self._file.unlink(missing_ok=True)
+
+
+def _seed(key: str) -> int:
+    """vLLM's seed of an answer."""
+    return int.from_bytes(blake2b(key.encode(), digest_size=7).digest(), "little")
+
+
+def _wait(url: str) -> None:
+    """Nothing helps a server that has not started yet."""
+
+
+def _effective_hashes(url: str) -> dict[str, str]:
+    """Digests of what the server's one worker computes with. Raises as `_call`."""
+    (found,) = _call(url, "/collective_rpc", {"method": "effective_hashes"})["results"]
+    return dict(found)
+
+
+def _call(url: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    """The server's answer: to a GET without a body, else to a POST.
+
+    Raises ServerError; UserError where the server is there and refuses what it is asked.
+    """
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=_ASK_SECONDS) as answer:
+            text = answer.read()
+            return json.loads(text) if text else None
+    except urllib.error.HTTPError as error:
+        said = " ".join(error.read(2000).decode(errors="replace").split())[:300]
+        if error.code < 500:
+            raise UserError(f"grpo.urls: {url}{path}: {error.code} {said}; start it by launch.rollouts") from None
+        raise ServerError(f"{path}: {error.code} {said}") from None
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise ServerError(f"{path}: {getattr(error, 'reason', None) or error or type(error).__name__}") from None
