@@ -329,7 +329,7 @@ class Plan:
     def _by_ranks(self, name: str, module: Any, own: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A module's result, composed as the ranks that have slices of it compute it."""
         if name == self._halves:
-            return _by_halves(own, args[0] if args else kwargs["input"])
+            return by_halves(own, args[0] if args else kwargs["input"])
         how = self._cuts.get(f"{name}.weight")
         if how is not None:
             return _by_slices(how, own, args[0] if args else kwargs["input"])
@@ -355,7 +355,7 @@ def _by_slices(how: Cut, own: Any, given: torch.Tensor) -> torch.Tensor:
     return output if bias is None else output + bias
 
 
-def _by_halves(own: Any, given: torch.Tensor) -> torch.Tensor:
+def by_halves(own: Any, given: torch.Tensor) -> torch.Tensor:
     """A linear layer whose sums are of two halves: over inputs, over outputs in the backward pass, and over rows."""
     bias, found = own.get("bias"), []
     for rows in given.reshape(-1, given.shape[-1]).chunk(2):
