@@ -60,6 +60,7 @@ FURTHER_VARIANTS: dict[str, tuple[str, ...]] = {
     "few": (*VARIANTS["plain"], "data.source=jsonl", "data.path={folder}/few.jsonl"),
     "lora": (*_TUNED, "task=sft", "data.path={folder}/chats.jsonl", _ADAPTER),
     "sft": (*_TUNED, "task=sft", "data.path={folder}/chats.jsonl"),
+    "noise": (*_TUNED, "task=sft", "data.path={folder}/chats.jsonl", "sft.neftune_alpha=5.0"),
     "dpo": (*_TUNED, "task=dpo", "data.path={folder}/pairs.jsonl", _ADAPTER),
     "moe": (
         *("model.architecture=qwen3_moe", f"model.config={_OTHER[:-1]}, {_EXPERTS}}}"),

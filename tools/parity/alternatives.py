@@ -6,7 +6,7 @@ eager and fused attention, and with another number of threads. Each rounds at ot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from unittest.mock import patch
 
@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from precision.tolerance import relative
 from tools.parity.recompute import by_halves
 
 _ATTENTION = {"sdpa": "eager", "eager": "sdpa"}
@@ -27,23 +26,6 @@ def alternatives(model: PreTrainedModel) -> dict[str, AbstractContextManager[Non
     if attention in _ATTENTION and (attention == "sdpa" or model._supports_sdpa):
         found[f"{_ATTENTION[attention]} attention"] = _other_attention(model, attention)
     return found
-
-
-def excess(
-    gradients: Mapping[str, torch.Tensor],
-    exact: Mapping[str, torch.Tensor],
-    plain_error: Mapping[str, float],
-    *,
-    roundoff: float,
-    judged: Callable[[str], bool],
-) -> float:
-    """The largest error of gradients beyond one rounding in units of plain torch's, over the parameters `judged`."""
-    worst = 0.0
-    for name, gradient in gradients.items():
-        if judged(name):
-            error = relative(float((gradient - exact[name]).norm()), float(exact[name].norm()))
-            worst = max(worst, relative(max(0.0, error - roundoff), plain_error[name]))
-    return worst
 
 
 @contextmanager

@@ -53,7 +53,7 @@ from precision.dtypes import DTYPES
 from precision.sampling import distances
 from precision.statistics import compare_gradients, to_plain
 from precision.tolerance import relative, unit_roundoff
-from tools.parity.alternatives import alternatives, excess
+from tools.parity.alternatives import alternatives
 from tools.parity.constants import of_update
 from tools.parity.dropped import otherwise, rates
 from tools.parity.fp8_linear import in_fp8
@@ -292,15 +292,15 @@ class StepParity:
         if not plain or self._alternatives_known or self._engine.world.sequence is not None:
             return {}
         self._alternatives_known = True
-        error = {name: float(found["relative_error"]) for name, found in plain.items()}
-        kept = {name for name in judged if 0.0 < error[name] <= PLAIN_MOST}
-        roundoff, found = unit_roundoff(DTYPES[self._engine.compute]), {}
+        dtype, scale, found = DTYPES[self._engine.compute], self._engine.loss_scale, {}
+        error = {name: float(plain[name]["relative_error"]) for name in judged}
         for what, context in alternatives(self._reference.model).items():
             with context:
-                other = self._reference.gradients_in(
-                    DTYPES[self._engine.compute], batch, loss_scale=self._engine.loss_scale
-                )
-            found[what] = excess(other, gradients, error, roundoff=roundoff, judged=kept.__contains__)
+                other = self._reference.gradients_in(dtype, batch, loss_scale=scale)
+            agreement = to_plain(compare_gradients(other.items(), gradients.items()))
+            beyond = {name: max(0.0, agreement[name]["relative_error"] - unit_roundoff(dtype)) for name in error}
+            ratios = [relative(beyond[name], size) for name, size in error.items() if size <= PLAIN_MOST]
+            found[what] = max(ratios, default=0.0)
         return found
 
     def accumulation_errors(self, batch: Batch) -> dict[str, float]:
