@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -93,6 +94,8 @@ def loss_errors(
         hook.remove()
     own = [logits for logits, off in outputs if not off]
     reference = [logits for logits, off in outputs if off]
+    if not loss.isfinite():  # as of FP16 values that overflowed
+        return found, note
     if len(own) != 1 or getattr(engine.objective, "_adapter_off", None) and not reference:
         return found | {"(loss)": math.inf}, "the reference is not the model without its adapter"
     leaf = own[0].float().requires_grad_()
@@ -105,9 +108,8 @@ def loss_errors(
     plain = _differentiated(config, inputs, labels, passed, torch.float32)[1].double()
     rounded = float((plain - of_logits).nan_to_num(0.0, 0.0, 0.0).norm())
     step = tolerance(math.ceil(16 * math.log2(max(2, own[0].shape[-1]))), torch.float32)
-    allowed = _IN_FP32 * rounded + (step * exact.condition + _FEW * unit_roundoff(torch.float32)) * float(
-        of_logits.norm()
-    )
+    of_factors = step * exact.condition + _FEW * unit_roundoff(torch.float32)
+    allowed = _IN_FP32 * rounded + of_factors * float(of_logits.norm())
     found["(loss)"] = relative(abs(float(loss) - float(exact.value.detach())), step * exact.size)
     found["(gradient of logits)"] = relative(float((gradient.double() - of_logits).norm()), allowed)
     if max(found.values()) > 1 and config.task in _CONSTANTS:
@@ -127,7 +129,7 @@ def loss_errors(
 def _teaching(engine: Engine, teach: Callable[..., Any]) -> Any:
     """Inside, a student of a live teacher asks this one."""
     if getattr(engine.objective, "teacher", None) is None:
-        return torch.enable_grad() if torch.is_grad_enabled() else torch.no_grad()
+        return nullcontext()
     return patch.object(engine.objective, "teacher", teach)
 
 
@@ -162,15 +164,11 @@ def _defined(config: Any, inputs: Mapping[str, Any], labels: torch.Tensor, passe
     weights = torch.ones_like(losses)
     if config.task == "sft" and config.sft.loss == "row":
         positions = inputs.get("position_ids")
-        first = torch.zeros_like(labels) if positions is None else (positions == 0).long()
-        if positions is None:
-            first[:, 0] = 1
-        row = first.flatten().cumsum(0)[counts]
+        places = torch.arange(labels.shape[-1], device=labels.device).expand_as(labels)
+        row = ((places if positions is None else positions) == 0).flatten().cumsum(0)[counts]
         weights = 1.0 / torch.bincount(row)[row].to(losses.dtype)
-    size = float(
-        (losses.detach() + 1).mul(weights).sum()
-    )  # 1: the sum of exponentials that the label's is nearly all of
-    return _Loss((losses * weights).sum(), size)
+    terms = losses.detach() + 1  # a sum of exponentials near 1 has a logarithm that is off by a rounding of 1
+    return _Loss((losses * weights).sum(), float((terms * weights).sum()))
 
 
 def _of_pairs(section: Any, inputs: Mapping[str, Any], labels: torch.Tensor, passed: _Passed) -> _Loss:
@@ -179,9 +177,8 @@ def _of_pairs(section: Any, inputs: Mapping[str, Any], labels: torch.Tensor, pas
     row, real = answered.nonzero()[:, 0], labels != IGNORED
 
     def summed(logits: torch.Tensor) -> torch.Tensor:
-        found = torch.log_softmax(logits[answered].to(passed.own.dtype), -1).gather(-1, targets[answered][:, None])[
-            :, 0
-        ]
+        of_all = torch.log_softmax(logits[answered].to(passed.own.dtype), -1)
+        found = of_all.gather(-1, targets[answered][:, None])[:, 0]
         return found.new_zeros(len(targets)).index_add(0, row, found).view(-1, 2)
 
     own = summed(passed.own)
