@@ -282,12 +282,13 @@ class Plan:
     def tensors(self, name: str, dtype: torch.dtype | None, *, without: tuple[str, ...]) -> dict[str, torch.Tensor]:
         """A module's parameters and buffers, rounded as the plan says; in `dtype`, where that is given.
 
-        without: modules inside that are not run, and what their names begin with.
+        without: modules inside that are not run, and what their names begin with. Of these the vectors remain, by whose
+        dtype some code rounds what it hands to them, as Mamba's blocks do.
         """
         module, found = self.modules[name], {}
         for key, parameter in module.named_parameters(remove_duplicate=False):
             full = f"{name}.{key}" if name else key
-            if full.startswith(without):
+            if full.startswith(without) and parameter.dim() > 1:
                 continue
             if parameter.is_floating_point():
                 parameter = parameter.to(self._weights(full.rpartition(".")[0]))

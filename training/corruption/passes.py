@@ -227,6 +227,9 @@ class Passes:
         terms = len(self._batch.input_ids) * ranks
         for row, (name, module) in zip(table, self._linears.items(), strict=True):
             weight: Any = module.weight
+            if not self._came[name]:  # as Mamba's dt_proj
+                self.skipped[name] = "its weight is used without a call of the layer"
+                continue
             u = unit_roundoff(DTYPES[engine.compute if regions is None else regions.dtypes.get(name, "fp32")])
             mine, square, expected, sizes = row.split([_SIGNS, 1, _SIGNS, 2])
             # a few signs may all but cancel; the whole gradient's own norm does not
