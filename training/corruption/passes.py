@@ -25,6 +25,7 @@ from config.errors import one_line
 from config.resolved import Resolved
 from data.batches.loader import IGNORED_LABEL, Batch
 from modeling.compiling import CompiledBlock
+from modeling.embedding_noise import has_noise
 from modeling.objectives.label_prediction import LabelPrediction
 from precision.closeness import OTHER_KERNEL, distance
 from precision.dtypes import DTYPES
@@ -135,8 +136,8 @@ class Passes:
             attention = self._resolved.config.model.attention
             if any("expert" in key or kinds[key] == "functional" for key in inside):
                 self.skipped["experts"] = "which tokens they get is decided in the run"
-            elif is_random(module):
-                self.skipped["dropout"] = "modules that drop values are not compared"
+            elif is_random(module) or has_noise(module):
+                self.skipped["dropout"] = "modules that drop values, or get noise, are not compared"
             elif name in self._of_samples and (attention not in ("sdpa", "eager") or self._resolved.batch.sequence > 1):
                 self.skipped["attention"] = f"{attention}, or ranks that share sequences, cannot be recomputed"
             else:
