@@ -10,10 +10,11 @@ import torch
 
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
-from config.schema import OptimizerSection
+from config.schema import OptimizerSection, ParitySection
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.jobs.task_jobs import overrides_of, write_all
 from tools.parity.constants import of_update
+from tools.parity.judge_steps import Walk, judge_steps
 from tools.parity.steps import Recomputed
 from training.distributed import World
 from training.engine.optimizer import IMPLEMENTATIONS
@@ -110,6 +111,22 @@ def test_a_constant_that_is_wrong_by_a_thousandth_is_named(pair: ProcessGroup, f
     for found, said in zip(others, planted.values(), strict=False):
         assert max(found["task_loss"].values()) > 1
         assert all(said in note for note in found["other_constants"]) and found["other_constants"], found
+
+
+def failed_with_noise(world: World, *, arguments: list[str]) -> list[str]:
+    """The checks that the first step fails."""
+    resolved = read_command_line(["--config", DEMO, *arguments])
+    with session(resolved, world=world) as opened:
+        steps = Recomputed(opened, run_dir_of(resolved)).parity
+        row = {"step": 1, **steps.step(opened.batches.next_step(), applied=0)}
+    return [check.name for check in judge_steps([Walk(0, True, [row])], ParitySection()) if not check.passed]
+
+
+def test_noise_on_embeddings_is_no_error_of_the_module(pair: ProcessGroup, folder: Path) -> None:
+    job, more, _ = CASES["noise"]
+    arguments = [*overrides_of(folder, job), *more, f"run.dir={folder}/runs", "data.workers=1"]
+    prepare(read_command_line(["--config", DEMO, *arguments]).config, progress=False)
+    assert pair.run(failed_with_noise, arguments=arguments) == [[], []]
 
 
 @pytest.mark.parametrize(
