@@ -32,7 +32,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,6 @@ from config.launcher import without_accelerate
 from config.resolved import Resolved
 from config.schema import ParitySection
 from data.batches.loader import Batch, Batches
-from modeling.objectives.label_prediction import LabelPrediction
 from modeling.objectives.objective import Scored
 from modeling.router_balance import router_balance
 from precision.dtypes import DTYPES
@@ -143,9 +142,7 @@ class StepParity:
         first = next(batch.micro_batches(world.device))
         watch = signatures.watch_loss(reference.objective, *first, engine.loss_path.score)
         products = Fp8Products(reference.model, engine.model, regions, world=world)
-        of_labels = reference.objective if isinstance(reference.objective, LabelPrediction) else None
-        noisy = nullcontext() if of_labels is None else of_labels.noisy(first[0])  # in modules that are called alone
-        with noisy, errors.of_candidate(), signatures.of_candidate(), products.of_candidate():
+        with errors.of_candidate(), signatures.of_candidate(), products.of_candidate():
             outcome = engine.forward_backward(batch, step=batch.position + 1, on_loss=watch)
         health = compared = engine.health(outcome)
         found = self._reduced_gradients()
