@@ -22,7 +22,7 @@ _BY_MANIFEST = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "phi
 
 def drawn(count: int = COUNT, seed: int = SEED) -> list[tuple[str, tuple[str, ...], str, int]]:
     """Name, overrides, precision path and ZeRO stage of each set-up. Every architecture comes as often as any other."""
-    dice, found = random.Random(seed), []
+    dice, found = random.Random(seed), list[tuple[str, tuple[str, ...], str, int]]()
     for number in range(count):
         case = CASES[number % len(CASES)]
         layers, rate = dice.choice(LAYERS), dice.choice(RATES)

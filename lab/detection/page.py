@@ -138,7 +138,8 @@ def wide_alarms(results: Results) -> str:
     return section(
         "False alarms over all architectures",
         f"{len(alarms)} of {len(cells)} healthy set-ups raised an alarm: {len(alarms) / len(cells):.1%}, 95% interval "
-        f"{low:.1%} to {high:.1%} (Wilson). Of {chaotic} whole runs were not judged, as chaotic at their rate.",
+        f"{low:.1%} to {high:.1%} (Wilson). {chaotic} whole runs were not judged, as chaotic at their rate. "
+        f"{COUNT - len(cells)} of the {COUNT} have not been made yet.",
         f"""{COUNT} are drawn (`lab/detection/healthy.py`, seed {SEED}): every architecture of
 [models.md](models.md), 2 to 48 layers of width 32, learning rates from 1e-6 to 3e-2, BF16, FP16 or a manifest, ZeRO-1
 to 3, {WIDE_STEPS} steps on two processes. Each is judged by all checks of the gate, those outside of the engine

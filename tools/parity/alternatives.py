@@ -21,7 +21,7 @@ _ATTENTION = {"sdpa": "eager", "eager": "sdpa"}
 
 def alternatives(model: PreTrainedModel) -> dict[str, AbstractContextManager[None]]:
     """Contexts in which a model computes the same in another order, by name."""
-    found = {"sums in halves": _halves(), "other threads": _threads()}
+    found: dict[str, AbstractContextManager[None]] = {"sums in halves": _halves(), "other threads": _threads()}
     attention = str(getattr(model.config, "_attn_implementation", None))
     if attention in _ATTENTION and (attention == "sdpa" or model._supports_sdpa):
         found[f"{_ATTENTION[attention]} attention"] = _other_attention(model, attention)

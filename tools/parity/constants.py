@@ -53,7 +53,11 @@ def variants(section: Any, keys: tuple[str, ...], make: Callable[[Any], torch.Te
 
                 found[f"{key}[{place}]"] = one, of_pair
         elif asked is not None:
-            found[key] = asked, lambda value, key=key: make(replace(section, **{key: value}))
+
+            def of_one(value: float, key: str = key) -> torch.Tensor:
+                return make(replace(section, **{key: value}))
+
+            found[key] = asked, of_one
     return found
 
 

@@ -254,7 +254,7 @@ class StepParity:
         engine.model.train(not self.no_dropout)
         found = loss_errors(engine, self._resolved.config, *next(batch.micro_batches(engine.world.device)))
         restore_generators(drawn, engine.world.device)
-        errors = {}
+        errors: dict[str, float] = {}
         of_ranks = engine.world.gather_objects(found)
         for rank, (each, _) in enumerate(of_ranks):
             errors |= {f"{name} on rank {rank}": off for name, off in each.items()}
@@ -432,7 +432,8 @@ class StepParity:
         update, clipping = IMPLEMENTATIONS[section.name].update, section.gradient_clipping
         exact = clip_coefficient(_norm(gradients), clipping)
         reported = 1.0 / max(1.0, (norm + 1e-6) / clipping) if clipping else 1.0
-        errors, beyond, constants = {}, {}, {}
+        errors, beyond = {}, {}
+        constants: dict[str, str] = {}
         for name, parameter in engine.model.named_parameters():
             if name not in gradients:
                 continue
@@ -466,8 +467,8 @@ class StepParity:
             bounds = self._resolved.config.parity
             wrong = errors[name] > bounds.update_error or beyond.get(name, 0.0) > bounds.update_rounding
             if wrong and len(constants) < MOST_NAMED and gradients[name].numel() <= MOST_VALUES:
-                known = before[0], gradients[name] * exact, states[name]
-                given = UpdateInputs(*known, matrix=name in self._hidden, **options)
+                clipped = gradients[name] * exact
+                given = UpdateInputs(before[0], clipped, states[name], matrix=name in self._hidden, **options)
                 constants[name] = of_update(given, whole_master(engine, parameter), now)
         return {"update_error": errors, "update_rounding": beyond, "constants": constants}
 

@@ -25,7 +25,7 @@ from modeling.objectives.divergence import IDS, LOG_PROBS
 from precision.tolerance import relative, tolerance, unit_roundoff
 from tools.parity.constants import named, variants
 from tools.parity.oracle.rules import IGNORED, unit_interval
-from tools.parity.oracle.tasks import of_margin, of_teacher, on_known
+from tools.parity.oracle.tasks import divergence_loss, margin_loss, on_known
 from tools.parity.recompute import is_off
 from training.engine import Engine
 
@@ -185,7 +185,7 @@ def _of_pairs(section: Any, inputs: Mapping[str, Any], labels: torch.Tensor, pas
     before = inputs["reference"].to(own.dtype) if passed.reference is None else summed(passed.reference)
     lengths = answered.sum(-1).view(-1, 2)[:, 0].clamp(min=1)
     ratios = own - before
-    losses = of_margin(section, ratios[:, 0] - ratios[:, 1], own[:, 0] / lengths)[real]
+    losses = margin_loss(section, ratios[:, 0] - ratios[:, 1], own[:, 0] / lengths)[real]
     sizes = (own.abs() + before.abs()).sum(-1).detach()[real]
     [slope] = torch.autograd.grad(losses.sum(), own, retain_graph=True)
     curved = _CURVATURE[section.loss](section.beta) * sizes
@@ -210,7 +210,7 @@ def _of_teacher(
     far = (p.clamp(min=1e-30).log().abs() + q.detach().clamp(min=1e-30).log().abs()) * (p + q.detach())
     share = (1 - section.ce_weight) * section.temperature**2
     size = share * float(far.sum()) + section.ce_weight * float(entropy.detach())
-    return _Loss(of_teacher(section, p, q, entropy), size)
+    return _Loss(divergence_loss(section, p, q, entropy), size)
 
 
 def _of_noise(

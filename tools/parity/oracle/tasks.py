@@ -316,7 +316,7 @@ class Preferred(Task):
             lengths = [len(answer) for answer in mine]
             values: list[Any] = [chosen, rejected, *before, *k3, *lengths, chosen / length]
             self._seen.append(tuple(map(float, values)))
-        return of_margin(section, margin, chosen / length)
+        return margin_loss(section, margin, chosen / length)
 
     def metrics(self) -> dict[str, float]:
         """Means over pairs; of the two estimators of a KL divergence over tokens (Schulman 2020)."""
@@ -381,7 +381,7 @@ class Distilled(Task):
         if not torch.is_grad_enabled():
             agreed = int((logits.argmax(-1) == of_teacher.argmax(-1)).sum())
             self._seen.append((float(_kl(p, q)), float(of_labels), agreed, len(logits)))
-        return of_teacher(section, p, q, of_labels)
+        return divergence_loss(section, p, q, of_labels)
 
     def metrics(self) -> dict[str, float]:
         """Means over labels."""
@@ -401,7 +401,7 @@ TASKS: dict[str, type[Task]] = {
 """Config's task to what the oracle computes of it."""
 
 
-def of_margin(section: PreferenceSection, margin: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+def margin_loss(section: PreferenceSection, margin: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     """Losses of pairs from their margins and the mean log-probabilities of the chosen answers' tokens, in nats."""
     if section.loss == "hinge":
         loss = torch.clamp(1 - section.beta * margin, min=0)
@@ -413,7 +413,7 @@ def of_margin(section: PreferenceSection, margin: torch.Tensor, chosen: torch.Te
     return loss - section.sft_weight * chosen
 
 
-def of_teacher(section: DistillSection, p: torch.Tensor, q: torch.Tensor, of_labels: torch.Tensor) -> torch.Tensor:
+def divergence_loss(section: DistillSection, p: torch.Tensor, q: torch.Tensor, of_labels: torch.Tensor) -> torch.Tensor:
     """The summed loss from a teacher's and a student's distributions at the temperature and the cross-entropy."""
     if section.loss == "forward_kl":
         apart = _kl(p, q)
