@@ -54,6 +54,12 @@ class EmbeddingNoise:
         return (output + noise.mul_(size.unsqueeze(-1))).to(output.dtype)  # summed in FP32, rounded once
 
 
+def has_noise(module: nn.Module) -> bool:
+    """Whether noise is added to what a module returns in training."""
+    hooks = module._forward_hooks.values()
+    return any(isinstance(getattr(hook, "__self__", None), EmbeddingNoise) for hook in hooks)
+
+
 @torch.no_grad()
 def uniform(keys: torch.Tensor, width: int) -> torch.Tensor:
     """(n, width) of FP32, uniform over the 2^23 odd multiples of 2^-23 in (-1, 1), by SplitMix64 (Steele, Lea and Flood

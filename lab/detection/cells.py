@@ -13,6 +13,7 @@ from config.cli import REPOSITORY
 from config.deepspeed.document import read_document
 from config.files import write_atomically
 from lab.detection.defects import BF16, DEFECTS, FP16, MANIFEST, PATHS, TEAM, WATCHED, Defect
+from lab.detection.healthy import drawn
 from lab.detection.later import LATER
 from tests.support.rows.chats import write_base, write_chats, write_pairs
 
@@ -59,6 +60,7 @@ FURTHER_VARIANTS: dict[str, tuple[str, ...]] = {
     "few": (*VARIANTS["plain"], "data.source=jsonl", "data.path={folder}/few.jsonl"),
     "lora": (*_TUNED, "task=sft", "data.path={folder}/chats.jsonl", _ADAPTER),
     "sft": (*_TUNED, "task=sft", "data.path={folder}/chats.jsonl"),
+    "noise": (*_TUNED, "task=sft", "data.path={folder}/chats.jsonl", "sft.neftune_alpha=5.0"),
     "dpo": (*_TUNED, "task=dpo", "data.path={folder}/pairs.jsonl", _ADAPTER),
     "moe": (
         *("model.architecture=qwen3_moe", f"model.config={_OTHER[:-1]}, {_EXPERTS}}}"),
@@ -67,6 +69,9 @@ FURTHER_VARIANTS: dict[str, tuple[str, ...]] = {
     "muon": (*VARIANTS["plain"], "optimizer.name=muon", "optimizer.learning_rate=8.0e-3"),
 }
 """Variants of later defects: tasks, models, optimizers and data that detection.md has none of."""
+WIDE = {name: (overrides, path, stage) for name, overrides, path, stage in drawn()}
+"""Healthy set-ups over all architectures."""
+WIDE_STEPS = 12
 _FP32_ATTENTION = (f"precision.manifest={REPOSITORY}/lab/detection/fp32_attention.json",)
 """Manifest of GPT-2 with dropout, whose attention torch computes in FP32 on a CPU; one of BF16 alone refuses that."""
 _DTYPES = {"bf16": "bf16", "fp16": "fp16", "manifest": "fp32"}
@@ -109,6 +114,11 @@ class Cell:
         return (last,) if self.planted is not None else (0, last)
 
     @property
+    def is_wide(self) -> bool:
+        """Whether it is one of the healthy set-ups over all architectures, which are judged as the gate judges."""
+        return self.variant in WIDE
+
+    @property
     def defect(self) -> Defect | None:
         """None of a healthy run."""
         return defect_of(self.planted) if self.planted is not None else None
@@ -122,6 +132,7 @@ class Cell:
 
 def base(folder: Path, variant: str, *, seed: int = 0, steps: int = STEPS) -> list[str]:
     """The arguments that a run and its twin share, for `read_command_line`."""
+    known = VARIANTS | FURTHER_VARIANTS | {name: overrides for name, (overrides, _, _) in WIDE.items()}
     return [
         *("--config", str(REPOSITORY / "config/recipes/demo.yaml")),
         *("data.source=text", f"data.path={REPOSITORY}/data", "data.tokenizer=bytes", f"data.cache_dir={folder}/cache"),
@@ -131,7 +142,7 @@ def base(folder: Path, variant: str, *, seed: int = 0, steps: int = STEPS) -> li
         *(f"schedule.warmup_steps={steps // 6}", "optimizer.gradient_clipping=0.5"),
         *(f"evaluate.every_steps={steps}", "evaluate.batches=4", "generate.tokens=0"),
         *("tracking.wandb=disabled", "tracking.log_every_steps=1000", "telemetry.every_steps=0"),
-        *(text.replace("{folder}", str(folder)) for text in (VARIANTS | FURTHER_VARIANTS)[variant]),
+        *(text.replace("{folder}", str(folder)) for text in known[variant]),
     ]
 
 
@@ -198,6 +209,11 @@ def healthy_cells() -> Iterator[Cell]:
             yield Cell(None, path, stage, variant, 0)
     for path, stage in places:
         yield Cell(None, path, stage, "dropout", 0, _FP32_ATTENTION if path == MANIFEST else ())
+
+
+def wide_cells() -> list[Cell]:
+    """The healthy set-ups over all architectures."""
+    return [Cell(None, path, stage, name, 0, steps=WIDE_STEPS) for name, (_, path, stage) in WIDE.items()]
 
 
 def later_cells() -> list[Cell]:

@@ -1,6 +1,7 @@
 """Plant defects that the product does not know into small runs, and tabulate what its judge says of each.
 
-    python -m lab.detection [--later] [--out docs/detection.md] [--only TEXT] [--folder DIR] [--minutes N] [--jobs N]
+    python -m lab.detection [--later | --wide] [--out docs/detection.md] [--only TEXT] [--folder DIR] [--minutes N]
+        [--jobs N]
 
 Each job runs one cell after another in two processes that stay up, and every result is appended to FOLDER/results.jsonl
 as soon as it is there, so that an interrupted table resumes where it stopped. Results and FP32 twins know the code that
@@ -24,10 +25,19 @@ from config.cli import Arguments, entry_point
 from config.command_line import read_command_line
 from config.options import positive_int
 from lab.detection import run
-from lab.detection.cells import FURTHER_VARIANTS, Cell, all_cells, base, later_cells, write_documents, write_rows
+from lab.detection.cells import (
+    FURTHER_VARIANTS,
+    Cell,
+    all_cells,
+    base,
+    later_cells,
+    wide_cells,
+    write_documents,
+    write_rows,
+)
 from lab.detection.defects import DEFECTS, Defect
 from lab.detection.made_of import PACKAGES, made_of
-from lab.detection.page import page
+from lab.detection.page import page, wide_alarms
 from tests.support.jobs.process_group import ProcessGroup
 from tracking.environment import environment
 from training.tasks.task import prepare
@@ -159,9 +169,13 @@ def measure(options: argparse.Namespace, code: str) -> None:
     known, others = results(path, code)
     if others:
         print(f"{path}: {others} results of other code are not used", flush=True)
-    wanted = later_cells() if options.later else all_cells()
+    wanted = later_cells() if options.later else wide_cells() if options.wide else [*all_cells(), *wide_cells()]
     cells = [cell for cell in wanted if options.only in cell.name and cell.name not in known]
-    sizes = [defect for defect in DEFECTS if defect.halving and "bf16" in defect.paths and not options.later]
+    sizes = [
+        defect
+        for defect in DEFECTS
+        if defect.halving and "bf16" in defect.paths and not (options.later or options.wide)
+    ]
     scalable = [defect for defect in sizes if options.only in defect.name and f"smallest {defect.name}" not in known]
     tasks: list[tuple[str, Callable[[Cells], dict[str, Any]]]] = [
         *((cell.name, lambda cells, cell=cell: cells.result(cell)) for cell in cells),
@@ -229,6 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Arguments("python -m lab.detection", __doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/detection/detection.md"), help="the page")
     parser.add_argument("--later", action="store_true", help="the defects of lab/detection/later.py; writes no page")
+    parser.add_argument("--wide", action="store_true", help="healthy set-ups over all architectures; writes no page")
     parser.add_argument("--only", default="", help="only cells whose name has this text; writes no page")
     parser.add_argument("--minutes", type=float, default=600.0, help="begin no cell after so many minutes")
     parser.add_argument("--jobs", type=positive_int, default=1, help="cells side by side, two processes each")
@@ -239,7 +254,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     code = made_of()
     prepare_data(options.folder, later=options.later)
     measure(options, code)
-    if not options.only and not options.later:
+    if options.wide:
+        print(wide_alarms(results(options.folder / "results.jsonl", code)[0]))
+    elif not options.only and not options.later:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         found, _ = results(options.folder / "results.jsonl", code)
         minutes = sum(each["seconds"] for each in found.values()) / 60

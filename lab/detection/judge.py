@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from config.errors import UserError
 from config.resolved import Resolved
 from tools.parity.every_step import judge_every_step
+from tools.parity.gate import by_rule, outside
 from tools.parity.jobs import Run, inner_dtypes, trajectory, walks_of
-from tools.parity.judge_runs import judge_trajectories
+from tools.parity.judge_runs import judge_trajectories, unless_chaotic
 from tools.parity.judge_steps import Check, Walk, judge_dtypes, judge_steps
 from tools.parity.oracle.judge import judge
 from tracking.jsonl import read_events
@@ -24,22 +26,38 @@ def judged(
     *,
     code: int,
     recomputed: int,
+    apart: Path | None = None,
+    points: Sequence[int] | None = None,
 ) -> dict[str, Any]:
     """{"found_by", "modules", "ranks", "said", "oracle"} of a finished run.
 
-    code: its exit code. recomputed: steps that the oracle recomputes. found_by: names of checks, `oracle: quantity`, or
-    `corruption`. said: a line each. oracle: why it was not asked.
+    code: its exit code. recomputed: steps that the oracle recomputes. apart: an FP32 run a bit apart from the twin.
+    points: steps after which the gate's checks outside of the engine recompute one, in place of the oracle's. found_by:
+    names of checks, `oracle: quantity`, or `corruption`. said: a line each. oracle: why it was not asked.
     """
     run, bounds = Run(run_dir, code == 0, "", None), resolved.config.parity
     events = list(read_events(run_dir.events))
+    other = Run(twin, True, "", None)
+    half, fp32 = trajectory(run), trajectory(other)
+    of_runs = judge_trajectories([half], [fp32], bounds)
+    if apart is not None:
+        bit = trajectory(Run(RunDir(apart), True, "", None))
+        of_runs = unless_chaotic(judge_trajectories([half], [fp32], bounds, [bit]), bit, fp32, bounds)
     checks = [
         Check("finished_runs", float(code == 0), 1.0, code == 0, at_least=True),
-        *judge_trajectories([trajectory(run)], [trajectory(Run(twin, True, "", None))], bounds),
+        *of_runs,
         *judge_steps(walks_of(measured, run), bounds),
         judge_dtypes(inner_dtypes(run), bounds),
         judge_every_step([run_dir.events], bounds.whole_steps),
     ]
+    if points is not None:
+        checks += [
+            by_rule(run_dir.events, resolved.config),
+            *outside(other, _silent, "fp32_evaluation", steps=bounds.oracle_steps, points=points),
+            *outside(run, _silent, "evaluation"),
+        ]
     found = _of_checks(checks)
+    found["chaotic"] = [check.name for check in checks if check.note.startswith("not judged: chaotic")]
     for event in events:
         if event["event"] in ("corruption", "reexecution"):
             found["found_by"].append("corruption")
@@ -48,6 +66,8 @@ def judged(
             found["ranks"] += event["ranks"]
             found["said"].append(event.get("text") or f"{event['outcome']}: {event['why']}")
     found["oracle"] = ""
+    if points is not None:
+        return {key: _once(value) if isinstance(value, list) else value for key, value in found.items()}
     try:
         oracle = judge(run_dir.path, steps=recomputed, log=lambda line: None)
     except UserError as problem:
@@ -58,6 +78,10 @@ def judged(
                 found["found_by"].append(f"oracle: {each.what}")
                 found["said"].append(f"oracle: {each.what}: {each.largest:.2e}, bound {each.bound:.2e}, {each.where}")
     return {key: _once(value) if isinstance(value, list) else value for key, value in found.items()}
+
+
+def _silent(line: str) -> None:
+    pass
 
 
 def judged_steps(measured: Sequence[dict[str, Any]], resolved: Resolved) -> dict[str, Any]:

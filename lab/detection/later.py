@@ -86,6 +86,8 @@ LATER = (
     _engine(
         "both: reference trained along", elsewhere.reference_trained_along, group="loss", variant="dpo", shared=True
     ),
+    _engine("beta of preferences 0.1% larger", elsewhere.other_constant, group="loss", variant="dpo", size=1e-3),
+    _engine("noise on embeddings 0.1% larger", elsewhere.other_constant, group="loss", variant="noise", size=1e-3),
     _site("both: end of answers not learned", "shared", elsewhere.end_of_answers_lost, variant="sft", shared=True),
     _site("both: same order in every epoch", "shared", elsewhere.same_order_in_every_epoch, variant="few", shared=True),
     _site("both: evaluated on rows of one rank", "shared", elsewhere.evaluated_on_rows_of_one_rank, shared=True),

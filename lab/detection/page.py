@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from lab.detection.cells import STEPS, Cell
+from lab.detection.cells import STEPS, WIDE_STEPS, Cell, wide_cells
 from lab.detection.defects import DEFECTS, PATHS, TEAM, Defect
+from lab.detection.healthy import COUNT, SEED
 from lab.detection.plants.site import BAD_RANK
 from tracking.pages import markdown
 from tracking.pages.markdown import Table, section
@@ -41,6 +43,7 @@ def page(cells: Sequence[Cell], results: Results, conditions: dict[str, Any]) ->
     return markdown.page(
         _opening(planted, healthy, results, conditions),
         _false_alarms(healthy, results),
+        wide_alarms(results),
         *(_group(group, planted, results) for group in _TITLES),
         _smallest(results),
         _how(conditions),
@@ -119,6 +122,42 @@ FP16, had been 1.1 times beyond it. For these checks they are no independent evi
         Table(("runs", *(path.upper() for path in PATHS)), rows),
         [f"{cell.name}: {'; '.join(results[cell.name]['said'])}" for cell in alarms],
     )
+
+
+def wide_alarms(results: Results) -> str:
+    """The section on the healthy set-ups over all architectures; empty where none has a result."""
+    cells = [cell for cell in wide_cells() if cell.name in results]
+    if not cells:
+        return ""
+    alarms = [cell for cell in cells if is_found(results[cell.name])]
+    chaotic = sum(bool(results[cell.name].get("chaotic")) for cell in cells)
+    low, high = _interval(len(alarms), len(cells))
+    counts = Counter(_architecture(cell) for cell in cells)
+    wrong = Counter(map(_architecture, alarms))
+    rows = [(name, count, wrong[name]) for name, count in counts.items()]
+    return section(
+        "False alarms over all architectures",
+        f"{len(alarms)} of {len(cells)} healthy set-ups raised an alarm: {len(alarms) / len(cells):.1%}, 95% interval "
+        f"{low:.1%} to {high:.1%} (Wilson). {chaotic} whole runs were not judged, as chaotic at their rate. "
+        f"{COUNT - len(cells)} of the {COUNT} have not been made yet.",
+        f"""{COUNT} are drawn (`lab/detection/healthy.py`, seed {SEED}): every architecture of
+[models.md](models.md), 2 to 48 layers of width 32, learning rates from 1e-6 to 3e-2, BF16, FP16 or a manifest, ZeRO-1
+to 3, {WIDE_STEPS} steps on two processes. Each is judged by all checks of the gate, those outside of the engine
+included. `python -m lab.detection --wide` makes them, and `make detection` with the rest.""",
+        Table(("architecture", "set-ups", "alarms"), rows),
+        [f"{cell.name}: {'; '.join(results[cell.name]['said'])}" for cell in alarms],
+    )
+
+
+def _architecture(cell: Cell) -> str:
+    return cell.variant.split()[1].rstrip(",")
+
+
+def _interval(count: int, total: int) -> tuple[float, float]:
+    """Of a share, at 95% (Wilson 1927)."""
+    z, share = 1.96, count / total
+    middle, half = share + z * z / (2 * total), z * math.sqrt(share * (1 - share) / total + (z / (2 * total)) ** 2)
+    return max(0.0, (middle - half) / (1 + z * z / total)), (middle + half) / (1 + z * z / total)
 
 
 def _group(group: str, planted: Sequence[Cell], results: Results) -> str:

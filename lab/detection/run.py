@@ -16,6 +16,8 @@ from lab.detection.judge import judged, judged_steps
 from lab.detection.made_of import made_with
 from lab.detection.plants.site import Plant, planted
 from tools.parity.every_step import settings
+from tools.parity.jobs import Run, trajectory
+from tools.parity.judge_runs import A_BIT, CHAOTIC, judge_trajectories
 from tools.parity.steps import measure
 from tracking.run_dir import RunDir
 from training.build import build
@@ -26,11 +28,21 @@ from training.session import locked_run_dir, run_dir_of, session
 WALK = 2
 
 
-def twin(world: World, *, folder: str, cell: Cell, name: str, code: str) -> None:
-    """The FP32 run that a cell is compared with, unless it is there, made by this code from the same arguments."""
+def twin(world: World, *, folder: str, cell: Cell, name: str, code: str, a_bit: bool = False) -> None:
+    """The FP32 run that a cell is compared with, unless it is there, made by this code from the same arguments.
+
+    a_bit: at a learning rate that only chaos makes a difference of.
+    """
     where = Path(folder)
     mark = where / "runs" / name / "made_of.json"
-    overrides = [*precision(where, "fp32", 2), "checkpoint.every_steps=0", "checkpoint.at_end=false"]
+    overrides = [*precision(where, "fp32", 2), "checkpoint.every_steps=0"]
+    if not cell.is_wide:
+        overrides.append("checkpoint.at_end=false")
+    elif a_bit:
+        rate = _resolve(where, cell, name, overrides).config.optimizer.learning_rate * (1 + A_BIT)
+        overrides.append(f"optimizer.learning_rate={rate!r}")
+    else:
+        overrides.append(f"checkpoint.also_after=[{cell.points[-1]}]")
     made = made_with(code, [*_arguments(where, cell, name), *overrides])
     if world.from_main(mark.exists() and mark.read_text(encoding="utf-8") == made):
         return
@@ -44,7 +56,7 @@ def twin(world: World, *, folder: str, cell: Cell, name: str, code: str) -> None
 def twin_name(cell: Cell) -> str:
     """The run of its twin; that of a defect which both have is its own."""
     shared = f"-{_plain(cell.defect.name)}" if cell.defect is not None and shares_defect(cell) else ""
-    return f"fp32-{cell.variant}-{cell.seed}{shared}"
+    return f"fp32-{_plain(cell.variant)}-{cell.seed}{shared}"
 
 
 def shares_defect(cell: Cell) -> bool:
@@ -65,11 +77,22 @@ def run(world: World, *, folder: str, cell: Cell, name: str, size: float | None 
     code = _train(world, resolved, plant, size)
     with _planted(plant, world, size):
         measured = measure(run_dir_of(resolved), resolved, list(cell.points), length=WALK, world=world)
+    apart, points = None, cell.points[1:] if cell.is_wide else None
+    if cell.is_wide and world.from_main(world.is_main and differs(run_dir_of(resolved), where, cell, resolved)):
+        apart = where / "runs" / f"{twin_name(cell)}-a-bit-apart"
+        twin(world, folder=folder, cell=cell, name=apart.name, code="", a_bit=True)
     if not world.is_main:
         return None
     mine, other = run_dir_of(resolved), RunDir(where / "runs" / twin_name(cell))
-    found = judged(mine, other, measured, resolved, code=code, recomputed=cell.every)
+    found = judged(mine, other, measured, resolved, code=code, recomputed=cell.every, apart=apart, points=points)
     return {**found, "seconds": time.monotonic() - started, "cpu": time.process_time() - cpu}
+
+
+def differs(mine: RunDir, folder: Path, cell: Cell, resolved: Resolved) -> bool:
+    """Whether a whole run and its twin differ by more than the bounds: by a defect, or by chaos alone."""
+    runs = [trajectory(Run(run, True, "", None)) for run in (mine, RunDir(folder / "runs" / twin_name(cell)))]
+    checks = judge_trajectories(runs[:1], runs[1:], resolved.config.parity)
+    return any(check.name in CHAOTIC and not check.passed for check in checks)
 
 
 def steps_alone(world: World, *, folder: str, cell: Cell, name: str, size: float) -> dict[str, Any] | None:

@@ -63,6 +63,16 @@ def test_a_sound_run_is_checked_and_nothing_is_said(pair: ProcessGroup, folder: 
     assert not of(events, "warning")
 
 
+def test_a_layer_whose_weight_is_used_without_a_call_is_left_out(pair: ProcessGroup, folder: Path) -> None:
+    """As Mamba's dt_proj, whose gradient would not be that of any call."""
+    mamba = ["model.name_or_path=null", "model.architecture=mamba"]
+    mamba.append("model.config={hidden_size: 32, state_size: 8, num_hidden_layers: 2}")
+    events = events_of(pair, folder, [*cast("bf16", 2), *mamba])
+    assert not of(events, "warning")
+    skipped = of(events, "self_check")[0]["skipped"]
+    assert skipped["backbone.layers.0.mixer.dt_proj"] == "its weight is used without a call of the layer"
+
+
 @pytest.mark.parametrize(
     ("defect", "overrides", "named", "says"),
     [

@@ -30,6 +30,7 @@ from config.errors import one_line
 from modeling.objectives.label_prediction import LabelPrediction
 from modeling.objectives.objective import Forward, Objective, Scored
 from precision.manifest import is_router
+from precision.tolerance import expected
 from tools.parity.own_code import own_code
 from tools.parity.partial_sums import Walk, walks
 from tools.parity.recompute import (
@@ -206,7 +207,9 @@ class Backward:
         came = max(map(_mean_square, call.came.values()))
         size: dict[str, Any] = {"tokens": tokens, "came": came, "walks": sums}
         if kind == "attention":
-            size["moved"] = self._moved(small, computed[-1])
+            size["moved"] = self._moved(small, computed[-1], torch.float64)
+        elif _is_far(computed[1], computed[-1], max(terms_of(kind, small), tokens)):
+            size["moved"] = self._moved(small, computed[1], torch.float32)
         return self._rows(call.name, kind, max(terms_of(kind, small), tokens), run, computed, **size)
 
     def _compare_loss(self, objective: Objective, inputs: dict[str, Any], labels: torch.Tensor) -> list[dict[str, Any]]:
@@ -276,10 +279,15 @@ class Backward:
         made = leaves_of(output)
         return self._gradients(call, leaves, [(made[number], came) for number, came in call.came.items()])
 
-    def _moved(self, call: Call, exact: _Gradients) -> dict[str, float]:
-        """The sum of squared changes of FP64's gradients, by part, when all that they are computed from is rounded."""
-        found = self._again(rounded(call), torch.float64)
-        return {part: float((found[part] - values).square().sum()) for part, values in exact.items() if part in found}
+    def _moved(self, call: Call, made: _Gradients, dtype: torch.dtype) -> dict[str, float]:
+        """The sum of squared changes of gradients, by part, when all that they are computed from is rounded to FP32.
+
+        made: those of this dtype. FP64's are what rounding does to the definition; FP32's have their roundings drawn
+        anew as well, which terms that cancel inside a module leave: a cast to fewer bits stays as it was.
+        """
+        found = self._again(rounded(call), dtype)
+        there = ((part, values) for part, values in made.items() if part in found)
+        return {part: float((found[part] - values).double().square().sum()) for part, values in there}
 
     def _gradients(self, call: Call, leaves: Leaves, ends: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> _Gradients:
         """Gradients by part. ends: the outputs, each with its incoming gradient."""
@@ -361,6 +369,16 @@ class Backward:
 _INPUT, _OUTPUT = f"{GRADIENT}its input", "output"
 HALF_OF_SMALLEST = torch.finfo(torch.float16).smallest_normal * 2.0**-11
 """Half of FP16's smallest number: the largest error of rounding to nearest below the smallest normal one."""
+
+
+def _is_far(fp32: _Gradients, exact: _Gradients, terms: int) -> bool:
+    """Whether FP32's roundings alone do not explain its distance from FP64's, as where terms all but cancel."""
+    least = expected(terms, torch.float32)
+    return any(
+        bool((fp32[part].double() - values.double()).norm() > least * values.double().norm())
+        for part, values in exact.items()
+        if part in fp32
+    )
 
 
 def _returned(call: Call, place: int) -> str:

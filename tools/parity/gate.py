@@ -51,7 +51,15 @@ from tools.parity.jobs import (
     trajectory,
     walk_steps,
 )
-from tools.parity.judge_runs import Trajectory, confidence, confidence_line, first_departure, judge_trajectories
+from tools.parity.judge_runs import (
+    CHAOTIC,
+    Trajectory,
+    confidence,
+    confidence_line,
+    first_departure,
+    judge_trajectories,
+    unless_chaotic,
+)
 from tools.parity.judge_steps import Check, first_divergence, judge_dtypes, judge_steps
 from tools.parity.oracle.comparison import Comparison
 from tools.parity.oracle.judge import STEPS, Unknown, judge
@@ -88,11 +96,16 @@ def gate(chosen: Plan, log: Log = print, *, references: References | None = None
     for index, (seed, run) in enumerate(zip(seeds(chosen), half, strict=True)):
         if run.settling is not None:
             fp32[index] = trajectory(train_twin(chosen, seed, log, settling=run.settling))
+    of_runs = judge_trajectories(half, fp32, bounds, nudged, whole=whole)
+    if any(check.name in CHAOTIC and not check.passed for check in of_runs):  # by a defect, or by chaos alone
+        apart = trajectory(train_twin(chosen, seeds(chosen)[0], log, a_bit=True))
+        of_runs = judge_trajectories(half, fp32, bounds, [*nudged, apart], whole=whole)
+        of_runs = unless_chaotic(of_runs, apart, whole, bounds)
     unfinished = [f"{run.folder.name}: {run.error_line}" for run in candidates if not run.finished]
     share = 1 - len(unfinished) / len(candidates)
     checks = [
         Check("finished_runs", share, 1.0, not unfinished, at_least=True, note="; ".join(unfinished)),
-        *judge_trajectories(half, fp32, bounds, nudged, whole=whole),
+        *of_runs,
         *judge_steps(walks, bounds),
         judge_dtypes([report for run in candidates for report in inner_dtypes(run)], bounds),
         by_rule(candidates[0].folder.events, chosen.resolved.config),

@@ -31,7 +31,7 @@ from launch.job import (
 )
 from tools.parity.energy import joules, used
 from tools.parity.every_step import settings
-from tools.parity.judge_runs import Settling, Trajectory, control_factor, settling_of
+from tools.parity.judge_runs import A_BIT, Settling, Trajectory, control_factor, settling_of
 from tools.parity.judge_steps import COMPARED, Walk
 from tracking.environment import git_state
 from tracking.jsonl import Follower, read_events, surviving
@@ -137,11 +137,18 @@ def train_references(chosen: Plan, log: Log) -> References:
 
 
 def train_twin(
-    chosen: Plan, seed: int, log: Log, *, control: int | None = None, settling: Settling | None = None
+    chosen: Plan,
+    seed: int,
+    log: Log,
+    *,
+    control: int | None = None,
+    settling: Settling | None = None,
+    a_bit: bool = False,
 ) -> Run:
     """Train the job in FP32. Raises UserError when it fails: then there is nothing to compare with.
 
     control: its index, by which the learning rate differs slightly. settling: its steps are not applied here either.
+    a_bit: the learning rate differs by so little that only chaos makes a difference of it.
     """
     twin = chosen.folder / "fp32_twin.json"
     write_in_fp32(chosen.resolved.deepspeed_path, twin)
@@ -150,9 +157,12 @@ def train_twin(
         *("precision.path=cast", "precision.manifest=null", "precision.compute=fp32", "precision.masters=fp32"),
         *("checkpoint.every_steps=0", "faults=[]"),
     ]
-    if seed == chosen.resolved.config.run.seed and control is None and settling is None:
+    if seed == chosen.resolved.config.run.seed and control is None and settling is None and not a_bit:
         overrides = [*overrides, *_saving(chosen)]
     name = f"{TWIN}seed-{seed}"
+    if a_bit:
+        rate = chosen.resolved.config.optimizer.learning_rate * (1 + A_BIT)
+        name, overrides = f"{TWIN}a-bit-apart", [*overrides, f"optimizer.learning_rate={rate!r}"]
     if control is not None:
         rate = chosen.resolved.config.optimizer.learning_rate * control_factor(control)
         name, overrides = f"{TWIN}control-{control + 1}", [*overrides, f"optimizer.learning_rate={rate!r}"]

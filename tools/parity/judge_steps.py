@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -17,7 +18,7 @@ from typing import Any
 from config.schema import ParitySection
 from precision.statistics import NEGLIGIBLE
 from precision.tolerance import relative
-from tools.parity.rounding import findings, pooled, resolutions
+from tools.parity.rounding import OTHER_KERNEL, findings, pooled, resolutions
 
 COMPARED = "step compared:"
 """Beginning of the line that `tools.parity.steps` prints of each step that it has compared."""
@@ -91,6 +92,9 @@ def judge_steps(walks: Sequence[Walk], bounds: ParitySection) -> list[Check]:
     attempted = [step for walk in walks for step in walk.steps]
     taken = [step for step in attempted if step["applied"]]
     planned = [float(error) for step in attempted for error in step.get("planned_error", {}).values()]
+    read_back = _constants(taken, "constants")
+    others, note = _alternatives(attempted)
+    most_excess = max(bounds.gradient_excess, (1 + OTHER_KERNEL) * others)
     checks = [
         _over(attempted, "module_error", bounds.module_error, module_errors, note=_fp8_note(planned)),
         _over(attempted, "accumulation_error", bounds.accumulation_error, _figures("accumulation_error"), floor=0.0),
@@ -98,12 +102,15 @@ def judge_steps(walks: Sequence[Walk], bounds: ParitySection) -> list[Check]:
         _over(attempted, "loss_error", bounds.loss_error, _of_loss("loss_error"), floor=0.0),
         _over(attempted, "evaluation_error", SAME_LOSS, _evaluation, floor=0.0),
         _over(attempted, "dropout", 0.0, _dropout, floor=0.0),
+        _over(attempted, "task_loss", 1.0, _task_loss, note=_constants(attempted, "other_constants"), floor=0.0),
         _over(taken, "gradient_error", bounds.gradient_error, gradient_errors, note=_gradient_note(taken)),
-        _over(taken, "gradient_excess", bounds.gradient_excess, _excess, floor=0.0),
+        _over(taken, "gradient_excess", most_excess, _excess, note=note, floor=0.0),
         _over(taken, "gradient_cosine", bounds.gradient_cosine, _gradients("cosine"), at_least=True),
         _over(taken, "sign_agreement", bounds.sign_agreement, _gradients("sign_agreement"), at_least=True),
-        _over(taken, "update_error", bounds.update_error, _figures("update_error")),
-        _over(taken, "update_rounding", bounds.update_rounding, _figures("update_rounding"), floor=0.0),
+        _over(
+            taken, "update_error", bounds.update_error, _figures("update_error"), note=_constants(taken, "constants")
+        ),
+        _over(taken, "update_rounding", bounds.update_rounding, _figures("update_rounding"), note=read_back, floor=0.0),
         _over(taken, "grad_norm_error", min(NORM_ROUNDING, bounds.update_error), _norm_error),
         _over(attempted, "weight_drift", bounds.weight_drift, _figures("drift"), floor=0.0),
         judge_signatures(taken, bounds),
@@ -303,7 +310,7 @@ def _gradients(what: str) -> _Values:
     def values(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
         planned, plain, found = step.get("planned", {}), step.get("plain", {}), step["parameters"]
         agreement = {
-            name: _agreement(what, found[name], planned.get(name), plain.get(name)) for name in _more_than_noise(step)
+            name: _agreement(what, found[name], planned.get(name), plain.get(name)) for name in more_than_noise(step)
         }
         return _by_module(agreement, worst=max if what == "relative_error" else min).items()
 
@@ -316,7 +323,7 @@ gradient_errors = _gradients("relative_error")
 
 def beyond_bounds(step: Mapping[str, Any], bounds: ParitySection) -> list[str]:
     """Parameters, by name, whose gradient is more than noise and disagrees with FP32's by more than `bounds`."""
-    found = {name: step["parameters"][name] for name in _more_than_noise(step)}
+    found = {name: step["parameters"][name] for name in more_than_noise(step)}
     return [
         name
         for name, agreement in found.items()
@@ -331,7 +338,7 @@ def beyond_bounds(step: Mapping[str, Any], bounds: ParitySection) -> list[str]:
 def _excess(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
     """Each module's gradient error, less one rounding, in units of plain torch's in the run's dtype."""
     found = {}
-    for name in _more_than_noise(step):
+    for name in more_than_noise(step):
         plain = step.get("plain_error", {}).get(name)
         if plain is not None and float(plain) <= PLAIN_MOST:
             error = float(step["parameters"][name]["relative_error"]) - step["roundoff"]
@@ -339,7 +346,7 @@ def _excess(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
     return _by_module(found).items()
 
 
-def _more_than_noise(step: Mapping[str, Any]) -> list[str]:
+def more_than_noise(step: Mapping[str, Any]) -> list[str]:
     """Parameters, by name, whose gradient is not negligible beside the largest."""
     norms = {name: float(norm) for name, norm in step["reference_norms"].items()}
     floor = NEGLIGIBLE * max(norms.values(), default=0.0)
@@ -403,6 +410,28 @@ def _evaluation(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
 
 def _dropout(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
     yield from ((f"{name} {how}", 1.0) for name, how in step.get("dropped_otherwise", {}).items())
+
+
+def _task_loss(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+    return step.get("task_loss", {}).items()
+
+
+def _alternatives(steps: Sequence[Mapping[str, Any]]) -> tuple[float, str]:
+    """The largest gradient error of sound alternatives, in units of plain torch's; and a note."""
+    found: dict[str, float] = {}
+    for step in steps:
+        found |= {what: max(value, found.get(what, 0.0)) for what, value in step.get("alternatives", {}).items()}
+    listed = ", ".join(f"{what} {value:.3g}" for what, value in found.items())
+    return max(found.values(), default=0.0), f"sound alternatives on this machine: {listed}" if listed else ""
+
+
+def _constants(steps: Sequence[Mapping[str, Any]], key: str) -> str:
+    """Note on constants that were read back otherwise than the config has them, the most frequent first."""
+    texts: Counter[str] = Counter()
+    for step in steps:
+        found = step.get(key, ())
+        texts.update(text for text in (found.values() if isinstance(found, Mapping) else found) if text)
+    return "; ".join(text for text, _ in texts.most_common(3))
 
 
 def _norm_error(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:

@@ -20,6 +20,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from config.errors import one_line
+from modeling.embedding_noise import has_noise
 from precision.findings import tensors_of
 from precision.manifest import find_regions
 from precision.regions import Regions
@@ -52,7 +53,7 @@ class OutputErrors:
         self._candidate = {
             name: module
             for name, module in candidate.named_modules()
-            if name in kinds or (name and next(module.children(), None) is None)
+            if (name in kinds or (name and next(module.children(), None) is None)) and not has_noise(module)
         }
         self._regions = regions
         self._eight_bit = regions.names_in("fp8") if regions else ()

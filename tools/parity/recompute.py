@@ -282,12 +282,13 @@ class Plan:
     def tensors(self, name: str, dtype: torch.dtype | None, *, without: tuple[str, ...]) -> dict[str, torch.Tensor]:
         """A module's parameters and buffers, rounded as the plan says; in `dtype`, where that is given.
 
-        without: modules inside that are not run, and what their names begin with.
+        without: modules inside that are not run, and what their names begin with. Of these the vectors remain, by whose
+        dtype some code rounds what it hands to them, as Mamba's blocks do.
         """
         module, found = self.modules[name], {}
         for key, parameter in module.named_parameters(remove_duplicate=False):
             full = f"{name}.{key}" if name else key
-            if full.startswith(without):
+            if full.startswith(without) and parameter.dim() > 1:
                 continue
             if parameter.is_floating_point():
                 parameter = parameter.to(self._weights(full.rpartition(".")[0]))
@@ -329,7 +330,7 @@ class Plan:
     def _by_ranks(self, name: str, module: Any, own: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A module's result, composed as the ranks that have slices of it compute it."""
         if name == self._halves:
-            return _by_halves(own, args[0] if args else kwargs["input"])
+            return by_halves(own, args[0] if args else kwargs["input"])
         how = self._cuts.get(f"{name}.weight")
         if how is not None:
             return _by_slices(how, own, args[0] if args else kwargs["input"])
@@ -355,7 +356,7 @@ def _by_slices(how: Cut, own: Any, given: torch.Tensor) -> torch.Tensor:
     return output if bias is None else output + bias
 
 
-def _by_halves(own: Any, given: torch.Tensor) -> torch.Tensor:
+def by_halves(own: Any, given: torch.Tensor) -> torch.Tensor:
     """A linear layer whose sums are of two halves: over inputs, over outputs in the backward pass, and over rows."""
     bias, found = own.get("bias"), []
     for rows in given.reshape(-1, given.shape[-1]).chunk(2):

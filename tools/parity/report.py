@@ -29,6 +29,7 @@ _WORDS = {
     "fp8_products": "products of an FP8 layer against FP8's definition, in roundings",
     "module_error": "a module's own error, on the inputs it got",
     "accumulation_error": "known gradients added up, relative error",
+    "task_loss": "the task's loss and its gradient against FP64 from the same logits, in units of FP32's rounding",
     "dropout": "modules that drop another share in training than is declared",
     "every_step": "what both runs said of their own steps, compared with plain torch as they were taken",
     "by_rule": "learning rate and loss scale, replayed by the config's rules",

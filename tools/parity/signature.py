@@ -33,6 +33,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from config.errors import one_line
+from modeling.embedding_noise import has_noise
 from precision.regions import Regions
 from tools.parity.backward import Backward
 from tools.parity.own_code import own_code
@@ -137,6 +138,8 @@ class Signatures:
             self._backward.leave(call)
             if in_place:
                 self._not_measured[call.name] = "it changes its inputs in place"
+            elif has_noise(module):
+                self._not_measured[call.name] = "noise is added to what it returns; see task_loss"
             elif call.name:
                 self._compare(call)
         call.inside = []

@@ -11,7 +11,8 @@ takes a few real steps. For every one of them it measures, module by module,
 - the *update error*: the change of its masters against the optimizer in FP64 on the gradient that the engine reduced;
 - the share of its masters and moments that this update left further from FP64 than FP32's rounding explains;
 - at each point, whether two evaluations of a batch have the same loss, in evaluation mode and in the dtypes that
-  training computes in; the error of a sum of two gradients that are known; and how far a step's loss and gradients are
+  training computes in; the task's loss and its gradient against their definition in FP64 (`tools.parity.task_loss`);
+  the error of a sum of two gradients that are known; and how far a step's loss and gradients are
   from those that its micro-batches' add up to, everything that counts in the global batch counting the same;
 - the *drift*: the distance of the weights it computes with from its rounded masters;
 - with FP8 in the plan, what its rounding alone does to outputs and gradients, and the three products of each FP8 layer
@@ -52,18 +53,31 @@ from precision.dtypes import DTYPES
 from precision.sampling import distances
 from precision.statistics import compare_gradients, to_plain
 from precision.tolerance import relative, unit_roundoff
+from tools.parity.alternatives import alternatives
+from tools.parity.constants import of_update
 from tools.parity.dropped import otherwise, rates
 from tools.parity.fp8_linear import in_fp8
 from tools.parity.fp8_products import Fp8Products
-from tools.parity.judge_steps import COMPARED, Walk, beyond_bounds, blamed, first_divergence, judge_steps
+from tools.parity.judge_steps import (
+    COMPARED,
+    MOST_NAMED,
+    PLAIN_MOST,
+    Walk,
+    beyond_bounds,
+    blamed,
+    first_divergence,
+    judge_steps,
+    more_than_noise,
+)
 from tools.parity.oracle.comparison import checksum_at_start, checksum_in
-from tools.parity.oracle.optimizers import decay_and_factor
+from tools.parity.oracle.optimizers import decay_and_factor, hidden_matrices
 from tools.parity.outputs import OutputErrors
 from tools.parity.plain import Apart, clip_coefficient
 from tools.parity.recompute import MOST_VALUES
 from tools.parity.reference import Reference, dropouts, tokens_by_expert
 from tools.parity.signature import Signatures
 from tools.parity.slices import Slices, whole_state
+from tools.parity.task_loss import loss_errors
 from tracking.record import Record
 from tracking.run_dir import RunDir
 from training.build import assemble
@@ -95,6 +109,8 @@ class StepParity:
     def __init__(self, engine: Engine, reference: Reference, resolved: Resolved) -> None:
         self._engine, self._reference, self._resolved = engine, reference, resolved
         self._rules = decay_and_factor(reference.model, resolved.config.optimizer)
+        self._hidden = hidden_matrices(reference.model, resolved.config.optimizer)
+        self._alternatives_known = False
         self.speaks = engine.world.is_main
         self.no_dropout = bool(dropouts(engine.model))
         """Compare without dropout: which values a kernel drops may depend on the dtype."""
@@ -135,7 +151,9 @@ class StepParity:
         norms = to_plain({name: gradients[name].double().norm() for name in found})
         reference_norm = _norm(gradients)
         plain = self._plain_agreement(batch, gradients)
-        beyond = beyond_bounds({"parameters": agreement, "reference_norms": norms}, self._resolved.config.parity)
+        compared_norms = {"parameters": agreement, "reference_norms": norms}
+        beyond = beyond_bounds(compared_norms, self._resolved.config.parity)
+        others = self._alternatives(batch, gradients, plain, more_than_noise(compared_norms))
         del gradients  # FP32 of the whole model: at most four times that is held at once beside the engine
         if dropped and self.no_dropout:
             engine.discard_gradients()
@@ -159,6 +177,7 @@ class StepParity:
             "planned": planned,
             "plain": {name: plain[name] for name in beyond if name in plain},
             "plain_error": {name: found["relative_error"] for name, found in plain.items()},
+            "alternatives": others,
             "fp8_products": products.measured(),
             "reference_norms": norms,
             "drift": drift,
@@ -228,6 +247,20 @@ class StepParity:
         found = {f"{name} on rank {rank}": how for rank, each in enumerate(of_ranks) for name, how in each.items()}
         return {"dropped_otherwise": found}
 
+    def task_loss(self, batch: Batch) -> dict[str, Any]:
+        """The errors of the task's loss of a micro-batch and of its gradient (`tools.parity.task_loss`), by rank, and
+        the constants that are others than the config's. Changes no weight."""
+        engine = self._engine
+        drawn = generators(engine.world.device)
+        engine.model.train(not self.no_dropout)
+        found = loss_errors(engine, self._resolved.config, *next(batch.micro_batches(engine.world.device)))
+        restore_generators(drawn, engine.world.device)
+        errors: dict[str, float] = {}
+        of_ranks = engine.world.gather_objects(found)
+        for rank, (each, _) in enumerate(of_ranks):
+            errors |= {f"{name} on rank {rank}": off for name, off in each.items()}
+        return {"task_loss": errors, "other_constants": [note for _, note in of_ranks if note]}
+
     def _planned_agreement(self, batch: Batch, gradients: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Agreement of FP32's gradients with those of the same model under FP8's rounding alone, by parameter."""
         regions, model = self._engine.regions, self._reference.model
@@ -249,6 +282,27 @@ class StepParity:
             return {}
         found = self._reference.gradients_in(engine.compute, batch, loss_scale=engine.loss_scale)
         return to_plain(compare_gradients(found.items(), gradients.items()))
+
+    def _alternatives(
+        self, batch: Batch, gradients: dict[str, torch.Tensor], plain: dict[str, Any], judged: list[str]
+    ) -> dict[str, float]:
+        """How far gradients of sound alternatives in the run's dtype are from FP32's, in units of plain torch's.
+
+        Of the first step alone, where plain torch has been asked.
+        """
+        if not plain or self._alternatives_known or self._engine.world.sequence is not None:
+            return {}
+        self._alternatives_known = True
+        dtype, scale, found = DTYPES[self._engine.compute], self._engine.loss_scale, {}
+        error = {name: float(plain[name]["relative_error"]) for name in judged}
+        for what, context in alternatives(self._reference.model).items():
+            with context:
+                other = self._reference.gradients_in(dtype, batch, loss_scale=scale)
+            agreement = to_plain(compare_gradients(other.items(), gradients.items()))
+            beyond = {name: max(0.0, agreement[name]["relative_error"] - unit_roundoff(dtype)) for name in error}
+            ratios = [relative(beyond[name], size) for name, size in error.items() if size <= PLAIN_MOST]
+            found[what] = max(ratios, default=0.0)
+        return found
 
     def accumulation_errors(self, batch: Batch) -> dict[str, float]:
         """The error of adding up the gradients of a micro-batch and of an eighth of its loss, by parameter.
@@ -364,25 +418,27 @@ class StepParity:
         *,
         lr: float,
         step: int,
-    ) -> dict[str, dict[str, float]]:
+    ) -> dict[str, Any]:
         """The distance of each parameter's update from what it should have been.
 
         update_error: relative distance, beyond what rounding explains: that of the master in FP32, and what the
         optimizer computes in 16 bits. update_rounding: the share of its values whose master or moments are further from
         FP64 than FP32's rounding explains. It is per value, so that a moment kept in fewer bits or a coefficient that
         is slightly wrong shows however small its effect on one update is; for torch's own AdamW, whose roundings are
-        counted (`adamw.after`). states: those before it, as the reference's weights are the masters before it. norm:
-        what the engine clipped by; that it is the gradient's is judged for itself.
+        counted (`adamw.after`). constants: of the optimizer, those with whose values an update that differs is
+        explained, as text by parameter. states: those before it, as the reference's weights are the masters before it.
+        norm: what the engine clipped by; that it is the gradient's is judged for itself.
         """
         engine, section = self._engine, self._resolved.config.optimizer
         update, clipping = IMPLEMENTATIONS[section.name].update, section.gradient_clipping
         exact = clip_coefficient(_norm(gradients), clipping)
         reported = 1.0 / max(1.0, (norm + 1e-6) / clipping) if clipping else 1.0
         errors, beyond = {}, {}
+        constants: dict[str, str] = {}
         for name, parameter in engine.model.named_parameters():
             if name not in gradients:
                 continue
-            group, (decay, factor) = engine.group_of[id(parameter)], self._rules[name]
+            decay, factor = self._rules[name]
             options: dict[str, Any] = {"section": section, "weight_decay": decay, "lr": lr * factor, "step": step}
             counted = engine.has_torch_adamw
             now = [whole_state(engine, parameter, key) for key in states_of(engine, parameter)] if counted else []
@@ -394,7 +450,7 @@ class StepParity:
             moved, size, explained, within = Apart(), 0.0, 0.0, 0
             for master, gradient, *rest in parts:
                 known, (found, *found_states) = rest[: len(states[name])], rest[len(states[name]) :]
-                given = UpdateInputs(master, gradient * exact, known, matrix=group["matrix"], **options)
+                given = UpdateInputs(master, gradient * exact, known, matrix=name in self._hidden, **options)
                 expected = update(given)
                 moved.add(found.double() - given.master, expected)
                 size += float(given.master.square().sum())
@@ -408,7 +464,13 @@ class StepParity:
             errors[name] = relative(beyond_rounding, math.sqrt(moved.size))
             if counted:
                 beyond[name] = 1.0 - within / gradients[name].numel()
-        return {"update_error": errors, "update_rounding": beyond}
+            bounds = self._resolved.config.parity
+            wrong = errors[name] > bounds.update_error or beyond.get(name, 0.0) > bounds.update_rounding
+            if wrong and len(constants) < MOST_NAMED and gradients[name].numel() <= MOST_VALUES:
+                clipped = gradients[name] * exact
+                given = UpdateInputs(before[0], clipped, states[name], matrix=name in self._hidden, **options)
+                constants[name] = of_update(given, whole_master(engine, parameter), now)
+        return {"update_error": errors, "update_rounding": beyond, "constants": constants}
 
 
 def walk(steps: StepParity, batches: Batches, progress: Progress, *, length: int) -> list[dict[str, Any]]:
@@ -425,7 +487,7 @@ def walk(steps: StepParity, batches: Batches, progress: Progress, *, length: int
         summed = {} if measured else {"accumulation_error": steps.accumulation_errors(batch)}
         weighted = {} if measured else steps.weighting_errors(batch)
         if not measured:
-            repeated |= steps.evaluation_errors(batch) | steps.dropout_errors(batch)
+            repeated |= steps.evaluation_errors(batch) | steps.dropout_errors(batch) | steps.task_loss(batch)
         found = repeated | summed | weighted | steps.step(batch, applied=progress.applied + applied)
         applied += found["applied"]
         measured.append({"step": progress.step + len(measured) + 1, **found})

@@ -25,6 +25,7 @@ from config.errors import one_line
 from config.resolved import Resolved
 from data.batches.loader import IGNORED_LABEL, Batch
 from modeling.compiling import CompiledBlock
+from modeling.embedding_noise import has_noise
 from modeling.objectives.label_prediction import LabelPrediction
 from precision.closeness import OTHER_KERNEL, distance
 from precision.dtypes import DTYPES
@@ -135,8 +136,8 @@ class Passes:
             attention = self._resolved.config.model.attention
             if any("expert" in key or kinds[key] == "functional" for key in inside):
                 self.skipped["experts"] = "which tokens they get is decided in the run"
-            elif is_random(module):
-                self.skipped["dropout"] = "modules that drop values are not compared"
+            elif is_random(module) or has_noise(module):
+                self.skipped["dropout"] = "modules that drop values, or get noise, are not compared"
             elif name in self._of_samples and (attention not in ("sdpa", "eager") or self._resolved.batch.sequence > 1):
                 self.skipped["attention"] = f"{attention}, or ranks that share sequences, cannot be recomputed"
             else:
@@ -227,6 +228,9 @@ class Passes:
         terms = len(self._batch.input_ids) * ranks
         for row, (name, module) in zip(table, self._linears.items(), strict=True):
             weight: Any = module.weight
+            if not self._came[name]:  # as Mamba's dt_proj
+                self.skipped[name] = "its weight is used without a call of the layer"
+                continue
             u = unit_roundoff(DTYPES[engine.compute if regions is None else regions.dtypes.get(name, "fp32")])
             mine, square, expected, sizes = row.split([_SIGNS, 1, _SIGNS, 2])
             # a few signs may all but cancel; the whole gradient's own norm does not

@@ -181,6 +181,15 @@ def reference_trained_along(engine: Engine, size: float) -> None:
     found._adapter_off = off
 
 
+def other_constant(engine: Engine, size: float) -> None:
+    """The task's loss has a constant that is larger by `size`: beta of preferences, or alpha of noise on embeddings."""
+    found: Any = engine.objective
+    if hasattr(found, "_section"):
+        found._section = replace(found._section, beta=found._section.beta * (1 + size))
+    else:
+        found._noise._alpha *= 1 + size
+
+
 # ---- data and labels
 
 

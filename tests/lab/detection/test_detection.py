@@ -9,17 +9,19 @@ from typing import Any
 import pytest
 
 from lab.detection import run
-from lab.detection.cells import FURTHER_VARIANTS, VARIANTS, Cell, all_cells, defect_of, later_cells
+from lab.detection.cells import FURTHER_VARIANTS, VARIANTS, Cell, all_cells, defect_of, later_cells, wide_cells
 from lab.detection.command import Cells, main, prepare_data, results
 from lab.detection.defects import DEFECTS, PATHS
+from lab.detection.healthy import drawn
 from lab.detection.later import LATER
 from lab.detection.made_of import made_of
-from lab.detection.page import is_found, is_named, page
+from lab.detection.page import is_found, is_named, page, wide_alarms
 from lab.detection.planted import is_no_twin
 from lab.detection.planted import main as run_planted
 from lab.detection.plants.bits import HIT
 from lab.detection.plants.site import ATTENTION, BAD_RANK, on_engine, planted
 from tests.support.jobs.process_group import ProcessGroup
+from tests.support.models.architectures import CASES
 from tools.parity.jobs import TWIN
 from tracking.jsonl import read_events
 from training import session
@@ -168,6 +170,18 @@ def test_every_defect_has_a_run_on_each_of_its_paths_and_every_stage_sees_every_
     kinds = {(defect.group, cell.stage) for cell in cells if (defect := cell.defect) is not None}
     everywhere = {defect.group for defect in DEFECTS if len(defect.paths) == len(PATHS)}
     assert kinds >= {(group, stage) for group in everywhere for stage in (1, 2, 3)}
+
+
+def test_the_healthy_set_ups_are_of_every_architecture_and_depth() -> None:
+    cells = wide_cells()
+    assert len({cell.name for cell in cells}) == len(cells) == 200
+    assert {cell.variant.split()[1].rstrip(",") for cell in cells} == {case.architecture for case in CASES}
+    for layers in (2, 24, 48):
+        assert any(f", {layers} layers" in cell.variant for cell in cells)
+    assert drawn(20, seed=1) == drawn(20, seed=1) != drawn(20, seed=2)
+    assert "1 of 2 healthy set-ups raised an alarm: 50.0%, 95% interval 9.5% to 90.5%" in wide_alarms(
+        {cells[0].name: said(), cells[1].name: said("gradient_error")}
+    )
 
 
 def test_every_later_defect_has_a_run_on_each_of_its_paths() -> None:

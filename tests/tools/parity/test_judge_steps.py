@@ -18,6 +18,7 @@ from tools.parity.judge_runs import (
     judge_trajectories,
     running_median,
     settling_of,
+    unless_chaotic,
 )
 from tools.parity.judge_steps import Check, Walk, first_divergence, judge_dtypes, judge_steps
 from tools.parity.rounding import FIELDS
@@ -176,6 +177,17 @@ def test_a_run_that_settled_is_compared_with_the_updates_that_it_made() -> None:
     assert failed(against(whole, skipping)) == {"validation_delta", "loss_gap", "grad_norm_ratio", "skipped_share"}
     later = replace(mine, losses=[*mine.losses[:20], *(loss * 1.03 for loss in mine.losses[20:])])
     assert failed(against(twin, later)) == {"loss_gap"}
+
+
+def test_a_whole_run_is_not_judged_where_one_bit_of_fp32_grows_beyond_the_bound() -> None:
+    mine, calm = run(factor=1.03, validation=4.1), run(validation=4.001)
+    checks = judge_trajectories([mine], [run()], BOUNDS)
+    assert failed({check.name: check for check in unless_chaotic(checks, calm, run(), BOUNDS)}) == {
+        *("validation_delta", "loss_gap"),
+    }
+    found = {check.name: check for check in unless_chaotic(checks, run(validation=4.2), run(), BOUNDS)}
+    assert failed(found) == {"loss_gap"}, "what did not grow is judged"
+    assert found["validation_delta"].note.startswith("not judged: chaotic at this rate: two FP32 runs a bit apart")
 
 
 def test_a_loss_that_becomes_nan_is_no_parity() -> None:

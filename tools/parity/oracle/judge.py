@@ -52,6 +52,8 @@ from training.tasks.task import prepare
 
 STEPS = 10
 """Default number of steps that are recomputed."""
+_LAYERS = 4
+"""Layers of the models whose 16-bit losses and norms the bounds were set by."""
 _NOTHING = 1e-7
 """Share of the whole gradient's norm below which a parameter's is FP32's rounding."""
 UNKNOWN = "the oracle does not compute it"
@@ -117,7 +119,9 @@ def judge(run: Path, *, steps: int = STEPS, points: Sequence[int] = (), log: Log
     given = config, corpus, shape, model.double().train()
     held_out = TASKS[config.task](*given)
     task = DroppedOut(*given, ranks=start["world_size"]) if drops and steps else held_out
-    compared = _comparisons(config, start, teacher=None if held_out.frozen is None else held_out.frozen[1])
+    layers = int(getattr(shape.get_text_config(), "num_hidden_layers", 0))
+    teacher = None if held_out.frozen is None else held_out.frozen[1]
+    compared = _comparisons(config, start, teacher=teacher, layers=layers)
     notes.append(_compare_start(at_start, environment, compared))
     oracle = _Oracle(config, corpus, task, model)
     if later and drops:
@@ -233,11 +237,14 @@ def _compare_start(found: Start, environment: Mapping[str, Any], compared: dict[
     return f"{START}: checksum {own}, the run's {recorded}"
 
 
-def _comparisons(config: Config, start: Mapping[str, Any], *, teacher: str | None) -> dict[str, Comparison]:
+def _comparisons(
+    config: Config, start: Mapping[str, Any], *, teacher: str | None, layers: int
+) -> dict[str, Comparison]:
     """The comparisons, with bounds several times what was measured (docs/parity.md). start: the `run_start` event.
-    teacher: the dtype that one computes in.
+    teacher: the dtype that one computes in. layers: of the model.
 
-    Those of 16 bits are multiples of the unit roundoff. The norm of the first update is of the same weights; later ones
+    Those of 16 bits are multiples of the unit roundoff, and of a loss and a norm of each `_LAYERS` layers, whose
+    roundings are handed on and add up at worst. The norm of the first update is of the same weights; later ones
     have twice its bound, since the weights have parted by the rounding of the steps before. Single masters are not
     compared there: Adam's first steps go by a gradient's sign, and that of the smallest ones is rounding.
     """
@@ -250,7 +257,8 @@ def _comparisons(config: Config, start: Mapping[str, Any], *, teacher: str | Non
         bounds |= {"loss": 2e-6, "norm": 1e-5, "masters": 1e-3, "distance moved": 1e-5}
     else:
         roundoff = max(ROUNDOFF_FP8 if name == "fp8" else unit_roundoff(DTYPES[name]) for name in computed)
-        bounds |= {"loss": roundoff / 2, FIRST_NORM: 4 * roundoff, "norm": 8 * roundoff}
+        deep = roundoff * max(1.0, layers / _LAYERS)
+        bounds |= {"loss": deep / 2, FIRST_NORM: 4 * deep, "norm": 8 * deep}
         bounds["distance moved"] = max(roundoff, 2.0**-10)
     if config.task == "dpo":  # of a difference of sums of many log-probabilities
         bounds["loss"] *= 16

@@ -64,19 +64,25 @@ def _weights(model: Any) -> dict[int, bool]:
     return found
 
 
-def optimizer_of(model: Any, section: OptimizerSection) -> torch.optim.Optimizer:
-    """The optimizer of what a model trains; each group has the factor of the scheduled rate as `factor`.
+def hidden_matrices(model: Any, section: OptimizerSection) -> set[str]:
+    """Names of the parameters that Muon has its rule for; none of another optimizer.
 
-    Hidden matrices, which Muon has a rule for, are the weights of linear layers but for the output embedding, those of
-    routers, and those of fused experts, one for each of them.
+    The weights of linear layers but for the output embedding, those of routers, and those of fused experts, one for
+    each of them.
     """
+    if section.name != "muon":
+        return set()
     head, weights = model.get_output_embeddings(), _weights(model)
+    named = model.named_parameters()
+    return {name for name, item in named if weights.get(id(item)) and (head is None or item is not head.weight)}
+
+
+def optimizer_of(model: Any, section: OptimizerSection) -> torch.optim.Optimizer:
+    """The optimizer of what a model trains; each group has the factor of the scheduled rate as `factor`."""
+    matrices = hidden_matrices(model, section)
     groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     for name, (decay, factor) in decay_and_factor(model, section).items():
-        parameter = model.get_parameter(name)
-        hidden = weights.get(id(parameter), False) and (head is None or parameter is not head.weight)
-        matrix = hidden and section.name == "muon"
-        groups.setdefault((decay, factor, matrix), []).append(parameter)
+        groups.setdefault((decay, factor, name in matrices), []).append(model.get_parameter(name))
     listed = [
         {"params": found, "weight_decay": decay, "factor": factor, "matrix": matrix}
         for (decay, factor, matrix), found in groups.items()

@@ -22,7 +22,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from config.schema import Config
+from config.schema import Config, DistillSection, PreferenceSection
 from data.corpora.corpus import Corpus
 from data.corpora.labelled_shards import LabelledShards
 from data.text.tokenizer import load_tokenizer
@@ -317,13 +317,7 @@ class Preferred(Task):
             lengths = [len(answer) for answer in mine]
             values: list[Any] = [chosen, rejected, *before, *k3, *lengths, chosen / length]
             self._seen.append(tuple(map(float, values)))
-        if section.loss == "hinge":
-            loss = torch.clamp(1 - section.beta * margin, min=0)
-        elif section.loss == "ipo":
-            loss = (margin - 0.5 / section.beta) ** 2
-        else:
-            loss = sigmoid_preference(margin, beta=section.beta, label_smoothing=section.label_smoothing)
-        return loss - section.sft_weight * chosen / length
+        return margin_loss(section, margin, chosen / length)
 
     def metrics(self) -> dict[str, float]:
         """Means over pairs; of the two estimators of a KL divergence over tokens (Schulman 2020)."""
@@ -383,19 +377,12 @@ class Distilled(Task):
         p, q = (torch.softmax(each / section.temperature, -1) for each in (of_teacher, logits))
         if section.top_k:
             known = p.topk(section.top_k, -1).indices
-            p, q = (torch.cat([one.gather(-1, known), _rest(one, known)], -1) for one in (p, q))
-        if section.loss == "forward_kl":
-            apart = _kl(p, q)
-        elif section.loss == "reverse_kl":
-            apart = _kl(q, p)
-        else:
-            middle = section.beta * p + (1 - section.beta) * q
-            apart = section.beta * _kl(p, middle) + (1 - section.beta) * _kl(q, middle)
+            p, q = (on_known(one, known) for one in (p, q))
         of_labels = functional.cross_entropy(logits, labels[counts], reduction="sum")
         if not torch.is_grad_enabled():
             agreed = int((logits.argmax(-1) == of_teacher.argmax(-1)).sum())
             self._seen.append((float(_kl(p, q)), float(of_labels), agreed, len(logits)))
-        return (1 - section.ce_weight) * section.temperature**2 * apart + section.ce_weight * of_labels
+        return divergence_loss(section, p, q, of_labels)
 
     def metrics(self) -> dict[str, float]:
         """Means over labels."""
@@ -413,6 +400,34 @@ TASKS: dict[str, type[Task]] = {
     "distill": Distilled,
 }
 """Config's task to what the oracle computes of it."""
+
+
+def margin_loss(section: PreferenceSection, margin: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Losses of pairs from their margins and the mean log-probabilities of the chosen answers' tokens, in nats."""
+    if section.loss == "hinge":
+        loss = torch.clamp(1 - section.beta * margin, min=0)
+    elif section.loss == "ipo":
+        loss = (margin - 0.5 / section.beta) ** 2
+    else:
+        loss = sigmoid_preference(margin, beta=section.beta, label_smoothing=section.label_smoothing)
+    return loss - section.sft_weight * chosen
+
+
+def divergence_loss(section: DistillSection, p: torch.Tensor, q: torch.Tensor, of_labels: torch.Tensor) -> torch.Tensor:
+    """The summed loss from a teacher's and a student's distributions at the temperature and the cross-entropy."""
+    if section.loss == "forward_kl":
+        apart = _kl(p, q)
+    elif section.loss == "reverse_kl":
+        apart = _kl(q, p)
+    else:
+        middle = section.beta * p + (1 - section.beta) * q
+        apart = section.beta * _kl(p, middle) + (1 - section.beta) * _kl(q, middle)
+    return (1 - section.ce_weight) * section.temperature**2 * apart + section.ce_weight * of_labels
+
+
+def on_known(p: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+    """Probabilities of these outcomes, and that of all others as one more."""
+    return torch.cat([p.gather(-1, known), p.scatter(-1, known, 0.0).sum(-1, keepdim=True)], -1)
 
 
 def undropped(config: Config, device: str) -> str | None:
@@ -459,10 +474,6 @@ def _int64(values: np.ndarray) -> torch.Tensor:
 def _kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """Summed over all rows, in nats."""
     return (torch.special.xlogy(p, p) - torch.special.xlogy(p, q)).sum()
-
-
-def _rest(probabilities: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-    return probabilities.scatter(-1, known, 0.0).sum(-1, keepdim=True)
 
 
 def _drawn(key: str, count: int) -> list[float]:

@@ -1,0 +1,110 @@
+"""Which constant of the config is another one, read back from what a run computed with it.
+
+One constant after another is fitted, the others as they are asked for: where the run's numbers are those of another
+value, that value is named. A defect that is no constant is left by every fit about as far off as before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from training.engine.optimizer import IMPLEMENTATIONS
+from training.engine.optimizers.adamw import after
+from training.engine.optimizers.rule import UpdateInputs
+
+Make = Callable[[float], torch.Tensor]
+"""What is computed with a value of the constant, as a vector in FP64."""
+_EXPLAINED = 0.05
+"""[fraction] Share of the distance that a named constant leaves at most."""
+_MOST = 0.5
+"""[fraction] The same where rounding is a large part of the distance."""
+_ITERATIONS = 20
+
+
+def named(found: torch.Tensor, makes: Mapping[str, tuple[float, Make]], *, rounding: float) -> str:
+    """The constants by which `found` is explained, with the value found and the one asked for; empty where by none.
+
+    makes: by key, the value asked for, and what is computed with another. rounding: a norm that it leaves. Several
+    explain it where they do the same to it, as a learning rate and betas to the size of Adam's first step.
+    """
+    fits = {key: (asked, *_fitted(found, asked, make)) for key, (asked, make) in makes.items()}
+    start = max((float((found - make(asked)).norm()) for asked, make in makes.values()), default=0.0)
+    least = min((left for _, _, left in fits.values()), default=1.0)
+    most = min(_MOST, max(_EXPLAINED, 2.0 * rounding / start)) if start else 0.0
+    good = {key: fit for key, fit in fits.items() if fit[2] <= min(most, 1.5 * least + 1e-3)}
+    return " or ".join(f"{key} {value:.5g} where {asked:g} is asked" for key, (asked, value, _) in good.items())
+
+
+def variants(section: Any, keys: tuple[str, ...], make: Callable[[Any], torch.Tensor]) -> dict[str, tuple[float, Make]]:
+    """`makes` of numbers in a section of the config, a pair's each for itself. make: of a section."""
+    found: dict[str, tuple[float, Make]] = {}
+    for key in keys:
+        asked = getattr(section, key)
+        if isinstance(asked, tuple):
+            for place, one in enumerate(asked):
+
+                def of_pair(value: float, key: str = key, place: int = place, whole: tuple = asked) -> torch.Tensor:
+                    return make(replace(section, **{key: (*whole[:place], value, *whole[place + 1 :])}))
+
+                found[f"{key}[{place}]"] = one, of_pair
+        elif asked is not None:
+
+            def of_one(value: float, key: str = key) -> torch.Tensor:
+                return make(replace(section, **{key: value}))
+
+            found[key] = asked, of_one
+    return found
+
+
+def of_update(given: UpdateInputs, master: torch.Tensor, states: Sequence[torch.Tensor] = ()) -> str:
+    """The constants of an optimizer that explain an update, as `named` says them.
+
+    given: before it, by the config. master, states: after it; no states where the rule's own are not counted.
+    """
+    update = IMPLEMENTATIONS[given.section.name].update
+    before = [given.master, *(given.states if states else [])]
+    now = [tensor.double() for tensor in (master, *states)]
+    sizes = [float((new - old).norm()) or 1.0 for new, old in zip(now, before, strict=True)]
+
+    def moved(values: Sequence[torch.Tensor]) -> torch.Tensor:
+        rows = zip(values, before, sizes, strict=True)
+        return torch.cat([((new - old) / size).flatten() for new, old, size in rows])
+
+    def vector(other: UpdateInputs) -> torch.Tensor:
+        return moved([other.master + update(other), *(after(other)[0][1:] if states else [])])
+
+    in_section = variants(given.section, ("betas", "eps", "momentum"), lambda own: vector(replace(given, section=own)))
+    rate: Make = lambda value: vector(replace(given, lr=value))  # noqa: E731
+    decay: Make = lambda value: vector(replace(given, weight_decay=value))  # noqa: E731
+    makes = {"learning rate": (given.lr, rate), "weight_decay": (given.weight_decay, decay), **in_section}
+    return named(moved(now), makes, rounding=2.0**-24 * float(now[0].norm()) / sizes[0])
+
+
+def _fitted(found: torch.Tensor, asked: float, make: Make) -> tuple[float, float]:
+    """The value that comes nearest to `found` by Gauss and Newton's steps, and the share of the distance that is left.
+
+    In the value itself, and in its logarithm, as of an epsilon that is small beside what it is added to.
+    """
+    start = float((found - make(asked)).norm())
+    best = asked, 1.0
+    if not start or not math.isfinite(start):
+        return best
+    for logarithm in (False, True) if asked > 0 else (False,):
+        value = asked
+        for _ in range(_ITERATIONS):
+            at, step = make(value), max(abs(value), 1e-3 if not asked else 0.0) * 2.0**-13
+            slope = (make(value + step) - at) / step * (value if logarithm else 1.0)
+            size = float(slope @ slope)
+            left = float((found - at).norm()) / start
+            if math.isfinite(left) and left < best[1]:
+                best = value, left
+            if not size or not math.isfinite(size):
+                break
+            change = float((found - at) @ slope) / size
+            value = value * math.exp(max(-2.0, min(2.0, change))) if logarithm else value + change
+    return best
