@@ -23,8 +23,9 @@ from modeling.linear_cross_entropy import Head, Vocabulary, linear_cross_entropy
 
 _PROBE_LIMIT = 60.0
 """Probe logits reach from minus this to this: past every soft cap in use."""
-CHUNK_LOGITS = 2**26
-"""[logits] Size of one chunk, unless model.loss_chunk_tokens says otherwise: 256 MiB in FP32."""
+CHUNK_LOGITS = {"cpu": 2**26, "cuda": 2**28}
+"""[logits] Size of one chunk by device, unless model.loss_chunk_tokens says otherwise: 256 MiB in FP32 on a CPU, whose
+caches are small, and 1 GiB on a GPU, where each chunk adds to the whole FP32 gradient of the head's weights."""
 AUTO_FROM_LOGITS = 2**22
 """[logits] Micro-batches from this size on are chunked by model.loss = auto, even into one chunk. In FP32 the softmax
 over so many and its gradients take 48 MiB and more time than gradients computed in place; below, as much
@@ -33,11 +34,11 @@ _MULTIPLE = 64
 """[tokens] Chunks are multiples of this, for tensor cores."""
 
 
-def loss_chunk(model: ModelSection, *, tokens: int, vocabulary: int) -> int:
+def loss_chunk(model: ModelSection, *, tokens: int, vocabulary: int, on_cpu: bool) -> int:
     """[tokens] Size of one chunk of the loss of a micro-batch of `tokens` tokens; 0: all logits at once."""
     if model.loss == "full" or (model.loss == "auto" and tokens * vocabulary < AUTO_FROM_LOGITS):
         return 0
-    fitting = CHUNK_LOGITS // vocabulary // _MULTIPLE * _MULTIPLE
+    fitting = CHUNK_LOGITS["cpu" if on_cpu else "cuda"] // vocabulary // _MULTIPLE * _MULTIPLE
     return model.loss_chunk_tokens or max(fitting, _MULTIPLE)
 
 

@@ -79,7 +79,8 @@ def measure(way: str, *, vocabulary: int, hidden: int, tokens: int, dtype: str, 
     weight = torch.randn(vocabulary, hidden, generator=generator, device=device).mul_(hidden**-0.5)
     weight = weight.to(DTYPES[dtype]).requires_grad_()
     labels = torch.randint(vocabulary, (tokens,), generator=generator, device=device)
-    chunk = loss_chunk(ModelSection(loss="chunked"), tokens=tokens, vocabulary=vocabulary)
+    chunked, on_cpu = ModelSection(loss="chunked"), device == "cpu"
+    chunk = loss_chunk(chunked, tokens=tokens, vocabulary=vocabulary, on_cpu=on_cpu)
     scale = (65536.0 if dtype == "fp16" else 1.0) / tokens
 
     def once() -> Tensor:

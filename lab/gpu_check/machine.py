@@ -16,7 +16,7 @@ import torch
 
 import training.finish  # noqa: F401 - the loop, and with it everything
 from launch.doctor.facts import gpus
-from modeling.kernels import unavailable_reason
+from modeling.kernels import unavailable_reason, uncompilable_reason
 from tracking.environment import environment, package_version
 
 PACKAGES = ("triton", "liger-kernel", "flash-attn", "torchtitan", "peft")
@@ -52,7 +52,7 @@ def lacks(device: torch.device) -> dict[str, str]:
     reasons = {
         "liger": unavailable_reason(device),
         "flash": "FlashAttention 2 needs a GPU" if on_cpu else flash,
-        "flex": "FlexAttention has no backward pass on a CPU" if on_cpu else None,
+        "flex": "FlexAttention has no backward pass on a CPU" if on_cpu else uncompilable_reason(device),
     }
     return {need: reason for need, reason in reasons.items() if reason is not None}
 

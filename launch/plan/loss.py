@@ -37,7 +37,8 @@ def _label_prediction(shape: Shape, layout: Layout) -> float:
     that of the hidden states.
     """
     tokens = layout.label_tokens
-    chunk = min(loss_chunk(layout.config.model, tokens=tokens, vocabulary=shape.vocabulary), tokens)
+    model, on_cpu = layout.config.model, layout.on_cpu
+    chunk = min(loss_chunk(model, tokens=tokens, vocabulary=shape.vocabulary, on_cpu=on_cpu), tokens)
     if not chunk or not shape.plain_head:
         return 12.0 * shape.vocabulary * tokens
     sixteen, rows = layout.manifest or layout.width == 2, shape.vocabulary / shape.head_share

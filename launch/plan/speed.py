@@ -98,7 +98,7 @@ def _with_sums(found: Traffic, shape: Shape, layout: Layout) -> Traffic:
     # Under a manifest what slices return is in 16 bits; the residual stream, so the gradients of inputs, is FP32.
     output_width = 2 if layout.manifest else layout.width
     sent = 2 * layout.tokens * float(shape.hidden) * (outputs * output_width + inputs * layout.width)
-    chunk = loss_chunk(layout.config.model, tokens=layout.tokens, vocabulary=shape.vocabulary)
+    chunk = loss_chunk(layout.config.model, tokens=layout.tokens, vocabulary=shape.vocabulary, on_cpu=layout.on_cpu)
     if cut_head and chunk:  # the largest logit and two sums of each token, in FP32
         sent, reductions = sent + 2 * 12.0 * layout.tokens, reductions + 2 * math.ceil(layout.tokens / chunk)
     elif cut_head:

@@ -235,15 +235,17 @@ def test_a_model_that_does_something_else_to_its_logits_is_told() -> None:
         ChunkedHead(model, chunk_tokens=5)
 
 
-def test_auto_is_chunked_where_logits_are_many() -> None:
-    auto, vocabulary = ModelSection(), 128_256
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_auto_is_chunked_where_logits_are_many(device: str) -> None:
+    auto, vocabulary, on_cpu = ModelSection(), 128_256, device == "cpu"
     few = AUTO_FROM_LOGITS // vocabulary
-    assert loss_chunk(auto, tokens=few, vocabulary=vocabulary) == 0
-    chunk = loss_chunk(auto, tokens=few + 1, vocabulary=vocabulary)
-    assert chunk % 64 == 0 and CHUNK_LOGITS / 2 < chunk * vocabulary <= CHUNK_LOGITS
-    assert loss_chunk(ModelSection(loss="full"), tokens=10**6, vocabulary=vocabulary) == 0
-    assert loss_chunk(ModelSection(loss="chunked"), tokens=1, vocabulary=10**9) == 64
-    assert loss_chunk(ModelSection(loss="chunked", loss_chunk_tokens=3), tokens=1, vocabulary=4) == 3
+    assert loss_chunk(auto, tokens=few, vocabulary=vocabulary, on_cpu=on_cpu) == 0
+    chunk = loss_chunk(auto, tokens=few + 1, vocabulary=vocabulary, on_cpu=on_cpu)
+    assert chunk % 64 == 0 and CHUNK_LOGITS[device] / 2 < chunk * vocabulary <= CHUNK_LOGITS[device]
+    assert loss_chunk(ModelSection(loss="full"), tokens=10**6, vocabulary=vocabulary, on_cpu=on_cpu) == 0
+    chunked, given = ModelSection(loss="chunked"), ModelSection(loss="chunked", loss_chunk_tokens=3)
+    assert loss_chunk(chunked, tokens=1, vocabulary=10**9, on_cpu=on_cpu) == 64
+    assert loss_chunk(given, tokens=1, vocabulary=4, on_cpu=on_cpu) == 3
 
 
 PEAK = """

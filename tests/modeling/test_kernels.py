@@ -288,3 +288,15 @@ def test_a_job_that_cannot_have_it_ends_at_once(tmp_path, monkeypatch: pytest.Mo
     said = finish(command("python", tmp_path, "refused", "model.kernels=liger"), exit_code=2)
     assert "error: model.kernels = liger: " in said and "Traceback" not in said
     assert not list(tmp_path.glob("runs/refused/checkpoints/step-*"))
+
+
+def test_a_machine_that_triton_cannot_compile_on_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    gpu = torch.device("cuda")
+    assert kernels.uncompilable_reason(torch.device("cpu")) is None
+    monkeypatch.setattr(kernels, "which", lambda name: "/usr/bin/gcc" if name == "gcc" else None)
+    monkeypatch.setattr(kernels.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    assert "Python.h, which is not there; apt-get install python3-dev" in str(kernels.uncompilable_reason(gpu))
+    (tmp_path / "Python.h").touch()
+    assert kernels.uncompilable_reason(gpu) is None
+    monkeypatch.setattr(kernels, "which", lambda name: None)
+    assert "neither gcc nor clang" in str(kernels.uncompilable_reason(gpu))

@@ -52,7 +52,8 @@ class LossPath:
         if self._labels is None:  # only the cross-entropy at every label may be computed in chunks
             return
         tokens = resolved.batch.micro_size * slice_length(resolved.config.data.label_length, resolved.batch.sequence)
-        chunk = loss_chunk(section, tokens=tokens, vocabulary=model.config.get_text_config().vocab_size)
+        vocabulary = model.config.get_text_config().vocab_size
+        chunk = loss_chunk(section, tokens=tokens, vocabulary=vocabulary, on_cpu=device.type == "cpu")
         if not chunk:
             return
         try:
