@@ -11,7 +11,7 @@ _MODEL = "hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_atte
 _COMMON = (
     *("run.resume=never", "run.steps=100", "generate.tokens=0", "telemetry.every_steps=2", "guard.spike_sigmas=6"),
     *("tracking.wandb=disabled", "data.source=auto", "data.tokenizer=bytes", "data.sequence_length=64"),
-    *("batch={global_size: 16, micro_size: 2}", "evaluate={every_steps: 100, batches: 1}"),
+    "evaluate={every_steps: 100, batches: 1}",
 )
 _CAST = {
     "ZeRO-0 fp32": ("adamw", 2, ()),
@@ -66,6 +66,8 @@ _TASKS = {
 }
 """Jobs of `task_jobs` to the model that is drawn in place of the one in files: a file has values, a fake has none."""
 NAMES = (*_PRETRAINED, *_TASKS)
+QUICK = ("ZeRO-0 fp32", "ZeRO-1 bf16", "ZeRO-2 bf16", "ZeRO-2 fp16")
+"""Those that every run of the tests takes; the rest is slow."""
 _EXTRAS = ("evaluate", "attribute", "discard", "checksums", "momentum")
 
 
@@ -85,6 +87,7 @@ def cases(folder: Path) -> dict[str, Any]:
             ]
         shape = f"model.config={{{_MODEL}{', num_local_experts: 4' * ('experts' in name)}}}"
         given = [*_COMMON, shape, f"deepspeed.stage={stage}", *chosen, f"optimizer.name={optimizer}"]
+        given.append(f"batch={{global_size: {4 * ranks}, micro_size: 2}}")
         given += [f"data.path={folder}/text", f"data.cache_dir={folder}/cache", *overrides]
         found[name] = {
             "arguments": given,

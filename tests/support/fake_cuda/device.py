@@ -177,6 +177,7 @@ def _patch_tensors(counts: Counts, pinned: dict[int, Any]) -> None:
     overload.has_kernel_for_dispatch_key = has_kernel
     patched: Any = torch.Tensor
     patched.pin_memory, patched.is_pinned = pin, lambda values, *args: values.untyped_storage()._cdata in pinned
+    cast(Any, FakeTensor).tolist = tolist
     patched.tolist, patched.numpy, patched.record_stream = tolist, numpy, lambda values, stream: None
     module: Any = torch.nn.Module
     module._apply = set_data
