@@ -66,11 +66,11 @@ class Counts:
 
 
 def _place() -> str:
-    """file:function of the innermost frame outside of torch and of this folder."""
+    """file:function of the innermost frame outside of torch, DeepSpeed's accelerator and this folder."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         path = frame.f_code.co_filename
-        if "/torch/" not in path and not path.startswith((_SELF, "<")):
+        if "/torch/" not in path and "/deepspeed/accelerator/" not in path and not path.startswith((_SELF, "<")):
             return f"{'/'.join(Path(path).parts[-2:])}:{frame.f_code.co_name}"
         frame = frame.f_back
     return "?"

@@ -129,7 +129,7 @@ def _patch_tensors(counts: Counts, pinned: dict[int, Any]) -> None:
             on_device = device is not None and torch.device(device).type == "cuda"
             if from_host and on_device:
                 counts.wait("copy")
-                return own(*args, **kwargs).to(device, non_blocking=True)
+                return pin(own(*args, **kwargs)).to(device, non_blocking=True)
             values = own(*args, **({} if device is None else {"device": device}), **kwargs)
             return pin(values) if pin_memory else values
 
