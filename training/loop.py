@@ -1,8 +1,5 @@
 """The training loop: steps, evaluations and checkpoints."""
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from config.cli import BROKEN, DIVERGED, DONE, PREEMPTED, UNSAVED
@@ -12,9 +9,6 @@ from training.parts import Parts
 from training.progress import Progress
 from training.record import record_checkpoint, record_evaluation
 from training.step import train_step
-
-_COLLECT_EVERY = 50
-"""[steps] How often garbage is collected: on all ranks in the same step, so that none waits for another's."""
 
 
 @dataclass(frozen=True)
@@ -26,17 +20,6 @@ class Ending:
     reason: str = ""
 
 
-@contextmanager
-def _scheduled_collection() -> Iterator[None]:
-    """Inside, Python collects garbage only where it is told to."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-@_scheduled_collection()
 def train(parts: Parts, progress: Progress) -> Ending:
     """Train from `progress` until the planned steps are done, the guard says stop, or a stop is requested.
 
@@ -50,10 +33,6 @@ def train(parts: Parts, progress: Progress) -> Ending:
     if evaluating.at_start and evaluating.every_steps and progress.position == 0:
         evaluate(parts, progress)
     while progress.step < planned:
-        if progress.step % _COLLECT_EVERY == 1:
-            gc.collect()
-            if not gc.get_freeze_count():
-                gc.freeze()  # what the first step has left stays: later collections need not look at it
         with parts.watching(progress):
             progress, judgement, health = train_step(parts, progress)
         if health.save_ended:

@@ -127,7 +127,7 @@ def _patch_tensors(counts: Counts, pinned: dict[int, Any]) -> None:
     def made(own: Callable[..., Any], from_host: bool) -> Callable[..., Any]:
         def make(*args: Any, pin_memory: bool = False, device: Any = None, **kwargs: Any) -> Any:
             on_device = device is not None and torch.device(device).type == "cuda"
-            if from_host and on_device:
+            if from_host and on_device and not isinstance(args[0], torch.Tensor):
                 counts.wait("copy")
                 return pin(own(*args, **kwargs)).to(device, non_blocking=True)
             values = own(*args, **({} if device is None else {"device": device}), **kwargs)

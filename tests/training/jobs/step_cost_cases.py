@@ -1,6 +1,5 @@
 """What one step does beside the work itself, counted: run on real ranks by test_step_costs.py."""
 
-import gc
 import os
 import sys
 import tempfile
@@ -175,24 +174,6 @@ def known_and_asked_label_tokens(world: World) -> list[dict[str, float]]:
             engine.discard_gradients()
             found.append({"loss": health.loss, "norm": health.grad_norm, "all_reduce": counted["all_reduce"]})
     return found
-
-
-def tensors_in_cycles(world: World, *, stage: int, compute: str) -> list[str]:
-    """Tensors that two warm steps leave to the garbage collector, by shape."""
-    with tempfile.TemporaryDirectory() as folder, parts_of(world, Path(folder), stage=stage, compute=compute) as parts:
-        progress, _, _ = train_step(parts, Progress())
-        gc.collect()
-        gc.disable()
-        gc.set_debug(gc.DEBUG_SAVEALL)
-        try:
-            for _ in range(2):
-                progress, _, _ = train_step(parts, progress)
-            gc.collect()
-            return [str(tuple(found.shape)) for found in gc.garbage if isinstance(found, torch.Tensor)]
-        finally:
-            gc.set_debug(0)
-            gc.garbage.clear()
-            gc.enable()
 
 
 def layers_of(layers: int) -> str:

@@ -56,9 +56,3 @@ def test_bookkeeping_does_not_grow_with_the_regions_of_a_manifest(pair: ProcessG
 
 def test_a_step_writes_one_line_and_forces_nothing_to_the_disk(pair: ProcessGroup) -> None:
     assert pair.run(step_cost_cases.files_of_a_step) == [(20, 0), (0, 0)]
-
-
-@pytest.mark.parametrize(("stage", "compute"), STAGES)
-def test_a_step_leaves_no_tensor_to_the_garbage_collector(pair: ProcessGroup, stage: int, compute: str) -> None:
-    """It runs every 50 steps: until then their memory would stay."""
-    assert pair.run(step_cost_cases.tensors_in_cycles, stage=stage, compute=compute) == [[], []]
