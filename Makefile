@@ -36,6 +36,9 @@ ifneq ($(TORCH_INDEX),)
 	@echo "$(TORCH_INDEX)" > $(CHOSEN)
 endif
 	$(BIN)/python -m pip install --quiet -r requirements.txt
+ifneq ($(wildcard /dev/nvidia*),)
+	$(BIN)/python -m pip install --quiet -r requirements-cuda.txt
+endif
 	@touch $@
 
 $(STAMP): $(RUNS) requirements-extras.txt requirements-dev.txt
@@ -77,7 +80,7 @@ test-machines: setup  ## The demo on strange machines: paths, users, full disks,
 
 test-kernels: setup  ## Liger's kernels in Triton's interpreter, beside torch's code (no GPU needed)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/kernels triton==3.7.1 liger-kernel==0.8.5
-	PYTHONPATH="$(CURDIR)/$(VENV)/kernels" TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/modeling/test_kernels.py -m '' $(ARGS)
+	PYTHONPATH="$(CURDIR)/$(VENV)/kernels" TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/modeling/test_kernels.py tests/modeling/test_loss_kernel.py -m '' $(ARGS)
 
 # torchtitan wants an older `datasets` than requirements.txt: it goes into a folder of its own, without what it names. triton
 # comes with torch for CUDA, and must stay that one.

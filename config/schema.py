@@ -466,8 +466,8 @@ class OptimizerSection:
     momentum: float | None = limit(None, at_least=0.0, below=1.0)
     """[fraction] Decay of sgd's velocity, and of muon's average, per step. null: 0.9 for sgd, 0.95 for
     muon."""
-    orthogonalization: Literal["fp32", "bf16"] = "fp32"
-    """[choice] Precision of the Newton-Schulz iteration of muon."""
+    orthogonalization: Literal["auto", "fp32", "bf16"] = "auto"
+    """[choice] Precision of the Newton-Schulz iteration of muon. auto: bf16 in a 16-bit run on GPUs, else fp32."""
     eps: float = limit(1e-8, above=0.0)
     """[gradient units] Added to the root of the second moment."""
     weight_decay: float = limit(0.1, at_least=0.0)

@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import copy
 import os
+import sysconfig
 import types
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
+from shutil import which
 from typing import Any
 
 import torch
@@ -72,7 +75,19 @@ def unavailable_reason(device: torch.device) -> str | None:
         return "Triton kernels need a GPU, and this is a CPU"
     if find_spec("liger_kernel") is None:
         return "liger-kernel is not installed; pip install --no-deps liger-kernel==0.8.5"
-    return "triton is not installed, which comes with torch for CUDA" if find_spec("triton") is None else None
+    if find_spec("triton") is None:
+        return "triton is not installed, which comes with torch for CUDA"
+    return uncompilable_reason(device)
+
+
+def uncompilable_reason(device: torch.device) -> str | None:
+    """Why Triton, and with it torch.compile, cannot build its launcher for a GPU; None: no reason is known."""
+    if device.type == "cpu":
+        return None
+    if not any(map(which, filter(None, (os.environ.get("CC"), "gcc", "clang", "cc")))):
+        return "Triton needs a C compiler, and there is neither gcc nor clang; apt-get install gcc"
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    return None if header.is_file() else f"Triton needs {header}, which is not there; apt-get install python3-dev"
 
 
 def cannot_run_on(device: torch.device) -> bool:

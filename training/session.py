@@ -34,7 +34,14 @@ from training.distributed import World
 from training.engine import Engine, build_engine
 from training.engine.rng import seed_everything
 from training.engine.work_time import forget_peak_memory
-from training.tasks.shape import documents_of, require_model, settle_labels, settle_steps, shape_of_model
+from training.tasks.shape import (
+    documents_of,
+    require_model,
+    settle_labels,
+    settle_orthogonalization,
+    settle_steps,
+    shape_of_model,
+)
 from training.tasks.task import answers, prepare, task_of
 from training.watchdog import watch
 
@@ -160,6 +167,7 @@ def session(
             require_model(config)
             corpus = prepare(config, progress=resolved.rank == 0)
         config = settle_steps(settle_labels(config, corpus), corpus)
+        config = settle_orthogonalization(config, on_gpu=world.device.type == "cuda" and resolved.compute != "fp32")
         resolved = replace(resolved, config=config)
         shape = shape_of_model(config, corpus)
         quiet = without_dropout(shape, kept=config.model.config) if config.task in ("dpo", "grpo") else []

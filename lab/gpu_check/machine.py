@@ -7,9 +7,7 @@ check before it begins.
 from __future__ import annotations
 
 import json
-import shutil
 import sys
-import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ import torch
 
 import training.finish  # noqa: F401 - the loop, and with it everything
 from launch.doctor.facts import gpus
-from modeling.kernels import unavailable_reason
+from modeling.kernels import unavailable_reason, uncompilable_reason
 from tracking.environment import environment, package_version
 
 PACKAGES = ("triton", "liger-kernel", "flash-attn", "torchtitan", "peft")
@@ -50,25 +48,14 @@ def machine() -> dict[str, Any]:
 def lacks(device: torch.device) -> dict[str, str]:
     """The needs of items that this machine does not meet, with the reason of each."""
     on_cpu = device.type == "cpu"
-    compiler = _compiler_problem()
     flash = "flash-attn is not installed" if find_spec("flash_attn") is None else None
     reasons = {
-        "liger": unavailable_reason(device) or compiler,
+        "liger": unavailable_reason(device),
         "flash": "FlashAttention 2 needs a GPU" if on_cpu else flash,
-        "flex": "FlexAttention has no backward pass on a CPU" if on_cpu else compiler,
-        "compiler": compiler,
+        "flex": "FlexAttention has no backward pass on a CPU" if on_cpu else uncompilable_reason(device),
+        "compiler": uncompilable_reason(device),
     }
     return {need: reason for need, reason in reasons.items() if reason is not None}
-
-
-def _compiler_problem() -> str | None:
-    """Why Triton cannot build the function that starts a kernel, which Liger, the loss's kernel, model.compile and
-    FlexAttention need; None: it can."""
-    if not any(map(shutil.which, ("cc", "gcc", "clang"))):
-        return "no C compiler: apt-get install gcc"
-    header = Path(sysconfig.get_path("include")) / "Python.h"
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return None if header.exists() else f"{header} is missing: apt-get install python{version}-dev"
 
 
 if __name__ == "__main__":

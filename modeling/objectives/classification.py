@@ -34,12 +34,12 @@ class Classification:
         logits, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
         reduction = "none" if self._by_sample else "sum"
         losses = functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction=reduction)
-        counts = labels != IGNORED
-        there, predicted = labels[counts], logits.detach()[counts].argmax(-1)
-        found = [
-            torch.bincount(values, minlength=self._labels) for values in (there[there == predicted], predicted, there)
-        ]
-        return Scored(losses.sum(), torch.cat(found).double(), losses.detach() if self._by_sample else None)
+        # neither bincount nor a mask as an index, for whose sizes the host would wait
+        every = torch.arange(self._labels, device=labels.device)
+        there = labels[:, None] == every
+        predicted = (logits.detach().argmax(-1)[:, None] == every) & (labels != IGNORED)[:, None]
+        sums = torch.stack([there & predicted, predicted, there]).sum(1).double().flatten()
+        return Scored(losses.sum(), sums, losses.detach() if self._by_sample else None)
 
     def metrics(self, sums: Sequence[float], count: float) -> dict[str, float]:
         """accuracy, macro_f1, matthews, and with two labels f1."""

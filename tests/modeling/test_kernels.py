@@ -316,3 +316,15 @@ def test_a_chunked_loss_without_its_kernel_is_computed_alike_on_every_rank(monke
     assert "torch's operators on every rank, because of rank 1: triton is not installed" in note
     asked = read_command_line(["--config", str(REPOSITORY / "config/recipes/demo.yaml"), "model.kernels=torch"])
     assert engine_kernels.choose_softmax(asked, world) == (None, [])
+
+
+def test_a_machine_that_triton_cannot_compile_on_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    gpu = torch.device("cuda")
+    assert kernels.uncompilable_reason(torch.device("cpu")) is None
+    monkeypatch.setattr(kernels, "which", lambda name: "/usr/bin/gcc" if name == "gcc" else None)
+    monkeypatch.setattr(kernels.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    assert "Python.h, which is not there; apt-get install python3-dev" in str(kernels.uncompilable_reason(gpu))
+    (tmp_path / "Python.h").touch()
+    assert kernels.uncompilable_reason(gpu) is None
+    monkeypatch.setattr(kernels, "which", lambda name: None)
+    assert "neither gcc nor clang" in str(kernels.uncompilable_reason(gpu))

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="triton is not installed: make setup, or pip install triton==3.7.1")
+pytest.importorskip("triton", reason="triton is not installed; make test-kernels has it")
 
 import triton
 from triton.backends.compiler import GPUTarget

@@ -1,6 +1,7 @@
 """What a process builds and leaves at its start, and which cores it takes."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from config.machine.processes import free_port
+from training.engine.health import NORM_ROUNDING, difference
 from training.start.cores import cpus_text, divide_cores, read_cores
 
 PROGRAM = """
@@ -122,3 +124,12 @@ def test_no_shared_memory_op_is_built_once_that_is_said(tmp_path: Path) -> None:
         text=True,
     )
     assert "built: None" in found.stdout, found.stderr
+
+
+def test_norms_may_differ_by_the_rounding_of_other_devices() -> None:
+    assert difference("the norm", [3.0, 3.0 * (1 + NORM_ROUNDING / 2)], most=NORM_ROUNDING) == ""
+    text = difference("the norm", [3.0, 3.0 * (1 + 2 * NORM_ROUNDING)], most=NORM_ROUNDING)
+    assert text.startswith("the norm differs between ranks: rank 0 has 3.0, rank 1 has 3.00004")
+    assert difference("the norm", [3.0, 3.0000000000000004]) and difference("the norm", [1.0, math.inf], most=1.0)
+    assert not difference("the norm", [math.inf, math.inf], most=NORM_ROUNDING)
+    assert difference("the norm", [math.inf, 1.0], most=NORM_ROUNDING)

@@ -8,7 +8,7 @@ import pytest
 
 from config.errors import UserError
 from config.load import load_config
-from training.tasks.shape import require_model
+from training.tasks.shape import require_model, settle_orthogonalization
 
 LLAMA = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4}
@@ -65,3 +65,13 @@ def test_a_key_of_older_versions_is_told_the_new_one(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="rope_theta: .* no such key; set model.config.rope_parameters=") as caught:
         require(tmp_path, "llama", LLAMA | {"rope_theta": 1e6})
     assert "\n" not in str(caught.value)
+
+
+def test_muon_orthogonalizes_in_bf16_on_gpus_unless_told(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {architecture: llama}\noptimizer: {name: muon}\n")
+    config = load_config(path, [], None)
+    for on_gpu, chosen in ((True, "bf16"), (False, "fp32")):
+        assert settle_orthogonalization(config, on_gpu=on_gpu).optimizer.orthogonalization == chosen
+    told = replace(config, optimizer=replace(config.optimizer, orthogonalization="fp32"))
+    assert settle_orthogonalization(told, on_gpu=True) is told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,12 +18,14 @@ from tracking.run_dir import RunDir
 from training.build import assemble
 from training.checkpoint.choice import by_step, step_of
 from training.checkpoint.manifest import is_whole
+from training.corruption.rerun import TOLERANCE, is_exact
 from training.parts import Parts
 from training.progress import Progress
 from training.session import session
 from training.step import train_step
 
 REPRODUCED, DIFFERENT = 0, 3
+_SUMS = ("loss", "grad_norm")
 _COMPARED = ("loss", "grad_norm", "loss_scale", "lr", "applied", "sample_ids_sha256")
 
 Log = Callable[[str], object]
@@ -102,7 +105,7 @@ def repeat(run_dir: RunDir, resolved: Resolved, recorded: Recorded, log: Log) ->
         same = True
         for expected in run.steps:
             now, _ = run.attempt(expected)
-            same &= _compare(now, expected, log)
+            same &= _compare(now, expected, log, exact=is_exact(run.parts.engine.world.device))
         for cause in run.collector.of_kind("nonfinite", recorded.step):
             log(f"cause: {describe(cause)}")
     log("reproduced" if same else "not reproduced: see the steps marked above")
@@ -123,10 +126,15 @@ def describe(cause: Event) -> str:
     )
 
 
-def _compare(now: Event, then: Event, log: Log) -> bool:
-    """Compare a step with the record, and print both; NaN equals NaN."""
+def _compare(now: Event, then: Event, log: Log, *, exact: bool) -> bool:
+    """Compare a step with the record, and print both; NaN equals NaN. exact: whether equal inputs give equal bits."""
     different = [key for key in _COMPARED if repr(now[key]) != repr(then[key])]
+    sums = [] if exact else [key for key in different if key in _SUMS]
+    near = [key for key in sums if math.isclose(now[key], then[key], rel_tol=TOLERANCE)]
+    different = [key for key in different if key not in near]
     verdict = "as recorded" if not different else "recorded: " + ", ".join(f"{k} {then[k]!r}" for k in different)
+    if near:
+        verdict += f" to {TOLERANCE:.0%} of {', '.join(near)}, since sums have no fixed order without run.deterministic"
     made = f"loss {now['loss']!r}, grad norm {now['grad_norm']!r}, applied {now['applied']}"
     log(f"step {now['step']}: {made}; {verdict}")
     return not different

@@ -38,6 +38,7 @@ from training.distributed import World, allow_fp16_on_cpu
 from training.engine.expert_slices import shared_experts
 from training.engine.gradients import ReducedGradients
 from training.engine.health import (
+    NORM_ROUNDING,
     Columns,
     Evaluation,
     Outcome,
@@ -341,7 +342,8 @@ class Engine:
         if self._replicas is not None:
             losses = ranks.numbers("loss")
             self._replicas.require_equal([(loss, *row) for loss, row in zip(losses, ranks.rows("copies"), strict=True)])
-        disagreement = difference("the gradient norm", ranks.numbers("norm"))
+        self.gradients.give(ranks.numbers("norm")[0])
+        disagreement = difference("the gradient norm", ranks.numbers("norm"), most=NORM_ROUNDING)
         if disagreement and not repeats:
             raise RanksDisagree(disagreement)
         require_equal("the loss scale", ranks.numbers("loss scale"))

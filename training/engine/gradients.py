@@ -2,8 +2,9 @@
 
 DeepSpeed measures the gradient norm inside its optimizer step, where it is too late to discard the step. Here its own
 measurement is made before the step, and the step is given the result instead of measuring again: still one pass over
-the gradients and one reduction a step. FP16's separate search for inf and nan is left out, because a sum of squares
-finds them too.
+the gradients and one reduction a step. It is given as a number on the host, rank 0's on all ranks, so that DeepSpeed's
+own checks of it do not wait for the device. FP16's separate search for inf and nan is left out, because a sum of
+squares finds them too.
 
 A step is discarded through DeepSpeed's own overflow path, which clears every accumulator and leaves masters,
 optimizer state and counters unchanged: the step is given an infinite norm.
@@ -15,12 +16,34 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime import bf16_optimizer, utils
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.utils import combine_grad_norm_groups, get_global_norm_of_tensors
+from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.utils import groups, safe_get_full_grad
 
 from training.distributed import TensorGroup
 from training.engine.tensor_slices import counts_here
+
+
+def _mask_not_finite(values: torch.Tensor, device: Any = None, val: float = -1.0) -> None:
+    """DeepSpeed's, which copies `val` to the device first, and so waits for it."""
+    values.masked_fill_(~values.isfinite(), val)
+
+
+class _Given(list[Any]):
+    """A norm in place of the tensors that have it."""
+
+
+def _norm_of(input_tensors: list[Any], **options: Any) -> Any:
+    """DeepSpeed's, for BF16_Optimizer."""
+    given = isinstance(input_tensors, _Given)
+    return input_tensors[0] if given else get_global_norm_of_tensors(input_tensors, **options)
+
+
+for _module in (utils, stage3, stage_1_and_2):
+    _module.mask_nan_or_inf_with_val_inplace = _mask_not_finite
+bf16_optimizer.get_global_norm_of_tensors = _norm_of
 
 
 def reduced_gradient(parameter: torch.nn.Parameter, stage: int) -> torch.Tensor | None:
@@ -38,15 +61,20 @@ class ReducedGradients:
         self._stage = stage
         self._tensor = tensor
         self._given_norm: torch.Tensor | None = None
-        """Norm that DeepSpeed is given in the coming step: what `norm` measured, or infinity to discard it."""
+        """() FP32: the norm that DeepSpeed is given in the coming step, or infinity to discard it."""
         optimizer: Any = engine.optimizer
         if stage == 0:
+            engine.clip_fp32_gradients = self._clip
             return
         optimizer.has_overflow = lambda partition_gradients=True: False  # an overflow shows in the norm
         if isinstance(optimizer, BF16_Optimizer):
             self._tensors_for_norm = optimizer.get_grads_for_norm
             optimizer.get_grads_for_norm = self._bf16_tensors
         elif stage == 3:
+            stream = optimizer.reduce_and_partition_stream
+            if stream is not None and not engine.zero_overlap_comm() and not optimizer.offload_optimizer:
+                # The host would wait for it after each backward pass. All else is queued on this stream, too.
+                stream.synchronize = lambda: None
             self._norm_groups = optimizer._get_norm_groups
             optimizer._get_norm_groups = lambda: [self._given_norm]
         else:
@@ -78,6 +106,18 @@ class ReducedGradients:
         self._given_norm = torch.where(torch.isfinite(norm) & (norm >= 0), norm, torch.full_like(norm, math.inf))
         return self._given_norm
 
+    def give(self, norm: float) -> None:
+        """Let the coming step clip by this norm, known on the host, in place of the one that `norm` measured."""
+        self._given_norm = torch.tensor(norm, dtype=torch.float32)
+
+    def _clip(self) -> None:
+        """ZeRO-0's clipping, for which DeepSpeed measures the norm once more."""
+        assert self._given_norm is not None
+        clip = (self._engine.gradient_clipping() / (self._given_norm + 1e-6)).clamp(max=1.0)
+        for parameter in self._engine.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(clip)
+
     def largest_uncounted(self) -> torch.Tensor:
         """() FP32: largest magnitude in this rank's replicas of gradients that `norm` counts on another rank; nan where
         one of them has a nan. No collective and no device sync."""
@@ -107,7 +147,7 @@ class ReducedGradients:
         if self._stage == 0:
             self._engine.zero_grad()
             return
-        self._given_norm = torch.full((), math.inf, device=self._engine.device)
+        self.give(math.inf)
         self._engine.step()
         if self._stage < 3 and getattr(self._engine.optimizer, "cpu_offload", False):
             # DeepSpeed 0.19.8 leaves them where masters are offloaded: the next step would add its own to them, and
@@ -125,12 +165,5 @@ class ReducedGradients:
         return found
 
     def _bf16_tensors(self, for_clipping: bool = False) -> Any:
-        """The tensors that BF16_Optimizer asks for: all gradients to clip, or one that has the given norm.
-
-        It adds up the squares of the ranks that share matrices: one of them has the norm.
-        """
-        if for_clipping:
-            return self._tensors_for_norm(for_clipping=True)
-        assert self._given_norm is not None
-        others = self._tensor is not None and self._tensor.rank > 0
-        return [torch.zeros_like(self._given_norm) if others else self._given_norm], {}
+        """The tensors that BF16_Optimizer asks for: all gradients to clip, or the given norm."""
+        return self._tensors_for_norm(for_clipping=True) if for_clipping else (_Given([self._given_norm]), {})

@@ -57,6 +57,14 @@ def settle_steps(config: Config, corpus: Corpus) -> Config:
     return config
 
 
+def settle_orthogonalization(config: Config, *, on_gpu: bool) -> Config:
+    """`config` with optimizer.orthogonalization = auto decided; on_gpu: whether the run computes in 16 bits on one."""
+    section = config.optimizer
+    if section.orthogonalization != "auto":
+        return config
+    return replace(config, optimizer=replace(section, orthogonalization="bf16" if on_gpu else "fp32"))
+
+
 def shape_of_model(config: Config, corpus: Corpus) -> PretrainedConfig:
     """The config of the model to train. config: with its labels. Raises UserError as `model_config`."""
     return model_config(

@@ -195,7 +195,7 @@ def _require_known(config: Config, *, recomputes: bool) -> None:
     )
     in_training = (
         ("adapter.dropout", adapter.dropout, not adapter.dropout),
-        ("optimizer.orthogonalization", optimizer.orthogonalization, optimizer.orthogonalization == "fp32"),
+        ("optimizer.orthogonalization", optimizer.orthogonalization, optimizer.orthogonalization != "bf16"),
         ("model.balance_loss", model.balance_loss, not model.balance_loss),
         ("model.router_z_loss", model.router_z_loss, not model.router_z_loss),
         ("sft.neftune_alpha", config.sft.neftune_alpha, not config.sft.neftune_alpha),

@@ -1,0 +1,131 @@
+"""Runs a few steps of each case on the fake device: `python -m tests.support.fake_cuda.run CASES.json RESULTS.json`.
+
+A case is a list of arguments of `train.py` and a number of ranks. The session, the build and the step are train.py's.
+"""
+
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.support.fake_cuda.hooks import load_hooks
+
+load_hooks()  # torch asks once whether there is CUDA
+
+import torch  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+
+from tests.support.fake_cuda.counts import Counts, Device  # noqa: E402
+from tests.support.fake_cuda.device import install  # noqa: E402
+
+
+class _Fake(FakeTensorMode):
+    avoid_device_init = True
+    """Real values, such as those of a batch, are not copied to a device that is not there."""
+
+
+COUNTS, PINNED = Counts(), dict[int, Any]()
+
+
+def take_steps(arguments: list[str], ranks: int, extras: list[str]) -> dict[str, Any]:
+    """What the third step did to the device. The first is observed, the second has telemetry. extras: of
+    _EXTRAS, after them."""
+    from config.command_line import read_command_line
+    from training.build import build
+    from training.session import locked_run_dir, session
+    from training.step import train_step
+    from training.tasks.task import prepare
+
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), MASTER_PORT="0")
+    resolved = read_command_line(arguments)
+    corpus = prepare(resolved.config, progress=False)
+    shares = ("sequence", "tensor", "expert")
+    with (
+        _Fake(allow_non_fake_inputs=True),
+        Device(COUNTS, PINNED.keys()),
+        session(resolved, corpus=corpus, shares=shares) as opened,
+        locked_run_dir(resolved, opened.world),
+    ):
+        parts, progress = build(opened)
+        for _ in range(3):
+            with COUNTS.counting():
+                progress, judgement, _ = train_step(parts, progress)
+        found = {
+            "micro_batches": resolved.batch.accumulation,
+            "optimizer": type(parts.engine.deepspeed.optimizer).__name__,
+            "devices": sorted({str(p.device) for p in parts.engine.model.parameters()}),
+            "verdict": str(judgement.verdict),
+            "applied": progress.applied,
+            "notes": parts.engine.notes,
+            "waits": dict(COUNTS.waits),
+            "collectives": dict(COUNTS.collectives),
+            "bytes": dict(COUNTS.bytes),
+        }
+        for name in extras:
+            _EXTRAS[name](parts, progress)
+        parts.record.close()
+    return found
+
+
+def _backward(parts: Any, progress: Any) -> Any:
+    batch = parts.batches.next_step()
+    outcome = parts.engine.forward_backward(batch, step=batch.position + 1)
+    return batch, outcome, parts.engine.health(outcome, progress)
+
+
+def _attribute(parts: Any, progress: Any) -> None:
+    from training.attribution import attribute
+
+    batch, outcome, _ = _backward(parts, progress)
+    attribute(parts.engine, batch, outcome, step=batch.position + 1)
+    parts.engine.discard_gradients()
+
+
+def _discard(parts: Any, progress: Any) -> None:
+    parts.engine.step(_backward(parts, progress)[2], 1e-3, apply=False)
+
+
+def _evaluate(parts: Any, progress: Any) -> None:
+    from training.loop import evaluate
+
+    evaluate(parts, progress)
+
+
+def _checksums(parts: Any, progress: Any) -> None:
+    from training.engine.tensors import checksums_of
+
+    checksums_of(parts.engine)
+
+
+_EXTRAS: dict[str, Callable[[Any, Any], Any]] = {
+    "attribute": _attribute,
+    "discard": _discard,
+    "evaluate": _evaluate,
+    "checksums": _checksums,
+    "momentum": lambda parts, progress: parts.engine.momentum_norm(),
+}
+
+
+def main(cases: Path, results: Path) -> None:
+    torch.set_num_threads(1)
+    install(COUNTS, PINNED)
+    with results.open("w") as lines:
+        for name, case in json.loads(cases.read_text()).items():
+            started = time.process_time()
+            try:
+                found = take_steps(**case)
+            except BaseException:
+                found = {"error": traceback.format_exc()}
+            PINNED.clear()
+            gc.collect()
+            print(json.dumps({"name": name, "seconds": time.process_time() - started, **found}), file=lines, flush=True)
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))
+    os._exit(0)

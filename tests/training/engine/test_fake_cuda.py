@@ -1,0 +1,59 @@
+"""A training step on a CUDA device that is not there: no tensor on the wrong device, and each wait of the host allowed.
+
+Tensors have shapes, dtypes and devices, and no values (tests/support/fake_cuda). What this cannot see: races, numbers,
+and the kernels that a GPU would choose.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from config.cli import REPOSITORY
+from tests.support.fake_cuda.cases import NAMES, QUICK, cases
+
+SECONDS = 1800
+_ROW = re.compile(r"\| `(\w+) ([^`]+)` \| (\d+) \|")
+EACH = pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in NAMES])
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
+    """What the third step of each case that is asked for did, by its name: one process takes all of them."""
+    if shutil.which("g++") is None:
+        pytest.skip("the fake device is built with g++")
+    items = [item for item in request.session.items if item.path == request.path and isinstance(item, pytest.Function)]
+    asked = {item.callspec.params["name"] for item in items}
+    folder = tmp_path_factory.mktemp("fake_cuda")
+    given, results = folder / "cases.json", folder / "results.jsonl"
+    chosen = {name: case for name, case in cases(folder).items() if name in asked}
+    given.write_text(json.dumps(chosen), encoding="utf-8")
+    command = [sys.executable, "-W", "ignore", "-m", "tests.support.fake_cuda.run", str(given), str(results)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    options: dict[str, Any] = {"cwd": REPOSITORY, "env": environment, "capture_output": True, "text": True}
+    run = subprocess.run(command, timeout=SECONDS, check=False, **options)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return {row["name"]: row for row in map(json.loads, results.read_text(encoding="utf-8").splitlines())}
+
+
+def allowance() -> dict[tuple[str, ...], int]:
+    """Kind and place to how often a step may wait there, from the table in docs/performance.md."""
+    text = (REPOSITORY / "docs/performance.md").read_text(encoding="utf-8")
+    return {(kind, place): int(count) for kind, place, count in _ROW.findall(text)}
+
+
+@EACH
+def test_steps_are_taken_on_the_device_and_the_host_waits_where_it_may(
+    found: dict[str, dict[str, Any]], name: str
+) -> None:
+    step, allowed = found[name], allowance()
+    assert "error" not in step, step["error"]
+    assert step["devices"] == ["cuda:0"] and step["applied"] == 3
+    waits = {tuple(wait.split(" ", 1)): count for wait, count in step["waits"].items()}
+    assert waits["item", "engine/health.py:__init__"] == 1
+    assert {wait: count for wait, count in waits.items() if count > allowed.get(wait, 0)} == {}
