@@ -172,11 +172,8 @@ class EarlyWarnings:
         return list(self._judge("gradient_jump", {"": jump}, further))
 
     def after_step(self, health: Health, *, applied: bool, warm: bool) -> list[EarlyWarning]:
-        """What the routers say, where they are balanced, and the answers, where they are sampled.
-
-        applied: whether the weights changed. warm: whether the warm-up is over, before which routers, gradients and
-        channels have yet to settle in sound runs, too.
-        """
+        """Judge balanced routers and sampled answers. applied: whether the weights changed. warm: whether the warm-up
+        is over, before which routers, gradients and channels have yet to settle in sound runs, too."""
         if applied and self._memory is not None:
             self._memory.push(self._clipped(health.grad_norm))
         found: list[EarlyWarning] = []

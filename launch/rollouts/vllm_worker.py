@@ -64,7 +64,7 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(head + values.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
-def _computed_weight(name: str, module: torch.nn.Module) -> torch.Tensor | None:
+def _computed_weight(name: str, module: Any) -> torch.Tensor | None:
     """(outputs, inputs): the weight that a linear layer or a head multiplies with; None for any other module."""
     inputs = getattr(module, "input_size_per_partition", None) or getattr(module, "input_size", None)
     if name.rpartition(".")[2] == "lm_head":

@@ -297,7 +297,7 @@ class StepParity:
         error = {name: float(plain[name]["relative_error"]) for name in judged}
         for what, context in alternatives(self._reference.model).items():
             with context:
-                other = self._reference.gradients_in(dtype, batch, loss_scale=scale)
+                other = self._reference.gradients_in(self._engine.compute, batch, loss_scale=scale)
             agreement = to_plain(compare_gradients(other.items(), gradients.items()))
             beyond = {name: max(0.0, agreement[name]["relative_error"] - unit_roundoff(dtype)) for name in error}
             ratios = [relative(beyond[name], size) for name, size in error.items() if size <= PLAIN_MOST]
