@@ -25,6 +25,7 @@ PARTS_OF_TOOLS = {
     "lab.benchmark.peers.trl_loop",
     "lab.benchmark.split",
     "lab.gpu_check.machine",
+    "training.rollouts.reward_worker",
 }
 LOAD_DEEPSPEED = {"tools.analyze.survey", "lab.benchmark.save", "tools.parity.steps"}
 
