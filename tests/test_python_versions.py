@@ -72,14 +72,15 @@ def test_all_sources_compile(python: list[str]) -> None:
     run(python, "-c", COMPILE, typed="\n".join(map(str, files)))
 
 
-def is_of_the_plan(name: str) -> bool:
-    """Whether a module is one of the planner that its command imports when it plans, with torch and transformers."""
-    return name.startswith("launch.plan.") and name != "launch.plan.command"
+def needs_torch(name: str) -> bool:
+    """Whether a module runs with torch alone: what the planner's command imports when it plans, and vLLM's worker."""
+    own = name.startswith("launch.plan.") and name != "launch.plan.command"
+    return own or name == "launch.rollouts.vllm_worker"
 
 
 def test_what_needs_pure_python_only_runs(python: list[str]) -> None:
     names = [module_name(path, REPOSITORY) for path in source_files(REPOSITORY) if path.name != "__main__.py"]
-    names = [name for name in names if name.startswith(("config", "launch")) and not is_of_the_plan(name)]
+    names = [name for name in names if name.startswith(("config", "launch")) and not needs_torch(name)]
     assert len(names) > 50
     run(python, "-c", IMPORT, typed="\n".join([*names, "training.checkpoint.tool", "training.watchdog.witness"]))
     assert run(python, "train.py", "--version") == f"mantissa {VERSION}\n"

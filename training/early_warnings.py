@@ -90,7 +90,7 @@ _METRICS = {
     "truncated": "truncated",
 }
 _AT_LEAST = ("attention_entropy", "router_entropy", "answer_entropy", "overflow_steps")
-"""Of the others the bound is the largest."""
+"""Signals whose bound is the smallest healthy value; that of the others is the largest."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ logger.setLevel("ERROR")
 
 
 def found(stage: int) -> list[str]:
-    """What the moments of each group's weight are after a step."""
+    """Moments of each group's weight after a step."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False))
     groups = [{"params": [layer.weight], "weight_decay": decay} for layer, decay in zip(model, (0.1, 0.0), strict=True)]
     zero = {"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True}

@@ -1,4 +1,4 @@
-"""What one step does to a GPU, counted without one: Mantissa beside torchtitan and the Hugging Face Trainer.
+"""Bytes, FLOPs and launches of a step on a GPU, counted without one: Mantissa, torchtitan, the Hugging Face Trainer.
 
     python -m lab.benchmark.anchors --config config/recipes/benchmark_1b.yaml [key.sub=value ...]
 

@@ -154,7 +154,7 @@ def _architecture(cell: Cell) -> str:
 
 
 def _interval(count: int, total: int) -> tuple[float, float]:
-    """Of a share, at 95% (Wilson 1927)."""
+    """Interval of a share at 95% (Wilson 1927)."""
     z, share = 1.96, count / total
     middle, half = share + z * z / (2 * total), z * math.sqrt(share * (1 - share) / total + (z / (2 * total)) ** 2)
     return max(0.0, (middle - half) / (1 + z * z / total)), (middle + half) / (1 + z * z / total)

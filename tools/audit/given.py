@@ -139,7 +139,7 @@ def _facts(document: dict[str, Any], decided: dict[str, Any], versions: dict[str
 def _clipping(
     values: dict[str, Any], decided: dict[str, Any], trainer: str, versions: dict[str, str | None]
 ) -> dict[str, Any]:
-    """What DeepSpeed clips by, and whether the trainer asks for another norm in vain."""
+    """The norm that DeepSpeed clips to, and whether the trainer asks for another one in vain."""
     clipping, asked, release = values.get("gradient_clipping", ABSENT), decided.get("clipping"), versions["deepspeed"]
     if clipping != ABSENT:
         return {"clipping": asked if clipping == "auto" else clipping, "clipping_ignored": False}

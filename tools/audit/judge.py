@@ -385,7 +385,7 @@ def _told(places: list[tuple[int, int]], shares: torch.Tensor, tolerance: float)
 
 
 def _meant(what: str, shares: torch.Tensor) -> tuple[str, float]:
-    """What is said of gradients whose shares are alike, and how far these are from 1."""
+    """Description of gradients whose shares are alike, and how far these are from 1."""
     share = float(shares.mean())
     word = "doubled" if abs(share - 2) < 0.1 else "too small" if share < 1 else "too large"
     return f"{what} {'lost' if abs(share) < 0.1 else word}", share - 1

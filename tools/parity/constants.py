@@ -18,7 +18,7 @@ from training.engine.optimizers.adamw import after
 from training.engine.optimizers.rule import UpdateInputs
 
 Make = Callable[[float], torch.Tensor]
-"""What is computed with a value of the constant, as a vector in FP64."""
+"""A computation with a given value of the constant; its result as a vector in FP64."""
 _EXPLAINED = 0.05
 """[fraction] Share of the distance that a named constant leaves at most."""
 _MOST = 0.5

@@ -55,12 +55,12 @@ class _Loss(NamedTuple):
 
 
 class _Passed(NamedTuple):
-    """What went into a loss."""
+    """Inputs of a loss."""
 
     own: torch.Tensor
     """Logits of the model that is trained."""
     reference: torch.Tensor | None
-    """Those of the model as its base, where the loss asked for them."""
+    """Logits of the model as its base, where the loss asked for them."""
     teacher: torch.Tensor | None
 
 

@@ -117,7 +117,7 @@ class RolloutBatches(Batches):
             yield self._batch(batch, self._gathered(found), position=batch.position, evaluates=True)
 
     def restore(self, position: int) -> None:
-        """As `Batches.restore`; answers that were held are forgotten."""
+        """Go to a position, as `Batches.restore` does, and forget the answers that were held."""
         self._held = None
         super().restore(position)
 
@@ -193,7 +193,7 @@ class RolloutBatches(Batches):
         )
 
     def _arguments(self, row: dict[str, Any], answers: Sequence[Answer]) -> dict[str, Any]:
-        """What a reward function gets of one prompt: TRL's arguments, and every column of the row."""
+        """The arguments of a reward function for one prompt: TRL's, and every column of the row."""
         prompt: Any = row.get("prompt", row.get("messages", row.get("conversations")))
         ids = [answer.ids.tolist() for answer in answers]
         texts = [self._tokenizer.decode(own, skip_special_tokens=True) for own in ids]
@@ -307,7 +307,7 @@ class RolloutBatches(Batches):
                 further[name][where] = values
 
         def whole(values: np.ndarray, fill: int = 0) -> np.ndarray:
-            """With rows of padding, of which a validation set's last batch has some."""
+            """Add rows of padding, of which a validation set's last batch has some."""
             more = np.full((rows - len(values), *values.shape[1:]), fill, dtype=values.dtype)
             return np.concatenate([values, more])
 

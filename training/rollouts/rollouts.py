@@ -59,7 +59,7 @@ class Rollouts:
         return np.split(getattr(self, name), np.cumsum(lengths)[:-1])
 
     def of(self, numbers: Sequence[int]) -> "Rollouts":
-        """Those to some of the prompts, by their place here."""
+        """The answers to some of the prompts, by their place here."""
         chosen = np.array(numbers, dtype=np.int64)
         groups = (chosen[:, None] * self.group + np.arange(self.group)).reshape(-1)
         picked: dict[str, Any] = {name: getattr(self, name)[chosen] for name in ("samples", "prompt_lengths")}
@@ -71,7 +71,7 @@ class Rollouts:
 
 
 def interleaved(parts: Sequence[Rollouts]) -> Rollouts:
-    """Those of all ranks in the order of the global batch: of prompt n, rank n modulo ranks has the n // ranks-th."""
+    """The answers of all ranks in the order of the global batch: of prompt n, rank n modulo ranks has the n // ranks-th."""
     joined: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _ARRAYS}
     whole = replace(parts[0], **joined)
     counts = [len(part.samples) for part in parts]

@@ -63,7 +63,7 @@ class TransformersSampler:
             own[name].copy_(tensor)
 
     def digests(self) -> dict[str, str]:
-        """Of its parameters: modules compute with nothing else."""
+        """Digests of its parameters: modules compute with nothing else."""
         return {name: digest(value) for name, value in self.model.named_parameters(remove_duplicate=False)}
 
     def sample(self, requests: Sequence[Request], *, version: str) -> list[Answer]:

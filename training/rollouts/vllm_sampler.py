@@ -35,7 +35,7 @@ from training.rollouts.transformers_sampler import TransformersSampler
 T = TypeVar("T")
 
 _ASK_SECONDS = 600.0
-"""For one request: a server that was given nothing to do for this long counts as hung."""
+"""Time limit of one request, after which the server counts as hung."""
 
 
 class ServerError(RuntimeError):
@@ -59,7 +59,7 @@ class VllmSampler:
         Raises UserError where a server cannot be reached or cannot take weights.
         """
         self.folder = Path()
-        """Where the weights are written; the servers have to see it under the same path."""
+        """Folder of the file of weights, which the servers have to see under the same path."""
         self._section, self._world, self._copy, self._ends = section, world, copy, list(ends)
         self._urls = [url.rstrip("/") for url in section.urls]
         self._own = self._urls[world.rank % len(self._urls)]
@@ -129,7 +129,7 @@ class VllmSampler:
         return [answers[place] for place in range(len(requests))]
 
     def _patiently(self, url: str, act: Callable[[str], T], recover: Callable[[str], None]) -> T:
-        """What a server answers, asked again for as long as the run waits for it, each time after it has recovered.
+        """The answer of a server, which is asked again for as long as the run waits for it, after `recover` each time.
 
         Raises UserError.
         """
@@ -190,7 +190,7 @@ class VllmSampler:
         return Answer(ids, log_probs, choice["finish_reason"] == "stop")
 
     def in_fp32(self) -> AbstractContextManager[PreTrainedModel]:
-        """As the copy's."""
+        """The copy, computing in FP32 until the context ends."""
         return self._copy.in_fp32()
 
     def close(self) -> None:

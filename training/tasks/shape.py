@@ -60,7 +60,7 @@ def settle_steps(config: Config, corpus: Corpus) -> Config:
 def settle_orthogonalization(config: Config, *, on_gpu: bool) -> Config:
     """`config` with optimizer.orthogonalization = auto decided; on_gpu: whether the run computes in 16 bits on one."""
     section = config.optimizer
-    if section.orthogonalization != "auto":
+    if section.name != "muon" or section.orthogonalization != "auto":
         return config
     return replace(config, optimizer=replace(section, orthogonalization="bf16" if on_gpu else "fp32"))
 
