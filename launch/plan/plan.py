@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import median
 
@@ -51,9 +51,24 @@ class Plan:
     token_budget: float
     price: float | None
     """[money] Price of one device for one hour; None: not given."""
-    timed: Timed | None
-    """Where the configured step's time goes, modelled; None where its operators could not be counted."""
-    changed: list[Changed]
+    planner: Planner
+
+    @cached_property
+    def timed(self) -> Timed | None:
+        """Where the configured step's time goes, modelled; None where its operators could not be counted."""
+        return self._timed(Lever("", self.configured.layout), self.configured)
+
+    @cached_property
+    def changed(self) -> list[Changed]:
+        """The same with one thing changed, for each thing that may be."""
+        tried = levers(self.shape, self.configured.layout) if self.timed else []
+        options = [(lever, self.planner.option(lever.layout)) for lever in tried]
+        found = [(lever.name, self._timed(lever, option), option.fits) for lever, option in options]
+        return [Changed(name, timed, fits) for name, timed, fits in found if timed is not None]
+
+    def _timed(self, lever: Lever, option: Option) -> Timed | None:
+        sent = option.speed.communication_seconds
+        return time_of(self.shape, lever.layout, self.device, communication=sent, without=lever.without)
 
     @property
     def model_mfu(self) -> float:
@@ -101,14 +116,6 @@ def make_plan(options: argparse.Namespace, arguments: Sequence[str]) -> Plan:
     planner = Planner(shape, usable, process, partial(speed, shape, device=device, **reached))
     configured = planner.option(layout)
     stages = planner.stages(layout)
-
-    def timed(lever: Lever) -> tuple[Timed | None, bool]:
-        option = planner.option(lever.layout)
-        sent = option.speed.communication_seconds
-        return time_of(shape, lever.layout, device, communication=sent, without=lever.without), option.fits
-
-    now = timed(Lever("", layout))[0]
-    changes = [(lever.name, *timed(lever)) for lever in levers(shape, layout)] if now else []
     return Plan(
         resolved=resolved,
         shape=shape,
@@ -122,8 +129,7 @@ def make_plan(options: argparse.Namespace, arguments: Sequence[str]) -> Plan:
         scaling=planner.scaling(layout),
         token_budget=options.tokens or resolved.config.run.steps * configured.speed.tokens_per_step,
         price=options.price,
-        timed=now,
-        changed=[Changed(name, found, fits) for name, found, fits in changes if found is not None],
+        planner=planner,
     )
 
 

@@ -177,7 +177,11 @@ BAD: list[tuple[Any, str, str]] = [
     (GOOD, "data.document_masking=true", "data.document_masking = true: rows are not packed by task = seq2seq"),
     (GOOD, "data.format=text", "data.format = text has no source and target, which task = seq2seq needs; give"),
     (GOOD, "data.train_on=all", "data.train_on = 'all' is only read by task = sft and dpo; remove it, or set task=sft"),
-    (GOOD, "task=sft data.target_length=9", "data.target_length = '9' is only read by task = seq2seq; remove it"),
+    (
+        GOOD,
+        "task=sft data.target_length=9",
+        "data.target_length = '9' is only read by task = seq2seq and grpo; remove it",
+    ),
     (GOOD, "data.target_length=1", "data.target_length = 1 is out of range"),
     (GOOD, "model.compile=true", "model.compile = true is not verified with task = seq2seq; remove it"),
     (GOOD, "adapter.kind=lora", "adapter.kind = lora needs a model to adapt; set model.name_or_path"),

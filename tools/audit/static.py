@@ -30,8 +30,8 @@ from tools.audit.given import ABSENT, Given
 MATRIX, MEASURED_WITH = "docs/precision-matrix.md", "0.19.8"
 """The precision matrix, and the DeepSpeed that it was measured with."""
 SEVERITIES = ("stops", "wrong", "risk", "note")
-"""The severities in order. stops, wrong: whoever hits it does not train, or trains wrongly. risk: wrong under a condition that no
-config shows, or a race. note: right but for what it says."""
+"""The severities in order. stops, wrong: whoever hits it does not train, or trains wrongly. risk: wrong under a
+condition that no config shows, or a race. note: right but for what it says."""
 BAD = SEVERITIES[:2]
 _OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "!=": operator.ne}
 _COMPARISON = re.compile(r"(>=|<=|!=|>|<) *(\S+)$")

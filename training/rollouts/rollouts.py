@@ -71,7 +71,7 @@ class Rollouts:
 
 
 def interleaved(parts: Sequence[Rollouts]) -> Rollouts:
-    """The answers of all ranks in the order of the global batch: of prompt n, rank n modulo ranks has the n // ranks-th."""
+    """The answers of all ranks in the order of the global batch, whose prompt n is the rank n modulo ranks's."""
     joined: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _ARRAYS}
     whole = replace(parts[0], **joined)
     counts = [len(part.samples) for part in parts]

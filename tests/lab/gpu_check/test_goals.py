@@ -6,7 +6,7 @@ import pytest
 
 from lab.gpu_check import measure
 from lab.gpu_check.bench import Bench
-from lab.gpu_check.goals import GOALS, HOLDS, goals_table
+from lab.gpu_check.goals import GOALS, HOLDS, MISSED, goals_table
 from lab.gpu_check.items import PARTS
 from lab.gpu_check.measure import planner_device
 from lab.gpu_check.page import all_goals
@@ -123,10 +123,10 @@ def test_mfu_is_of_the_data_sheets_peak_where_it_is_known(device, mfu, tmp_path)
 @pytest.mark.parametrize(
     ("equal", "before", "after", "outcome"),
     [
-        (True, 0.0, 0.0, "holds"),
-        (False, 1e-6, 9e-6, "holds"),
-        (False, 0.0, 1e-6, "missed"),
-        (False, 1e-6, 2e-5, "missed"),
+        (True, 0.0, 0.0, HOLDS),
+        (False, 1e-6, 9e-6, HOLDS),
+        (False, 0.0, 1e-6, MISSED),
+        (False, 1e-6, 2e-5, MISSED),
     ],
 )
 def test_a_resumed_run_may_differ_as_two_runs_do(equal: bool, before: float, after: float, outcome: str) -> None:

@@ -594,7 +594,7 @@ def test_the_command_line(finished: Path, tmp_path: Path, capsys: pytest.Capture
     [
         ({"balance_loss: 0.0": "balance_loss: 0.1"}, "model.balance_loss = 0.1: the oracle does not compute it"),
         (
-            {"name: adamw": "name: muon", "orthogonalization: fp32": "orthogonalization: bf16"},
+            {"name: adamw": "name: muon", "orthogonalization: auto": "orthogonalization: bf16"},
             "optimizer.orthogonalization = bf16: the oracle does not compute it",
         ),
     ],
