@@ -5,6 +5,7 @@ import math
 import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from config.errors import UserError
@@ -27,8 +28,9 @@ def _size(png: Path) -> tuple[int, int]:
 def _colours(png: Path) -> set[tuple[int, int, int]]:
     from matplotlib.image import imread
 
-    pixels = (imread(png)[..., :3] * 255).round().astype(int)
-    return {tuple(colour) for colour in pixels.reshape(-1, 3).tolist()}
+    red, green, blue = (imread(png)[..., :3] * 255).round().astype(int).reshape(-1, 3).T
+    found = np.unique(red << 16 | green << 8 | blue).tolist()
+    return {(colour >> 16, colour >> 8 & 0xFF, colour & 0xFF) for colour in found}
 
 
 def test_an_fp16_run(fp16_run: RunDir) -> None:

@@ -33,7 +33,8 @@ def _cells() -> list[tuple[int, str, str, str, int]]:
     return found
 
 
-@pytest.mark.parametrize("size", [*(pytest.param(size, marks=pytest.mark.slow) for size in ("1B", "70B")), "8B"])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", _SHAPES)
 def test_every_number_of_the_table_is_the_planners(size, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     cells = [cell for cell in _cells() if cell[1] == size]

@@ -35,6 +35,7 @@ def test_compiled_blocks_train_as_the_blocks_do(pair: ProcessGroup, stage: int, 
         assert found["kept"] <= 1.0
 
 
+@pytest.mark.slow
 def test_observers_see_what_the_blocks_themselves_compute(pair: ProcessGroup) -> None:
     for found in pair.run(cases.looks, overrides=["model.activation_checkpointing=selective"]):
         plain, compiled, calls = found["false"], found["true"], found["calls"]
