@@ -108,8 +108,8 @@ class RanksDisagree(RuntimeError):
 
 NORM_ROUNDING = 2.0**-17
 """[fraction] How far two devices of other models may be apart in a norm of the same gradients: a sum of squares in
-which each value is rounded at most 128 times is within 128 x 2^-24 of the exact one, its root within half of that. 128 is
-an estimate of the steps of torch's reduction, two levels of about 41 for 65,536 values each; no GPU was measured."""
+which each value is rounded at most 128 times is within 128 x 2^-24 of the exact one, its root within half of that. 128
+is an estimate of torch's reduction, two levels of about 41 for 65,536 values each; no GPU was measured."""
 
 
 def difference(what: str, values: list[float], *, most: float = 0.0) -> str:
