@@ -18,7 +18,7 @@ from config.extras import require_extras
 from config.hub import settle_hub
 from config.machine.processes import launchers
 from config.resolved import Resolved
-from training.start.process import end_with, outlive_full_disk, use_writable_caches
+from training.start.process import end_with, leave, outlive_full_disk, use_writable_caches
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -65,4 +65,4 @@ def run(resolved: Resolved) -> int:
 
 if __name__ == "__main__":
     outlive_full_disk()
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

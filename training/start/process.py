@@ -1,5 +1,6 @@
 """Set-up of train.py's own process before anything heavy is imported: its end, its output and its caches."""
 
+import atexit
 import io
 import os
 import select
@@ -9,7 +10,7 @@ import threading
 from collections.abc import MutableMapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from config.errors import UserError, one_line
 from config.files import temporary_folder, why_not_writable
@@ -72,6 +73,16 @@ def use_writable_caches(environment: MutableMapping[str, str] = os.environ) -> s
 def outlive_full_disk() -> None:
     """Let output of this process get lost from now on where it cannot be written, so that no print raises OSError."""
     sys.stdout, sys.stderr = _lossy(sys.stdout), _lossy(sys.stderr)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process after its exit functions, without tearing the interpreter down: a thread of gloo, which lives on
+    while anything refers to its group, would end it with SIGABRT (pytorch#190489)."""
+    threading._shutdown()  # type: ignore[attr-defined]  # joins threads, as the interpreter would
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _lossy(stream: Any) -> Any:

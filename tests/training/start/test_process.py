@@ -2,12 +2,15 @@
 
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from config.cli import REPOSITORY
 from training.start.process import use_writable_caches
 
 NOBODY = 54_321
@@ -77,3 +80,22 @@ def test_a_folder_that_somebody_else_made_is_not_used(place: Path) -> None:
     (place / f"mantissa-{NOBODY}").mkdir()
     answer = ask(place, user=NOBODY, HOME="/nonexistent")
     assert answer[-1].endswith("is not a folder of this user's; set HOME or TMPDIR to a folder of yours")
+
+
+def test_leaving_joins_threads_and_runs_exit_functions_but_tears_nothing_down() -> None:
+    """At teardown a thread of gloo that drops a tensor ends the process with SIGABRT."""
+    script = """
+import atexit, threading, time
+from training.start.process import leave
+
+class Torn:
+    def __del__(self):
+        print("torn down", flush=True)
+
+kept = Torn()
+atexit.register(print, "exit function", end="")
+threading.Thread(target=lambda: (time.sleep(0.1), print("thread, ", end=""))).start()
+leave(5)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=REPOSITORY)
+    assert (done.returncode, done.stdout) == (5, "thread, exit function"), done.stderr
