@@ -116,7 +116,7 @@ RESUMED = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("what", RESUMED)
 def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair: ProcessGroup, folder: Path, what: str) -> None:
     overrides, draw = resume_cases.task_job(folder, *overrides_of(folder), *RESUMED[what]), random.Random(what)

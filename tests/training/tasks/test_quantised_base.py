@@ -21,7 +21,7 @@ from tests.modeling.test_quantised_base import nearest
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.models.plain_steps import require_equal
 from tests.support.rows.chats import write_base, write_chats, write_pairs
-from tests.tools.export_hf.test_adapter import exported
+from tests.support.runs.exports import exported
 from tests.training.checkpoint import resume_cases
 from tests.training.tasks import dpo_cases, sft_cases
 from tests.training.tasks import quantised_cases as cases
