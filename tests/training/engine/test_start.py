@@ -47,10 +47,10 @@ def cells_of(folder: Path, stage: int, compute: str) -> list[cases.Cell]:
             [*from_files(folder, "odd-float32"), LORA[:-1] + ", modules_to_save: [lm_head]}"],
         ),
     ]
-    if stage == 3:  # no parameter stays whole, and masters are many flat tensors
-        cells.append(("fp32 files, gathered", [*from_files(folder, "odd-float32"), gathered(folder, compute)]))
     if compute == "bf16" and stage:
         cells.append(("split", [*from_files(folder, "odd-float32"), "precision.masters=split"]))
+    if stage == 3:  # no parameter stays whole, and masters are many flat tensors
+        cells.append(("fp32 files, gathered", [*from_files(folder, "odd-float32"), gathered(folder, compute)]))
     if stage:
         cells.append(("shared experts", [*EXPERTS, "parallel.expert=2"]))
         cells.append(("shared matrices", ["parallel.tensor=2"]))
