@@ -85,10 +85,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: 0 if item.path in starters else 1 if item.path in users else 2)
 
 
-def pytest_collection_finish() -> None:
-    """Imports and collected tests stay: collecting garbage need not look at them."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[Any]:
+    """Imports and collected tests stay: collecting garbage need not look at them, now or later."""
+    gc.disable()
+    found = yield
     gc.collect()
     gc.freeze()
+    gc.enable()
+    return found
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -25,6 +25,7 @@ from tests.support.imports import (
     imported_names,
     imports_of,
     lines_imported,
+    module_name,
     reachable,
     source_files,
 )
@@ -122,7 +123,7 @@ def test_every_part_of_training_has_a_floor_and_every_floor_its_parts() -> None:
     assert parts - {"__init__"} == set(FLOOR_OF)
 
 
-ROLLOUTS = [name for name in imports_of(REPOSITORY) if starts_with(name, "training.rollouts")]
+ROLLOUTS = [module_name(path, REPOSITORY) for path in (REPOSITORY / "training/rollouts").rglob("*.py")]
 # What is in training/ beside a run, to the reason.
 NOT_OF_A_RUN = {
     "training.checkpoint.__main__": "python -m training.checkpoint",

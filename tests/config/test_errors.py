@@ -18,11 +18,12 @@ def test_ranks_tell_of_a_mistake_once_whoever_meets_it(tmp_path: Path) -> None:
     program.write_text(
         "import os, sys, time\n"
         f"sys.path.insert(0, {str(REPOSITORY)!r})\n"
-        "from config.errors import UserError, report_error\n"
+        "from config import errors\n"
+        "errors.WAIT_SECONDS = 0.5\n"
         "rank = int(os.environ['RANK'])\n"
         "if str(rank) not in sys.argv[1]:\n"
         "    time.sleep(60)\n"
-        "report_error(UserError('no such folder'), rank)\n"
+        "errors.report_error(errors.UserError('no such folder'), rank)\n"
         "sys.exit(2)\n"
     )
     code, text = torchrun(program, "012")

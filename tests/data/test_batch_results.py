@@ -86,6 +86,7 @@ def batches(section: DataSection, monkeypatch: pytest.MonkeyPatch) -> int:
     return len(list(data.text.prepare._batches(data.text.prepare.open_source(section).documents(Counter()))))
 
 
+@pytest.mark.slow
 def test_who_waits_goes_on_where_a_killed_process_was(section, tmp_path, monkeypatch) -> None:
     alone = prepare(section, progress=False)
     shared = replace(section, cache_dir=str(tmp_path / "shared"))

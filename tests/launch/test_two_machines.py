@@ -21,7 +21,7 @@ from tests.support.jobs.launches import BIN, events, trace, wait_until
 from tests.support.machines.machines import SKIP, Machine, two_machines
 
 REASON = SKIP or ("" if shutil.which("pdsh") else "not installed: pdsh; apt-get install pdsh")
-pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
+pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(REASON), reason=REASON)]
 
 PORT = "29511"
 
@@ -108,7 +108,6 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.cluster
 @pytest.mark.parametrize("launcher", ["torchrun_static", "torchrun_c10d"])
 def test_torchrun_on_two_machines_trains_as_one(machines, folder, unbroken, launcher):
     printed = on_both(machines, folder, LAUNCHERS[launcher], job(folder, launcher))
@@ -118,13 +117,11 @@ def test_torchrun_on_two_machines_trains_as_one(machines, folder, unbroken, laun
     assert going_on(spoken).startswith(LAUNCHERS[launcher].format(rank=0, head="left", port=PORT))
 
 
-@pytest.mark.cluster
 def test_accelerate_on_two_machines_trains_as_one(machines, folder, unbroken):
     on_both(machines, folder, LAUNCHERS["accelerate_2"], job(folder, "accelerate_2"))
     assert trace(folder, "accelerate_2") == unbroken
 
 
-@pytest.mark.cluster
 def test_accelerate_on_two_machines_trains_with_the_json_of_its_file(machines, folder):
     """ZeRO-3 in BF16, which neither the run config nor the command line says."""
     named = ("deepspeed.config=", "precision.compute=")
@@ -138,7 +135,6 @@ def test_accelerate_on_two_machines_trains_with_the_json_of_its_file(machines, f
     assert trace(folder, "accelerate_3") == trace(folder, "one_host_3")
 
 
-@pytest.mark.cluster
 def test_the_command_a_run_prints_starts_it_again(machines, folder):
     """On both machines, as printed, with the other's rank on the second."""
     printed = on_both(machines, folder, LAUNCHERS["accelerate_2"], job(folder, "again"))
@@ -150,7 +146,6 @@ def test_the_command_a_run_prints_starts_it_again(machines, folder):
     assert [step["step"] for step in trace(folder, "again")] == [*range(1, 9)]
 
 
-@pytest.mark.cluster
 def test_a_cut_cable_does_not_hold_the_launcher(machines, folder, monkeypatch):
     """By ssh_config.example: without its two lines the launcher waits for ssh, and ssh for the other machine."""
     alive = re.findall(r"ServerAlive\w+ \d+", (REPOSITORY / "launch/deepspeed/ssh_config.example").read_text())

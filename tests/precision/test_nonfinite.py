@@ -54,6 +54,15 @@ def inspect(model: nn.Module, **options: object) -> list[Finding]:
     return inspector.findings
 
 
+def findings(model: nn.Module, *inputs: torch.Tensor, scale: float | None = 1.0) -> list[Finding]:
+    """After a pass on these inputs, or on tokens. scale: of the sum that goes backward; None: none does."""
+    with Inspector(model) as inspector:
+        output = model(*inputs) if inputs else model(input_ids=tokens(), use_cache=False)
+        if scale is not None:
+            (output.sum() * scale).backward()
+    return inspector.findings
+
+
 class SpoiledGradient(torch.autograd.Function):
     """The identity, with a backward that writes a value into the gradient."""
 
@@ -192,10 +201,7 @@ class Outer(nn.Module):
 
 
 def test_code_between_submodules_is_blamed_on_the_module_that_holds_them():
-    model = Outer(1e30)
-    with Inspector(model) as inspector:
-        model(torch.ones(2, 4)).sum().backward()
-    (finding,) = inspector.findings
+    (finding,) = findings(Outer(1e30), torch.ones(2, 4))
     assert (finding.module, finding.tensor, finding.seen) == ("inner", "activation", "given to inner.second")
 
 
@@ -204,9 +210,7 @@ def test_a_backward_of_code_between_submodules_is_blamed_the_same_way():
     with torch.no_grad():
         model.inner.first.weight.mul_(1e-20)
         model.inner.first.bias.zero_()
-    with Inspector(model) as inspector:
-        (model(torch.ones(2, 4)).sum() * 1e10).backward()
-    first, *others = inspector.findings
+    first, *others = findings(model, torch.ones(2, 4), scale=1e10)
     assert (first.module, first.tensor, first.kind) == ("inner", "gradient", "inf")
     assert first.seen == "flowing into inner.first" and others == []
 
@@ -295,10 +299,7 @@ class Twice(nn.Module):
 
 
 def test_a_module_called_twice_is_judged_call_by_call():
-    model = Twice()
-    with Inspector(model) as inspector:
-        model(torch.ones(1, 4))
-    (finding,) = inspector.findings
+    (finding,) = findings(Twice(), torch.ones(1, 4), scale=None)
     assert (finding.module, finding.kind, finding.count, finding.largest_finite) == ("shared", "inf", 4, None)
 
 
@@ -317,9 +318,7 @@ class HandsOn(nn.Module):
 def test_modules_that_hand_a_tensor_on_are_not_blamed_for_it():
     model = HandsOn()
     spoil_gradient(model, "head", INF)
-    with Inspector(model) as inspector:
-        model(torch.ones(2, 4, requires_grad=True)).sum().backward()
-    (finding,) = inspector.findings
+    (finding,) = findings(model, torch.ones(2, 4, requires_grad=True))
     assert (finding.module, finding.tensor) == ("head", "gradient")
 
 
@@ -337,10 +336,7 @@ def test_an_additive_mask_is_no_error():
             bias = torch.full((2, 2), -INF).triu(1)
             return self.attend(self.linear(hidden), bias, attention_mask=bias + torch.eye(2))
 
-    model = Masked()
-    with Inspector(model) as inspector:
-        model(torch.ones(1, 2, 4)).sum().backward()
-    assert inspector.findings == []
+    assert findings(Masked(), torch.ones(1, 2, 4)) == []
 
 
 def test_a_real_overflow_in_half_precision_is_found_where_it_happens():
@@ -350,9 +346,7 @@ def test_a_real_overflow_in_half_precision_is_found_where_it_happens():
         model.model.layers[1].mlp.down_proj.weight.fill_(60000.0)
         model.model.layers[1].mlp.up_proj.weight.fill_(50.0)
         model.model.layers[1].mlp.gate_proj.weight.abs_().fill_(1.0)
-    with Inspector(model) as inspector:
-        model(input_ids=tokens(), use_cache=False)
-    (finding,) = inspector.findings
+    (finding,) = findings(model, scale=None)
     assert (finding.module, finding.tensor, finding.kind) == ("model.layers.1.mlp.down_proj", "activation", "inf")
     assert finding.overflowed and finding.dtype == "float16"
 
@@ -369,9 +363,7 @@ def test_an_overflow_of_a_single_value_shows_in_what_it_was_made_from(recompute)
 
     model.model.embed_tokens.register_forward_hook(massive)
     model.model.layers[1].mlp.register_forward_hook(massive)
-    with Inspector(model) as inspector:
-        model(input_ids=tokens(), use_cache=False)
-    (finding,) = inspector.findings
+    (finding,) = findings(model, scale=None)
     assert (finding.module, finding.count, finding.overflowed) == ("model.layers.1", 1, True)
     assert finding.largest_finite == 40000.0
 

@@ -131,7 +131,8 @@ def test_a_probe_leaves_the_step_as_it_is(pair: ProcessGroup, folder: Path, what
     require_same(pair, folder, what, PROBE)
 
 
-@pytest.mark.parametrize("what", ["bf16 2", *map(slow, ("bf16 3", "fp16 2", "fp16 3", "mixed 2", "fp32 2, compiled"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["bf16 2", "bf16 3", "fp16 2", "fp16 3", "mixed 2", "fp32 2, compiled"])
 def test_a_job_that_breaks_off_is_the_job_that_nobody_looks_at(pair: ProcessGroup, folder: Path, what: str) -> None:
     """The session that resumes observes a step that the other one does not."""
     require_resumed(pair, folder, what, setting_of(what, folder))

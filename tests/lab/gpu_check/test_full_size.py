@@ -19,7 +19,6 @@ from launch.plan.devices import find_device
 from launch.plan.layout import layout_of
 from launch.plan.memory import peak_memory
 from launch.plan.model import read_shape
-from tests.support.marks import slow
 
 ITEMS = [
     pytest.param(number, item, id=f"{number}-{item.name}") for number, part in PARTS.items() for item in part.items
@@ -105,7 +104,8 @@ def test_the_precision_matrix_has_many_cells_at_each_stage_and_its_rehearsal_one
     assert counts == [1] * 4 if tiny else min(counts) > 10
 
 
-@pytest.mark.parametrize("device", ["h100", slow("h200")])
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["h100", "h200"])
 def test_the_depths_on_the_device_alone_come_close_to_what_it_holds(device: str, tmp_path) -> None:
     """The first fits where the last tenth of its memory cannot be had; the second only with it, or not."""
     memory = find_device(device).memory

@@ -30,7 +30,7 @@ _TASKS = {
 }
 """Jobs of `task_jobs` to the model that is drawn in place of the one in files: a file has values, a fake has none."""
 NAMES = (*_PRETRAINED, *_TASKS)
-QUICK = ("ZeRO-0 fp32", "ZeRO-1 bf16", "ZeRO-2 bf16", "ZeRO-3 bf16", "dpo")
+QUICK = ("ZeRO-2 bf16", "ZeRO-3 bf16")
 """Cases that every run of the tests takes; the rest is slow."""
 _EXTRAS = ("evaluate", "attribute", "discard", "checksums", "momentum")
 

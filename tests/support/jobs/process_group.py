@@ -95,8 +95,11 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
     try:
         import torch
+        from huggingface_hub import constants
 
         from training import distributed
+
+        constants.HF_HUB_OFFLINE = True  # its client tries for half a minute where there is no network
 
         torch.set_num_threads(1)
         world = distributed.start(rank=rank, world_size=world_size, local_rank=rank)

@@ -19,6 +19,7 @@ from config.errors import UserError
 from config.version import VERSION
 from precision.dtypes import DTYPES
 from tests.support.jobs import launches
+from tests.support.runs.exports import source_of
 from tests.support.servers.hub_server import TOKEN, USER, Hub, Repo, running
 from tests.tools.export_hf import export_cases
 from tools.export_hf import tensors as export_write
@@ -359,7 +360,7 @@ def test_log_probabilities_are_compared_before_the_folder_appears(job, tmp_path,
     masters = {n: t.read() for n, t in open_saved_model(checkpoint_of(job) / "deepspeed").tensors.items()}
     exact = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(out), dtype=torch.float32).eval()
     exact.load_state_dict(masters, strict=False)
-    source = find_source(checkpoint_of(job), run=None, tokenizer=None, parity=None)
+    source = source_of(checkpoint_of(job))
     rows = rows_of_run(source.tokenizer.parent, source.config, 3)
     assert {row.inputs["input_ids"].shape for row in rows} == {(1, source.config.data.sequence_length)}, (
         "the model has no more positions"

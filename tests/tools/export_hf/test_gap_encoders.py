@@ -14,12 +14,12 @@ from transformers import AutoConfig, AutoTokenizer
 from config.task import model_class_of
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.rows.labelled import LABELS, LENGTH, write_encoder, write_rows
+from tests.support.runs.exports import source_of
 from tests.training.checkpoint import resume_cases
 from tests.training.tasks.classify_cases import example
 from tests.training.tasks.mlm_cases import write_text
 from tools.export_hf import rows
 from tools.export_hf.command import main
-from tools.export_hf.export import find_source
 from tools.export_hf.gap import Bounds, GapTooLarge, measure, require_within
 from tools.export_hf.rows import Row, rows_of_data
 from training.checkpoint.partitions import open_saved_model
@@ -84,7 +84,7 @@ def examples(folder: Path, checkpoint: Path, out: Path, kind: str) -> list[tuple
     if kind != "mlm":
         lines = others(folder, kind).read_text().splitlines()
         return [example(tokenizer, json.loads(line), kind, names, pair=False) for line in lines]
-    source, found = find_source(checkpoint, run=None, tokenizer=None, parity=None), []
+    source, found = source_of(checkpoint), []
     text = str(tokenizer(others(folder, kind).read_text()).input_ids)
     for row in rows_of_data(str(others(folder, kind)), source.config, source.tokenizer, 9):
         seen = row.inputs["input_ids"]
@@ -182,7 +182,7 @@ def test_the_gap_of_a_number_is_its_difference(
 def test_a_long_row_is_cut_with_its_labels(
     folder: Path, checkpoints: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = find_source(checkpoints("token"), run=None, tokenizer=None, parity=None)
+    source = source_of(checkpoints("token"))
     given = (str(others(folder, "token")), source.config, source.tokenizer)
     whole = rows_of_data(*given)
     monkeypatch.setattr(rows, "_TOKENS", 6)
@@ -197,7 +197,7 @@ def test_a_long_row_is_cut_with_its_labels(
 
 def test_data_of_another_kind_are_refused(folder: Path, checkpoints: Any, tmp_path: Path, refusal: Any) -> None:
     checkpoint = checkpoints("sequence")
-    source = find_source(checkpoint, run=None, tokenizer=None, parity=None)
+    source = source_of(checkpoint)
     assert model_class_of(source.config) == "AutoModelForSequenceClassification"
     scored: dict[str, Any] = {"task": "classify", "classify": {"kind": "regression"}, "model": {"architecture": "bert"}}
     scored["data"] = {"path": f"{folder}/regression.jsonl", "source": "jsonl"}

@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.marks import slow
 from tests.support.rows import labelled, seq2seq
+from tests.support.runs.exports import exported
 from tests.training.checkpoint import resume_cases
 from tests.training.tasks.classify_cases import example
-from tools.export_hf.export import export, find_source
 from tools.export_hf.gap import Comparison
 
 CLASSIFY = ("task=classify", f"data.sequence_length={labelled.LENGTH}")
@@ -59,10 +59,8 @@ def test_what_rounding_does_to_a_merged_model(solo: ProcessGroup, tmp_path: Path
     overrides += ["precision.compute=bf16", "deepspeed.stage=2", "optimizer.learning_rate=0.05", "guard.spike_sigmas=0"]
     solo.run(resume_cases.job, folder=str(tmp_path), name="run", overrides=overrides, passes=None)
     checkpoint = tmp_path / "runs" / "run" / "checkpoints" / "step-2"
-    source, said = find_source(checkpoint, run=None, tokenizer=None, parity=None), []
-    how: dict[str, Any] = {"shard_size": "5GB", "force": False, "log": said.append}
-    facts = export(source, tmp_path / "adapter", dtype="fp32", **how)
-    merged = export(source, tmp_path / "merged", dtype="bf16", merged=True, comparison=Comparison(), **how)
+    facts, _ = exported(checkpoint, tmp_path / "adapter")
+    merged, said = exported(checkpoint, tmp_path / "merged", "bf16", merged=True, comparison=Comparison())
     found, gap = merged["adapter"]["merged"], merged["train-inference gap"]
 
     auto = getattr(transformers, facts["model"]["auto_class"])

@@ -13,10 +13,10 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from config.task import SEQ2SEQ_LM
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.rows.seq2seq import SOURCE, TARGET, write_model, write_rows
+from tests.support.runs.exports import source_of
 from tests.training.checkpoint import resume_cases
 from tools.export_hf import rows
 from tools.export_hf.command import main
-from tools.export_hf.export import find_source
 from tools.export_hf.gap import Bounds, GapTooLarge, measure, require_within
 from tools.export_hf.rows import Row, rows_of_data
 from training.checkpoint.partitions import open_saved_model
@@ -109,7 +109,7 @@ def test_rows_are_the_run_s_own_or_another_config_s(folder: Path, checkpoint: Pa
 
 
 def test_a_long_row_is_cut_on_both_sides(folder: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = find_source(checkpoint, run=None, tokenizer=None, parity=None)
+    source = source_of(checkpoint)
     given = (f"{folder}/others.jsonl", source.config, source.tokenizer)
     whole = rows_of_data(*given)
     monkeypatch.setattr(rows, "_TOKENS", 4)

@@ -1,7 +1,7 @@
 """Functions that run inside the processes of test_steps.py. Every function is called on every rank."""
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -34,21 +34,18 @@ def step_parity(engine: Engine, resolved: Resolved, world: World) -> StepParity:
     return StepParity(engine, Reference(resolved, shape, world), resolved)
 
 
-def measured_steps(
-    world: World,
-    *,
-    stage: int,
-    compute: str,
-    steps: int,
-    overrides: Sequence[str] = (),
-    micro: int = 2,
-    defect: str = "",
-) -> list[dict[str, Any]]:
-    """Some real steps on random batches, each compared with FP32."""
-    resolved = resolve(world, stage=stage, compute=compute, micro=micro, overrides=overrides)
-    rows, applied = [], 0
+@contextmanager
+def compared(world: World, *, micro: int = 2, defect: str = "", **how: Any) -> Iterator[tuple[Engine, StepParity]]:
+    """An engine on the config that `resolve` makes of `how`, and what compares its steps with FP32."""
+    resolved = resolve(world, micro=micro, **how)
     with engine_of(world, resolved, defect=defect) as engine:
-        parity = step_parity(engine, resolved, world)
+        yield engine, step_parity(engine, resolved, world)
+
+
+def measured_steps(world: World, *, steps: int, micro: int = 2, **how: Any) -> list[dict[str, Any]]:
+    """Some real steps on random batches, each compared with FP32."""
+    rows, applied = [], 0
+    with compared(world, micro=micro, **how) as (_, parity):
         for step in range(1, steps + 1):
             batch = replace(batch_of(world, micro, seed=step), position=step - 1)  # defects begin at a step
             row = parity.step(batch, applied=applied)
@@ -72,13 +69,9 @@ def inner_dtypes(
         return seen.inner.report(**promises(resolved.config, engine.compute, engine.regions))
 
 
-def signature_with(
-    world: World, *, stage: int, compute: str, module: str, overrides: Sequence[str] = (), rank: int | None = None
-) -> Check:
+def signature_with(world: World, *, module: str, rank: int | None = None, **how: Any) -> Check:
     """The judgement on two steps of an engine in which one module's output is 1% too large. rank: there alone."""
-    resolved = resolve(world, stage=stage, compute=compute, micro=2, overrides=overrides)
-    with engine_of(world, resolved) as engine:
-        steps = step_parity(engine, resolved, world)
+    with compared(world, **how) as (engine, steps):
         if rank in (None, world.rank):
             engine.model.get_submodule(module).register_forward_hook(
                 lambda _, args, output: (output[0] * 1.01, *output[1:])
@@ -87,13 +80,9 @@ def signature_with(
         return judge_signatures(rows, ParitySection())
 
 
-def gradients_with(
-    world: World, *, stage: int, compute: str, module: str | None, overrides: Sequence[str] = ()
-) -> dict[str, Any]:
+def gradients_with(world: World, *, module: str | None, **how: Any) -> dict[str, Any]:
     """The judgement on two steps of an engine in which one module's gradients are 1% too large; what was measured."""
-    resolved = resolve(world, stage=stage, compute=compute, micro=2, overrides=overrides)
-    with engine_of(world, resolved) as engine:
-        steps = step_parity(engine, resolved, world)
+    with compared(world, **how) as (engine, steps):
         if module is not None:  # a hook on what it returns multiplies all that it makes of the gradient
             engine.model.get_submodule(module).register_forward_hook(
                 lambda _, args, output: (1.01 * output[0] - 0.01 * output[0].detach(), *output[1:])
@@ -106,9 +95,8 @@ def gradients_with(
         return {"check": check, "parts": parts, "own": own, "not_measured": measured["not_measured"]}
 
 
-def decaying_norms(world: World, *, stage: int, compute: str, steps: int) -> list[dict[str, Any]]:
+def decaying_norms(world: World, *, steps: int, **how: Any) -> list[dict[str, Any]]:
     """Some real steps of an engine whose groups all have the matrices' weight decay."""
-    resolved = resolve(world, stage=stage, compute=compute, micro=2)
     right = parameter_groups.parameter_groups
 
     def wrong(model: Any, section: Any) -> Any:
@@ -117,16 +105,14 @@ def decaying_norms(world: World, *, stage: int, compute: str, steps: int) -> lis
     with (
         patch.object(parameter_groups, "parameter_groups", wrong),
         patch.object(optimizer, "parameter_groups", wrong),
-        engine_of(world, resolved) as engine,
+        compared(world, **how) as (_, parity),
     ):
-        parity = step_parity(engine, resolved, world)
         return [parity.step(batch_of(world, 2, seed=number), applied=number) for number in range(steps)]
 
 
-def with_rounded_moment(world: World, *, stage: int, compute: str, key: str, steps: int) -> list[dict[str, Any]]:
+def with_rounded_moment(world: World, *, key: str, steps: int, **how: Any) -> list[dict[str, Any]]:
     """Some real steps of an engine that keeps one of Adam's moments in BF16 from each step to the next."""
-    resolved = resolve(world, stage=stage, compute=compute, micro=2)
-    with engine_of(world, resolved) as engine:
+    with compared(world, **how) as (engine, parity):
         optimizer: Any = engine.deepspeed.basic_optimizer
         right = optimizer.step
 
@@ -136,16 +122,12 @@ def with_rounded_moment(world: World, *, stage: int, compute: str, key: str, ste
                 state[key].copy_(state[key].bfloat16())
 
         optimizer.step = step
-        parity = step_parity(engine, resolved, world)
         return [parity.step(batch_of(world, 2, seed=number), applied=number) for number in range(steps)]
 
 
-def summed(
-    world: World, *, stage: int, compute: str, rounded: bool = False, overrides: Sequence[str] = ()
-) -> dict[str, float]:
+def summed(world: World, *, rounded: bool = False, **how: Any) -> dict[str, float]:
     """The errors of known sums of gradients. rounded: the engine adds up in BF16."""
-    resolved = resolve(world, stage=stage, compute=compute, micro=2, overrides=overrides)
-    with engine_of(world, resolved) as engine:
+    with compared(world, **how) as (engine, parity):
         totals: dict[int, torch.Tensor] = {}
 
         def adding(number: int) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -160,22 +142,18 @@ def summed(
 
         for number, parameter in enumerate(engine.model.parameters() if rounded else ()):
             parameter.register_hook(adding(number))
-        parity = step_parity(engine, resolved, world)
         return parity.accumulation_errors(batch_of(world, 2, seed=1))
 
 
-def weighted(
-    world: World, *, stage: int, compute: str, planted: str = "", overrides: Sequence[str] = ()
-) -> dict[str, Any]:
+def weighted(world: World, *, planted: str = "", **how: Any) -> dict[str, Any]:
     """The errors of how micro-batches of different numbers of labels are weighted.
 
     planted: by the means of the micro-batches or of the ranks; the sum of losses is reported in FP16; or the z-loss of
     routers counts twice.
     """
-    resolved = resolve(world, stage=stage, compute=compute, micro=2, overrides=overrides)
     batch = batch_of(world, 2, seed=1)
     counts = torch.from_numpy(batch.counted.sum(1)).double()
-    with engine_of(world, resolved) as engine:
+    with compared(world, **how) as (engine, parity):
         if planted == "micro-batches":
             wrong = counts.mean() / counts
             reweight(engine, lambda index: wrong[index])
@@ -203,18 +181,15 @@ def weighted(
                     router._z /= 2
 
             engine.forward_backward = summed  # type: ignore[method-assign]
-        parity = step_parity(engine, resolved, world)
         return parity.weighting_errors(batch)
 
 
-def dropped(world: World, *, stage: int, compute: str, planted: str = "") -> dict[str, str]:
+def dropped(world: World, *, planted: str = "", **how: Any) -> dict[str, str]:
     """What a model with dropout drops otherwise than declared. planted: on the last rank, a rate of 0.11 for 0.1,
     attention that drops nothing, or a mask of its own."""
     rates = "resid_pdrop: 0.1, attn_pdrop: 0.1, embd_pdrop: 0.1"
     gpt2 = ["model.architecture=gpt2", f"model.config={{n_embd: 64, n_layer: 2, n_head: 4, {rates}}}"]
-    resolved = resolve(world, stage=stage, compute=compute, micro=2, overrides=gpt2)
-    shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
-    with engine_of(world, resolved) as engine:
+    with compared(world, overrides=gpt2, **how) as (engine, parity):
         block: Any = engine.model.get_submodule("transformer.h.1")
         if planted and world.rank == world.world_size - 1:
             if planted == "rate":
@@ -223,15 +198,13 @@ def dropped(world: World, *, stage: int, compute: str, planted: str = "") -> dic
                 block.attn.attn_dropout.p = 0.0
             else:
                 block.mlp.dropout.forward = lambda states: states * (torch.rand(states.shape) > 0.1) / 0.9
-        steps = StepParity(engine, Reference(resolved, shape, world), resolved)
-        found: dict[str, str] = steps.dropout_errors(batch_of(world, 2, seed=1))["dropped_otherwise"]
+        found: dict[str, str] = parity.dropout_errors(batch_of(world, 2, seed=1))["dropped_otherwise"]
         return found
 
 
-def evaluated(world: World, *, stage: int, compute: str, planted: str = "") -> dict[str, Any]:
+def evaluated(world: World, *, planted: str = "", **how: Any) -> dict[str, Any]:
     """What is measured of an evaluation. planted: the head is in training mode, or in FP32, while it is evaluated."""
-    resolved = resolve(world, stage=stage, compute=compute, micro=2)
-    with engine_of(world, resolved) as engine:
+    with compared(world, **how) as (engine, parity):
         head: Any = engine.model.lm_head
         right, forward = engine.evaluate, head.forward
 
@@ -248,18 +221,16 @@ def evaluated(world: World, *, stage: int, compute: str, planted: str = "") -> d
                 head.forward = forward
 
         engine.evaluate = evaluate  # type: ignore[method-assign]
-        return step_parity(engine, resolved, world).evaluation_errors(batch_of(world, 2, seed=1))
+        return parity.evaluation_errors(batch_of(world, 2, seed=1))
 
 
-def with_dropout(world: World, *, stage: int, compute: str, overrides: Sequence[str]) -> dict[str, Any]:
+def with_dropout(world: World, **how: Any) -> dict[str, Any]:
     """A step as a run takes it; then, from the same generators, its loss repeated and the same step measured.
 
     Of eight seeds it begins with the one whose dropout moves the loss furthest. What one seed does to it is chance, and
     can be less than what rounding does.
     """
-    resolved = resolve(world, stage=stage, compute=compute, micro=2, overrides=overrides)
-    with engine_of(world, resolved) as engine:
-        parity = step_parity(engine, resolved, world)
+    with compared(world, **how) as (engine, parity):
         batch, moved = batch_of(world, 2, seed=1), {}
         without = engine.evaluate([batch]).loss
         for seed in range(8):
@@ -320,14 +291,12 @@ def spoiled_slice(
     gradients are; and what was measured."""
     world = world.sharing_tensors(2, timeout_minutes=2)
     given = ["parallel.tensor=2", "telemetry.every_steps=0", MODEL % "false", *overrides]
-    resolved = resolve(world, stage=stage, compute="bf16", micro=4, overrides=given)
     alone = World(0, 1, 0, world.device)
 
     def spoil(_: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
         return output * 1.01 if forward else 1.01 * output - 0.01 * output.detach()
 
-    with engine_of(world, resolved) as engine:
-        steps = step_parity(engine, resolved, world)
+    with compared(world, stage=stage, compute="bf16", micro=4, overrides=given) as (engine, steps):
         if world.rank == 1:
             engine.model.get_submodule(module).register_forward_hook(spoil)
         rows = [steps.step(batch_of(alone, 4, seed=step), applied=step) for step in range(2)]

@@ -94,7 +94,7 @@ def test_its_gradients_are_rounded_where_torchs_are() -> None:
     assert torch.autograd.gradcheck(with_sums, small)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "compute"), [("qwen3", "bf16"), ("gemma3_text", "fp16")])
 def test_flex_attention_is_measured_without_an_alarm(family: str, compute: str) -> None:
     with run_with(in_blocks):

@@ -67,6 +67,22 @@ def trained(family: str, attention: str, seed: int) -> PreTrainedModel:
     return model
 
 
+def cast(model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16) -> None:
+    """As DeepSpeed casts: parameters, and no buffer."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+def twins(make: Callable[[], PreTrainedModel]) -> list[PreTrainedModel]:
+    """A reference, and a run that is cast."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(make())
+    cast(models[1])
+    return models
+
+
 def measured(
     family: str = "llama",
     compute: str = "bf16",
@@ -89,8 +105,7 @@ def measured(
         both(model)
     regions = None if manifest is None else Regions(run, manifest)
     if manifest is None:
-        for parameter in run.parameters():
-            parameter.data = parameter.data.to(DTYPES[compute])
+        cast(run, DTYPES[compute])
     if plant is not None:
         plant(run)
     generator, found, objective = torch.Generator().manual_seed(seed), [], objective or LabelPrediction()
@@ -120,8 +135,7 @@ def test_a_pass_of_the_base_alone_is_not_compared_with_the_adapted_reference() -
         for name, parameter in [*reference.named_parameters(), *run.named_parameters()]:
             if ".lora_B." in name:
                 parameter += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
-    for parameter in run.parameters():
-        parameter.data = parameter.data.bfloat16()
+    cast(run)
     signatures = Signatures(reference, run, compute=torch.bfloat16)
     tokens = torch.randint(VOCABULARY, (4, 64), generator=torch.Generator().manual_seed(1))
     with signatures.of_candidate():
@@ -133,9 +147,7 @@ def test_a_pass_of_the_base_alone_is_not_compared_with_the_adapted_reference() -
 
 def test_what_a_model_collects_of_its_modules_is_the_runs_alone() -> None:
     """transformers' hooks are on the reference's modules, too, which are called in the midst of the run's pass."""
-    reference, run = (trained("mixtral", "sdpa", 1) for _ in range(2))
-    for parameter in run.parameters():
-        parameter.data = parameter.data.bfloat16()
+    reference, run = twins(lambda: trained("mixtral", "sdpa", 1))
     tokens = torch.randint(VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(1))
     signatures, errors = Signatures(reference, run, compute=torch.bfloat16), OutputErrors(reference, run)
     with errors.of_reference():
@@ -173,53 +185,45 @@ def named(steps: list[dict[str, Any]]) -> tuple[str, ...]:
     return check.modules
 
 
-def linear(name: str, factor: float, times: Times = mul) -> Plant:
+def replaced(name: str, forward: Callable[..., Any]) -> Plant:
+    """Puts `forward`, called with a module and what the module is, in place of the module's own."""
+
     def plant(run: Any) -> None:
         module = run.get_submodule(name)
-
-        def forward(given: torch.Tensor) -> torch.Tensor:
-            return times(functional.linear(given.float(), module.weight.float()), factor).to(given.dtype)
-
-        module.forward = forward
+        module.forward = partial(forward, module)
 
     return plant
+
+
+def linear(name: str, factor: float, times: Times = mul) -> Plant:
+    def forward(module: Any, given: torch.Tensor) -> torch.Tensor:
+        return times(functional.linear(given.float(), module.weight.float()), factor).to(given.dtype)
+
+    return replaced(name, forward)
 
 
 def norm(factor: float = 1.0, times: Times = mul, *, variance: torch.dtype = torch.float32) -> Plant:
-    def plant(run: Any) -> None:
-        module = run.get_submodule(NORM)
+    def forward(module: Any, given: torch.Tensor) -> torch.Tensor:
+        wide = given.float()
+        mean = wide.pow(2).mean(-1, keepdim=True).to(variance).float()
+        return module.weight * times(wide * (mean + module.variance_epsilon).rsqrt(), factor).to(given.dtype)
 
-        def forward(given: torch.Tensor) -> torch.Tensor:
-            wide = given.float()
-            mean = wide.pow(2).mean(-1, keepdim=True).to(variance).float()
-            return module.weight * times(wide * (mean + module.variance_epsilon).rsqrt(), factor).to(given.dtype)
-
-        module.forward = forward
-
-    return plant
+    return replaced(NORM, forward)
 
 
 def embedding(factor: float, times: Times = mul) -> Plant:
-    def plant(run: Any) -> None:
-        module = run.get_submodule(EMBEDDING)
-        module.forward = lambda ids: times(functional.embedding(ids, module.weight.float()), factor).to(
-            module.weight.dtype
-        )
+    def forward(module: Any, ids: torch.Tensor) -> torch.Tensor:
+        return times(functional.embedding(ids, module.weight.float()), factor).to(module.weight.dtype)
 
-    return plant
+    return replaced(EMBEDDING, forward)
 
 
 def mlp(factor: float, times: Times = mul) -> Plant:
-    def plant(run: Any) -> None:
-        module = run.get_submodule(MLP)
+    def forward(module: Any, given: torch.Tensor) -> torch.Tensor:
+        gate, up = module.gate_proj(given), module.up_proj(given)
+        return module.down_proj(times(module.act_fn(gate).float() * up.float(), factor).to(given.dtype))
 
-        def forward(given: torch.Tensor) -> torch.Tensor:
-            gate, up = module.gate_proj(given), module.up_proj(given)
-            return module.down_proj(times(module.act_fn(gate).float() * up.float(), factor).to(given.dtype))
-
-        module.forward = forward
-
-    return plant
+    return replaced(MLP, forward)
 
 
 def softmax(function: Callable[[torch.Tensor], torch.Tensor]) -> Plant:
@@ -241,28 +245,20 @@ def scaled_attention(factor: float, times: Times = mul) -> Plant:
 def attention_output(factor: float) -> Plant:
     """A wrong constant seen from outside: the module's output, after its last rounding."""
 
-    def plant(run: Any) -> None:
-        module = run.get_submodule(ATTENTION)
-        original = module.forward
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        output, *rest = type(module).forward(module, *args, **kwargs)
+        return (output * factor, *rest)
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            output, *rest = original(*args, **kwargs)
-            return (output * factor, *rest)
-
-        module.forward = forward
-
-    return plant
+    return replaced(ATTENTION, forward)
 
 
-def rotary_in_bf16(run: Any) -> None:
-    module = run.get_submodule(ROTARY)
+def _angles_in_bf16(module: Any, states: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = position_ids[..., None].bfloat16() * module.inv_freq.bfloat16()
+    both = torch.cat((angles, angles), -1)
+    return both.cos().to(states.dtype), both.sin().to(states.dtype)
 
-    def forward(states: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        angles = position_ids[..., None].bfloat16() * module.inv_freq.bfloat16()
-        both = torch.cat((angles, angles), -1)
-        return both.cos().to(states.dtype), both.sin().to(states.dtype)
 
-    module.forward = forward
+rotary_in_bf16 = replaced(ROTARY, _angles_in_bf16)
 
 
 SCALED: dict[str, tuple[Callable[..., Plant], str]] = {
@@ -335,16 +331,14 @@ def _scaled(given: torch.Tensor, factor: float) -> torch.Tensor:
     return found
 
 
-def norm_of_a_constant(run: Any) -> None:
+def _of_a_constant(module: Any, given: torch.Tensor) -> torch.Tensor:
     """A norm whose statistic is a constant in its backward pass: a term of its gradient is missing."""
-    module = run.get_submodule(NORM)
+    wide = given.float()
+    root = (wide.pow(2).mean(-1, keepdim=True) + module.variance_epsilon).rsqrt().detach()
+    return module.weight * (wide * root).to(given.dtype)
 
-    def forward(given: torch.Tensor) -> torch.Tensor:
-        wide = given.float()
-        root = (wide.pow(2).mean(-1, keepdim=True) + module.variance_epsilon).rsqrt().detach()
-        return module.weight * (wide * root).to(given.dtype)
 
-    module.forward = forward
+norm_of_a_constant = replaced(NORM, _of_a_constant)
 
 
 class _InHalves(torch.autograd.Function):
@@ -364,9 +358,7 @@ class _InHalves(torch.autograd.Function):
         return gradient @ weight, total
 
 
-def summed_in_pieces(run: Any) -> None:
-    module = run.get_submodule(f"{MLP}.up_proj")
-    module.forward = lambda given: _InHalves.apply(given, module.weight)
+summed_in_pieces = replaced(f"{MLP}.up_proj", lambda module, given: _InHalves.apply(given, module.weight))
 
 
 class InLogits(LabelPrediction):
@@ -449,15 +441,10 @@ def test_a_defect_under_a_manifest_is_named() -> None:
     assert named(measured(manifest=FP8, plant=norm(1.001))) == (NORM,)
 
 
-def in_place(run: Any) -> None:
-    """An activation that overwrites what it gets, which is what the gate's projection returned."""
-    activation = run.get_submodule(f"{MLP}.act_fn")
-    activation.forward = lambda given: given.copy_(functional.silu(given))
-
-
 @torch.no_grad()
 def test_what_is_changed_in_place_is_not_judged_but_named() -> None:
-    steps = measured(plant=in_place)
+    """An activation overwrites what the gate's projection returned."""
+    steps = measured(plant=replaced(f"{MLP}.act_fn", lambda _, given: given.copy_(functional.silu(given))))
     assert named(steps) == ()
     assert set(steps[0]["not_measured"]) == {f"{MLP}.act_fn", MLP, "(backward pass)"}
     assert "in place" in steps[0]["not_measured"][MLP]
@@ -552,16 +539,8 @@ def test_a_token_with_all_the_energy_decides_no_verdict(compute: str) -> None:
     assert part.sums["xx"] > 100 * part.sums["rows"] * 0.1, "no token is massive"
     assert named(sound) == ()
     for wrong in (1.001, 0.999):
-        assert down in named(measured(compute=compute, both=massive, plant=_scaled_at(down, wrong)))
-
-
-def _scaled_at(name: str, factor: float) -> Plant:
-    def plant(run: Any) -> None:
-        module = run.get_submodule(name)
-        own = module.forward
-        module.forward = lambda given: own(given) * factor
-
-    return plant
+        scaled = replaced(down, lambda module, given, by=wrong: type(module).forward(module, given) * by)
+        assert down in named(measured(compute=compute, both=massive, plant=scaled))
 
 
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])
@@ -686,13 +665,7 @@ def test_the_plan_takes_the_runs_kernel_of_attention() -> None:
     The last block gets it from the block before. What the same kernel makes in the same dtype is the same to the bit.
     """
     sizes = seq2seq.FAMILIES["t5"] | {"vocab_size": VOCABULARY, "pad_token_id": 0, "eos_token_id": 1}
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5", **sizes)))
-    reference, run = models
-    for parameter in run.parameters():
-        parameter.data = parameter.data.bfloat16()
+    reference, run = twins(lambda: AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5", **sizes)))
     source, target = (torch.randint(2, VOCABULARY, (4, length)) for length in (24, 40))
     signatures = Signatures(reference, run, compute=torch.bfloat16)
     with signatures.of_candidate():
@@ -708,13 +681,7 @@ def test_the_plan_takes_the_runs_kernel_of_attention() -> None:
 def test_half_of_a_gradient_is_not_taken_for_that_of_a_module_that_is_called_twice() -> None:
     """DeBERTa projects content and positions by the same layers; its attention as a whole cannot be followed."""
     shape = AutoConfig.for_model("deberta-v2", **labelled.sizes("deberta-v2"), vocab_size=VOCABULARY)
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(AutoModelForSequenceClassification.from_config(shape))
-    reference, run = models
-    for parameter in run.parameters():
-        parameter.data = parameter.data.bfloat16()
+    reference, run = twins(lambda: AutoModelForSequenceClassification.from_config(shape))
     signatures = Signatures(reference, run, compute=torch.bfloat16)
     with signatures.of_candidate():
         given = torch.randint(1, VOCABULARY, (4, 24), generator=torch.Generator().manual_seed(1))

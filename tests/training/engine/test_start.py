@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.jobs.process_group import ProcessGroup
+from tests.support.marks import slow
 from tests.support.models.small_run import gathered
 from tests.training.engine import start_cases as cases
 
@@ -46,10 +47,10 @@ def cells_of(folder: Path, stage: int, compute: str) -> list[cases.Cell]:
             [*from_files(folder, "odd-float32"), LORA[:-1] + ", modules_to_save: [lm_head]}"],
         ),
     ]
-    if stage == 3:  # no parameter stays whole, and masters are many flat tensors
-        cells.append(("fp32 files, gathered", [*from_files(folder, "odd-float32"), gathered(folder, compute)]))
     if compute == "bf16" and stage:
         cells.append(("split", [*from_files(folder, "odd-float32"), "precision.masters=split"]))
+    if stage == 3:  # no parameter stays whole, and masters are many flat tensors
+        cells.append(("fp32 files, gathered", [*from_files(folder, "odd-float32"), gathered(folder, compute)]))
     if stage:
         cells.append(("shared experts", [*EXPERTS, "parallel.expert=2"]))
         cells.append(("shared matrices", ["parallel.tensor=2"]))
@@ -59,20 +60,28 @@ def cells_of(folder: Path, stage: int, compute: str) -> list[cases.Cell]:
 SAID = {"fp32 files": "float32 files", "bf16 files": "bfloat16 files", "split": "float32 files"}
 
 
+SETTINGS = [
+    (0, "fp32", ""),
+    (3, "fp32", ""),
+    *((stage, "bf16", "") for stage in (1, 2, 3)),
+    *((stage, "fp16", "") for stage in (1, 2, 3)),
+    *((stage, "bf16", "_offload") for stage in (1, 2, 3)),
+]
+
+
 @pytest.mark.parametrize(
-    ("stage", "compute", "variant"),
+    ("stage", "compute", "variant", "part"),
+    # of every three ways to start `make test` takes one, another one at the next setting
     [
-        (0, "fp32", ""),
-        (3, "fp32", ""),
-        *((stage, "bf16", "") for stage in (1, 2, 3)),
-        *((stage, "fp16", "") for stage in (1, 2, 3)),
-        *((stage, "bf16", "_offload") for stage in (1, 2, 3)),
+        (slow if part != number % 3 else pytest.param)(*setting, part)
+        for number, setting in enumerate(SETTINGS)
+        for part in range(3)
     ],
 )
 def test_masters_start_from_the_fp32_values_to_the_bit(
-    pair: ProcessGroup, folders: Path, stage: int, compute: str, variant: str
+    pair: ProcessGroup, folders: Path, stage: int, compute: str, variant: str, part: int
 ) -> None:
-    cells = cells_of(folders, stage, compute)
+    cells = cells_of(folders, stage, compute)[part::3]
     if variant:
         cells = [cell for cell in cells if not cell[0].startswith(("shared", "split"))]
     ranks = pair.run(cases.start, stage=stage, compute=compute, variant=variant, cells=cells, seconds=600)

@@ -63,6 +63,7 @@ print(peak_memory_bytes(torch.device("cpu")))
 """
 
 
+@pytest.mark.slow
 def test_what_started_a_process_is_not_in_its_peak() -> None:
     command = [sys.executable, "-c", FAT, LEAN]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY)

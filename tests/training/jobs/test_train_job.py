@@ -69,7 +69,7 @@ def test_a_single_text_file_trains_validates_and_resumes(folder):
 
 @pytest.mark.parametrize("launcher", ["accelerate", "python"])
 def test_every_launcher_trains_the_same_and_one_process_writes(folder, unbroken, launcher):
-    """tests/launch/test_supervise.py has torchrun, tests/machines/test_quick.py the deepspeed launcher."""
+    """tests/launch/test_supervise.py has torchrun, test_start.py the deepspeed launcher."""
     finish(command(launcher, folder, launcher))
     started = events(folder, launcher, "run_start")
     assert [event["world_size"] for event in started] == [1 if launcher == "python" else 2]

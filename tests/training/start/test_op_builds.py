@@ -92,7 +92,7 @@ def test_a_compiler_that_a_killed_build_left_running_is_waited_for(lock, monkeyp
     ]
 
 
-def testcompilers_elsewhere_are_nobodys_business(lock, tmp_path, monkeypatch):
+def test_compilers_elsewhere_are_nobodys_business(lock, tmp_path, monkeypatch):
     other = start_compiler(lock, monkeypatch, 60, cwd=tmp_path)
     try:
         assert clear()[-1].startswith("removed")

@@ -202,15 +202,17 @@ Resolve = Callable[..., Resolved]
 """A task's `resolve`."""
 
 
-def parity_steps(world: World, *, resolve: Resolve = resolve, folder: Path, **options: Any) -> list[dict[str, Any]]:
-    """Two steps, each compared with FP32 module by module, under the same teacher if there is one."""
+def parity_steps(
+    world: World, *, resolve: Resolve = resolve, folder: Path, steps: int = 1, **options: Any
+) -> list[dict[str, Any]]:
+    """The first steps, each compared with FP32 module by module, under the same teacher if there is one."""
     from tools.parity.reference import Reference
     from tools.parity.steps import StepParity
 
     with session(resolve(folder, **options), world=world) as opened:
         reference = Reference(opened.resolved, opened.model_config, world, opened.engine.teacher)
         parity = StepParity(opened.engine, reference, opened.resolved)
-        return [parity.step(opened.batches.next_step(), applied=step) for step in range(2)]
+        return [parity.step(opened.batches.next_step(), applied=step) for step in range(steps)]
 
 
 def telemetry(world: World, *, resolve: Resolve = resolve, folder: Path, **options: Any) -> dict[str, Any]:

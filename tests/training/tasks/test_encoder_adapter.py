@@ -5,21 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from peft import PeftModel
-from transformers import AutoTokenizer
 
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.models import plain_steps
-from tests.support.rows.labelled import LABELS
+from tests.support.rows.labelled import LABELS, tokenizer
+from tests.support.runs.exports import exported_adapter
 from tests.training.checkpoint import resume_cases
 from tests.training.tasks import classify_cases as cases
 from tests.training.tasks import mlm_cases
 from tests.training.tasks.test_classify import require_equal
 from tests.training.tasks.test_encoders import job
-from tools.export_hf.export import export, find_source
 from tools.generate import main as generate
-from training.checkpoint.partitions import open_saved_model
 
 LORA = "adapter={kind: lora, r: 4, alpha: 8}"
 GIVEN = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
@@ -67,11 +63,11 @@ def test_a_masked_language_model_equals_plain_peft(pair: ProcessGroup, encoders:
 
 @pytest.mark.slow
 def test_single_steps_are_compared_with_fp32_head_and_all(pair: ProcessGroup, encoders: Path) -> None:
-    [exact, _], _ = pair.run(cases.parity_steps, folder=encoders, stage=3, overrides=(LORA,))
+    [exact], _ = pair.run(cases.parity_steps, folder=encoders, stage=3, overrides=(LORA,))
     assert exact["loss"] == pytest.approx(exact["reference_loss"], rel=1e-6)
     assert exact["grad_norm"] == pytest.approx(exact["reference_grad_norm"], rel=1e-5)
     assert max(exact["update_error"].values()) < 1e-3
-    [half, _], _ = pair.run(cases.parity_steps, folder=encoders, stage=3, compute="bf16", overrides=(LORA,))
+    [half], _ = pair.run(cases.parity_steps, folder=encoders, stage=3, compute="bf16", overrides=(LORA,))
     assert half["loss"] == pytest.approx(half["reference_loss"], rel=0.01)
     assert max(half["drift"].values()) == 0
     assert "classifier.modules_to_save.default.weight" in half["parameters"]
@@ -93,6 +89,8 @@ JOBS = {
     "mlm": "mlm, LoRA, FP16, ZeRO-2, an overflow",
     "regression": "regression, DoRA, BF16, ZeRO-2",
 }
+HEADS = {"sequence": 3, "regression": 1}
+"""Labels of each."""
 
 
 @pytest.mark.one_in(3)
@@ -106,36 +104,17 @@ def test_an_export_is_a_folder_of_plain_peft_and_a_merged_model(
     overrides += ["schedule={name: constant, warmup_steps: 0}", "checkpoint.every_steps=0"]
     pair.run(resume_cases.job, folder=str(encoders), name=f"{name}-export", overrides=overrides, passes=None)
     checkpoint = encoders / "runs" / f"{name}-export" / "checkpoints" / "step-3"
-    source = find_source(checkpoint, run=None, tokenizer=None, parity=None)
-    given: dict[str, Any] = {"dtype": "fp32", "shard_size": "5GB", "force": False, "log": lambda text: None}
-    facts = export(source, tmp_path / "adapter", **given)
-    export(source, tmp_path / "merged", merged=True, **given)
-
-    auto = getattr(transformers, facts["model"]["auto_class"])
-    labels = {"sequence": 3, "regression": 1}
-    computed = {"mlm": torch.float16}.get(kind, torch.bfloat16)
-    base = auto.from_pretrained(
-        encoders / "bert", dtype=computed, **({"num_labels": labels[kind]} if kind in labels else {})
+    given = {"dtype": torch.float16} if kind == "mlm" else {"dtype": torch.bfloat16, "num_labels": HEADS[kind]}
+    inputs = tokenizer()(["a model lossing", "a rank"], padding=True, return_tensors="pt")
+    facts, saved, merged, _ = exported_adapter(
+        checkpoint, tmp_path, lambda auto: auto.from_pretrained(encoders / "bert", **given), inputs
     )
-    model = PeftModel.from_pretrained(base.float(), tmp_path / "adapter").eval()
-    saved = open_saved_model(checkpoint / "deepspeed")
-    loaded = dict(model.get_base_model().named_parameters())
-    assert any("lora_B" in key and bool(saved.tensors[key].read().any()) for key in saved.tensors)
-    assert ("classifier.modules_to_save.default.weight" in saved.tensors) == (kind != "mlm")
-    for key in saved.tensors:
-        assert torch.equal(loaded[key], saved.tensors[key].read()), key
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
-    inputs = tokenizer(["a model lossing", "a rank"], padding=True, return_tensors="pt")
-    merged = auto.from_pretrained(tmp_path / "merged").eval()
-    with torch.no_grad():
-        mine, theirs = (net(**inputs).logits for net in (merged, model))
-        with model.disable_adapter():
-            before = model(**inputs).logits
-    assert torch.allclose(mine, theirs, atol=2e-5)
-    assert not torch.allclose(mine, before, atol=1e-3)
+    assert ("classifier.modules_to_save.default.weight" in saved) == (kind != "mlm")
     if kind == "sequence":
         assert merged.config.id2label == facts["adapter"]["labels"] == dict(enumerate(sorted(LABELS)))
     card = (tmp_path / "adapter" / "README.md").read_text()
-    assert f"{auto.__name__}.from_pretrained(" in card and "PeftModel.from_pretrained(base, FOLDER)" in card
+    assert (
+        f"{facts['model']['auto_class']}.from_pretrained(" in card and "PeftModel.from_pretrained(base, FOLDER)" in card
+    )
     assert generate([str(tmp_path / "adapter"), "--prompt", "a"]) == 2
     assert "is an adapter of an encoder, which generates no text" in capsys.readouterr().err

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.rows.chats import WORDS, write_base
+from tests.support.runs.exports import exported
 from tests.training.checkpoint import resume_cases
-from tools.export_hf.export import export, find_source
 
 STEPS = 120
 
@@ -56,8 +56,7 @@ def test_questions_are_answered_to_the_letter(solo: ProcessGroup, folder: Path, 
     before = answered(folder / "base", folder)
     [done] = solo.run(resume_cases.job, folder=str(folder), name="it", overrides=overrides, passes=None)
     assert done["exit_code"] == 0
-    source = find_source(folder / "runs/it" / f"checkpoints/step-{STEPS}", run=None, tokenizer=None, parity=None)
-    export(source, tmp_path / "out", dtype="fp32", shard_size="5GB", force=False, log=lambda text: None)
+    exported(folder / f"runs/it/checkpoints/step-{STEPS}", tmp_path / "out")
     after = answered(tmp_path / "out", folder)
     assert before == 0
     assert after > 0.6

@@ -21,7 +21,7 @@ from tests.modeling.test_quantised_base import nearest
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.models.plain_steps import require_equal
 from tests.support.rows.chats import write_base, write_chats, write_pairs
-from tests.tools.export_hf.test_adapter import exported
+from tests.support.runs.exports import exported
 from tests.training.checkpoint import resume_cases
 from tests.training.tasks import dpo_cases, sft_cases
 from tests.training.tasks import quantised_cases as cases
@@ -95,9 +95,8 @@ def test_layers_that_hold_inputs_first_equal_plain_torch(
 def test_single_steps_are_compared_with_plain_layers(pair: ProcessGroup, folder: Path, kind: str, stage: int) -> None:
     """The reference knows nothing of bitsandbytes' kernels, only the weights that the codes stand for."""
     for compute, loose, update in (("fp32", 1e-6, 1e-4), ("bf16", 0.01, None)):
-        [step, _], _ = pair.run(
-            sft_cases.parity_steps, folder=folder, stage=stage, compute=compute, overrides=(BASES[kind],)
-        )
+        how = {"stage": stage, "compute": compute, "overrides": (BASES[kind],)}
+        [step], _ = pair.run(sft_cases.parity_steps, folder=folder, **how)
         assert step["loss"] == pytest.approx(step["reference_loss"], rel=loose)
         assert step["grad_norm"] == pytest.approx(step["reference_grad_norm"], rel=10 * loose)
         assert max(step["drift"].values()) == 0

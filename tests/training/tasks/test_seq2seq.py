@@ -12,10 +12,10 @@ from tests.support.jobs.process_group import ProcessGroup
 from tests.support.marks import slow
 from tests.support.models.plain_steps import require_equal
 from tests.support.rows.seq2seq import FAMILIES, SOURCE, TARGET, write_rows
+from tests.support.runs import exports
 from tests.training.checkpoint import resume_cases
 from tests.training.checkpoint.resume_cases import FP16, OVERFLOW
 from tests.training.tasks import seq2seq_cases as cases
-from tools.export_hf.export import export, find_source
 from tools.generate import main as generate
 from tracking.jsonl import read_events
 from training.checkpoint.partitions import open_saved_model
@@ -105,7 +105,7 @@ def job(sides: Path, what: str, jobs: dict[str, tuple[str, ...]] = JOBS) -> tupl
     return overrides, resume_cases.name_of(what)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("what", JOBS)
 def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair: ProcessGroup, sides: Path, what: str) -> None:
     overrides, name = job(sides, what)
@@ -117,10 +117,8 @@ def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair: ProcessGroup, sid
     assert len(notes) == 1 and "evaluate.batches = 1: an evaluation is of 8 of the 9 sequences held out" in notes[0]
 
 
-WHAT = [pytest.param(what, marks=pytest.mark.slow if "v1.1" not in what else ()) for what in JOBS]
-
-
-@pytest.mark.parametrize("what", WHAT)
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("what", JOBS)
 def test_an_export_loads_in_transformers_with_equal_logits(
     pair: ProcessGroup, sides: Path, what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,8 +133,7 @@ def test_an_export_loads_in_transformers_with_equal_logits(
 def exported(sides: Path, name: str, family: str) -> None:
     """The export has the masters, loads in transformers, and its logits are those of plain transformers with them."""
     checkpoint = sides / "runs" / name / "checkpoints" / "step-2"
-    source = find_source(checkpoint, run=None, tokenizer=None, parity=None)
-    export(source, sides / name, dtype="fp32", shard_size="5GB", force=False, log=lambda text: None)
+    exports.exported(checkpoint, sides / name)
     loaded: Any = AutoModelForSeq2SeqLM.from_pretrained(sides / name)
     saved = open_saved_model(checkpoint / "deepspeed")
     plain: Any = AutoModelForSeq2SeqLM.from_pretrained(sides / family)

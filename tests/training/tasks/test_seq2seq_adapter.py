@@ -5,18 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from peft import AutoPeftModelForSeq2SeqLM, PeftModel
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from peft import AutoPeftModelForSeq2SeqLM
+from transformers import AutoTokenizer
 
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.models.plain_steps import require_equal
+from tests.support.runs.exports import exported_adapter
 from tests.training.checkpoint import resume_cases
 from tests.training.checkpoint.resume_cases import FP16, OVERFLOW
 from tests.training.tasks import seq2seq_cases as cases
 from tests.training.tasks.test_seq2seq import asked, job
-from tools.export_hf.export import export, find_source
 from tools.generate import main as generate
-from training.checkpoint.partitions import open_saved_model
 
 LORA = "adapter={kind: lora, r: 4, alpha: 8}"
 GIVEN = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "SEQ_2_SEQ_LM"}
@@ -95,7 +94,7 @@ def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair: ProcessGroup, sid
     resume_cases.ends_as_whole(pair, sides, what, overrides, breaks=(14,))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("what", JOBS)
 def test_an_export_is_a_folder_of_plain_peft_and_a_merged_model(
     pair: ProcessGroup, sides: Path, tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]
@@ -105,29 +104,11 @@ def test_an_export_is_a_folder_of_plain_peft_and_a_merged_model(
     overrides += ["run.steps=2", "optimizer.learning_rate=0.05", "guard.spike_sigmas=0", "faults=[]"]
     pair.run(resume_cases.job, folder=str(sides), name=f"{name}-export", overrides=overrides, passes=None)
     checkpoint = sides / "runs" / f"{name}-export" / "checkpoints" / "step-2"
-    source = find_source(checkpoint, run=None, tokenizer=None, parity=None)
-    given: dict[str, Any] = {"dtype": "fp32", "shard_size": "5GB", "force": False}
-    said: list[str] = []
-    facts = export(source, tmp_path / "adapter", log=lambda text: None, **given)
-    export(source, tmp_path / "merged", merged=True, log=said.append, **given)
-
     computed = torch.float16 if "FP16" in what else torch.bfloat16
-    base: Any = AutoModelForSeq2SeqLM.from_pretrained(sides / family, dtype=computed).float()
-    model = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
-    saved = open_saved_model(checkpoint / "deepspeed")
-    loaded = dict(model.get_base_model().named_parameters())
-    assert any("lora_B" in key and bool(saved.tensors[key].read().any()) for key in saved.tensors)
-    assert ("lm_head.modules_to_save.default.weight" in saved.tensors) == ("DoRA" in what)
-    for key in saved.tensors:
-        assert torch.equal(loaded[key], saved.tensors[key].read()), key
-    merged: Any = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "merged").eval()
-    inputs = asked(sides, family)
-    with torch.no_grad():
-        mine, theirs = (net(**inputs).logits for net in (merged, model))
-        with model.disable_adapter():
-            before = model(**inputs).logits
-    assert torch.allclose(mine, theirs, atol=2e-5)
-    assert not torch.allclose(mine, before, atol=1e-3)
+    facts, saved, _, said = exported_adapter(
+        checkpoint, tmp_path, lambda auto: auto.from_pretrained(sides / family, dtype=computed), asked(sides, family)
+    )
+    assert ("lm_head.modules_to_save.default.weight" in saved) == ("DoRA" in what)
     assert any("against base and adapter in FP32: KL" in line for line in said)
     assert facts["model"]["auto_class"] == "AutoModelForSeq2SeqLM"
     card = (tmp_path / "adapter" / "README.md").read_text()

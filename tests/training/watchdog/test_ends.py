@@ -8,6 +8,7 @@ import pytest
 
 from config.cli import LOST, REPOSITORY
 from tests.support.jobs.launches import command, events, start
+from tests.support.marks import slow
 from tests.support.runs.synthetic_events import TOKENS_PER_STEP, start_fields, step_fields
 from tracking.crash import Crash
 from tracking.jsonl import JsonlSink, read_events
@@ -25,7 +26,7 @@ def die(folder: Path, name: str, told: str) -> tuple[list[int | None], str]:
     return job.exit_codes, output
 
 
-@pytest.mark.parametrize(("lost", "left"), [(0, 1), (1, 0)])
+@pytest.mark.parametrize(("lost", "left"), [(0, 1), slow(1, 0)])
 def test_a_killed_rank_is_named_in_the_end_that_another_one_writes(folder, lost, left):
     name = f"killed-{lost}"
     codes, output = die(folder, name, f"SIGKILL:{lost}:3:")
