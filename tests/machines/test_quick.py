@@ -1,4 +1,4 @@
-"""Machines on which many things are strange at once."""
+"""Machines on which many things are strange at once; every run of the tests has been on the first."""
 
 import dataclasses
 import os
@@ -24,8 +24,7 @@ NO_MOUNTS = why_no_mounts()
 
 
 @pytest.mark.skipif(bool(NO_MOUNTS), reason=NO_MOUNTS)
-@pytest.mark.machines
-@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.machines)])
 def test_a_plain_user_behind_a_link_to_a_strange_path_with_nothing_in_the_environment(
     ground: Path, losses, resumed: bool
 ) -> None:
