@@ -54,6 +54,7 @@ demo: $(RUNS)  ## Train a small Llama on real text and leave runs/demo
 # Rank 1 has the fault, so there are two processes whatever the machine has.
 INCIDENT := --config config/recipes/demo.yaml run.name=incident run.steps=12 schedule.warmup_steps=4 evaluate.every_steps=0 \
 	checkpoint.every_steps=0 tracking.log_every_steps=1 generate.tokens=0 \
+	'run.hypothesis=A NaN in one module of one rank is named, and the run goes on without its step.' \
 	'faults=[{kind: nan_activation, step: 6, rank: 1, module: model.layers.2.mlp.down_proj}]'
 demo-incident: $(RUNS)  ## Plant a NaN into the demo, see it found and named, and replay its step: runs/incident
 	$(ON_CPU) $(BIN)/python -m deepspeed.launcher.runner --quiet --num_gpus 2 train.py $(INCIDENT) $(ARGS)
