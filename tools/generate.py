@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -36,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = read_options(arguments)
     import transformers
 
+    # peft asks for it by the name that it had in older versions of transformers
+    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     with model_folder(options.model) as folder:
@@ -55,7 +58,7 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt", help="what to continue, or with --chat what the user says")
     parser.add_argument("--chat", action="store_true", help="render turns with the chat template")
     parser.add_argument("--rows", type=Path, metavar="FILE", help="chats (messages) as JSONL: count exact matches")
-    parser.add_argument("--note", type=Path, metavar="RUN", help="with --rows: run folder whose page is to say the count")
+    parser.add_argument("--note", type=Path, metavar="RUN", help="with --rows: run folder whose page gets the count")
     parser.add_argument("--tokens", type=positive_int, default=128, help="largest number of new ones (default 128)")
     parser.add_argument("--temperature", type=positive_number, help="sample at this temperature (default: greedy)")
     parser.add_argument("--seed", type=int, default=0, help="of sampling (default 0)")

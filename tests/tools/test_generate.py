@@ -110,7 +110,10 @@ def test_it_loads_a_checkpoint(finished: Path, capsys: pytest.CaptureFixture[str
         (["{base}", "--prompt", "a", "--note", "{empty}"], "--note {empty}: needs --rows and the folder of a run"),
         (["{base}", "--rows", "{empty}/no.jsonl"], "no.jsonl"),
         (["{base}", "--rows", "{base}/asked.jsonl"], "asked.jsonl:1: messages: do not end with an assistant's turn"),
-        (["{bare}", "--rows", "{base}/asked.jsonl"], "--rows: the tokenizer in {bare} has no chat template; leave it out"),
+        (
+            ["{bare}", "--rows", "{base}/asked.jsonl"],
+            "--rows: the tokenizer in {bare} has no chat template; leave it out",
+        ),
     ],
 )
 def test_mistakes_are_one_line(

