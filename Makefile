@@ -80,7 +80,7 @@ demo-chat: $(SMOLLM2_STAMP)  ## Fine-tune SmolLM2-135M by LoRA, count exact matc
 	$(ON_CPU) PYTHONPATH="$(SMOLLM2)" $(BIN)/python -m tools.smollm2 runs/smollm2
 	$(LAUNCHER) --num_gpus $(PROCESSES) train.py \
 		--config config/recipes/demo_chat.yaml $(ARGS)
-	$(ON_CPU) $(BIN)/python -m tools.export_hf runs/chat/checkpoints/step-25 runs/chat/adapter
+	$(ON_CPU) $(BIN)/python -m tools.export_hf runs/chat/checkpoints/$$(cat runs/chat/checkpoints/LATEST) runs/chat/adapter
 	$(ON_CPU) $(BIN)/python -m tools.generate runs/chat/adapter --rows config/recipes/demo_chat_held_out.jsonl --tokens 28 --note runs/chat
 	@echo "Now ask it, such as: As JSON: def area(width, height=1)     (Ctrl-D ends)"
 	$(ON_CPU) $(BIN)/python -m tools.generate runs/chat/adapter --chat

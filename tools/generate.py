@@ -206,7 +206,7 @@ def scores(model: Any, tokenizer: Any, options: argparse.Namespace) -> Iterator[
     found = f"{', '.join(counts)} ({options.rows})"
     if options.note is not None:
         notes = read_notes(options.note)
-        write_notes(options.note, Notes(notes.tags, f"{notes.note}\n{found}"))
+        write_notes(options.note, Notes(notes.tags, f"{notes.note}\n{found}".strip()))
     yield found
 
 

@@ -61,8 +61,12 @@ def command_reference() -> str:
         "Every command of Mantissa beside `train.py`, as its `--help` begins. `--help` lists the options.",
     ]
     titles = {
-        "tools": "Around a run", "launch": "Starting runs", "tracking": "Looking at runs", "training": "Of a run",
-        "data": "Data", "lab": "Measuring",
+        "tools": "Around a run",
+        "launch": "Starting runs",
+        "tracking": "Looking at runs",
+        "training": "Of a run",
+        "data": "Data",
+        "lab": "Measuring",
     }
     for folder, title in titles.items():
         lines += ["", f"## {title}"]
