@@ -200,8 +200,9 @@ def scores(model: Any, tokenizer: Any, options: argparse.Namespace) -> Iterator[
         with manner:
             for *asked, wanted in chats:
                 answer = _reply(model, tokenizer, asked, options).strip()
-                right += answer == wanted["content"].strip()
-                yield f"{'right' if answer == wanted['content'].strip() else 'wrong'}: {shorten(answer, 100)}"
+                same = answer == wanted["content"].strip()
+                right += same
+                yield f"{'right' if same else 'wrong'}: {shorten(answer, 100)}"
         counts.append(f"{name} {right} of {len(chats)}")
     found = f"{', '.join(counts)} ({options.rows})"
     if options.note is not None:

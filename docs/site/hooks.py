@@ -19,7 +19,7 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the home page, which is the table of docs/README.md, and the references of keys and commands."""
     home = (Path(config.docs_dir) / "README.md").read_text(encoding="utf-8")
     home = re.sub(r"# Documentation, by task\n\n.*\n", f"# Mantissa\n\n{config.site_description}\n", home)
-    home = home.replace("(../config/schema.py)", "(reference/keys.md)")
+    home = home.replace("(../config/schema.py)", "(reference/keys.md#section-schedule)")
     files.append(File.generated(config, "index.md", content=home))
     files.append(File.generated(config, "reference/keys.md", content=key_reference()))
     files.append(File.generated(config, "reference/commands.md", content=command_reference()))
