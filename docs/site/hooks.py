@@ -18,7 +18,8 @@ _OUTSIDE = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+)([^)#]+)(?:#[^)]*)?\)")
 def on_files(files: Files, config: Any) -> Files:
     """Add the home page, which is the table of docs/README.md, and the references of keys and commands."""
     home = (Path(config.docs_dir) / "README.md").read_text(encoding="utf-8")
-    home = re.sub(r"# Documentation, by task\n\n.*\n", "# Mantissa: documentation, by task\n", home)
+    home = re.sub(r"# Documentation, by task\n\n.*\n", f"# Mantissa\n\n{config.site_description}\n", home)
+    home = home.replace("(../config/schema.py)", "(reference/keys.md#section-schedule)")
     files.append(File.generated(config, "index.md", content=home))
     files.append(File.generated(config, "reference/keys.md", content=key_reference()))
     files.append(File.generated(config, "reference/commands.md", content=command_reference()))
@@ -59,7 +60,14 @@ def command_reference() -> str:
         "",
         "Every command of Mantissa beside `train.py`, as its `--help` begins. `--help` lists the options.",
     ]
-    titles = {"tools": "Around a run", "launch": "Starting runs", "tracking": "Looking at runs", "training": "Of a run"}
+    titles = {
+        "tools": "Around a run",
+        "launch": "Starting runs",
+        "tracking": "Looking at runs",
+        "training": "Of a run",
+        "data": "Data",
+        "lab": "Measuring",
+    }
     for folder, title in titles.items():
         lines += ["", f"## {title}"]
         for path in sorted((Path(__file__).parent.parent.parent / folder).rglob("*.py")):

@@ -1,6 +1,7 @@
 """`python -m tools.generate`: from a folder, an adapter and a checkpoint; mistakes are one line."""
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from config.printable import printable
 from tests.support.rows.chats import write_base
 from tools.generate import main
+from tracking.serve.notes import Notes, read_notes, write_notes
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +67,33 @@ def test_it_loads_an_adapters_folder(base: Path, tmp_path: Path, capsys: pytest.
     assert capsys.readouterr().out == "the" + greedy(base, "the", 5) + "\n"  # a new adapter changes nothing
 
 
+def test_it_counts_answers_to_rows_with_and_without_the_adapter(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(target_modules="all-linear", r=2))
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight)
+    model.save_pretrained(tmp_path / "adapter")
+    AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "adapter")
+    asked = "<|im_start|>user\nthe rank<|im_end|>\n<|im_start|>assistant\n"
+    turns = [{"role": "user", "content": "the rank"}, {"role": "assistant", "content": greedy(base, asked, 8)}]
+    other = [turns[0], {"role": "assistant", "content": "no model says this"}]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"messages": row}) + "\n" for row in (turns, other)), encoding="utf-8")
+    run = tmp_path / "run"
+    run.mkdir()
+    write_notes(run, Notes(("kept",), "kept, too"))
+    capsys.readouterr()
+    assert main([str(tmp_path / "adapter"), "--rows", str(rows), "--tokens", "8", "--note", str(run)]) == 0
+    *answers, count = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in answers] == ["right", "wrong", "wrong", "wrong"]
+    assert count == f"exact match before training 1 of 2, after training 0 of 2 ({rows})"
+    assert read_notes(run) == Notes(("kept",), f"kept, too\n{count}")
+    assert main([str(base), "--rows", str(rows), "--tokens", "8"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"exact match 1 of 2 ({rows})"
+
+
 def test_it_loads_a_checkpoint(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(finished / "runs/it/checkpoints/step-6"), "--prompt", "def ", "--tokens", "5"]) == 0
     assert capsys.readouterr().out.startswith("def ")
@@ -78,6 +107,13 @@ def test_it_loads_a_checkpoint(finished: Path, capsys: pytest.CaptureFixture[str
         (["{broken}", "--prompt", "a"], "cannot be loaded ("),
         (["{bare}", "--chat", "--prompt", "a"], "has no chat template; leave it out"),
         (["{base}", "--prompt", "a", "--tokens", "0"], "0 is not a whole number of 1 or more"),
+        (["{base}", "--prompt", "a", "--note", "{empty}"], "--note {empty}: needs --rows and the folder of a run"),
+        (["{base}", "--rows", "{empty}/no.jsonl"], "no.jsonl"),
+        (["{base}", "--rows", "{base}/asked.jsonl"], "asked.jsonl:1: messages: do not end with an assistant's turn"),
+        (
+            ["{bare}", "--rows", "{base}/asked.jsonl"],
+            "--rows: the tokenizer in {bare} has no chat template; leave it out",
+        ),
     ],
 )
 def test_mistakes_are_one_line(
@@ -86,13 +122,14 @@ def test_mistakes_are_one_line(
     for name in ("empty", "broken", "bare"):
         (tmp_path / name).mkdir()
     (tmp_path / "broken" / "config.json").write_text("{}")
+    (base / "asked.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
     AutoModelForCausalLM.from_pretrained(base).save_pretrained(tmp_path / "bare")
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path / "bare")
     places = {"base": base, **{name: tmp_path / name for name in ("empty", "broken", "bare")}}
     capsys.readouterr()  # the progress of what was loaded and saved here
-    assert problem in refusal(main, [argument.format(**places) for argument in arguments])
+    assert problem.format(**places) in refusal(main, [argument.format(**places) for argument in arguments])
 
 
 def test_an_adapter_of_a_masked_language_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -178,6 +178,7 @@ def test_notes_and_tags_are_kept_in_the_run_folder_and_are_text(tmp_path):
         assert client.data("/run/notes", key="a") == kept
         assert rows(client.page("/runs", q="good")).keys() == rows(client.page("/runs", q="second")).keys() == {"a"}
         assert "first <mark>second</mark>" in client.page("/runs", q="second")
+        assert "<p>first second &lt;/script&gt;</p>" in client.page("/run", key="a")
         (folder / NOTES).write_text('{"tags": ["by hand"]}')
         client.library.look()
         assert "by hand" in client.page("/")
