@@ -1,6 +1,6 @@
 """The facts of a run that decide its numerics, from a DeepSpeed JSON and the files and options around it.
 
-A trainer's file is told by its keys, as trainers.yaml has them: Hugging Face's TrainingArguments (as passed to a script
+A trainer's file is told by its keys, as names.yaml has them: Hugging Face's TrainingArguments (as passed to a script
 or as saved; TRL's and LLaMA-Factory's too), axolotl's YAML, or Accelerate's.
 """
 
@@ -20,17 +20,17 @@ from config.deepspeed.keys import REFUSED, SECTIONS
 from config.errors import UserError, one_line
 from config.load import show
 
-KINDS: dict[str, Any] = yaml_text.parse(Path(__file__).with_name("trainers.yaml").read_text(encoding="utf-8"))
+
+def read_data(name: str) -> Any:
+    """A YAML file of this folder."""
+    return yaml_text.parse(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+
+
+NAMES: dict[str, Any] = read_data("names.yaml")
+KINDS: dict[str, Any] = NAMES["trainer_files"]
 ACCELERATE = "Accelerate YAML"
-PACKAGES = ("deepspeed", "torch", "transformers", "accelerate", "trl", "torchao")
 ABSENT = "absent"
 """The value of a key that the JSON does not have."""
-_ADAMW = {"adam", "adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "fusedadam", "cpuadam"}
-_TORCHAO = {"adamw_torch_8bit", "adamw_torch_4bit", "adamw8bit", "adamwfp8"}
-_FILLED = re.compile(
-    r"(train_(micro_)?batch_size|gradient_(accumulation|clipping)|bf16|fp16|optimizer|scheduler|zero_optimization)"
-)
-"""How keys open for which Hugging Face's trainers replace "auto", or DeepSpeed takes it for its default."""
 
 
 class TrainerFile(NamedTuple):
@@ -70,7 +70,16 @@ def read_given(
     for file in sorted(files, key=lambda file: file.kind != ACCELERATE):  # a script's arguments come after
         decided |= decisions(file)
     decided |= {name: value for name, value in given.items() if value is not None}
-    _check(source, document, str(decided.get("trainer", "")))
+    if not (SECTIONS[""] | REFUSED).keys() & document.keys():
+        keys = ", ".join(list(document)[:5]) or "none"
+        raise UserError(f"{source}: is no DeepSpeed JSON: it has none of its keys (it has: {keys})")
+    open_ = next((key for key, value in leaves(document) if value == "auto"), None)
+    if open_ and decided.get("trainer") == "own":
+        problem = "is filled in by Hugging Face's trainers only; write a value, or leave --trainer own out"
+        raise UserError(f'{source}: {open_} = "auto" {problem}')
+    unknown_keys(Path(source), document)
+    if all(document.get(name, {}).get("enabled") is True for name in ("bf16", "fp16")):
+        raise UserError(f"{source}: bf16.enabled and fp16.enabled are both true; set one of them to false")
     versions = _versions(with_)
     sources = [source, *(str(file.path) for file in files if not source.startswith(str(file.path)))]
     return Given(sources, document, _facts(document, decided, versions), versions)
@@ -78,69 +87,50 @@ def read_given(
 
 def _versions(with_: list[str]) -> dict[str, str | None]:
     """Installed versions, and those of --with in place of them."""
-    found: dict[str, str | None] = dict.fromkeys(PACKAGES)
-    for package in PACKAGES:
+    found: dict[str, str | None] = dict.fromkeys(NAMES["packages"])
+    for package in found:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
     for text in with_:
         package, _, version = text.replace("==", "=").partition("=")
-        if package not in PACKAGES or not re.fullmatch(VERSION_PATTERN, version, re.VERBOSE | re.IGNORECASE):
-            raise UserError(f"--with {text}: is not one of {', '.join(PACKAGES)} and its version, as deepspeed=0.18.2")
+        if package not in found or not re.fullmatch(VERSION_PATTERN, version, re.VERBOSE | re.IGNORECASE):
+            raise UserError(f"--with {text}: is not one of {', '.join(found)} and its version, as deepspeed=0.18.2")
         found[package] = version
     return found
-
-
-def _check(source: str, document: dict[str, Any], trainer: str) -> None:
-    """Raises UserError for what is no DeepSpeed JSON, or one that DeepSpeed would read in another way than meant."""
-    if not (SECTIONS[""] | REFUSED).keys() & document.keys():
-        keys = ", ".join(list(document)[:5]) or "none"
-        raise UserError(f"{source}: is no DeepSpeed JSON: it has none of its keys (it has: {keys})")
-    if trainer == "own" and (key := next((key for key, value in leaves(document) if value == "auto"), None)):
-        problem = "is filled in by Hugging Face's trainers only; write a value, or leave --trainer own out"
-        raise UserError(f'{source}: {key} = "auto" {problem}')
-    unknown_keys(Path(source), document)
-    if all(document.get(name, {}).get("enabled") is True for name in ("bf16", "fp16")):
-        raise UserError(f"{source}: bf16.enabled and fp16.enabled are both true; set one of them to false")
 
 
 def _facts(document: dict[str, Any], decided: dict[str, Any], versions: dict[str, str | None]) -> dict[str, Any]:
     """The facts by which known.yaml tells what a run hits."""
     values = {key: value for key, value in leaves(document) if value is not None}
     written = {key: None if value == "auto" else value for key, value in values.items()}
-    autos = [key for key, value in values.items() if value == "auto"]
-    dtype, trainer = _dtype(values, decided), decided.get("trainer", "hf" if autos else "own")
-    newest = versions["transformers"] is None or Version(versions["transformers"]) >= Version("4.54.0")
+    autos = [key for key, value in values.items() if value == "auto" and not key.startswith(tuple(NAMES["filled"]))]
+    dtype, newest = _dtype(values, decided), versions["transformers"] is None
     found: dict[str, Any] = dict.fromkeys(("use_cpu", "tiled_mlp", "precomputed_reference"), False)
-    found |= {"tokens_across_devices": newest}  # the Trainer's default, huggingface/transformers#39395
+    # the Trainer's default, huggingface/transformers#39395
+    found["tokens_across_devices"] = newest or Version(str(versions["transformers"])) >= Version("4.54.0")
     found["sequence_ranks"] = written.get("sequence_parallel_size", 1)
     found["compile"] = any(key.startswith("compile.") for key in values) and not values.get("compile.disable")
-    found |= {name: value for name, value in decided.items() if name not in ("dtype", "clipping", "optimizer")}
-    found |= {"trainer": trainer, "autos_left": sum(_FILLED.match(key) is None for key in autos), "dtype": dtype}
+    found["pipeline"] = any(key.startswith("pipeline.") for key in values)
+    found["trainer"] = "hf" if "auto" in values.values() else "own"
+    found |= decided | {"dtype": dtype, "autos_left": len(autos), "accumulation": _accumulation(values, decided)}
     found |= {"stage": int(written.get("zero_optimization.stage") or 0), "offload": offload(document)}
-    found |= {"accumulation": _accumulation(values, decided)} | _clipping(values, decided, trainer, versions)
-    found["optimizer"] = _optimizer(str(decided.get("optimizer") or written.get("optimizer.type") or "adamw"))
+    name = str(decided.get("optimizer") or written.get("optimizer.type") or "adamw").lower()
+    known = (one for one, names in NAMES["optimizers"].items() if name in names)
+    found["optimizer"] = next(known, name.removeprefix("deepspeed").removeprefix("fused"))
     lean = [name for name in ("bf16", "fp16") if written.get(f"{name}.{name}_master_weights_and_grads")]
     found["masters"] = lean[0] if lean else "fp32"
     for does, key in (("summed_in", "data_types.grad_accum_dtype"), ("reduced_in", "communication_data_type")):
         found[does] = written.get(key, dtype or "that of the weights")
-    found["autocast"] = (
-        values.get("torch_autocast.dtype", "bfloat16") if values.get("torch_autocast.enabled") else "none"
-    )
-    found["overlap_comm"] = written.get("zero_optimization.overlap_comm", found["stage"] == 3)
+    autocast = values.get("torch_autocast.dtype", "bfloat16")
+    found["autocast"] = autocast if values.get("torch_autocast.enabled") else "none"
     scaling = "static" if written.get("fp16.loss_scale") else "dynamic"
     found["loss_scale"] = "none" if dtype in ("fp32", "bf16") else scaling
-    found["scale_power"] = written.get("fp16.initial_scale_power", 16)
-    found["tensor_ranks"] = written.get("tensor_parallel.autotp_size", 1)
-    found["expert_ranks"] = written.get("expert_parallel.autoep_size", 1)
-    found["pipeline"] = any(key.startswith("pipeline.") for key in values)
-    return found
+    return found | _clipping(values, decided.get("clipping"), found["trainer"], versions["deepspeed"])
 
 
-def _clipping(
-    values: dict[str, Any], decided: dict[str, Any], trainer: str, versions: dict[str, str | None]
-) -> dict[str, Any]:
+def _clipping(values: dict[str, Any], asked: Any, trainer: str, release: str | None) -> dict[str, Any]:
     """The norm that DeepSpeed clips to, and whether the trainer asks for another one in vain."""
-    clipping, asked, release = values.get("gradient_clipping", ABSENT), decided.get("clipping"), versions["deepspeed"]
+    clipping = values.get("gradient_clipping", ABSENT)
     if clipping != ABSENT:
         return {"clipping": asked if clipping == "auto" else clipping, "clipping_ignored": False}
     # the default, deepspeedai/DeepSpeed#8068
@@ -168,14 +158,6 @@ def _dtype(values: dict[str, Any], decided: dict[str, Any]) -> str | None:
     if on or (wanted in flags and flags[wanted] is not False):
         return "fp16" if (on[0] if on else wanted) == "fp16" else "bf16"
     return None if wanted is None and "auto" in flags.values() else "fp32"
-
-
-def _optimizer(name: str) -> str:
-    """An optimizer's name as known.yaml has it: `adamw` for every elementwise AdamW in FP32."""
-    name = name.lower()
-    if name in _ADAMW | _TORCHAO:
-        return "adamw" if name in _ADAMW else "adamw_torchao"
-    return name.removeprefix("deepspeed").removeprefix("fused")
 
 
 def read_model(model: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ a run config and prepared data: of another trainer's step there is only what wen
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,14 +17,15 @@ import torch
 from torch.nn import functional
 
 from config.errors import UserError, one_line
+from precision.dtypes import DTYPES
 from tools.audit.recorded import Recorded, Step
 from tools.parity.plain import Apart, in_dtype, sigmoid_preference
 
 IGNORED = -100
 _NO_INPUT = ("labels", "shift_labels", "use_cache", "return_dict", "output_hidden_states", "num_items_in_batch")
 
-Objective = Callable[[Any, list[dict[str, torch.Tensor]]], tuple[torch.Tensor, int]]
-"""(model, a micro-batch's inputs) -> the sum over what counts in it, and how much does."""
+Objective = Callable[[Any, Mapping[str, Any]], tuple[torch.Tensor, int]]
+"""(model, a recorded micro-batch) -> the sum over what counts in it, and how much does."""
 
 
 class NotRecomputed(Exception):
@@ -48,15 +50,15 @@ class Micros:
     plain: dict[str, torch.Tensor]
 
 
-def labelled(model: Any, parts: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, int]:
+def labelled(model: Any, micro: Mapping[str, Any]) -> tuple[torch.Tensor, int]:
     """Cross-entropy of the labels, which the model was given or the trainer has; all calls of a micro-batch."""
-    *calls, batch = parts
     total, counted = torch.zeros((), dtype=torch.float64), 0
-    for inputs in calls:
-        given = batch | inputs
+    for inputs in (call["inputs"] for call in micro["calls"]):
+        given = micro["batch"] | inputs
         if not given.keys() & {"labels", "shift_labels"}:
-            why = "the model was given no labels; set `probe.batch` to the micro-batch before the forward"
-            raise NotRecomputed(why)
+            raise NotRecomputed(
+                "the model was given no labels; set `probe.batch` to the micro-batch before the forward"
+            )
         shifted = given.get("shift_labels")
         targets = functional.pad(given["labels"][..., 1:], (0, 1), value=IGNORED) if shifted is None else shifted
         logits = _logits(model, inputs).flatten(0, -2)
@@ -65,12 +67,22 @@ def labelled(model: Any, parts: list[dict[str, torch.Tensor]]) -> tuple[torch.Te
     return total, counted
 
 
-def preferred(reference: Any, facts: Mapping[str, Any]) -> Objective:
-    """DPO's sigmoid loss: chosen answers are the first half of a batch's rows. facts: of the trainer."""
+def preferred(model: Any, recorded: Recorded, source: str | None) -> Objective:
+    """DPO's sigmoid loss: chosen answers are the first half of a batch's rows. source: of the reference model."""
+    facts = recorded.facts["trainer"]
+    if facts.get("loss_type") not in (["sigmoid"], "sigmoid"):
+        raise NotRecomputed(f"the DPO loss {facts.get('loss_type')} is not known here, sigmoid is")
+    if source is None and recorded.numbers[0] != 1:
+        raise NotRecomputed("the reference is not known: record step 1, or give --reference")
+    reference = copy.deepcopy(model) if source is None else load_model(recorded, source)
+    if source is None:
+        _load(reference, recorded, recorded.step(1))
+        for parameter in reference.parameters():
+            parameter.data = parameter.data.to(DTYPES[recorded.facts["compute"]]).float()
     beta, smoothing = float(facts["beta"]), float(facts.get("label_smoothing") or 0.0)
 
-    def loss(model: Any, given: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, int]:
-        batch = given[-1]
+    def loss(model: Any, micro: Mapping[str, Any]) -> tuple[torch.Tensor, int]:
+        batch = micro["batch"]
         if not {"input_ids", "completion_mask"} <= batch.keys():
             raise NotRecomputed("the batch has no input_ids and completion_mask, so that pairs cannot be told")
         with torch.no_grad():
@@ -133,11 +145,10 @@ def recompute(model: Any, recorded: Recorded, step: Step, objective: Objective) 
 
     Exact is FP32 of the rounded weights in a run of 16 bits, and FP64 in one of FP32; plain is the run's own dtype.
     """
-    compute, before = recorded.facts["compute"], step.named("before") | step.named("frozen")
-    for name, parameter in model.named_parameters():
-        parameter.data = before[name].float()
-        parameter.requires_grad_(recorded.facts["parameters"][name][2])
-    autocast = next((call["autocast"] for micro in step.facts["micros"] for call in micro["calls"]), None)
+    compute = recorded.facts["compute"]
+    _load(model, recorded, step)
+    calls = (call for micro in step.facts["micros"] for call in micro["calls"])
+    autocast = next((call["autocast"] for call in calls if call["autocast"]), None)
     inside = getattr(torch, autocast.removeprefix("torch.")) if autocast else None
     wide = torch.float64 if compute == "fp32" and inside is None else torch.float32
     buffers = {name: wide for name, buffer in model.named_buffers() if buffer.is_floating_point()}
@@ -145,17 +156,25 @@ def recompute(model: Any, recorded: Recorded, step: Step, objective: Objective) 
         places, counts, exact_loss, exact = _passes(model, step, objective)
     with in_dtype({model: compute}, {}), torch.autocast("cpu", dtype=inside, enabled=inside is not None):
         *_, plain_loss, plain = _passes(model, step, objective)
-    micros = [step.ranks[rank]["micros"][number] for rank, number in places]
+    micros = [step.micros[place] for place in places]
     losses = torch.tensor([micro["loss"] / micro["divided_by"] for micro in micros], dtype=torch.float64)
     return Micros(places, counts, exact_loss, plain_loss, losses / recorded.facts["world"], exact, plain)
+
+
+def _load(model: Any, recorded: Recorded, step: Step) -> None:
+    """Give a model the weights that a step began with."""
+    before = step.named("before") | step.named("frozen")
+    for name, parameter in model.named_parameters():
+        parameter.data = before[name]
+        parameter.requires_grad_(recorded.facts["parameters"][name][1])
 
 
 def _passes(model: Any, step: Step, objective: Objective) -> tuple[Any, torch.Tensor, torch.Tensor, Any]:
     """Places, what counts, losses and the kept values of the gradients of the micro-batches, as `Micros` has them."""
     trained = {name: item for name, item in model.named_parameters() if item.requires_grad}
     places, rows, gradients = [], [], {name: list[torch.Tensor]() for name in trained}
-    for place in step.places:
-        loss, counted = objective(model, step.inputs(*place))
+    for place, micro in step.micros.items():
+        loss, counted = objective(model, micro)
         if not counted:
             continue
         loss.backward()

@@ -43,7 +43,7 @@ PLANTED: list[tuple[str, str, int, str, list[str], str, str]] = [
     ("shifted_labels", "bare", 2, "fp32", [], "loss", "the token after the next"),
     ("stale_batch", "accelerate", 2, "fp32", [], "loss", "trained on again"),
     ("same_batch_on_ranks", "bare", 2, "bf16", [], "loss", "ranks train on the same batch"),
-    ("loss_in_16_bits", "bare", 2, "bf16", [], "dtypes", "the loss is torch.bfloat16"),
+    ("loss_in_16_bits", "bare", 2, "bf16", [], "dtypes", "the loss is BF16"),
     ("reported_sum", "hf", 2, "fp32", [], "loss", "reported is not the mean"),
     ("", "bare", 2, "fp32", ["--unequal"], "loss", "mean of the micro-batches' means"),
     ("", "accelerate", 1, "bf16", ["--unequal"], "loss", "mean of the micro-batches' means"),
@@ -105,7 +105,7 @@ def test_a_probe_changes_no_step_and_its_run_is_audited(probed: Path) -> None:
 
 def test_a_folder_is_audited_without_its_checkpoint(probed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert audit_folder(probed / "bare-2-bf16", asked()) == DONE
-    assert "not checked: whether masters start rounded" in capsys.readouterr().out
+    assert "whether masters start rounded: they start as BF16" in capsys.readouterr().out
 
 
 def test_a_step_that_a_crash_cut_short_is_left_out(probed: Path, tmp_path: Path) -> None:
@@ -152,14 +152,14 @@ def _of_two_trainings(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (_without_rank_1, "lacks ranks 1"),
-        (_of_two_trainings, "step 2 of rank 0, where probe.json is of 2 ranks: two trainings wrote there"),
+        (_without_rank_1, "step 1 has files of rank 0, and probe.json is of 2 ranks"),
+        (_of_two_trainings, "step-000003.rank0.pt and the .json beside it are not of step 3 of rank 0 of the training"),
         (_cut_short, "step-000002.rank0.pt cannot be read"),
-        (_of_three_ranks, "has a file of rank 1, and probe.json is of 1 ranks"),
+        (_of_three_ranks, "has files of rank 0, 1, and probe.json is of 1 ranks"),
         (_of_another_model, "is another model than the one trained"),
         (_of_another_tokenizer, "another tokenizer or model"),
         (lambda folder: (folder / "probe.json").write_text("{"), "not valid JSON: line 1, column 2.*; record again"),
-        (lambda folder: (folder / "probe.json").write_text('{"name": "app"}'), "probe.json has no world"),
+        (lambda folder: (folder / "probe.json").write_text('{"name": "app"}'), "probe.json has no format"),
         (lambda folder: (folder / "reported.jsonl").write_text('{"step": 1}\n'), "has no step and loss"),
         (lambda folder: torch.save([1, 2], folder / "step-000001.rank1.pt"), "step-000001.rank1.pt cannot be read"),
         (lambda folder: (folder / "probe.json").unlink(), "has no probe.json"),

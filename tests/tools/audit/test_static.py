@@ -225,7 +225,10 @@ def test_a_foreign_file_is_one_line(name: str, write: Any, capsys: pytest.Captur
         (["--deepspeed-config", "DS", "--with", "deepspeed=new"], "--with deepspeed=new: is not one of"),
         (["--deepspeed-config", "DS", "--trainer", "own"], 'train_batch_size = "auto" is filled in by'),
         (["--deepspeed-config", "DS", "--model", "no/model"], "--model no/model: is no folder with a config.json"),
-        (["--deepspeed-config", "DS", "--json", "/no/such/folder/x"], "--json /no/such/folder/x: cannot be written"),
+        (
+            ["--deepspeed-config", "DS", "--json", "/no/such/folder/x"],
+            "/no/such/folder/x: cannot be written: the folder /no/such/folder is not there",
+        ),
         (["--deepspeed-config", "DS", "--ranks", "0"], "0 is not a whole number of 1 or more"),
     ],
 )
