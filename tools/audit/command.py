@@ -18,10 +18,9 @@ from pathlib import Path
 from config.cli import DIVERGED, DONE, Arguments, entry_point
 from config.deepspeed.document import read_document
 from config.errors import UserError
-from config.files import why_not_writable
+from config.files import why_not_writable, write_atomically
 from config.options import positive_int
 from tools.audit.given import KINDS, read_given, read_model, read_trainer_file
-from tools.audit.report import write
 from tools.audit.static import audit_configs
 
 
@@ -32,8 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add, repeat = parser.add_argument, partial(parser.add_argument, action="append", default=[])
     add("folder", nargs="?", type=Path, help="what a probe wrote: its steps are recomputed")
     add("--deepspeed-config", type=Path, metavar="FILE", help="DeepSpeed JSON to audit")
-    files = f"{', '.join(KINDS)}, told by its keys; may be repeated"
-    repeat("--trainer-config", type=Path, metavar="FILE", help=files)
+    told = f"{', '.join(KINDS)}, told by its keys; may be repeated"
+    repeat("--trainer-config", type=Path, metavar="FILE", help=told)
     trainers = ("hf", "trl", "accelerate", "own")
     add("--trainer", choices=trainers, help="whose loop (default: by the files)")
     add("--optimizer", metavar="NAME", help="where no file names it (default: adamw)")
@@ -43,15 +42,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     repeat("--with", dest="versions", metavar="PACKAGE=VERSION", help=versions)
     add("--write-probe", type=Path, metavar="DIR", help="copy mantissa_probe.py there")
     add("--json", type=Path, metavar="FILE", help="write the findings there")
-    add("--page", type=Path, metavar="FILE", help="write a page there (of a probe's folder)")
+    add("--page", type=Path, metavar="FILE", help="write a page there")
     add("--reference", metavar="MODEL", help="DPO's reference, where it is not the policy of step 1")
     given = parser.parse_args(arguments)
     path, configs = given.deepspeed_config, given.deepspeed_config is not None or bool(given.trainer_config)
     if [given.folder is not None, given.write_probe is not None, configs].count(True) != 1:
         raise UserError("command line: give one of --deepspeed-config FILE, a probe's folder, or --write-probe DIR")
     for output in (given.json, given.page):
-        if output is not None and not output.parent.is_dir():
-            raise UserError(f"{output}: cannot be written: the folder {output.parent} is not there; make it first")
+        if output is not None and (why := why_not_writable(output.parent)):
+            raise UserError(f"{output}: cannot be written: {why}")
     if given.write_probe is not None:
         return write_probe(given.write_probe)
     if given.folder is not None:
@@ -62,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     decided |= {"optimizer": given.optimizer, **(read_model(given.model) if given.model else {})}
     document = None if path is None else (str(path), read_document(path))
     files = [read_trainer_file(path) for path in given.trainer_config]
-    return audit_configs(read_given(files, document, decided, given.versions), given.json)
+    return audit_configs(read_given(files, document, decided, given.versions), given)
 
 
 def write_probe(folder: Path) -> int:
@@ -73,6 +72,6 @@ def write_probe(folder: Path) -> int:
         raise UserError(f"{target}: is there already and differs; remove it, or give another folder")
     if why := why_not_writable(folder):
         raise UserError(f"--write-probe {folder}: cannot be written: {why}")
-    write("--write-probe", target, probe)
+    write_atomically(target, probe)
     print(f"wrote {target}: {ast.get_docstring(ast.parse(probe))}")
     return DONE

@@ -38,7 +38,10 @@ class TrainerFile(NamedTuple):
 
     path: Path
     kind: str
-    values: dict[str, Any]
+    decided: dict[str, Any]
+    """Decisions in common names; a name is missing where the file leaves the decision to somebody else."""
+    json: tuple[str, dict[str, Any]] | None
+    """The DeepSpeed JSON that it names, holds or stands for, and where that is from."""
 
 
 class Given(NamedTuple):
@@ -62,13 +65,13 @@ def read_given(
     files: list[TrainerFile], json_file: tuple[str, dict[str, Any]] | None, given: dict[str, Any], with_: list[str]
 ) -> Given:
     """The run. given: what the command line decides, which comes first. with_: its versions. Raises UserError."""
-    named = json_file or next((one for file in files if (one := document_of(file))), None)
+    named = json_file or next((file.json for file in files if file.json), None)
     if named is None:
         raise UserError(f"{files[0].path}: names no DeepSpeed JSON; add --deepspeed-config ds.json")
     source, document = named
     decided: dict[str, Any] = {"dtype": "fp32"} if files else {}
     for file in sorted(files, key=lambda file: file.kind != ACCELERATE):  # a script's arguments come after
-        decided |= decisions(file)
+        decided |= file.decided
     decided |= {name: value for name, value in given.items() if value is not None}
     if not (SECTIONS[""] | REFUSED).keys() & document.keys():
         keys = ", ".join(list(document)[:5]) or "none"
@@ -125,18 +128,13 @@ def _facts(document: dict[str, Any], decided: dict[str, Any], versions: dict[str
     found["autocast"] = autocast if values.get("torch_autocast.enabled") else "none"
     scaling = "static" if written.get("fp16.loss_scale") else "dynamic"
     found["loss_scale"] = "none" if dtype in ("fp32", "bf16") else scaling
-    return found | _clipping(values, decided.get("clipping"), found["trainer"], versions["deepspeed"])
-
-
-def _clipping(values: dict[str, Any], asked: Any, trainer: str, release: str | None) -> dict[str, Any]:
-    """The norm that DeepSpeed clips to, and whether the trainer asks for another one in vain."""
-    clipping = values.get("gradient_clipping", ABSENT)
-    if clipping != ABSENT:
-        return {"clipping": asked if clipping == "auto" else clipping, "clipping_ignored": False}
+    asked, release = decided.get("clipping"), versions["deepspeed"]
     # the default, deepspeedai/DeepSpeed#8068
-    clipping = None if release is None else 1.0 if Version(release) >= Version("0.19.3") else 0.0
-    ignored = trainer == "hf" and None not in (asked, clipping) and asked != clipping
-    return {"clipping": clipping, "clipping_ignored": ignored}
+    default = None if release is None else 1.0 if Version(release) >= Version("0.19.3") else 0.0
+    clipping = values.get("gradient_clipping", default)
+    found["clipping"] = asked if clipping == "auto" else clipping
+    in_vain = "gradient_clipping" not in values and None not in (asked, default) and asked != default
+    return found | {"clipping_ignored": in_vain}
 
 
 def _accumulation(values: dict[str, Any], decided: dict[str, Any]) -> int | None:
@@ -190,23 +188,34 @@ def read_trainer_file(path: Path) -> TrainerFile:
     kind = next((kind for kind, known in KINDS.items() if values.keys() & set(known["told_by"])), None)
     if kind is None:
         raise UserError(f"{path}: is no {', '.join(KINDS)}: its keys are {', '.join(list(values)[:6]) or 'none'}")
-    used = values.get("distributed_type")
+    used, written = values.get("distributed_type"), dict(leaves(values))
     if kind == ACCELERATE and used != "DEEPSPEED":
         raise UserError(f"{path}: distributed_type = {show(used)} does not start DeepSpeed; give the file that does")
-    return TrainerFile(path, kind, values)
+    found: dict[str, Any] = {"trainer": "hf"}
+    for name, keys in KINDS[kind]["decides"].items():
+        known = (written[key] for key in keys.split() if key in written)
+        found[name] = next(known, KINDS[kind]["otherwise"].get(name))
+    if kind == ACCELERATE:
+        found["dtype"] = {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}.get(values.get("mixed_precision"), "fp32")
+    else:
+        found["dtype"] = next((name for name in ("bf16", "fp16") if values.get(name) not in (None, False)), None)
+    found = {name: value for name, value in found.items() if value not in (None, "auto")}
+    for name in found.keys() & {"clipping", "accumulation", "ranks", "sequence_ranks"}:
+        if not isinstance(found[name], int | float):
+            raise UserError(f"{path}: {name} = {show(found[name])} is not a number")
+    return TrainerFile(path, kind, found, _json_of(path, kind, values))
 
 
-def document_of(file: TrainerFile) -> tuple[str, dict[str, Any]] | None:
-    """The DeepSpeed JSON that a trainer's file names, holds or stands for, and where it is from."""
-    given = file.values.get("deepspeed_config")
+def _json_of(path: Path, kind: str, values: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    given = values.get("deepspeed_config")
     plugin: dict[str, Any] = given if isinstance(given, dict) else {}
-    named = plugin.get("deepspeed_config_file") or file.values.get("deepspeed")
+    named = plugin.get("deepspeed_config_file") or values.get("deepspeed")
     if isinstance(named, dict):
-        return f"{file.path}: deepspeed", named
+        return f"{path}: deepspeed", named
     if isinstance(named, str):
-        path = next((base / named for base in (Path(), file.path.parent) if (base / named).exists()), Path(named))
-        return str(path), read_document(path)
-    if file.kind != ACCELERATE:
+        file = next((base / named for base in (Path(), path.parent) if (base / named).exists()), Path(named))
+        return str(file), read_document(file)
+    if kind != ACCELERATE:
         return None
     # what Accelerate's DeepSpeedPlugin makes of its own settings
     zero: dict[str, Any] = {"stage": plugin.get("zero_stage", 2)}
@@ -214,22 +223,4 @@ def document_of(file: TrainerFile) -> tuple[str, dict[str, Any]] | None:
         zero[f"offload_{what}"] = {"device": plugin.get(f"offload_{what}_device") or "none"}
     batch = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu"), "auto")
     decided = {name: plugin.get(name, "auto") for name in ("gradient_accumulation_steps", "gradient_clipping")}
-    return f"{file.path}: deepspeed_config", {**batch, **decided, "zero_optimization": zero}
-
-
-def decisions(file: TrainerFile) -> dict[str, Any]:
-    """Decisions of the file, in common names; a name is missing where it leaves the decision to somebody else."""
-    kind, values = KINDS[file.kind], dict(leaves(file.values))
-    found: dict[str, Any] = {"trainer": "hf"}
-    for name, keys in kind["decides"].items():
-        known = (values[key] for key in keys.split() if key in values)
-        found[name] = next(known, kind["otherwise"].get(name))
-    if file.kind == ACCELERATE:
-        found["dtype"] = {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}.get(str(values.get("mixed_precision")), "fp32")
-    else:
-        found["dtype"] = next((name for name in ("bf16", "fp16") if values.get(name) not in (None, False)), None)
-    found = {name: value for name, value in found.items() if value not in (None, "auto")}
-    for name in found.keys() & {"clipping", "accumulation", "ranks", "sequence_ranks"}:
-        if not isinstance(found[name], int | float):
-            raise UserError(f"{file.path}: {name} = {show(found[name])} is not a number")
-    return found
+    return f"{path}: deepspeed_config", {**batch, **decided, "zero_optimization": zero}

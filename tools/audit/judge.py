@@ -9,7 +9,7 @@ from the run config; another trainer's step is tensors alone, and is judged besi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,8 +18,18 @@ from torch.optim.adamw import adamw
 from precision.dtypes import DTYPES
 from precision.tolerance import unit_roundoff
 from tools.audit.given import read_data
-from tools.audit.gradients import Micros, NotRecomputed, Objective, fit, recompute, rounded_sum
-from tools.audit.recorded import Recorded, Step
+from tools.audit.gradients import (
+    Micros,
+    NotRecomputed,
+    Objective,
+    fit,
+    labelled,
+    load_model,
+    preferred,
+    recompute,
+    rounded_sum,
+)
+from tools.audit.recorded import Recorded, Step, Tensors
 from tools.parity.plain import Apart, clip_coefficient
 
 FINDINGS: dict[str, dict[str, Any]] = {entry["id"]: entry for entry in read_data("findings.yaml")}
@@ -34,20 +44,30 @@ _SHARED |= {"groups": "optimizer settings", "applied": "skip decisions"}
 class Judge:
     """Judges the steps of a probe's folder, one after the other."""
 
-    def __init__(
-        self, recorded: Recorded, model: Any, objective: Objective | None, stored: Mapping[str, torch.Tensor] | None
-    ) -> None:
-        """objective: None where gradients cannot be recomputed. stored: the checkpoint's weights, where it is given."""
-        self._recorded, self._run, self._model = recorded, recorded.facts, model
-        self._objective, self._stored = objective, stored
-        cut_short = "its files are incomplete, as a crash leaves them"
-        self.unchecked = {f"step {number}": cut_short for number in recorded.incomplete}
+    def __init__(self, recorded: Recorded, source: str | None, reference: str | None) -> None:
+        """source: the checkpoint that the training began with, where it is given. reference: DPO's."""
+        self._recorded, self._run = recorded, recorded.facts
+        self._objective: Objective | None = None
+        self._stored: Tensors = {}
+        """The checkpoint's weights."""
+        why = "its files are incomplete, as a crash leaves them"
+        self.unchecked = {f"step {number}": why for number in recorded.incomplete}
         """What could not be checked, and why."""
         self.measured: list[dict[str, Any]] = []
         """Figures of each step."""
         self._found: dict[str, dict[str, Any]] = {}
         self._resumed: float | None = None
         """Updates that the optimizer had counted before the probe came."""
+        try:
+            self._model = load_model(recorded, source)
+            if source is not None:
+                self._stored = {name: item.detach().clone() for name, item in self._model.named_parameters()}
+            if self._run["dropout"]:
+                raise NotRecomputed("the model drops values by chance")
+            pairs = "DPO" in self._run["trainer"].get("class", "")
+            self._objective = preferred(self._model, recorded, reference) if pairs else labelled
+        except NotRecomputed as error:
+            self.unchecked["gradients and losses"] = str(error)
         last: Step | None = None
         for number in recorded.numbers:
             step = recorded.step(number)
@@ -79,7 +99,7 @@ class Judge:
         self._row = {"step": step.number, "applied": self._facts["applied"]}
         self.measured.append(self._row)
         self._before, self._after = step.named("before"), step.named("after")
-        gradient = {name: _flat(value) / self._scale for name, value in step.named("gradient").items()}
+        self._gradient = {name: _flat(value) / self._scale for name, value in step.named("gradient").items()}
         if self._resumed is None:
             made = any(bool(value.any()) for value in step.named("exp_avg_sq_before").values())
             self._resumed = (self._facts["optimizer_step"] or 0) - self._facts["applied_before"] if made else 0
@@ -88,18 +108,18 @@ class Judge:
         self._dtypes()
         self._batches(last)
         stale = self._ranks()
-        if not gradient:
+        if not self._gradient:
             self.unchecked["gradients"] = "DeepSpeed hands out no reduced gradient here"
-        elif all(bool(value.isfinite().all()) for value in gradient.values()):
+        elif all(bool(value.isfinite().all()) for value in self._gradient.values()):
             try:
                 if stale:
                     raise NotRecomputed("they were computed with other weights than the recorded")
                 if self._objective is not None:
                     micros = recompute(self._model, self._recorded, step, self._objective)
-                    self._reduced(gradient, micros, self._loss(micros))
+                    self._reduced(micros, self._loss(micros))
             except NotRecomputed as error:
                 self.unchecked["gradients and losses"] = str(error)
-            self._norm_and_update(gradient)
+            self._norm_and_update()
         self._schedule()
         if last is not None:
             self._moved("moved-between", last)
@@ -123,7 +143,7 @@ class Judge:
         if self._done:
             return
         rounded, unsure = _held(self._before.values()), "whether masters start rounded"
-        if self._stored is None:
+        if not self._stored:
             if rounded and self._run["compute"] != "fp32":
                 self.unchecked[unsure] = f"they start as {rounded} numbers; give --model, where the run began"
             return
@@ -200,13 +220,13 @@ class Judge:
             self._add("reported-loss", said / mean - 1, f"{said:.6g} for {mean:.6g}")
         return weights
 
-    def _reduced(self, gradient: dict[str, torch.Tensor], micros: Micros, weights: torch.Tensor) -> None:
+    def _reduced(self, micros: Micros, weights: torch.Tensor) -> None:
         """Judge whether the reduced gradient is that of the loss that was trained."""
         tolerance, least = (1e-3, 2e-5) if self._run["compute"] == "fp32" else (0.02, 2e-3)
-        fitted = fit(gradient, micros, weights, tolerance)
+        fitted = fit(self._gradient, micros, weights, tolerance)
         shares, noise = fitted.overall, fitted.noise
         self._row |= {"gradient_error": fitted.error, "dtype_error": noise, "shares": shares.tolist()}
-        rounding, dtype = 0.0, _held(gradient.values(), self._scale)
+        rounding, dtype = 0.0, _held(self._gradient.values(), self._scale)
         if dtype and len(weights) > 1:
             rounding = rounded_sum(micros, weights, LOW[dtype])
             told = f"rounding the sums costs {rounding:.1e} of the gradient, computing in {dtype} {noise:.1e}"
@@ -229,7 +249,7 @@ class Judge:
             told = f"{_names(list(sizes))} of {fitted.judged}"
             self._add("shares-in-some", max(map(abs, sizes.values())), told, shares=what)
 
-    def _norm_and_update(self, gradient: dict[str, torch.Tensor]) -> None:
+    def _norm_and_update(self) -> None:
         facts, unsure = self._facts, "clipping and updates"
         norm = math.sqrt(sum(facts["squares"].values())) / self._scale
         self._row |= {"reported_norm": facts["norm"], "gradient_norm": norm, "scale": self._scale}
@@ -244,53 +264,47 @@ class Judge:
         elif "exp_avg_after" not in facts:
             self.unchecked[unsure] = "the optimizer's moments cannot be read"
         elif norm:
-            self._update(gradient, self._factor(gradient, norm, self._run["clipping"]))
+            self._update(self._factor(norm, self._run["clipping"]))
 
     def _group(self, name: str) -> dict[str, Any]:
         group: dict[str, Any] = self._facts["groups"][self._run["parameters"][name][2]]
         return group
 
-    def _factor(self, gradient: dict[str, torch.Tensor], norm: float, clipping: float) -> float:
+    def _factor(self, norm: float, clipping: float) -> float:
         """Factor on the gradient before it came to the optimizer, read from its first moment."""
         start, end, pairs = self._step.named("exp_avg_before"), self._step.named("exp_avg_after"), []
-        for name, value in gradient.items():
+        for name, value in self._gradient.items():
             beta = self._group(name)["betas"][0]
             pairs.append((_flat(end[name]) - beta * _flat(start.get(name, torch.zeros(1))), (1 - beta) * value))
-        factor, expected, scale = Apart(pairs).factor, clip_coefficient(norm, clipping), self._scale
+        factor, expected = Apart(pairs).factor, clip_coefficient(norm, clipping)
         self._row |= {"factor": factor, "factor_by_rule": expected}
-        apart = Apart((factor * way, added) for added, way in pairs).error
-        of_scaled, unscaled = clip_coefficient(norm * scale, clipping), (factor * scale, factor / scale)
-        meanings = {
-            "factors": abs(factor / expected - 1) <= 2e-3,
-            "clipped-by-scaled-norm": scale != 1.0 and abs(factor / of_scaled - 1) < 2e-2,
-            "unscaled-wrongly": any(abs(each / expected - 1) < 2e-3 for each in unscaled),
-            "clipped-by-partial-norm": clipping and expected < factor < 1.001,
-            "other-factor": True,
-        }
-        entry = next(entry for entry, holds in meanings.items() if holds)
-        if entry != "factors" or 0.02 < apart < math.inf:
+        if abs(factor / expected - 1) > 2e-3:
+            entry = "clipped-by-partial-norm" if clipping and expected < factor < 1.001 else "other-factor"
+            if self._scale != 1.0 and abs(factor / clip_coefficient(norm * self._scale, clipping) - 1) < 2e-2:
+                entry = "clipped-by-scaled-norm"
             implied = f", as of a norm of {clipping / factor:.4g} where it is {norm:.4g}" if clipping and factor else ""
-            size = apart if entry == "factors" else factor / expected - 1
-            self._add(entry, size, f"times {factor:.4g} for {expected:.4g}{implied}")
+            self._add(entry, factor / expected - 1, f"times {factor:.4g} for {expected:.4g}{implied}")
         return factor
 
-    def _update(self, gradient: dict[str, torch.Tensor], factor: float) -> None:
+    def _update(self, factor: float) -> None:
         """The masters and second moments against torch's AdamW in FP64 on the moments that the optimizer had."""
         done, count = self._done + 1, self._facts["optimizer_step_after"]
         if count is not None and count != done:
             self._add("updates-counted", count / done - 1, f"{count:.0f} for {done:.0f}")
         moved, second, slack, still, every = Apart(), Apart(), 0.0, 0, 0
-        squares = self._step.named("exp_avg_sq_after")
-        before = [self._step.named(f"{key}_before") for key in ("exp_avg", "exp_avg_sq")]
+        first, squares, ends = (self._step.named(f"exp_avg_{when}") for when in ("before", "sq_before", "sq_after"))
+        plain = {"foreach": False, "amsgrad": False, "maximize": False}
         for name, value in self._after.items():
-            start = self._start(name, self._stride)
-            zeros = torch.zeros_like(start)
-            averages = [_flat(each.get(name, zeros)) for each in before]
-            clipped = factor * gradient.get(name, zeros)
-            master, square = _by_adamw(start, clipped, averages, self._group(name), count or done)
+            start, group = self._start(name, self._stride), self._group(name)
+            master, zeros = start.clone(), torch.zeros_like(start)
+            gradient, mean, square = (_flat(each.get(name, zeros)) for each in (self._gradient, first, squares))
+            beta1, beta2 = group["betas"]
+            settings = {key: group[key] for key in ("lr", "eps", "weight_decay")} | plain
+            step = torch.tensor((count or done) - 1.0)
+            adamw([master], [factor * gradient], [mean], [square], [], [step], beta1=beta1, beta2=beta2, **settings)
             change, way = _flat(value) - start, master - start
             moved.add(change, way)
-            second.add(_flat(squares[name]), square)
+            second.add(_flat(ends[name]), square)
             slack += float((start * 2.0**-24).square().sum())
             still, every = still + int(((change == 0) & (way != 0)).sum()), every + int((way != 0).sum())
         if not moved.size:
@@ -320,41 +334,20 @@ class Judge:
             self._add("schedule", off, told, where="ahead of" if off > 0 else "behind")
 
 
-def _by_adamw(
-    start: torch.Tensor, gradient: torch.Tensor, averages: list[torch.Tensor], group: Mapping[str, Any], count: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Master and second moment after the update of that number. All tensors FP64."""
-    master, first, second = (each.clone() for each in (start, *averages))
-    options: dict[str, Any] = {key: group[key] for key in ("lr", "eps", "weight_decay")}
-    options |= {"foreach": False, "amsgrad": False, "maximize": False, "beta1": group["betas"][0]}
-    step = torch.tensor(count - 1.0)
-    adamw([master], [gradient], [first], [second], [], [step], beta2=group["betas"][1], **options)
-    return master, second
-
-
 def _told(places: list[tuple[int, int]], shares: torch.Tensor, tolerance: float) -> dict[str, float]:
-    """Meaning of shares other than 1, with how far off they are."""
-    off = (shares - 1).abs() > tolerance
-    if not bool(off.any()):
-        return {}
-    if float(shares.max() - shares.min()) <= 4 * tolerance * max(1.0, float(shares.abs().max())):
-        return dict([_meant("the reduced gradient is", shares)])
-    found = dict[str, float]()
+    """Meaning of shares other than 1, of the largest groups that have the same, with how far off they are."""
+    groups = [("the reduced gradient is", list(range(len(places))))]
     for rank in dict.fromkeys(rank for rank, _ in places):
-        mine = [at for at, (own, _) in enumerate(places) if own == rank]
-        if bool(off[mine].all()) and float(shares[mine].max() - shares[mine].min()) <= 8 * tolerance:
-            found |= [_meant(f"rank {rank}'s gradients are", shares[mine])]
-        else:
-            named = {at: f"the gradient of micro-batch {places[at][1] + 1} is" for at in mine if off[at]}
-            found |= [_meant(what, shares[at]) for at, what in named.items()]
+        groups.append((f"rank {rank}'s gradients are", [at for at, (own, _) in enumerate(places) if own == rank]))
+    groups += [(f"the gradient of micro-batch {number + 1} is", [at]) for at, (_, number) in enumerate(places)]
+    found, left = dict[str, float](), {at for at, off in enumerate((shares - 1).abs() > tolerance) if off}
+    for what, members in groups:
+        own, share = shares[members], float(shares[members].mean())
+        if left.issuperset(members) and float(own.max() - own.min()) <= 8 * tolerance * max(1.0, abs(share)):
+            word = "lost" if abs(share) < 0.1 else "too small" if share < 1 else "too large"
+            found[f"{what} {'doubled' if abs(share - 2) < 0.1 else word}"] = share - 1
+            left -= set(members)
     return found
-
-
-def _meant(what: str, shares: torch.Tensor) -> tuple[str, float]:
-    """Description of gradients whose shares are alike, and how far these are from 1."""
-    share = float(shares.mean())
-    word = "doubled" if abs(share - 2) < 0.1 else "too small" if share < 1 else "too large"
-    return f"{what} {'lost' if abs(share) < 0.1 else word}", share - 1
 
 
 def _are_shifted(labels: torch.Tensor, ids: torch.Tensor) -> bool:
@@ -378,7 +371,8 @@ def _held(values: Iterable[torch.Tensor], scale: float = 1.0) -> str:
 
 
 def _flat(values: torch.Tensor) -> torch.Tensor:
-    return values.reshape(-1).double()
+    """A copy in FP64, one-dimensional."""
+    return values.reshape(-1).to(torch.float64, copy=True)
 
 
 def _names(names: list[str]) -> str:

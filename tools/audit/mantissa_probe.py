@@ -33,7 +33,6 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 
-FORMAT = 1
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _SHARES = 3 + 2 * len(MOMENTS)
 """Whole FP32 copies of the parameters in a step: gradient, masters and moments before and after."""
@@ -308,7 +307,7 @@ class Probe:
         for index, group in enumerate(listed or [group["params"] for group in optimizer.param_groups]):
             number = getattr(optimizer, "sub_group_to_group_id", {}).get(index, index)  # ZeRO-3's
             groups |= dict.fromkeys(map(id, group), number)
-        found = {"format": FORMAT, "training": self._training, "world": dist.get_world_size(), "stage": self.stage}
+        found = {"training": self._training, "world": dist.get_world_size(), "stage": self.stage}
         found |= {"versions": {"deepspeed": deepspeed.__version__, "torch": torch.__version__}}
         found |= {"engine": type(engine).__name__, "accumulation": engine.gradient_accumulation_steps()}
         found |= {"optimizer": type(self._optimizer).__name__, "clipping": float(engine.gradient_clipping())}

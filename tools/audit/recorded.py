@@ -13,8 +13,10 @@ from config import json_text
 from config.errors import UserError
 from tracking.jsonl import read_events
 
+Tensors = dict[str, torch.Tensor]
+"""By the parameter's name, or by that of an input."""
 _NAME = re.compile(r"step-(\d+)\.rank(\d+)\.pt$")
-_OF_RUN = "format training world stage compute model model_config parameters optimizer clipping engine trainer"
+_OF_RUN = "training world stage compute model model_config parameters optimizer clipping engine trainer"
 _OF_STEP = "training step rank stride scale applied applied_before groups weights micros norm fp32 before after"
 
 
@@ -35,14 +37,14 @@ class Step:
         """Each micro-batch, by its rank and number."""
         return {(rank, at): micro for rank, facts in enumerate(self.ranks) for at, micro in enumerate(facts["micros"])}
 
-    def named(self, kind: str) -> dict[str, torch.Tensor]:
+    def named(self, kind: str) -> Tensors:
         """Tensors of each parameter that rank 0 kept, FP32."""
         return {name: value.float() for name, value in self.facts.get(kind, {}).items()}
 
 
 @dataclass
 class Recorded:
-    """A probe's folder. `incomplete` names steps that a crash cut short."""
+    """A probe's folder. `reported`: losses by step; `incomplete`: steps that a crash cut short."""
 
     folder: Path
     facts: dict[str, Any]
@@ -69,16 +71,12 @@ class Recorded:
 
 def read(folder: Path) -> Recorded:
     """Raises UserError where the folder is no probe's, or ranks are missing."""
-    if not (folder / "probe.json").is_file():
+    path = folder / "probe.json"
+    if not path.is_file():
         raise UserError(f"{folder} has no probe.json: give the folder that mantissa_probe.Probe wrote into")
-    try:
-        facts = json_text.read_object(folder / "probe.json", "probe's JSON")
-    except UserError as error:
-        raise UserError(f"{error}; record again") from error
-    if missing := next((key for key in _OF_RUN.split() if key not in facts), None):
-        raise UserError(f"{folder}/probe.json has no {missing}: it is not as mantissa_probe wrote it; record again")
-    if facts["format"] != 1 or not isinstance(facts["world"], int):
-        raise UserError(f"{folder}/probe.json: format is {facts['format']!r}, and this audit reads 1; record again")
+    facts = json_text.read_object(path, "probe's JSON")
+    if missing := [key for key in _OF_RUN.split() if key not in facts]:
+        raise UserError(f"{path} has no {missing[0]}: it is not as mantissa_probe wrote it; record again")
     seen: dict[int, set[int]] = {}
     for found in filter(None, (_NAME.search(path.name) for path in folder.iterdir())):
         seen.setdefault(int(found[1]), set()).add(int(found[2]))
@@ -90,16 +88,9 @@ def read(folder: Path) -> Recorded:
             ranks = ", ".join(map(str, sorted(seen[odd[0]])))
             where = f"step {odd[0]} has files of rank {ranks}, and probe.json is of {len(wanted)} ranks"
         raise UserError(f"{folder}: {where}; copy the files of every rank of one training there, or record again")
-    return Recorded(folder, facts, _reported(folder), whole, odd)
-
-
-def _reported(folder: Path) -> dict[int, float]:
-    """Losses by step, of those whose neighbours were reported, too: others may be means over several steps."""
-    path, found, last = folder / "reported.jsonl", {}, 0
+    path, reported = folder / "reported.jsonl", {}
     for entry in read_events(path) if path.is_file() else ():
         if not all(isinstance(entry.get(key), int | float) for key in ("step", "loss")):
             raise UserError(f"{path}: {entry} has no step and loss; remove that line")
-        if entry["step"] == last + 1:
-            found[last + 1] = entry["loss"]
-        last = entry["step"]
-    return found
+        reported[entry["step"]] = entry["loss"]
+    return Recorded(folder, facts, reported, whole, odd)

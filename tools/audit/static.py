@@ -6,7 +6,7 @@ A condition in known.yaml is a value, a list of which any may be, or text that o
 
 from __future__ import annotations
 
-import json
+import argparse
 import operator
 import re
 from collections.abc import Iterator
@@ -16,12 +16,12 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from config.cli import DIVERGED, DONE, REPOSITORY
+from config.cli import REPOSITORY
 from config.deepspeed.combinations import SETTINGS, Combination, scalar
 from config.deepspeed.document import leaves, unknown_keys
-from config.deepspeed.keys import REFUSED
+from config.deepspeed.keys import DTYPES, REFUSED
 from tools.audit.given import ABSENT, NAMES, Given, read_data
-from tools.audit.report import show, write
+from tools.audit.report import finish
 
 MATRIX, MEASURED_WITH = "docs/precision-matrix.md", "0.19.8"
 """The precision matrix, and the DeepSpeed that it was measured with."""
@@ -34,62 +34,48 @@ _COMPARISON = re.compile(r"(>=|<=|!=|>|<) *(\S+)$")
 _ELSEWHERE = re.compile(f"({'|'.join(NAMES['no_numerics'])})$")
 
 
-def audit_configs(given: Given, json_file: Path | None) -> int:
-    """Print the audit, and write it where `json_file` is given. Returns the exit code."""
-    known = read_known()
+def audit_configs(given: Given, options: argparse.Namespace) -> int:
+    """Report on a run's configs; returns the exit code."""
+    known, facts = read_known(), given.facts
     found = [finding for entry in known if (finding := find(entry, given)) is not None]
     certain = [finding for finding in found if not finding["why"]]
     possible = [finding for finding in found if finding["why"] and finding["severity"] in BAD]
     wrong = sum(finding["severity"] in BAD for finding in certain)
-    verdict = "wrong" if wrong else "nothing known to be wrong"
-    report = {"verdict": verdict, "sources": given.sources, "facts": given.facts, "versions": given.versions}
-    report |= {"numerics": dict(numerics(given)), "findings": certain, "possible": possible}
+    may_be = f"; {len(possible)} may be, see what is open" if possible else ""
+    report: dict[str, Any] = {
+        "verdict": f"wrong; defects hit: {wrong}" if wrong else f"nothing known to be wrong{may_be}"
+    }
+    report |= {"sources": given.sources, "facts": facts, "versions": given.versions}
+    report |= {"findings": certain, "possible": possible, "numerics": list(numerics(given))}
     report |= {"measured_as_sound": list(sound(given)), "never_measured": list(never_measured(given, known))}
-    write("--json", json_file, (json.dumps(report, indent=2) + "\n").encode())
-    facts = given.facts
-    parts = [f"ZeRO-{facts['stage']}", (facts["dtype"] or "dtype open").upper(), f"optimizer {facts['optimizer']}"]
-    parts += [f"accumulation {facts['accumulation'] or 'open'}", f"trainer {facts['trainer']}"]
-    versions = ", ".join(f"{package} {version}" for package, version in given.versions.items() if version)
+    head = f"{', '.join(given.sources)}: ZeRO-{facts['stage']}, {(facts['dtype'] or 'dtype open').upper()}, optimizer "
+    head += f"{facts['optimizer']}, accumulation {facts['accumulation'] or 'open'}, trainer {facts['trainer']}\n"
+    head += ", ".join(f"{package} {version}" for package, version in given.versions.items() if version)
     sections = {
         "May be wrong": [f"{each['says']} [{each['id']}]: {each['why']}" for each in possible],
         "Notes": [f"{each['says']} [{each['id']}]" for each in certain if each["severity"] == "note"],
         f"Measured as sound: bare DeepSpeed {MEASURED_WITH} on CPUs": report["measured_as_sound"],
         "Never measured": report["never_measured"],
-        "Numerics": [f"{name}: {text}" for name, text in report["numerics"].items()],
+        "Numerics": report["numerics"],
     }
     told = [_told(finding) for finding in certain if finding["severity"] != "note"]
-    show([f"{', '.join(given.sources)}: {', '.join(parts)}", versions], told, sections)
-    may_be = f"; {len(possible)} may be, see what is open" if possible else ""
-    print(f"\nverdict: {verdict}{f'; defects hit: {wrong}' if wrong else may_be}")
-    return DIVERGED if wrong else DONE
+    return finish(options, report, head, told, sections)
 
 
 def _told(finding: dict[str, Any]) -> tuple[str, dict[str, str]]:
     measured = finding["measured"]
     named = {"measured": f"{measured['figure']} ({measured['command']})" if measured else "not here"}
-    named |= {"thread": finding["thread"], "instead": finding["instead"]}
+    named |= {"thread": finding["thread"] or "", "instead": finding["instead"] or ""}
     return f"{finding['severity'].upper()}: {finding['says']} [{finding['id']}]", named
 
 
-def numerics(given: Given) -> Iterator[tuple[str, str]]:
-    """Dtypes in which things are computed, kept, summed and reduced."""
-    facts = given.facts
-    dtype = facts["dtype"].upper() if facts["dtype"] else "open (auto)"
-    yield "weights", dtype + ("" if facts["autocast"] == "none" else f", computing under autocast {facts['autocast']}")
-    masters = facts["masters"].upper() + (" in host memory" if "optimizer" in facts["offload"] else "")
-    rounded = facts["masters"] == "fp32" and facts["dtype"] in ("bf16", "fp16")
-    yield "masters", masters + (f", started from the weights rounded to {dtype}" if rounded else "")
-    for does, key in (("summed", "data_types.grad_accum_dtype"), ("reduced", "communication_data_type")):
-        default = {ABSENT: f" ({key} is not set)", None: f" ({key} is auto)"}.get(given.fact(f"json.{key}"), "")
-        into = facts[f"{does}_in"]
-        yield f"gradients {does}", f"in {into.upper() if len(into) == 4 else into}{default}" if into else "open (auto)"
-    if facts["dtype"] == "fp16":
-        power = given.fact("json.fp16.initial_scale_power")
-        start = "open (auto)" if power is None else f"from 2^{16 if power == ABSENT else power}"
-        yield "loss scale", f"dynamic, {start}" if facts["loss_scale"] == "dynamic" else "static"
-    text = {None: "open (auto)", 0: "off"}.get(facts["clipping"], f"by {facts['clipping']}")
-    default = " (the default, gradient_clipping is not set)" if given.fact("json.gradient_clipping") == ABSENT else ""
-    yield "clipping", text + default
+def numerics(given: Given) -> Iterator[str]:
+    """Dtypes in which things are computed, kept, summed and reduced; loss scale and clipping."""
+    for name, (fact, *keys) in NAMES["numerics"].items():
+        value = given.facts[fact]
+        text = "open (auto)" if value is None else scalar(value)
+        default = "".join(f" ({key} is not set)" for key in keys if given.fact(f"json.{key}") == ABSENT)
+        yield f"{name}: {text.upper() if text in DTYPES.split('|') else text}{default}"
 
 
 def sound(given: Given) -> Iterator[str]:
@@ -116,20 +102,16 @@ def sound(given: Given) -> Iterator[str]:
 
 def never_measured(given: Given, known: list[dict[str, Any]]) -> Iterator[str]:
     """Settings that touch the numbers, or may, and were not measured."""
-    document, values, release = given.document, dict(leaves(given.document)), given.versions["deepspeed"]
+    values, release = dict(leaves(given.document)), given.versions["deepspeed"]
     told = {name.removeprefix("json.") for entry in known for name in entry["when"]}
-    for key in REFUSED:
-        value: Any = document
-        for name in key.split("."):
-            value = value.get(name) if isinstance(value, dict) else None
-        off = isinstance(value, dict) and (value.get("enabled") is False or value.get("disable") is True)
-        if value not in (None, False, 0, "auto", "none", {}) and not (off or _ELSEWHERE.match(key) or key in told):
-            yield f"{key}{'' if isinstance(value, dict) else f' = {scalar(value)}'}"
-    for row in SETTINGS:
-        refused = row.in_json and row.key in values and row.refuses(values[row.key], given.facts["stage"])
-        if refused and row.key not in told:
-            yield f"{row.key} = {scalar(values[row.key])}"
-    yield from (f"{key}: DeepSpeed {MEASURED_WITH} has no such key" for key in unknown_keys(Path(), document))
+    for key, value in values.items():
+        section, stage = key.rpartition(".")[0], given.facts["stage"]
+        off = values.get(f"{section}.enabled") is False or values.get(f"{section}.disable") is True
+        refused = any(f"{key}.".startswith(f"{name}.") for name in REFUSED if not _ELSEWHERE.match(name))
+        refused |= any(row.in_json and row.key == key and row.refuses(value, stage) for row in SETTINGS)
+        if refused and not off and key not in told and value not in (None, False, 0, "auto", "none"):
+            yield f"{key} = {scalar(value)}"
+    yield from (f"{key}: DeepSpeed {MEASURED_WITH} has no such key" for key in unknown_keys(Path(), given.document))
     optimizers = [["adamw", "lion", "sgd"], *(entry["when"].get("optimizer", []) for entry in known)]
     if not any(holds(names, given.facts["optimizer"]) for names in optimizers):
         yield f"optimizer {given.facts['optimizer']}"
@@ -158,14 +140,11 @@ def holds(wanted: Any, value: Any) -> bool | None:
 def find(entry: dict[str, Any], given: Given) -> dict[str, Any] | None:
     """The entry for a report, with `why` it is not certain ("": it is); None where it does not apply."""
     open_ = []
-    for package, versions in entry.get("versions", {}).items():
-        version = given.versions[package]
-        if version is None:
-            open_.append(f"{package} is {versions} (give --with {package}=VERSION)")
-        elif not SpecifierSet(versions).contains(version, prereleases=True):
-            return None
-    for name, wanted in entry["when"].items():
-        answer = holds(wanted, given.fact(name))
+    for name, wanted in (entry.get("versions", {}) | entry["when"]).items():
+        if name in given.versions and given.versions[name]:
+            answer: bool | None = SpecifierSet(wanted).contains(str(given.versions[name]), prereleases=True)
+        else:
+            answer = holds(wanted, given.fact(name))
         if answer is False:
             return None
         if answer is None:
@@ -176,5 +155,6 @@ def find(entry: dict[str, Any], given: Given) -> dict[str, Any] | None:
     why = "if " + " and ".join(open_) if open_ else ""
     if not why and tried and version and not Version(tried[0]) <= Version(version) <= Version(tried[-1]):
         why = f"measured with DeepSpeed {' to '.join(tried)}, not with {version}"
-    kept = {name: entry.get(name) for name in ("id", "severity", "says", "measured", "thread", "instead")}
-    return {**kept, "why": why}
+    return {name: entry.get(name) for name in ("id", "severity", "says", "measured", "thread", "instead")} | {
+        "why": why
+    }
