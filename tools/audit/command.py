@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.write_probe is not None:
         return write_probe(given.write_probe)
     if given.folder is not None:
-        from tools.audit.recompute import audit_folder  # loads torch
+        from tools.audit.judge import audit_folder  # loads torch
 
         return audit_folder(given.folder, given)
     decided = {"trainer": "hf" if given.trainer == "trl" else given.trainer, "ranks": given.ranks}

@@ -176,14 +176,10 @@ def read_model(model: str) -> dict[str, Any]:
 
 def read_trainer_file(path: Path) -> TrainerFile:
     """Raises UserError for a file that none of these trainers reads, or one that does not start DeepSpeed."""
-    values: Any
-    if path.suffix == ".json":
-        values = json_text.read_object(path, "trainer's config")
-    else:
-        try:
-            values = yaml_text.parse(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path}: cannot be read as YAML: {one_line(error)}") from error
+    try:
+        values: Any = yaml_text.parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read as YAML or JSON: {one_line(error)}") from error
     values = {str(key): value for key, value in values.items()} if isinstance(values, dict) else {}
     kind = next((kind for kind, known in KINDS.items() if values.keys() & set(known["told_by"])), None)
     if kind is None:

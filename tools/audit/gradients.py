@@ -77,9 +77,7 @@ def preferred(model: Any, recorded: Recorded, source: str | None) -> Objective:
         raise NotRecomputed("the reference is not known: record step 1, or give --reference")
     reference = copy.deepcopy(model) if source is None else load_model(recorded, source)
     if source is None:
-        _set_weights(reference, recorded, recorded.step(1))
-        for parameter in reference.parameters():
-            parameter.data = parameter.data.to(DTYPES[recorded.facts["compute"]]).float()
+        _set_weights(reference, recorded, recorded.step(1), DTYPES[recorded.facts["compute"]])
     settings = {"beta": float(facts["beta"]), "label_smoothing": float(facts.get("label_smoothing") or 0.0)}
 
     def loss(model: Any, micro: dict[str, Any]) -> tuple[torch.Tensor, int]:
@@ -156,11 +154,11 @@ def recompute(model: Any, recorded: Recorded, step: Step, objective: Objective) 
     return Micros(places, counts, exact_loss, plain_loss, losses / recorded.facts["world"], exact, plain)
 
 
-def _set_weights(model: Any, recorded: Recorded, step: Step) -> None:
-    """Give a model the weights that a step began with."""
+def _set_weights(model: Any, recorded: Recorded, step: Step, dtype: torch.dtype = torch.float32) -> None:
+    """Give a model the weights that a step began with, rounded to a dtype."""
     before = step.named("before") | step.named("frozen")
     for name, parameter in model.named_parameters():
-        parameter.data = before[name]
+        parameter.data = before[name].to(dtype).float()
         parameter.requires_grad_(recorded.facts["parameters"][name][1])
 
 

@@ -1,4 +1,4 @@
-"""Judges recorded steps: which entries of findings.yaml apply to them.
+"""The audit of a probe's folder: which entries of findings.yaml apply to its steps.
 
 Distances, clipping and rounding are those of `tools.parity.plain`, and an update is torch's AdamW in FP64, as in the
 oracle of `tools.parity`. The judges there compare an engine, or the events of a run, with a reference that is built
@@ -8,8 +8,10 @@ from the run config; another trainer's step is tensors alone, and is judged besi
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,8 +31,10 @@ from tools.audit.gradients import (
     recompute,
     rounded_sum,
 )
-from tools.audit.recorded import Recorded, Step, Tensors
+from tools.audit.recorded import Recorded, Step, Tensors, read
+from tools.audit.report import finish
 from tools.parity.plain import Apart, clip_coefficient
+from tracking.jsonl import plain
 
 FINDINGS: dict[str, dict[str, Any]] = {entry["id"]: entry for entry in read_data("findings.yaml")}
 ADAMW = ("AdamW", "FusedAdam", "DeepSpeedCPUAdam")
@@ -39,6 +43,22 @@ _NAMED = {str(dtype): name for name, dtype in LOW.items()}
 _SHARED = {"weights": "weights", "gradients": "gradients", "norm": "gradient norm", "scale": "loss scale"}
 _SHARED |= {"groups": "optimizer settings", "applied": "skip decisions"}
 """What all ranks record alike, in words. gradients: without ZeRO alone."""
+
+
+def audit_folder(folder: Path, options: argparse.Namespace) -> int:
+    """Report on a probe's folder. 0: nothing is wrong; 3: something is. Raises UserError for bad input."""
+    recorded = read(folder)
+    judged, facts = Judge(recorded, options.model, options.reference), recorded.facts
+    run = {key: facts[key] for key in ("model", "stage", "compute", "world", "accumulation", "optimizer", "versions")}
+    run["trainer"] = facts["trainer"].get("class", facts["engine"])
+    wrong = sum(each["severity"] == "wrong" for each in judged.findings)
+    report = {"folder": str(folder), "run": run, "findings": judged.findings, "not_checked": judged.unchecked}
+    report |= {"verdict": f"wrong; findings: {wrong}" if wrong else "nothing wrong was found", "steps": judged.measured}
+    head = f"{folder}: {run['trainer']}, {run['model']}, ZeRO-{run['stage']}, {run['compute'].upper()}, "
+    head += f"{run['world']} ranks, DeepSpeed {run['versions']['deepspeed']}, steps "
+    head += ", ".join(map(str, recorded.numbers))
+    unchecked = [f"{what}: {why}" for what, why in judged.unchecked.items()]
+    return finish(options, plain(report), head, judged.findings, {"Not checked": unchecked})
 
 
 class Judge:
@@ -78,20 +98,20 @@ class Judge:
     def findings(self) -> list[dict[str, Any]]:
         """The gravest kind first.
 
-        A finding has the `id` and the `kind` of its entry, `what` is wrong (the same words in every step), the `steps`,
-        and of the step where it is worst the `size` of the error as a share, a `detail`, the `severity` as in
-        known.yaml, and what to do `instead`.
+        A finding has what its entry has, the `steps`, and of the step where it is worst the `size` of the error as a
+        share, what was `measured`, and the `severity` as in known.yaml.
         """
         return sorted(self._found.values(), key=lambda each: list(FINDINGS).index(each["id"]))
 
-    def _add(self, entry: str, size: float, detail: str = "", *, note: bool = False, **words: Any) -> None:
-        """Add a finding, or this step to it. words: for the entry's text."""
-        what, severity = FINDINGS[entry]["says"].format(**words), "note" if note else "wrong"
-        new = {"instead": "", **FINDINGS[entry], "what": what, "size": -1.0, "severity": "note", "steps": []}
-        known = self._found.setdefault(what, new)
-        known["steps"] = sorted({*known["steps"], self._step.number})
+    def _add(self, entry: str, size: float, measured: str = "", *, note: bool = False, **words: Any) -> None:
+        """Add a finding, or this step to it. words: for the entry's text, which tells findings apart."""
+        says, severity = FINDINGS[entry]["says"].format(**words), "note" if note else "wrong"
+        new = {**FINDINGS[entry], "says": says, "size": -1.0, "severity": "note", "steps": ""}
+        known, number = self._found.setdefault(says, new), str(self._step.number)
+        if number not in known["steps"].split(", "):
+            known["steps"] += f", {number}" if known["steps"] else number
         if not (severity, abs(size)) <= (known["severity"], known["size"]):  # also of nan
-            known |= {"size": abs(size), "detail": detail, "severity": severity}
+            known |= {"size": abs(size), "measured": measured or f"{abs(size):.2g}", "severity": severity}
 
     def _judge(self, step: Step, last: Step | None) -> None:
         """last: the step before, where it was recorded."""
@@ -102,7 +122,8 @@ class Judge:
         self._gradient = {name: _flat(value) / self._scale for name, value in step.named("gradient").items()}
         if self._resumed is None:
             made = any(bool(value.any()) for value in step.named("exp_avg_sq_before").values())
-            self._resumed = (self._facts["optimizer_step"] or 0) - self._facts["applied_before"] if made else 0
+            counted = (self._facts["optimizer_step"] or 0) - self._facts["applied"] - self._facts["applied_before"]
+            self._resumed = counted if made else 0
         self._done = self._facts["applied_before"] + self._resumed
         self._masters()
         self._dtypes()
@@ -288,18 +309,18 @@ class Judge:
 
     def _update(self, factor: float) -> None:
         """The masters and second moments against torch's AdamW in FP64 on the moments that the optimizer had."""
-        done, count = self._done + 1, self._facts["optimizer_step_after"]
+        done, count = self._done + 1, self._facts["optimizer_step"]
         if count is not None and count != done:
             self._add("updates-counted", count / done - 1, f"{count:.0f} for {done:.0f}")
         moved, second, slack, still, every = Apart(), Apart(), 0.0, 0, 0
         first, squares, ends = (self._step.named(f"exp_avg_{when}") for when in ("before", "sq_before", "sq_after"))
-        plain = {"foreach": False, "amsgrad": False, "maximize": False}
+        usual = {"foreach": False, "amsgrad": False, "maximize": False}
         for name, value in self._after.items():
             start, group = self._start(name, self._stride), self._group(name)
             master, zeros = start.clone(), torch.zeros_like(start)
             gradient, mean, square = (_flat(each.get(name, zeros)) for each in (self._gradient, first, squares))
             beta1, beta2 = group["betas"]
-            settings = {key: group[key] for key in ("lr", "eps", "weight_decay")} | plain
+            settings = {key: group[key] for key in ("lr", "eps", "weight_decay")} | usual
             step = torch.tensor((count or done) - 1.0)
             adamw([master], [factor * gradient], [mean], [square], [], [step], beta1=beta1, beta2=beta2, **settings)
             change, way = _flat(value) - start, master - start

@@ -102,8 +102,8 @@ class Probe:
             probe: Probe
 
             def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-                kept = ("beta", "loss_type", "label_smoothing_factor", "label_smoothing", "max_grad_norm")
-                facts = {"class": type(trainer).__name__, **{key: getattr(args, key, None) for key in kept}}
+                facts = {key: getattr(args, key, None) for key in ("beta", "loss_type", "label_smoothing")}
+                facts["class"] = type(trainer).__name__
                 scheduler = given.get("lr_scheduler")
                 self.probe = Probe(trainer.model_wrapped, folder, scheduler=scheduler, trainer=facts, **options)
                 inner = trainer.compute_loss
@@ -130,7 +130,7 @@ class Probe:
     # What the loop calls
 
     def _on_forward(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        if self._step in self.steps and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             self._guarded(self._before_forward, args, kwargs)
 
     def _before_forward(self, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -151,8 +151,7 @@ class Probe:
             self._inner[type(module).__name__] = str(output.dtype)
 
     def _on_backward(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._step in self.steps:
-            self._guarded(self._before_backward, loss, kwargs.get("scale_wrt_gas", True))
+        self._guarded(self._before_backward, loss, kwargs.get("scale_wrt_gas", True))
         return self._backward(loss, *args, **kwargs)
 
     def _before_backward(self, loss: Any, divided: bool) -> None:
@@ -178,9 +177,8 @@ class Probe:
 
     def _stride(self) -> int:
         """Every how manieth value of a parameter is kept in this step; 0 for a step that is not recorded."""
-        parts = [
-            part for micro in self._micros for part in (micro["batch"], *(call["inputs"] for call in micro["calls"]))
-        ]
+        parts = [micro["batch"] for micro in self._micros]
+        parts += [call["inputs"] for micro in self._micros for call in micro["calls"]]
         given = sum(value.nbytes for part in parts for value in part.values())
         least = 4 * sum(_shape(each).numel() for _, each in self._trained)  # masters before, which are kept whole
         left = [step for step in self.steps if step >= self._step]
@@ -194,7 +192,8 @@ class Probe:
         return 0
 
     def _guarded(self, record: Any, *given: Any) -> Any:
-        if self._failed:
+        """What a method records in a step that is chosen; None where it is not, or the recording has ended."""
+        if self._failed or self._step not in self.steps:
             return None
         started = time.monotonic()
         try:
@@ -233,15 +232,16 @@ class Probe:
         scale = getattr(optimizer, "loss_scale", None) or getattr(optimizer, "cur_scale", None) or 1.0
         found |= {"stride": stride, "scale": float(scale), "schedule": getattr(scheduler, "last_epoch", None)}
         found["fp32"] = sorted({str(each.dtype) for each in self._stepped() if each.is_floating_point()})
-        return found | {"optimizer_step": self._optimizer_step()}
+        return found
 
     def _after_step(self, found: dict[str, Any], applied: bool) -> None:
         norm = self.engine.get_global_grad_norm()
         found |= self._states("after", found["stride"])
         found |= {"training": self._training, "step": self._step, "rank": self.rank, "applied": bool(applied)}
-        found |= {"applied_before": self._applied, "optimizer_step_after": self._optimizer_step()}
-        found |= {"norm": None if norm is None else float(norm), "inner": self._inner}
-        found |= {"micros": self._micros, "rng": self._rng}
+        counted = [*self._optimizer.state.values(), *self._optimizer.param_groups]
+        steps = next((float(each["step"]) for each in counted if "step" in each), None)
+        found |= {"applied_before": self._applied, "optimizer_step": steps, "inner": self._inner, "rng": self._rng}
+        found |= {"norm": None if norm is None else float(norm), "micros": self._micros}
         self._bytes += self._write(f"step-{self._step:06d}.rank{self.rank}.pt", lambda path: torch.save(found, path))
 
     def _keep(self, kept: dict[str, torch.Tensor], name: str, value: torch.Tensor, stride: int = 1) -> None:
@@ -264,9 +264,7 @@ class Probe:
         """The whole FP32 master of a parameter, or by a key of MOMENTS that moment."""
         if hasattr(parameter, "ds_id"):  # ZeRO-3
             whole = safe_get_full_optimizer_state(parameter, key) if key else safe_get_full_fp32_param(parameter)
-        elif hasattr(
-            parameter, "_hp_mapping"
-        ):  # of which DeepSpeed's own reader knows the first parameter group's alone
+        elif hasattr(parameter, "_hp_mapping"):  # DeepSpeed's reader knows the first parameter group's alone
             whole, piece = torch.zeros(parameter.numel(), device=parameter.device), parameter._hp_mapping
             if piece is not None:
                 flat = self._optimizer.param_groups[piece.param_group_index]["params"][0]
@@ -294,10 +292,6 @@ class Probe:
                 found[id(parameter)] = source, 0 if whole else at
                 at += parameter.numel()
         return found
-
-    def _optimizer_step(self) -> float | None:
-        counted = [*self._optimizer.state.values(), *self._optimizer.param_groups]
-        return next((float(each["step"]) for each in counted if "step" in each), None)
 
     def _facts(self) -> dict[str, Any]:
         engine, optimizer, groups = self.engine, self.engine.optimizer, dict[int, int]()

@@ -58,15 +58,8 @@ def audit_configs(given: Given, options: argparse.Namespace) -> int:
         "Never measured": report["never_measured"],
         "Numerics": report["numerics"],
     }
-    told = [_told(finding) for finding in certain if finding["severity"] != "note"]
+    told = [finding for finding in certain if finding["severity"] != "note"]
     return finish(options, report, head, told, sections)
-
-
-def _told(finding: dict[str, Any]) -> tuple[str, dict[str, str]]:
-    measured = finding["measured"]
-    named = {"measured": f"{measured['figure']} ({measured['command']})" if measured else "not here"}
-    named |= {"thread": finding["thread"] or "", "instead": finding["instead"] or ""}
-    return f"{finding['severity'].upper()}: {finding['says']} [{finding['id']}]", named
 
 
 def numerics(given: Given) -> Iterator[str]:
@@ -155,6 +148,6 @@ def find(entry: dict[str, Any], given: Given) -> dict[str, Any] | None:
     why = "if " + " and ".join(open_) if open_ else ""
     if not why and tried and version and not Version(tried[0]) <= Version(version) <= Version(tried[-1]):
         why = f"measured with DeepSpeed {' to '.join(tried)}, not with {version}"
-    return {name: entry.get(name) for name in ("id", "severity", "says", "measured", "thread", "instead")} | {
-        "why": why
-    }
+    found = {name: entry.get(name) for name in ("id", "severity", "says", "thread", "instead")} | {"why": why}
+    measured = entry["measured"]
+    return found | {"measured": f"{measured['figure']} ({measured['command']})" if measured else "not here"}

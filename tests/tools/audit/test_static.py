@@ -70,10 +70,10 @@ def test_the_same_run_with_a_release_that_loses_gradients(write: Any, capsys: py
     assert code == 3
     assert "verdict: wrong; defects hit: 1" in out
     report = json.loads(json_file.read_text())
-    assert report["verdict"] == "wrong"
+    assert report["verdict"] == "wrong; defects hit: 1"
     assert report["findings"][0]["id"] == "zero2-keeps-last-micro-batch"
     assert report["facts"]["accumulation"] == 8 and report["facts"]["dtype"] == "bf16"
-    assert report["numerics"]["gradients summed"] == "in BF16 (data_types.grad_accum_dtype is not set)"
+    assert "gradients are summed in: BF16 (data_types.grad_accum_dtype is not set)" in report["numerics"]
 
 
 def test_the_page_shows_what_is_printed(
@@ -109,7 +109,7 @@ def test_axolotl_with_the_json_that_it_names(write: Any, capsys: pytest.CaptureF
     code, out, _ = audit(capsys, "--trainer-config", write("axolotl.yml", config), *NOW)
     assert code == 3
     assert "zero2.json" in out and "[layerwise-optimizer-on-flat-shard]" in out
-    assert "clipping          by 0.3" in out
+    assert "clipping: 0.3" in out
 
 
 def test_accelerates_own_settings(write: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -225,10 +225,7 @@ def test_a_foreign_file_is_one_line(name: str, write: Any, capsys: pytest.Captur
         (["--deepspeed-config", "DS", "--with", "deepspeed=new"], "--with deepspeed=new: is not one of"),
         (["--deepspeed-config", "DS", "--trainer", "own"], 'train_batch_size = "auto" is filled in by'),
         (["--deepspeed-config", "DS", "--model", "no/model"], "--model no/model: is no folder with a config.json"),
-        (
-            ["--deepspeed-config", "DS", "--json", "/no/such/folder/x"],
-            "/no/such/folder/x: cannot be written: the folder /no/such/folder is not there",
-        ),
+        (["--deepspeed-config", "DS", "--json", "/dev/null/x"], "/dev/null/x: cannot be written: "),
         (["--deepspeed-config", "DS", "--ranks", "0"], "0 is not a whole number of 1 or more"),
     ],
 )
