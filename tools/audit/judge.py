@@ -119,6 +119,7 @@ class Judge:
         self._row = {"step": step.number, "applied": self._facts["applied"]}
         self.measured.append(self._row)
         self._before, self._after = step.named("before"), step.named("after")
+        self._groups = {name: step.facts["groups"][place] for name, (*_, place) in self._run["parameters"].items()}
         self._gradient = {name: _flat(value) / self._scale for name, value in step.named("gradient").items()}
         if self._resumed is None:
             made = any(bool(value.any()) for value in step.named("exp_avg_sq_before").values())
@@ -287,15 +288,11 @@ class Judge:
         elif norm:
             self._update(self._factor(norm, self._run["clipping"]))
 
-    def _group(self, name: str) -> dict[str, Any]:
-        group: dict[str, Any] = self._facts["groups"][self._run["parameters"][name][2]]
-        return group
-
     def _factor(self, norm: float, clipping: float) -> float:
         """Factor on the gradient before it came to the optimizer, read from its first moment."""
         start, end, pairs = self._step.named("exp_avg_before"), self._step.named("exp_avg_after"), []
         for name, value in self._gradient.items():
-            beta = self._group(name)["betas"][0]
+            beta = self._groups[name]["betas"][0]
             pairs.append((_flat(end[name]) - beta * _flat(start.get(name, torch.zeros(1))), (1 - beta) * value))
         factor, expected = Apart(pairs).factor, clip_coefficient(norm, clipping)
         self._row |= {"factor": factor, "factor_by_rule": expected}
@@ -316,7 +313,7 @@ class Judge:
         first, squares, ends = (self._step.named(f"exp_avg_{when}") for when in ("before", "sq_before", "sq_after"))
         usual = {"foreach": False, "amsgrad": False, "maximize": False}
         for name, value in self._after.items():
-            start, group = self._start(name, self._stride), self._group(name)
+            start, group = self._start(name, self._stride), self._groups[name]
             master, zeros = start.clone(), torch.zeros_like(start)
             gradient, mean, square = (_flat(each.get(name, zeros)) for each in (self._gradient, first, squares))
             beta1, beta2 = group["betas"]

@@ -55,9 +55,9 @@ class Probe:
     ) -> None:
         """steps: optimizer steps counted from 1 (default: the first three, and three drawn by `seed` up to step 1,000).
 
-        scheduler: the learning rate's, where the loop steps it. max_bytes, max_seconds: what a rank may write, and may
-        take for recording, in all; where masters and moments are larger, a part of their values is kept. trainer: facts
-        of a Hugging Face trainer, which `callback` fills in.
+        scheduler: the learning rate's, where the loop steps it. max_bytes, max_seconds: what a rank may write, the same
+        in each step, and may take for recording, in all; where masters and moments are larger, a part of their values
+        is kept. trainer: facts of a Hugging Face trainer, which `callback` fills in.
         """
         self.engine, self.folder = getattr(engine, "engine", engine), Path(folder)
         if not hasattr(self.engine, "zero_optimization_stage"):
@@ -69,9 +69,7 @@ class Probe:
         self.batch: dict[str, Any] | None = None
         """The micro-batch as the trainer has it, where it knows more than the model is given."""
         self._max_bytes, self._max_seconds = max_bytes, max_seconds
-        self._seconds, self._bytes, self._failed = 0.0, 0, False
-        self._step, self._applied = 1, 0
-        self._rng: dict[str, torch.Tensor] = {}
+        self._seconds, self._failed, self._step, self._applied = 0.0, False, 1, 0
         self._micros: list[dict[str, Any]] = []
         self._calls: list[dict[str, Any]] = []
         """Of the model, since the last backward pass."""
@@ -115,7 +113,7 @@ class Probe:
                 trainer.compute_loss = compute_loss
 
             def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **given: Any) -> None:
-                if logs and "loss" in logs:
+                if args.logging_steps == 1 and "loss" in (logs or ()):
                     self.probe.report(logs["loss"], state.global_step)
 
         return Callback()
@@ -134,14 +132,13 @@ class Probe:
             self._guarded(self._before_forward, args, kwargs)
 
     def _before_forward(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        if not self._micros and not self._calls:
-            self._rng = {"cpu": torch.get_rng_state(), "device": get_accelerator().get_rng_state()}
         given = dict(self._bind(*args, **kwargs).arguments)
         for name in [name for name, value in given.items() if isinstance(value, dict)]:
             given |= given.pop(name)
         device = self.engine.device.type
         dtype = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
-        self._calls.append({"inputs": _copies(given), "autocast": dtype})
+        drawn = [torch.get_rng_state(), get_accelerator().get_rng_state()]
+        self._calls.append({"inputs": _copies(given), "autocast": dtype, "rng": drawn})
         if not self._inner:
             leaves = [each for each in self.model.modules() if next(each.children(), None) is None]
             self._hooks = [each.register_forward_hook(self._note_dtype) for each in leaves]
@@ -181,10 +178,9 @@ class Probe:
         parts += [call["inputs"] for micro in self._micros for call in micro["calls"]]
         given = sum(value.nbytes for part in parts for value in part.values())
         least = 4 * sum(_shape(each).numel() for _, each in self._trained)  # masters before, which are kept whole
-        left = [step for step in self.steps if step >= self._step]
-        budget = (self._max_bytes - self._bytes) // len(left) - given
-        stride = 1 if budget >= _SHARES * least + least else -(-_SHARES * least // max(1, budget - least))
-        over = self._seconds > self._max_seconds or budget < least or stride > 4096
+        room = self._max_bytes // len(self.steps) - given - least
+        stride = -(-_SHARES * least // max(1, room))
+        over = self._seconds > self._max_seconds or stride > 4096
         if not self._most(over or self._failed):  # the same on all ranks, since reading masters is a collective
             return stride
         if not self._failed:
@@ -240,9 +236,9 @@ class Probe:
         found |= {"training": self._training, "step": self._step, "rank": self.rank, "applied": bool(applied)}
         counted = [*self._optimizer.state.values(), *self._optimizer.param_groups]
         steps = next((float(each["step"]) for each in counted if "step" in each), None)
-        found |= {"applied_before": self._applied, "optimizer_step": steps, "inner": self._inner, "rng": self._rng}
+        found |= {"applied_before": self._applied, "optimizer_step": steps, "inner": self._inner}
         found |= {"norm": None if norm is None else float(norm), "micros": self._micros}
-        self._bytes += self._write(f"step-{self._step:06d}.rank{self.rank}.pt", lambda path: torch.save(found, path))
+        self._write(f"step-{self._step:06d}.rank{self.rank}.pt", lambda path: torch.save(found, path))
 
     def _keep(self, kept: dict[str, torch.Tensor], name: str, value: torch.Tensor, stride: int = 1) -> None:
         """Every `stride`-th value, on rank 0: what is gathered is the same on all ranks."""
@@ -322,13 +318,11 @@ class Probe:
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return int(found.item())
 
-    def _write(self, name: str, save: Callable[[Path], object]) -> int:
-        """Write a file, which appears whole or not at all; its size."""
+    def _write(self, name: str, save: Callable[[Path], object]) -> None:
+        """Write a file, which appears whole or not at all."""
         written = self.folder / f"{name}.tmp"
         save(written)
-        size = written.stat().st_size
         written.replace(self.folder / name)
-        return size
 
 
 def _copies(given: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -83,7 +83,8 @@ def test_the_page_shows_what_is_printed(
     shown = page.partition(
         "```\n$ python -m tools.audit --trainer-config training_args.json --with deepspeed=0.18.2\n"
     )[2]
-    document = AUTO | {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}}
+    bf16 = {"enabled": "auto", "check_grad_overflow": True}
+    document = AUTO | {"bf16": bf16, "zero_optimization": {"stage": 2}}
     write(
         "training_args.json", {"output_dir": "o", "bf16": True, "gradient_accumulation_steps": 4, "deepspeed": document}
     )
