@@ -10,7 +10,10 @@ from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from lab.audit import LOOPS
 
 ADAMW: Any = torch.optim.AdamW
 
@@ -284,3 +287,23 @@ def little_space(work: Any) -> None:
     """No mistake: the probe may write 2 MB, less than whole steps take."""
     inner = work.probe
     work.probe = lambda engine, **given: inner(engine, max_bytes=2_000_000, **given)
+
+
+def without_probe_first(work: Any) -> None:
+    """No mistake: the same loop has run without the probe, and the weights that it ended with are kept."""
+    loop, _, _ = work.folder.name.partition("-")
+    probed, work.probed = work.probed, None
+    engine = LOOPS[loop](work)
+    work.probed = probed
+    last = whole_weights(engine.module)
+    if work.rank == 0:
+        torch.save(last, f"{work.folder}.unprobed")
+
+
+def whole_weights(model: Any) -> dict[str, torch.Tensor]:
+    """All weights of a model, whatever ZeRO has partitioned."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        with GatheredParameters([parameter]):
+            found[name] = parameter.detach().clone()
+    return found

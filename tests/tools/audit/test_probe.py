@@ -76,11 +76,8 @@ def asked(**given: Any) -> argparse.Namespace:
 
 def same_weights(out: Path, loop: str, stage: int, dtype: str) -> bool:
     """Whether a loop ends with the same bits with the probe and without it."""
-    for flags in ([], ["--without-probe"]):
-        weights = out / f"weights{len(flags)}"
-        audit = ["--trainer", loop, "--stage", str(stage), "--dtype", dtype, "--out", str(out)]
-        main([*audit, *flags, "--weights-to", str(weights)])
-    first, second = (torch.load(out / f"weights{number}") for number in (0, 1))
+    audited(out, loop, stage, dtype, "--weights-to", str(out / "probed"), plant="without_probe_first")
+    first, second = torch.load(out / "probed"), torch.load(out / f"{loop}-{stage}-{dtype}.unprobed")
     return all(torch.equal(value, second[name]) for name, value in first.items())
 
 
