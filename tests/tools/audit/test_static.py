@@ -65,9 +65,11 @@ def test_the_same_run_with_a_release_that_loses_gradients(write: Any, capsys: py
     json_file = Path(write("report.json", ""))
     arguments = {"output_dir": "o", "bf16": True, "gradient_accumulation_steps": 8, "deepspeed": ZERO2}
     old = ("--with", "deepspeed==0.18.2")
-    files = ("--trainer-config", write("args.json", arguments), "--json", str(json_file))
+    page = json_file.with_suffix(".html")
+    files = ("--trainer-config", write("args.json", arguments), "--json", str(json_file), "--page", str(page))
     code, out, _ = audit(capsys, *files, *NOW, *old)
     assert code == 3
+    assert "[zero2-keeps-last-micro-batch]" in page.read_text() and 'class="note bad"' in page.read_text()
     assert "verdict: wrong; defects hit: 1" in out
     report = json.loads(json_file.read_text())
     assert report["verdict"] == "wrong; defects hit: 1"
@@ -239,7 +241,6 @@ def test_a_bad_command_line_is_one_line(
     assert told in error
 
 
-@pytest.mark.skipif(not (REPOSITORY / "tools/audit/mantissa_probe.py").exists(), reason="the probe is not there")
 def test_the_probe_is_written_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     target = tmp_path / "new" / "mantissa_probe.py"
     for _ in range(2):
