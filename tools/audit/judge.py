@@ -1,9 +1,9 @@
 """The audit of a probe's folder: which entries of findings.yaml apply to its steps.
 
-Distances, clipping and rounding are those of `tools.parity.plain`, and an update is torch's AdamW in FP64, as in the
-oracle of `tools.parity`. The judges there compare an engine, or the events of a run, with a reference that is built
-from the run config; another trainer's step is tensors alone, and is judged beside any release of DeepSpeed, while
-`training.engine` needs one.
+Distances, clipping, rounding and the bound on the norm are those of `tools.parity`, and an update is torch's AdamW in
+FP64, as in its oracle. The judges there compare an engine, or the events of a run, with a reference that is built
+from the run config; another trainer's step is tensors alone. Nothing of `training.engine` is used, which needs the
+pinned DeepSpeed, while this is started beside any.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from tools.audit.gradients import (
 )
 from tools.audit.recorded import Recorded, Step, Tensors, read
 from tools.audit.report import finish
+from tools.parity.judge_steps import NORM_ROUNDING
 from tools.parity.plain import Apart, clip_coefficient
 from tracking.jsonl import plain
 
@@ -194,7 +195,9 @@ class Judge:
                     continue
                 ids, here = given["input_ids"], f"rank {rank}, micro-batch {number + 1} of step {step.number}"
                 other, where = seen.setdefault(ids.numpy().tobytes(), (rank, here))
-                if where != here and step is self._step:
+                if step is not self._step:
+                    continue
+                if where != here:
                     self._add("batch-again" if other == rank else "ranks-share-a-batch", 1.0, f"{here}, as {where}")
                 labels = given.get("labels", ids[:0])
                 if labels.shape == ids.shape and _are_shifted(labels, ids):
@@ -208,9 +211,8 @@ class Judge:
                 if own != other:
                     names = [name for name in own if own[name] != other.get(name)] if isinstance(own, dict) else []
                     told = _names(names) if names else f"{other} and {own}"[:120]
-                    self._add(
-                        "ranks-differ", len(names) / len(own) if names else 1.0, told, rank=rank["rank"], what=what
-                    )
+                    size = len(names) / len(own) if names else 1.0
+                    self._add("ranks-differ", size, told, rank=rank["rank"], what=what)
         stale = []
         for name in (name for name in self._facts["weights"] if name in self._before):
             held = self._before[name].to(DTYPES[self._run["compute"]]).double()
@@ -277,7 +279,7 @@ class Judge:
         self._row |= {"reported_norm": facts["norm"], "gradient_norm": norm, "scale": self._scale}
         if not facts["norm"]:
             self.unchecked["the reported norm"] = "the engine reports none"
-        elif facts["applied"] and abs(facts["norm"] / norm - 1) > 1e-3:
+        elif facts["applied"] and abs(facts["norm"] / norm - 1) > NORM_ROUNDING:
             self._add("reported-norm", facts["norm"] / norm - 1, f"{facts['norm']:.6g} for {norm:.6g}")
         if not facts["applied"]:
             self._moved("moved-in-skipped", self._step)
