@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
-from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from lab.audit import LOOPS
+from lab.audit import bare
 
 ADAMW: Any = torch.optim.AdamW
 
@@ -290,20 +289,9 @@ def little_space(work: Any) -> None:
 
 
 def without_probe_first(work: Any) -> None:
-    """No mistake: the same loop has run without the probe, and the weights that it ended with are kept."""
-    loop, _, _ = work.folder.name.partition("-")
+    """No mistake: the bare loop has run without the probe before, and the weights that it ended with are kept."""
     probed, work.probed = work.probed, None
-    engine = LOOPS[loop](work)
+    engine = bare(work)
     work.probed = probed
-    last = whole_weights(engine.module)
     if work.rank == 0:
-        torch.save(last, f"{work.folder}.unprobed")
-
-
-def whole_weights(model: Any) -> dict[str, torch.Tensor]:
-    """All weights of a model, whatever ZeRO has partitioned."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        with GatheredParameters([parameter]):
-            found[name] = parameter.detach().clone()
-    return found
+        torch.save(engine.module.state_dict(), f"{work.folder}.unprobed")

@@ -190,15 +190,6 @@ BAD: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_a_bad_json_is_one_line(name: str, write: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    content, told = BAD[name]
-    path = write("ds.json", content)
-    code, out, error = audit(capsys, "--deepspeed-config", path)
-    assert (code, out, error.count("\n")) == (2, "", 1)
-    assert error.startswith(f"error: {path}: ") and told in error
-
-
 FOREIGN: dict[str, tuple[Any, str]] = {
     "another tool's": ("services: {web: {image: x}}", "is no Accelerate YAML, axolotl YAML, TrainingArguments"),
     "no YAML": ("a: [1", "cannot be read as YAML"),
@@ -209,12 +200,15 @@ FOREIGN: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", FOREIGN)
-def test_a_foreign_file_is_one_line(name: str, write: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    content, told = FOREIGN[name]
-    code, out, error = audit(capsys, "--trainer-config", write("config.yaml", content))
+FILES = {"--deepspeed-config": BAD, "--trainer-config": FOREIGN}
+
+
+@pytest.mark.parametrize(("option", "name"), [(option, name) for option, cases in FILES.items() for name in cases])
+def test_a_bad_file_is_one_line(option: str, name: str, write: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    content, told = FILES[option][name]
+    code, out, error = audit(capsys, option, path := write("given.yaml", content))
     assert (code, out, error.count("\n")) == (2, "", 1)
-    assert told in error
+    assert error.startswith(f"error: {path if option == '--deepspeed-config' else ''}") and told in error
 
 
 @pytest.mark.parametrize(
