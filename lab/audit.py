@@ -28,8 +28,8 @@ from config.cli import Arguments, entry_point
 from config.errors import UserError
 from config.machine.processes import free_port
 from config.options import comma_separated, positive_int
+from tools.audit.judge import audit_folder
 from tools.audit.mantissa_probe import Probe
-from tools.audit.recompute import audit_folder
 
 RANKS, MICRO, VOCABULARY, LENGTH = 2, 2, 256, 32
 SHAPE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -340,7 +340,7 @@ def main(arguments: list[str] | None = None) -> int:
                 code = max(code, audit_folder(folder, audit))
                 found = json.loads(audit.json.read_text(encoding="utf-8"))["findings"]
                 signs = {"wrong": "", "note": "note: "}
-                rows = (f"{signs[each['severity']]}{each['what']} ({each['size']:.2g})" for each in found)
+                rows = (f"{signs[each['severity']]}{each['says']} ({each['size']:.2g})" for each in found)
                 told = "; ".join(rows) or "sound"
             except RuntimeError as error:
                 told, code = f"does not run: {str(error).splitlines()[-1][:120]}", 1

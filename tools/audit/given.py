@@ -1,6 +1,6 @@
 """The facts of a run that decide its numerics, from a DeepSpeed JSON and the files and options around it.
 
-A trainer's file is told by its keys, as trainers.yaml has them: Hugging Face's TrainingArguments (as passed to a script
+A trainer's file is told by its keys, as names.yaml has them: Hugging Face's TrainingArguments (as passed to a script
 or as saved; TRL's and LLaMA-Factory's too), axolotl's YAML, or Accelerate's.
 """
 
@@ -20,17 +20,17 @@ from config.deepspeed.keys import REFUSED, SECTIONS
 from config.errors import UserError, one_line
 from config.load import show
 
-KINDS: dict[str, Any] = yaml_text.parse(Path(__file__).with_name("trainers.yaml").read_text(encoding="utf-8"))
+
+def read_data(name: str) -> Any:
+    """A YAML file of this folder."""
+    return yaml_text.parse(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+
+
+NAMES: dict[str, Any] = read_data("names.yaml")
+KINDS: dict[str, Any] = NAMES["trainer_files"]
 ACCELERATE = "Accelerate YAML"
-PACKAGES = ("deepspeed", "torch", "transformers", "accelerate", "trl", "torchao")
 ABSENT = "absent"
 """The value of a key that the JSON does not have."""
-_ADAMW = {"adam", "adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "fusedadam", "cpuadam"}
-_TORCHAO = {"adamw_torch_8bit", "adamw_torch_4bit", "adamw8bit", "adamwfp8"}
-_FILLED = re.compile(
-    r"(train_(micro_)?batch_size|gradient_(accumulation|clipping)|bf16|fp16|optimizer|scheduler|zero_optimization)"
-)
-"""How keys open for which Hugging Face's trainers replace "auto", or DeepSpeed takes it for its default."""
 
 
 class TrainerFile(NamedTuple):
@@ -38,7 +38,10 @@ class TrainerFile(NamedTuple):
 
     path: Path
     kind: str
-    values: dict[str, Any]
+    decided: dict[str, Any]
+    """Decisions in common names; a name is missing where the file leaves the decision to somebody else."""
+    json: tuple[str, dict[str, Any]] | None
+    """The DeepSpeed JSON that it names, holds or stands for, and where that is from."""
 
 
 class Given(NamedTuple):
@@ -62,15 +65,24 @@ def read_given(
     files: list[TrainerFile], json_file: tuple[str, dict[str, Any]] | None, given: dict[str, Any], with_: list[str]
 ) -> Given:
     """The run. given: what the command line decides, which comes first. with_: its versions. Raises UserError."""
-    named = json_file or next((one for file in files if (one := document_of(file))), None)
+    named = json_file or next((file.json for file in files if file.json), None)
     if named is None:
         raise UserError(f"{files[0].path}: names no DeepSpeed JSON; add --deepspeed-config ds.json")
     source, document = named
     decided: dict[str, Any] = {"dtype": "fp32"} if files else {}
     for file in sorted(files, key=lambda file: file.kind != ACCELERATE):  # a script's arguments come after
-        decided |= decisions(file)
+        decided |= file.decided
     decided |= {name: value for name, value in given.items() if value is not None}
-    _check(source, document, str(decided.get("trainer", "")))
+    if not (SECTIONS[""] | REFUSED).keys() & document.keys():
+        keys = ", ".join(list(document)[:5]) or "none"
+        raise UserError(f"{source}: is no DeepSpeed JSON: it has none of its keys (it has: {keys})")
+    open_ = next((key for key, value in leaves(document) if value == "auto"), None)
+    if open_ and decided.get("trainer") == "own":
+        problem = "is filled in by Hugging Face's trainers only; write a value, or leave --trainer own out"
+        raise UserError(f'{source}: {open_} = "auto" {problem}')
+    unknown_keys(Path(source), document)
+    if all(document.get(name, {}).get("enabled") is True for name in ("bf16", "fp16")):
+        raise UserError(f"{source}: bf16.enabled and fp16.enabled are both true; set one of them to false")
     versions = _versions(with_)
     sources = [source, *(str(file.path) for file in files if not source.startswith(str(file.path)))]
     return Given(sources, document, _facts(document, decided, versions), versions)
@@ -78,75 +90,51 @@ def read_given(
 
 def _versions(with_: list[str]) -> dict[str, str | None]:
     """Installed versions, and those of --with in place of them."""
-    found: dict[str, str | None] = dict.fromkeys(PACKAGES)
-    for package in PACKAGES:
+    found: dict[str, str | None] = dict.fromkeys(NAMES["packages"])
+    for package in found:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
     for text in with_:
         package, _, version = text.replace("==", "=").partition("=")
-        if package not in PACKAGES or not re.fullmatch(VERSION_PATTERN, version, re.VERBOSE | re.IGNORECASE):
-            raise UserError(f"--with {text}: is not one of {', '.join(PACKAGES)} and its version, as deepspeed=0.18.2")
+        if package not in found or not re.fullmatch(VERSION_PATTERN, version, re.VERBOSE | re.IGNORECASE):
+            raise UserError(f"--with {text}: is not one of {', '.join(found)} and its version, as deepspeed=0.18.2")
         found[package] = version
     return found
-
-
-def _check(source: str, document: dict[str, Any], trainer: str) -> None:
-    """Raises UserError for what is no DeepSpeed JSON, or one that DeepSpeed would read in another way than meant."""
-    if not (SECTIONS[""] | REFUSED).keys() & document.keys():
-        keys = ", ".join(list(document)[:5]) or "none"
-        raise UserError(f"{source}: is no DeepSpeed JSON: it has none of its keys (it has: {keys})")
-    if trainer == "own" and (key := next((key for key, value in leaves(document) if value == "auto"), None)):
-        problem = "is filled in by Hugging Face's trainers only; write a value, or leave --trainer own out"
-        raise UserError(f'{source}: {key} = "auto" {problem}')
-    unknown_keys(Path(source), document)
-    if all(document.get(name, {}).get("enabled") is True for name in ("bf16", "fp16")):
-        raise UserError(f"{source}: bf16.enabled and fp16.enabled are both true; set one of them to false")
 
 
 def _facts(document: dict[str, Any], decided: dict[str, Any], versions: dict[str, str | None]) -> dict[str, Any]:
     """The facts by which known.yaml tells what a run hits."""
     values = {key: value for key, value in leaves(document) if value is not None}
     written = {key: None if value == "auto" else value for key, value in values.items()}
-    autos = [key for key, value in values.items() if value == "auto"]
-    dtype, trainer = _dtype(values, decided), decided.get("trainer", "hf" if autos else "own")
-    newest = versions["transformers"] is None or Version(versions["transformers"]) >= Version("4.54.0")
+    autos = [key for key, value in values.items() if value == "auto" and not key.startswith(tuple(NAMES["filled"]))]
+    dtype, newest = _dtype(values, decided), versions["transformers"] is None
     found: dict[str, Any] = dict.fromkeys(("use_cpu", "tiled_mlp", "precomputed_reference"), False)
-    found |= {"tokens_across_devices": newest}  # the Trainer's default, huggingface/transformers#39395
+    # the Trainer's default, huggingface/transformers#39395
+    found["tokens_across_devices"] = newest or Version(str(versions["transformers"])) >= Version("4.54.0")
     found["sequence_ranks"] = written.get("sequence_parallel_size", 1)
     found["compile"] = any(key.startswith("compile.") for key in values) and not values.get("compile.disable")
-    found |= {name: value for name, value in decided.items() if name not in ("dtype", "clipping", "optimizer")}
-    found |= {"trainer": trainer, "autos_left": sum(_FILLED.match(key) is None for key in autos), "dtype": dtype}
+    found["pipeline"] = any(key.startswith("pipeline.") for key in values)
+    found["trainer"] = "hf" if "auto" in values.values() else "own"
+    found |= decided | {"dtype": dtype, "autos_left": len(autos), "accumulation": _accumulation(values, decided)}
     found |= {"stage": int(written.get("zero_optimization.stage") or 0), "offload": offload(document)}
-    found |= {"accumulation": _accumulation(values, decided)} | _clipping(values, decided, trainer, versions)
-    found["optimizer"] = _optimizer(str(decided.get("optimizer") or written.get("optimizer.type") or "adamw"))
+    name = str(decided.get("optimizer") or written.get("optimizer.type") or "adamw").lower()
+    known = (one for one, names in NAMES["optimizers"].items() if name in names)
+    found["optimizer"] = next(known, name.removeprefix("deepspeed").removeprefix("fused"))
     lean = [name for name in ("bf16", "fp16") if written.get(f"{name}.{name}_master_weights_and_grads")]
     found["masters"] = lean[0] if lean else "fp32"
     for does, key in (("summed_in", "data_types.grad_accum_dtype"), ("reduced_in", "communication_data_type")):
         found[does] = written.get(key, dtype or "that of the weights")
-    found["autocast"] = (
-        values.get("torch_autocast.dtype", "bfloat16") if values.get("torch_autocast.enabled") else "none"
-    )
-    found["overlap_comm"] = written.get("zero_optimization.overlap_comm", found["stage"] == 3)
+    autocast = values.get("torch_autocast.dtype", "bfloat16")
+    found["autocast"] = autocast if values.get("torch_autocast.enabled") else "none"
     scaling = "static" if written.get("fp16.loss_scale") else "dynamic"
     found["loss_scale"] = "none" if dtype in ("fp32", "bf16") else scaling
-    found["scale_power"] = written.get("fp16.initial_scale_power", 16)
-    found["tensor_ranks"] = written.get("tensor_parallel.autotp_size", 1)
-    found["expert_ranks"] = written.get("expert_parallel.autoep_size", 1)
-    found["pipeline"] = any(key.startswith("pipeline.") for key in values)
-    return found
-
-
-def _clipping(
-    values: dict[str, Any], decided: dict[str, Any], trainer: str, versions: dict[str, str | None]
-) -> dict[str, Any]:
-    """The norm that DeepSpeed clips to, and whether the trainer asks for another one in vain."""
-    clipping, asked, release = values.get("gradient_clipping", ABSENT), decided.get("clipping"), versions["deepspeed"]
-    if clipping != ABSENT:
-        return {"clipping": asked if clipping == "auto" else clipping, "clipping_ignored": False}
+    asked, release = decided.get("clipping"), versions["deepspeed"]
     # the default, deepspeedai/DeepSpeed#8068
-    clipping = None if release is None else 1.0 if Version(release) >= Version("0.19.3") else 0.0
-    ignored = trainer == "hf" and None not in (asked, clipping) and asked != clipping
-    return {"clipping": clipping, "clipping_ignored": ignored}
+    default = None if release is None else 1.0 if Version(release) >= Version("0.19.3") else 0.0
+    clipping = values.get("gradient_clipping", default)
+    found["clipping"] = asked if clipping == "auto" else clipping
+    in_vain = "gradient_clipping" not in values and None not in (asked, default) and asked != default
+    return found | {"clipping_ignored": in_vain}
 
 
 def _accumulation(values: dict[str, Any], decided: dict[str, Any]) -> int | None:
@@ -170,14 +158,6 @@ def _dtype(values: dict[str, Any], decided: dict[str, Any]) -> str | None:
     return None if wanted is None and "auto" in flags.values() else "fp32"
 
 
-def _optimizer(name: str) -> str:
-    """An optimizer's name as known.yaml has it: `adamw` for every elementwise AdamW in FP32."""
-    name = name.lower()
-    if name in _ADAMW | _TORCHAO:
-        return "adamw" if name in _ADAMW else "adamw_torchao"
-    return name.removeprefix("deepspeed").removeprefix("fused")
-
-
 def read_model(model: str) -> dict[str, Any]:
     """Numerics that a model's config.json names. model: a folder, or a name whose config is cached."""
     from huggingface_hub import try_to_load_from_cache
@@ -196,35 +176,42 @@ def read_model(model: str) -> dict[str, Any]:
 
 def read_trainer_file(path: Path) -> TrainerFile:
     """Raises UserError for a file that none of these trainers reads, or one that does not start DeepSpeed."""
-    values: Any
-    if path.suffix == ".json":
-        values = json_text.read_object(path, "trainer's config")
-    else:
-        try:
-            values = yaml_text.parse(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path}: cannot be read as YAML: {one_line(error)}") from error
+    try:
+        values: Any = yaml_text.parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read as YAML or JSON: {one_line(error)}") from error
     values = {str(key): value for key, value in values.items()} if isinstance(values, dict) else {}
     kind = next((kind for kind, known in KINDS.items() if values.keys() & set(known["told_by"])), None)
     if kind is None:
         raise UserError(f"{path}: is no {', '.join(KINDS)}: its keys are {', '.join(list(values)[:6]) or 'none'}")
-    used = values.get("distributed_type")
+    used, written = values.get("distributed_type"), dict(leaves(values))
     if kind == ACCELERATE and used != "DEEPSPEED":
         raise UserError(f"{path}: distributed_type = {show(used)} does not start DeepSpeed; give the file that does")
-    return TrainerFile(path, kind, values)
+    found: dict[str, Any] = {"trainer": "hf"}
+    for name, keys in KINDS[kind]["decides"].items():
+        known = (written[key] for key in keys.split() if key in written)
+        found[name] = next(known, KINDS[kind]["otherwise"].get(name))
+    if kind == ACCELERATE:
+        found["dtype"] = {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}.get(values.get("mixed_precision"), "fp32")
+    else:
+        found["dtype"] = next((name for name in ("bf16", "fp16") if values.get(name) not in (None, False)), None)
+    found = {name: value for name, value in found.items() if value not in (None, "auto")}
+    for name in found.keys() & {"clipping", "accumulation", "ranks", "sequence_ranks"}:
+        if not isinstance(found[name], int | float):
+            raise UserError(f"{path}: {name} = {show(found[name])} is not a number")
+    return TrainerFile(path, kind, found, _json_of(path, kind, values))
 
 
-def document_of(file: TrainerFile) -> tuple[str, dict[str, Any]] | None:
-    """The DeepSpeed JSON that a trainer's file names, holds or stands for, and where it is from."""
-    given = file.values.get("deepspeed_config")
+def _json_of(path: Path, kind: str, values: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    given = values.get("deepspeed_config")
     plugin: dict[str, Any] = given if isinstance(given, dict) else {}
-    named = plugin.get("deepspeed_config_file") or file.values.get("deepspeed")
+    named = plugin.get("deepspeed_config_file") or values.get("deepspeed")
     if isinstance(named, dict):
-        return f"{file.path}: deepspeed", named
+        return f"{path}: deepspeed", named
     if isinstance(named, str):
-        path = next((base / named for base in (Path(), file.path.parent) if (base / named).exists()), Path(named))
-        return str(path), read_document(path)
-    if file.kind != ACCELERATE:
+        file = next((base / named for base in (Path(), path.parent) if (base / named).exists()), Path(named))
+        return str(file), read_document(file)
+    if kind != ACCELERATE:
         return None
     # what Accelerate's DeepSpeedPlugin makes of its own settings
     zero: dict[str, Any] = {"stage": plugin.get("zero_stage", 2)}
@@ -232,22 +219,4 @@ def document_of(file: TrainerFile) -> tuple[str, dict[str, Any]] | None:
         zero[f"offload_{what}"] = {"device": plugin.get(f"offload_{what}_device") or "none"}
     batch = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu"), "auto")
     decided = {name: plugin.get(name, "auto") for name in ("gradient_accumulation_steps", "gradient_clipping")}
-    return f"{file.path}: deepspeed_config", {**batch, **decided, "zero_optimization": zero}
-
-
-def decisions(file: TrainerFile) -> dict[str, Any]:
-    """Decisions of the file, in common names; a name is missing where it leaves the decision to somebody else."""
-    kind, values = KINDS[file.kind], dict(leaves(file.values))
-    found: dict[str, Any] = {"trainer": "hf"}
-    for name, keys in kind["decides"].items():
-        known = (values[key] for key in keys.split() if key in values)
-        found[name] = next(known, kind["otherwise"].get(name))
-    if file.kind == ACCELERATE:
-        found["dtype"] = {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}.get(str(values.get("mixed_precision")), "fp32")
-    else:
-        found["dtype"] = next((name for name in ("bf16", "fp16") if values.get(name) not in (None, False)), None)
-    found = {name: value for name, value in found.items() if value not in (None, "auto")}
-    for name in found.keys() & {"clipping", "accumulation", "ranks", "sequence_ranks"}:
-        if not isinstance(found[name], int | float):
-            raise UserError(f"{file.path}: {name} = {show(found[name])} is not a number")
-    return found
+    return f"{path}: deepspeed_config", {**batch, **decided, "zero_optimization": zero}

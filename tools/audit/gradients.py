@@ -8,22 +8,27 @@ a run config and prepared data: of another trainer's step there is only what wen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from config.errors import UserError, one_line
-from tools.audit.recorded import Recorded, Step
+from precision.dtypes import DTYPES
+from tools.audit.recorded import Recorded, Step, Tensors
 from tools.parity.plain import Apart, in_dtype, sigmoid_preference
 
 IGNORED = -100
-_NO_INPUT = ("labels", "shift_labels", "use_cache", "return_dict", "output_hidden_states", "num_items_in_batch")
+_NO_INPUT = ("labels", "use_cache", "return_dict", "output_hidden_states", "num_items_in_batch")
+_OF_RUNTIME = ("model_type", "dtype", "torch_dtype", "_attn_implementation", "attn_implementation")
+"""Keys of a model's config that are not handed to a plain model."""
 
-Objective = Callable[[Any, list[dict[str, torch.Tensor]]], tuple[torch.Tensor, int]]
-"""(model, a micro-batch's inputs) -> the sum over what counts in it, and how much does."""
+Objective = Callable[[Any, dict[str, Any]], tuple[torch.Tensor, int]]
+"""(model, a recorded micro-batch) -> the sum over what counts in it, and how much does."""
 
 
 class NotRecomputed(Exception):
@@ -32,63 +37,69 @@ class NotRecomputed(Exception):
 
 @dataclass
 class Micros:
-    """The micro-batches of a step in which anything counts, recomputed, each a row in FP64.
+    """The micro-batches of a step in which anything counts, each a row in FP64.
 
-    Losses are sums over what counts; gradients, by parameter, are of the exact sum.
+    Losses are sums over what counts, and gradients, by parameter, those of the sums. exact: FP32 of the rounded weights
+    in a run of 16 bits, and FP64 in one of FP32. plain: the run's own dtype. reported: the loss that went into
+    backward, as the engine divides it. places: rank and number of each.
     """
 
     places: list[tuple[int, int]]
-    """Rank and number of each."""
     counts: torch.Tensor
     exact_loss: torch.Tensor
     plain_loss: torch.Tensor
     reported: torch.Tensor
-    """The loss that went into backward, as the engine divides it by the accumulation."""
-    exact: dict[str, torch.Tensor]
-    plain: dict[str, torch.Tensor]
+    exact: Tensors
+    plain: Tensors
 
 
-def labelled(model: Any, parts: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, int]:
+def labelled(model: Any, micro: dict[str, Any]) -> tuple[torch.Tensor, int]:
     """Cross-entropy of the labels, which the model was given or the trainer has; all calls of a micro-batch."""
-    *calls, batch = parts
     total, counted = torch.zeros((), dtype=torch.float64), 0
-    for inputs in calls:
-        given = batch | inputs
-        if not given.keys() & {"labels", "shift_labels"}:
-            why = "the model was given no labels; set `probe.batch` to the micro-batch before the forward"
-            raise NotRecomputed(why)
-        shifted = given.get("shift_labels")
-        targets = functional.pad(given["labels"][..., 1:], (0, 1), value=IGNORED) if shifted is None else shifted
-        logits = _logits(model, inputs).flatten(0, -2)
-        total = total + functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    for inputs in (call["inputs"] for call in micro["calls"]):
+        labels = (micro["batch"] | inputs).get("labels")
+        if labels is None:
+            raise NotRecomputed(
+                "the model was given no labels; set `probe.batch` to the micro-batch before the forward"
+            )
+        logits, targets = _logits(model, inputs)[..., :-1, :].flatten(0, -2), labels[..., 1:].flatten()
+        total = total + functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
         counted += int((targets != IGNORED).sum())
     return total, counted
 
 
-def preferred(reference: Any, facts: Mapping[str, Any]) -> Objective:
-    """DPO's sigmoid loss: chosen answers are the first half of a batch's rows. facts: of the trainer."""
-    beta, smoothing = float(facts["beta"]), float(facts.get("label_smoothing") or 0.0)
+def preferred(model: Any, recorded: Recorded, source: str | None) -> Objective:
+    """DPO's sigmoid loss: chosen answers are the first half of a batch's rows. source: of the reference model."""
+    facts = recorded.facts["trainer"]
+    if facts.get("loss_type") not in (["sigmoid"], "sigmoid"):
+        raise NotRecomputed(f"the DPO loss {facts.get('loss_type')} is not known here, sigmoid is")
+    if source is None and recorded.numbers[0] != 1:
+        raise NotRecomputed("the reference is not known: record step 1, or give --reference")
+    reference = copy.deepcopy(model) if source is None else load_model(recorded, source)
+    if source is None:
+        _set_weights(reference, recorded, recorded.step(1), DTYPES[recorded.facts["compute"]])
+    settings = {"beta": float(facts["beta"]), "label_smoothing": float(facts.get("label_smoothing") or 0.0)}
 
-    def loss(model: Any, given: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, int]:
-        batch = given[-1]
+    def loss(model: Any, micro: dict[str, Any]) -> tuple[torch.Tensor, int]:
+        batch = micro["batch"]
         if not {"input_ids", "completion_mask"} <= batch.keys():
             raise NotRecomputed("the batch has no input_ids and completion_mask, so that pairs cannot be told")
         with torch.no_grad():
             known = _answers(reference, batch)
         chosen, rejected = (_answers(model, batch) - known).chunk(2)
-        return sigmoid_preference(chosen - rejected, beta=beta, label_smoothing=smoothing).sum(), len(chosen)
+        return sigmoid_preference(chosen - rejected, **settings).sum(), len(chosen)
 
     return loss
 
 
-def _answers(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _answers(model: Any, batch: Tensors) -> torch.Tensor:
     """The log-probability of each row's answer."""
     logits = _logits(model, {key: batch[key] for key in ("input_ids", "attention_mask")})[:, :-1]
     likely = logits.log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
     return (likely * batch["completion_mask"][:, 1:]).sum(-1)
 
 
-def _logits(model: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _logits(model: Any, inputs: Tensors) -> torch.Tensor:
     wanted = {key: value for key, value in inputs.items() if key not in _NO_INPUT}
     ids, size = wanted.get("input_ids", torch.zeros(1)), model.get_input_embeddings().num_embeddings
     if other := ids[(ids < 0) | (ids >= size)].tolist():
@@ -103,59 +114,60 @@ def load_model(recorded: Recorded, source: str | None) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     facts, told = recorded.facts, f"--model {source}" if source else "the recorded config"
-    config = dict(facts["model_config"] or {})
-    kind, known = config.pop("model_type", None), config.get("architectures") or [facts["model"]]
-    if source is None and (kind is None or facts["model"] not in known):
+    config: Any = facts["model_config"] or {}
+    kind: Any = config.get("model_type")
+    model: Any
+    if source is None and (kind is None or facts["model"] not in (config.get("architectures") or [facts["model"]])):
         raise NotRecomputed(f"{facts['model']} is no model that transformers builds by itself; give --model")
-    for name in ("dtype", "torch_dtype", "_attn_implementation", "attn_implementation"):
-        config.pop(name, None)
     try:
         if source is not None:
             model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
         else:
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), dtype=torch.float32)
+            shape = AutoConfig.for_model(kind, **{key: config[key] for key in config.keys() - {*_OF_RUNTIME}})
+            model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
     except (OSError, ValueError) as error:
         raise UserError(f"{told} cannot be loaded: {one_line(error)}") from error
-    embedding: Any = model.get_input_embeddings()
-    embedding.padding_idx = facts.get("padding_idx")  # trainers change the config's afterwards
+    model.get_input_embeddings().padding_idx = facts.get("padding_idx")  # trainers change the config's afterwards
     own = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
-    trained = {name: row[0] for name, row in facts["parameters"].items()}
-    for name in sorted(own.keys() | trained.keys()):
-        if own.get(name) != trained.get(name):
-            here, there = (held.get(name, "missing") for held in (own, trained))
-            differs = f"{name} is {here} in it and {there} in the probe; give the trained one with --model"
-            raise UserError(f"{told} is another model than the one trained: {differs}")
+    trained = {name: shape for name, (shape, *_) in facts["parameters"].items()}
+    if off := sorted(name for name in own.keys() | trained.keys() if own.get(name) != trained.get(name)):
+        here, there = (held.get(off[0], "missing") for held in (own, trained))
+        differs = f"{off[0]} is {here} in it and {there} in the probe; give the trained one with --model"
+        raise UserError(f"{told} is another model than the one trained: {differs}")
     return model
 
 
 def recompute(model: Any, recorded: Recorded, step: Step, objective: Objective) -> Micros:
-    """Every micro-batch of a step from its recorded masters, rounded as the run computes.
-
-    Exact is FP32 of the rounded weights in a run of 16 bits, and FP64 in one of FP32; plain is the run's own dtype.
-    """
-    compute, before = recorded.facts["compute"], step.named("before") | step.named("frozen")
-    for name, parameter in model.named_parameters():
-        parameter.data = before[name].float()
-        parameter.requires_grad_(recorded.facts["parameters"][name][2])
-    autocast = next((call["autocast"] for micro in step.facts["micros"] for call in micro["calls"]), None)
-    inside = getattr(torch, autocast.removeprefix("torch.")) if autocast else None
+    """Every micro-batch of a step from its recorded masters, rounded as the run computes."""
+    compute = recorded.facts["compute"]
+    _set_weights(model, recorded, step)
+    autocast = {call["autocast"] for micro in step.micros.values() for call in micro["calls"]} - {None}
+    inside = getattr(torch, autocast.pop().removeprefix("torch.")) if autocast else None
     wide = torch.float64 if compute == "fp32" and inside is None else torch.float32
     buffers = {name: wide for name, buffer in model.named_buffers() if buffer.is_floating_point()}
     with in_dtype({model: compute}, buffers, computed=wide):
         places, counts, exact_loss, exact = _passes(model, step, objective)
     with in_dtype({model: compute}, {}), torch.autocast("cpu", dtype=inside, enabled=inside is not None):
         *_, plain_loss, plain = _passes(model, step, objective)
-    micros = [step.ranks[rank]["micros"][number] for rank, number in places]
+    micros = [step.micros[place] for place in places]
     losses = torch.tensor([micro["loss"] / micro["divided_by"] for micro in micros], dtype=torch.float64)
     return Micros(places, counts, exact_loss, plain_loss, losses / recorded.facts["world"], exact, plain)
 
 
-def _passes(model: Any, step: Step, objective: Objective) -> tuple[Any, torch.Tensor, torch.Tensor, Any]:
+def _set_weights(model: Any, recorded: Recorded, step: Step, dtype: torch.dtype = torch.float32) -> None:
+    """Give a model the weights that a step began with, rounded to a dtype."""
+    before = step.named("before") | step.named("frozen")
+    for name, parameter in model.named_parameters():
+        parameter.data = before[name].to(dtype).float()
+        parameter.requires_grad_(recorded.facts["parameters"][name][1])
+
+
+def _passes(model: Any, step: Step, objective: Objective) -> tuple[Any, torch.Tensor, torch.Tensor, Tensors]:
     """Places, what counts, losses and the kept values of the gradients of the micro-batches, as `Micros` has them."""
     trained = {name: item for name, item in model.named_parameters() if item.requires_grad}
     places, rows, gradients = [], [], {name: list[torch.Tensor]() for name in trained}
-    for place in step.places:
-        loss, counted = objective(model, step.inputs(*place))
+    for place, micro in step.micros.items():
+        loss, counted = objective(model, micro)
         if not counted:
             continue
         loss.backward()
@@ -173,27 +185,27 @@ def _passes(model: Any, step: Step, objective: Objective) -> tuple[Any, torch.Te
 
 @dataclass
 class Fit:
-    """How much of each micro-batch's gradient the reduced gradient holds: 1 where it is right."""
+    """How much of each micro-batch's gradient the reduced gradient holds: 1 where it is right.
+
+    deviating: the shares in parameters that have others than most; judged: the number of parameters. error: the part of
+    the reduced gradient that no shares explain; noise: the same of a sum that plain torch makes in the run's dtype.
+    """
 
     overall: torch.Tensor
-    deviating: dict[str, torch.Tensor]
-    """The shares of parameters that have others than most."""
+    deviating: Tensors
     judged: int
     error: float
-    """The part of the reduced gradient that no shares explain."""
     noise: float
-    """The same of a sum that plain torch makes in the run's dtype."""
 
 
-def fit(reduced: Mapping[str, torch.Tensor], micros: Micros, weights: torch.Tensor, tolerance: float) -> Fit:
+def fit(reduced: Tensors, micros: Micros, weights: torch.Tensor, tolerance: float) -> Fit:
     """reduced: unscaled, FP64. weights: of each micro-batch's gradient, which a right reduction gives it."""
-    count = len(weights)
+    count, explained, noise = len(weights), Apart(), Apart()
     columns = {name: micros.exact[name] * weights[:, None] for name in reduced}
     sizes = {name: max(float(columns[name].sum(0).norm()), float(reduced[name].norm())) for name in reduced}
-    found: list[tuple[float, str, torch.Tensor, torch.Tensor]] = []
-    explained, noise = Apart(), Apart()
-    for name, value in reduced.items():
-        rows, size = columns[name], sizes[name]
+    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    for name in sorted(reduced, key=lambda name: -sizes[name]):
+        value, rows, size = reduced[name], columns[name], sizes[name]
         if value.numel() < 8 * count or size < 1e-3 * max(sizes.values()):
             continue
         plain = weights @ (micros.plain[name] - micros.exact[name])
@@ -207,27 +219,23 @@ def fit(reduced: Mapping[str, torch.Tensor], micros: Micros, weights: torch.Tens
             spread = (inverse.diagonal() * left / (value.numel() - count)).sqrt()
         explained.add(share @ rows, value)
         if float(spread.max()) < 0.1:  # else micro-batches are too alike to be told apart
-            found.append((size, name, share, spread))
+            found[name] = share, (6 * spread).clamp_min(4 * tolerance)
     if not found:
         raise NotRecomputed("no parameter's gradient tells the micro-batches apart")
-    overall = torch.stack([share for _, _, share, _ in found]).median(0).values
-    deviating = {
-        name: share
-        for _, name, share, spread in sorted(found, key=lambda each: -each[0])
-        if bool(((share - overall).abs() > (6 * spread).clamp_min(4 * tolerance)).any())
-    }
-    return Fit(overall, deviating, len(found), explained.error, noise.error)
+    overall = torch.stack([share for share, _ in found.values()]).median(0).values
+    off = {name: share for name, (share, sure) in found.items() if bool(((share - overall).abs() > sure).any())}
+    return Fit(overall, off, len(found), explained.error, noise.error)
 
 
 def rounded_sum(micros: Micros, weights: torch.Tensor, dtype: torch.dtype) -> float:
     """How far summing plain gradients over micro-batches and ranks in `dtype` is from summing them in FP64."""
-    apart = Apart()
+
+    def added(total: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        return (total + part).to(dtype).double()
+
+    apart, ranks = Apart(), [rank for rank, _ in micros.places]
     for parts in (weights[:, None] * rows for rows in micros.plain.values()):
-        by_rank = {rank: torch.zeros_like(parts[0]) for rank, _ in micros.places}
-        for (rank, _), part in zip(micros.places, parts, strict=True):
-            by_rank[rank] = (by_rank[rank] + part).to(dtype).double()
-        total = torch.zeros_like(parts[0])
-        for own in by_rank.values():
-            total = (total + own).to(dtype).double()
-        apart.add(total, parts.sum(0))
+        own = [parts[[at for at, rank in enumerate(ranks) if rank == one]] for one in dict.fromkeys(ranks)]
+        zero = torch.zeros_like(parts[0])
+        apart.add(reduce(added, [reduce(added, each, zero) for each in own], zero), parts.sum(0))
     return apart.error

@@ -1,394 +1,381 @@
-"""Judges recorded steps: what is wrong with them, in order of severity.
+"""The audit of a probe's folder: which entries of findings.yaml apply to its steps.
 
-Distances, clipping and rounding are those of `tools.parity.plain`, and an update is torch's AdamW in FP64, as in the
-oracle of `tools.parity`. The judges there compare an engine, or the events of a run, with a reference that is built
-from the run config; another trainer's step is tensors alone.
+Distances, clipping, rounding and the bound on the norm are those of `tools.parity`, and an update is torch's AdamW in
+FP64, as in its oracle. The judges there compare an engine, or the events of a run, with a reference that is built
+from the run config; another trainer's step is tensors alone. Nothing of `training.engine` is used, which needs the
+pinned DeepSpeed, while this is started beside any.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.adamw import adamw
 
 from precision.dtypes import DTYPES
-from precision.tolerance import relative, unit_roundoff
-from tools.audit.gradients import Fit, Micros, NotRecomputed, Objective, fit, recompute, rounded_sum
-from tools.audit.recorded import Recorded, Step
+from precision.tolerance import unit_roundoff
+from tools.audit.given import read_data
+from tools.audit.gradients import (
+    Micros,
+    NotRecomputed,
+    Objective,
+    fit,
+    labelled,
+    load_model,
+    preferred,
+    recompute,
+    rounded_sum,
+)
+from tools.audit.recorded import Recorded, Step, Tensors, read
+from tools.audit.report import finish
+from tools.parity.judge_steps import NORM_ROUNDING
 from tools.parity.plain import Apart, clip_coefficient
+from tracking.jsonl import plain
 
-SEVERITY = ("masters", "loss", "gradients", "reduction", "clipping", "ranks", "updates", "dtypes", "learning rate")
-"""Kinds of findings, the gravest first."""
+FINDINGS: dict[str, dict[str, Any]] = {entry["id"]: entry for entry in read_data("findings.yaml")}
 ADAMW = ("AdamW", "FusedAdam", "DeepSpeedCPUAdam")
-_NARROW = ("torch.bfloat16", "torch.float16")
-_SHARED = {"norm": "gradient norm", "scale": "loss scale", "groups": "optimizer settings", "applied": "skip decision"}
-FP32_SUMS = "data_types.grad_accum_dtype and communication_data_type fp32, at ZeRO-1 or above"
 LOW = {"BF16": torch.bfloat16, "FP16": torch.float16}
+_NAMED = {str(dtype): name for name, dtype in LOW.items()}
+_SHARED = {"weights": "weights", "gradients": "gradients", "norm": "gradient norm", "scale": "loss scale"}
+_SHARED |= {"groups": "optimizer settings", "applied": "skip decisions"}
+"""What all ranks record alike, in words. gradients: without ZeRO alone."""
 
 
-@dataclass
-class Judged:
-    """Findings, what could not be checked and why, and the figures of each step.
+def audit_folder(folder: Path, options: argparse.Namespace) -> int:
+    """Report on a probe's folder. 0: nothing is wrong; 3: something is. Raises UserError for bad input."""
+    recorded = read(folder)
+    judged, facts = Judge(recorded, options.model, options.reference), recorded.facts
+    run = {key: facts[key] for key in ("model", "stage", "compute", "world", "accumulation", "optimizer", "versions")}
+    run["trainer"] = facts["trainer"].get("class", facts["engine"])
+    wrong = sum(each["severity"] == "wrong" for each in judged.findings)
+    report = {"folder": str(folder), "run": run, "findings": judged.findings, "not_checked": judged.unchecked}
+    report |= {"verdict": f"wrong; findings: {wrong}" if wrong else "nothing wrong was found", "steps": judged.measured}
+    head = f"{folder}: {run['trainer']}, {run['model']}, ZeRO-{run['stage']}, {run['compute'].upper()}, "
+    head += f"{run['world']} ranks, DeepSpeed {run['versions']['deepspeed']}, steps "
+    head += ", ".join(map(str, recorded.numbers))
+    unchecked = [f"{what}: {why}" for what, why in judged.unchecked.items()]
+    return finish(options, plain(report), head, judged.findings, {"Not checked": unchecked})
 
-    A finding has its `kind`, `what` is wrong (the same words in every step), the `steps`, and of the step where it is
-    worst the `size` of the error as a share, a `detail`, the `severity` as in known.yaml, and what to do `instead`.
-    """
 
-    unchecked: dict[str, str] = field(default_factory=dict)
-    measured: list[dict[str, Any]] = field(default_factory=list)
-    _found: dict[str, dict[str, Any]] = field(default_factory=dict)
+class Judge:
+    """Judges the steps of a probe's folder, one after the other."""
+
+    def __init__(self, recorded: Recorded, source: str | None, reference: str | None) -> None:
+        """source: the checkpoint that the training began with, where it is given. reference: DPO's."""
+        self._recorded, self._run = recorded, recorded.facts
+        self._objective: Objective | None = None
+        self._stored: Tensors = {}
+        """The checkpoint's weights."""
+        why = "its files are incomplete, as a crash leaves them"
+        self.unchecked = {f"step {number}": why for number in recorded.incomplete}
+        """What could not be checked, and why."""
+        self.measured: list[dict[str, Any]] = []
+        """Figures of each step."""
+        self._found: dict[str, dict[str, Any]] = {}
+        self._resumed: float | None = None
+        """Updates that the optimizer had counted before the probe came."""
+        try:
+            self._model = load_model(recorded, source)
+            if source is not None:
+                self._stored = {name: item.detach().clone() for name, item in self._model.named_parameters()}
+            if self._run["dropout"]:
+                raise NotRecomputed("the model drops values by chance")
+            pairs = "DPO" in self._run["trainer"].get("class", "")
+            self._objective = preferred(self._model, recorded, reference) if pairs else labelled
+        except NotRecomputed as error:
+            self.unchecked["gradients and losses"] = str(error)
+        last: Step | None = None
+        for number in recorded.numbers:
+            step = recorded.step(number)
+            self._judge(step, last if last is not None and last.number + 1 == number else None)
+            last = step
 
     @property
     def findings(self) -> list[dict[str, Any]]:
-        """The gravest kind first."""
-        return sorted(self._found.values(), key=lambda each: SEVERITY.index(each["kind"]))
+        """The gravest kind first.
 
-    def add(self, step: int, what: str, size: float, **told: Any) -> None:
-        """Add a finding, or a step to one; `what` tells findings apart."""
-        known = self._found.setdefault(what, {"what": what, "size": -1.0, "severity": "note", "steps": []})
-        known["steps"] = sorted({*known["steps"], step})
-        if not (told["severity"] == "wrong", size) <= (known["severity"] == "wrong", known["size"]):  # also of nan
-            known |= {"size": size, **told}
+        A finding has what its entry has, the `steps`, and of the step where it is worst the `size` of the error as a
+        share, what was `measured`, and the `severity` as in known.yaml.
+        """
+        return sorted(self._found.values(), key=lambda each: list(FINDINGS).index(each["id"]))
 
+    def _add(self, entry: str, size: float, measured: str = "", *, note: bool = False, **words: Any) -> None:
+        """Add a finding, or this step to it. words: for the entry's text, which tells findings apart."""
+        says, severity = FINDINGS[entry]["says"].format(**words), "note" if note else "wrong"
+        new = {**FINDINGS[entry], "says": says, "size": -1.0, "severity": "note", "steps": ""}
+        known, number = self._found.setdefault(says, new), str(self._step.number)
+        if number not in known["steps"].split(", "):
+            known["steps"] += f", {number}" if known["steps"] else number
+        if not (severity, abs(size)) <= (known["severity"], known["size"]):  # also of nan
+            known |= {"size": abs(size), "measured": measured or f"{abs(size):.2g}", "severity": severity}
 
-def judge(
-    recorded: Recorded, model: Any, objective: Objective | None, stored: Mapping[str, torch.Tensor] | None
-) -> Judged:
-    """objective: None where gradients cannot be recomputed. stored: the checkpoint's weights, where it is given."""
-    found = Judged()
-    for number in recorded.incomplete:
-        found.unchecked[f"step {number}"] = "its files are incomplete, as a crash leaves them"
-    last: _StepJudge | None = None
-    for number in recorded.numbers:
-        last = _StepJudge(found, recorded, recorded.step(number), last)
-        last.judge(model, objective, stored)
-    return found
-
-
-class _StepJudge:
-    """The checks of one step. last: those of the recorded step before."""
-
-    def __init__(self, found: Judged, recorded: Recorded, step: Step, last: _StepJudge | None) -> None:
-        self.found, self.run, self.step, self.facts = found, recorded.facts, step, step.facts
-        self.recorded, self.scale, self.stride = recorded, step.facts["scale"], step.facts["stride"]
-        self.before, self.after = step.named("before"), step.named("after")
-        self.gradient = {name: _flat(value) / self.scale for name, value in step.named("gradient").items()}
-        self.last = last if last is not None and last.step.number + 1 == step.number else None
-        self.row: dict[str, Any] = {"step": step.number, "applied": self.facts["applied"]}
-        found.measured.append(self.row)
-        # a resumed optimizer has counted before the probe came
-        made = any(bool(value.any()) for value in step.named("exp_avg_sq/before").values())
-        counted = (self.facts["optimizer_step"] or 0.0) - self.facts["applied_before"] if made else 0.0
-        self.resumed: float = last.resumed if last is not None else counted
-        self.done = self.facts["applied_before"] + self.resumed
-
-    def add(
-        self, kind: str, what: str, size: float, detail: str = "", *, note: bool = False, instead: str = ""
-    ) -> None:
-        told = {"kind": kind, "detail": detail, "severity": "note" if note else "wrong", "instead": instead}
-        self.found.add(self.step.number, what, abs(size), **told)
-
-    def judge(self, model: Any, objective: Objective | None, stored: Mapping[str, torch.Tensor] | None) -> None:
-        self._masters(stored)
-        stale = self._ranks()
-        self._batches()
+    def _judge(self, step: Step, last: Step | None) -> None:
+        """last: the step before, where it was recorded."""
+        self._step, self._facts, self._scale, self._stride = step, step.facts, step.facts["scale"], step.facts["stride"]
+        self._row = {"step": step.number, "applied": self._facts["applied"]}
+        self.measured.append(self._row)
+        self._before, self._after = step.named("before"), step.named("after")
+        self._groups = {name: step.facts["groups"][place] for name, (*_, place) in self._run["parameters"].items()}
+        self._gradient = {name: _flat(value) / self._scale for name, value in step.named("gradient").items()}
+        if self._resumed is None:
+            made = any(bool(value.any()) for value in step.named("exp_avg_sq_before").values())
+            counted = (self._facts["optimizer_step"] or 0) - self._facts["applied"] - self._facts["applied_before"]
+            self._resumed = counted if made else 0
+        self._done = self._facts["applied_before"] + self._resumed
+        self._masters()
         self._dtypes()
-        if not self.gradient:
-            self.found.unchecked["gradients"] = "DeepSpeed hands out no reduced gradient here"
-        elif all(bool(value.isfinite().all()) for value in self.gradient.values()):
+        self._batches(last)
+        stale = self._ranks()
+        if not self._gradient:
+            self.unchecked["gradients"] = "DeepSpeed hands out no reduced gradient here"
+        elif all(bool(value.isfinite().all()) for value in self._gradient.values()):
             try:
                 if stale:
                     raise NotRecomputed("they were computed with other weights than the recorded")
-                if objective is not None:
-                    self._gradients(recompute(model, self.recorded, self.step, objective))
+                if self._objective is not None:
+                    micros = recompute(self._model, self._recorded, step, self._objective)
+                    self._reduced(micros, self._loss(micros))
             except NotRecomputed as error:
-                self.found.unchecked["gradients and losses"] = str(error)
+                self.unchecked["gradients and losses"] = str(error)
             self._norm_and_update()
         self._schedule()
-        if self.last is not None:
-            self._moved("masters change between two steps", self.last.after, self.last.stride)
+        if last is not None:
+            self._moved("moved-between", last)
 
-    def _moved(self, what: str, masters: Mapping[str, torch.Tensor], stride: int) -> None:
-        names = [name for name, value in masters.items() if not torch.equal(_flat(value), self._start(name, stride))]
+    def _moved(self, entry: str, step: Step) -> None:
+        """Add an entry where masters are not what they were after a step."""
+        after, stride = step.named("after"), step.facts["stride"]
+        names = [name for name in after if not torch.equal(_flat(after[name]), self._start(name, stride))]
         if names:
-            self.add("updates", what, len(names) / len(masters), _names(names))
+            self._add(entry, len(names) / len(after), _names(names))
 
     def _start(self, name: str, stride: int) -> torch.Tensor:
-        return _flat(self.before[name])[::stride]
+        return _flat(self._before[name])[::stride]
 
-    def _masters(self, stored: Mapping[str, torch.Tensor] | None) -> None:
-        low = [dtype for dtype in self.facts["fp32"] if dtype not in ("torch.float32", "torch.float64")]
+    def _masters(self) -> None:
+        low = [_NAMED[dtype] for dtype in self._facts["fp32"] if dtype in _NAMED]
         if low:
-            self.add("masters", f"the optimizer steps {', '.join(low)} numbers: there are no FP32 masters", 1.0)
-        elif self.facts["applied"] and (name := _held(self.after.values())):
-            self.add("masters", f"masters are FP32 tensors of {name} numbers after an update", 1.0)
-        rounded, unsure = "" if self.done else _held(self.before.values()), "whether masters start rounded"
-        if stored is None and rounded and self.run["compute"] != "fp32":
-            self.found.unchecked[unsure] = f"they start as {rounded} numbers; give --model, where the run began"
-        if stored is None or self.done:
+            self._add("no-fp32-masters", 1.0, dtype=low[0])
+        elif self._facts["applied"] and (dtype := _held(self._after.values())):
+            self._add("rounded-masters", 1.0, dtype=dtype)
+        if self._done:
             return
-        apart = Apart((value, stored[name]) for name, value in self.before.items()).error
-        what = "masters do not start as the checkpoint's weights"
+        rounded, unsure = _held(self._before.values()), "whether masters start rounded"
+        if not self._stored:
+            if rounded and self._run["compute"] != "fp32":
+                self.unchecked[unsure] = f"they start as {rounded} numbers; give --model, where the run began"
+            return
+        apart = Apart((value, self._stored[name]) for name, value in self._before.items()).error
         if apart > 0.01:
-            self.found.unchecked[unsure] = f"the weights of --model are {apart:.0%} from those that the run began with"
+            self.unchecked[unsure] = f"the weights of --model are {apart:.0%} from those that the run began with"
         elif apart > 1e-6:
-            rounded = f"masters start as {rounded} numbers where the checkpoint has more digits" if rounded else what
-            self.add("masters", rounded, apart, f"{apart:.1e} of the weights")
+            entry = "rounded-start" if rounded else "another-start"
+            self._add(entry, apart, f"{apart:.1e} of the weights", dtype=rounded)
+
+    def _dtypes(self) -> None:
+        micros = self._step.micros.values()
+        for name in {_NAMED[micro["loss_dtype"]] for micro in micros if micro["loss_dtype"] in _NAMED}:
+            self._add("loss-in-16-bits", unit_roundoff(LOW[name]), dtype=name)
+        low = [f"{name} {_NAMED[dtype]}" for name, dtype in self._facts["inner"].items() if dtype in _NAMED]
+        cast = any(call["autocast"] for micro in micros for call in micro["calls"])
+        if low and self._run["compute"] == "fp32" and not cast:
+            self._add("modules-in-16-bits", 1.0, ", ".join(low))
+
+    def _batches(self, last: Step | None) -> None:
+        seen: dict[bytes, tuple[int, str]] = {}
+        for step in (self._step,) if last is None else (last, self._step):
+            for (rank, number), micro in step.micros.items():
+                given = micro["batch"] | micro["calls"][0]["inputs"] if micro["calls"] else {}
+                if "input_ids" not in given:
+                    continue
+                ids, here = given["input_ids"], f"rank {rank}, micro-batch {number + 1} of step {step.number}"
+                other, where = seen.setdefault(ids.numpy().tobytes(), (rank, here))
+                if step is not self._step:
+                    continue
+                if where != here:
+                    self._add("batch-again" if other == rank else "ranks-share-a-batch", 1.0, f"{here}, as {where}")
+                labels = given.get("labels", ids[:0])
+                if labels.shape == ids.shape and _are_shifted(labels, ids):
+                    self._add("labels-shifted-twice", 1.0, here)
 
     def _ranks(self) -> bool:
         """Compare ranks, and weights with masters; whether the latter differ."""
-        for rank in self.step.ranks[1:]:
-            where = f"rank {rank['rank']}"
-            for what in ("weights", "gradients") if self.run["stage"] == 0 else ("weights",):
-                mine, other = self.facts["sums"][what], rank["sums"][what]
-                names = [name for name in mine if mine[name] != other.get(name)]
-                if names:
-                    off = max(relative(abs(other[name][1] - mine[name][1]), mine[name][1]) for name in names)
-                    self.add("ranks", f"{where} has other {what} than rank 0", off, _names(names))
+        for rank in self._step.ranks[1:]:
             for key, what in _SHARED.items():
-                if self.facts[key] != rank[key]:
-                    told = f"{rank[key]} and {self.facts[key]}"
-                    self.add("ranks", f"{where} has another {what} than rank 0", 1.0, told[:120])
+                own, other = self._facts[key], rank[key]
+                if own != other:
+                    names = [name for name in own if own[name] != other.get(name)] if isinstance(own, dict) else []
+                    told = _names(names) if names else f"{other} and {own}"[:120]
+                    size = len(names) / len(own) if names else 1.0
+                    self._add("ranks-differ", size, told, rank=rank["rank"], what=what)
         stale = []
-        for name, sums in self.facts["sums"]["weights"].items():
-            if name in self.before:
-                held = self.before[name].to(DTYPES[self.run["compute"]]).double()
-                slack = 1e-9 * float(held.abs().sum() + held.square().sum())
-                if max(abs(sums[0] - float(held.sum())), abs(sums[1] - float(held.square().sum()))) > slack:
-                    stale.append(name)
+        for name in (name for name in self._facts["weights"] if name in self._before):
+            held = self._before[name].to(DTYPES[self._run["compute"]]).double()
+            sums = torch.stack([held.sum(), held.square().sum()])
+            off = (torch.tensor(self._facts["weights"][name], dtype=torch.float64) - sums).abs().max()
+            if off > 1e-9 * (held.abs().sum() + sums[1]):
+                stale.append(name)
         if stale:
-            what = "the model computes with other weights than its rounded masters"
-            self.add("ranks", what, len(stale) / len(self.before), _names(stale))
+            self._add("stale-weights", len(stale) / len(self._before), _names(stale))
         return bool(stale)
 
-    def _batches(self) -> None:
-        seen: dict[bytes, tuple[int, str]] = {}
-        for each in (self.last.step, self.step) if self.last is not None else (self.step,):
-            for rank, number in each.places:
-                given: dict[str, torch.Tensor] = {}
-                for part in reversed(each.inputs(rank, number)):
-                    given |= part
-                if "input_ids" not in given:
-                    continue
-                ids, here = given["input_ids"], f"rank {rank}, micro-batch {number + 1} of step {each.number}"
-                key = ids.numpy().tobytes()
-                if key in seen and each is self.step:
-                    again = seen[key][0] == rank
-                    what = "a batch is trained on again" if again else "ranks train on the same batch"
-                    self.add("loss", what, 1.0, f"{here} has the tokens of {seen[key][1]}")
-                seen[key] = rank, here
-                if each is self.step and given.get("labels", ids[:0]).shape == ids.shape:
-                    self._labels(ids, given["labels"], here)
-
-    def _labels(self, ids: torch.Tensor, labels: torch.Tensor, here: str) -> None:
-        counted = labels >= 0
-        own = float((labels == ids)[counted].float().mean())
-        ahead = float((labels[..., :-1] == ids[..., 1:])[counted[..., :-1]].float().mean())
-        if own < 0.9 < ahead:
-            what = "labels are shifted before the model shifts them: it learns the token after the next"
-            self.add("loss", what, 1.0, here)
-
-    def _dtypes(self) -> None:
-        for dtype in {micro["loss_dtype"] for rank in self.step.ranks for micro in rank["micros"]}:
-            if dtype in _NARROW:
-                self.add("dtypes", f"the loss is {dtype}", unit_roundoff(getattr(torch, dtype.removeprefix("torch."))))
-        low = [f"{name} {dtype}" for name, dtype in self.facts["inner"].items() if dtype in _NARROW]
-        cast = any(call["autocast"] for micro in self.facts["micros"] for call in micro["calls"])
-        if low and self.run["compute"] == "fp32" and not cast:
-            self.add("dtypes", "modules of an FP32 run return 16 bits", 1.0, ", ".join(low))
-
-    def _gradients(self, micros: Micros) -> None:
-        """Which loss was trained, and whether the reduced gradient is its."""
-        low, counts, total = self.run["compute"] != "fp32", micros.counts, float(micros.counts.sum())
+    def _loss(self, micros: Micros) -> torch.Tensor:
+        """Judge which loss was trained; the weights that it gives to the micro-batches' gradients."""
+        counts, total = micros.counts, float(micros.counts.sum())
         mean, weights = float(micros.exact_loss.sum()) / total, micros.reported / micros.plain_loss
-        bound = 3 * float((micros.plain_loss / micros.exact_loss - 1).abs().max()) + (2e-3 if low else 1e-4)
-        ratio, own = weights * total, weights * counts
-        self.row |= {"loss": float(micros.reported.sum()), "exact_loss": mean}
-        if _spread(ratio) > 2 * bound:
-            what = "the loss is a mean of the micro-batches' means, not of all that counts"
-            if _spread(own) > 2 * bound:
-                what = "the loss that is trained is not that of the recorded labels"
+        least = 1e-4 if self._run["compute"] == "fp32" else 2e-3
+        bound = 3 * float((micros.plain_loss / micros.exact_loss - 1).abs().max()) + least
+        times, said = weights * total, self._recorded.reported.get(self._step.number)
+        self._row |= {"trained_loss": float(micros.reported.sum()), "mean_loss": mean, "reported_loss": said}
+        if _spread(times) > 2 * bound:
             right = torch.full_like(weights, 1 / total)
             off = Apart((weights @ rows, right @ rows) for rows in micros.exact.values()).error
-            told = f"labels count {float(ratio.min()):.2f} to {float(ratio.max()):.2f} times"
-            self.add("loss", what, off, f"{told}; the gradient is {off:.1%} off")
-        elif abs(float(ratio.mean()) - 1) > bound:
-            what = "the loss that is trained is a multiple of the mean over all that counts"
-            self.add("loss", what, float(ratio.mean()) - 1, f"{float(ratio.mean()):.4g} times")
-        said = self.recorded.reported.get(self.step.number)
+            told = f"labels count {float(times.min()):.2f} to {float(times.max()):.2f} times"
+            entry = "mean-of-means" if _spread(weights * counts) <= 2 * bound else "other-loss"
+            self._add(entry, off, f"{told}; the gradient is {off:.1%} off")
+        elif abs(float(times.mean()) - 1) > bound:
+            self._add("multiple-loss", float(times.mean()) - 1, f"{float(times.mean()):.4g} times")
         if said is not None and abs(said / mean - 1) > bound + 1e-4 / mean:
-            what = "the loss that is reported is not the mean over all that counts"
-            self.add("loss", what, said / mean - 1, f"{said:.6g} for {mean:.6g}")
-        tolerance = 0.02 if low else 1e-3
-        fitted = fit(self.gradient, micros, weights, tolerance)
-        self.row |= {"reported": said, "gradient_error": fitted.error, "noise": fitted.noise}
-        self.row["shares"] = fitted.overall.tolist()
-        rounding, name = 0.0, _held(self.gradient.values(), self.scale)
-        if name and len(weights) > 1:
-            rounding = rounded_sum(micros, weights, LOW[name])
-            told = f"rounding the sums costs {rounding:.1e} of the gradient, computing in {name} {fitted.noise:.1e}"
-            note = rounding <= fitted.noise
-            self.add("reduction", f"gradients are summed in {name}", rounding, told, note=note, instead=FP32_SUMS)
-        if fitted.error > 2 * (fitted.noise + rounding) + (2e-3 if low else 2e-5):
-            told = f"{fitted.error:.1e} of it, where the dtype explains {fitted.noise:.1e}"
-            what = "the reduced gradient is not what plain torch makes of the micro-batches"
-            self.add("gradients", what, fitted.error, told)
-        else:
-            self._shares(micros.places, fitted, tolerance)
+            self._add("reported-loss", said / mean - 1, f"{said:.6g} for {mean:.6g}")
+        return weights
 
-    def _shares(self, places: list[tuple[int, int]], fitted: Fit, tolerance: float) -> None:
-        told = _told(places, fitted.overall, tolerance)
-        if self.scale != 1.0 and bool(((fitted.overall * self.scale - 1).abs() < 0.05).all()):
-            told = {"the gradient is divided by a loss scale that the loss was not multiplied by": 1 - 1 / self.scale}
-        listed = ", ".join(f"{share:.3g}" for share in fitted.overall.tolist())
-        for what, size in told.items():
-            self.add("gradients", what, size, f"{listed} of the micro-batches' gradients")
-        groups: dict[str, list[str]] = {}
-        for name, shares in fitted.deviating.items():
-            for what in _told(places, shares, tolerance):
-                groups.setdefault(what, []).append(name)
-        for what, names in groups.items():
-            size = max(float((fitted.deviating[name] - 1).abs().max()) for name in names)
-            self.add("gradients", f"{what}, in some parameters", size, f"{_names(names)} of {fitted.judged}")
+    def _reduced(self, micros: Micros, weights: torch.Tensor) -> None:
+        """Judge whether the reduced gradient is that of the loss that was trained."""
+        tolerance, least = (1e-3, 2e-5) if self._run["compute"] == "fp32" else (0.02, 2e-3)
+        fitted = fit(self._gradient, micros, weights, tolerance)
+        shares, noise = fitted.overall, fitted.noise
+        self._row |= {"gradient_error": fitted.error, "dtype_error": noise, "shares": shares.tolist()}
+        rounding, dtype = 0.0, _held(self._gradient.values(), self._scale)
+        if dtype and len(weights) > 1:
+            rounding = rounded_sum(micros, weights, LOW[dtype])
+            told = f"rounding the sums costs {rounding:.1e} of the gradient, computing in {dtype} {noise:.1e}"
+            self._add("sums-in-16-bits", rounding, told, note=rounding <= noise, dtype=dtype)
+        if fitted.error > 2 * (noise + rounding) + least:
+            told = f"{fitted.error:.1e} of it, where the dtype explains {noise:.1e}"
+            self._add("other-gradient", fitted.error, told)
+            return
+        listed = f"{', '.join(f'{share:.3g}' for share in shares.tolist())} of the micro-batches' gradients"
+        if self._scale != 1.0 and bool(((shares * self._scale - 1).abs() < 0.05).all()):
+            self._add("unscaled-alone", 1 - 1 / self._scale, listed)
+        else:
+            for what, size in _told(micros.places, shares, tolerance).items():
+                self._add("shares", size, listed, shares=what)
+        others: dict[str, dict[str, float]] = {}
+        for name, own in fitted.deviating.items():
+            for what, size in _told(micros.places, own, tolerance).items():
+                others.setdefault(what, {})[name] = size
+        for what, sizes in others.items():
+            told = f"{_names(list(sizes))} of {fitted.judged}"
+            self._add("shares-in-some", max(map(abs, sizes.values())), told, shares=what)
 
     def _norm_and_update(self) -> None:
-        facts, unsure = self.facts, "clipping and updates"
-        norm = math.sqrt(sum(facts["sums"]["squares"].values())) / self.scale
-        self.row |= {"norm": facts["norm"], "exact_norm": norm, "scale": self.scale}
+        facts, unsure = self._facts, "clipping and updates"
+        norm = math.sqrt(sum(facts["squares"].values())) / self._scale
+        self._row |= {"reported_norm": facts["norm"], "gradient_norm": norm, "scale": self._scale}
         if not facts["norm"]:
-            self.found.unchecked["the reported norm"] = "the engine reports none"
-        elif facts["applied"] and abs(facts["norm"] / norm - 1) > 1e-3:
-            told = f"{facts['norm']:.6g} for {norm:.6g}"
-            self.add("clipping", "the reported norm is not the gradient's", facts["norm"] / norm - 1, told)
+            self.unchecked["the reported norm"] = "the engine reports none"
+        elif facts["applied"] and abs(facts["norm"] / norm - 1) > NORM_ROUNDING:
+            self._add("reported-norm", facts["norm"] / norm - 1, f"{facts['norm']:.6g} for {norm:.6g}")
         if not facts["applied"]:
-            self._moved("masters move in a step that was skipped", self.after, self.stride)
-        elif self.run["optimizer"] not in ADAMW:
-            self.found.unchecked[unsure] = f"the rule of {self.run['optimizer']} is not known here"
-        elif not facts["moments_after"]:
-            self.found.unchecked[unsure] = "the optimizer's moments cannot be read"
-        elif self.gradient and norm:
-            self._update(self._factor(norm, self.run["clipping"]))
-
-    def _group(self, name: str) -> dict[str, Any]:
-        group: dict[str, Any] = self.facts["groups"][self.run["parameters"][name][3] or 0]
-        return group
+            self._moved("moved-in-skipped", self._step)
+        elif self._run["optimizer"] not in ADAMW:
+            self.unchecked[unsure] = f"the rule of {self._run['optimizer']} is not known here"
+        elif "exp_avg_after" not in facts:
+            self.unchecked[unsure] = "the optimizer's moments cannot be read"
+        elif norm:
+            self._update(self._factor(norm, self._run["clipping"]))
 
     def _factor(self, norm: float, clipping: float) -> float:
         """Factor on the gradient before it came to the optimizer, read from its first moment."""
-        start, end, pairs = self.step.named("exp_avg/before"), self.step.named("exp_avg/after"), []
-        for name, value in self.gradient.items():
-            beta = self._group(name)["betas"][0]
+        start, end, pairs = self._step.named("exp_avg_before"), self._step.named("exp_avg_after"), []
+        for name, value in self._gradient.items():
+            beta = self._groups[name]["betas"][0]
             pairs.append((_flat(end[name]) - beta * _flat(start.get(name, torch.zeros(1))), (1 - beta) * value))
         factor, expected = Apart(pairs).factor, clip_coefficient(norm, clipping)
-        self.row |= {"factor": factor, "expected_factor": expected}
-        scaled = clip_coefficient(norm * self.scale, clipping)
-        apart = Apart((factor * way, added) for added, way in pairs).error
-        if abs(factor / expected - 1) <= 2e-3:
-            what = "parameters' gradients are multiplied by different factors" if 0.02 < apart < math.inf else ""
-        elif self.scale != 1.0 and abs(factor / scaled - 1) < 2e-2:
-            what = "gradients are clipped by the norm of the scaled gradient"
-        elif any(abs(factor * scale / expected - 1) < 2e-3 for scale in (self.scale, 1 / self.scale)):
-            what = "gradients are unscaled once too often, or not at all"
-        elif clipping and expected < factor < 1.001:
-            what = "gradients are clipped by the norm of a part of them"
-        else:
-            what = "gradients are multiplied by another factor than clipping's"
-        implied = f", as of a norm of {clipping / factor:.4g} where it is {norm:.4g}" if clipping and factor else ""
-        size = apart if what.startswith("parameters") else factor / expected - 1
-        if what:
-            self.add("clipping", what, size, f"times {factor:.4g} for {expected:.4g}{implied}")
+        self._row |= {"factor": factor, "factor_by_rule": expected}
+        if abs(factor / expected - 1) > 2e-3:
+            entry = "clipped-by-partial-norm" if clipping and expected < factor < 1.001 else "other-factor"
+            if self._scale != 1.0 and abs(factor / clip_coefficient(norm * self._scale, clipping) - 1) < 2e-2:
+                entry = "clipped-by-scaled-norm"
+            implied = f", as of a norm of {clipping / factor:.4g} where it is {norm:.4g}" if clipping and factor else ""
+            self._add(entry, factor / expected - 1, f"times {factor:.4g} for {expected:.4g}{implied}")
         return factor
 
     def _update(self, factor: float) -> None:
         """The masters and second moments against torch's AdamW in FP64 on the moments that the optimizer had."""
-        done, count = self.done + 1, self.facts["optimizer_step_after"]
+        done, count = self._done + 1, self._facts["optimizer_step"]
         if count is not None and count != done:
-            what = "the optimizer has counted other updates than were made"
-            self.add("updates", what, count / done - 1, f"{count:.0f} for {done:.0f}")
+            self._add("updates-counted", count / done - 1, f"{count:.0f} for {done:.0f}")
         moved, second, slack, still, every = Apart(), Apart(), 0.0, 0, 0
-        squares = self.step.named("exp_avg_sq/after")
-        before = [self.step.named(f"{key}/before") for key in ("exp_avg", "exp_avg_sq")]
-        for name, value in self.after.items():
-            start = self._start(name, self.stride)
-            zeros = torch.zeros_like(start)
-            moments = [_flat(each.get(name, zeros)).clone() for each in before]
-            gradient = factor * self.gradient.get(name, zeros)
-            master, square = _by_adamw(start, gradient, moments, self._group(name), count or done)
+        first, squares, ends = (self._step.named(f"exp_avg_{when}") for when in ("before", "sq_before", "sq_after"))
+        usual = {"foreach": False, "amsgrad": False, "maximize": False}
+        for name, value in self._after.items():
+            start, group = self._start(name, self._stride), self._groups[name]
+            master, zeros = start.clone(), torch.zeros_like(start)
+            gradient, mean, square = (_flat(each.get(name, zeros)) for each in (self._gradient, first, squares))
+            beta1, beta2 = group["betas"]
+            settings = {key: group[key] for key in ("lr", "eps", "weight_decay")} | usual
+            step = torch.tensor((count or done) - 1.0)
+            adamw([master], [factor * gradient], [mean], [square], [], [step], beta1=beta1, beta2=beta2, **settings)
             change, way = _flat(value) - start, master - start
             moved.add(change, way)
-            second.add(_flat(squares[name]), square)
+            second.add(_flat(ends[name]), square)
             slack += float((start * 2.0**-24).square().sum())
             still, every = still + int(((change == 0) & (way != 0)).sum()), every + int((way != 0).sum())
         if not moved.size:
             return
         ratio, error, around = moved.factor, moved.error, 2e-3 + 6 * math.sqrt(slack / moved.size)
-        rate = self.facts["groups"][0]["lr"]
-        self.row |= {"lr": [group["lr"] for group in self.facts["groups"]], "lr_ratio": ratio, "update_error": error}
+        rates = [group["lr"] for group in self._facts["groups"]]
+        self._row |= {"lr": rates, "rate_ratio": ratio, "update_error": error}
         if second.error > 5e-4:
-            self.add("updates", "the second moment is not that of the gradient", second.error)
+            self._add("second-moment", second.error)
         if still > 0.05 * every and error > 0.01 or still > 0.5 * every:
-            what = "updates are lost to rounding" if still < every else "the update is lost"
             told = f"{still / every:.1%} of the values stand still; {error:.1%} of the update is missing"
-            self.add("updates", what, error, told)
+            self._add("updates-rounded" if still < every else "update-lost", error, told)
         elif error > around and abs(error - abs(ratio - 1)) < 0.1 * error + around:
-            what = "masters move by another learning rate than the optimizer's"
-            self.add("learning rate", what, ratio - 1, f"{ratio * rate:.4g} for {rate:.4g}")
+            self._add("other-rate", ratio - 1, f"{ratio * rates[0]:.4g} for {rates[0]:.4g}")
         elif error > around and second.error <= 5e-4:
-            self.add("updates", "masters do not move as AdamW in FP64 moves them", error, f"{error:.1e} of the update")
+            self._add("other-update", error, f"{error:.1e} of the update")
 
     def _schedule(self) -> None:
-        at, what = self.facts["schedule"], "the step of the learning rate"
+        at, what = self._facts["schedule"], "the step of the learning rate"
         if at is None:
-            self.found.unchecked[what] = "the probe knows no scheduler that counts; give it `scheduler=`"
-        elif at != self.done and at == self.done * self.run["world"]:
+            self.unchecked[what] = "the probe knows no scheduler that counts; give it `scheduler=`"
+        elif at == self._done * self._run["world"] != self._done:
             why = "the schedule is stepped once for each process, as Accelerate does: it has to be so much longer"
-            self.found.unchecked[what] = why
-        elif at != self.done:
-            what = f"the schedule is {'ahead of' if at > self.done else 'behind'} the updates"
-            told = f"at {at:.0f} after {self.done:.0f} updates"
-            self.add("learning rate", what, (at - self.done) / max(1.0, self.done), told)
-
-
-def _by_adamw(
-    start: torch.Tensor, gradient: torch.Tensor, moments: list[torch.Tensor], group: Mapping[str, Any], count: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Master and second moment after the update of that number. All tensors FP64; moments change in place."""
-    parameter = torch.nn.Parameter(start.clone())
-    parameter.grad = gradient
-    settings = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
-    optimizer = torch.optim.AdamW([parameter], **settings, foreach=False)
-    state = {"step": torch.tensor(count - 1.0), "exp_avg": moments[0], "exp_avg_sq": moments[1]}
-    optimizer.state[parameter] = state
-    optimizer.step()
-    return parameter.detach(), moments[1]
+            self.unchecked[what] = why
+        elif at != self._done:
+            told, off = f"at {at:.0f} after {self._done:.0f} updates", (at - self._done) / max(1.0, self._done)
+            self._add("schedule", off, told, where="ahead of" if off > 0 else "behind")
 
 
 def _told(places: list[tuple[int, int]], shares: torch.Tensor, tolerance: float) -> dict[str, float]:
-    """Meaning of shares other than 1, with how far off they are."""
-    off = (shares - 1).abs() > tolerance
-    if not bool(off.any()):
-        return {}
-    if float(shares.max() - shares.min()) <= 4 * tolerance * max(1.0, float(shares.abs().max())):
-        return dict([_meant("the reduced gradient is", shares)])
-    found = dict[str, float]()
-    for rank in {rank: None for rank, _ in places}:
-        mine = [at for at, (own, _) in enumerate(places) if own == rank]
-        if bool(off[mine].all()) and float(shares[mine].max() - shares[mine].min()) <= 8 * tolerance:
-            found |= [_meant(f"rank {rank}'s gradients are", shares[mine])]
-        else:
-            named = {at: f"the gradient of micro-batch {places[at][1] + 1} is" for at in mine if off[at]}
-            found |= [_meant(what, shares[at]) for at, what in named.items()]
+    """Meaning of shares other than 1, of the largest groups that have the same, with how far off they are."""
+    groups = [("the reduced gradient is", list(range(len(places))))]
+    for rank in dict.fromkeys(rank for rank, _ in places):
+        groups.append((f"rank {rank}'s gradients are", [at for at, (own, _) in enumerate(places) if own == rank]))
+    groups += [(f"the gradient of micro-batch {number + 1} is", [at]) for at, (_, number) in enumerate(places)]
+    found, left = dict[str, float](), {at for at, off in enumerate((shares - 1).abs() > tolerance) if off}
+    for what, members in groups:
+        own, share = shares[members], float(shares[members].mean())
+        if left.issuperset(members) and float(own.max() - own.min()) <= 8 * tolerance * max(1.0, abs(share)):
+            word = "lost" if abs(share) < 0.1 else "too small" if share < 1 else "too large"
+            found[f"{what} {'doubled' if abs(share - 2) < 0.1 else word}"] = share - 1
+            left -= set(members)
     return found
 
 
-def _meant(what: str, shares: torch.Tensor) -> tuple[str, float]:
-    """Description of gradients whose shares are alike, and how far these are from 1."""
-    share = float(shares.mean())
-    word = "doubled" if abs(share - 2) < 0.1 else "too small" if share < 1 else "too large"
-    return f"{what} {'lost' if abs(share) < 0.1 else word}", share - 1
+def _are_shifted(labels: torch.Tensor, ids: torch.Tensor) -> bool:
+    """Whether labels that count are the tokens after their own."""
+    counted = labels >= 0
+    own = float((labels == ids)[counted].float().mean())
+    ahead = float((labels[..., :-1] == ids[..., 1:])[counted[..., :-1]].float().mean())
+    return own < 0.9 < ahead
 
 
 def _spread(values: torch.Tensor) -> float:
@@ -404,7 +391,8 @@ def _held(values: Iterable[torch.Tensor], scale: float = 1.0) -> str:
 
 
 def _flat(values: torch.Tensor) -> torch.Tensor:
-    return values.reshape(-1).double()
+    """A copy in FP64, one-dimensional."""
+    return values.reshape(-1).to(torch.float64, copy=True)
 
 
 def _names(names: list[str]) -> str:

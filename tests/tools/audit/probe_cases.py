@@ -12,6 +12,8 @@ import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from lab.audit import bare
+
 ADAMW: Any = torch.optim.AdamW
 
 
@@ -284,3 +286,12 @@ def little_space(work: Any) -> None:
     """No mistake: the probe may write 2 MB, less than whole steps take."""
     inner = work.probe
     work.probe = lambda engine, **given: inner(engine, max_bytes=2_000_000, **given)
+
+
+def without_probe_first(work: Any) -> None:
+    """No mistake: the bare loop has run without the probe before, and the weights that it ended with are kept."""
+    probed, work.probed = work.probed, None
+    engine = bare(work)
+    work.probed = probed
+    if work.rank == 0:
+        torch.save(engine.module.state_dict(), f"{work.folder}.unprobed")

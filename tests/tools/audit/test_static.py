@@ -65,15 +65,17 @@ def test_the_same_run_with_a_release_that_loses_gradients(write: Any, capsys: py
     json_file = Path(write("report.json", ""))
     arguments = {"output_dir": "o", "bf16": True, "gradient_accumulation_steps": 8, "deepspeed": ZERO2}
     old = ("--with", "deepspeed==0.18.2")
-    files = ("--trainer-config", write("args.json", arguments), "--json", str(json_file))
+    page = json_file.with_suffix(".html")
+    files = ("--trainer-config", write("args.json", arguments), "--json", str(json_file), "--page", str(page))
     code, out, _ = audit(capsys, *files, *NOW, *old)
     assert code == 3
+    assert "[zero2-keeps-last-micro-batch]" in page.read_text() and 'class="note bad"' in page.read_text()
     assert "verdict: wrong; defects hit: 1" in out
     report = json.loads(json_file.read_text())
-    assert report["verdict"] == "wrong"
+    assert report["verdict"] == "wrong; defects hit: 1"
     assert report["findings"][0]["id"] == "zero2-keeps-last-micro-batch"
     assert report["facts"]["accumulation"] == 8 and report["facts"]["dtype"] == "bf16"
-    assert report["numerics"]["gradients summed"] == "in BF16 (data_types.grad_accum_dtype is not set)"
+    assert "gradients are summed in: BF16 (data_types.grad_accum_dtype is not set)" in report["numerics"]
 
 
 def test_the_page_shows_what_is_printed(
@@ -83,7 +85,8 @@ def test_the_page_shows_what_is_printed(
     shown = page.partition(
         "```\n$ python -m tools.audit --trainer-config training_args.json --with deepspeed=0.18.2\n"
     )[2]
-    document = AUTO | {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}}
+    bf16 = {"enabled": "auto", "check_grad_overflow": True}
+    document = AUTO | {"bf16": bf16, "zero_optimization": {"stage": 2}}
     write(
         "training_args.json", {"output_dir": "o", "bf16": True, "gradient_accumulation_steps": 4, "deepspeed": document}
     )
@@ -109,7 +112,7 @@ def test_axolotl_with_the_json_that_it_names(write: Any, capsys: pytest.CaptureF
     code, out, _ = audit(capsys, "--trainer-config", write("axolotl.yml", config), *NOW)
     assert code == 3
     assert "zero2.json" in out and "[layerwise-optimizer-on-flat-shard]" in out
-    assert "clipping          by 0.3" in out
+    assert "clipping: 0.3" in out
 
 
 def test_accelerates_own_settings(write: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,15 +190,6 @@ BAD: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_a_bad_json_is_one_line(name: str, write: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    content, told = BAD[name]
-    path = write("ds.json", content)
-    code, out, error = audit(capsys, "--deepspeed-config", path)
-    assert (code, out, error.count("\n")) == (2, "", 1)
-    assert error.startswith(f"error: {path}: ") and told in error
-
-
 FOREIGN: dict[str, tuple[Any, str]] = {
     "another tool's": ("services: {web: {image: x}}", "is no Accelerate YAML, axolotl YAML, TrainingArguments"),
     "no YAML": ("a: [1", "cannot be read as YAML"),
@@ -206,12 +200,15 @@ FOREIGN: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", FOREIGN)
-def test_a_foreign_file_is_one_line(name: str, write: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    content, told = FOREIGN[name]
-    code, out, error = audit(capsys, "--trainer-config", write("config.yaml", content))
+FILES = {"--deepspeed-config": BAD, "--trainer-config": FOREIGN}
+
+
+@pytest.mark.parametrize(("option", "name"), [(option, name) for option, cases in FILES.items() for name in cases])
+def test_a_bad_file_is_one_line(option: str, name: str, write: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    content, told = FILES[option][name]
+    code, out, error = audit(capsys, option, path := write("given.yaml", content))
     assert (code, out, error.count("\n")) == (2, "", 1)
-    assert told in error
+    assert error.startswith(f"error: {path if option == '--deepspeed-config' else ''}") and told in error
 
 
 @pytest.mark.parametrize(
@@ -225,7 +222,7 @@ def test_a_foreign_file_is_one_line(name: str, write: Any, capsys: pytest.Captur
         (["--deepspeed-config", "DS", "--with", "deepspeed=new"], "--with deepspeed=new: is not one of"),
         (["--deepspeed-config", "DS", "--trainer", "own"], 'train_batch_size = "auto" is filled in by'),
         (["--deepspeed-config", "DS", "--model", "no/model"], "--model no/model: is no folder with a config.json"),
-        (["--deepspeed-config", "DS", "--json", "/no/such/folder/x"], "--json /no/such/folder/x: cannot be written"),
+        (["--deepspeed-config", "DS", "--json", "/dev/null/x"], "/dev/null/x: cannot be written: "),
         (["--deepspeed-config", "DS", "--ranks", "0"], "0 is not a whole number of 1 or more"),
     ],
 )
@@ -238,7 +235,6 @@ def test_a_bad_command_line_is_one_line(
     assert told in error
 
 
-@pytest.mark.skipif(not (REPOSITORY / "tools/audit/mantissa_probe.py").exists(), reason="the probe is not there")
 def test_the_probe_is_written_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     target = tmp_path / "new" / "mantissa_probe.py"
     for _ in range(2):

@@ -124,6 +124,7 @@ HITS |= {
         {"gradient_accumulation_steps": 31},
     ),
     "moments-of-first-group-alone": ({}, {STAGE: 3}),
+    "masters-start-rounded": ({}, FP32),
     "zero2-ignores-fp32-sums": ({"deepspeed": "0.19.3"}, {"data_types.grad_accum_dtype": None}),
     "bf16-skips-silently": ({}, {STAGE: 0}),
     "fp16-zero3-norm-halved": (FP16 | {STAGE: 3}, {STAGE: 2}),
