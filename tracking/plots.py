@@ -15,12 +15,13 @@ from config.errors import UserError
 from config.files import write_atomically
 from config.printable import shown
 from tracking.events import Event
+from tracking.figures import FIGURES, Figure, headline_of
 from tracking.jsonl import read_run_events, surviving
 from tracking.numbers import human, number, rate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure as Picture
 
 # What matplotlib says of a HOME that it may not write and of its fonts is no news about the run.
 logging.getLogger("matplotlib").addFilter(
@@ -30,14 +31,6 @@ logging.getLogger("matplotlib.font_manager").addFilter(lambda record: record.lev
 
 _INK, _FAINT, _ACCENT, _ALARM = "#1f4e79", "#a9c1d9", "#d1660f", "#c00000"
 _SMOOTH_FROM = 100  # steps from which a running median is drawn over the raw curve
-_METRICS = {
-    "Accuracy and agreement": ("accuracy", "agreement", "f1", "matthews"),
-    "Correlation": ("pearson",),
-    "KL (nats per token)": ("kl",),
-    "Rewards (beta times nats)": ("rewards/chosen", "rewards/rejected", "rewards/margin"),
-    "Reward, and share of prompts without signal": ("reward/mean", "reward/no_signal"),
-}
-"""Metrics of tasks that are drawn, by what is in their names."""
 _MANY_SKIPS = 200  # more marks would hide the curves
 _STYLE: dict[Any, Any] = {
     "font.size": 12,
@@ -65,17 +58,23 @@ def plot_run(events: Path, png: Path) -> Path:
     if not steps or not starts:
         raise UserError(f"{events}: no step has been recorded, so there is nothing to draw")
     evals = [event for event in timeline if event["event"] == "eval"]
-    metrics = [(title, names) for title, of in _METRICS.items() if (names := _metric_names([*steps, *evals], of))]
+    recorded = list(dict.fromkeys(name for event in [*steps, *evals] for name in event.get("metrics") or {}))
+    metrics = [(figure, names) for figure in FIGURES if (names := figure.of(recorded))]
+    leading = [item for item in metrics if headline_of(item[1])][:1]
+    metrics = [item for item in metrics if item not in leading]
     rows = 2 + (len(metrics) + 1) // 2
     with figure(png, 12, 0.5 + 3.5 * rows) as drawn:
         axes = drawn.subplots(rows, 2, sharex=True)
         drawn.suptitle(plain(_title(events.resolve().parent.name, starts[-1], steps)), fontsize=14)
-        _draw_loss(axes[0][0], steps, evals, starts[-1].get("loss_unit"))
+        for chart, names in leading:
+            _draw_metrics(axes[0][0], steps, evals, chart, names)
+        if not leading:
+            _draw_loss(axes[0][0], steps, evals, starts[-1].get("loss_unit"))
         _draw_grad_norm(axes[0][1], steps)
         _draw_lr(axes[1][0], steps)
         (_draw_scale if starts[-1]["compute"] == "fp16" else _draw_speed)(axes[1][1], steps)
-        for axis, (title, names) in zip(axes[2:].flat, metrics, strict=False):
-            _draw_metrics(axis, steps, evals, title, names)
+        for axis, (chart, names) in zip(axes[2:].flat, metrics, strict=False):
+            _draw_metrics(axis, steps, evals, chart, names)
         for axis in axes[-1][1:] if len(metrics) % 2 else ():
             axis.set_visible(False)
             axes[-2][1].tick_params(labelbottom=True)
@@ -96,7 +95,7 @@ def integer_steps(axis: Axes) -> None:
 
 
 @contextmanager
-def figure(png: Path, width: float, height: float, *, dpi: int = 130, **style: Any) -> Iterator[Figure]:
+def figure(png: Path, width: float, height: float, *, dpi: int = 130, **style: Any) -> Iterator[Picture]:
     """A figure [inches] to draw on, written at the end: whole or not at all, with the folders above it.
 
     style: matplotlib's settings that differ from those of all figures, with `_` for `.`.
@@ -184,25 +183,23 @@ def _draw_loss(axis: Axes, steps: list[Event], evals: list[Event], unit: str | N
     axis.legend(loc="upper right")
 
 
-def _metric_names(events: list[Event], kinds: tuple[str, ...]) -> list[str]:
-    """Metrics whose name has one of `kinds` in it, in the order in which they were recorded first."""
-    found = dict.fromkeys(name for event in events for name in event.get("metrics") or {})
-    return [name for name in found if any(kind in name for kind in kinds)]
+def _draw_metrics(axis: Axes, steps: list[Event], evals: list[Event], drawn: Figure, names: list[str]) -> None:
+    import numpy
 
-
-def _draw_metrics(axis: Axes, steps: list[Event], evals: list[Event], title: str, names: list[str]) -> None:
     for index, name in enumerate(names):
         for events, style in ((steps, "-"), (evals, "o--")):
-            own = [
-                {"step": event["step"], name: event["metrics"][name]}
-                for event in events
-                if name in (event.get("metrics") or {})
-            ]
-            if own:
-                label = f"{name}, validation" if events is evals else name
-                width, colour = 1.0 if events is steps else 1.6, f"C{index}"
-                axis.plot(_numbers(own), _column(own, name), style, color=colour, linewidth=width, label=plain(label))
-    axis.set_title(title)
+            own = [event | event["metrics"] for event in events if name in (event.get("metrics") or {})]
+            if not own:
+                continue
+            label = f"{name}, validation" if events is evals else name
+            width, colour, values = 1.0 if events is steps else 1.6, f"C{index}", numpy.array(_column(own, name))
+            axis.plot(_numbers(own), values, style, color=colour, linewidth=width, label=plain(label))
+            if all(drawn.spread in event for event in own):
+                around = numpy.array(_column(own, drawn.spread))
+                axis.fill_between(_numbers(own), values - around, values + around, color=colour, alpha=0.15, lw=0)
+    if drawn.log:
+        axis.set_yscale("log")
+    axis.set_title(drawn.title)
     axis.legend(loc="best", fontsize=9)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from config import json_text, yaml_text
 from config.errors import UserError, one_line
 from tracking.events import Event
+from tracking.figures import HEADLINES, followed
 from tracking.run_dir import RunDir
 from tracking.run_facts import RunFacts, read_facts
 from tracking.status import run_status
@@ -27,9 +28,12 @@ class Summary:
 
     def __init__(self, facts: RunFacts) -> None:
         steps, rare = facts.columns, facts.rare_events
-        finite = np.flatnonzero(np.isfinite(steps.loss))
-        losses = steps.loss[finite]
-        best = int(np.argmin(losses)) if losses.size else None
+        self.headline = facts.headline
+        """The metric that it is followed by in place of its loss, whose numbers are then the metric's; else empty."""
+        course = steps.metrics.get(self.headline, steps.loss)
+        finite = np.flatnonzero(np.isfinite(course))
+        losses = course[finite]
+        best = int(np.argmax(losses) if self.headline else np.argmin(losses)) if losses.size else None
         norms = steps.grad_norm[np.isfinite(steps.grad_norm)]
         evals, checkpoints = rare.get("eval", []), rare.get("checkpoint", [])
         corruption = [*rare.get("corruption", []), *rare.get("reexecution", [])]
@@ -49,9 +53,9 @@ class Summary:
         self.last_loss = float(losses[-1]) if losses.size else None
         self.best_loss = None if best is None else float(losses[best])
         self.best_loss_step = None if best is None else int(steps.step[finite[best]])
-        self.nonfinite_losses = len(steps) - losses.size
-        self.first_eval_loss: float | None = evals[0]["loss"] if evals else None
-        self.eval_loss: float | None = evals[-1]["loss"] if evals else None
+        self.nonfinite_losses = len(steps) - int(np.count_nonzero(np.isfinite(steps.loss)))
+        self.first_eval_loss: float | None = followed(evals[0])[1] if evals else None
+        self.eval_loss: float | None = followed(evals[-1])[1] if evals else None
         self.samples = [(event["step"], str(event["sample"])) for event in evals if event.get("sample")]
         """(step, text) of the samples at evaluations."""
         self.perplexity: float | None = evals[-1]["perplexity"] if evals else None
@@ -91,7 +95,8 @@ def _metrics(evals: list[Event]) -> dict[str, list[float]]:
         {**(event.get("metrics") or {}), **{f"loss, {part}": loss for part, loss in event.get("by_source", {}).items()}}
         for event in (evals[:1] + evals[-1:])
     ]
-    return {name: [metrics[name] for metrics in both if name in metrics] for name in (both[-1] if both else ())}
+    names = [name for name in (both[-1] if both else ()) if name not in HEADLINES]
+    return {name: [metrics[name] for metrics in both if name in metrics] for name in names}
 
 
 def read_run_folder(run_dir: RunDir, label: str, now: float | None = None) -> RunFacts:

@@ -19,11 +19,12 @@ from config.schema import Config
 from tracking.compare.differences import flat, format_value
 from tracking.compare.html import run_data
 from tracking.events import describe_event
+from tracking.figures import FIGURES, followed
 from tracking.heatmap.grid import Heat, read_heat
 from tracking.heatmap.modules import FOLDS, Fold
 from tracking.heatmap.page import panel_data, panels_of, static_heat
 from tracking.heatmap.panels import PANELS
-from tracking.numbers import duration, human, loss, mib, percent
+from tracking.numbers import duration, human, loss, mib, number, percent
 from tracking.pages.document import fragment
 from tracking.pages.markdown import fenced
 from tracking.pages.render import render
@@ -61,7 +62,9 @@ def state(entry: Entry, *, now: float) -> State:
     seconds = last.get("step_seconds")
     running = not entry.status.over
     eta = (planned - step) * seconds if running and planned and seconds and step < planned else None
-    finite = [value for _, value in entry.skim.losses if math.isfinite(value)]
+    finite = [value for _, value in entry.skim.curve if math.isfinite(value)]
+    metrics = last.get("metrics") or {}
+    spread = "".join(f" \u00b1 {number(metrics[figure.spread], 2)}" for figure in FIGURES if figure.spread in metrics)
     evaluated = entry.skim.evals[-1] if entry.skim.evals else None
     skipped = int(last.get("skipped_total") or 0)
     since = entry.status.since
@@ -71,8 +74,8 @@ def state(entry: Entry, *, now: float) -> State:
         ("speed", f"{human(last['tokens_per_second'])} tokens/s" if last.get("tokens_per_second") else ""),
         ("ETA", duration(eta) if eta is not None else ""),
         ("step", f"{step:,}" + (f" of {planned:,}" if planned else "")),
-        ("loss", f"{loss(finite[0])} \u2192 {loss(finite[-1])}" if finite else ""),
-        ("validation", f"{loss(evaluated['loss'])} at step {evaluated['step']:,}" if evaluated else ""),
+        (entry.skim.followed, f"{loss(finite[0])} \u2192 {loss(finite[-1])}{spread}" if finite else ""),
+        ("validation", f"{loss(followed(evaluated)[1])} at step {evaluated['step']:,}" if evaluated else ""),
         ("skipped", f"{skipped:,}" + (f" ({percent(skipped / step, 3)})" if skipped and step else "") if last else ""),
         ("loss scale", scale_text(float(last.get("loss_scale") or math.nan))),
         ("tokens", human(last["tokens"]) if last else ""),
