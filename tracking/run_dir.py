@@ -115,14 +115,6 @@ def matching(pattern: str) -> list[Path]:
     return sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor)))) if has_magic(pattern) else [path]
 
 
-def write_page(path: Path, text: str) -> None:
-    """Write the page that --html asks for. Raises UserError when it cannot be written."""
-    try:
-        write_atomically(path, text.encode())
-    except OSError as error:
-        raise UserError(f"--html {path}: cannot be written ({error.strerror}); choose another file") from error
-
-
 def _publish(path: Path, text: str) -> None:
     content = text.encode()
     if path.exists():

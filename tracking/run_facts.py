@@ -2,7 +2,7 @@
 
 Per-step numbers are arrays, so that two runs of a million steps can be compared exactly; rare events (scale changes,
 evaluations, checkpoints, incidents) stay whole. The last attempt at a step counts (after a resume or rollback), as in
-`tracking.jsonl.surviving`.
+`tracking.history.surviving`.
 """
 
 from __future__ import annotations
@@ -131,8 +131,13 @@ class RunFacts:
     @cached_property
     def headline(self) -> str:
         """The metric that it is followed by in place of its loss; empty for its loss."""
-        evaluated = [name for event in self.rare_events.get("eval", []) for name in event.get("metrics") or ()]
-        return headline_of([*self.columns.metrics, *evaluated])
+        return headline_of([*self.columns.metrics, *self.evaluated_metrics])
+
+    @property
+    def evaluated_metrics(self) -> list[str]:
+        """Names of the metrics of the surviving evaluations."""
+        events = self.rare_events.get("eval", [])
+        return list(dict.fromkeys(name for event in events for name in event.get("metrics") or ()))
 
     def evaluated(self, metric: str) -> np.ndarray:
         """A metric at the surviving evaluations, (evaluations,); nan where one has none."""

@@ -20,7 +20,8 @@ from typing import Any
 from lab.gpu_check.bench import Bench, ItemFailed, newest_log
 from launch.job import kill
 from tracking.events import Event
-from tracking.jsonl import read_events, surviving
+from tracking.history import surviving
+from tracking.jsonl import read_events
 from tracking.report.measures import peak_flops
 
 Figures = dict[str, Any]

@@ -18,7 +18,7 @@ from config.schema import Config
 from config.version import VERSION
 from tools.parity.report import verdict_lines
 from tracking.events import Event
-from tracking.jsonl import read_run_events, surviving
+from tracking.history import read_run_events, surviving
 from tracking.run_dir import RunDir
 from training.checkpoint.manifest import read_state
 

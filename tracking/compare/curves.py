@@ -99,9 +99,8 @@ def plain_list(values: np.ndarray) -> list[float | None]:
 
 def validation(run: RunFacts) -> dict[str, list[float | None]]:
     """The evaluations on every axis, with their loss and the drawn metrics."""
-    events = run.rare_events.get("eval", [])
     found = dict(zip((*_AXES, "loss"), run.evaluations, strict=True))
-    found |= {name: run.evaluated(name) for event in events for name in event.get("metrics") or () if is_drawn(name)}
+    found |= {name: run.evaluated(name) for name in filter(is_drawn, run.evaluated_metrics)}
     return {name: plain_list(values) for name, values in found.items()}
 
 

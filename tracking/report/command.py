@@ -40,7 +40,7 @@ from tracking.report.service_levels import (
     run_folders,
     service_levels,
 )
-from tracking.run_dir import RunDir, write_page
+from tracking.run_dir import RunDir
 from tracking.summary import Summary
 from tracking.terminal import console, words
 
@@ -98,6 +98,7 @@ def _one(options: argparse.Namespace) -> bool:
     except OSError as error:  # a run folder that may only be read
         print(shown(f"report.md was not written: {error.filename}: {error.strerror}"), file=sys.stderr)
     if options.html is not None:
+        from tracking.report.html import write_page
         from tracking.serve.run_page import printed  # brings Jinja2
 
         write_page(options.html, printed(context, findings, remarks))
@@ -122,7 +123,7 @@ def _many(options: argparse.Namespace) -> bool:
     objectives = objectives_from(options.objective)
     found = service_levels(run_folders(options.runs), objectives=objectives, now=now, since=since)
     if options.html is not None:
-        from tracking.report.html import levels_page
+        from tracking.report.html import levels_page, write_page
 
         write_page(options.html, levels_page(found))
     if options.json:

@@ -63,7 +63,7 @@ def write_report(
         _attempt(run_dir.sample, lambda: write_atomically(run_dir.sample, redact(sample).encode(errors="replace")))
     hypothesis = setting(read_inputs(run_dir)[0], "run.hypothesis")
     verdict, plot = summary.verdict, run_dir.plots / "run.png"
-    drawn = summary.steps and _attempt(plot, lambda: plot_run(run_dir.events, plot))
+    drawn = summary.steps and _attempt(plot, lambda: plot_run(summary.facts, plot))
     parts = {title: section(title, body) for title, body in sections(run_dir, summary, resume_command).items()}
     content = page(
         f"# {escaped(summary.name)}",
