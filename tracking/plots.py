@@ -65,8 +65,12 @@ def plot_run(facts: RunFacts, png: Path) -> Path:
         drawn.suptitle(plain(_title(facts)), fontsize=14)
         _draw_metrics(axes[0][0], facts, *leading[0]) if leading else _draw_loss(axes[0][0], facts)
         _draw_grad_norm(axes[0][1], columns)
-        _draw_lr(axes[1][0], columns)
-        (_draw_scale if start["compute"] == "fp16" else _draw_speed)(axes[1][1], columns)
+        _draw_from_zero(axes[1][0], columns, "lr", "Learning rate")
+        axes[1][0].yaxis.set_major_formatter(lambda value, _: rate(value))
+        if start["compute"] == "fp16":
+            _draw_scale(axes[1][1], columns)
+        else:
+            _draw_from_zero(axes[1][1], columns, "tokens_per_second", "Speed (tokens per second)")
         for axis, chart in zip(axes[2:].flat, charts, strict=False):
             _draw_metrics(axis, facts, *chart)
         for axis in axes[-1][1:] if len(charts) % 2 else ():
@@ -205,15 +209,6 @@ def _draw_grad_norm(axis: Axes, columns: Columns) -> None:
     axis.legend(loc="upper right")
 
 
-def _draw_lr(axis: Axes, columns: Columns) -> None:
-    style = "o-" if len(columns) == 1 else "-"
-    axis.plot(columns.step, _finite(columns.lr), style, color=_INK, linewidth=1.8)
-    _mark_skips(axis, columns)
-    axis.set_ylim(bottom=0)
-    axis.yaxis.set_major_formatter(lambda value, _: rate(value))
-    axis.set_title("Learning rate")
-
-
 def _draw_scale(axis: Axes, columns: Columns) -> None:
     scales, skipped = _finite(columns.loss_scale), ~columns.applied
     axis.step(columns.step, scales, where="post", color=_INK, linewidth=1.8, label="loss scale")
@@ -227,9 +222,8 @@ def _draw_scale(axis: Axes, columns: Columns) -> None:
     axis.legend(loc="lower right")
 
 
-def _draw_speed(axis: Axes, columns: Columns) -> None:
-    _curve(axis, columns.step, columns.tokens_per_second, "all processes")
+def _draw_from_zero(axis: Axes, columns: Columns, name: str, title: str) -> None:
+    _curve(axis, columns.step, getattr(columns, name), "all processes")
     _mark_skips(axis, columns)
     axis.set_ylim(bottom=0)
-    axis.set_title("Speed (tokens per second)")
-    axis.legend(loc="lower right")
+    axis.set_title(title)

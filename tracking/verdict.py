@@ -167,11 +167,11 @@ class Evidence:
             return
         self.largest_lr = max(self.largest_lr, float(event.get("lr") or 0.0))
         metrics = event.get("metrics") or {}
-        if headline_of(metrics):
-            self.rewarded, loss = True, followed(event)[1]
-            self.without_signal += float(metrics.get("reward/no_signal") or 0.0)
-            self.spread = float(metrics.get("reward/spread") or 0.0)
-        self._pending.append((step, loss))
+        self.rewarded = self.rewarded or bool(headline_of(metrics))
+        self.without_signal += float(metrics.get("reward/no_signal") or 0.0)
+        self.spread = float(metrics.get("reward/spread") or 0.0)
+        if math.isfinite(value := followed(event)[1]):
+            self._pending.append((step, value))
         if len(self._pending) == self._stride:
             self._steps.append(self._pending[0][0])
             self._losses.append(sum(loss for _, loss in self._pending) / self._stride)

@@ -90,8 +90,7 @@ def sections(run_dir: RunDir, summary: Summary, resume_command: str = "") -> dic
     sample = run_dir.sample.read_text(encoding="utf-8", errors="replace") if run_dir.sample.is_file() else ""
     newest = [f"{sample_title(run_dir, summary)}:", fenced(sample)] if sample else []
     earlier = [part for step, text in summary.samples[-_MOST_SAMPLES:] for part in (f"At step {step:,}:", fenced(text))]
-    if earlier:
-        earlier = ["<details><summary>Samples at evaluations</summary>", *earlier, "</details>"]
+    earlier = ["### Samples at evaluations", *earlier] if earlier else []
     resume = fenced(resume_command or resume_command_of(run_dir), "bash")
     return {
         "What ran": page(_facts(_what_ran(summary, config, deepspeed, environment))),

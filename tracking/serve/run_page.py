@@ -69,13 +69,13 @@ def state(entry: Entry, *, now: float) -> State:
     skipped = int(last.get("skipped_total") or 0)
     since = entry.status.since
     rows = [
+        (entry.skim.followed, f"{loss(finite[0])} \u2192 {loss(finite[-1])}{spread}" if finite else ""),
+        ("validation", f"{loss(followed(evaluated)[1])} at step {evaluated['step']:,}" if evaluated else ""),
         ("warnings", f"{entry.verdict.warnings:,}" if entry.verdict.warnings else ""),
         ("exit code", str(entry.status.exit_code) if entry.status.exit_code else ""),
         ("speed", f"{human(last['tokens_per_second'])} tokens/s" if last.get("tokens_per_second") else ""),
         ("ETA", duration(eta) if eta is not None else ""),
         ("step", f"{step:,}" + (f" of {planned:,}" if planned else "")),
-        (entry.skim.followed, f"{loss(finite[0])} \u2192 {loss(finite[-1])}{spread}" if finite else ""),
-        ("validation", f"{loss(followed(evaluated)[1])} at step {evaluated['step']:,}" if evaluated else ""),
         ("skipped", f"{skipped:,}" + (f" ({percent(skipped / step, 3)})" if skipped and step else "") if last else ""),
         ("loss scale", scale_text(float(last.get("loss_scale") or math.nan))),
         ("tokens", human(last["tokens"]) if last else ""),

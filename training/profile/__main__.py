@@ -1,6 +1,6 @@
 """Write the .json and the .md of a trace anew.
 
-    python -m training.profile RUN/profile/step-20-21/rank-0.pt.trace.json.gz
+python -m training.profile RUN/profile/step-20-21/rank-0.pt.trace.json.gz
 """
 
 import json

@@ -220,7 +220,7 @@ class RolloutBatches(Batches):
         for place, prompt in enumerate(found.parts("prompts")[:EXAMPLES]):
             answer = found.parts("answers")[place * found.group]
             asked, said = (self._tokenizer.decode(ids.tolist(), skip_special_tokens=True) for ids in (prompt, answer))
-            about = f"reward {totals[place, 0]:.4g} (all {found.group}: {np.nanmean(totals[place]):.4g})"
+            about = f"reward {totals[place, 0]:.4g} (mean of {found.group}: {np.nanmean(totals[place]):.4g})"
             parts.append(f"{about}: {asked[-EXAMPLE_CHARACTERS:]} -> {said[:EXAMPLE_CHARACTERS]}")
         return "\n".join(parts)
 
