@@ -18,7 +18,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from config.printable import line
-from tracking.figures import followed, headline_of
+from tracking.figures import HEADLINES, followed
 from tracking.numbers import loss, mib, number, percent, perplexity, scale
 from tracking.observed_dtypes import lower_than_promised
 
@@ -149,11 +149,11 @@ def _describe(event: Event) -> str:
             return f"injected fault {event['kind']} on rank {event['rank']}, {event['module']}"
         case "eval":
             exponential = f", perplexity {perplexity(event['perplexity'])}" if event.get("perplexity") else ""
-            headline, (what, value) = headline_of(event.get("metrics") or ()), followed(event)
-            metrics = (item for item in event.get("metrics", {}).items() if item[0] != headline)
-            further = "".join(f", {name} {number(value)}" for name, value in metrics)
+            what, main = followed(event)
+            further = [(name, value) for name, value in event.get("metrics", {}).items() if name not in HEADLINES]
+            metrics = "".join(f", {name} {number(value)}" for name, value in further)
             parts = ", ".join(f"{name} {number(value)}" for name, value in event.get("by_source", {}).items())
-            return f"validation {what} {loss(value)}{exponential}{further}{parts and f'; loss of {parts}'}"
+            return f"validation {what} {loss(main)}{exponential}{metrics}{parts and f'; loss of {parts}'}"
         case "checkpoint":
             seconds = f" in {event['seconds']:.1f} s" if event.get("seconds") is not None else ""
             size = f", {mib(event['bytes'])}" if event.get("bytes") else ""

@@ -6,17 +6,15 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import lru_cache
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Metrics in one chart."""
+    """Metrics in one chart. names: patterns of their names in the `metrics` of a step or an evaluation."""
 
     title: str
     names: tuple[str, ...]
-    """Patterns of their names in the `metrics` of a step or an evaluation."""
     spread: str = ""
     """The metric that is the standard deviation of the first one, drawn as a band around it."""
     log: bool = False
@@ -43,12 +41,6 @@ FIGURES = (
 )
 HEADLINES = {"reward/mean": "reward"}
 """Metrics that a run is followed by in place of its loss, which says nothing there, and what each is called."""
-
-
-@lru_cache
-def is_drawn(metric: str) -> bool:
-    """Whether some figure shows a metric."""
-    return any(metric == figure.spread or figure.of([metric]) for figure in FIGURES)
 
 
 def headline_of(metrics: Iterable[str]) -> str:

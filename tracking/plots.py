@@ -55,7 +55,7 @@ def plot_run(facts: RunFacts, png: Path) -> Path:
     columns, start = facts.columns, facts.start
     if not len(columns) or not start:
         raise UserError(f"{facts.source}: no step has been recorded, so there is nothing to draw")
-    recorded = list(dict.fromkeys([*columns.metrics, *facts.evaluated_metrics]))
+    recorded = list(dict.fromkeys([*columns.metrics, *facts.evaluated]))
     charts = [(figure, names) for figure in FIGURES if (names := figure.of(recorded))]
     leading = [chart for chart in charts if facts.headline in chart[1]]
     charts = [chart for chart in charts if chart not in leading]
@@ -169,21 +169,17 @@ def _draw_loss(axis: Axes, facts: RunFacts) -> None:
 
 
 def _draw_metrics(axis: Axes, facts: RunFacts, shown: Figure, names: list[str]) -> None:
-    metrics = facts.columns.metrics
+    columns = facts.columns
+    trained, validated = (columns.step, columns.metrics, "-"), (facts.evaluations[0], facts.evaluated, "o--")
     for index, name in enumerate(names):
-        for x, found, style in (
-            (facts.columns.step, metrics.get(name), "-"),
-            (facts.evaluations[0], facts.evaluated(name), "o--"),
-        ):
-            if found is None or not np.isfinite(found).any():
+        for x, metrics, style in (trained, validated):
+            if name not in metrics:
                 continue
-            label, colour = name if style == "-" else f"{name}, validation", f"C{index}"
-            axis.plot(
-                x, _finite(found), style, color=colour, linewidth=1.0 if style == "-" else 1.6, label=plain(label)
-            )
-        if name in metrics and shown.spread in metrics:
-            low, high = metrics[name] - metrics[shown.spread], metrics[name] + metrics[shown.spread]
-            axis.fill_between(facts.columns.step, low, high, color=f"C{index}", alpha=0.15, linewidth=0)
+            label, y = name if style == "-" else f"{name}, validation", _finite(metrics[name])
+            axis.plot(x, y, style, color=f"C{index}", linewidth=1.0 if style == "-" else 1.6, label=plain(label))
+            if shown.spread in metrics:
+                low, high = y - metrics[shown.spread], y + metrics[shown.spread]
+                axis.fill_between(x, low, high, color=f"C{index}", alpha=0.15, linewidth=0)
     if shown.log:
         axis.set_yscale("log")
     axis.set_title(shown.title)

@@ -1,4 +1,4 @@
-"""One run as columns: `events.jsonl` read in one pass and kept at 136 bytes a step.
+"""One run as columns: `events.jsonl` read in one pass and kept at 136 bytes a step, and 8 for each metric of its task.
 
 Per-step numbers are arrays, so that two runs of a million steps can be compared exactly; rare events (scale changes,
 evaluations, checkpoints, incidents) stay whole. The last attempt at a step counts (after a resume or rollback), as in
@@ -20,7 +20,7 @@ import orjson
 
 from config.errors import UserError
 from tracking.events import Event
-from tracking.figures import headline_of, is_drawn
+from tracking.figures import headline_of
 from tracking.jsonl import Follower, beginnings, event_on
 from tracking.status import Status, ended
 from tracking.verdict import Evidence, Verdict, judge
@@ -64,7 +64,7 @@ class Columns:
     order: np.ndarray
     offset: np.ndarray
     metrics: dict[str, np.ndarray] = field(default_factory=dict)
-    """Metrics of the task that are drawn, by their names."""
+    """Metrics of the task by their names."""
 
     def __len__(self) -> int:
         """Number of steps."""
@@ -131,18 +131,14 @@ class RunFacts:
     @cached_property
     def headline(self) -> str:
         """The metric that it is followed by in place of its loss; empty for its loss."""
-        return headline_of([*self.columns.metrics, *self.evaluated_metrics])
+        return headline_of([*self.columns.metrics, *self.evaluated])
 
-    @property
-    def evaluated_metrics(self) -> list[str]:
-        """Names of the metrics of the surviving evaluations."""
-        events = self.rare_events.get("eval", [])
-        return list(dict.fromkeys(name for event in events for name in event.get("metrics") or ()))
-
-    def evaluated(self, metric: str) -> np.ndarray:
-        """A metric at the surviving evaluations, (evaluations,); nan where one has none."""
-        events = self.rare_events.get("eval", [])
-        return np.array([_number((event.get("metrics") or {}).get(metric)) for event in events], float)
+    @cached_property
+    def evaluated(self) -> dict[str, np.ndarray]:
+        """Metrics at the surviving evaluations, each (evaluations,); nan where one has none."""
+        found = [event.get("metrics") or {} for event in self.rare_events.get("eval", [])]
+        names = dict.fromkeys(name for metrics in found for name in metrics)
+        return {name: np.array([_number(metrics.get(name)) for metrics in found]) for name in names}
 
     @property
     def evaluations(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -242,7 +238,7 @@ class Collector:
         if self._step and step <= self._step[-1]:
             self._drop_steps(step, also_newest=False)
         row: dict[str, Any] = {name: _number(event.get(name)) for name in _NUMBERS}
-        metrics = {name: _number(value) for name, value in (event.get("metrics") or {}).items() if is_drawn(name)}
+        metrics = {name: _number(value) for name, value in (event.get("metrics") or {}).items()}
         order = event.get("sample_ids_sha256")
         row["order"] = int(order[:_HASH_DIGITS], 16) if order else -1
         covered = max(1, step - (self._step[-1] if self._step else self._began))  # wandb leaves steps out

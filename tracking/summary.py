@@ -28,12 +28,10 @@ class Summary:
 
     def __init__(self, facts: RunFacts) -> None:
         steps, rare = facts.columns, facts.rare_events
-        self.headline = facts.headline
-        """The metric that it is followed by in place of its loss, whose numbers are then the metric's; else empty."""
-        course = steps.metrics.get(self.headline, steps.loss)
+        course = steps.metrics.get(facts.headline, steps.loss)  # what it is followed by
         finite = np.flatnonzero(np.isfinite(course))
         losses = course[finite]
-        best = int(np.argmax(losses) if self.headline else np.argmin(losses)) if losses.size else None
+        best = int(np.argmax(losses) if facts.headline else np.argmin(losses)) if losses.size else None
         norms = steps.grad_norm[np.isfinite(steps.grad_norm)]
         evals, checkpoints = rare.get("eval", []), rare.get("checkpoint", [])
         corruption = [*rare.get("corruption", []), *rare.get("reexecution", [])]

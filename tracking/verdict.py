@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -106,10 +106,6 @@ class Verdict:
         since = "" if self.step is None else f" since step {self.step:,}"
         return f"{self.word}{since}{f': {self.cause}' if self.cause else ''}"
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
-
 
 class Evidence:
     """What a verdict rests on, taken event by event, in memory that does not grow with the run."""
@@ -123,7 +119,7 @@ class Evidence:
         self.not_finite_since: int | None = None
         """First of the losses in a row up to the newest that were not finite."""
         self.largest_lr = 0.0
-        self.warned: dict[str, tuple[Event, int]] = {}
+        self.warned: dict[str, list[Any]] = {}
         """The first of what is counted in `warnings`, and how many, by the signal or else the kind of event."""
         self.refused: Event | None = None
         """The newest incident."""
@@ -147,9 +143,7 @@ class Evidence:
             self._cut(event["step"] + 1)
         elif kind in ("incident", "warning", "corruption") or (kind == "note" and event.get("failed") == "checkpoint"):
             self.warnings += 1
-            name = str(event.get("signal") or kind)
-            first, count = self.warned.get(name, (event, 0))
-            self.warned[name] = first, count + 1
+            self.warned.setdefault(str(event.get("signal") or kind), [event, 0])[1] += 1
             self.refused = event if kind == "incident" else self.refused
         elif kind == "eval" and headline_of(event.get("metrics") or ()):
             self.held_out = [*self.held_out[:1], followed(event)[1]]
@@ -366,8 +360,7 @@ def _reward(evidence: Evidence) -> _Reward | None:
 def _unrewarded(
     evidence: Evidence, reward: _Reward, status: Status, config: Mapping[str, Any]
 ) -> tuple[str, int, float] | None:
-    """(cause with what to do, since which step, factor of the learning rate to try or 0) of a reward that has not
-    risen; None where it has, or where it is too soon to say."""
+    """(cause, since which step, factor of the learning rate to try or 0) where the reward has not risen; else None."""
     warmup = (config.get("schedule") or {}).get("warmup_steps") or 0
     enough, silent = evidence.applied - warmup >= FLAT_STEPS, evidence.without_signal / evidence.applied
     if reward.risen or status.state == "aborted" or not (status.over or enough):
@@ -376,9 +369,9 @@ def _unrewarded(
         cause = f"in {percent(silent)} of its prompts all answers had one reward ({percent(NO_SIGNAL)} is the bound)"
         advice = "look at the checker, take prompts that are neither solved nor too hard, or raise grpo.group_size"
         return f"{cause}: {advice}", evidence.first_step, 0.0
-    if not (status.over and enough):
-        return None
     held_out, level = evidence.held_out, reward.level
+    if not (status.over and enough) or evidence.spread <= SOLVED * level[-1]:  # near its largest from the start
+        return None
     first, last = held_out if len(held_out) == 2 else (float(level[0]), float(level[-1]))
     cause = f"its reward has not risen beyond its noise, {number(first)} at first and {number(last)} at last"
     for signal in ("incident", *_SETTLING_SIGNALS, "truncated"):
@@ -389,10 +382,9 @@ def _unrewarded(
 
 
 def _diverged(evidence: Evidence, course: _Course | None, reward: _Reward | None) -> tuple[str, int, int] | None:
-    """(cause with its numbers, since which step, last sound step); None unless the loss has risen, and stays up, or the
-    reward has fallen, and stays down.
+    """(cause, since which step, last sound step); None unless the loss rose, or the reward fell, and stays there.
 
-    The last two windows have to be up: one spike is no divergence.
+    The last two windows have to be there: one spike is no divergence.
     """
     steps, _ = evidence.curve()
     since = evidence.not_finite_since
@@ -421,12 +413,9 @@ def _diverged(evidence: Evidence, course: _Course | None, reward: _Reward | None
 
 
 def _warned(evidence: Evidence, course: _Course | None, reward: _Reward | None) -> tuple[str, int] | None:
-    """(cause, since which step) of a run that ended well all the same; None where nothing is to be said.
-
-    Answers that are all alike are what a policy comes to that has solved its prompts.
-    """
+    """(cause, since which step) of a run that ended well all the same; None where nothing is to be said."""
     skipped = evidence.attempts - evidence.applied
-    solved = reward is not None and reward.solved
+    solved = reward is not None and reward.solved  # where all answers to a prompt come to be alike
     warned = [found for name, found in evidence.warned.items() if not (solved and name in _SETTLING_SIGNALS)]
     warned.sort(key=lambda found: found[0].get("signal") != "answer_entropy")  # which ends the learning
     if warned:

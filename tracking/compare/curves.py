@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from tracking.compare.divergence import Divergence
 from tracking.compare.text import event_line
-from tracking.figures import is_drawn
+from tracking.figures import FIGURES
 from tracking.run_facts import RunFacts
 
 BUCKETS = 500
@@ -28,12 +28,18 @@ _DIGITS = 7
 
 def curve(run: RunFacts) -> dict[str, list[float | None]]:
     """Axes and drawn columns at the chosen steps; None where a value is not finite."""
-    return _columns(run, _chosen(run), (*_AXES, *_DRAWN, *run.columns.metrics))
+    return _columns(run, _chosen(run), (*_AXES, *_DRAWN, *drawn(run.columns.metrics)))
 
 
 def means(run: RunFacts) -> dict[str, list[float | None]]:
     """Axes and drawn columns averaged over BUCKETS segments of all steps, for smoothing; without non-finite values."""
-    return {name: _means(_column(run, name)) for name in (*_AXES, *_DRAWN, *run.columns.metrics)}
+    return {name: _means(_column(run, name)) for name in (*_AXES, *_DRAWN, *drawn(run.columns.metrics))}
+
+
+def drawn(metrics: Iterable[str]) -> list[str]:
+    """Those of some metrics that a figure shows, as a curve or as the band around one."""
+    shown = {name for figure in FIGURES for name in (*figure.of(metrics), figure.spread)}
+    return [name for name in metrics if name in shown]
 
 
 def _means(values: np.ndarray) -> list[float | None]:
@@ -100,7 +106,7 @@ def plain_list(values: np.ndarray) -> list[float | None]:
 def validation(run: RunFacts) -> dict[str, list[float | None]]:
     """The evaluations on every axis, with their loss and the drawn metrics."""
     found = dict(zip((*_AXES, "loss"), run.evaluations, strict=True))
-    found |= {name: run.evaluated(name) for name in filter(is_drawn, run.evaluated_metrics)}
+    found |= {name: run.evaluated[name] for name in drawn(run.evaluated)}
     return {name: plain_list(values) for name, values in found.items()}
 
 

@@ -90,7 +90,6 @@ def sections(run_dir: RunDir, summary: Summary, resume_command: str = "") -> dic
     sample = run_dir.sample.read_text(encoding="utf-8", errors="replace") if run_dir.sample.is_file() else ""
     newest = [f"{sample_title(run_dir, summary)}:", fenced(sample)] if sample else []
     earlier = [part for step, text in summary.samples[-_MOST_SAMPLES:] for part in (f"At step {step:,}:", fenced(text))]
-    earlier = ["### Samples at evaluations", *earlier] if earlier else []
     resume = fenced(resume_command or resume_command_of(run_dir), "bash")
     return {
         "What ran": page(_facts(_what_ran(summary, config, deepspeed, environment))),
@@ -103,7 +102,7 @@ def sections(run_dir: RunDir, summary: Summary, resume_command: str = "") -> dic
         ),
         "Notes": page([escaped(note) for note in summary.notes]),
         "Canary": page(_canary(run_dir)),
-        "Sample": page(*newest, *earlier),
+        "Sample": page(*newest, earlier and "### Samples at evaluations", *earlier),
         "Resume": page(f"Newest checkpoint: {code(summary.checkpoint or 'none')}", resume),
     }
 
@@ -186,7 +185,7 @@ def results(summary: Summary) -> list[tuple[str, str]]:
         best = f"best {loss(summary.best_loss)} at step {summary.best_loss_step}"
     older = "nats" if summary.eval_loss is None or summary.perplexity is not None else ""
     unit = summary.start.get("loss_unit", older)
-    what = HEADLINES.get(summary.headline, "loss") + (f" ({unit})" if unit else "")
+    what = HEADLINES.get(summary.facts.headline, "loss") + (f" ({unit})" if unit else "")
     found: dict[str, str] = {
         f"training {what}": f"{loss(summary.first_loss)} -> {loss(summary.last_loss)} ({best})",
         "losses that were not finite": str(summary.nonfinite_losses or ""),

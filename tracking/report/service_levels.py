@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from glob import has_magic
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from tracking.numbers import number, percent
 from tracking.report.context import Verdict as Passed
 from tracking.report.measures import GOOD_ENDINGS, read_run
 from tracking.report.sessions import RunHistory
-from tracking.run_dir import RunDir, matching
+from tracking.run_dir import RunDir
 from tracking.verdict import Verdict
 
 OBJECTIVES = {"job_success": 0.99, "no_divergence": 0.99, "restore_success": 1.0}
@@ -294,3 +295,9 @@ def format_budget(level: Level) -> str:
 
 def _utc(time: float) -> datetime:
     return datetime.fromtimestamp(time, UTC)
+
+
+def matching(pattern: str) -> list[Path]:
+    """Paths that match a glob, sorted; for a pattern without wildcards that path, whether it exists or not."""
+    path = Path(pattern).expanduser()
+    return sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor)))) if has_magic(pattern) else [path]

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from config.load import to_dict
 from config.redact import redact
 from config.schema import Config
@@ -25,7 +27,7 @@ from tracking.heatmap.modules import FOLDS, Fold
 from tracking.heatmap.page import panel_data, panels_of, static_heat
 from tracking.heatmap.panels import PANELS
 from tracking.numbers import duration, human, loss, mib, number, percent
-from tracking.pages.document import fragment
+from tracking.pages.document import PARSER, Renderer
 from tracking.pages.markdown import fenced
 from tracking.pages.render import render
 from tracking.report.context import Finding, MeasureContext, Run, find
@@ -90,6 +92,11 @@ def state(entry: Entry, *, now: float) -> State:
         ("since" if running else "ended", f"{duration(max(0.0, now - since))} ago" if since else ""),
     ]
     return State([(name, value) for name, value in rows if value], min(1.0, step / planned) if planned else 0.0)
+
+
+def fragment(markdown: str) -> Markup:
+    """Markdown without pictures as a part of a page."""
+    return Markup(Renderer(Path()).render(PARSER.parse(markdown), PARSER.options, {}))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from config.printable import shown
-from tracking.figures import followed, is_drawn
+from tracking.figures import followed
 from tracking.heatmap.blocks import draw_blocks, legend
 from tracking.heatmap.grid import Heat
 from tracking.heatmap.panels import PANELS
@@ -267,7 +267,7 @@ def _facts(state: WatchState, view: View) -> list[tuple[str, str, str]]:
         ("inf or nan", "; ".join(_tail(what, 22) for what, _ in state.causes.most_common(1)), "bold red"),
         ("checkpoint", f"step {saved['step']:,}{_age(saved, view)}" if saved else "none", ""),
         ("computed in", ", ".join(f"{k} {percent(v, 3)}" for k, v in state.flop_share.items() if v), ""),
-        *((name, number(value), "") for name, value in (newest.get("metrics") or {}).items() if is_drawn(name)),
+        *((name, number(value), "") for name, value in (newest.get("metrics") or {}).items()),
     ]
     return [row for row in rows if row[1]]
 
