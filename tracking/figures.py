@@ -26,13 +26,13 @@ class Figure:
 
 FIGURES = (
     Figure("Reward", ("reward/mean",), spread="reward/spread"),
-    Figure("Share of prompts without signal, of answers without a reward", ("reward/no_signal", "reward/none")),
+    Figure("Prompts without signal, answers without reward", ("reward/no_signal", "reward/none")),
     Figure("Length of answers (tokens)", ("length",)),
     Figure("Share of answers cut off at their longest", ("truncated",)),
     Figure("Entropy of answers (nats per token)", ("entropy",)),
     Figure("Share of tokens clipped, left out", ("clip_share", "left_out")),
-    Figure("Trainer from sampler, from itself: k3 (nats per token)", ("gap/k3", "gap/self_k3"), log=True),
-    Figure("Trainer from sampler: largest difference of a token (nats)", ("gap/largest",), log=True),
+    Figure("Gap and self-gap: k3 (nats per token)", ("gap/k3", "gap/self_k3"), log=True),
+    Figure("Largest gap of a token (nats)", ("gap/largest",), log=True),
     Figure("Sync of the sampler and its proof (seconds)", ("sync/seconds",)),
     Figure("KL (nats per token)", ("kl", "kl_*")),
     Figure("Accuracy and agreement", ("*accuracy", "*agreement*", "*f1", "matthews")),

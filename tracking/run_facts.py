@@ -2,7 +2,7 @@
 
 Per-step numbers are arrays, so that two runs of a million steps can be compared exactly; rare events (scale changes,
 evaluations, checkpoints, incidents) stay whole. The last attempt at a step counts (after a resume or rollback), as in
-`tracking.history.surviving`.
+`tracking.compare.surviving`.
 """
 
 from __future__ import annotations

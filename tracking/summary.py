@@ -21,7 +21,7 @@ from tracking.status import run_status
 class Summary:
     """One run in numbers. Losses in nats, times in seconds, memory in bytes; None where nothing was recorded.
 
-    `steps` and everything counted per step are of the surviving history (see `tracking.history.surviving`);
+    `steps` and everything counted per step are of the surviving history (see `tracking.compare.surviving`);
     scale events, incidents and non-finite tensors are counted over all sessions. `nonfinite` holds at most
     `tracking.run_facts.MAX_RARE_EVENTS` events.
     """

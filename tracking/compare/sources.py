@@ -7,7 +7,7 @@ from glob import has_magic
 from pathlib import Path
 
 from config.errors import UserError
-from tracking.report.service_levels import matching
+from tracking.report.files import matching
 from tracking.run_dir import RunDir
 from tracking.run_facts import RunFacts
 from tracking.summary import read_run_folder

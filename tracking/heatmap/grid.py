@@ -1,6 +1,6 @@
 """Events of a run as (modules, steps) arrays, from which the heat maps are drawn.
 
-The last attempt at a step counts, as in `tracking.history.surviving`. Memory is bounded: beyond MOST_COLUMNS measured
+The last attempt at a step counts, as in `tracking.compare.surviving`. Memory is bounded: beyond MOST_COLUMNS measured
 steps, neighbours share a column, merged as their panel says.
 """
 

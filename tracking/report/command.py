@@ -29,6 +29,7 @@ from tracking.jsonl import encode
 from tracking.numbers import number, percent
 from tracking.pages.markdown import Table
 from tracking.report.context import LIMITS, Finding, Limit, MeasureContext, Verdict
+from tracking.report.files import write_page
 from tracking.report.measures import all_measures, caveats, count_verdicts, read_run
 from tracking.report.page import resume_command_of, summary_table, write_report
 from tracking.report.service_levels import (
@@ -98,7 +99,6 @@ def _one(options: argparse.Namespace) -> bool:
     except OSError as error:  # a run folder that may only be read
         print(shown(f"report.md was not written: {error.filename}: {error.strerror}"), file=sys.stderr)
     if options.html is not None:
-        from tracking.report.html import write_page
         from tracking.serve.run_page import printed  # brings Jinja2
 
         write_page(options.html, printed(context, findings, remarks))
@@ -123,7 +123,7 @@ def _many(options: argparse.Namespace) -> bool:
     objectives = objectives_from(options.objective)
     found = service_levels(run_folders(options.runs), objectives=objectives, now=now, since=since)
     if options.html is not None:
-        from tracking.report.html import levels_page, write_page
+        from tracking.report.html import levels_page
 
         write_page(options.html, levels_page(found))
     if options.json:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from markupsafe import Markup
 
-from config.errors import UserError
-from config.files import write_atomically
 from tracking.numbers import percent
 from tracking.pages.render import render
 from tracking.report.service_levels import ServiceLevels, format_budget, format_level
@@ -27,14 +23,6 @@ def levels_page(found: ServiceLevels) -> str:
         format_budget=format_budget,
         mark=mark,
     )
-
-
-def write_page(path: Path, text: str) -> None:
-    """Write the page that --html asks for. Raises UserError when it cannot be written."""
-    try:
-        write_atomically(path, text.encode())
-    except OSError as error:
-        raise UserError(f"--html {path}: cannot be written ({error.strerror}); choose another file") from error
 
 
 def mark(verdict: str) -> Markup:

@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from glob import has_magic
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from config.cli import DIVERGED
 from config.errors import UserError
 from tracking.numbers import number, percent
 from tracking.report.context import Verdict as Passed
+from tracking.report.files import matching
 from tracking.report.measures import GOOD_ENDINGS, read_run
 from tracking.report.sessions import RunHistory
 from tracking.run_dir import RunDir
@@ -295,9 +295,3 @@ def format_budget(level: Level) -> str:
 
 def _utc(time: float) -> datetime:
     return datetime.fromtimestamp(time, UTC)
-
-
-def matching(pattern: str) -> list[Path]:
-    """Paths that match a glob, sorted; for a pattern without wildcards that path, whether it exists or not."""
-    path = Path(pattern).expanduser()
-    return sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor)))) if has_magic(pattern) else [path]

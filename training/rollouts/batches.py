@@ -220,7 +220,9 @@ class RolloutBatches(Batches):
         for place, prompt in enumerate(found.parts("prompts")[:EXAMPLES]):
             answer = found.parts("answers")[place * found.group]
             asked, said = (self._tokenizer.decode(ids.tolist(), skip_special_tokens=True) for ids in (prompt, answer))
-            about = f"reward {totals[place, 0]:.4g} (mean of {found.group}: {np.nanmean(totals[place]):.4g})"
+            known = totals[place][~np.isnan(totals[place])]
+            mean = f"{known.mean():.4g}" if len(known) else "none"
+            about = f"reward {totals[place, 0]:.4g} (mean of {found.group}: {mean})"
             parts.append(f"{about}: {asked[-EXAMPLE_CHARACTERS:]} -> {said[:EXAMPLE_CHARACTERS]}")
         return "\n".join(parts)
 

@@ -1,5 +1,6 @@
 """Steps on sampled answers equal plain torch on the recorded ones, and a sampler that is not the trainer is found."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,14 @@ def test_one_and_two_ranks_equal_plain_torch(pair: ProcessGroup, solo: ProcessGr
             assert first.answers.tolist() == answers.answers.tolist()
             assert len(set(first.lengths.tolist())) > 2
             assert max(step["metrics"]["gap/of_bound"] for step in found["steps"]) < 1
+
+
+def test_an_evaluation_shows_prompts_with_answers_and_rewards(pair: ProcessGroup, folder: Path) -> None:
+    """On every rank the same ones, each time: the first of the held-out prompts, with the same random numbers."""
+    first, second = pair.run(cases.examples, folder=folder)
+    assert first == second and first[0] == first[1] and first[2] == ""
+    lines = re.findall(r"^reward ([\d.]+) \(mean of 2: [\d.]+\): (.*?) -> ", first[0], re.MULTILINE)
+    assert 1 <= len(lines) <= 4 and len(first[0]) < 4 * 900 and all(prompt for _, prompt in lines)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
