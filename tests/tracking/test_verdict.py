@@ -16,15 +16,18 @@ from rich.console import Console
 
 from tests.support.runs.synthetic_events import start_fields, step_fields
 from tests.support.servers.serving import served
+from tracking.compare.command import main as compare
+from tracking.console import ConsoleSink
 from tracking.jsonl import JsonlSink, read_events
 from tracking.prometheus.metrics import Metrics
-from tracking.report.page import write_report
+from tracking.report.page import results, write_report
 from tracking.run_dir import RunDir
 from tracking.serve.skim import Skimmer
 from tracking.status import Status, ended, run_status
-from tracking.summary import read_run_folder
+from tracking.summary import read_run_folder, summarise
 from tracking.verdict import FEWEST, TONES, WORDS, Evidence, Verdict, judge
 from tracking.watch.command import Watch, once
+from tracking.watch.state import WatchState
 
 RECORDED = Path(__file__).parent.parent / "support" / "runs" / "verdicts"
 CONFIG: dict[str, Any] = {
@@ -114,6 +117,28 @@ def test_a_run_that_gained_no_reward_is_not_learning(tmp_path: Path, kind: str) 
     assert (found.word, found.step) == ("not learning", 1) and found.cause.startswith(cause), found.text
     assert command in found.command and bool(command) == bool(found.command)
     assert "look at" in found.cause
+
+
+def test_console_dashboard_report_and_comparison_follow_the_reward(tmp_path: Path, capsys: Any) -> None:
+    runs = [folder_of(tmp_path, kind) for kind in ("rewards_learned", "rewards_collapsed")]
+    stream, state = io.StringIO(), WatchState()
+    sink = ConsoleSink(60, log_every_steps=60, stream=stream)
+    for event in read_events(runs[0].events):
+        sink.write(event)
+        state.add(event)
+    lines = stream.getvalue().splitlines()
+    assert lines[1].startswith("step 0: validation reward 0.0046, length 5.932")
+    assert "  reward  0.9245 from 0.007161  " in lines[-3] and not any("loss" in line for line in lines)
+    assert state.followed == "reward" and state.validation.buckets[-1].high == 0.860026
+    summary = summarise(runs[0])
+    rows = dict(results(summary))
+    assert rows["training reward"] == "0.0072 -> 0.9245 (best 0.9583 at step 49)"
+    assert rows["validation reward"] == "0.0046 -> 0.8600" and "validation reward/mean" not in rows
+    assert [step for step, _ in summary.samples] == [0, 15, 30, 45, 60]
+    assert summary.samples[-1][1].count(" -> ") == 4 and all(len(text) < 4 * 900 for _, text in summary.samples)
+    assert compare([str(run.path) for run in runs]) == 0
+    text = capsys.readouterr().out
+    assert "training loss (minus the reward) at 138,125 tokens: rewards_learned is best: -0.8" in text
 
 
 def of_rewards(rewards: Any, *warnings: str, status: Status = DONE, held_out: Any = (), **metrics: Any) -> Verdict:

@@ -119,7 +119,7 @@ def largest_gap(world: World, *, folder: Path, count: int, **options: Any) -> fl
 
 def examples(world: World, *, folder: Path) -> list[str]:
     """What two evaluations show of their answers, and what is left of it."""
-    with session(resolve(folder), world=world) as opened:
+    with session(resolve(folder, overrides=("data.validation_fraction=0.2",)), world=world) as opened:
         found = []
         for _ in range(2):
             opened.engine.evaluate(opened.validation())
