@@ -110,6 +110,9 @@ def fault_in(event: Event) -> str | None:
             (name in _NUMBERS and not _is_number(value)) or (name in _TEXTS and not isinstance(value, str))
         ):
             return f"({kind}) has a {name} of the wrong type"
+    metrics = event.get("metrics") or {}
+    if not isinstance(metrics, dict) or not all(value is None or _is_number(value) for value in metrics.values()):
+        return f"({kind}) has metrics of the wrong type"
     return None
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True)
-class Figure:
+class Figure(NamedTuple):
     """Metrics in one chart. names: patterns of their names in the `metrics` of a step or an evaluation."""
 
     title: str
@@ -34,10 +32,10 @@ FIGURES = (
     Figure("Gap and self-gap: k3 (nats per token)", ("gap/k3", "gap/self_k3"), log=True),
     Figure("Largest gap of a token (nats)", ("gap/largest",), log=True),
     Figure("Sync of the sampler and its proof (seconds)", ("sync/seconds",)),
-    Figure("KL (nats per token)", ("kl", "kl_*")),
     Figure("Accuracy and agreement", ("*accuracy", "*agreement*", "*f1", "matthews")),
     Figure("Correlation", ("pearson",)),
     Figure("Rewards (beta times nats)", ("rewards/chosen", "rewards/rejected", "rewards/margin")),
+    Figure("KL (nats per token)", ("kl", "kl_*")),
 )
 HEADLINES = {"reward/mean": "reward"}
 """Metrics that a run is followed by in place of its loss, which says nothing there, and what each is called."""
@@ -51,5 +49,5 @@ def headline_of(metrics: Iterable[str]) -> str:
 def followed(event: Mapping[str, Any]) -> tuple[str, float]:
     """Name and value of what is followed, in a step or an evaluation; nan where it was not recorded."""
     headline = headline_of(event.get("metrics") or ())
-    value = event["metrics"][headline] if headline else event["loss"]
+    value = event["metrics"][headline] if headline else event.get("loss")
     return HEADLINES.get(headline, "loss"), math.nan if value is None else float(value)

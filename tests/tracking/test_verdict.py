@@ -141,6 +141,17 @@ def test_console_dashboard_report_and_comparison_follow_the_reward(tmp_path: Pat
     assert "training loss (minus the reward) at 138,125 tokens: rewards_learned is best: -0.8" in text
 
 
+@pytest.mark.parametrize("metrics", [{"reward/mean": "x"}, ["reward/mean"], "reward/mean", {"reward/mean": {}}])
+def test_metrics_that_are_damaged_are_passed_over(tmp_path: Path, metrics: Any) -> None:
+    run_dir = folder_of(tmp_path, "rewards_learned")
+    for event in [event for event in read_events(run_dir.events) if event["event"] in ("step", "eval")][-2:]:
+        with run_dir.events.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(event | {"metrics": metrics}, separators=(",", ":")) + "\n")
+    skimmer = Skimmer(run_dir.events)
+    skimmer.update()
+    assert (skimmer.skim.followed, len(skimmer.skim.evals)) == ("reward", 5)
+
+
 def of_rewards(rewards: Any, *warnings: str, status: Status = DONE, held_out: Any = (), **metrics: Any) -> Verdict:
     """The verdict on a run with these rewards and early warnings at its end; the loss is about 0."""
     evidence = Evidence()

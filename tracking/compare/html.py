@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from tracking.compare.curves import band, curve, gap, gap_means, marks, means, validation
@@ -138,7 +137,7 @@ def _charts(runs: Sequence[RunFacts]) -> dict[str, Any]:
         "runs": drawn,
         "unit": units.pop() if len(units) == 1 else "",
         "headline": min(run.headline for run in runs),
-        "figures": [asdict(figure) | {"names": names} for figure in FIGURES if (names := figure.of(metrics))],
+        "figures": [figure._asdict() | {"names": names} for figure in FIGURES if (names := figure.of(metrics))],
     }
 
 

@@ -64,11 +64,11 @@ class Skimmer:
         old = Skim() if self._file.replaced() else self.skim
         skim = replace(old, counts=Counter(old.counts), evals=list(old.evals))
         for line in self._file.lines(*_RARE, "step"):
-            if line.startswith(_STEP):
-                with suppress(ValueError, KeyError, TypeError, AttributeError):
+            with suppress(ValueError, KeyError, TypeError, AttributeError):
+                if line.startswith(_STEP):
                     skim.evidence.add(orjson.loads(line))
-            elif (event := event_on(line)) is not None:
-                _add(skim, event)
+                elif (event := event_on(line)) is not None:
+                    _add(skim, event)
         steps = steps_at(self._file.path, POINTS)
         skim.curve, skim.last = _surviving(steps), steps[-1] if steps else {}
         skim.followed = followed(skim.last)[0] if steps else "loss"
