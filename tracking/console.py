@@ -21,6 +21,7 @@ from rich.text import Text
 
 from config.printable import line
 from tracking.events import Event, describe_event
+from tracking.figures import followed
 from tracking.numbers import duration, human, loss, mib, number, rate, scale
 from tracking.observed_dtypes import computed, lower_than_promised
 from tracking.terminal import console, paragraph
@@ -151,7 +152,7 @@ class ConsoleSink:
             place = f"step {event['step']:>{len(str(self._total))}}/{self._total}  "
             if self._progress is not None:  # the live lines have the rest
                 _, memory, _, _, norm, rate, scale, skipped = cells
-                name, value = _followed(event)
+                name, value = followed(event)
                 kept = [f"{name} {value:7.4f}", norm, rate, skipped, scale, speed, memory]
                 text = _pack(kept, self._console.width - len(place), 0)[0]
             else:
@@ -189,7 +190,7 @@ class ConsoleSink:
 
     def _remember(self, event: Event) -> None:
         self._seconds.append(event["step_seconds"])
-        _, value = _followed(event)
+        _, value = followed(event)
         if not math.isfinite(value):
             return
         if self._first_loss is None:
@@ -202,7 +203,7 @@ class ConsoleSink:
 
     def _cells(self, event: Event) -> list[str]:
         first = f" from {number(self._first_loss)}" if self._first_loss is not None else ""
-        name, value = _followed(event)
+        name, value = followed(event)
         return [
             f"{human(median(self._rates)):>6} tok/s",
             f"ETA {duration(self._eta(event['step'])):<6}",
@@ -256,9 +257,3 @@ def _can_print(text: str, stream: Any) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _followed(event: Event) -> tuple[str, float]:
-    """Name and value of what a run is followed by: loss, or the reward of sampled answers, whose loss is about 0."""
-    metrics = event.get("metrics") or {}
-    return ("reward", metrics["reward/mean"]) if "reward/mean" in metrics else ("loss", event["loss"])

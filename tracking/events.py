@@ -18,6 +18,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from config.printable import line
+from tracking.figures import HEADLINES, followed
 from tracking.numbers import loss, mib, number, percent, perplexity, scale
 from tracking.observed_dtypes import lower_than_promised
 
@@ -109,6 +110,9 @@ def fault_in(event: Event) -> str | None:
             (name in _NUMBERS and not _is_number(value)) or (name in _TEXTS and not isinstance(value, str))
         ):
             return f"({kind}) has a {name} of the wrong type"
+    metrics = event.get("metrics") or {}
+    if not isinstance(metrics, dict) or not all(value is None or _is_number(value) for value in metrics.values()):
+        return f"({kind}) has metrics of the wrong type"
     return None
 
 
@@ -148,9 +152,11 @@ def _describe(event: Event) -> str:
             return f"injected fault {event['kind']} on rank {event['rank']}, {event['module']}"
         case "eval":
             exponential = f", perplexity {perplexity(event['perplexity'])}" if event.get("perplexity") else ""
-            metrics = "".join(f", {name} {number(value)}" for name, value in event.get("metrics", {}).items())
+            what, main = followed(event)
+            further = [(name, value) for name, value in event.get("metrics", {}).items() if name not in HEADLINES]
+            metrics = "".join(f", {name} {number(value)}" for name, value in further)
             parts = ", ".join(f"{name} {number(value)}" for name, value in event.get("by_source", {}).items())
-            return f"validation loss {loss(event['loss'])}{exponential}{metrics}{parts and f'; loss of {parts}'}"
+            return f"validation {what} {loss(main)}{exponential}{metrics}{parts and f'; loss of {parts}'}"
         case "checkpoint":
             seconds = f" in {event['seconds']:.1f} s" if event.get("seconds") is not None else ""
             size = f", {mib(event['bytes'])}" if event.get("bytes") else ""

@@ -1,4 +1,4 @@
-"""The plot of a run: loss, gradient norm, learning rate, and loss scale or speed, from its events."""
+"""The plot of a run: loss or reward, gradient norm, learning rate, loss scale or speed, and the metrics of its task."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from config.errors import UserError
 from config.files import write_atomically
 from config.printable import shown
-from tracking.events import Event
-from tracking.jsonl import read_run_events, surviving
+from tracking.figures import FIGURES, Figure
 from tracking.numbers import human, number, rate
+from tracking.run_facts import Columns, RunFacts, median
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure as Picture
 
 # What matplotlib says of a HOME that it may not write and of its fonts is no news about the run.
 logging.getLogger("matplotlib").addFilter(
@@ -30,14 +32,6 @@ logging.getLogger("matplotlib.font_manager").addFilter(lambda record: record.lev
 
 _INK, _FAINT, _ACCENT, _ALARM = "#1f4e79", "#a9c1d9", "#d1660f", "#c00000"
 _SMOOTH_FROM = 100  # steps from which a running median is drawn over the raw curve
-_METRICS = {
-    "Accuracy and agreement": ("accuracy", "agreement", "f1", "matthews"),
-    "Correlation": ("pearson",),
-    "KL (nats per token)": ("kl",),
-    "Rewards (beta times nats)": ("rewards/chosen", "rewards/rejected", "rewards/margin"),
-    "Reward, and share of prompts without signal": ("reward/mean", "reward/no_signal"),
-}
-"""Metrics of tasks that are drawn, by what is in their names."""
 _MANY_SKIPS = 200  # more marks would hide the curves
 _STYLE: dict[Any, Any] = {
     "font.size": 12,
@@ -53,38 +47,41 @@ _STYLE: dict[Any, Any] = {
 }
 
 
-def plot_run(events: Path, png: Path) -> Path:
-    """Draw the run recorded in `events` to `png` (1560 x 975 pixels, 455 more for two kinds of metrics); returns it.
+def plot_run(facts: RunFacts, png: Path) -> Path:
+    """Draw a run to `png` (1560 x 975 pixels, 455 more for two charts of metrics); returns it.
 
-    The last attempt at a step is drawn. Non-finite values are gaps, and every
-    skipped step is a red line. Raises UserError when there is no step to draw.
+    Non-finite values are gaps, and every skipped step is a red line. Raises UserError when there is no step to draw.
     """
-    timeline = surviving(read_run_events(events))
-    steps = [event for event in timeline if event["event"] == "step"]
-    starts = [event for event in timeline if event["event"] == "run_start"]
-    if not steps or not starts:
-        raise UserError(f"{events}: no step has been recorded, so there is nothing to draw")
-    evals = [event for event in timeline if event["event"] == "eval"]
-    metrics = [(title, names) for title, of in _METRICS.items() if (names := _metric_names([*steps, *evals], of))]
-    rows = 2 + (len(metrics) + 1) // 2
+    columns, start = facts.columns, facts.start
+    if not len(columns) or not start:
+        raise UserError(f"{facts.source}: no step has been recorded, so there is nothing to draw")
+    recorded = list(dict.fromkeys([*columns.metrics, *facts.evaluated]))
+    charts = [(figure, names) for figure in FIGURES if (names := figure.of(recorded))]
+    leading = [chart for chart in charts if facts.headline in chart[1]]
+    charts = [chart for chart in charts if chart not in leading]
+    rows = 2 + (len(charts) + 1) // 2
     with figure(png, 12, 0.5 + 3.5 * rows) as drawn:
         axes = drawn.subplots(rows, 2, sharex=True)
-        drawn.suptitle(plain(_title(events.resolve().parent.name, starts[-1], steps)), fontsize=14)
-        _draw_loss(axes[0][0], steps, evals, starts[-1].get("loss_unit"))
-        _draw_grad_norm(axes[0][1], steps)
-        _draw_lr(axes[1][0], steps)
-        (_draw_scale if starts[-1]["compute"] == "fp16" else _draw_speed)(axes[1][1], steps)
-        for axis, (title, names) in zip(axes[2:].flat, metrics, strict=False):
-            _draw_metrics(axis, steps, evals, title, names)
-        for axis in axes[-1][1:] if len(metrics) % 2 else ():
+        drawn.suptitle(plain(_title(facts)), fontsize=14)
+        _draw_metrics(axes[0][0], facts, *leading[0]) if leading else _draw_loss(axes[0][0], facts)
+        _draw_grad_norm(axes[0][1], columns)
+        _draw_from_zero(axes[1][0], columns, "lr", "Learning rate")
+        axes[1][0].yaxis.set_major_formatter(lambda value, _: rate(value))
+        if start["compute"] == "fp16":
+            _draw_scale(axes[1][1], columns)
+        else:
+            _draw_from_zero(axes[1][1], columns, "tokens_per_second", "Speed (tokens per second)")
+        for axis, chart in zip(axes[2:].flat, charts, strict=False):
+            _draw_metrics(axis, facts, *chart)
+        for axis in axes[-1][1:] if len(charts) % 2 else ():
             axis.set_visible(False)
             axes[-2][1].tick_params(labelbottom=True)
             axes[-2][1].set_xlabel("optimizer step")
         for axis in axes[-1]:
             axis.set_xlabel("optimizer step")
             integer_steps(axis)
-        if len(steps) == 1:
-            axes[0][0].set_xlim(steps[0]["step"] - 1, steps[0]["step"] + 1)
+        if len(columns) == 1:
+            axes[0][0].set_xlim(columns.step[0] - 1, columns.step[0] + 1)
     return png
 
 
@@ -96,7 +93,7 @@ def integer_steps(axis: Axes) -> None:
 
 
 @contextmanager
-def figure(png: Path, width: float, height: float, *, dpi: int = 130, **style: Any) -> Iterator[Figure]:
+def figure(png: Path, width: float, height: float, *, dpi: int = 130, **style: Any) -> Iterator[Picture]:
     """A figure [inches] to draw on, written at the end: whole or not at all, with the folders above it.
 
     style: matplotlib's settings that differ from those of all figures, with `_` for `.`.
@@ -120,145 +117,109 @@ def plain(value: object) -> str:
     return shown(value).replace("$", r"\$")
 
 
-def _title(name: str, start: Event, steps: list[Event]) -> str:
-    processes = f"{start['world_size']} process{'' if start['world_size'] == 1 else 'es'}"
-    compute = str(start["compute"]).upper()
+def _title(facts: RunFacts) -> str:
+    start, columns = facts.start, facts.columns
+    name = facts.label if facts.events is None else facts.events.resolve().parent.name
     return (
-        f"{name}: {human(start['parameters'])} parameters, {compute} compute, ZeRO-{start['zero_stage']}, "
-        f"{processes}, {human(steps[-1]['tokens'])} tokens"
+        f"{name}: {human(start['parameters'])} parameters, {str(start['compute']).upper()} compute, "
+        f"ZeRO-{start['zero_stage']}, {facts.world_size} process{'' if facts.world_size == 1 else 'es'}, "
+        f"{human(columns.tokens[-1])} tokens"
     )
 
 
-def _column(events: list[Event], name: str) -> list[float]:
-    """One field over the events; nan, a gap in the curve, where it was not recorded or is not finite."""
-    values = (event[name] for event in events)
-    return [value if value is not None and math.isfinite(value) else math.nan for value in values]
+def _finite(values: np.ndarray) -> np.ndarray:
+    """The values with nan, a gap in the curve, for what is not finite."""
+    return np.where(np.isfinite(values), values, math.nan)
 
 
-def _numbers(events: list[Event]) -> list[int]:
-    return [event["step"] for event in events]
-
-
-def _curve(axis: Axes, x: list[int], y: list[float], label: str) -> None:
+def _curve(axis: Axes, x: np.ndarray, values: np.ndarray, label: str) -> None:
     """The raw curve, and for long runs a running median over it."""
+    y = _finite(values)
     if len(y) < _SMOOTH_FROM:
         axis.plot(x, y, "o-" if len(y) == 1 else "-", color=_INK, linewidth=1.8, label=label)
         return
     width = max(5, len(y) // 40) | 1
     axis.plot(x, y, color=_FAINT, linewidth=0.8, label=label)
-    centres, medians = _running_median(y, width)
-    axis.plot([x[c] for c in centres], medians, color=_INK, linewidth=1.8, label=f"median over {width} steps")
+    centres = np.unique(np.linspace(0, len(y) - 1, min(1000, len(y))).round().astype(int))
+    medians = [median(y[max(0, centre - width // 2) : centre + width // 2 + 1]) for centre in centres]
+    axis.plot(x[centres], medians, color=_INK, linewidth=1.8, label=f"median over {width} steps")
 
 
-def _running_median(values: list[float], width: int) -> tuple[list[int], list[float]]:
-    """Median of the values that are not nan in a centred window, at up to 1000 places: (their indices, medians)."""
-    import numpy
-
-    array = numpy.asarray(values)
-    centres = sorted({round(place) for place in numpy.linspace(0, len(values) - 1, min(1000, len(values)))})
-    windows = (array[max(0, centre - width // 2) : centre + width // 2 + 1] for centre in centres)
-    known = (window[~numpy.isnan(window)] for window in windows)
-    return centres, [float(numpy.median(window)) if window.size else math.nan for window in known]
-
-
-def _mark_skips(axis: Axes, steps: list[Event]) -> None:
-    skipped = [event["step"] for event in steps if not event["applied"]]
+def _mark_skips(axis: Axes, columns: Columns) -> None:
+    skipped = columns.step[~columns.applied]
     for index, step in enumerate(skipped[:_MANY_SKIPS]):
         label = f"skipped ({len(skipped)})" if index == 0 else None
         axis.axvline(step, color=_ALARM, alpha=0.4, linewidth=1, zorder=1, label=label)
 
 
-def _draw_loss(axis: Axes, steps: list[Event], evals: list[Event], unit: str | None) -> None:
-    """unit: of `run_start`; None of a run that is older than the field."""
-    _curve(axis, _numbers(steps), _column(steps, "loss"), "training")
-    if evals:
-        axis.plot(_numbers(evals), _column(evals, "loss"), "o-", color=_ACCENT, label="validation", markersize=5)
-    if broken := [event["step"] for event in steps if not math.isfinite(event["loss"])][:_MANY_SKIPS]:
+def _draw_loss(axis: Axes, facts: RunFacts) -> None:
+    columns = facts.columns
+    _curve(axis, columns.step, columns.loss, "training")
+    evaluated, _, _, losses = facts.evaluations
+    if len(evaluated):
+        axis.plot(evaluated, _finite(losses), "o-", color=_ACCENT, label="validation", markersize=5)
+    broken = columns.step[~np.isfinite(columns.loss)][:_MANY_SKIPS]
+    if len(broken):
         top = axis.get_xaxis_transform()
         axis.plot(broken, [0.97] * len(broken), "x", color=_ALARM, markersize=8, transform=top, label="not finite")
-    _mark_skips(axis, steps)
-    if unit is None:
-        per_token = not any("metrics" in event for event in steps) and all(event.get("perplexity") for event in evals)
-        unit = "nats per token" if per_token else ""
+    _mark_skips(axis, columns)
+    unit = facts.start.get("loss_unit", "nats per token")
     axis.set_title(f"Loss ({unit})" if unit else "Loss")
     axis.legend(loc="upper right")
 
 
-def _metric_names(events: list[Event], kinds: tuple[str, ...]) -> list[str]:
-    """Metrics whose name has one of `kinds` in it, in the order in which they were recorded first."""
-    found = dict.fromkeys(name for event in events for name in event.get("metrics") or {})
-    return [name for name in found if any(kind in name for kind in kinds)]
-
-
-def _draw_metrics(axis: Axes, steps: list[Event], evals: list[Event], title: str, names: list[str]) -> None:
+def _draw_metrics(axis: Axes, facts: RunFacts, shown: Figure, names: list[str]) -> None:
+    columns = facts.columns
+    trained, validated = (columns.step, columns.metrics, "-"), (facts.evaluations[0], facts.evaluated, "o--")
     for index, name in enumerate(names):
-        for events, style in ((steps, "-"), (evals, "o--")):
-            own = [
-                {"step": event["step"], name: event["metrics"][name]}
-                for event in events
-                if name in (event.get("metrics") or {})
-            ]
-            if own:
-                label = f"{name}, validation" if events is evals else name
-                width, colour = 1.0 if events is steps else 1.6, f"C{index}"
-                axis.plot(_numbers(own), _column(own, name), style, color=colour, linewidth=width, label=plain(label))
-    axis.set_title(title)
+        for x, metrics, style in (trained, validated):
+            if name not in metrics:
+                continue
+            label, y = name if style == "-" else f"{name}, validation", _finite(metrics[name])
+            axis.plot(x, y, style, color=f"C{index}", linewidth=1.0 if style == "-" else 1.6, label=plain(label))
+            if shown.spread in metrics:
+                low, high = y - metrics[shown.spread], y + metrics[shown.spread]
+                axis.fill_between(x, low, high, color=f"C{index}", alpha=0.15, linewidth=0)
+    if shown.log:
+        axis.set_yscale("log")
+    axis.set_title(shown.title)
     axis.legend(loc="best", fontsize=9)
 
 
-def _draw_grad_norm(axis: Axes, steps: list[Event]) -> None:
+def _draw_grad_norm(axis: Axes, columns: Columns) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    norms = _column(steps, "grad_norm")
-    _curve(axis, _numbers(steps), norms, "before clipping")
-    if any(norm > 0 for norm in norms):
+    norms, clip = _finite(columns.grad_norm), columns.clip_coefficient
+    _curve(axis, columns.step, norms, "before clipping")
+    if (norms > 0).any():
         axis.set_yscale("log")
         axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axis.yaxis.set_major_formatter(lambda value, _: number(value))
         axis.yaxis.set_minor_formatter(NullFormatter())
-    clip = _clip_threshold(steps)
-    if clip is not None:
-        axis.axhline(clip, color=_ACCENT, linestyle="--", linewidth=1.4, label=f"clipped to {number(clip, 3)}")
-    _mark_skips(axis, steps)
+    clipped = (norms * clip)[(clip > 0) & (clip < 1) & np.isfinite(norms)]  # to the threshold, each of them
+    if len(clipped):
+        label = f"clipped to {number(float(clipped[0]), 3)}"
+        axis.axhline(clipped[0], color=_ACCENT, linestyle="--", linewidth=1.4, label=label)
+    _mark_skips(axis, columns)
     axis.set_title("Gradient norm (global, unscaled)")
     axis.legend(loc="upper right")
 
 
-def _clip_threshold(steps: list[Event]) -> float | None:
-    """The clipping norm, from a step that was clipped: coefficient = threshold / norm."""
-    for event in steps:
-        norm, coefficient = event["grad_norm"], event["clip_coefficient"]
-        if coefficient is not None and norm is not None and 0 < coefficient < 1 and math.isfinite(norm):
-            return float(norm * coefficient)
-    return None
-
-
-def _draw_lr(axis: Axes, steps: list[Event]) -> None:
-    axis.plot(_numbers(steps), _column(steps, "lr"), "o-" if len(steps) == 1 else "-", color=_INK, linewidth=1.8)
-    _mark_skips(axis, steps)
-    axis.set_ylim(bottom=0)
-    axis.yaxis.set_major_formatter(lambda value, _: rate(value))
-    axis.set_title("Learning rate")
-
-
-def _draw_scale(axis: Axes, steps: list[Event]) -> None:
-    scales = _column(steps, "loss_scale")
-    axis.step(_numbers(steps), scales, where="post", color=_INK, linewidth=1.8, label="loss scale")
+def _draw_scale(axis: Axes, columns: Columns) -> None:
+    scales, skipped = _finite(columns.loss_scale), ~columns.applied
+    axis.step(columns.step, scales, where="post", color=_INK, linewidth=1.8, label="loss scale")
     axis.set_yscale("log", base=2)
-    known = [scale for scale in scales if scale > 0]
-    if known:
-        axis.set_ylim(min(known) / 2, max(known) * 2)
-    overflows = [event for event in steps if not event["applied"]]
-    if len(overflows) <= _MANY_SKIPS:
-        axis.plot(_numbers(overflows), _column(overflows, "loss_scale"), "v", color=_ALARM, markersize=8)
-    _mark_skips(axis, steps)
+    if (scales > 0).any():
+        axis.set_ylim(scales[scales > 0].min() / 2, scales[scales > 0].max() * 2)
+    if skipped.sum() <= _MANY_SKIPS:
+        axis.plot(columns.step[skipped], scales[skipped], "v", color=_ALARM, markersize=8)
+    _mark_skips(axis, columns)
     axis.set_title("Loss scale")
     axis.legend(loc="lower right")
 
 
-def _draw_speed(axis: Axes, steps: list[Event]) -> None:
-    _curve(axis, _numbers(steps), _column(steps, "tokens_per_second"), "all processes")
-    _mark_skips(axis, steps)
+def _draw_from_zero(axis: Axes, columns: Columns, name: str, title: str) -> None:
+    _curve(axis, columns.step, getattr(columns, name), "all processes")
+    _mark_skips(axis, columns)
     axis.set_ylim(bottom=0)
-    axis.set_title("Speed (tokens per second)")
-    axis.legend(loc="lower right")
+    axis.set_title(title)

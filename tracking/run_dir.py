@@ -14,7 +14,6 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from glob import has_magic
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -107,20 +106,6 @@ class RunDir:
         except OSError as error:
             reason = f"cannot be written ({error.strerror or error})"
             raise UserError(f"run.dir: {self.path} {reason}; free space there, or choose another run.dir") from error
-
-
-def matching(pattern: str) -> list[Path]:
-    """Paths that match a glob, sorted; for a pattern without wildcards that path, whether it exists or not."""
-    path = Path(pattern).expanduser()
-    return sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor)))) if has_magic(pattern) else [path]
-
-
-def write_page(path: Path, text: str) -> None:
-    """Write the page that --html asks for. Raises UserError when it cannot be written."""
-    try:
-        write_atomically(path, text.encode())
-    except OSError as error:
-        raise UserError(f"--html {path}: cannot be written ({error.strerror}); choose another file") from error
 
 
 def _publish(path: Path, text: str) -> None:

@@ -1,8 +1,8 @@
-"""One run as columns: `events.jsonl` read in one pass and kept at 136 bytes a step.
+"""One run as columns: `events.jsonl` read in one pass and kept at 136 bytes a step, and 8 for each metric of its task.
 
 Per-step numbers are arrays, so that two runs of a million steps can be compared exactly; rare events (scale changes,
 evaluations, checkpoints, incidents) stay whole. The last attempt at a step counts (after a resume or rollback), as in
-`tracking.jsonl.surviving`.
+`tracking.compare.surviving`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import orjson
 
 from config.errors import UserError
 from tracking.events import Event
+from tracking.figures import headline_of
 from tracking.jsonl import Follower, beginnings, event_on
 from tracking.status import Status, ended
 from tracking.verdict import Evidence, Verdict, judge
@@ -62,6 +63,8 @@ class Columns:
     data_seconds: np.ndarray
     order: np.ndarray
     offset: np.ndarray
+    metrics: dict[str, np.ndarray] = field(default_factory=dict)
+    """Metrics of the task by their names."""
 
     def __len__(self) -> int:
         """Number of steps."""
@@ -125,13 +128,25 @@ class RunFacts:
         """Processes, each with its device; 1 when that was not recorded."""
         return int(self.start.get("world_size") or self.environment.get("world_size") or 1)
 
+    @cached_property
+    def headline(self) -> str:
+        """The metric that it is followed by in place of its loss; empty for its loss."""
+        return headline_of([*self.columns.metrics, *self.evaluated])
+
+    @cached_property
+    def evaluated(self) -> dict[str, np.ndarray]:
+        """Metrics at the surviving evaluations, each (evaluations,); nan where one has none."""
+        found = [event.get("metrics") or {} for event in self.rare_events.get("eval", [])]
+        names = dict.fromkeys(name for metrics in found for name in metrics)
+        return {name: np.array([_number(metrics.get(name)) for metrics in found]) for name in names}
+
     @property
     def evaluations(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """step, tokens, seconds (running time) and loss of the surviving evaluations, each (evaluations,)."""
         events, columns = self.rare_events.get("eval", []), self.columns
         steps = np.array([event["step"] for event in events], float)
         tokens = np.array([event["tokens"] for event in events], float)
-        losses = np.array([math.nan if event["loss"] is None else float(event["loss"]) for event in events], float)
+        losses = np.array([_number(event["loss"]) for event in events], float)
         if not len(columns):
             return steps, tokens, np.full(len(events), math.nan), losses
         at = np.searchsorted(columns.step, steps, side="right") - 1
@@ -142,6 +157,10 @@ class RunFacts:
         """Peak memory of the rank that used most; nan where it was not recorded."""
         known = self.columns.memory_bytes[self.columns.memory_bytes > 0]
         return float(known.max()) if known.size else math.nan
+
+
+def _number(value: Any) -> float:
+    return math.nan if value is None else float(value)
 
 
 def median(values: np.ndarray) -> float:
@@ -155,6 +174,7 @@ class Collector:
 
     def __init__(self) -> None:
         self._columns = {name: array(code) for name, code in _TYPES.items()}
+        self._metrics: dict[str, array[float]] = {}
         self._step = self._columns["step"]
         self._state: dict[str, list[tuple[int, Event]]] = {kind: [] for kind in _STATE}
         self._events: dict[str, list[Event]] = {}
@@ -217,9 +237,8 @@ class Collector:
             raise ValueError(f"step {step}")
         if self._step and step <= self._step[-1]:
             self._drop_steps(step, also_newest=False)
-        row: dict[str, Any] = {
-            name: math.nan if (value := event.get(name)) is None else float(value) for name in _NUMBERS
-        }
+        row: dict[str, Any] = {name: _number(event.get(name)) for name in _NUMBERS}
+        metrics = {name: _number(value) for name, value in (event.get("metrics") or {}).items()}
         order = event.get("sample_ids_sha256")
         row["order"] = int(order[:_HASH_DIGITS], 16) if order else -1
         covered = max(1, step - (self._step[-1] if self._step else self._began))  # wandb leaves steps out
@@ -227,6 +246,10 @@ class Collector:
         row |= {"step": step, "seconds": self._running, "applied": bool(event.get("applied", True)), "offset": offset}
         for name, value in row.items():
             self._columns[name].append(value)
+        for name in {**metrics, **self._metrics}:
+            if name not in self._metrics:  # nan at all steps before
+                self._metrics[name] = array("d", [math.nan]) * (len(self._step) - 1)
+            self._metrics[name].append(metrics.get(name, math.nan))
         self._serials.append(self._serial)
 
     def _drop_steps(self, step: int, *, also_newest: bool) -> None:
@@ -237,7 +260,8 @@ class Collector:
         kept = int(np.searchsorted(np.frombuffer(self._step, np.int64), step)) if self._step else 0
         self.abandoned += len(self._step) - kept
         newest = self._serials[-1] if self._serials else 0
-        for column in (*self._columns.values(), self._serials):
+        columns: list[array[Any]] = [*self._columns.values(), *self._metrics.values(), self._serials]
+        for column in columns:
             del column[kept:]
         for kind, events in self._state.items():
             self._state[kind] = [
@@ -257,13 +281,14 @@ class Collector:
         """The run so far; nothing may be added afterwards."""
         columns = {name: np.frombuffer(column, column.typecode) for name, column in self._columns.items()}
         columns["applied"] = columns["applied"].astype(bool)
+        metrics = {name: np.frombuffer(column) for name, column in self._metrics.items()}
         state = {kind: [event for _, event in kept] for kind, kept in self._state.items()}
         began = self._last_time if self._session_began is None else self._session_began
         return RunFacts(
             label=label,
             source=source,
             events=events,
-            columns=Columns(**columns),
+            columns=Columns(**columns, metrics=metrics),
             rare_events={kind: kept for kind, kept in {**state, **self._events}.items() if kept},
             counts=self.counts,
             scale_reasons=self.scale_reasons,

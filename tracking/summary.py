@@ -12,6 +12,7 @@ import numpy as np
 from config import json_text, yaml_text
 from config.errors import UserError, one_line
 from tracking.events import Event
+from tracking.figures import HEADLINES, followed
 from tracking.run_dir import RunDir
 from tracking.run_facts import RunFacts, read_facts
 from tracking.status import run_status
@@ -20,20 +21,22 @@ from tracking.status import run_status
 class Summary:
     """One run in numbers. Losses in nats, times in seconds, memory in bytes; None where nothing was recorded.
 
-    `steps` and everything counted per step are of the surviving history (see `tracking.jsonl.surviving`);
+    `steps` and everything counted per step are of the surviving history (see `tracking.compare.surviving`);
     scale events, incidents and non-finite tensors are counted over all sessions. `nonfinite` holds at most
     `tracking.run_facts.MAX_RARE_EVENTS` events.
     """
 
     def __init__(self, facts: RunFacts) -> None:
         steps, rare = facts.columns, facts.rare_events
-        finite = np.flatnonzero(np.isfinite(steps.loss))
-        losses = steps.loss[finite]
-        best = int(np.argmin(losses)) if losses.size else None
+        course = steps.metrics.get(facts.headline, steps.loss)  # what it is followed by
+        finite = np.flatnonzero(np.isfinite(course))
+        losses = course[finite]
+        best = int(np.argmax(losses) if facts.headline else np.argmin(losses)) if losses.size else None
         norms = steps.grad_norm[np.isfinite(steps.grad_norm)]
         evals, checkpoints = rare.get("eval", []), rare.get("checkpoint", [])
         corruption = [*rare.get("corruption", []), *rare.get("reexecution", [])]
 
+        self.facts = facts
         self.name = facts.label
         self.verdict = facts.verdict
         self.exit_code: int | None = facts.end["exit_code"] if facts.end else None
@@ -49,9 +52,9 @@ class Summary:
         self.last_loss = float(losses[-1]) if losses.size else None
         self.best_loss = None if best is None else float(losses[best])
         self.best_loss_step = None if best is None else int(steps.step[finite[best]])
-        self.nonfinite_losses = len(steps) - losses.size
-        self.first_eval_loss: float | None = evals[0]["loss"] if evals else None
-        self.eval_loss: float | None = evals[-1]["loss"] if evals else None
+        self.nonfinite_losses = len(steps) - int(np.count_nonzero(np.isfinite(steps.loss)))
+        self.first_eval_loss: float | None = followed(evals[0])[1] if evals else None
+        self.eval_loss: float | None = followed(evals[-1])[1] if evals else None
         self.samples = [(event["step"], str(event["sample"])) for event in evals if event.get("sample")]
         """(step, text) of the samples at evaluations."""
         self.perplexity: float | None = evals[-1]["perplexity"] if evals else None
@@ -91,7 +94,8 @@ def _metrics(evals: list[Event]) -> dict[str, list[float]]:
         {**(event.get("metrics") or {}), **{f"loss, {part}": loss for part, loss in event.get("by_source", {}).items()}}
         for event in (evals[:1] + evals[-1:])
     ]
-    return {name: [metrics[name] for metrics in both if name in metrics] for name in (both[-1] if both else ())}
+    names = [name for name in (both[-1] if both else ()) if name not in HEADLINES]
+    return {name: [metrics[name] for metrics in both if name in metrics] for name in names}
 
 
 def read_run_folder(run_dir: RunDir, label: str, now: float | None = None) -> RunFacts:

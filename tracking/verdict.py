@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ import numpy as np
 from config.cli import DIVERGED
 from config.printable import line
 from tracking.events import Event, describe_event
+from tracking.figures import followed, headline_of
 from tracking.numbers import number, percent
 from tracking.status import Status
 
@@ -62,6 +63,13 @@ FEWEST = 10
 FLAT = 0.02
 """A run from scratch whose loss has not fallen by this share after FLAT_STEPS applied steps is not learning."""
 FLAT_STEPS = 50
+ERRORS = 3.0
+"""Least rise of a reward in standard errors, from its first window to its last or on held-out prompts."""
+NO_SIGNAL = 0.95
+"""Mean share of prompts whose answers all have one reward from which a run whose reward has not risen had no signal."""
+SOLVED = 0.25
+"""What is left to gain over what was gained up to which answers that are all alike show that the prompts are solved."""
+_SETTLING_SIGNALS = ("answer_entropy", "no_signal")
 SKIPPED = 0.05
 """Share of skipped steps from which they are a warning, where there are more than a loss scale needs to settle."""
 _SETTLING, _EXCURSION = 10, 2.0  # the latter in units of the first loss and of the last level
@@ -98,10 +106,6 @@ class Verdict:
         since = "" if self.step is None else f" since step {self.step:,}"
         return f"{self.word}{since}{f': {self.cause}' if self.cause else ''}"
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
-
 
 class Evidence:
     """What a verdict rests on, taken event by event, in memory that does not grow with the run."""
@@ -115,11 +119,18 @@ class Evidence:
         self.not_finite_since: int | None = None
         """First of the losses in a row up to the newest that were not finite."""
         self.largest_lr = 0.0
-        self.first_warning: Event | None = None
+        self.warned: dict[str, list[Any]] = {}
+        """The first of what is counted in `warnings`, and how many, by the signal or else the kind of event."""
         self.refused: Event | None = None
         """The newest incident."""
+        self.rewarded = False
+        """Whether `curve` is of the rewards of sampled answers, and not of the loss, which is about 0 there."""
+        self.without_signal = self.spread = 0.0
+        """Summed over the applied steps, and of the newest one: reward/no_signal and reward/spread."""
+        self.held_out: list[float] = []
+        """The first and the newest reward on the validation set."""
         self._steps: list[int] = []
-        self._losses: list[float] = []  # the means of `_stride` losses each
+        self._losses: list[float] = []  # the means of `_stride` values each
         self._stride, self._pending = 1, list[tuple[int, float]]()
 
     def add(self, event: Event) -> None:
@@ -132,8 +143,10 @@ class Evidence:
             self._cut(event["step"] + 1)
         elif kind in ("incident", "warning", "corruption") or (kind == "note" and event.get("failed") == "checkpoint"):
             self.warnings += 1
-            self.first_warning = self.first_warning or event
+            self.warned.setdefault(str(event.get("signal") or kind), [event, 0])[1] += 1
             self.refused = event if kind == "incident" else self.refused
+        elif kind == "eval" and headline_of(event.get("metrics") or ()):
+            self.held_out = [*self.held_out[:1], followed(event)[1]]
 
     def _add_step(self, event: Event) -> None:
         step, applied = event["step"], bool(event.get("applied", True))
@@ -147,9 +160,12 @@ class Evidence:
         if not applied or not math.isfinite(loss):
             return
         self.largest_lr = max(self.largest_lr, float(event.get("lr") or 0.0))
-        if "reward/mean" in event.get("metrics", {}):  # a policy-gradient loss is about 0 whatever is learned
-            return
-        self._pending.append((step, loss))
+        metrics = event.get("metrics") or {}
+        self.rewarded = self.rewarded or bool(headline_of(metrics))
+        self.without_signal += float(metrics.get("reward/no_signal") or 0.0)
+        self.spread = float(metrics.get("reward/spread") or 0.0)
+        if math.isfinite(value := followed(event)[1]):
+            self._pending.append((step, value))
         if len(self._pending) == self._stride:
             self._steps.append(self._pending[0][0])
             self._losses.append(sum(loss for _, loss in self._pending) / self._stride)
@@ -173,7 +189,7 @@ class Evidence:
         return int(self.start.get("step", 0)) + 1
 
     def curve(self) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and losses of the applied steps, in order, each (losses,)."""
+        """Steps and losses, or rewards, of the applied steps, in order, each (losses,)."""
         return np.array(self._steps, int), np.array(self._losses)
 
 
@@ -193,8 +209,8 @@ def judge(
     def verdict(word: Word, cause: str, step: int | None = None, command: str = "") -> Verdict:
         return Verdict(word, line(cause), step, command, evidence.warnings, status.over)
 
-    course = _course(evidence)
-    diverged, again = _diverged(evidence, course), resume_command
+    course, reward = _course(evidence), _reward(evidence)
+    diverged, again = _diverged(evidence, course, reward), resume_command
     if diverged is not None:
         again = _anew(resume_command, config, 0.1, checkpoint=_checkpoint(folder, diverged[2]))
     if status.state in ("killed", "crashed"):
@@ -212,6 +228,9 @@ def judge(
         else:
             command = replay
         return verdict("not learning", cause, step, command)
+    if reward is not None and (unrewarded := _unrewarded(evidence, reward, status, config)) is not None:
+        cause, step, factor = unrewarded
+        return verdict("not learning", cause, step, _anew(resume_command, config, factor) if factor else "")
     if status.state == "silent":
         return verdict("stalled", status.cause, status.step, resume_command)
     if status.state == "running":
@@ -224,10 +243,10 @@ def judge(
             narrow = "use precision.compute=bf16" in status.cause
             command = (_changed(resume_command, {"precision.compute": "bf16"}) if narrow else "") or replay
         return verdict("failed", status.cause, status.step, command)
-    if (warned := _warned(evidence, course)) is not None:
+    if (warned := _warned(evidence, course, reward)) is not None:
         return verdict("finished with warnings", *warned, replay)
-    short = course is None and evidence.applied < FEWEST
-    return verdict("healthy", f"too short to judge its loss: fewer than {FEWEST} applied steps" if short else "")
+    short = f"too short to judge its {'reward' if evidence.rewarded else 'loss'}: fewer than {FEWEST} applied steps"
+    return verdict("healthy", short if evidence.applied < FEWEST else "")
 
 
 def _not_learning(
@@ -280,7 +299,7 @@ def _course(evidence: Evidence) -> _Course | None:
     its mean over all windows but the worst; and how far windows usually lie apart, more where noise lasts.
     """
     steps, losses = evidence.curve()
-    if len(losses) < FEWEST:
+    if evidence.rewarded or len(losses) < FEWEST:
         return None
     least, most = _WINDOWS
     size = max(least, min(most, len(losses) // 20))
@@ -308,16 +327,79 @@ def _course(evidence: Evidence) -> _Course | None:
     return _Course(level, since, until, bound, risen)
 
 
-def _diverged(evidence: Evidence, course: _Course | None) -> tuple[str, int, int] | None:
-    """(cause with its numbers, since which step, last sound step); None unless the loss has risen, and stays up.
+@dataclass(frozen=True)
+class _Reward:
+    """The reward of the applied steps in windows. level: their means, (windows,)."""
 
-    The last two windows have to be up: one spike is no divergence.
+    level: np.ndarray
+    since: np.ndarray
+    """First step of each."""
+    error: float
+    """Standard error of the difference of two windows, by the noise from one step to the next."""
+    risen: bool
+    """Whether the last window is above the first one, or held-out prompts above their first evaluation."""
+    solved: bool
+    """Whether little is left to gain. Rewards from 0 on have their largest at least variance / mean above the mean."""
+
+
+def _reward(evidence: Evidence) -> _Reward | None:
+    """The course of the reward of sampled answers; None of a run with another task or fewer than FEWEST steps."""
+    steps, rewards = evidence.curve()
+    if not evidence.rewarded or len(rewards) < FEWEST:
+        return None
+    size = max(_WINDOWS[0], min(_WINDOWS[1], len(rewards) // 8))
+    windows = rewards[len(rewards) % size :].reshape(-1, size)
+    level, noise = windows.mean(axis=1), float(np.square(np.diff(windows, axis=1)).mean()) / 2
+    error, held_out = math.sqrt(2 * noise / size), evidence.held_out
+    risen = level[-1] - level[0] > ERRORS * error
+    risen |= len(held_out) == 2 and held_out[1] - held_out[0] > ERRORS * math.sqrt(2 * noise)
+    solved = risen and evidence.spread**2 <= SOLVED * (level[-1] - level[0]) * level[-1]
+    return _Reward(level, steps[len(rewards) % size :: size], error, bool(risen), bool(solved))
+
+
+def _unrewarded(
+    evidence: Evidence, reward: _Reward, status: Status, config: Mapping[str, Any]
+) -> tuple[str, int, float] | None:
+    """(cause, since which step, factor of the learning rate to try or 0) where the reward has not risen; else None."""
+    warmup = (config.get("schedule") or {}).get("warmup_steps") or 0
+    enough, silent = evidence.applied - warmup >= FLAT_STEPS, evidence.without_signal / evidence.applied
+    if reward.risen or status.state == "aborted" or not (status.over or enough):
+        return None
+    if silent >= NO_SIGNAL:
+        cause = f"in {percent(silent)} of its prompts all answers had one reward ({percent(NO_SIGNAL)} is the bound)"
+        advice = "look at the checker, take prompts that are neither solved nor too hard, or raise grpo.group_size"
+        return f"{cause}: {advice}", evidence.first_step, 0.0
+    held_out, level = evidence.held_out, reward.level
+    if not (status.over and enough) or evidence.spread <= SOLVED * level[-1]:  # near its largest from the start
+        return None
+    first, last = held_out if len(held_out) == 2 else (float(level[0]), float(level[-1]))
+    cause = f"its reward has not risen beyond its noise, {number(first)} at first and {number(last)} at last"
+    for signal in ("incident", *_SETTLING_SIGNALS, "truncated"):
+        if signal in evidence.warned:
+            event = evidence.warned[signal][0]
+            return f"{cause}; {describe_event(event)}", event["step"], 0.1 if signal == "answer_entropy" else 0.0
+    return f"{cause}: look at the learning rate, the checker and how hard the prompts are", evidence.first_step, 10.0
+
+
+def _diverged(evidence: Evidence, course: _Course | None, reward: _Reward | None) -> tuple[str, int, int] | None:
+    """(cause, since which step, last sound step); None unless the loss rose, or the reward fell, and stays there.
+
+    The last two windows have to be there: one spike is no divergence.
     """
     steps, _ = evidence.curve()
     since = evidence.not_finite_since
     if since is not None and evidence.skipped_since is None and evidence.attempts >= FEWEST:
         newest = int(steps[-1]) if steps.size else 0
         return "its loss is not finite, and its steps are applied", since, newest
+    if reward is not None:
+        level, best = reward.level, int(np.argmax(reward.level))
+        top, first, last = (float(level[at]) for at in (best, 0, -1))
+        floor = top - max(RISE * abs(top), LOST * (top - first), SIGMAS * reward.error)
+        if not (level[-2:] < floor).all():
+            return None
+        at = len(level) - int(np.argmin(level[::-1] < floor))
+        cause = f"its reward fell from {number(top)} at step {reward.since[best]:,} to {number(last)}"
+        return f"{cause}; {number(floor)} is the bound", int(reward.since[at]), int(reward.since[best])
     if course is None or not course.risen[-2:].all():
         return None
     at = len(course.risen) - int(np.argmin(course.risen[::-1]))  # the first of the last ones that are up
@@ -330,11 +412,14 @@ def _diverged(evidence: Evidence, course: _Course | None) -> tuple[str, int, int
     return cause, int(course.since[at]), int(course.until[low])
 
 
-def _warned(evidence: Evidence, course: _Course | None) -> tuple[str, int] | None:
+def _warned(evidence: Evidence, course: _Course | None, reward: _Reward | None) -> tuple[str, int] | None:
     """(cause, since which step) of a run that ended well all the same; None where nothing is to be said."""
     skipped = evidence.attempts - evidence.applied
-    first, count = evidence.first_warning, evidence.warnings
-    if first is not None:
+    solved = reward is not None and reward.solved  # where all answers to a prompt come to be alike
+    warned = [found for name, found in evidence.warned.items() if not (solved and name in _SETTLING_SIGNALS)]
+    warned.sort(key=lambda found: found[0].get("signal") != "answer_entropy")  # which ends the learning
+    if warned:
+        first, count = warned[0][0], sum(count for _, count in warned)
         more = f"; {count - 1} more" if count > 1 else ""
         return f"{first['text'] if first['event'] == 'note' else describe_event(first)}{more}", int(first["step"])
     if course is not None:

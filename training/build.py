@@ -83,6 +83,7 @@ def build(opened: Session) -> tuple[Parts, Progress]:
         validation=opened.validation,
         validation_by_source=opened.validation_by_source,
         sample=partial(sampled, resolved, engine, opened.corpus, record),
+        examples=opened.answers.take_examples if opened.answers is not None else str,
         preemption=Preemption(config.run.max_minutes),
         checks=Checks(engine, resolved) if checks_wanted(config.guard) else None,
         self_check=SelfCheck(engine, resolved) if _self_checked(config.guard) and world.tensor is None else None,

@@ -70,7 +70,7 @@ def evaluate(parts: Parts, progress: Progress) -> float:
     """Record the model's metrics on the validation set, whole and by part; the loss on the whole."""
     evaluation = parts.engine.evaluate(parts.validation())
     by_source = {name: parts.engine.evaluate(own) for name, own in parts.validation_by_source().items()}
-    sample = parts.sample() if parts.resolved.config.generate.at_evaluations else ""
+    sample = parts.examples() or (parts.sample() if parts.resolved.config.generate.at_evaluations else "")
     record_evaluation(parts.record, progress, evaluation, by_source, sample=sample)
     return evaluation.loss
 

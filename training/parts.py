@@ -42,6 +42,8 @@ class Parts:
     """The same of each source of a mixture."""
     sample: Callable[[], str] = str
     """Gives text from the model; empty for none. A collective."""
+    examples: Callable[[], str] = str
+    """Gives prompts of the newest evaluation with sampled answers and rewards; empty for a task that samples none."""
     preemption: Preemption = field(default_factory=lambda: Preemption(signals=False))
     checks: Checks | None = None
     self_check: SelfCheck | None = None

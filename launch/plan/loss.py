@@ -75,6 +75,24 @@ def sampler_bytes(shape: Shape, layout: Layout) -> float:
     return float(copies * layout.width * shape.parameters)
 
 
+def sampling_moments(shape: Shape, layout: Layout) -> dict[str, dict[str, float]]:
+    """Moments of a step before its forward pass at which answers are sampled and measured, with what they add.
+
+    A vLLM server has a KV cache of its own, beside the process. The self-gap is measured by the copy, in FP32.
+    """
+    section, whole = layout.config.grpo, sampler_bytes(shape, layout)
+    if not whole:
+        return {}
+    rows = min(section.at_once, layout.micro * layout.accumulation) if section.engine == "transformers" else 0
+    cache = 2.0 * layout.width * shape.layers * shape.kv_heads * shape.head_dim * layout.sequence * rows
+    widened = 4.0 * shape.parameters if layout.width == 2 else 0.0
+    return {
+        # the logits, their log-softmax, and its exponential and sums in FP64
+        "the sampling of answers": {"KV cache": cache, "logits": 24.0 * shape.vocabulary * rows},
+        "the self-gap": {"sampler": whole + widened, "logits": 4.0 * shape.vocabulary * layout.tokens},
+    }
+
+
 def teacher_bytes(shape: Shape, layout: Layout) -> float:
     """[bytes] Size of the teacher's weights on one rank: all of them, or a part and those that are gathered."""
     if shape.teacher is None:

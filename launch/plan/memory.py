@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from config.optimizers import OPTIMIZERS
 from launch.plan.gathered import gathered
 from launch.plan.layout import BUFFERED_ALLREDUCE, Layout
-from launch.plan.loss import loss_bytes, sampler_bytes, teacher_bytes
+from launch.plan.loss import loss_bytes, sampler_bytes, sampling_moments, teacher_bytes
 from launch.plan.model import Shape
 from launch.plan.recompute import kept_bytes
 from launch.plan.step import step_bytes
@@ -114,6 +114,7 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
     on_the_way = {"activations": kept + forward, "buckets": buffer, "gathered parameters": whole_now.forward}
     begins = {"activations": forward, "buckets": buffer, "gathered parameters": whole_now.first}
     moments = {
+        **{name: at_first | added for name, added in sampling_moments(shape, layout).items()},
         **({"the first layers": at_first | begins} if layout.stage == 3 else {}),
         **({"the forward pass": at_first | on_the_way} if layout.stage == 3 else {}),
         "the loss": at_first

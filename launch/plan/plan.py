@@ -150,7 +150,7 @@ def _device(options: argparse.Namespace) -> Device:
 
 def _measured_mfu(folder: Path, device: Device) -> tuple[float, str]:
     """The share of the peak that a run reached: the median over its steps without the first tenth."""
-    from tracking.jsonl import read_run_events  # brings orjson, which is not needed to start
+    from tracking.compare.surviving import read_run_events  # brings orjson, which is not needed to start
 
     world, rates = 0, []
     try:

@@ -15,6 +15,7 @@ from tracking.plots import plot_run
 from tracking.record import Record
 from tracking.report.page import results
 from tracking.run_dir import RunDir
+from tracking.run_facts import read_facts
 from tracking.summary import summarise
 
 
@@ -34,7 +35,7 @@ def _colours(png: Path) -> set[tuple[int, int, int]]:
 
 
 def test_an_fp16_run(fp16_run: RunDir) -> None:
-    png = plot_run(fp16_run.events, fp16_run.plots / "run.png")
+    png = plot_run(read_facts(fp16_run.events, "demo"), fp16_run.plots / "run.png")
     assert _size(png) == (1560, 975) and png.stat().st_size > 30_000
     colours = _colours(png)
     assert (0xC0, 0, 0) in colours, "overflows are marked on the loss scale"
@@ -49,7 +50,7 @@ def test_a_run_of_nothing_but_trouble_can_be_drawn(run_dir: RunDir) -> None:
     for step in range(1, 300):
         record.event("step", step=step, tokens=step, **step_fields(step) | broken)
     record.close()
-    assert _size(plot_run(run_dir.events, run_dir.plots / "run.png")) == (1560, 975)
+    assert _size(plot_run(read_facts(run_dir.events, "demo"), run_dir.plots / "run.png")) == (1560, 975)
 
 
 def test_metrics_of_a_task_are_drawn_and_reported(run_dir: RunDir) -> None:
@@ -64,7 +65,7 @@ def test_metrics_of_a_task_are_drawn_and_reported(run_dir: RunDir) -> None:
             "eval", step=step, tokens=step, loss=0.5, perplexity=None, metrics=metrics, by_source={"chats": step}
         )
     record.close()
-    png = plot_run(run_dir.events, run_dir.plots / "run.png")
+    png = plot_run(read_facts(run_dir.events, "demo"), run_dir.plots / "run.png")
     assert _size(png) == (1560, 1430)
     assert {(0x1F, 0x77, 0xB4)} <= _colours(png)
     assert (0x2C, 0xA0, 0x2C) not in _colours(png), "a third curve"
@@ -73,7 +74,7 @@ def test_metrics_of_a_task_are_drawn_and_reported(run_dir: RunDir) -> None:
     for event in (event for event in more if event["event"] == "step"):
         event["metrics"] |= {f"rewards/{name}": index * event["step"] for index, name in enumerate(names)}
     run_dir.events.write_text("".join(json.dumps(event) + "\n" for event in more))
-    assert _size(plot_run(run_dir.events, png)) == (1560, 1885)
+    assert _size(plot_run(read_facts(run_dir.events, "demo"), png)) == (1560, 1885)
     assert (0x2C, 0xA0, 0x2C) in _colours(png), "rewards have a panel"
     rows = dict(results(summarise(run_dir)))
     assert rows["validation rewards/accuracy"] == "0.0000 -> 0.8000"
@@ -85,5 +86,5 @@ def test_metrics_of_a_task_are_drawn_and_reported(run_dir: RunDir) -> None:
 def test_nothing_to_draw_is_a_user_error(run_dir: RunDir) -> None:
     Record([JsonlSink(run_dir.events)]).event("run_start", step=0, tokens=0, **start_fields())
     with pytest.raises(UserError, match="nothing to draw"):
-        plot_run(run_dir.events, run_dir.plots / "run.png")
+        plot_run(read_facts(run_dir.events, "demo"), run_dir.plots / "run.png")
     assert not list(run_dir.plots.iterdir())

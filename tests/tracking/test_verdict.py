@@ -16,15 +16,18 @@ from rich.console import Console
 
 from tests.support.runs.synthetic_events import start_fields, step_fields
 from tests.support.servers.serving import served
+from tracking.compare.command import main as compare
+from tracking.console import ConsoleSink
 from tracking.jsonl import JsonlSink, read_events
 from tracking.prometheus.metrics import Metrics
-from tracking.report.page import write_report
+from tracking.report.page import results, write_report
 from tracking.run_dir import RunDir
 from tracking.serve.skim import Skimmer
 from tracking.status import Status, ended, run_status
-from tracking.summary import read_run_folder
+from tracking.summary import read_run_folder, summarise
 from tracking.verdict import FEWEST, TONES, WORDS, Evidence, Verdict, judge
 from tracking.watch.command import Watch, once
+from tracking.watch.state import WatchState
 
 RECORDED = Path(__file__).parent.parent / "support" / "runs" / "verdicts"
 CONFIG: dict[str, Any] = {
@@ -67,6 +70,12 @@ REAL = {
     "sigkill": ("killed", 20, "no process has the run folder", "run.resume=auto", 0),
     "every_step_skipped": ("not learning", 1, "none of its 12 steps was applied", "loss_scale.policy=adaptive", 12),
     "tiny_learning_rate": ("not learning", 1, "its loss has not fallen by 2%", "learning_rate=0.03", 0),
+    "rewards_learned": ("healthy", None, "", "", 0),
+    "rewards_collapsed": ("not learning", 10, "its reward has not risen beyond its noise", "learning_rate=3e-4", 4),
+}
+UNREWARDED = {  # of config/recipes/grpo.yaml: a checker that says 0.25 to all answers; a learning rate of 1e-5
+    "rewards_constant": ("in 100% of its prompts all answers had one reward (95% is the bound)", ""),
+    "rewards_unlearned": ("its reward has not risen beyond its noise, 0.004557 at first", "learning_rate=0.03"),
 }
 
 
@@ -99,6 +108,88 @@ def test_every_reader_shows_the_same_verdict(tmp_path: Path, kind: str) -> None:
         page = client.page("/run", key=kind)
         assert f'<div class="note {tone}"><b>{word}</b>' in page and page.index(f"<b>{word}</b>") < page.index("<dl")
         assert f"<b>{word}</b>" in client.page("/run/report", key=kind)
+
+
+@pytest.mark.parametrize("kind", UNREWARDED)
+def test_a_run_that_gained_no_reward_is_not_learning(tmp_path: Path, kind: str) -> None:
+    cause, command = UNREWARDED[kind]
+    found = read_run_folder(folder_of(tmp_path, kind), kind).verdict
+    assert (found.word, found.step) == ("not learning", 1) and found.cause.startswith(cause), found.text
+    assert command in found.command and bool(command) == bool(found.command)
+    assert "look at" in found.cause
+
+
+def test_console_dashboard_report_and_comparison_follow_the_reward(tmp_path: Path, capsys: Any) -> None:
+    runs = [folder_of(tmp_path, kind) for kind in ("rewards_learned", "rewards_collapsed")]
+    stream, state = io.StringIO(), WatchState()
+    sink = ConsoleSink(60, log_every_steps=60, stream=stream)
+    for event in read_events(runs[0].events):
+        sink.write(event)
+        state.add(event)
+    lines = stream.getvalue().splitlines()
+    assert lines[1].startswith("step 0: validation reward 0.0046, length 5.932")
+    assert "  reward  0.9245 from 0.007161  " in lines[-3] and not any("loss" in line for line in lines)
+    assert state.followed == "reward" and state.validation.buckets[-1].high == 0.860026
+    summary = summarise(runs[0])
+    rows = dict(results(summary))
+    assert rows["training reward"] == "0.0072 -> 0.9245 (best 0.9583 at step 49)"
+    assert rows["validation reward"] == "0.0046 -> 0.8600" and "validation reward/mean" not in rows
+    assert [step for step, _ in summary.samples] == [0, 15, 30, 45, 60]
+    assert summary.samples[-1][1].count(" -> ") == 4 and all(len(text) < 4 * 900 for _, text in summary.samples)
+    assert compare([str(run.path) for run in runs]) == 0
+    text = capsys.readouterr().out
+    assert "training loss (minus the reward) at 138,125 tokens: rewards_learned is best: -0.8" in text
+
+
+@pytest.mark.parametrize("metrics", [{"reward/mean": "x"}, ["reward/mean"], "reward/mean", {"reward/mean": {}}])
+def test_metrics_that_are_damaged_are_passed_over(tmp_path: Path, metrics: Any) -> None:
+    run_dir = folder_of(tmp_path, "rewards_learned")
+    for event in [event for event in read_events(run_dir.events) if event["event"] in ("step", "eval")][-2:]:
+        with run_dir.events.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(event | {"metrics": metrics}, separators=(",", ":")) + "\n")
+    skimmer = Skimmer(run_dir.events)
+    skimmer.update()
+    assert (skimmer.skim.followed, len(skimmer.skim.evals)) == ("reward", 5)
+
+
+def of_rewards(rewards: Any, *warnings: str, status: Status = DONE, held_out: Any = (), **metrics: Any) -> Verdict:
+    """The verdict on a run with these rewards and early warnings at its end; the loss is about 0."""
+    evidence = Evidence()
+    evidence.add({"event": "run_start", "step": 0, **start_fields()})
+    for step, reward in enumerate(rewards, 1):
+        known = {"reward/mean": float(reward), "reward/spread": 0.1, "reward/no_signal": 0.2} | metrics
+        evidence.add({"event": "step", "step": step, **step_fields(step, loss=1e-8 * (-1) ** step), "metrics": known})
+    for reward in held_out:
+        evidence.add({"event": "eval", "step": 1, "loss": -reward, "metrics": {"reward/mean": reward}})
+    for signal in warnings:
+        evidence.add({"event": "warning", "step": len(rewards), "signal": signal, "reason": f"{signal} is out"})
+    return judge(evidence, status, config=CONFIG, resume_command=RESUME)
+
+
+def test_a_reward_is_judged_and_not_the_loss_beside_it() -> None:
+    draw = np.random.default_rng(0)
+    rising = np.linspace(0.1, 0.9, 60) + draw.normal(0, 0.03, 60)
+    assert of_rewards(rising).word == "healthy"
+    assert of_rewards(np.minimum(1, 5 * rising), "no_signal", "answer_entropy").word == "healthy", "all are solved"
+    assert of_rewards(rising, "truncated").word == "finished with warnings"
+    stuck = of_rewards(0.2 * rising, "truncated", "answer_entropy", **{"reward/spread": 0.4})
+    assert stuck.word == "finished with warnings" and stuck.cause.startswith("early warning: answer_entropy is out")
+    fell = of_rewards([*rising, *(0.1 + draw.normal(0, 0.03, 30))])
+    assert (fell.word, fell.cause.partition(" at step")[0]) == ("diverged", "its reward fell from 0.8075")
+    assert fell.step is not None and 55 < fell.step < 70 and "learning_rate=3e-4" in fell.command
+    flat = 0.2 + draw.normal(0, 0.03, 60)
+    assert of_rewards(flat).word == "not learning" and of_rewards(flat[:30]).word == "healthy", "too soon to say"
+    assert of_rewards(flat, held_out=(0.2, 0.6)).word == "healthy", "what counts are held-out prompts, too"
+    assert of_rewards(flat, "truncated").cause.endswith("early warning: truncated is out")
+    assert "too short to judge its reward" in of_rewards(rising[:9]).cause
+
+
+def test_a_reward_without_signal_is_said_while_the_run_still_trains() -> None:
+    running = Status("running", step=60)
+    silent = {"reward/no_signal": 1.0, "reward/spread": 0.0}
+    assert of_rewards([0.0] * 60, status=running, **silent).word == "not learning"
+    assert of_rewards([0.0] * 40, status=running, **silent).word == "running", "sparse rewards take a while"
+    assert of_rewards([0.0] * 60, status=running).word == "running", "it may rise yet"
 
 
 def curves(size: int, seed: int) -> dict[str, np.ndarray]:

@@ -17,8 +17,8 @@ from config.redact import redact
 from config.schema import Config
 from config.version import VERSION
 from tools.parity.report import verdict_lines
+from tracking.compare.surviving import read_run_events, surviving
 from tracking.events import Event
-from tracking.jsonl import read_run_events, surviving
 from tracking.run_dir import RunDir
 from training.checkpoint.manifest import read_state
 

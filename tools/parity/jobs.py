@@ -33,8 +33,9 @@ from tools.parity.energy import joules, used
 from tools.parity.every_step import settings
 from tools.parity.judge_runs import A_BIT, Settling, Trajectory, control_factor, settling_of
 from tools.parity.judge_steps import COMPARED, Walk
+from tracking.compare.surviving import surviving
 from tracking.environment import git_state
-from tracking.jsonl import Follower, read_events, surviving
+from tracking.jsonl import Follower, read_events
 from tracking.numbers import duration
 from tracking.run_dir import RunDir
 from tracking.summary import Summary, read_inputs, summarise

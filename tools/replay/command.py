@@ -27,7 +27,7 @@ from config.errors import UserError
 from config.launcher import as_launched, without_accelerate
 from config.options import positive_int
 from tools.replay.recorded import last_step, read_recorded, require_layout
-from tracking.jsonl import read_run_events
+from tracking.compare.surviving import read_run_events
 from tracking.run_dir import RunDir
 
 AFTER = 8

@@ -17,7 +17,7 @@ from tracking.compare.result import compare
 from tracking.compare.sources import read_runs
 from tracking.compare.text import scatter_table, show
 from tracking.jsonl import encode
-from tracking.run_dir import write_page
+from tracking.report.files import write_page
 from tracking.terminal import console
 
 DIVERGED = 3

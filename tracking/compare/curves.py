@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from tracking.compare.divergence import Divergence
 from tracking.compare.text import event_line
+from tracking.figures import FIGURES
 from tracking.run_facts import RunFacts
 
 BUCKETS = 500
@@ -27,12 +28,18 @@ _DIGITS = 7
 
 def curve(run: RunFacts) -> dict[str, list[float | None]]:
     """Axes and drawn columns at the chosen steps; None where a value is not finite."""
-    return _columns(run, _chosen(run))
+    return _columns(run, _chosen(run), (*_AXES, *_DRAWN, *drawn(run.columns.metrics)))
 
 
 def means(run: RunFacts) -> dict[str, list[float | None]]:
     """Axes and drawn columns averaged over BUCKETS segments of all steps, for smoothing; without non-finite values."""
-    return {name: _means(np.asarray(getattr(run.columns, name), float)) for name in (*_AXES, *_DRAWN)}
+    return {name: _means(_column(run, name)) for name in (*_AXES, *_DRAWN, *drawn(run.columns.metrics))}
+
+
+def drawn(metrics: Iterable[str]) -> list[str]:
+    """Those of some metrics that a figure shows, as a curve or as the band around one."""
+    shown = {name for figure in FIGURES for name in (*figure.of(metrics), figure.spread)}
+    return [name for name in metrics if name in shown]
 
 
 def _means(values: np.ndarray) -> list[float | None]:
@@ -59,8 +66,8 @@ def _chosen(run: RunFacts) -> np.ndarray:
         return np.arange(steps)
     edges = _edges(steps)
     chosen: list[np.ndarray] = [edges[:-1], np.array([steps - 1])]
-    for name in _EXTREMES:
-        values = getattr(columns, name)
+    for name in (*_EXTREMES, *(name for name in [run.headline] if name in columns.metrics)):
+        values = _column(run, name)
         for low, high in zip(edges[:-1], edges[1:], strict=True):
             finite = np.flatnonzero(np.isfinite(values[low:high]))
             if finite.size:
@@ -78,10 +85,14 @@ def thin_out(values: np.ndarray, most: int) -> np.ndarray:
     return values[np.unique(np.linspace(0, len(values) - 1, most).astype(int))]
 
 
-def _columns(
-    run: RunFacts, chosen: np.ndarray, names: Sequence[str] = (*_AXES, *_DRAWN)
-) -> dict[str, list[float | None]]:
-    return {name: plain_list(np.asarray(getattr(run.columns, name), float)[chosen]) for name in names}
+def _columns(run: RunFacts, chosen: np.ndarray, names: Sequence[str]) -> dict[str, list[float | None]]:
+    return {name: plain_list(_column(run, name)[chosen]) for name in names}
+
+
+def _column(run: RunFacts, name: str) -> np.ndarray:
+    """One value per step, of a column or a metric."""
+    columns = run.columns
+    return np.asarray(columns.metrics[name] if name in columns.metrics else getattr(columns, name), float)
 
 
 def plain_list(values: np.ndarray) -> list[float | None]:
@@ -93,8 +104,10 @@ def plain_list(values: np.ndarray) -> list[float | None]:
 
 
 def validation(run: RunFacts) -> dict[str, list[float | None]]:
-    """The evaluations on every axis."""
-    return {name: plain_list(values) for name, values in zip((*_AXES, "loss"), run.evaluations, strict=True)}
+    """The evaluations on every axis, with their loss and the drawn metrics."""
+    found = dict(zip((*_AXES, "loss"), run.evaluations, strict=True))
+    found |= {name: run.evaluated[name] for name in drawn(run.evaluated)}
+    return {name: plain_list(values) for name, values in found.items()}
 
 
 def band(runs: Sequence[RunFacts]) -> dict[str, Any]:
@@ -112,7 +125,7 @@ def band(runs: Sequence[RunFacts]) -> dict[str, Any]:
         return {}
     steps = np.unique(np.linspace(first, last, min(BUCKETS, max(len(run["step"]) for run in columns))))
     found: dict[str, Any] = {name: plain_list(_over(columns, name, steps).mean(axis=0)) for name in _AXES}
-    for name in _DRAWN:
+    for name in [name for name in columns[0] if name not in _AXES and all(name in run for run in columns)]:
         values = _over(columns, name, steps)
         parts = (("mean", values.mean(axis=0)), ("low", values.min(axis=0)), ("high", values.max(axis=0)))
         found[name] = {part: plain_list(line) for part, line in parts}
@@ -180,6 +193,6 @@ def _thin_out_events(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _mark(run: RunFacts, kind: str, step: int, text: str) -> dict[str, Any]:
     columns = run.columns
     index = max(0, min(len(columns) - 1, int(np.searchsorted(columns.step, step, side="right")) - 1))
-    names = ("tokens", "seconds", "loss", "loss_scale")
-    values = plain_list(np.array([getattr(columns, name)[index] for name in names], float))
-    return {"kind": kind, "text": text[:200], "step": step, **dict(zip(names, values, strict=True))}
+    names = ("tokens", "seconds", "loss", "loss_scale", *(name for name in [run.headline] if name in columns.metrics))
+    there = {name: values[0] for name, values in _columns(run, np.array([index]), names).items()}
+    return {"kind": kind, "text": text[:200], "step": step, **there}

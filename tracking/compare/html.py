@@ -6,6 +6,7 @@ The page needs no network and no server.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from tracking.compare.curves import band, curve, gap, gap_means, marks, means, validation
@@ -21,6 +22,7 @@ from tracking.compare.text import (
     runs_by_value,
 )
 from tracking.compare.winners import MAIN_MEASURES
+from tracking.figures import FIGURES
 from tracking.heatmap.difference import differences_of
 from tracking.heatmap.grid import read_heat
 from tracking.heatmap.page import static_heat
@@ -80,7 +82,7 @@ def _layers(comparison: Comparison) -> list[dict[str, Any]]:
 def data(comparison: Comparison) -> dict[str, Any]:
     """Curves, marks and divergences for the page's script, ready for JSON."""
     return {
-        "runs": [_drawn(run) for run in comparison.runs],
+        **_charts(comparison.runs),
         "gaps": [gap(pair.divergence) for pair in comparison.pairs],
         "gap_means": [gap_means(pair.divergence) for pair in comparison.pairs],
         "groups": [
@@ -122,7 +124,21 @@ def _numbers(row: Measure) -> list[float | None]:
 
 def run_data(run: RunFacts) -> dict[str, Any]:
     """Curves and marks of one run for the page's script, ready for JSON."""
-    return {"runs": [_drawn(run)], "gaps": [], "gap_means": [], "groups": [], "divergences": []}
+    return {**_charts([run]), "gaps": [], "gap_means": [], "groups": [], "divergences": []}
+
+
+def _charts(runs: Sequence[RunFacts]) -> dict[str, Any]:
+    """What is drawn of each run; the unit of the loss where all have one, the metric that all are followed by in its
+    place, and the charts of metrics."""
+    drawn = [_drawn(run) for run in runs]
+    units = {run.start.get("loss_unit", "nats per token") for run in runs}
+    metrics = list(dict.fromkeys(name for run in drawn for part in (run["curve"], run["validation"]) for name in part))
+    return {
+        "runs": drawn,
+        "unit": units.pop() if len(units) == 1 else "",
+        "headline": min(run.headline for run in runs),
+        "figures": [figure._asdict() | {"names": names} for figure in FIGURES if (names := figure.of(metrics))],
+    }
 
 
 def _drawn(run: RunFacts) -> dict[str, Any]:

@@ -64,12 +64,14 @@ def measures(runs: Sequence[RunFacts], *, price: float | None) -> list[Measure]:
         Measure("verdict", "verdict", "text", "", tuple(run.verdict.word for run in runs)),
         _loss(
             "loss_at_equal_tokens",
-            f"training loss at {tokens:,.0f} tokens{_whose(runs, tokens)}",
+            f"training {_name(runs)} at {tokens:,.0f} tokens{_whose(runs, tokens)}",
             runs,
             tokens,
             "tokens",
         ),
-        _loss("loss_at_equal_time", f"training loss after {precise_duration(seconds)}", runs, seconds, "seconds"),
+        _loss(
+            "loss_at_equal_time", f"training {_name(runs)} after {precise_duration(seconds)}", runs, seconds, "seconds"
+        ),
         *_validation(runs, reaching),
         *_where_they_ended(runs, early[:MOST_EARLY]),
         Measure("steps", "steps attempted", "count", "", _each(runs, lambda run: len(run.columns))),
@@ -107,11 +109,11 @@ def _where_they_ended(runs: Sequence[RunFacts], early: Sequence[RunFacts]) -> li
     for tokens in dict.fromkeys(last_tokens(run) for run in early):
         whose = _whose(runs, tokens)
         label = next(run.label for run in early if last_tokens(run) == tokens)
-        title = f"training loss at {tokens:,.0f} tokens{whose}"
+        title = f"training {_name(runs)} at {tokens:,.0f} tokens{whose}"
         rows.append(_loss(f"loss_where_ended_{label}", title, runs, tokens, "tokens"))
         evaluated = [run.evaluations[1] for run in early if last_tokens(run) == tokens]
         if place := max((float(at[-1]) for at in evaluated if len(at)), default=0.0):
-            title = f"validation loss at {place:,.0f} tokens, the last of {label}"
+            title = f"validation {_name(runs)} at {place:,.0f} tokens, the last of {label}"
             values = tuple(_interpolated(run.evaluations[1], run.evaluations[3], place) for run in runs)
             rows.append(Measure(f"validation_where_ended_{label}", title, "loss", "lower", values))
     return rows
@@ -141,7 +143,7 @@ def format_measure(kind: str, value: float | str) -> str:
 
 def relative_change(base: float, value: float) -> float:
     """Share by which a value is above the baseline's; nan where that says nothing."""
-    share = value / base - 1 if base else math.nan
+    share = (value - base) / abs(base) if base else math.nan
     return share if math.isfinite(share) and abs(share) >= 0.0005 else math.nan
 
 
@@ -161,6 +163,16 @@ def _loss(key: str, title: str, runs: Sequence[RunFacts], place: float, axis: st
     return Measure(key, title, "loss", "lower", tuple(mean for mean, _ in found), tuple(noise for _, noise in found))
 
 
+def _name(runs: Sequence[RunFacts]) -> str:
+    return "loss (minus the reward)" if all(run.headline for run in runs) else "loss"
+
+
+def _minimised(run: RunFacts) -> np.ndarray:
+    """Losses of the steps; of a run that learns from rewards minus these, as its validation loss is."""
+    metrics = run.columns.metrics
+    return -metrics[run.headline] if run.headline in metrics else run.columns.loss
+
+
 def loss_at(run: RunFacts, place: float, axis: str) -> tuple[float, float]:
     """Mean training loss over the last WINDOW up to `place` on `axis` (tokens or seconds), and its noise, in nats.
 
@@ -173,7 +185,7 @@ def loss_at(run: RunFacts, place: float, axis: str) -> tuple[float, float]:
     if not until.size:
         return math.nan, math.nan
     count = max(FEWEST, int(np.count_nonzero(at[until] > place * (1 - WINDOW))))
-    losses = columns.loss[until[-count:]]
+    losses = _minimised(run)[until[-count:]]
     if losses.size < 3 or not np.isfinite(losses).all():
         return float(np.mean(losses)), math.nan
     return float(np.mean(losses)), 2 * float(np.std(losses, ddof=1)) / math.sqrt(losses.size)
@@ -189,7 +201,7 @@ def _validation(runs: Sequence[RunFacts], reaching: Sequence[RunFacts]) -> list[
         place = min((float(run.evaluations[axis][-1]) for run in reaching if len(run.evaluations[3])), default=math.inf)
         values = tuple(_interpolated(item[axis], item[3], place) for item in found)
         where = f"at {place:,.0f} tokens" if key == "tokens" else f"after {precise_duration(place)}"
-        title = f"validation loss {where}"
+        title = f"validation {_name(runs)} {where}"
         rows.append(Measure(f"validation_at_equal_{key}", title, "loss", "lower", values))
     best = tuple(float(np.nanmin(item[3])) if np.isfinite(item[3]).any() else math.nan for item in found)
     return [*rows, Measure("best_validation", "best validation loss", "loss", "lower", best)]
@@ -233,14 +245,14 @@ def _to_reach(runs: Sequence[RunFacts]) -> Measure:
 
 def _reached(run: RunFacts, goal: float) -> float:
     columns = run.columns
-    losses, seconds = columns.loss[columns.applied], columns.seconds[columns.applied]
+    losses, seconds = _minimised(run)[columns.applied], columns.seconds[columns.applied]
     width = max(1, round(WINDOW * losses.size))
     if losses.size < width or not losses.size or not math.isfinite(goal):
         return math.nan
     finite = np.isfinite(losses)
     sums, broken = (np.concatenate([[0.0], np.cumsum(part)]) for part in (np.where(finite, losses, 0.0), ~finite))
     means = (sums[width:] - sums[:-width]) / width
-    there = np.flatnonzero((means <= goal * (1 + 1e-9)) & (broken[width:] == broken[:-width]))
+    there = np.flatnonzero((means <= goal + 1e-9 * abs(goal)) & (broken[width:] == broken[:-width]))
     return float(seconds[width - 1 + there[0]]) if there.size else math.nan
 
 

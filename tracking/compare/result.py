@@ -131,7 +131,7 @@ def _run(run: RunFacts) -> dict[str, Any]:
     return {
         "label": run.label,
         "source": run.source,
-        "verdict": run.verdict.as_dict(),
+        "verdict": asdict(run.verdict),
         "world_size": run.world_size,
         "steps": len(run.columns),
         "events": dict(run.counts),

@@ -7,7 +7,8 @@ from glob import has_magic
 from pathlib import Path
 
 from config.errors import UserError
-from tracking.run_dir import RunDir, matching
+from tracking.report.files import matching
+from tracking.run_dir import RunDir
 from tracking.run_facts import RunFacts
 from tracking.summary import read_run_folder
 

@@ -6,6 +6,7 @@ import numpy as np
 from rich.text import Text
 
 from config.printable import line
+from tracking.heatmap.folding import folded
 from tracking.heatmap.grid import Heat, limits
 from tracking.heatmap.modules import short_name
 from tracking.heatmap.panels import DTYPES, PANELS
@@ -28,7 +29,7 @@ def draw_blocks(heat: Heat, key: str, *, width: int, height: int, ascii_only: bo
     room = max(1, height - 1)
     shown = heat
     if len(heat.rows) > room * per_line:
-        shown = min((heat.folded("kinds"), heat.folded("blocks")), key=lambda folded: len(folded.rows))
+        shown = min((folded(heat, "kinds"), folded(heat, "blocks")), key=lambda found: len(found.rows))
     columns = max(4, width - _LABEL - 1)
     shown = shown.narrowed(columns)
     values = shown.panels[key]

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from tracking.heatmap.folding import folded
 from tracking.heatmap.grid import Heat
 from tracking.heatmap.modules import Fold, in_words
 from tracking.heatmap.page import plain_panel
@@ -25,7 +26,7 @@ def difference_data(run: Heat, baseline: Heat, key: str, fold: Fold) -> dict[str
     """
     if not (run.has(key) and baseline.has(key)):
         return None
-    mine, other = run.folded(fold).narrowed(_COLUMNS), baseline.folded(fold)
+    mine, other = folded(run, fold).narrowed(_COLUMNS), folded(baseline, fold)
     place = {name: row for row, name in enumerate(other.rows)}
     rows = [row for row, name in enumerate(mine.rows) if name in place]
     columns = np.searchsorted(other.steps, mine.steps)

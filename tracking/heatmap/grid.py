@@ -1,13 +1,13 @@
 """Events of a run as (modules, steps) arrays, from which the heat maps are drawn.
 
-The last attempt at a step counts, as in `tracking.jsonl.surviving`. Memory is bounded: beyond MOST_COLUMNS measured
+The last attempt at a step counts, as in `tracking.compare.surviving`. Memory is bounded: beyond MOST_COLUMNS measured
 steps, neighbours share a column, merged as their panel says.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tracking.events import Event
-from tracking.heatmap.modules import Fold, folded_name
+from tracking.heatmap.modules import folded_name
 from tracking.heatmap.panels import DTYPES, PANELS, RANGES
 from tracking.jsonl import Follower
 
@@ -57,29 +57,6 @@ class Heat:
     def has(self, panel: str) -> bool:
         """Whether any value of the panel is known."""
         return panel in self.panels and bool(np.isfinite(self.panels[panel]).any())
-
-    def folded(self, fold: Fold, opened: Iterable[str] = ()) -> Heat:
-        """Fold to one row per block, or per kind of module; modules of folds in `opened` are listed below their fold.
-
-        A folded cell holds the largest, the sum or a mean of its modules.
-        """
-        if fold == "modules":
-            return self
-        groups: dict[str, list[int]] = {}
-        for index, name in enumerate(self.rows):
-            groups.setdefault(folded_name(name, fold), []).append(index)
-        wanted, rows, members = frozenset(opened), [], []
-        for name, indices in groups.items():
-            rows.append(name)
-            members.append(indices)
-            if name in wanted and len(indices) > 1:
-                rows += [self.rows[index] for index in indices]
-                members += [[index] for index in indices]
-        panels = {
-            key: np.stack([merged(key, values[indices], axis=0) for indices in members])
-            for key, values in self.panels.items()
-        }
-        return replace(self, rows=tuple(rows), panels=panels)
 
     def chosen(self, rows: Sequence[int]) -> Heat:
         """Select `rows`, in this order."""

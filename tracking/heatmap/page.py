@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tracking.heatmap.folding import folded
 from tracking.heatmap.grid import Heat, drawn_panels, limits
 from tracking.heatmap.modules import Fold, short_name
 from tracking.heatmap.panels import DTYPES, PANELS
@@ -54,13 +55,13 @@ def panel_data(
     heat = heat.at_its_steps() if key == "nonfinite" else heat
     known = np.flatnonzero(np.isfinite(heat.panels[key]).any(axis=1)).tolist()
     used = heat.by_kind(key) if fold == "modules" else heat.chosen(known)
-    folded = used.folded(fold, opened).narrowed(columns)
-    values = folded.panels[key].astype(float)
-    low, high = limits(folded, key)
+    shown = folded(used, fold, opened).narrowed(columns)
+    values = shown.panels[key].astype(float)
+    low, high = limits(shown, key)
     if PANELS[key].log:
         values = np.log10(np.where(values > 0, values, np.nan))
         low, high = math.log10(low), math.log10(high)
-    return plain_panel(key, folded.rows, folded.edges, values, low, high)
+    return plain_panel(key, shown.rows, shown.edges, values, low, high)
 
 
 def plain_panel(

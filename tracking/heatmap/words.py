@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -264,8 +263,3 @@ def _step(heat: Heat, column: int) -> str:
 
 def _growth(share: float) -> str:
     return percent(share, 2) if share < 1 else f"{number(1 + share, 3)}x"
-
-
-def under(lines: dict[str, str], panels: Sequence[str]) -> list[str]:
-    """`title: line` for each of `panels` that has one, for plain text."""
-    return [f"{PANELS[key].title}: {lines[key]}" for key in panels if key in lines]

@@ -23,10 +23,18 @@ const AXES = { step: "optimizer step", tokens: "tokens", seconds: "running time"
 const few = data.runs.length <= 4;
 const some = (name) => data.runs.some((run) => run.curve[name]?.some((value) => value !== null && value !== 0));
 const scales = (run) => run.curve.loss_scale.some((value) => value !== null && value !== 1);
+const unit = data.unit && ` (${data.unit})`;
+const LOSS = { name: "loss", title: `Training loss${unit}`, cut: CUT, noisy: true };
+const FIGURES = data.figures.map((figure) => ({ ...figure, name: figure.names[0], log: figure.log ? 10 : 0, zero: !figure.spread && !figure.log, noisy: true }));
+// What all runs are followed by leads; a loss that says nothing comes after it.
+const LEADING = FIGURES.filter((chart) => chart.names.includes(data.headline)).map((chart) => ({ ...chart, wide: true, marks: true }));
 const CHARTS = [
-  { name: "loss", title: "Training loss (nats per token)", wide: true, marks: true, cut: CUT, noisy: true },
-  data.runs.some((run) => run.validation.loss.length) && { name: "validation", title: "Validation loss (nats per token)", cut: 0 },
-  data.gaps.length && { name: "gap", title: "Loss against the baseline at the same step (%)", cut: 0, noisy: true },
+  ...LEADING,
+  ...(LEADING.length ? [] : [{ ...LOSS, wide: true, marks: true }]),
+  !LEADING.length && data.runs.some((run) => run.validation.loss.length) && { name: "validation", title: `Validation loss${unit}`, cut: 0 },
+  ...FIGURES.filter((chart) => !chart.names.includes(data.headline)),
+  ...(LEADING.length ? [LOSS] : []),
+  !LEADING.length && data.gaps.length && { name: "gap", title: "Loss against the baseline at the same step (%)", cut: 0, noisy: true },
   some("grad_norm") && { name: "grad_norm", title: "Gradient norm (before clipping)", log: 10, cut: CUT, noisy: true },
   data.runs.some(scales) && { name: "loss_scale", title: "Loss scale", log: 2, step: true, marks: true },
   some("tokens_per_second") && { name: "tokens_per_second", title: "Speed (tokens per second)", zero: true, noisy: true },
@@ -75,10 +83,16 @@ const isLog = (chart) => chart.log || (state.log && (chart.name === "loss" || ch
 // The curves of a run in a chart: as recorded, and for smoothing the means of all its steps.
 function columns(chart, run) {
   const item = data.runs[run];
-  if (chart.name === "gap") return run === 0 ? null : { raw: data.gaps[run - 1], means: data.gap_means[run - 1], key: "gap" };
-  if (chart.name === "validation") return { raw: item.validation, means: item.validation, key: "loss" };
-  if (chart.name === "loss_scale" && !scales(item)) return null;
-  return { raw: item.curve, means: item.means, key: chart.name };
+  if (chart.names) {
+    return chart.names.flatMap((name, index) => [
+      item.curve[name] && { raw: item.curve, means: item.means, key: name, label: name, dashes: index, spread: item.curve[chart.spread] },
+      item.validation[name] && { raw: item.validation, key: name, label: `${name}, validation`, dashes: index, dots: true },
+    ].filter(Boolean));
+  }
+  if (chart.name === "gap") return run === 0 ? [] : [{ raw: data.gaps[run - 1], means: data.gap_means[run - 1], key: "gap" }];
+  if (chart.name === "validation") return [{ raw: item.validation, means: item.validation, key: "loss", dots: true }];
+  if (chart.name === "loss_scale" && !scales(item)) return [];
+  return [{ raw: item.curve, means: item.means, key: chart.name }];
 }
 
 function lines(chart) {
@@ -103,13 +117,30 @@ function lines(chart) {
 }
 
 function lineOf(chart, run, add) {
-  const column = columns(chart, run);
-  if (!column) return;
-  const smooth = state.smoothing > 0 && chart.noisy;
-  const below = run === 0 && few && data.runs.length > 1; // a run on top of it that is the same must not hide it
-  const dots = chart.name === "validation" || column.raw[column.key].length === 1; // a line needs two points
-  add(run, column.raw[state.axis], column.raw[column.key], { width: smooth ? 1 : below ? 3.5 : 1.5, faint: smooth, dots });
-  if (smooth) add(run, column.means[state.axis], smoothed(column.means[column.key], state.smoothing), { width: 2.2 });
+  columns(chart, run).forEach(({ raw, means, key, spread, dots, ...look }) => {
+    const [x, y] = [raw[state.axis], raw[key]];
+    const smooth = state.smoothing > 0 && chart.noisy && !dots;
+    const below = run === 0 && few && data.runs.length > 1; // a run on top of it that is the same must not hide it
+    if (spread && few && !smooth) {
+      const edge = (sign) => y.map((value, index) => (value === null || spread[index] === null ? null : value + sign * spread[index]));
+      add(run, x, edge(1), { width: 0, top: true });
+      add(run, x, edge(-1), { width: 0, bottom: true });
+    }
+    const marked = dots || y.length === 1; // a line needs two points
+    add(run, x, y, { width: smooth ? 1 : below ? 3.5 : 1.5, faint: smooth, dots: marked, ...look });
+    if (smooth) add(run, means[state.axis], smoothed(means[key], state.smoothing), { width: 2.2, ...look });
+  });
+}
+
+// Which line of a chart of metrics is which.
+function keyOf(chart) {
+  if (!chart.names) return "";
+  const has = (part, name) => data.runs.some((run) => run[part][name]);
+  const names = chart.names.filter((name) => has("curve", name));
+  const parts = names.length > 1 ? names.map((name) => `${["solid", "dashed", "dotted", "dash-dotted"][chart.names.indexOf(name) % 4]} ${name}`) : [];
+  if (few && has("curve", chart.spread)) parts.push("band: one standard deviation");
+  if (chart.names.some((name) => has("validation", name))) parts.push("dots: validation");
+  return parts.join(", ");
 }
 
 // --- axes
@@ -175,7 +206,7 @@ function logSplits(base) {
 
 // --- marks
 
-const wantedKinds = (chart) => (chart.name !== "loss" ? ["skip", "incident"] : few ? Object.keys(GLYPHS) : ["incident", "nonfinite", "fault", "run_start", "nan"]);
+const wantedKinds = (chart) => (!chart.wide ? ["skip", "incident"] : few ? Object.keys(GLYPHS) : ["incident", "nonfinite", "fault", "run_start", "nan"]);
 
 function marksOf(chart) {
   if (!chart.marks || !state.events) return [];
@@ -343,7 +374,7 @@ function options(chart) {
       label: one.label || data.runs[one.run].label,
       stroke: () => (one.faint ? pale(colour(one.run), 0.3) : colour(one.run)),
       width: one.width,
-      dash: one.faint ? [] : dash(one.run),
+      dash: one.faint ? [] : one.dashes === undefined ? dash(one.run) : DASHES[one.dashes % 4],
       paths: chart.step ? uPlot.paths.stepped({ align: 1 }) : undefined,
       points: { show: Boolean(one.dots), size: 7, fill: () => colour(one.run) },
     }))],
@@ -414,6 +445,8 @@ for (const chart of CHARTS) {
   head.textContent = chart.title;
   chart.values = document.createElement("span");
   head.append(chart.values);
+  const key = Object.assign(document.createElement("small"), { textContent: keyOf(chart) });
+  head.append(" ", key);
   chart.plot = document.createElement("div");
   chart.element.append(head, chart.plot);
   chart.element.addEventListener("mouseenter", () => { chart.under = true; });

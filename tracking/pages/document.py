@@ -21,7 +21,7 @@ from tracking.pages.render import picture, render
 
 Tone = Literal["good", "bad", "warn"]
 
-_PARSER = MarkdownIt("commonmark", {"html": False}).enable("table")
+PARSER = MarkdownIt("commonmark", {"html": False}).enable("table")
 _NO_PICTURE = re.compile(r"^([a-z]+:|//|/)", re.IGNORECASE)
 
 
@@ -38,20 +38,15 @@ def write_document(path: Path, markdown: str, *, tone: Tone = "warn") -> Path:
 
 def document(markdown: str, folder: Path, *, tone: Tone = "warn") -> str:
     """The HTML page, UTF-8 text. HTML within the Markdown is text on it. folder: of the pictures."""
-    renderer = _Renderer(folder)
-    tokens = _PARSER.parse(markdown)
+    renderer = Renderer(folder)
+    tokens = PARSER.parse(markdown)
     title, rest = _heading(tokens)
     at = next((index for index, token in enumerate(rest) if token.type == "heading_open"), len(rest))
     verdict = next((index for index, token in enumerate(rest[:at]) if _has_picture(token)), at)
     while verdict < at and verdict and rest[verdict].type != "paragraph_open":
         verdict -= 1  # a picture belongs to the body, with the paragraph that it is in
-    lead, body = (renderer.render(part, _PARSER.options, {}) for part in (rest[:verdict], rest[verdict:]))
+    lead, body = (renderer.render(part, PARSER.options, {}) for part in (rest[:verdict], rest[verdict:]))
     return render("pages/document.html", title=title, lead=Markup(lead), body=Markup(body), tone=tone)
-
-
-def fragment(markdown: str) -> Markup:
-    """Markdown without pictures as a part of a page."""
-    return Markup(_Renderer(Path()).render(_PARSER.parse(markdown), _PARSER.options, {}))
 
 
 def _heading(tokens: Sequence[Token]) -> tuple[str, list[Token]]:
@@ -66,7 +61,7 @@ def _has_picture(token: Token) -> bool:
     return any(child.type == "image" for child in token.children or ())
 
 
-class _Renderer(RendererHTML):
+class Renderer(RendererHTML):
     """Puts pictures into the page and lets wide tables scroll."""
 
     def __init__(self, folder: Path) -> None:

@@ -1,8 +1,6 @@
 """The summary of a profile: the time of a step by category, matmuls in FP32, and sizes that do not suit tensor cores.
 
-    python -m training.profile RUN/profile/step-20-21/rank-0.pt.trace.json.gz
-
-writes the .json and the .md of a trace anew. Every moment of the profiled steps is counted once, under the innermost
+Every moment of the profiled steps is counted once, under the innermost
 category. On a GPU the kernels' time is divided alike, and the rest is idle.
 """
 
@@ -10,12 +8,9 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from config.cli import Arguments, entry_point
-from config.errors import UserError
 from tracking.profile.matmul import NAMES, Matmul, fp32_matmuls, matmul_of, misaligned_sizes, table
 from tracking.profile.page import largest_parts, profile_page, which_steps
 from tracking.profile.timeline import Event, Timeline, build_timeline, merged, overlap, read_trace
@@ -189,23 +184,3 @@ def _time_matmuls(matmuls: list[Matmul], timeline: Timeline, on_device: bool) ->
 
 def _seconds(found: dict[str, float]) -> dict[str, float]:
     return {name: value / 1e6 for name, value in sorted(found.items(), key=lambda item: -item[1])}
-
-
-@entry_point()
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the summary of a trace anew and print the page. Exit code 2 when there is no such trace."""
-    parser = Arguments("python -m training.profile", __doc__)
-    parser.add_argument("trace", type=Path, help="RUN/profile/step-A-B/rank-R.pt.trace.json.gz")
-    trace = parser.parse_args(arguments).trace
-    known = trace.parent / f"{trace.name.partition('.')[0]}.json"
-    try:
-        if not trace.is_file():
-            raise UserError(f"{trace}: no such trace")
-        facts: dict[str, Any] = {"steps": [0], "rank": 0, "compute": "fp32"}
-        if known.is_file():
-            facts = json.loads(known.read_text(encoding="utf-8"))
-        write_summary(trace, facts)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    print(known.with_suffix(".md").read_text(encoding="utf-8"))
-    return 0

@@ -29,6 +29,7 @@ from tracking.jsonl import encode
 from tracking.numbers import number, percent
 from tracking.pages.markdown import Table
 from tracking.report.context import LIMITS, Finding, Limit, MeasureContext, Verdict
+from tracking.report.files import write_page
 from tracking.report.measures import all_measures, caveats, count_verdicts, read_run
 from tracking.report.page import resume_command_of, summary_table, write_report
 from tracking.report.service_levels import (
@@ -40,7 +41,7 @@ from tracking.report.service_levels import (
     run_folders,
     service_levels,
 )
-from tracking.run_dir import RunDir, write_page
+from tracking.run_dir import RunDir
 from tracking.summary import Summary
 from tracking.terminal import console, words
 

@@ -171,7 +171,7 @@ def validation_delta(context: MeasureContext) -> Measured:
     if place < max(tokens[0], its_tokens[0]):
         raise NotMeasured(f"{baseline.name} has no evaluation within the range of the run's", how, own)
     mine, base = float(np.interp(place, tokens, losses)), float(np.interp(place, its_tokens, its_losses))
-    delta = mine / base - 1 if base else math.nan
+    delta = (mine - base) / abs(base) if base else math.nan
     shown = f"{change(delta)} ({loss(mine)}, baseline {loss(base)}{unit} at {human(place)} tokens)"
     return Measured(delta, shown, how)
 

@@ -14,6 +14,7 @@ from config import json_text
 from config.files import write_atomically
 from config.redact import redact
 from tracking.events import Event, describe_event
+from tracking.figures import HEADLINES
 from tracking.heatmap.grid import drawn_panels, read_heat
 from tracking.heatmap.panels import PANELS
 from tracking.heatmap.picture import draw_heat
@@ -62,7 +63,7 @@ def write_report(
         _attempt(run_dir.sample, lambda: write_atomically(run_dir.sample, redact(sample).encode(errors="replace")))
     hypothesis = setting(read_inputs(run_dir)[0], "run.hypothesis")
     verdict, plot = summary.verdict, run_dir.plots / "run.png"
-    drawn = summary.steps and _attempt(plot, lambda: plot_run(run_dir.events, plot))
+    drawn = summary.steps and _attempt(plot, lambda: plot_run(summary.facts, plot))
     parts = {title: section(title, body) for title, body in sections(run_dir, summary, resume_command).items()}
     content = page(
         f"# {escaped(summary.name)}",
@@ -72,7 +73,7 @@ def write_report(
         f"In {summary.sessions} sessions." if summary.sessions > 1 else "",
         parts.pop("What ran"),
         parts.pop("Results"),
-        "![loss, gradient norm, learning rate, loss scale or speed](plots/run.png)" if drawn else "",
+        "![loss or reward, gradient norm, learning rate, loss scale or speed](plots/run.png)" if drawn else "",
         _layers(run_dir),
         section("Measures", f"{count_verdicts(findings)}.", _measures(findings, remarks)),
         *parts.values(),
@@ -89,8 +90,6 @@ def sections(run_dir: RunDir, summary: Summary, resume_command: str = "") -> dic
     sample = run_dir.sample.read_text(encoding="utf-8", errors="replace") if run_dir.sample.is_file() else ""
     newest = [f"{sample_title(run_dir, summary)}:", fenced(sample)] if sample else []
     earlier = [part for step, text in summary.samples[-_MOST_SAMPLES:] for part in (f"At step {step:,}:", fenced(text))]
-    if earlier:
-        earlier = ["<details><summary>Samples at evaluations</summary>", *earlier, "</details>"]
     resume = fenced(resume_command or resume_command_of(run_dir), "bash")
     return {
         "What ran": page(_facts(_what_ran(summary, config, deepspeed, environment))),
@@ -103,7 +102,7 @@ def sections(run_dir: RunDir, summary: Summary, resume_command: str = "") -> dic
         ),
         "Notes": page([escaped(note) for note in summary.notes]),
         "Canary": page(_canary(run_dir)),
-        "Sample": page(*newest, *earlier),
+        "Sample": page(*newest, earlier and "### Samples at evaluations", *earlier),
         "Resume": page(f"Newest checkpoint: {code(summary.checkpoint or 'none')}", resume),
     }
 
@@ -186,14 +185,14 @@ def results(summary: Summary) -> list[tuple[str, str]]:
         best = f"best {loss(summary.best_loss)} at step {summary.best_loss_step}"
     older = "nats" if summary.eval_loss is None or summary.perplexity is not None else ""
     unit = summary.start.get("loss_unit", older)
-    unit = f" ({unit})" if unit else ""
+    what = HEADLINES.get(summary.facts.headline, "loss") + (f" ({unit})" if unit else "")
     found: dict[str, str] = {
-        f"training loss{unit}": f"{loss(summary.first_loss)} -> {loss(summary.last_loss)} ({best})",
+        f"training {what}": f"{loss(summary.first_loss)} -> {loss(summary.last_loss)} ({best})",
         "losses that were not finite": str(summary.nonfinite_losses or ""),
     }
     if summary.eval_loss is not None:
         exponential = "" if summary.perplexity is None else f" (perplexity {perplexity(summary.perplexity)})"
-        found[f"validation loss{unit}"] = f"{loss(summary.first_eval_loss)} -> {loss(summary.eval_loss)}{exponential}"
+        found[f"validation {what}"] = f"{loss(summary.first_eval_loss)} -> {loss(summary.eval_loss)}{exponential}"
         found |= {f"validation {name}": " -> ".join(map(loss, both)) for name, both in summary.metrics.items()}
     found["steps"] = f"{summary.steps} attempted, {summary.applied} applied, {summary.skipped} skipped"
     if summary.start["compute"] == "fp16" and summary.first_scale is not None:

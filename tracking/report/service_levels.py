@@ -21,9 +21,10 @@ from config.cli import DIVERGED
 from config.errors import UserError
 from tracking.numbers import number, percent
 from tracking.report.context import Verdict as Passed
+from tracking.report.files import matching
 from tracking.report.measures import GOOD_ENDINGS, read_run
 from tracking.report.sessions import RunHistory
-from tracking.run_dir import RunDir, matching
+from tracking.run_dir import RunDir
 from tracking.verdict import Verdict
 
 OBJECTIVES = {"job_success": 0.99, "no_divergence": 0.99, "restore_success": 1.0}
@@ -227,7 +228,12 @@ def _events(key: str, history: RunHistory, verdict: Verdict) -> tuple[int, int]:
 
 def _diverged(history: RunHistory, verdict: Verdict) -> bool:
     stopped = any(session.end is not None and session.end["exit_code"] == DIVERGED for session in history.sessions)
-    return verdict.word == "diverged" or history.diverged is not None or stopped
+    return verdict.word == "diverged" or _aborted(history) is not None or stopped
+
+
+def _aborted(history: RunHistory) -> str | None:
+    """Reason that the guard stopped any session of the run; None when it never did."""
+    return next((session.aborted for session in history.sessions if session.aborted is not None), None)
 
 
 def _failures(history: RunHistory, verdict: Verdict) -> list[str]:
@@ -237,7 +243,7 @@ def _failures(history: RunHistory, verdict: Verdict) -> list[str]:
     if verdict.word not in GOOD_ENDINGS:
         lines.append(verdict.text)
     elif _diverged(history, verdict):
-        lines.append(f"stopped on numerics in an earlier session: {history.diverged or 'no reason recorded'}")
+        lines.append(f"stopped on numerics in an earlier session: {_aborted(history) or 'no reason recorded'}")
     if restored < due:
         lines.append(f"{due - restored} of {due} restores failed")
     return lines

@@ -81,11 +81,6 @@ class RunHistory:
         return self.sessions[-1].end if self.sessions else None
 
     @property
-    def diverged(self) -> str | None:
-        """Reason that the guard stopped any session of the run; None when it never did."""
-        return next((session.aborted for session in self.sessions if session.aborted is not None), None)
-
-    @property
     def restores(self) -> tuple[int, int]:
         """(restored, should have been): sessions with a checkpoint to resume from, and rollbacks."""
         rollbacks = sum(session.rollbacks for session in self.sessions)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-
-import numpy as np
 
 from config.errors import UserError
 from tracking.heatmap.grid import USED, Heat, HeatCollector
 from tracking.jsonl import Follower, beginnings, event_on
-from tracking.run_facts import Collector, Columns, RunFacts
+from tracking.run_facts import Collector, RunFacts
 from tracking.serve.skim import steps_at
 
 SOON = 1 << 26
@@ -56,8 +55,7 @@ class LiveRun:
             self._update()
             if self._facts is None:
                 facts = self._collector.facts(self.label, str(self.folder), self._file.path)
-                # copies, since the arrays grow
-                columns = Columns(**{name: np.array(values) for name, values in vars(facts.columns).items()})
+                columns = deepcopy(facts.columns)  # the arrays grow
                 rare = {kind: list(events) for kind, events in facts.rare_events.items()}
                 self._facts = replace(facts, columns=columns, rare_events=rare)
             return self._facts

@@ -19,6 +19,7 @@ from markupsafe import Markup
 
 from config.printable import shown
 from tracking.compare.differences import SETTINGS_FIRST, format_value
+from tracking.figures import followed
 from tracking.numbers import duration, human, loss, number, percent, scale
 from tracking.serve.library import Entry
 from tracking.verdict import WORDS, Verdict
@@ -91,7 +92,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Spark:
-    """A loss curve, in a box of WIDTH by HEIGHT on the scale that all lines share."""
+    """A curve of what is followed, in a box of WIDTH by HEIGHT on the scale of all lines that follow the same."""
 
     points: str
     """Points of an SVG polyline."""
@@ -168,12 +169,24 @@ def table(entries: Sequence[Entry], asked: Asked, *, now: float) -> Table:
     count = Counter(entry.verdict.word for entry in entries)
     words: dict[str, int] = {word: count[word] for word in WORDS if count[word]}
     names = short_names([*keys, *(name[1:] for name in asked.columns if name.startswith("."))])
-    titles = COLUMNS | {f".{key}": names[key] for key in keys[:_MOST_CHOICES]}
+    titles = COLUMNS | {"loss": " or ".join(sorted({entry.skim.followed for entry in wanted})) or "loss"}
+    titles |= {f".{key}": names[key] for key in keys[:_MOST_CHOICES]}
     titles |= {name: names[name[1:]] for name in asked.columns if name not in COLUMNS}
     curves = {entry.key: _finite(entry) for entry in wanted}
-    edges = _edges(wanted, curves)
+    edges = {
+        name: _edges([entry for entry in wanted if entry.skim.followed == name], curves)
+        for name in {entry.skim.followed for entry in wanted}
+    }
+    scales = [f"{loss(found[0])} to {loss(found[1])}" for found in edges.values() if found]
+
+    def spark(group: Sequence[Entry]) -> Spark | None:
+        return _sparkline(group, curves, edges[group[0].skim.followed])
+
     return Table(
-        lines=[_line(group, keys, names, _sparkline(group, curves, edges), asked, now) for group in ranked],
+        lines=[
+            _line(group, keys, names, _sparkline(group, curves, edges[group[0].skim.followed]), asked, now)
+            for group in ranked
+        ],
         asked=asked,
         runs=len(entries),
         shown=len(wanted),
@@ -182,7 +195,7 @@ def table(entries: Sequence[Entry], asked: Asked, *, now: float) -> Table:
         orders={name: title for name, title in titles.items() if name != "settings"},
         choices={name: titles[name] if name in COLUMNS else name[1:] for name in titles if name != "name"},
         differing=len(keys),
-        scale=f"{loss(edges[0])} to {loss(edges[1])}" if edges else "",
+        scale=scales[0] if len(edges) == len(scales) == 1 else "",
     )
 
 
@@ -212,8 +225,11 @@ def _fields(entry: Entry) -> Iterator[tuple[str, Any]]:
     yield "incidents", entry.skim.counts["incident"]
     yield "step", entry.status.step
     yield "planned_steps", entry.planned
-    yield "loss", _loss(entry)
-    yield "validation_loss", _validation(entry)
+    rewarded = entry.skim.followed != "loss"
+    yield "loss", None if rewarded else _loss(entry)
+    yield "validation_loss", None if rewarded else _validation(entry)
+    yield "reward", _loss(entry) if rewarded else None
+    yield "validation_reward", _validation(entry) if rewarded else None
     yield "tokens_per_second", _speed(entry)
     yield "skipped", int(_skips(entry))
     yield "loss_scale", _scale(entry)
@@ -321,13 +337,12 @@ def _groups(entries: Sequence[Entry]) -> list[list[Entry]]:
 
 
 def _loss(entry: Entry) -> float:
-    finite = [loss for _, loss in entry.skim.losses[-3:] if math.isfinite(loss)]
+    finite = [value for _, value in entry.skim.curve[-3:] if math.isfinite(value)]
     return finite[-1] if finite else math.nan
 
 
 def _validation(entry: Entry) -> float:
-    found = entry.skim.evals[-1]["loss"] if entry.skim.evals else None
-    return math.nan if found is None else float(found)
+    return followed(entry.skim.evals[-1])[1] if entry.skim.evals else math.nan
 
 
 def _scale(entry: Entry) -> float:
@@ -351,12 +366,16 @@ def _mean(group: Sequence[Entry], value: Any) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
+def _best_first(group: Sequence[Entry], value: Any) -> float:
+    return _mean(group, value) * (1 if group[0].skim.followed == "loss" else -1)
+
+
 _VALUES: dict[str, Any] = {
     "name": lambda group: group[0].name,
     "verdict": lambda group: min(WORDS.index(entry.verdict.word) for entry in group),
     "step": lambda group: max(entry.status.step for entry in group),
-    "loss": lambda group: _mean(group, _loss),
-    "validation": lambda group: _mean(group, _validation),
+    "loss": lambda group: _best_first(group, _loss),
+    "validation": lambda group: _best_first(group, _validation),
     "speed": lambda group: _mean(group, _speed),
     "skips": lambda group: _mean(group, _skips),
     "scale": lambda group: _mean(group, _scale),
@@ -400,6 +419,7 @@ def _line(
     own = [(key, _value(first.settings[key])) for key in keys if key in first.settings and (alone or key != "run.seed")]
     steps, planned = max(entry.status.step for entry in group), first.planned
     speed = _mean(group, _speed)
+    unit = "" if first.skim.followed == "loss" else f"{first.skim.followed} "
     return Line(
         keys=tuple(entry.key for entry in group),
         name=first.name if alone else f"{_common([entry.name for entry in group])} ({len(group)} {kind})",
@@ -410,7 +430,7 @@ def _line(
         note=first.notes.note if alone else "",
         step=f"{steps:,}" + (f" of {planned:,}" if planned else ""),
         done=min(1.0, steps / planned) if planned else 0.0,
-        loss=_spread(group, _loss) or ("not finite" if first.skim.last else ""),
+        loss=(_spread(group, _loss) and unit + _spread(group, _loss)) or ("not finite" if first.skim.last else ""),
         spark=spark,
         validation=_spread(group, _validation),
         speed="" if math.isnan(speed) else human(speed),
@@ -475,8 +495,8 @@ def _common(names: Sequence[str]) -> str:
 
 
 def _finite(entry: Entry) -> np.ndarray:
-    """(points, 2): steps and losses, where these are finite."""
-    return np.array([point for point in entry.skim.losses if math.isfinite(point[1])]).reshape(-1, 2)
+    """(points, 2): steps and values, where these are finite."""
+    return np.array([point for point in entry.skim.curve if math.isfinite(point[1])]).reshape(-1, 2)
 
 
 def _worst(group: Sequence[Entry]) -> Entry:
@@ -484,9 +504,9 @@ def _worst(group: Sequence[Entry]) -> Entry:
 
 
 def _edges(entries: Sequence[Entry], finite: dict[str, np.ndarray]) -> tuple[float, float] | None:
-    """The losses between which all curves are drawn: of the runs that train, or of all where none does.
+    """The values between which all curves are drawn: of the runs that train, or of all where none does.
 
-    A first loss far above all others would flatten the curves, so the highest 3% of each do not count, nor does a run
+    A first value far above all others would flatten the curves, so the highest 3% of each do not count, nor does a run
     that is _UNLIKE times as high as the median one, such as one with another objective.
     """
     sound = [entry for entry in entries if entry.verdict.word not in ("diverged", "not learning")]
@@ -504,7 +524,7 @@ def _edges(entries: Sequence[Entry], finite: dict[str, np.ndarray]) -> tuple[flo
 def _sparkline(
     group: Sequence[Entry], finite: dict[str, np.ndarray], edges: tuple[float, float] | None
 ) -> Spark | None:
-    """The mean curve and the band around it, from the start to the planned end; None for fewer than two losses."""
+    """The mean curve and the band around it, from the start to the planned end; None for fewer than two values."""
     usable = [curve for entry in group if len(curve := finite[entry.key]) > 1]
     if not usable or edges is None:
         return None

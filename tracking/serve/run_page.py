@@ -13,18 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from config.load import to_dict
 from config.redact import redact
 from config.schema import Config
 from tracking.compare.differences import flat, format_value
 from tracking.compare.html import run_data
 from tracking.events import describe_event
+from tracking.figures import FIGURES, followed
 from tracking.heatmap.grid import Heat, read_heat
 from tracking.heatmap.modules import FOLDS, Fold
 from tracking.heatmap.page import panel_data, panels_of, static_heat
 from tracking.heatmap.panels import PANELS
-from tracking.numbers import duration, human, loss, mib, percent
-from tracking.pages.document import fragment
+from tracking.numbers import duration, human, loss, mib, number, percent
+from tracking.pages.document import PARSER, Renderer
 from tracking.pages.markdown import fenced
 from tracking.pages.render import render
 from tracking.report.context import Finding, MeasureContext, Run, find
@@ -61,18 +64,20 @@ def state(entry: Entry, *, now: float) -> State:
     seconds = last.get("step_seconds")
     running = not entry.status.over
     eta = (planned - step) * seconds if running and planned and seconds and step < planned else None
-    finite = [value for _, value in entry.skim.losses if math.isfinite(value)]
+    finite = [value for _, value in entry.skim.curve if math.isfinite(value)]
+    metrics = last.get("metrics") or {}
+    spread = "".join(f" \u00b1 {number(metrics[figure.spread], 2)}" for figure in FIGURES if figure.spread in metrics)
     evaluated = entry.skim.evals[-1] if entry.skim.evals else None
     skipped = int(last.get("skipped_total") or 0)
     since = entry.status.since
     rows = [
+        (entry.skim.followed, f"{loss(finite[0])} \u2192 {loss(finite[-1])}{spread}" if finite else ""),
+        ("validation", f"{loss(followed(evaluated)[1])} at step {evaluated['step']:,}" if evaluated else ""),
         ("warnings", f"{entry.verdict.warnings:,}" if entry.verdict.warnings else ""),
         ("exit code", str(entry.status.exit_code) if entry.status.exit_code else ""),
         ("speed", f"{human(last['tokens_per_second'])} tokens/s" if last.get("tokens_per_second") else ""),
         ("ETA", duration(eta) if eta is not None else ""),
         ("step", f"{step:,}" + (f" of {planned:,}" if planned else "")),
-        ("loss", f"{loss(finite[0])} \u2192 {loss(finite[-1])}" if finite else ""),
-        ("validation", f"{loss(evaluated['loss'])} at step {evaluated['step']:,}" if evaluated else ""),
         ("skipped", f"{skipped:,}" + (f" ({percent(skipped / step, 3)})" if skipped and step else "") if last else ""),
         ("loss scale", scale_text(float(last.get("loss_scale") or math.nan))),
         ("tokens", human(last["tokens"]) if last else ""),
@@ -87,6 +92,11 @@ def state(entry: Entry, *, now: float) -> State:
         ("since" if running else "ended", f"{duration(max(0.0, now - since))} ago" if since else ""),
     ]
     return State([(name, value) for name, value in rows if value], min(1.0, step / planned) if planned else 0.0)
+
+
+def fragment(markdown: str) -> Markup:
+    """Markdown without pictures as a part of a page."""
+    return Markup(Renderer(Path()).render(PARSER.parse(markdown), PARSER.options, {}))
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,10 @@
-"""A run's line in the overview: the rare events, what its verdict rests on, and the loss at a few places.
+"""A run's line in the overview: the rare events, what its verdict rests on, and its curve at a few places.
 
 Each part of the file is read once, and telemetry passed over. The curve is of steps at evenly spaced places.
 """
 
 from __future__ import annotations
 
-import math
 import os
 from collections import Counter
 from collections.abc import Iterable
@@ -16,11 +15,12 @@ from pathlib import Path
 import orjson
 
 from tracking.events import Event
+from tracking.figures import followed
 from tracking.jsonl import Follower, beginnings, event_on, lines_backwards
 from tracking.verdict import Evidence
 
 POINTS = 60
-"""Places at which the loss is read."""
+"""Places at which the curve is read."""
 _NEAR = 1 << 14
 _FAR = 1 << 20  # telemetry of a large model lies between two steps
 (_STEP,) = beginnings("step")
@@ -40,8 +40,10 @@ class Skim:
     evals: list[Event] = field(default_factory=list)
     evidence: Evidence = field(default_factory=Evidence)
     """What the verdict rests on; it grows with the file."""
-    losses: list[tuple[int, float]] = field(default_factory=list)
-    """(step, loss) at about POINTS places, in step order; a loss that is not finite is nan."""
+    followed: str = "loss"
+    """What the run is followed by, of which `curve` is."""
+    curve: list[tuple[int, float]] = field(default_factory=list)
+    """(step, value) at about POINTS places, in step order; a value that is not finite is nan."""
 
 
 class Skimmer:
@@ -62,13 +64,14 @@ class Skimmer:
         old = Skim() if self._file.replaced() else self.skim
         skim = replace(old, counts=Counter(old.counts), evals=list(old.evals))
         for line in self._file.lines(*_RARE, "step"):
-            if line.startswith(_STEP):
-                with suppress(ValueError, KeyError, TypeError, AttributeError):
+            with suppress(ValueError, KeyError, TypeError, AttributeError):
+                if line.startswith(_STEP):
                     skim.evidence.add(orjson.loads(line))
-            elif (event := event_on(line)) is not None:
-                _add(skim, event)
+                elif (event := event_on(line)) is not None:
+                    _add(skim, event)
         steps = steps_at(self._file.path, POINTS)
-        skim.losses, skim.last = _surviving_losses(steps), steps[-1] if steps else {}
+        skim.curve, skim.last = _surviving(steps), steps[-1] if steps else {}
+        skim.followed = followed(skim.last)[0] if steps else "loss"
         self._seen, self.skim = seen, skim
         return True
 
@@ -86,12 +89,12 @@ def _add(skim: Skim, event: Event) -> None:
         skim.evals.append(event)
 
 
-def _surviving_losses(steps: Iterable[Event]) -> list[tuple[int, float]]:
+def _surviving(steps: Iterable[Event]) -> list[tuple[int, float]]:
     kept: list[tuple[int, float]] = []
     for event in steps:  # a resumed run attempts some steps again: the later line is valid
         while kept and kept[-1][0] >= event["step"]:
             kept.pop()
-        kept.append((event["step"], math.nan if event["loss"] is None else float(event["loss"])))
+        kept.append((event["step"], followed(event)[1]))
     return kept
 
 

@@ -19,6 +19,8 @@ AXIS = "attempt"
 FIRST = {
     "train/loss": "loss",
     "eval/loss": "validation loss",
+    "train/reward/mean": "reward",
+    "eval/reward/mean": "validation reward",
     "train/grad_norm": "gradient norm",
     "train/lr": "learning rate",
     "train/loss_scale": "loss scale",

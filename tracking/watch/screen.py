@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from config.printable import shown
+from tracking.figures import followed
 from tracking.heatmap.blocks import draw_blocks, legend
 from tracking.heatmap.grid import Heat
 from tracking.heatmap.panels import PANELS
@@ -133,7 +134,7 @@ def _wide(state: WatchState, view: View) -> list[RenderableType]:
 
 def _loss_title(state: WatchState) -> str:
     unit = (state.start or {}).get("loss_unit", "nats per token")
-    return f"loss, {unit}" if unit else "loss"
+    return f"{state.followed}, {unit}" if unit else state.followed
 
 
 def _narrow(state: WatchState, view: View) -> list[RenderableType]:
@@ -171,7 +172,7 @@ def _curve(
     if name == "loss":
         lines.append(Line(state.validation, "bold yellow", points=True))
     axes = Axes(width - 4, height, max(1, state.step), log_steps=view.log_steps, log_values=log, ascii=view.ascii)
-    newest = (state.newest or {}).get(name)
+    newest = (state.newest or {}).get(name) if name != "loss" or state.newest is None else followed(state.newest)[1]
     said, label = (scale, _power_of_two) if name == "loss_scale" else (number, number)
     shown = f"{title} {said(newest)}" if newest is not None else title
     return _panel(draw(lines, state.skips, axes, label), shown, view, width=width)
@@ -255,7 +256,7 @@ def _facts(state: WatchState, view: View) -> list[tuple[str, str, str]]:
         ("learning rate", rate(newest["lr"]) if newest else "", ""),
         (
             "validation",
-            f"{loss(state.validated['loss'])} at {state.validated['step']:,}" if state.validated else "",
+            f"{loss(followed(state.validated)[1])} at {state.validated['step']:,}" if state.validated else "",
             "",
         ),
         ("skipped", f"{skipped:,}{share}", "yellow" if skipped else ""),
@@ -266,6 +267,7 @@ def _facts(state: WatchState, view: View) -> list[tuple[str, str, str]]:
         ("inf or nan", "; ".join(_tail(what, 22) for what, _ in state.causes.most_common(1)), "bold red"),
         ("checkpoint", f"step {saved['step']:,}{_age(saved, view)}" if saved else "none", ""),
         ("computed in", ", ".join(f"{k} {percent(v, 3)}" for k, v in state.flop_share.items() if v), ""),
+        *((name, number(value), "") for name, value in (newest.get("metrics") or {}).items()),
     ]
     return [row for row in rows if row[1]]
 

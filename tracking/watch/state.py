@@ -9,6 +9,7 @@ from statistics import median
 
 from config.printable import line
 from tracking.events import Event, describe_event
+from tracking.figures import followed
 from tracking.verdict import Evidence
 from tracking.watch.series import Series
 
@@ -32,6 +33,8 @@ class WatchState:
         self.time: float | None = None
         """[seconds since the epoch] Time of the newest event."""
         self.session_time: float | None = None
+        self.followed = "loss"
+        """What is drawn as "loss"."""
         self.curves = {name: Series() for name in _CURVES}
         self.validation = Series()
         self.skips = Series()
@@ -100,8 +103,9 @@ class WatchState:
         step = event["step"]
         if step <= self.step and self.newest is not None:
             self._cut(step - 1)
+        self.followed, main = followed(event)
         for name in _CURVES:
-            value = event[name]
+            value = main if name == "loss" else event[name]
             if value is not None:
                 self.curves[name].add(step, value)
         if not math.isfinite(event["loss"]):
@@ -129,7 +133,7 @@ class WatchState:
             self._log(event, "warn", f"rolled back to {Path(event['rolled_back_to']).name}")
 
     def _on_eval(self, event: Event) -> None:
-        self.validation.add(event["step"], event["loss"])
+        self.validation.add(event["step"], followed(event)[1])
         self.validated = event
         self._log(event, "good")
 

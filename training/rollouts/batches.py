@@ -41,6 +41,7 @@ from training.rollouts.sync import Synced, synchronise
 from training.rollouts.transformers_sampler import TransformersSampler, copy_of_model
 from training.rollouts.vllm_sampler import VllmSampler
 
+EXAMPLES, EXAMPLE_CHARACTERS = 4, 400
 _TARGETS = "targets"
 
 
@@ -86,6 +87,7 @@ class RolloutBatches(Batches):
         self._gap = Gap(bound=self._section.max_gap, one_sided=self._section.max_one_sided)
         self._held: tuple[int, Rollouts] | None = None
         self._said: set[str] = set()
+        self._examples = ""
         super().__init__(corpus.train, **order)
 
     def keep_in(self, folder: Path, *, publishes: bool = True) -> None:
@@ -113,8 +115,14 @@ class RolloutBatches(Batches):
         objective: Any = self._engine.objective
         objective.facts = {}
         for batch in prompts:
-            found = self._sampled(batch, shards, synced, f"validation {batch.position}")
-            yield self._batch(batch, self._gathered(found), position=batch.position, evaluates=True)
+            found = self._gathered(self._sampled(batch, shards, synced, f"validation {batch.position}"))
+            self._examples = self._examples or self._in_words(found)
+            yield self._batch(batch, found, position=batch.position, evaluates=True)
+
+    def take_examples(self) -> str:
+        """The first prompts of the newest evaluation, which are the same ones each time, with an answer and rewards."""
+        found, self._examples = self._examples, ""
+        return found
 
     def restore(self, position: int) -> None:
         """Go to a position, as `Batches.restore` does, and forget the answers that were held."""
@@ -204,6 +212,19 @@ class RolloutBatches(Batches):
         columns = {key: value for key, value in columns.items() if key not in ("prompt", "completion")}
         repeated = {key: [value] * len(ids) for key, value in columns.items()}
         return {**repeated, "prompts": [prompt] * len(ids), "completions": completions, "completion_ids": ids}
+
+    def _in_words(self, found: Rollouts) -> str:
+        """EXAMPLES prompts with their first answers as text, of which no part is longer than EXAMPLE_CHARACTERS."""
+        totals = self._rewards.total(found.rewards).reshape(-1, found.group)
+        parts = []
+        for place, prompt in enumerate(found.parts("prompts")[:EXAMPLES]):
+            answer = found.parts("answers")[place * found.group]
+            asked, said = (self._tokenizer.decode(ids.tolist(), skip_special_tokens=True) for ids in (prompt, answer))
+            known = totals[place][~np.isnan(totals[place])]
+            mean = f"{known.mean():.4g}" if len(known) else "none"
+            about = f"reward {totals[place, 0]:.4g} (mean of {found.group}: {mean})"
+            parts.append(f"{about}: {asked[-EXAMPLE_CHARACTERS:]} -> {said[:EXAMPLE_CHARACTERS]}")
+        return "\n".join(parts)
 
     def _gathered(self, own: Rollouts) -> Rollouts:
         """The answers of all ranks in the order of the global batch. A collective."""

@@ -22,6 +22,7 @@ from unittest.mock import patch
 
 import kubernetes_validate
 import pytest
+import yaml
 
 from config import cli
 from config.cli import REPOSITORY
@@ -71,6 +72,18 @@ def test_the_schemas_allow_every_manifest():
 
 def test_the_manifests_fit_each_other_the_config_and_the_image():
     assert problems(manifests(), uid=image.uid()) == []
+
+
+def test_a_rollout_server_fits_into_the_pod_of_a_run():
+    job = next(document for name, document in all_documents() if name == "job.yaml")
+    patched = yaml.safe_load((REPOSITORY / "launch/rollouts/sidecar.yaml").read_text(encoding="utf-8"))
+    spec = job["spec"]["template"]["spec"]
+    [server] = patched["spec"]["template"]["spec"]["initContainers"]
+    assert "initContainers" not in spec and server["restartPolicy"] == "Always"
+    spec["initContainers"] = [server]
+    kubernetes_validate.validate(job, NEWEST, strict=True)
+    assert {mount["name"] for mount in server["volumeMounts"]} <= {volume["name"] for volume in spec["volumes"]}
+    assert server["securityContext"] == spec["containers"][0]["securityContext"]
 
 
 def test_every_key_that_is_misspelt_is_found():

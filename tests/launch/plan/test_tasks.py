@@ -20,6 +20,7 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
+from config import cli
 from config.command_line import read_command_line
 from config.launcher import as_launched
 from config.schema import AdapterSection, Config, DistillSection, ModelSection, OptimizerSection
@@ -28,9 +29,10 @@ from launch.plan import command
 from launch.plan.codes import codes_of
 from launch.plan.counted import count_activations
 from launch.plan.gathered import Gathered, gathered
+from launch.plan.layout import layout_of
 from launch.plan.loss import loss_bytes, teacher_bytes
 from launch.plan.memory import activations, checkpoint_bytes, model_states, peak_memory
-from launch.plan.model import sizes_of
+from launch.plan.model import read_shape, sizes_of
 from launch.plan.speed import computed_flops
 from launch.plan.step import step_bytes
 from modeling.adapter import add_adapter
@@ -550,3 +552,23 @@ def test_the_peak_of_a_base_in_codes_is_what_tensors_take(pair, base, tmp_path, 
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     overrides = on_base(base, "batch.micro_size=4", "batch.global_size=8", *rounded(tmp_path, stage))
     assert_peak(pair, [*overrides, CODED.format(base_of)], 512, 0.1)
+
+
+def test_answers_that_are_sampled_at_once_need_a_cache() -> None:
+    """Two copies of the weights on each rank, and a KV cache of 512 answers of 4,096 tokens at the peak."""
+    recipe = str(cli.REPOSITORY / "config/recipes/grpo.yaml")
+    batch = ("batch.global_size=1024", "batch.micro_size=16", "data.sequence_length=4096", "precision.compute=bf16")
+
+    def peak(*overrides: str) -> Any:
+        resolved = read_command_line(["--config", recipe, *batch, *overrides], as_launched(2))
+        layout = layout_of(resolved, world=2, on_cpu=True)
+        shape = read_shape(resolved.config, layout)
+        return shape, peak_memory(shape, layout)
+
+    shape, memory = peak("grpo.at_once=512", "grpo.beta=0.1")
+    assert memory.moment == "the sampling of answers"
+    assert memory.device["KV cache"] == 512 * 4096 * 2 * 2 * 2 * 128  # both of keys and values, layers, bytes, width
+    assert memory.device["sampler"] == 2 * 2 * shape.parameters
+    assert "KV cache" not in peak("grpo.at_once=16")[1].device
+    served = peak("grpo.at_once=512", "grpo.engine=vllm", "grpo.urls=[http://127.0.0.1:8105]")[1]
+    assert served.moment != "the sampling of answers" and served.device["sampler"] == 2 * shape.parameters

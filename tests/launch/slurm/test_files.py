@@ -36,10 +36,10 @@ def python_that_tells(folder: Path, text: str = PRINT_PLACE) -> None:
 def test_shellcheck_has_nothing_to_say():
     command = [BIN / "shellcheck", "--external-sources", *SCRIPTS]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert len(SCRIPTS) == 4 and done.returncode == 0, done.stdout
+    assert len(SCRIPTS) == 5 and done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("script", ["train.sbatch", "sweep.sbatch"])
+@pytest.mark.parametrize("script", ["train.sbatch", "sweep.sbatch", "rollouts.sbatch"])
 def test_every_job_can_be_requeued_and_is_warned(script):
     options = [line.split(maxsplit=1)[1] for line in (FOLDER / script).read_text().splitlines() if "#SBATCH" in line]
     assert {"--requeue", "--open-mode=append", "--signal=B:USR1@300"} <= set(options)
@@ -84,10 +84,42 @@ def test_a_node_is_given_to_torchrun(tmp_path):
     assert done.stdout.endswith("train.py --config F\n")
 
 
-@pytest.mark.parametrize("script", ["train.sbatch", "sweep.sbatch"])
+@pytest.mark.parametrize("script", ["train.sbatch", "sweep.sbatch", "rollouts.sbatch"])
 def test_sbatch_called_elsewhere_is_refused(tmp_path, script):
     done = bash(tmp_path, script, SLURM_SUBMIT_DIR=tmp_path)
     assert done.returncode == 2 and "call sbatch in Mantissa's folder" in done.stderr
+
+
+FAKE_PYTHON = """#!/bin/sh
+case "$*" in
+*"restart begin"*) echo 0 ;;
+*"restart end"*) echo 0 end done ;;
+*launch.rollouts*) echo "$CUDA_VISIBLE_DEVICES $*" >server; trap 'echo ended >>server; exit' TERM; sleep 60 & wait ;;
+esac
+"""
+
+
+def test_a_rollout_server_stands_beside_the_run_and_ends_with_it(tmp_path):
+    for path in ("train.py", *(f"launch/slurm/{name}" for name in ("common.sh", "train.sbatch", "rollouts.sbatch"))):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / path, tmp_path / path)
+    python_that_tells(tmp_path, FAKE_PYTHON)
+    for name, text in {
+        "scontrol": "echo n1",
+        "srun": 'while ! [ -f server ]; do sleep 0.1; done; echo "$@" >run',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_SUBMIT_DIR": tmp_path, "SLURM_JOB_ID": 7, "SLURM_JOB_NUM_NODES": 1, "SLURM_JOB_NODELIST": "n1"}
+    job |= {"SLURM_NTASKS_PER_NODE": 3, "SLURM_GPUS_ON_NODE": 4, "SLURM_CPUS_ON_NODE": 4, "SLURM_JOB_PARTITION": "p"}
+    done = bash(tmp_path, "rollouts.sbatch", "--config", "F", **job, MANTISSA_VLLM=tmp_path / "python")
+    assert done.returncode == 0, done.stderr
+    told, end = (tmp_path / "server").read_text().splitlines()
+    words = "--config F grpo.engine=vllm grpo.urls=[http://127.0.0.1:30007]"
+    assert told.startswith("3 -m launch.rollouts --python") and told.endswith(words) and end == "ended"
+    assert (tmp_path / "run").read_text().endswith(f"task.sh {words}\n")
+    refused = bash(tmp_path, "rollouts.sbatch", "--config", "F", **job)
+    assert refused.returncode == 2 and "MANTISSA_VLLM has to name the Python" in refused.stderr
 
 
 def test_sweep_runs_its_trial_and_passes_its_exit_code_on(tmp_path):

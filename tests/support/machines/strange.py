@@ -19,7 +19,8 @@ from config.cli import REPOSITORY
 from config.machine.processes import free_port
 from launch.job import LAUNCHER_VARIABLES
 from tests.support.servers.wandb_server import stand_in
-from tracking.jsonl import read_events, surviving
+from tracking.compare.surviving import surviving
+from tracking.jsonl import read_events
 from tracking.run_dir import RunDir
 from training.checkpoint.tool import main as checkpoint_tool
 

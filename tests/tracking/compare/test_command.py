@@ -5,6 +5,7 @@ import math
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -299,7 +300,7 @@ def test_a_run_that_is_being_written_or_crashed_is_compared(tmp_path: Path) -> N
     comparison = _compared(base, live)
     verdict = comparison.runs[1].verdict
     assert verdict.word == "killed" and "no end was recorded" in verdict.cause
-    assert comparison.as_dict()["runs"][1]["verdict"] == verdict.as_dict()
+    assert comparison.as_dict()["runs"][1]["verdict"] == asdict(verdict)
     assert comparison.pairs[0].headline == "identical to step 25, the last that both have"
 
 

@@ -10,6 +10,7 @@ import pytest
 from tests.support.runs.compare_runs import RunWriter
 from tests.support.runs.heat_runs import growing, modules, telemetry, write_heat_run
 from tracking.heatmap import grid
+from tracking.heatmap.folding import folded
 from tracking.heatmap.grid import HeatCollector, merged, read_heat
 from tracking.heatmap.modules import folded_name, in_words, leaves
 from tracking.heatmap.still import still_modules, still_of_run, still_sentence
@@ -106,8 +107,8 @@ def test_a_folded_row_holds_its_modules_and_opens_again():
         ("blocks", ("model.layers.0", "model.layers.1")),
         ("modules", heat.rows),
     ):
-        assert heat.folded(fold).rows == names
-    opened = heat.folded("kinds", ["model.layers.*.mlp.down_proj"])
+        assert folded(heat, fold).rows == names
+    opened = folded(heat, "kinds", ["model.layers.*.mlp.down_proj"])
     assert opened.rows == ("model.layers.*.mlp.down_proj", *heat.rows)
     two = np.array([[1.0], [np.nan], [4.0]], np.float32)
     assert [float(merged(key, two, axis=0)[0]) for key in ("activation", "gradient", "nonfinite")] == [4, 2, 5]

@@ -14,6 +14,7 @@ from tests.support.runs.synthetic_events import start_fields, step_fields
 from tracking.plots import _draw_loss
 from tracking.report.page import resume_command_of, write_report
 from tracking.run_dir import RunDir
+from tracking.run_facts import Collector
 from tracking.watch.screen import _loss_title
 from tracking.watch.state import WatchState
 
@@ -70,8 +71,11 @@ def test_the_report_says_what_was_minimised(
 @pytest.mark.parametrize(("unit", "title"), [("mean squared error", "Loss (mean squared error)"), ("", "Loss")])
 def test_curves_have_the_unit_of_the_loss(unit: str, title: str) -> None:
     axis = Figure().subplots()
-    _draw_loss(axis, [{"step": 1, **step_fields(1)}], [], unit)
+    collector, start = Collector(), {"event": "run_start", "step": 0, "time": 0.0, "tokens": 0}
+    collector.add(start | start_fields(loss_unit=unit))
+    collector.add({"event": "step", "step": 1, "time": 1.0, "tokens": 1, **step_fields(1)})
+    _draw_loss(axis, collector.facts("demo", "demo", None))
     assert axis.get_title("left") + axis.get_title() == title
     state = WatchState()
-    state.add({"event": "run_start", "step": 0, "time": 0.0, "tokens": 0, **start_fields(loss_unit=unit)})
+    state.add(start | start_fields(loss_unit=unit))
     assert _loss_title(state) == (f"loss, {unit}" if unit else "loss")

@@ -6,6 +6,7 @@ With MANTISSA_SCREENSHOTS=FOLDER the pictures are kept there, to be looked at.
 import json
 import math
 import os
+import shutil
 from pathlib import Path
 from urllib.parse import quote
 
@@ -16,8 +17,10 @@ from tests.support.runs.heat_runs import growing, write_heat_run
 from tests.support.runs.hostile import HOSTILE
 from tests.support.servers.browser import tab
 from tests.support.servers.serving import served
+from tracking.run_dir import RunDir
 from tracking.serve.notes import NOTES
 
+RECORDED = Path(__file__).parents[2] / "support" / "runs" / "verdicts"
 SIZES = {"light": (1280, 900, False), "dark": (1280, 900, True), "phone": (390, 844, True)}
 RUN_DRAWN = "document.body.dataset.sections === 'drawn'"
 TABLE = "document.querySelector('.runs tbody tr')"
@@ -44,6 +47,8 @@ def client(tmp_path_factory):
     crashed.start()
     for step in range(1, 20):
         crashed.step(step)
+    rewarded = RunDir.create(root, "rewarded", fresh=False)
+    shutil.copy(RECORDED / "rewards_learned.jsonl", rewarded.events)
     write_heat_run(root, "grows", layers=12, steps=600, activation=growing(range(8, 12), limit_step=660, per_100=1.6))
     with served(root) as client:
         yield client
@@ -60,18 +65,38 @@ def test_the_overview_and_a_run_are_drawn(page, client, tmp_path, size):
     page.size(width, height, dark=dark)
     page.messages.clear()
     page.open(client.address, ready=TABLE)
-    assert page.value("document.querySelectorAll('.runs tbody tr').length") == 5
+    assert page.value("document.querySelectorAll('.runs tbody tr').length") == 6
     assert page.value("document.documentElement.classList.contains('dark')") is dark
     assert page.value(OVERFLOWING) <= 0, "the page is wider than the window"
     assert page.value(f"{TABLE}.closest('.scroll').scrollWidth - {TABLE}.closest('.scroll').clientWidth") == 0
     picture(page, tmp_path, f"overview_{size}")
-    for name in ("grows", "nan"):
+    for name in ("grows", "nan", "rewarded"):
         page.open(f"{client.address}/run?key={name}", ready=RUN_DRAWN)
         assert page.value("document.querySelectorAll('#charts canvas').length") > 3
         assert page.value(OVERFLOWING) <= 0
         picture(page, tmp_path, f"{name}_{size}")
     assert page.complaints() == []
     assert all(address.startswith((client.address, "data:", "blob:")) for address in page.requested())
+
+
+def test_a_run_that_learns_from_rewards_leads_with_them(page, client):
+    page.size(1280, 900)
+    page.open(f"{client.address}/run?key=rewarded", ready=RUN_DRAWN)
+    titles = page.value("[...document.querySelectorAll('.chart h3')].map((head) => head.firstChild.textContent)")
+    assert titles[0] == "Reward" and titles.index("Training loss") > 5 and "nats per token" not in titles[0]
+    assert {"Entropy of answers (nats per token)", "Sync of the sampler and its proof (seconds)"} <= set(titles)
+    assert page.value("document.querySelector('.chart.wide small').textContent") == (
+        "band: one standard deviation, dots: validation"
+    )
+    facts = page.value("document.querySelector('dl.facts').textContent")
+    assert (
+        facts.split()[:4] == ["reward0.0072", "\u2192", "0.9245", "\u00b1"] and "validation0.8600 at step 60" in facts
+    )
+    sample = page.value("document.querySelector('#sections').textContent")
+    assert "Samples at evaluations" in sample and sample.count("00a: -> ") == 5 and "<details>" not in sample
+    page.open(client.address, ready=TABLE)
+    assert "reward 0.9245" in page.value("document.querySelector('.runs').textContent")
+    assert page.complaints() == []
 
 
 def test_a_row_of_a_heat_map_is_unfolded(page, client):
@@ -100,7 +125,7 @@ def test_runs_are_searched_grouped_chosen_and_compared(page, client):
     page.size(1400, 900)
     page.open(client.address, ready=TABLE)
     page.value("asked.elements.group.click()")
-    page.wait("document.querySelectorAll('.runs tbody tr').length === 2")
+    page.wait("document.querySelectorAll('.runs tbody tr').length === 3")
     page.value("asked.elements.q.value = 'base'; asked.dispatchEvent(new Event('input'))")
     page.wait("document.querySelectorAll('.runs tbody tr').length === 1")
     page.value("document.querySelector('.pick').click()")

@@ -279,8 +279,8 @@ def test_a_long_run_is_skimmed_at_a_few_places(tmp_path, monkeypatch):
     skimmer.update()
     found = skimmer.skim
     assert found.counts["run_start"] == found.counts["run_end"] == 1 and found.last["step"] == 600
-    assert 40 <= len(found.losses) <= 61 and found.losses[0][0] == 1 and found.losses[-1][0] == 600
-    assert max(after[0] - before[0] for before, after in pairwise(found.losses)) <= 30
+    assert 40 <= len(found.curve) <= 61 and found.curve[0][0] == 1 and found.curve[-1][0] == 600
+    assert max(after[0] - before[0] for before, after in pairwise(found.curve)) <= 30
     assert not skimmer.update()
 
 

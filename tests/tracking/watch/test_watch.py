@@ -28,8 +28,9 @@ from config.cli import REPOSITORY
 from config.machine.processes import machine, pid_namespace
 from tests.support.runs.heat_runs import growing, write_heat_run
 from tests.support.runs.synthetic_events import TOKENS_PER_STEP, start_fields, step_fields, ticking_clock
+from tracking.compare.surviving import surviving
 from tracking.events import Event
-from tracking.jsonl import JsonlSink, encode, read_events, surviving
+from tracking.jsonl import JsonlSink, encode, read_events
 from tracking.ranks import spread
 from tracking.record import Record
 from tracking.run_dir import RunDir
@@ -96,7 +97,7 @@ def test_a_cut_series_forgets_what_came_after() -> None:
 
 
 def test_the_curves_are_the_surviving_history(run_dir: RunDir) -> None:
-    """A crash with repeated steps, a roll-back and a resumed run, as `tracking.jsonl.surviving` orders them."""
+    """A crash with repeated steps, a roll-back and a resumed run, as `tracking.compare.surviving` orders them."""
     record, noise = Record([JsonlSink(run_dir.events)], clock=ticking_clock()), random.Random(3)
     for first, last in ((0, 30), (20, 45), (40, 41), (41, 60), (10, 70)):
         record.event("run_start", step=first, tokens=0, **start_fields())

@@ -7,8 +7,9 @@ import pytest
 
 from tests.training.profile import profiler_cases as profiling_cases
 from tracking.profile.page import profile_page
-from tracking.profile.summary import main, summarise
+from tracking.profile.summary import summarise
 from tracking.profile.timeline import MODULE, STAGE, STEP, build_timeline
+from training.profile.__main__ import main
 
 TOKENS, HIDDEN, INNER, VOCABULARY, BLOCKS = 32, 64, 128, 64, 2  # tokens of a micro-batch of 2 x 16
 

@@ -117,6 +117,16 @@ def largest_gap(world: World, *, folder: Path, count: int, **options: Any) -> fl
         return max(found)
 
 
+def examples(world: World, *, folder: Path) -> list[str]:
+    """What two evaluations show of their answers, and what is left of it."""
+    with session(resolve(folder, overrides=("data.validation_fraction=0.2",)), world=world) as opened:
+        found = []
+        for _ in range(2):
+            opened.engine.evaluate(opened.validation())
+            found.append(opened.answers.take_examples())
+        return [*found, opened.answers.take_examples()]
+
+
 def first_metrics(world: World, *, folder: Path, fault: str = "", **options: Any) -> dict[str, Any]:
     """Metrics of the first two steps, the verdict of the guard on each, or what the run ended with. fault: planted."""
     from precision.guard import Guard

@@ -1,5 +1,6 @@
 """Steps on sampled answers equal plain torch on the recorded ones, and a sampler that is not the trainer is found."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,15 @@ def test_one_and_two_ranks_equal_plain_torch(pair: ProcessGroup, solo: ProcessGr
             assert first.answers.tolist() == answers.answers.tolist()
             assert len(set(first.lengths.tolist())) > 2
             assert max(step["metrics"]["gap/of_bound"] for step in found["steps"]) < 1
+
+
+def test_an_evaluation_shows_prompts_with_answers_and_rewards(pair: ProcessGroup, folder: Path) -> None:
+    """On every rank the same ones, each time: the first of the held-out prompts, with the same random numbers."""
+    first, second = pair.run(cases.examples, folder=folder)
+    assert first == second and first[0] == first[1] and first[2] == ""
+    shown = re.findall(r"^reward (\S+) \(mean of 2: \S+\): (.+?) -> ", first[0], re.MULTILINE | re.DOTALL)
+    assert 1 <= len(shown) <= 4 and all(float(reward) >= 0 for reward, _ in shown), first[0]
+    assert len(first[0]) < 4 * 900
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

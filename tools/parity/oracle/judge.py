@@ -40,7 +40,7 @@ from tools.parity.oracle.rules import loss_scale, schedule
 from tools.parity.oracle.tasks import TASKS, DroppedOut, Task, undropped
 from tools.parity.plain import Apart
 from tools.parity.rounding import ROUNDOFF_FP8
-from tracking.jsonl import read_run_events, surviving
+from tracking.compare.surviving import read_run_events, surviving
 from tracking.pages.markdown import Table
 from tracking.run_dir import RunDir
 from tracking.summary import read_inputs
