@@ -20,7 +20,7 @@ def limit(default: Any = MISSING, **bounds: float) -> Any:
 
 @dataclass(frozen=True)
 class RunSection:
-    """What this run is called, how long it trains and where it leaves its folder."""
+    """The run's name, its length and its folder."""
 
     name: str = "run"
     """[text] Name of the run; its folder is run.dir/run.name and wandb shows it."""
@@ -53,7 +53,7 @@ class RunSection:
 
 @dataclass(frozen=True)
 class ModelSection:
-    """Which Hugging Face model is trained, and how its activations are kept."""
+    """The Hugging Face model to train, and how its activations are kept."""
 
     name_or_path: str | None = None
     """[path or hub id] Model whose config and weights are loaded. Excludes model.architecture."""
@@ -286,7 +286,7 @@ class SourceSection(ValidationSection):
 
 @dataclass(frozen=True)
 class DataSection:
-    """Where the text comes from and how it becomes token sequences."""
+    """The training text and its way to token sequences."""
 
     source: SourceKind = "stdlib"
     """[choice] stdlib: the .py files of the running Python, on every machine; for tasks sft and seq2seq its functions,
@@ -410,7 +410,7 @@ class MlmSection:
 
 @dataclass(frozen=True)
 class BatchSection:
-    """How many sequences an optimizer step sees, and how they are cut into micro-batches."""
+    """The number of sequences in an optimizer step, and how they are cut into micro-batches."""
 
     global_size: int = limit(8, at_least=1)
     """[sequences] Sequences in one optimizer step over all ranks, pairs of them for task dpo; does not change with the
@@ -543,7 +543,7 @@ class LossScaleSection:
 
 @dataclass(frozen=True)
 class Fp8Section:
-    """How modules compute that a precision manifest sets to fp8 (docs/fp8.md)."""
+    """Settings of modules that a precision manifest sets to fp8 (docs/fp8.md)."""
 
     gradient: Literal["e4m3", "e5m2"] = "e4m3"
     """[choice] Format of the gradient that arrives at a module; its input and its weight are E4M3. e5m2 has a wider
@@ -673,7 +673,7 @@ class CheckpointSection:
 
 @dataclass(frozen=True)
 class TrackingSection:
-    """Where the record of the run goes besides events.jsonl."""
+    """Destinations of the run's record besides events.jsonl."""
 
     sinks: tuple[Literal["wandb", "tensorboard", "mlflow", "trackio", "csv"], ...] = ("wandb",)
     """[choices] Trackers that are fed from events.jsonl, each in a process of its own. csv writes RUN/metrics.csv.
@@ -765,7 +765,7 @@ class WarningsSection:
 
 @dataclass(frozen=True)
 class GuardSection:
-    """When a step is not healthy, and what is done about it. The defaults change nothing about a healthy run."""
+    """Checks of a step's health, and the reactions. The defaults change nothing about a healthy run."""
 
     max_consecutive_skips: int = limit(20, at_least=1)
     """[steps] Skipped steps in a row, of any dtype, after which guard.reactions moves on to the next reaction."""
@@ -883,7 +883,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class ParitySection:
-    """What counts as agreeing with the FP32 twin run; read by `python -m tools.parity`."""
+    """Bounds for agreement with the FP32 twin run; read by `python -m tools.parity`."""
 
     seeds: int = limit(1, at_least=1)
     """[runs] Pairs of runs, at run.seed, run.seed + 1 and so on. From 2 on a validation delta that FP32 runs also show
@@ -956,7 +956,7 @@ class ParitySection:
 
 @dataclass(frozen=True)
 class CanarySection:
-    """What `python -m launch.canary` tries before it starts the whole run, and how it watches that one."""
+    """Settings of `python -m launch.canary`: the trial before the whole run, and how it watches that run."""
 
     steps: int | None = limit(None, at_least=1)
     """[steps] Length of the canary: the whole run's first steps, on the same data, schedule and seed. The whole run

@@ -139,7 +139,7 @@ def _labelled(
 
 
 def _words(tokens: np.ndarray, labels: np.ndarray, special: set[int]) -> Iterator[tuple[int, np.ndarray]]:
-    """Where each word or special token begins, and its tokens: a word's first token has its label."""
+    """The place and tokens of each word or special token; a word's first token has its label."""
     first = {place for place, token in enumerate(tokens) if labels[place] != IGNORED_LABEL or int(token) in special}
     starts = sorted(first | {0})
     for start, end in zip(starts, [*starts[1:], len(tokens)], strict=True):

@@ -65,7 +65,7 @@ class FrozenLinear4bit(_Frozen, Linear4bit):
         return found.view(self.whole_shape)
 
     def scales(self) -> list[torch.Tensor]:
-        """What is held beside the codes."""
+        """The quantisation scales stored beside the codes."""
         state: Any = self.quant_state
         nested = [state.state2.absmax, state.offset] if state.nested else []
         return [state.absmax, *nested]
@@ -89,7 +89,7 @@ class FrozenLinear8bit(_Frozen, Linear8bitLt):
         return codes.mul_((self.largest / 127).unsqueeze(1))
 
     def scales(self) -> list[torch.Tensor]:
-        """What is held beside the codes."""
+        """The quantisation scales stored beside the codes."""
         return [self.largest]
 
     @property

@@ -95,7 +95,7 @@ class RouterBalance:
         self._routers = _routers(model)
         self._balance, self._z = balance, z
         self.routed: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
-        """By router of the last pass: its logits, (tokens, experts), and the experts it chose, (tokens, k) int64."""
+        """Each router's logits of the last pass, (tokens, experts), and the experts it chose, (tokens, k) int64."""
 
     def watching(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The model's forward pass, of which `routed` is kept until the next one."""

@@ -1,4 +1,4 @@
-"""What a flipped bit is, whom it is blamed on, and what running a step again says about it.
+"""Flipped bits: how they are recognised, which rank is blamed, and how a repeated step is judged.
 
 Pure decisions on numbers that all ranks share; `training/corruption/` gathers them. A step that is run again tells the
 three cases of Megatron-LM's rerun state machine apart: a *transient* fault (another answer the second time, and a
@@ -54,9 +54,9 @@ class Corruption:
     """A fault of the machine that ends the trust in a step, as the guard judges it."""
 
     what: str
-    """What was found, with rank and host."""
+    """The finding, with rank and host."""
     look_at: str
-    """What to do about the machine."""
+    """The advice about the machine."""
     state_is_good: bool
     """Masters and moments are right. Where they are not, only an older checkpoint has them."""
 
@@ -100,7 +100,7 @@ def judge_reexecution(
     named: Sequence[bool] = (),
     signed: bool = False,
 ) -> Reexecution:
-    """What a repeated step says.
+    """Judge a repeated step.
 
     suspicious: it was repeated for a reason, and not because a check was due. changed: by rank, whether the answer to
     its own inputs differs between the first and the last run. healthy: the last run is. disagreed: by rank b, whether

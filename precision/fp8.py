@@ -121,8 +121,8 @@ def no_kernel(weight_shape: Sequence[int], device: torch.device, ambient: torch.
 def kernel_problem(
     weight_shape: Sequence[int], device: torch.device, ambient: torch.dtype, section: Fp8Section
 ) -> str | None:
-    """What is wrong with torch._scaled_mm for such a layer: it raises, or one of the three products is further from
-    FP8's definition than sums and the dtype around the layer round. None: it computes what it should."""
+    """The fault of torch._scaled_mm for this layer: it raises, or one of the three products is further from FP8's
+    definition than sums and the dtype around the layer round. None if it is correct."""
     generator = torch.Generator().manual_seed(0)
     out, width = (min(size, _TRIED_FEATURES) for size in weight_shape)
     given = [

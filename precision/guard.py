@@ -49,7 +49,7 @@ class Warned(Protocol):
 
 
 class Verdict(Enum):
-    """What the training loop should do with this step. Only STEP applies its gradients."""
+    """The training loop's action for this step. Only STEP applies its gradients."""
 
     STEP = "STEP"
     SKIP = "SKIP"
@@ -88,12 +88,12 @@ class Guard:
 
     @property
     def lr_factor(self) -> float:
-        """What to multiply the scheduled learning rate by at the next step: 1, or the product of the active cuts."""
+        """The factor on the scheduled learning rate at the next step: 1, or the product of the active cuts."""
         return self._section.cut_lr_factor ** len(self._cuts)
 
     @property
     def used(self) -> dict[str, int]:
-        """How often each reaction was taken in this run: skip, cut_lr, promote and rollback."""
+        """The number of times that each reaction was taken in this run: skip, cut_lr, promote and rollback."""
         return dict(self._used)
 
     def warn(self, warnings: Iterable[Warned]) -> None:
@@ -102,7 +102,7 @@ class Guard:
         self._warned = chosen[0] if chosen else self._warned
 
     def judge(self, health: Health, *, can_promote: bool = False, can_roll_back: bool = False) -> Judgement:
-        """What to do with a step. Changes no state. can_promote, can_roll_back: that is possible now."""
+        """Decide on a step without changing any state. can_promote, can_roll_back: whether that is possible now."""
         skips, limit = health.consecutive_skips, self._section.max_consecutive_skips
         streak = max(skips - self._answered_skips, 0)
         trouble = self._trouble(health)
@@ -228,7 +228,7 @@ class Guard:
 
 
 def rollback_skip(n_used: int, since_checkpoint: int = 1) -> int:
-    """How many batches after the checkpoint's position in the data order the n-th rollback of a run leaves out.
+    """The number of batches after the checkpoint's position that the n-th rollback of a run leaves out.
 
     The first leaves out everything seen since the checkpoint (`since_checkpoint`, with batches left out); the n-th
     2^(n-1) times as much, at most 64 times, so that a longer stretch of bad data is jumped sooner or later.

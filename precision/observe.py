@@ -65,7 +65,7 @@ class Observation:
         self._matmuls: dict[str, set[str]] = defaultdict(set)
         self._norms: dict[str, set[str]] = defaultdict(set)
         self.inner = InnerDtypes(model, root=ROOT) if with_inner else None
-        """What was computed besides matmuls."""
+        """The dtypes of all operations but matmuls."""
         self._model = model
         self._in_backward = in_backward
         self._running: list[str] = []

@@ -1,4 +1,4 @@
-"""What can be wrong with a step, judged by a few numbers that every rank shares.
+"""Checks of a step's health on a few numbers that every rank shares.
 
 Each function looks for one kind of trouble and returns its description, with the numbers, what to look at, and which of
 the guard's reactions can help. precision/guard.py decides what is done.
@@ -56,7 +56,7 @@ class Health:
     disagreement: str = ""
     """Ranks whose gradient norm differs, where running the step again may tell why."""
     corruption: Corruption | None = None
-    """What those checks found, where it could not be made good."""
+    """Their finding, where it could not be corrected."""
     overflowed: tuple[str, ...] = ()
     """Modules whose FP16 activations overflowed in the forward pass."""
     spoiled: tuple[str, ...] = ()
@@ -94,9 +94,9 @@ class Trouble:
     """Something wrong with a step."""
 
     what: str
-    """What is wrong, with the numbers."""
+    """The problem, with the numbers."""
     look_at: str
-    """What to change, or where to read more."""
+    """The advice: a key to change, or where to read more."""
     helps: tuple[str, ...]
     """The reactions of guard.reactions that can help."""
     routine: bool = False

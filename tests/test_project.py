@@ -1,4 +1,4 @@
-"""What the project says of itself in more than one file agrees: version, license, pinned packages, commands of make."""
+"""Facts that the project states in several files agree: version, license, pinned packages, commands of make."""
 
 import os
 import re
@@ -44,7 +44,7 @@ def test_running_and_testing_are_pinned_apart() -> None:
 
 
 def setup_commands(folder: Path, *arguments: str, target: str = "setup") -> list[str]:
-    """What `make TARGET` would run with an environment in `folder`."""
+    """The commands that `make TARGET` would run with an environment in `folder`."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith("MAKE") and key != "TORCH_INDEX"}
     command = ["make", "--dry-run", target, f"VENV={folder}", *arguments]
     return subprocess.run(

@@ -100,17 +100,17 @@ class EarlyWarning:
     signal: str
     """The key in `warnings` that bounds it."""
     module: str
-    """Where it is furthest out; empty where it is of the whole run."""
+    """The module that is furthest out; empty for a figure of the whole run."""
     value: float
     bound: float
     modules: tuple[str, ...]
     """All where the bound is broken, the worst first."""
     reason: str
-    """In words: what, where, its bound and what to do."""
+    """The human-readable reason: what, where, its bound and what to do."""
 
 
 class SecondMomentMemory:
-    """What Adam's second moment, an average by beta2, remembers of the global gradient norm, and its mean age.
+    """The global gradient norm that Adam's second moment (an average by beta2) remembers, and its mean age.
 
     A gradient's norm over the root of the memory, which counts it already, is its RMS_t (engine/adam_signals.py).
     """
@@ -164,7 +164,7 @@ class EarlyWarnings:
         self._growing: dict[str, list[tuple[int, float]]] = {}
 
     def before_step(self, health: Health) -> list[EarlyWarning]:
-        """What the gradient says before it is applied: `gradient_jump`, or nothing."""
+        """The warning about the gradient before it is applied, `gradient_jump`, or none."""
         if self._memory is None or not health.finite:
             return []
         jump = self._memory.jump(self._clipped(health.grad_norm))
@@ -188,7 +188,7 @@ class EarlyWarnings:
         return self._memory.age if self._memory is not None else None
 
     def after_telemetry(self, step: int, fields: Mapping[str, Any], *, warm: bool) -> list[EarlyWarning]:
-        """What a measured step says. fields: of its `telemetry` event. warm: as above."""
+        """The warnings of a measured step. fields: of its `telemetry` event. warm: as above."""
         by_signal: dict[str, dict[str, float]] = defaultdict(dict)
         for module, figures in fields["attentions"].items():
             by_signal["attention_logit"][module] = figures["logit"]

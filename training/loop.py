@@ -13,7 +13,7 @@ from training.step import train_step
 
 @dataclass(frozen=True)
 class Ending:
-    """Where a run ended, and how."""
+    """The step at which a run ended, and the reason."""
 
     progress: Progress
     exit_code: int
@@ -81,7 +81,7 @@ def start_save(parts: Parts, progress: Progress, validation_loss: float | None =
 
 
 def _unsaved(progress: Progress, problem: SaveFailed | None) -> Ending | None:
-    """How a run ends whose last save failed; None where it did not."""
+    """The ending of a run whose last save failed; None where it did not."""
     if problem is None:
         return None
     return Ending(progress, DIVERGED if isinstance(problem, NotFinite) else UNSAVED, str(problem))

@@ -50,7 +50,7 @@ class Parts:
     profiling: Profiling | None = None
 
     def state_dict(self, progress: Progress) -> dict[str, Any]:
-        """What a checkpoint holds besides DeepSpeed's files and the random generators, as plain types."""
+        """The state in a checkpoint besides DeepSpeed's files and the random generators, as plain types."""
         return {
             "progress": progress.state_dict(),
             "scaler": self.engine.scaler_state(),

@@ -1,4 +1,4 @@
-"""Which precision regions were promoted to a wider dtype than their manifest's, and are on probation."""
+"""Precision regions that were promoted to a wider dtype than their manifest's, and are on probation."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -73,7 +73,7 @@ class Session:
 
     @property
     def left_out(self) -> str | None:
-        """Which rows `evaluate.batches` leaves out, human-readable; None where none, and for documents."""
+        """The rows that `evaluate.batches` leaves out, human-readable; None where none, and for documents."""
         config, size = self.resolved.config, self.resolved.batch.global_size
         most, held_out = config.evaluate.most_batches, self.corpus.validation.sequences(config.data.sequence_length)
         of_rows = isinstance(self.corpus.validation, RowShards)

@@ -172,7 +172,7 @@ class Telemetry:
             self._agreement = self._compare()
 
     def _bins(self, module: str) -> tuple[int, int, int]:
-        """How many of `exponent_counts` hold gradients that the module's dtype keeps with fewer bits, loses, or any."""
+        """The numbers of bins of `exponent_counts` for gradients that the dtype holds as subnormals, loses, or any."""
         info = torch.finfo(self._dtype(module))
         normal = info.smallest_normal / self._scale
         return bins_below(normal), bins_below(normal * info.eps / 2), EXPONENTS
@@ -192,7 +192,7 @@ class Telemetry:
         return Shard(parameter, start, start, end - start)
 
     def _measure_drift(self) -> None:
-        """How far the 16-bit weights made from this rank's masters are from them; almost always nothing is."""
+        """Measure the distance of the 16-bit weights from this rank's masters; almost always 0."""
         stage, parameters = self._engine.stage, list(self._parameters.values())
         apart = []
         for row, (shard, _) in self._masters.items():

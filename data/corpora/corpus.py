@@ -63,7 +63,7 @@ class Corpus:
     counts: dict[str, Any] = field(default_factory=dict)
     """Numbers of dropped, truncated and skipped rows and the like, by name. Empty for documents."""
     mixture: Mixture | None = None
-    """How training samples are drawn from several sources; None for one source."""
+    """The mixture of several sources; None for one source."""
     validation_by_source: dict[str, TokenShards | RowShards] = field(default_factory=dict)
     """The validation set by source, or by its name, where there are several."""
     targets: Path | None = None

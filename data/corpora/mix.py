@@ -101,7 +101,7 @@ def _with_sets(corpus: Corpus, data: DataSection, prepare: Callable[[DataSection
 
 
 def _size(part: Corpus, length: int) -> str:
-    """How many rows, pairs or documents a set has, and how many sequences they make where that is another number."""
+    """The number of rows, pairs or documents of a set, and of sequences where that is another number."""
     sequences = part.train.sequences(length)
     if part.counts.get("format") == "preference":
         return f"{sequences:,} pairs"

@@ -1,4 +1,4 @@
-"""Which sequences make a global batch: a pure function of seed, position and sizes, with nothing to save.
+"""The sequences of a global batch: a pure function of seed, position and sizes, with nothing to save.
 
 Every epoch needs a fresh permutation of [0, samples), numbered through all epochs. Shuffling an index array takes 8
 bytes a sample on every rank. A keyed bijection computes the i-th element alone instead: a Feistel network (Luby and

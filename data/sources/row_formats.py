@@ -24,7 +24,7 @@ class BadRow(ValueError):
 
 
 Found = tuple[str, dict[str, Any] | BadRow]
-"""Where a row is, and the row, or why it is none."""
+"""The place of a row, and the row, or the reason why it is none."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def _conversations_of_pair(row: Mapping[str, Any]) -> tuple[Messages, list[Messa
 
 
 def _shared_question(row: Mapping[str, Any], first: str, second: str) -> str:
-    """What two texts begin with, which is their question. Raises BadRow where it is elsewhere or missing."""
+    """The common beginning of two texts, which is their question. Raises BadRow where it is elsewhere or missing."""
     other = next((name for name in _QUESTIONS if isinstance(row.get(name), str)), None)
     if other is not None:
         raise BadRow("prompt", f"is missing, and {other} would not be read; rename it to prompt, or remove it")
@@ -253,7 +253,7 @@ def _meant(role: str) -> str | None:
 
 
 def _beside(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What a row may have beside its messages."""
+    """Tools and template options that a row may carry beside its messages."""
     tools, options = row.get("tools"), row.get("chat_template_kwargs")
     if isinstance(tools, str):
         try:
@@ -304,6 +304,6 @@ def _without_nulls(value: Any) -> Any:
 
 
 def json_kind(value: Any) -> str:
-    """What a JSON value is, in words."""
+    """The name of a JSON value's type, for messages."""
     names = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
     return "missing or null" if value is None else names.get(type(value), type(value).__name__)

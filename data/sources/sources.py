@@ -310,7 +310,7 @@ def _streamed(label: str, opened: Callable[[Any], Iterable[dict[str, Any]]], *, 
 
 
 def _as_rows(row: dict[str, Any]) -> str:
-    """How rows with answers are read, where this is one of them."""
+    """The reader of rows with answers, where this is such a source."""
     try:
         found = recognise(row, "")
     except BadRow:

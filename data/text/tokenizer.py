@@ -55,7 +55,7 @@ def make_tokenizer(spec: str, source: Source, validation_fraction: float) -> Pre
 
 
 ENCODER_TOKENS = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "mask_token": "[MASK]"}
-"""What a tokenizer that is made here gets for an encoder."""
+"""Special tokens of an encoder's tokenizer that is trained here."""
 
 
 def make_encoder_tokenizer(spec: str, source: Source, validation_fraction: float) -> PreTrainedTokenizerFast:

@@ -1,4 +1,4 @@
-"""What the ranks of a large run cost each other, on one machine: their heartbeats, a checkpoint's manifest, its resume.
+"""Costs between the ranks of a large run, on one machine: heartbeats, a checkpoint's manifest, its resume.
 
     python -m lab.benchmark.ranks [--ranks 1024,4096] [--parameters 723] [--seconds 20]
 

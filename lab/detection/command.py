@@ -62,7 +62,7 @@ class Cells:
         self._pair, self._folder, self._code, self._job = pair, folder, code, job
 
     def result(self, cell: Cell, size: float | None = None) -> dict[str, Any]:
-        """What was found of one cell. A run that a process refuses is a finding, too, by the line that says why.
+        """The findings of one cell. A run that a process refuses counts as found, by the line that says why.
 
         Raises NoAnswer.
         """
@@ -122,7 +122,7 @@ def _last_line(problem: AssertionError) -> str:
 
 
 def conditions() -> dict[str, Any]:
-    """What the page says of where it was measured."""
+    """The sentence on where the page was measured."""
     machine = environment({})
     git = machine["git"] or {}
     return {

@@ -227,7 +227,7 @@ DEFECTS = (
     _bit("bit of an activation flipped", bits.activation),
     *_TEAM,
 )
-"""In the order of the page."""
+"""Defects in the order of the page."""
 
 
 def _dtype() -> Any:

@@ -110,4 +110,4 @@ LATER = (
         size=0.01,
     ),
 )
-"""In the order of the page. In the run alone, unless it says *both*."""
+"""Defects in the order of the page. They are planted in the run alone, unless one says *both*."""

@@ -240,7 +240,7 @@ def test_a_glob_from_the_root_is_found(folder: Path) -> None:
 
 
 def test_a_setting_of_another_optimizer_is_refused(folder: Path) -> None:
-    """What the chosen one does not read must not look as if it did."""
+    """A setting that the chosen optimizer ignores must not look as if it took effect."""
     for overrides in (
         ["optimizer.eps=1e-6"],
         ["optimizer.name=sgd", "optimizer.momentum=0.5"],

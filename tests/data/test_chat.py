@@ -1,4 +1,4 @@
-"""Which tokens of a row are trained: for 21 shapes of chat templates, equal to what was written down by hand."""
+"""The tokens of a row that are trained, for 21 shapes of chat templates: equal to hand-written ones."""
 
 from typing import Any
 

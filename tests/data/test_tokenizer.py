@@ -168,7 +168,7 @@ def test_the_table_of_bytes_gives_what_its_tokenizer_gives(source: Source) -> No
 
 @pytest.mark.parametrize("bytewise", [True, False])
 def test_documents_end_with_the_end_of_document_and_nothing_else_does(source: Source, bytewise: bool) -> None:
-    """In another process, because a worker's initialiser changes how its process handles signals."""
+    """This runs in another process because a worker's initialiser changes how its process handles signals."""
     tokenizer = make_tokenizer("bytes", source, 0.0)
     texts = [text for text in EXAMPLES if text]
     given = (tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, "uint16", 0.5, bytewise)

@@ -1,4 +1,4 @@
-"""How jobs start: a launcher by this interpreter's module, since its program cannot start from a path with a space."""
+"""Jobs start by the interpreter's module: the launcher's program cannot start from a path with a space."""
 
 import signal
 import subprocess

@@ -22,7 +22,7 @@ def found(pair: Any, stage: int, compute: str, loss: str, *overrides: str, manif
     [("fp32", 0), *((compute, stage) for compute in ("fp32", "bf16") for stage in (1, 2, 3)), ("fp16", 3)],
 )
 def test_two_ranks_train_as_with_the_full_loss(pair, stage: int, compute: str) -> None:
-    """In FP32 to rounding, masters included; in 16 bits no further from FP32's gradients than the full loss is.
+    """FP32 agrees to rounding, masters included; 16 bits are no further from FP32's gradients than the full loss.
 
     Masters after a step of AdamW differ by the sign of the smallest gradients in 16 bits, so that they prove nothing.
     """

@@ -1,4 +1,4 @@
-"""Which models' experts may be shared, and how tokens find them."""
+"""Models whose experts may be shared, and the way of tokens to them."""
 
 import pytest
 import torch

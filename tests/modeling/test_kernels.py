@@ -131,7 +131,7 @@ def test_other_models_of_the_process_stay_plain_torch() -> None:
 
 
 def liger_functions(model: Any) -> Counter[str]:
-    """How often each of Liger's functions stands in the graph of one forward pass."""
+    """The number of calls of each of Liger's functions in the graph of one forward pass."""
     logits = model(input_ids=torch.arange(18, device=model.device).view(2, 9), use_cache=False).logits
     waiting, seen = [logits.grad_fn], set()
     while waiting:
@@ -191,7 +191,7 @@ def test_a_kernel_that_computes_something_else_is_refused(monkeypatch: pytest.Mo
     ("stage", "compute"), [(0, "fp32"), (2, "fp32"), (3, "fp32"), (1, "bf16"), (3, "bf16"), (2, "fp16")]
 )
 def test_two_ranks_train_as_with_torch(pair: Any, stage: int, compute: str) -> None:
-    """In FP32 to rounding, masters included; in 16 bits no further from FP32's gradients than torch is."""
+    """FP32 agrees to rounding, masters included; 16 bits are no further from FP32's gradients than torch is."""
     own, found = (_two_steps(pair, stage, compute, word)[0] for word in ("torch", "liger"))
     assert found["notes"] and not own["notes"]
     tolerance = {"fp32": 1e-6, "bf16": 1e-3, "fp16": 1e-4}[compute]
@@ -297,7 +297,7 @@ def test_a_job_that_cannot_have_it_ends_at_once(tmp_path, monkeypatch: pytest.Mo
 
 
 def test_a_run_that_has_to_do_without_says_so_at_its_start(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With Triton's interpreter a CPU has the choice that a GPU has."""
+    """Triton's interpreter gives a CPU the choice that a GPU has."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     settings = ("model.activation_checkpointing=ops", "run.steps=2", "schedule.warmup_steps=1")
     said = finish(command("python", tmp_path, "slower", *settings))

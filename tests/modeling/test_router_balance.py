@@ -33,7 +33,7 @@ SECTION = ModelSection(balance_loss=0.1)
 
 
 def small(kind: str) -> Any:
-    """In training mode, with routers that prefer some experts, by weights and by a bias of the choice if it has one."""
+    """A model in training mode whose routers prefer some experts, by weights and by a choice bias if any."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **EACH | MORE.get(kind, {}))).train()
     for name, values in [*model.named_parameters(), *model.named_buffers()]:

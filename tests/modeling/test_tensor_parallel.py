@@ -1,4 +1,4 @@
-"""Which models may share their matrices among ranks, and where a slice lies in the whole."""
+"""Models that may share their matrices among ranks, and the place of a slice in the whole."""
 
 from typing import Any
 

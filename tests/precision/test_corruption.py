@@ -1,4 +1,4 @@
-"""Who is blamed for a flipped bit, and what a step that was run again says."""
+"""The rank blamed for a flipped bit, and the verdict of a repeated step."""
 
 import pytest
 

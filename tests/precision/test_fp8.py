@@ -162,7 +162,7 @@ def test_the_product_is_that_of_torchs_scaled_matmul() -> None:
 @pytest.mark.parametrize("gradient", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("scaling", ["row", "block32"])
 def test_gradients_are_products_of_the_rounded_operands(scaling: Any, gradient: Any, weight_gradient: Any) -> None:
-    """In FP64, from operands that another function rounded, each over the dimension that is summed."""
+    """Computed in FP64, from operands that another function rounded, each over the dimension that is summed."""
     generator = torch.Generator().manual_seed(2)
     inputs = torch.randn(2, 7, 40, generator=generator).requires_grad_()
     weight = torch.randn(24, 40, generator=generator).requires_grad_()

@@ -1,4 +1,4 @@
-"""What an observation sees, against torch's own FLOP counter and counts by hand; and what verification catches."""
+"""Observed matmuls against torch's own FLOP counter and counts by hand, and the errors that verification catches."""
 
 from collections.abc import Callable
 from typing import Any

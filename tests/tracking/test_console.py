@@ -238,7 +238,7 @@ console.print_line('a [bold]line[/bold] above'); raise SystemError('crash')
 
 
 def _on_a_terminal(columns: int, folder: Path, **variables: str) -> str:
-    """What PLAYED writes on a real pseudo-terminal."""
+    """The output of PLAYED on a real pseudo-terminal."""
     master, slave = pty.openpty()
     known = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS")}
     known |= {"TERM": "xterm", "COLUMNS": str(columns), **variables}

@@ -93,7 +93,7 @@ def measures(runs: Sequence[RunFacts], *, price: float | None) -> list[Measure]:
 
 
 def _whose(runs: Sequence[RunFacts], tokens: float) -> str:
-    """Which of the runs came no further than a point that the longest has left far behind."""
+    """A clause naming the runs that ended at a point that the longest has left far behind."""
     if not tokens or max(last_tokens(run) for run in runs) * _FAR <= tokens:
         return ""
     there = [run for run in runs if last_tokens(run) == tokens]

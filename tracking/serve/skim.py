@@ -39,7 +39,7 @@ class Skim:
     """The newest `step` event; empty before the first."""
     evals: list[Event] = field(default_factory=list)
     evidence: Evidence = field(default_factory=Evidence)
-    """What the verdict rests on; it grows with the file."""
+    """The verdict's evidence, which grows with the file."""
     losses: list[tuple[int, float]] = field(default_factory=list)
     """(step, loss) at about POINTS places, in step order; a loss that is not finite is nan."""
 

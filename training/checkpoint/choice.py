@@ -1,4 +1,4 @@
-"""Which checkpoint of a folder is the newest: manifests decide, which are sealed; LATEST is a hint for people."""
+"""Choice of the newest checkpoint of a folder: by sealed manifests; LATEST is only a hint for people."""
 
 import contextlib
 import os
@@ -35,7 +35,7 @@ def by_step(folder: Path) -> list[Path]:
 
 
 def candidates(folder: Path) -> list[Path]:
-    """What to resume from, the newest first; see `newest_first`."""
+    """Checkpoints to resume from, the newest first; see `newest_first`."""
     found = {step_of(path): _manifest(path) for path in by_step(folder)}
     named = NAME.fullmatch(latest_name(folder) or "")
     return [folder / f"step-{step}" for step in newest_first(found, named and int(named[1]), read_record(folder))]
@@ -82,7 +82,7 @@ def latest_name(folder: Path) -> str | None:
 
 
 def choice_remark(chosen: Path, passed_over: Collection[Path]) -> str | None:
-    """What of LATEST and of higher steps is not followed by taking `chosen`, in one line; None where they agree."""
+    """One line on why `chosen` is neither LATEST's nor the highest step; None where it is both."""
     folder, name, why = chosen.parent, latest_name(chosen.parent), []
     there = {step_of(path): path for path in by_step(folder)}
     step = step_of(chosen)
@@ -99,7 +99,7 @@ def choice_remark(chosen: Path, passed_over: Collection[Path]) -> str | None:
 
 
 def _order(step: int, manifest: dict[str, Any] | None) -> Order:
-    """By the folder's name, not the manifest's step: one under another name is passed over when it is its turn."""
+    """Order by the folder's name, not the manifest's step: a renamed folder is passed over when it is its turn."""
     return (order_in(manifest)[0] if manifest is not None else 0, step)
 
 

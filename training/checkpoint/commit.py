@@ -1,4 +1,4 @@
-"""How a checkpoint is published: written to a hidden folder, flushed, renamed once; a kill leaves no half of one.
+"""Publishing a checkpoint: written to a hidden folder, flushed, renamed once; a kill leaves no half-written one.
 
     .step-60.partial     being written; names with a dot are never chosen
     .step-60.replaced    the old step-60 while a new one takes its name
@@ -23,7 +23,7 @@ Reached = Callable[[str], None]
 
 
 def partial_of(final: Path) -> Path:
-    """Where a checkpoint is written."""
+    """The folder in which a checkpoint is written."""
     return final.with_name(f".{final.name}.partial")
 
 

@@ -1,4 +1,4 @@
-"""What goes into a checkpoint: every rank's files, the manifest, and what two runs must share to resume."""
+"""The contents of a checkpoint: every rank's files, the manifest, and settings that must match on resume."""
 
 import json
 import math
@@ -58,7 +58,7 @@ def manifest_of(engine: Engine, progress: Progress, validation_loss: float | Non
 _START_ANEW = "start anew with run.resume=never or another run.name"
 _PARALLEL = ("parallel.sequence", "parallel.tensor", "parallel.expert")
 LAYOUT = ("world size", *_PARALLEL, "ZeRO stage", "precision.compute", "offload")
-"""What may change on resume: how masters and sequences are shared out, and the compute dtype (docs/elastic.md)."""
+"""Settings that may change on resume: how masters and sequences are split, and the compute dtype (docs/elastic.md)."""
 ATTENTION = "model.attention"
 """May change on resume too, and is noted: another implementation rounds differently. Older checkpoints do not say."""
 _DEFAULTS = dict.fromkeys(_PARALLEL, 1) | {
@@ -82,14 +82,14 @@ def identity_difference(saved: dict[str, Any], current: dict[str, Any]) -> str |
 
 
 def layout_difference(saved: dict[str, Any], current: dict[str, Any]) -> str | None:
-    """How the layout differs, such as "world size 2 -> 4"; None where it does not."""
+    """The difference in layout, such as "world size 2 -> 4"; None where there is none."""
     saved = {**_DEFAULTS, **saved}
     changed = [key for key in LAYOUT if key in current and saved.get(key) != current[key]]
     return ", ".join(f"{key} {saved.get(key)} -> {current[key]}" for key in changed) or None
 
 
 def attention_difference(saved: dict[str, Any], current: dict[str, Any]) -> str | None:
-    """How the attention implementation differs, in words; None where it does not or is not known."""
+    """The difference in attention implementation, human-readable; None where there is none or it is not known."""
     before, now = saved.get(ATTENTION), current.get(ATTENTION)
     if before is None or now is None or before == now:
         return None

@@ -1,4 +1,4 @@
-"""Which run this session's checkpoints are of, and whether it went back to an older one. On the main process."""
+"""The run behind this session's checkpoints, and whether it went back to an older one. On the main process."""
 
 import uuid
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from training.checkpoint.run_record import Order, Record, order_in, read_record,
 
 
 class Lineage:
-    """What every manifest of a session seals about its run, and the RUN beside the checkpoints."""
+    """The run's identity, which every manifest of a session seals, and the file RUN beside the checkpoints."""
 
     def __init__(self, folder: Path, name: str) -> None:
         """folder: of the checkpoints, with or without a RUN yet. name: of the run, for messages."""

@@ -32,7 +32,7 @@ _FIELDS = {
     "files": dict,
     "layouts": dict,
 }
-"""What every manifest has, and of which type."""
+"""The fields of every manifest, with their types."""
 _STATE_FIELDS = ("progress", "identity", "parameters", "reactions")
 
 # Tensor name to its dtype and shape.

@@ -23,7 +23,7 @@ class Saved:
 
     path: Path
     url: str | None
-    """In the object store, where there is one."""
+    """The URL in the object store, where there is one."""
     step: int
     tokens: int
     seconds: float

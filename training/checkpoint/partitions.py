@@ -185,7 +185,7 @@ def _open_stages_1_and_2(folder: Path, states: list[dict[str, Any]], read: ReadF
 
 
 def _sharing_experts(states: list[dict[str, Any]], index: int) -> int:
-    """How many ranks share a group's parameters (`parallel.expert`): it is partitioned over so many times fewer."""
+    """The number of ranks that share a group's experts (`parallel.expert`): it has fewer partitions by this factor."""
     partitions = states[0].get("partition_count", len(states))
     return len(states) // partitions[index] if isinstance(partitions, list) else 1
 

@@ -34,7 +34,7 @@ ALLOWED: list[Callable | tuple[Callable, str]] = [
 
 @dataclass(frozen=True)
 class Opener:
-    """How to open the files: with which key, and whether plain ones are accepted although there is one."""
+    """The key to open files with, and whether plain files are accepted although there is a key."""
 
     key: Key | None = None
     accept_plain: bool = False

@@ -123,8 +123,8 @@ def require_same_checksums(engine: Engine, where: Path, recorded: Checksums) -> 
 
 
 def _group_difference(engine: Engine, folder: Path, opener: Opener) -> str | None:
-    """In words that the optimizer's groups have other parameters, or an order, than those saved at the same ZeRO stage;
-    None where they are the same. Raises UserError at ZeRO-0, whose files do not name parameters.
+    """The difference between the optimizer's groups, or their order, and those saved at the same ZeRO stage,
+    human-readable; None where there is none. Raises UserError at ZeRO-0, whose files do not name parameters.
     """
     of_rank = "zero_pp_rank_0_" if engine.stage == 3 else ""
     state = opener.read(folder / f"{of_rank}mp_rank_00_model_states.pt", mmap=True)

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept: the newest, those at an interval, the best by validation loss, and those being read."""
+"""Retention of checkpoints: the newest, those at an interval, the best by validation loss, and those being read."""
 
 import fcntl
 import math
@@ -18,11 +18,11 @@ class Retention:
     """A checkpoint is kept when any of these rules selects it."""
 
     newest: int
-    """How many of the highest steps."""
+    """The number of highest steps to keep."""
     every: int = 0
     """[steps] Those whose step is a multiple of it; 0: none."""
     best: int = 0
-    """How many of the lowest validation loss, of those that were evaluated at their step."""
+    """The number of steps to keep with the lowest validation loss, of those evaluated at their step."""
 
     def to_delete(self, folder: Path, final: Path) -> list[Path]:
         """Checkpoints in `folder` to delete, among those up to `final`, the one just published."""

@@ -1,4 +1,4 @@
-"""Which run a checkpoints folder is of, and how often that run went back to an older checkpoint: its file RUN.
+"""The run that a checkpoints folder belongs to, and how often it went back to an older checkpoint: the file RUN.
 
 Every manifest seals the id, the name, the step and that number too. A step that was saved after the run went back is
 newer than a higher step from before, whatever the clocks and LATEST say.
@@ -17,7 +17,7 @@ RUN = "RUN"
 _ID = re.compile(r"[0-9a-f]{16}")
 
 Order = tuple[int, int]
-"""How often the run had gone back, and the step: the larger, the newer."""
+"""The number of times that the run had gone back, and the step: the larger, the newer."""
 
 
 @dataclass(frozen=True)

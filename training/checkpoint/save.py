@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """What to do with the files of one save."""
+    """How to treat the files of one save."""
 
     final: Path
     manifest: dict[str, Any]

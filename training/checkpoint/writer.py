@@ -93,7 +93,7 @@ class Files(TorchCheckpointEngine):
         super().__init__()
         self.name = "Mantissa"
         self.written: dict[str, Written] = {}
-        """By path inside the checkpoint."""
+        """Written files by path inside the checkpoint."""
         self.layouts: dict[str, Tensors] = {}
         """The tensors of these files, by their layout."""
         self.error: str | None = None

@@ -62,7 +62,7 @@ class _Call(NamedTuple):
 
 
 class Passes:
-    """What is seen of one step: `watching` around its passes, then `compared`, between backward and step."""
+    """The record of one step: `watching` around its passes, then `compared`, between backward and step."""
 
     def __init__(self, engine: Engine, resolved: Resolved, batch: Batch, *, turn: int, whole: bool) -> None:
         """turn: how many steps were checked before, which decides what is drawn; the same on all ranks. whole: compare
@@ -70,7 +70,7 @@ class Passes:
         self._engine, self._resolved, self._batch, self._turn = engine, resolved, batch, turn
         self._drawn, self._micro = turn % len(batch.input_ids), -1
         self.skipped: dict[str, str] = {}
-        """What was not compared, and why."""
+        """Parts that were not compared, each with the reason."""
         self._head: Any = engine.model.get_output_embeddings()
         blocks = (item for item in engine.model.modules() if isinstance(item.__dict__.get("forward"), CompiledBlock))
         self._hidden = {inner for block in blocks for inner in block.modules() if inner is not block}

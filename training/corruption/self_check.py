@@ -1,4 +1,4 @@
-"""When a step is compared with plain torch while the run trains, and what is said of it.
+"""Comparison of steps with plain torch while the run trains: when it is due, and its verdict.
 
 A step that is not checked pays for a comparison of integers. A checked one is the same step bit for bit: hooks copy
 what passes by (passes.py), and what is computed again is computed beside it (plain.py, updates.py, copies.py).
@@ -72,7 +72,7 @@ class SelfCheck:
         return self._passes.watching()
 
     def after_passes(self, health: Health) -> list[EarlyWarning]:
-        """What the passes say, before the step is judged. A collective."""
+        """Judge the passes before the step is judged. A collective."""
         assert self._passes is not None
         passes, self._passes = self._passes, None
         if not health.finite:

@@ -118,11 +118,11 @@ class Engine:
             )
         attach_slices(self.model, world.tensor)
         self.split_masters: SplitMasters | None = None
-        """How the masters are held that are no FP32 tensors; None where they are."""
+        """The masters that are split; None where they are FP32 tensors."""
         if resolved.config.precision.masters == "split":
             self.split_masters = SplitMasters(self.deepspeed, stage=self.stage, world=world)
         self.start: Start | None = None
-        """What the masters started from; None until they have their values."""
+        """The masters' starting values; None until they have them."""
         self.gradients = ReducedGradients(self.deepspeed, stage=self.stage, tensor=world.tensor)
         self.counted_states: Callable[[str], list[torch.Tensor]] = lambda name: local_states(
             self.deepspeed.basic_optimizer, name

@@ -74,7 +74,7 @@ class Update:
     loss_scale: float
     """Loss scale this step ran at; 1 where nothing is scaled."""
     scale_change: ScaleChange | None
-    """How the scale changed after it, or None."""
+    """The change of the scale after it, or None."""
     update_ratio: float | None
     """Norm of the update over that of the weights; None when it was not measured, or nothing was applied."""
 

@@ -1,4 +1,4 @@
-"""Which kernels a run computes with: `model.kernels` and `precision.fp8.kernel`, the same on every rank."""
+"""The kernels of a run: `model.kernels` and `precision.fp8.kernel`, the same on every rank."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""How the engine computes its loss: as the task's objective does, or from chunks of logits that are not kept."""
+"""The engine's loss: as the task's objective computes it, or from chunks of logits that are not kept."""
 
 from collections.abc import Callable
 from typing import Any

@@ -126,6 +126,6 @@ def given_by_task(config: Config, tokenizer: Any) -> dict[str, Any]:
 
 
 def documents_of(config: Config, corpus: Corpus) -> Documents | None:
-    """How a run's batches keep documents apart; None where they do not."""
+    """The separation of documents in a run's batches; None where there is none."""
     one_row = config.model.attention.startswith("flash_attention")  # whose kernels take documents of any length
     return Documents(corpus.end_of_document, one_row=one_row) if config.keeps_documents_apart else None

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 
 CLOSE_SECONDS = 5.0
-"""How long the end of a run waits for the last spans to be sent."""
+"""The longest wait at the end of a run for the last spans to be sent."""
 _PATH = "/v1/traces"
 _LOGGERS = ("opentelemetry.exporter", "opentelemetry.sdk._shared_internal", "opentelemetry.sdk.trace")
 

@@ -65,7 +65,7 @@ class Member:
 
 @dataclass(frozen=True)
 class MemoryKills:
-    """How many processes the kernel's out-of-memory killer has ended: in this process's cgroup, and on the machine."""
+    """The number of processes that the kernel's out-of-memory killer has ended: in this cgroup, and on the machine."""
 
     group: int | None
     machine: int | None

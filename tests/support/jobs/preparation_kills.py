@@ -9,7 +9,7 @@ from tests.support.jobs.forked import Job
 from tests.support.jobs.launches import command, finish, start
 
 WITHIN_SECONDS = 40.0
-"""From the start of the job to the end of its last rank; of that up to 15 s are from the death to the end."""
+"""The limit from the start of the job to the end of its last rank; up to 15 s of it follow the death."""
 
 
 def check(folder: Path, who: str, phase: str, *, grace: float) -> float:

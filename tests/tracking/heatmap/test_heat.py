@@ -264,7 +264,7 @@ def test_a_run_that_moves_is_left_alone(shares, after):
 
 
 def test_report_and_watch_say_that_a_run_does_not_move(tmp_path, capsys):
-    """In Markdown, on the page, on the console, and live; nothing of a run that warms up."""
+    """Markdown, page, console and live view agree; a run that warms up is not named."""
 
     def lost(name, step):
         return 0.996 if step > 20 else 0.2

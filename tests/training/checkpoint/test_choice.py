@@ -1,4 +1,4 @@
-"""Which checkpoint is chosen, which is passed over, and the messages about it."""
+"""Checkpoints that are chosen or passed over, and the messages about it."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ def saved(original, tmp_path):
 
 
 def found(pair, folder, resume="auto", **arguments):
-    """What both ranks choose, and the lines for the record."""
+    """The choice of both ranks, and the lines for the record."""
     here, there = pair.run(checkpoint_cases.find, folder=str(folder), resume=resume, **arguments)
     assert here == there
     return here

@@ -112,7 +112,7 @@ def test_two_files_of_the_same_content_share_nothing() -> None:
 
 
 def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
-    """In each place: magic, version, key id, chunk size, salt, text and tags."""
+    """One byte in each place is flipped: magic, version, key id, chunk size, salt, text and tags."""
     content = encrypted(random.Random(2).randbytes(2 * SMALL + 5))
     for place in range(len(content)):
         corrupted = bytearray(content)

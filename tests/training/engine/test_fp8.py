@@ -88,7 +88,7 @@ def test_what_computes_in_it_is_observed_and_can_change(pair, tmp_path, stage):
 
 
 def test_a_kernel_is_tried_before_it_is_used(pair, tmp_path):
-    """What is wrong with it on one rank is an error of all where it was asked for, and emulated with `auto`."""
+    """A fault on one rank is an error of all where the kernel was requested, and emulated with `auto`."""
     results = pair.run(fp8_cases.chosen_kernels, folder=str(tmp_path), manifest={"default": "bf16", "rules": RULES})
     assert results[0] == results[1]
     found = results[0]

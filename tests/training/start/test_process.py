@@ -24,7 +24,7 @@ def place() -> Iterator[Path]:
 
 
 def ask(place: Path, *, user: int | None = None, **variables: str) -> list[str]:
-    """What a process of that user answers: the line about caches, and where they are; or the error."""
+    """The answer of a process of that user: the line about caches, and where they are; or the error."""
     if user is not None and os.getuid() != 0:
         pytest.skip("only root can start a process of another user")
     reading, writing = os.pipe()

@@ -100,7 +100,7 @@ JOBS = {
 def test_an_export_is_a_folder_of_plain_peft_and_a_merged_model(
     pair: ProcessGroup, encoders: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From the masters of adapter and head: equal logits in plain `peft` and in plain transformers."""
+    """The masters of adapter and head are exported: equal logits in plain `peft` and in plain transformers."""
     overrides, name = job(encoders, JOBS[kind])
     overrides += ["run.steps=3", "optimizer.learning_rate=0.05", "guard.spike_sigmas=0", "faults=[]"]
     overrides += ["schedule={name: constant, warmup_steps: 0}", "checkpoint.every_steps=0"]

@@ -1,4 +1,4 @@
-"""What makes Mantissa worth having works for encoders: resume, export, attribution, parity, telemetry, manifests."""
+"""Encoders get what causal models get: resume, export, attribution, parity, telemetry, manifests."""
 
 import json
 from pathlib import Path
@@ -105,7 +105,7 @@ def test_an_export_loads_in_transformers_with_equal_logits(
 def test_it_starts_from_the_folder_and_draws_only_what_that_lacks(
     pair: ProcessGroup, encoders: Path, kind: str
 ) -> None:
-    """In BF16: the masters are the folder's numbers, unrounded; the head is the same at every stage, on every rank."""
+    """The masters are the folder's numbers, unrounded, in BF16; the head is the same at every stage, on every rank."""
     found = []
     for stage in (2, 3):
         given = mlm(encoders) if kind == "mlm" else ()

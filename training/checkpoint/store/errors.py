@@ -1,4 +1,4 @@
-"""Which errors of an object store are transient, and how to describe the others without secrets.
+"""Transient errors of an object store, and descriptions of the others without secrets.
 
 None of the libraries that raise them (botocore, aiohttp, gcsfs, adlfs) has to be installed, so they are classified by
 HTTP status, S3's error code and names of the transport's exceptions.

@@ -34,7 +34,7 @@ class Missing(StoreError):
 
 
 class _ContentDiffers(Exception):
-    """What is in the store is not what was sent; a retry may help."""
+    """The store's content differs from the content sent; a retry may help."""
 
 
 class StoreFiles:

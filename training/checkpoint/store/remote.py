@@ -132,7 +132,7 @@ class Remote:
 
 
 def _asked(world: World, ask: Callable[[], T]) -> T:
-    """What the store answers rank 0, on every rank. Raises UserError, on every rank, when it cannot be reached."""
+    """Rank 0's answer from the store, on every rank. Raises UserError, on every rank, when it cannot be reached."""
     try:
         return world.on_main(ask, catch=(StoreError,))
     except UserError as error:

@@ -338,7 +338,7 @@ def test_a_usable_store_is_left_as_it_was(s3: S3Server) -> None:
 
 
 def cut_off(s3: S3Server, after: int) -> None:
-    """From the request after so many on, nothing reaches the store: what a kill of the process leaves."""
+    """Let nothing reach the store after this many requests, as when the process is killed."""
     s3.proxy.clear()
     s3.proxy.fail("", "none", times=after)
     s3.proxy.fail("", 403, times=10_000)
