@@ -51,7 +51,7 @@ def recognise(row: Mapping[str, Any], text_field: str) -> str:
         return "text"
     known = ", ".join("+".join(sorted(needed)) for needed in _FIELDS.values())
     fields = ", ".join(name if name in there else f"{name} (null)" for name in sorted(row)) or "none"
-    raise BadRow("", f"is of no known format: its fields are {fields}, known are {known} and {text_field} (text)")
+    raise BadRow("", f"has no known format: its fields are {fields}; known are {known} and {text_field} (text)")
 
 
 def read_example(row: Mapping[str, Any], format: str, text_field: str) -> Example:
@@ -141,7 +141,7 @@ def _alpaca(row: Mapping[str, Any]) -> Example:
 def _prompt_completion(row: Mapping[str, Any]) -> Example:
     prompt, completion = row.get("prompt"), row.get("completion")
     if isinstance(prompt, list) != isinstance(completion, list):
-        raise BadRow("completion", f"is {json_kind(completion)} and prompt is {json_kind(prompt)}; give two of a kind")
+        raise BadRow("completion", f"is {json_kind(completion)} and prompt is {json_kind(prompt)}; give both alike")
     if isinstance(prompt, list):
         answer = _conversation(row, "completion")
         if any(message["role"] != "assistant" for message in answer[:1]):
@@ -165,7 +165,7 @@ def _pair(row: Mapping[str, Any]) -> tuple[Example, Example]:
     """The chosen and the rejected answer, each with the prompt that they share."""
     chosen, rejected, prompt = row.get("chosen"), row.get("rejected"), row.get("prompt")
     if isinstance(chosen, list) != isinstance(rejected, list):
-        raise BadRow("rejected", f"is {json_kind(rejected)} and chosen is {json_kind(chosen)}; give two of a kind")
+        raise BadRow("rejected", f"is {json_kind(rejected)} and chosen is {json_kind(chosen)}; give both alike")
     if isinstance(chosen, list):
         asked, answers = _conversations_of_pair(row)
     else:
@@ -274,7 +274,7 @@ def _with_system(row: Mapping[str, Any], messages: Messages, name: str) -> Messa
     if not isinstance(system, str):
         raise BadRow("system", f"is {json_kind(system)}, not text")
     if messages and messages[0]["role"] == "system":
-        raise BadRow("system", f"is there, and {name} opens with a system turn too; remove one of them")
+        raise BadRow("system", f"is set, and {name} also opens with a system turn; remove one of them")
     return [{"role": "system", "content": system}, *messages]
 
 

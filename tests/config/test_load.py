@@ -138,7 +138,7 @@ def test_a_mistake_on_the_command_line_is_one_line(minimal: Path, override: str,
     [
         ("defects: [{kind: silent_skip}]", "defects: no such key"),
         ("batch: {micro: 3}", "batch.micro: no such key; did you mean batch.micro_size?"),
-        ("batch:\n  micro_size: 1\n  micro_size: 2\n", "not valid YAML: line 3: the key micro_size is here a second"),
+        ("batch:\n  micro_size: 1\n  micro_size: 2\n", "not valid YAML: line 3: the key micro_size is a duplicate"),
         ("batch:\n  micro_size: [1\nrun: {}\n", "not valid YAML: line 3: "),
         ("batch:\n\tmicro_size: 1\n", "not valid YAML: line 2: "),
         ("- 1\n- 2\n", "holds [1, 2] where sections"),

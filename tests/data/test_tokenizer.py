@@ -104,7 +104,7 @@ def test_the_sample_is_the_documents_of_the_smallest_hashes_in_any_order_of_arri
 
 @pytest.mark.parametrize("spec", ["bpe:", "bpe:256", "bpe:many", "bpe:-5"])
 def test_a_vocabulary_that_cannot_be(spec: str, source: Source) -> None:
-    with pytest.raises(UserError, match=f"data.tokenizer={spec}: the vocabulary must be"):
+    with pytest.raises(UserError, match=f"data.tokenizer={spec}: the vocabulary size must be"):
         make_tokenizer(spec, source, 0.0)
 
 

@@ -175,7 +175,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "another tool's": ({"name": "app", "version": "1.0"}, "is no DeepSpeed JSON: it has none of its keys"),
     "a misspelt section": (
         {"bf16": {"enabled": True}, "zero_optimisation": {"stage": 2}},
-        "DeepSpeed has no such key and trains as if it were not there; did you mean zero_optimization?",
+        "DeepSpeed has no such key and ignores it; did you mean zero_optimization?",
     ),
     "a misspelt key": ({"zero_optimization": {"overlap_com": True}}, "stops at it; did you mean overlap_comm?"),
     "a stage of 4": ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage = 4 is not one of 0, 1, 2, 3"),

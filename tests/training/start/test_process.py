@@ -64,7 +64,7 @@ def test_a_home_that_cannot_be_written_keeps_its_credentials_and_loses_its_cache
 def test_a_user_without_a_home_gets_one(place: Path) -> None:
     line, paths = ask(place, user=NOBODY)
     cache = f"{place}/mantissa-{NOBODY}"
-    assert line == f"there is no HOME: libraries keep their caches in {cache}"
+    assert line == f"HOME is not set: libraries keep their caches in {cache}"
     assert paths == f"{cache}/torch_extensions {cache}"
 
 
