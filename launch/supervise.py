@@ -194,7 +194,7 @@ class Supervisor:
         """Text for the log; None when the job may be restarted."""
         if without_progress >= MAX_STARTS_WITHOUT_PROGRESS:
             where = f"beyond step {furthest}" if furthest >= 0 else "to a first step"
-            return f"{without_progress} starts in a row did not get {where}: given up"
+            return f"{without_progress} starts in a row did not get {where}: giving up"
         now, within = time.monotonic(), self._options.within
         self._restarted_at = [moment for moment in self._restarted_at if now - moment < 60 * within]
         if len(self._restarted_at) >= self._options.restarts:

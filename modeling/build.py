@@ -233,7 +233,7 @@ def _loaded(
     wanted = {parameter: min(all_of) for parameter, all_of in names.items() if all_of <= lacking}
     cut = sorted(name for name in wanted.values() if name.startswith(base) and _IN_A_BLOCK.search(name))
     if cut:
-        raise ValueError(f"its files lack {cut[0]}, which no task draws anew; get all of them")
+        raise ValueError(f"its files lack {cut[0]}, which must be loaded; get all of them")
     if wanted:
         draw_weights(model, seed=seed, gather=gather, only=wanted.keys())
         model.drawn = sorted(wanted.values())
@@ -289,10 +289,10 @@ def drawn_notes(model: PreTrainedModel) -> list[str]:
     """Human-readable notes on what a loaded model's files lack and what it does not read; none where they agree."""
     notes = []
     if lacking := getattr(model, "drawn", []):
-        notes.append(f"model.name_or_path has no {', '.join(lacking)}: drawn by run.seed")
+        notes.append(f"model.name_or_path has no {', '.join(lacking)}: initialised with run.seed")
     if unread := getattr(model, "not_read", []):
         more = f" and {len(unread) - _NAMED} more" if len(unread) > _NAMED else ""
-        notes.append(f"model.name_or_path has tensors that are not read: {', '.join(unread[:_NAMED])}{more}")
+        notes.append(f"model.name_or_path has unused tensors: {', '.join(unread[:_NAMED])}{more}")
     return notes
 
 
@@ -412,7 +412,7 @@ def _require_causal(section: ModelSection, config: PretrainedConfig) -> None:
     is_encoder = type(config) in transformers.AutoModelForMaskedLM._model_mapping and not config.is_encoder_decoder
     if is_encoder and getattr(config, "is_decoder", None) is False:
         raise UserError(
-            f"model {section.name_or_path or section.architecture}: a {config.model_type} sees the tokens that it "
+            f"model {section.name_or_path or section.architecture}: a {config.model_type} attends to tokens it "
             "should predict; set task=mlm or task=classify, or model.config.is_decoder=true to hide later ones"
         )
 
@@ -426,7 +426,7 @@ def _require_decoder_start(section: ModelSection, config: PretrainedConfig) -> N
     name = section.name_or_path or section.architecture
     if config.model_type in _BY_LANGUAGE:
         raise UserError(
-            f"model {name}: targets of {config.model_type} begin with a language, which task = seq2seq does not write; "
+            f"model {name}: targets of {config.model_type} start with a language, which task = seq2seq does not add; "
             "use T5, mT5, BART or Pegasus"
         )
     if getattr(config, "decoder_start_token_id", None) is None:
@@ -493,9 +493,9 @@ def _check_keys(given: dict, config: PretrainedConfig, model_class: str) -> None
             continue
         least, usual = int(own.get(key, key) in _NEEDED), getattr(config, key, None)
         if _SIZE.fullmatch(key) and value < least and not (isinstance(usual, int) and usual < least):
-            raise UserError(f"model.config.{key} = {value}: is no size that a model has; give {least} or more")
+            raise UserError(f"model.config.{key} = {value}: is not a valid size; give {least} or more")
         if _is_dropout(key) and not 0 <= value < 1:
-            raise UserError(f"model.config.{key} = {value}: is no probability; give 0 or more, and less than 1")
+            raise UserError(f"model.config.{key} = {value}: is not a probability; give 0 or more, and less than 1")
 
 
 def weights_identity(name: str, commit: str | None = None) -> str:

@@ -48,7 +48,7 @@ def require_shareable_experts(shape: PretrainedConfig, ranks: int) -> None:
     elif count is None or count % ranks:
         reason = f"its {count} experts do not divide among {ranks} ranks"
     if reason is not None:
-        raise UserError(f"parallel.expert = {ranks}: cannot be had for model {kind}: {reason}; set it to 1")
+        raise UserError(f"parallel.expert = {ranks}: not supported for model {kind}: {reason}; set it to 1")
 
 
 def share_experts(model: nn.Module, group: Group, name: str) -> int:

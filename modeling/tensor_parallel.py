@@ -54,7 +54,7 @@ def unshared_reason(shape: PretrainedConfig, ranks: int) -> str | None:
     for key in _INNER_DROPOUT:
         if getattr(text, key, None):
             value = getattr(text, key)
-            return f"{key} = {value:g} would drop the same of each rank's heads (set model.config.{key}=0)"
+            return f"{key} = {value:g} would drop the same values of every rank's heads (set model.config.{key}=0)"
     for key in _HEAD_NORMS:
         if getattr(text, key, None):
             return f"DeepSpeed does not sum the gradients of the norms of {key} = true, which each rank has whole"
@@ -66,7 +66,7 @@ def require_shareable(shape: PretrainedConfig, ranks: int) -> None:
     reason = unshared_reason(shape, ranks)
     if reason is not None:
         raise UserError(
-            f"parallel.tensor = {ranks}: cannot be had for model {shape.get_text_config().model_type}: {reason}; set it"
+            f"parallel.tensor = {ranks}: not supported for model {shape.get_text_config().model_type}: {reason}; set it"
             " to 1"
         )
 

@@ -1,7 +1,7 @@
 """Flipped bits: how they are recognised, which rank is blamed, and how a repeated step is judged.
 
 Pure decisions on numbers that all ranks share; `training/corruption/` gathers them. A step that is run again tells the
-three cases of Megatron-LM's rerun state machine apart: a *transient* fault (another answer the second time, and a
+three cases of Megatron-LM's rerun state machine apart: a *transient* fault (a different answer the second time, and a
 healthy one), a *persistent* one (the rank answers otherwise than other ranks do, or keeps changing its answer), and a
 *numeric* event (every rank gives the same answer bit for bit: it is the model's). docs/corruption.md has more.
 """
@@ -42,9 +42,9 @@ class Flip:
         bits = f", bit{'s' * (len(self.bits) > 1)} {', '.join(map(str, self.bits))}" if self.bits else ""
         who = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"one of ranks {_listed(self.ranks)}"
         how = {
-            "copies": "is not the one of the other ranks",
-            "masters": "is not the other of the two, rounded" if " or " in self.tensor else "does not match its copies",
-            "update": "is not what the optimizer's rule gives",
+            "copies": "differs from the other ranks' value",
+            "masters": "does not match the other one" if " or " in self.tensor else "does not match its copies",
+            "update": "is not the result of the optimizer's rule",
         }[self.found_by]
         return f"{self.tensor} of {self.parameter} on {who} (value {self.index}{bits}) {how}"
 
@@ -121,11 +121,11 @@ def judge_reexecution(
         who = "the same answer bit for bit, twice" + (" and on another rank" if disagreed is not None else "")
         return Reexecution("numeric", (), who)
     if again and agreed and healthy:
-        return Reexecution("transient", own, "another answer the second time")
+        return Reexecution("transient", own, "a different answer the second time")
     if again and agreed:
-        return Reexecution("persistent", own, "another answer each time, and still not a healthy one")
+        return Reexecution("persistent", own, "a different answer each time, and never a healthy one")
     assert disagreed is not None, "one rank agrees with itself"
-    return Reexecution("persistent", _blamed(disagreed, finite), "other answers than other ranks to the same inputs")
+    return Reexecution("persistent", _blamed(disagreed, finite), "answers that differ from other ranks'")
 
 
 def _blamed(disagreed: Sequence[bool], finite: Sequence[tuple[bool, bool]]) -> tuple[int, ...]:

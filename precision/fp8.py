@@ -108,7 +108,7 @@ def no_kernel(weight_shape: Sequence[int], device: torch.device, ambient: torch.
         return "it has no scales by block"
     if device.type == "cpu":
         wanted = section.kernel == "scaled_mm" and ambient in (torch.bfloat16, torch.float32)
-        return "" if wanted else "on a CPU it is for BF16 or FP32 around the layer, and not faster"
+        return "" if wanted else "on a CPU it needs BF16 or FP32 around the layer, and is no faster"
     if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (9, 0):
         return f"it needs a GPU of compute capability 9.0, and this is {device}"
     if ambient != torch.bfloat16:

@@ -212,7 +212,7 @@ class Guard:
                 passed_over.append(f"{name} has no {'module to promote' if name == 'promote' else 'checkpoint'}")
             else:
                 return Judgement(Verdict(name.upper()), f"{trouble.what}; {self._describe(name)}; {trouble.look_at}")
-        left = "guard.reactions has nothing left" + (f" ({'; '.join(passed_over)})" if passed_over else "")
+        left = "no recovery left in guard.reactions" + (f" ({'; '.join(passed_over)})" if passed_over else "")
         return Judgement(Verdict.ABORT, f"{trouble.what}; {left}; {trouble.look_at}")
 
     def _describe(self, name: str) -> str:

@@ -92,7 +92,7 @@ def load_manifest(path: Path) -> Manifest:
         fix = 'set it to bf16, and fp8 by a rule with "module_class": "Linear"'
         raise UserError(f"{path}: default = fp8: only linear layers compute in it, and take other inputs; {fix}")
     if file.loss_scale is not None and (file.loss_scale < 1 or file.loss_scale.bit_count() != 1):
-        raise UserError(f"{path}: loss_scale = {file.loss_scale} is not a power of two from 1 on; write one")
+        raise UserError(f"{path}: loss_scale = {file.loss_scale} is not a power of two of 1 or more; write one")
     return Manifest(file.default, file.rules, path)
 
 
@@ -145,7 +145,7 @@ def assign(manifest: Manifest, model: torch.nn.Module) -> dict[str, Assignment]:
                 f"rules[{winner}]" for winner in sorted(winner for winner in winners if winner is not None)
             )
             raise UserError(
-                f"{_where(manifest, index)} has no effect: {over} below overrules it everywhere, because the last "
+                f"{_where(manifest, index)} has no effect: {over} below overrides it everywhere, because the last "
                 f"match wins; put the general rule first, or remove this one"
             )
     for name, given in assigned.items():

@@ -166,7 +166,7 @@ def verify(observation: Observation, dtypes: Mapping[str, str], *, may_idle: Col
     for name, expected in dtypes.items():
         actual = computed.get(name, set())
         if not actual and name not in may_idle:
-            wrong.append(f"{name}: {expected} was promised, but it computed nothing that was seen")
+            wrong.append(f"{name}: {expected} was promised, but no computation of it was seen")
         elif actual - {expected}:
             wrong.append(f"{name}: {expected} was promised, but it computed in {' and '.join(sorted(actual))}")
     if wrong:

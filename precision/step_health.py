@@ -117,7 +117,7 @@ def not_finite(health: Health) -> Trouble | None:
         return None
     what = f"the step is not finite (loss {health.loss:.4g}, gradient norm {health.grad_norm:.4g})"
     if health.spoiled:
-        advice = "no step repairs it, an older checkpoint may; where FP16 cannot hold it, precision.compute=bf16 does"
+        advice = "go back to an older checkpoint; if it exceeds FP16's range, use precision.compute=bf16"
         return Trouble(f"{health.spoiled[0]} holds values that are not finite: {what}", advice, ("rollback",))
     if health.overflowed:
         advice = (
@@ -137,7 +137,7 @@ def not_finite(health: Health) -> Trouble | None:
         )
     if health.routine_overflow:
         advice = "nothing to do unless it keeps happening"
-        return Trouble(f"FP16 overflow that the loss scale answers: {what}", advice, _ANY, routine=True)
+        return Trouble(f"FP16 overflow, handled by the loss scale: {what}", advice, _ANY, routine=True)
     advice = f"look at the nonfinite events of step {health.step} in events.jsonl for the rank, module and tensor"
     return Trouble(what, advice, _ANY)
 

@@ -47,9 +47,9 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("model", type=Path, help="exported folder, adapter's folder or checkpoints/step-N folder")
     parser.add_argument("--prompt", help="what to continue, or with --chat what the user says")
     parser.add_argument("--chat", action="store_true", help="render turns with the chat template")
-    parser.add_argument("--tokens", type=positive_int, default=128, help="largest number of new ones (default 128)")
+    parser.add_argument("--tokens", type=positive_int, default=128, help="most new tokens (default 128)")
     parser.add_argument("--temperature", type=positive_number, help="sample at this temperature (default: greedy)")
-    parser.add_argument("--seed", type=int, default=0, help="of sampling (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of sampling (default 0)")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="to compute in")
     options = parser.parse_args(arguments)
     if options.prompt is None and not options.chat:
@@ -64,7 +64,7 @@ def model_folder(given: Path) -> Iterator[Path]:
         yield given
         return
     if not (given / "deepspeed").is_dir():
-        raise UserError(f"{given}: is no exported folder and no checkpoint; give one of them")
+        raise UserError(f"{given}: is neither an exported folder nor a checkpoint; give one of them")
     from tools.export_hf.export import export, find_source
     from training.checkpoint.retention import read_lock
 

@@ -80,8 +80,8 @@ class Session:
         if not of_rows or not config.evaluate.every_steps or most is None or held_out <= most * size:
             return None
         return (
-            f"evaluate.batches = {most}: an evaluation is of {most * size:,} of the {held_out:,} sequences held out, "
-            "evenly spaced; null is all"
+            f"evaluate.batches = {most}: an evaluation uses {most * size:,} of the {held_out:,} held-out sequences, "
+            "evenly spaced; null uses all"
         )
 
     def _validation(self, split: TokenShards | RowShards) -> Iterable[Batch]:

@@ -82,7 +82,7 @@ def _cached(resolved: Resolved, corpus: Corpus, world: World, identity: str, voc
         try:
             lock.acquire(timeout=60 * config.data.wait_minutes)
         except (Timeout, OSError) as error:
-            problem = f"cannot be had ({error}); end the process that has it, or wait for it"
+            problem = f"is locked ({error}); end the process that has it, or wait for it"
             raise UserError(f"{folder}.lock: {problem}") from error
 
     world.on_main(acquire)
@@ -131,7 +131,7 @@ def _allocate(resolved: Resolved, splits: dict[str, TokenShards | RowShards], pa
         for path, dtype, width in zip(files_of(partial, split), (np.int32, np.float32), (k, k + 1), strict=True):
             array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=(count, length, width))
             total += array.nbytes
-    print(f"teacher: writing its {k} likeliest tokens at every place, {total / 2**30:.2f} GiB, to {partial.parent}")
+    print(f"teacher: writing its {k} likeliest tokens at every position, {total / 2**30:.2f} GiB, to {partial.parent}")
 
 
 def _ask(

@@ -91,7 +91,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--mfu", type=share, default=DEFAULT_MFU, help=of_peak)
     parser.add_argument("--measured", metavar="RUN", help="take --mfu from a run folder that ran on such devices")
     parser.add_argument("--memory", type=positive_number, help="GiB of one device")
-    parser.add_argument("--reserve", type=share, default=0.1, help="share of it for CUDA, NCCL and gaps (0.1)")
+    parser.add_argument("--reserve", type=share, default=0.1, help="share of it reserved for CUDA, NCCL and gaps (0.1)")
     parser.add_argument("--link", type=positive_number, help="GB/s in one direction from device to device in a node")
     parser.add_argument("--network", type=positive_number, help="GB/s in one direction out of a node, by all adapters")
     parser.add_argument("--per-node", type=positive_int, help="devices in a node")

@@ -80,7 +80,7 @@ def test_a_spoiled_step_names_the_same_module_without_making_logits(pair, module
 def test_what_cannot_be_chunked_is_refused_or_stays_full(pair) -> None:
     """RecurrentGemma caps its logits under a name of its own."""
     for rank in pair.run(cases.cannot):
-        assert rank["refused"].startswith("model.loss = chunked: cannot be had for model recurrent_gemma: it changes")
+        assert rank["refused"].startswith("model.loss = chunked: not supported for model recurrent_gemma: it changes")
         assert rank["refused"].endswith("set model.loss=auto or full")
         assert not rank["chunked"] and "unknown way" in rank["unchunked_reason"]
         assert rank["loss"] == rank["loss_of_full"]

@@ -323,7 +323,7 @@ def test_a_machine_that_triton_cannot_compile_on_says_so(monkeypatch: pytest.Mon
     assert kernels.uncompilable_reason(torch.device("cpu")) is None
     monkeypatch.setattr(kernels, "which", lambda name: "/usr/bin/gcc" if name == "gcc" else None)
     monkeypatch.setattr(kernels.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    assert "Python.h, which is not there; apt-get install python3-dev" in str(kernels.uncompilable_reason(gpu))
+    assert "Python.h, which is missing; apt-get install python3-dev" in str(kernels.uncompilable_reason(gpu))
     (tmp_path / "Python.h").touch()
     assert kernels.uncompilable_reason(gpu) is None
     monkeypatch.setattr(kernels, "which", lambda name: None)

@@ -88,7 +88,7 @@ def test_the_dtypes_inside_the_modules_are_shown_when_they_change_and_a_low_one_
         record.event("precision", step=step, tokens=0, flop_share={"bf16": 1.0}, **({"inner": inner} if inner else {}))
     low = "softmax in bf16 where fp32 is promised: a, b, c and 2 more"
     assert stream.getvalue().splitlines() == [
-        "step 1: seen inside the modules: softmax fp32 and bf16; norm statistics fp32",
+        "step 1: dtypes observed: softmax fp32 and bf16; norm statistics fp32",
         f"step 1: {low}",
         f"step 2: {low}",
     ]

@@ -125,7 +125,7 @@ def rejection_reason(result: dict[str, Any]) -> str | None:
         return "its gradients are not finite on held-out batches"
     allowed = result["limits"]["fp8"]
     if allowed and not result["proposal"]["fp8_share"] > 0:
-        return f"no module bears FP8 within a gradient error of {allowed:g}; give --fp8 a larger one"
+        return f"no module tolerates FP8 within a gradient error of {allowed:g}; give --fp8 a larger one"
     if allowed and not error <= allowed:
         return f"its gradient error {error:.3g} on held-out batches is beyond --fp8 {allowed:g}"
     if not uniform and not result["proposal"]["low_precision_share"] > 0:
@@ -184,7 +184,7 @@ def stored_lines(result: dict[str, Any]) -> list[str]:
     elif value.value * headroom > FP16_LARGEST:
         room = math.floor(10 * FP16_LARGEST / value.value) / 10
         fits = f"uniform FP16 has {room:g}x headroom, and is proposed only by --headroom {room:g} or less"
-    return [f"largest value {value}: {fits}", f"largest gradient {gradient}: bears a loss scale of {scale:.0f}"]
+    return [f"largest value {value}: {fits}", f"largest gradient {gradient}: allows a loss scale of {scale:.0f}"]
 
 
 def uniform_overrides(result: dict[str, Any]) -> str | None:
@@ -216,7 +216,7 @@ def verdict(result: dict[str, Any]) -> list[str]:
     return [
         *stored_lines(result),
         *lines,
-        f"BF16's regions one by one add up to {one_by_one:.3e}, together they have {together:.3e}, and "
+        f"the errors of BF16 regions one by one add up to {one_by_one:.3e}, together they have {together:.3e}, and "
         f"{uniform:.3e} with everything that is stored in BF16 too",
         compared,
         f"against uniform FP32: {proposal['low_precision_share']:.1%} of the matmul FLOPs in 16 bits{bits} for 0%",

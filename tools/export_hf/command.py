@@ -59,13 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--private", action="store_true", help="the repository has to be private")
     options = parser.parse_args(arguments)
     if options.private and not options.push_to_hub:
-        raise UserError("--private: says how to upload, and --push-to-hub is not given; give it too")
+        raise UserError("--private: needs --push-to-hub; give it too")
     if options.merge_from and not options.merge_adapters:
-        raise UserError("--merge-from: is of --merge-adapters, which is not given; give it too")
+        raise UserError("--merge-from: needs --merge-adapters; give it too")
     if options.compare_logits is None:
         for name in ("compare_rows", "largest_kl", "largest_difference", "largest_ratio"):
             if getattr(options, name) is not None:
-                raise UserError(f"--{name.replace('_', '-')}: is of --compare-logits, which is not given; give it too")
+                raise UserError(f"--{name.replace('_', '-')}: needs --compare-logits; give it too")
     # Imported here so that --help and a mistyped option answer at once.
     import transformers
 

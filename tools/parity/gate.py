@@ -261,9 +261,9 @@ def _planned(report: Path, effect: float, power: float) -> str:
     try:
         known = json.loads(report.read_text(encoding="utf-8"))["confidence"]
     except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"{report}: no report of the gate that says how far runs scatter; {fix}") from None
+        raise UserError(f"{report}: no report of the gate on how far runs scatter; {fix}") from None
     if known["scatter"] is None:
-        raise UserError(f"{report}: one pair without controls says nothing of how far runs scatter; {fix}")
+        raise UserError(f"{report}: one pair without controls says nothing about how far runs scatter; {fix}")
     scatter, controls = float(known["scatter"]), int(known["controls"])
     needed = pairs_needed(scatter, effect, controls=controls, power=power)
     shown = f"{report}: one delta scatters by {scatter:.3%} ({known['degrees']} degrees of freedom)"
@@ -314,7 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--effect",
         type=_effect,
-        help="say how many pairs find a shift of the validation loss of this size, such as 0.5%%",
+        help="print how many pairs detect a shift of the validation loss of this size, such as 0.5%%",
     )
     parser.add_argument(
         "--power", type=_probability, default=POWER, help="with which probability (default: %(default)s)"

@@ -87,7 +87,7 @@ class MetricsServer(ThreadingMixIn, TCPServer):
         except OSError as error:
             if not self._complained:
                 self._complained = True
-                text = f"metrics for Prometheus cannot be asked for ({error.strerror or error}); training continues"
+                text = f"metrics for Prometheus are not available ({error.strerror or error}); training continues"
                 print(f"mantissa: {text}", file=sys.stderr, flush=True)
             time.sleep(_RETRY_S)
             raise

@@ -64,6 +64,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--edit",
         action=argparse.BooleanOptionalAction,
-        help="let notes and tags be edited on the page, in notes.json of the run folders (default: on 127.0.0.1 alone)",
+        help="allow editing notes and tags on the page, in notes.json of the run folders (default: on 127.0.0.1 alone)",
     )
     return parser

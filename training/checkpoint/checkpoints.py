@@ -186,7 +186,7 @@ class Checkpoints:
             raise UserError(next(iter(refused.values())) + further)
         if resume != "auto":
             raise UserError(
-                f"run.resume = {resume}: no whole checkpoint there; give a checkpoints/step-N folder, auto or never"
+                f"run.resume = {resume}: no complete checkpoint there; give a checkpoints/step-N folder, auto or never"
             )
         return None
 
@@ -291,7 +291,7 @@ class Checkpoints:
             return
         self.failures, self.last_failure = self.failures + 1, str(outcome)
         self.any_saved = bool(self.world.from_main(self._is_any_there() if self.world.is_main else None))
-        self._log(f"{outcome}; the checkpoints before it are as they were")
+        self._log(f"{outcome}; earlier checkpoints are unchanged")
 
     def _is_any_there(self) -> bool:
         try:

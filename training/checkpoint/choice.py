@@ -95,7 +95,7 @@ def choice_remark(chosen: Path, passed_over: Collection[Path]) -> str | None:
     later = [path.name for other, path in there.items() if other > step and path not in passed_over]
     if later:
         why.append(f"{', '.join(later)}: from before the run went back")
-    return f"took {chosen}, the newest whole checkpoint: {'; '.join(why)}" if why else None
+    return f"took {chosen}, the newest complete checkpoint: {'; '.join(why)}" if why else None
 
 
 def _order(step: int, manifest: dict[str, Any] | None) -> Order:

@@ -106,5 +106,5 @@ def parameter_difference(saved: dict[str, list[int]], current: dict[str, list[in
     for name in [*current, *saved]:
         if saved.get(name) != current.get(name):
             shapes = f"{name} has shape {saved.get(name)} there and {current.get(name)} in this run"
-            return f"{shapes}; it is of another model; {_START_ANEW}"
+            return f"{shapes}; it belongs to another model; {_START_ANEW}"
     return None

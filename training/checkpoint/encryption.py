@@ -76,7 +76,7 @@ class DecryptedFile(io.RawIOBase):
             self._chunks = max(1, -(-stored // (self._chunk + TAG)))
             self._size = stored - self._chunks * TAG
             if self._chunk == 0 or self._size < (self._chunks - 1) * self._chunk:
-                raise Damaged(f"{path.name}: is not whole, or its header is not as it was written")
+                raise Damaged(f"{path.name}: is cut off, or its header was changed")
             self._header = header
             self._cipher, self._prefix = key.cipher(header)
             self._decrypted = lru_cache(_CACHED)(self._decrypt)
@@ -125,7 +125,7 @@ class DecryptedFile(io.RawIOBase):
         try:
             self._cipher.decrypt_into(_nonce(self._prefix, number, last), sealed, self._header, plain)
         except InvalidTag:
-            self.damage = Damaged(f"{self._path.name}: chunk {number} is not what was encrypted, or the file is cut")
+            self.damage = Damaged(f"{self._path.name}: chunk {number} was changed, or the file is cut off")
             raise self.damage from None
         return plain
 

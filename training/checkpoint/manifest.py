@@ -78,7 +78,7 @@ def parse_manifest(text: bytes) -> dict[str, Any]:
     try:
         manifest, intact = unsealed(text)
     except ValueError:
-        raise Damaged(f"{MANIFEST} is not a whole manifest") from None
+        raise Damaged(f"{MANIFEST} is not a complete manifest") from None
     if manifest.get("format") not in _READABLE:
         reads = f"this version reads formats {' and '.join(map(str, _READABLE))}"
         raise Unusable(f"{MANIFEST} has format {manifest.get('format')}; {reads}")
@@ -91,7 +91,7 @@ def parse_manifest(text: bytes) -> dict[str, Any]:
             raise Damaged(f"{MANIFEST} has no {field} as docs/checkpoints.md describes it")
     for name, entry in manifest["files"].items():
         if not _is_file_entry(name, entry):
-            raise Damaged(f"{MANIFEST} has an entry {name!r} that is no file of a checkpoint")
+            raise Damaged(f"{MANIFEST} has an entry {name!r} that is not a checkpoint file")
         if "layout" not in entry:
             tensors = entry.pop("tensors", {})
             entry["layout"] = layout_of(tensors)
@@ -115,7 +115,7 @@ def read_state(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise Damaged(f"{STATE} is missing") from None
     except (ValueError, AttributeError):
-        raise Damaged(f"{STATE} is not JSON as it was written") from None
+        raise Damaged(f"{STATE} is not the JSON that was written") from None
     if missing:
         raise Damaged(f"{STATE} has no {missing[0]}")
     return state
@@ -192,7 +192,7 @@ def _check_name(path: Path, manifest: dict[str, Any]) -> None:
     named = NAME.fullmatch(path.name)
     if named and int(named[1]) != manifest["step"]:
         right = f"step-{manifest['step']}"
-        raise Unusable(f"{MANIFEST} is of step {manifest['step']}; rename the folder to {right} where that is right")
+        raise Unusable(f"{MANIFEST} is of step {manifest['step']}; rename the folder to {right} if that is right")
 
 
 def _check_run(path: Path, manifest: dict[str, Any]) -> None:

@@ -251,7 +251,7 @@ def _open_stage_3(
             else:
                 saved.tensors[name] = _join_tensor(slices, Cut(0, (shape[0],) * sharing))
         if any(flat.numel() != start for flat in flats):
-            raise UserError(f"{folder}: group {index} holds more than its {len(shapes)} parameters; use another save")
+            raise UserError(f"{folder}: group {index} holds more than its {len(shapes)} parameters; use another one")
     for name, shape in (models[0]["frozen_param_shapes"] or {}).items():
         parts = [model["frozen_param_fragments"][name] for model in models]
         _require_size(folder, name, shape, sum(part.numel() for part in parts))

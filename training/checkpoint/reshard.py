@@ -169,7 +169,7 @@ def _with_named_states(engine: Engine, saved: SavedModel, folder: Path) -> Saved
         if tensor is None:
             continue
         if state is not None and any(piece.numel != tensor.shape.numel() for piece in state.tensors.values()):
-            raise UserError(f"{folder}: the state that should be of {name} has another size; use its own layout")
+            raise UserError(f"{folder}: the state of {name} has the wrong size; use its own layout")
         saved.tensors[name] = replace(tensor, state=state)
     for name in (set(saved.tensors) - set(order)) & set(names.values()):
         saved.tensors[name] = replace(saved.tensors[name], master=None)
@@ -185,7 +185,7 @@ def _mismatch(engine: Engine, saved: SavedModel, folder: Path) -> str | None:
             continue  # no checkpoint has it
         if tensor is None or tensor.shape != shape:
             there = "is missing" if tensor is None else f"has shape {list(tensor.shape)}"
-            return f"{folder}: {name} {there}, and shape {list(shape)} in this run; it is of another model"
+            return f"{folder}: {name} {there}, and shape {list(shape)} in this run; it belongs to another model"
         if parameter.requires_grad is (tensor.master is None):
             here = "trains" if parameter.requires_grad else "is frozen"
             return f"{folder}: {name} {here} in this run and not there; freeze the same parameters"
@@ -284,7 +284,7 @@ def _difference(folder: Path, recorded: Checksums, found: Checksums) -> str | No
             if here != text:
                 what = "the master" if kind == "master" else f"the optimizer's {kind}"
                 return (
-                    f"{folder}: {what} of {name} is not the one that was saved (checksum {here} here, {text} when "
+                    f"{folder}: {what} of {name} differs from the saved one (checksum {here} here, {text} when "
                     "saved); use another checkpoint"
                 )
     return None

@@ -127,7 +127,7 @@ class Save:
         problem = next((text for text in self._world.gather_objects(_read_problem(final, mine)) if text), None)
         if problem is not None:
             on_main(self._world, lambda: _rename_damaged(final), final)
-            raise SaveFailed(f"checkpoint {final} is not what was written and is set aside: {problem}")
+            raise SaveFailed(f"checkpoint {final} differs from what was written and is set aside: {problem}")
 
 
 def agree_on_files(world: World, files: Files, final: Path) -> tuple[dict[str, Written], dict[str, Tensors]]:

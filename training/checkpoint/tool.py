@@ -79,7 +79,7 @@ def verify(given: argparse.Namespace, say: Say) -> int:
             tensors = f"{sum(len(_recorded(manifest, name)) for name in manifest['files'])} tensors"
             if needed and key is None:
                 tensors = f"encrypted with the key {needed}: give it with --key to compare tensors as well"
-            say(f"{path}: whole; {_size(manifest)} in {len(manifest['files'])} files, {tensors}")
+            say(f"{path}: complete; {_size(manifest)} in {len(manifest['files'])} files, {tensors}")
         else:
             say(f"{path}: {found}")
             worst = DAMAGED
@@ -112,7 +112,7 @@ def inspect(given: argparse.Namespace, say: Say) -> int:
     """Describe a checkpoint's content by dtype and by rank."""
     path = given.path if _is_checkpoint(given.path) else newest(_folder(given.path))
     if path is None:
-        raise UserError(f"{given.path}: no whole checkpoint there; `verify` says what is wrong with those there are")
+        raise UserError(f"{given.path}: no complete checkpoint there; `verify` says what is wrong with the others")
     found = find_problem(path, partial(_check_state, path), of_any_run=True)
     if found is not None:
         say(f"{path}: {found}")
@@ -162,7 +162,7 @@ def prune(given: argparse.Namespace, say: Say) -> int:
     problems = {path: find_problem(path) for path in candidates(folder)}
     whole = [path for path, problem in problems.items() if problem is None]
     if not whole:
-        raise UserError(f"{folder}: no whole checkpoint there, so nothing is deleted; `verify` says what is wrong")
+        raise UserError(f"{folder}: no complete checkpoint there, so nothing is deleted; `verify` says what is wrong")
     stay = whole[: given.keep]
     for path in [*by_step(folder), *sorted(folder.glob("step-*.damaged*"))]:
         problem = problems.get(path)

@@ -143,7 +143,7 @@ class Engine:
         )
         """Whether the loss is chunked, and how it is computed."""
         problem = self.loss_path.unchunked_reason
-        self.notes = [f"the loss makes all logits at once: {problem}"] if problem is not None else []
+        self.notes = [f"the loss computes all logits at once: {problem}"] if problem is not None else []
         """Decisions made while it was built, for the record."""
         self.notes += notes if self.loss_path.chunked else []
         self.notes += untrained_balance(model, resolved.config.model)

@@ -97,7 +97,7 @@ def choose_fp8_kernel(regions: Regions | None, world: World) -> list[str]:
         problem = problem or (f"torch._scaled_mm for {name} on {device}: {wrong}" if wrong else None)
     where, first = _first_problem(problem, world)
     if first is None:
-        shapes = f"it computes what FP8's definition says on {len(tried)} shapes of weights"
+        shapes = f"it matches FP8's definition on {len(tried)} weight shapes"
         return [f"precision.fp8.kernel: torch._scaled_mm; {shapes}"] if tried else []
     if asked:
         raise UserError(f"precision.fp8.kernel = scaled_mm: rank {where}: {first}; set it to auto or emulate")

@@ -67,7 +67,7 @@ class LossPath:
             self.unchunked_reason = f"model {model.config.model_type}: {problem}"
             if section.loss == "chunked":
                 fix = "set model.loss=auto or full"
-                raise UserError(f"model.loss = chunked: cannot be had for {self.unchunked_reason}; {fix}") from problem
+                raise UserError(f"model.loss = chunked: not supported for {self.unchunked_reason}; {fix}") from problem
 
     @property
     def chunked(self) -> bool:

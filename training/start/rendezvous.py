@@ -51,7 +51,7 @@ def open_store(*, rank: int, world_size: int, timeout: timedelta, job: str) -> d
         if found != job:
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             raise UserError(
-                f"environment: at MASTER_ADDR and MASTER_PORT, {where}, is another job, {found}, and not this one, "
+                f"environment: at MASTER_ADDR and MASTER_PORT, {where}, is another job, {found}, not this one, "
                 f"{job}; {_another_port()}"
             )
     return store

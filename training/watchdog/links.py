@@ -128,7 +128,7 @@ class Links:
         if missing and not self._over.is_set():
             sys.stderr.write(
                 f"{len(missing)} of {len(self._remote)} ranks of other machines made no connection with "
-                f"{self._me.host}, port chosen by the system: if their machine goes, that is noticed only after "
+                f"{self._me.host}, port chosen by the system: if their machine goes down, that is noticed only after "
                 "run.timeout_minutes\n"
             )
 

@@ -125,7 +125,7 @@ REFUSED = Judgement(Verdict.SKIP, "the step is not finite")
         ([FINE, FINE, FINE], True, True, "step 2 is applied"),
         ([FINE, REFUSED, FINE], True, False, "step 2 is still not finite"),
         ([FINE, FINE, REFUSED], True, False, "step 3 is not finite"),
-        ([ROUTINE, ROUTINE, FINE], True, True, "step 2 overflows, which the loss scale answers"),
+        ([ROUTINE, ROUTINE, FINE], True, True, "step 2 overflows, which the loss scale handles"),
         ([FINE, ROUTINE, FINE], False, False, "step 2 is still not finite"),
         ([FINE, FINE, ROUTINE], True, False, "step 3 is not finite"),
     ],

@@ -517,7 +517,7 @@ def test_a_caveat_that_voids_losses_voids_them_where_a_run_ended_too(tmp_path: P
 @pytest.mark.parametrize(
     ("change", "config", "caveat"),
     [
-        (_from(9, lr=1e-5), {}, "different learning rate: run has another one than base from step 9"),
+        (_from(9, lr=1e-5), {}, "different learning rate: run differs from base from step 9"),
         ({"after": {9: [_incident("CUT_LR")]}}, {}, "different learning rate: that of run was cut after step 9"),
         (None, {"schedule.final_ratio": 0.5}, "different schedule: at equal tokens the learning rates differ"),
         (

@@ -182,7 +182,7 @@ def test_a_replay_makes_the_steps_again_to_the_bit(jobs: Jobs) -> None:
 
 def test_a_model_without_experts_is_refused_in_one_line(tmp_path: Path) -> None:
     output = finish(command("python", tmp_path, "dense", EXPERT), ranks=2, exit_code=2)
-    assert "parallel.expert = 2: cannot be had for model llama: it is verified for " in output
+    assert "parallel.expert = 2: not supported for model llama: it is verified for " in output
 
 
 def test_a_manifest_is_kept_promoted_from_resumed_and_replayed(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_single_steps_are_compared_with_fp32_head_and_all(pair: ProcessGroup, en
 def test_a_head_that_would_stay_as_drawn_is_refused_or_trained(solo: ProcessGroup, encoders: Path) -> None:
     """Files of a model without a head, whose output bias shares its module with a tied embedding."""
     bare = (*mlm_cases.mlm(encoders), f"model.name_or_path={encoders}/bare")
-    with pytest.raises(AssertionError, match="has no cls.predictions.bias, which an adapter would leave as it was"):
+    with pytest.raises(AssertionError, match="has no cls.predictions.bias, which stays at random values"):
         solo.run(cases.start, folder=encoders, overrides=(*bare, LORA))
     named = LORA[:-1] + ", modules_to_save: [cls.predictions]}"
     [started] = solo.run(cases.start, folder=encoders, overrides=(*bare, named))

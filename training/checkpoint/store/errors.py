@@ -31,7 +31,7 @@ _NETWORK = "check the network and checkpoint.storage_options.endpoint_url"
 _ADVICE_FOR = {
     401: f"check the credentials: {ADVICE}",
     403: "check that these credentials may read, write, list and delete there, and use the key named for encryption",
-    "NoSuchBucket": "make the bucket, or correct checkpoint.dir",
+    "NoSuchBucket": "create the bucket, or correct checkpoint.dir",
     "NoCredentialsError": ADVICE,
     "ProfileNotFound": "check AWS_PROFILE and storage_options.profile",
     "EndpointConnectionError": _NETWORK,

@@ -77,7 +77,7 @@ class StoreFiles:
                 self._require(name, sha256, size)
             except _ContentDiffers:
                 if file_sha256(local) != sha256:
-                    raise StoreError(f"{local}: is no longer what was written, so it is not uploaded") from None
+                    raise StoreError(f"{local}: changed since it was written, so it is not uploaded") from None
                 raise
 
         self._retried("upload", name, send_and_read_back)
@@ -88,7 +88,7 @@ class StoreFiles:
         def send_and_read_back() -> None:
             self._fs.pipe_file(self._path(name), text.encode())
             if self._fs.cat_file(self._path(name)) != text.encode():
-                raise _ContentDiffers("reads back with another content")
+                raise _ContentDiffers("reads back with different content")
 
         self._retried("upload", name, send_and_read_back)
 
