@@ -1,4 +1,4 @@
-"""Rows as they will be trained: `python -m data.show --config FILE [--rows 3] [key.sub=value ...]`.
+"""Show rows as they will be trained: `python -m data.show --config FILE [--rows 3] [key.sub=value ...]`.
 
 Prepares the data of a run config, if need be, and prints the first rows with the tokens that have labels in colour (on
 a terminal; elsewhere between brackets), then the totals. Starts no training and needs no GPU.

@@ -1,12 +1,12 @@
-"""Start a training job again when, and only when, that helps.
+"""Restart a training job after recoverable failures, and only then.
 
     python -m launch.supervise [options] -- deepspeed --num_gpus 8 train.py --config config/recipes/demo.yaml
 
-Restarts a job of which a rank was killed or crashed, or whose launcher died. Does not restart one that ended: done, a
-wrong config, numerics, checkpoints that cannot be written, run.max_minutes, or a stop requested here. How the run ended
-is read from its events.jsonl, since torchrun and accelerate turn every exit code into 1.
+Restarts a job after a rank or the launcher was killed or crashed. Does not restart one that ended by itself: done, a
+wrong config, numerics, checkpoints that cannot be written, run.max_minutes, or a stop requested here. The run's end is
+read from its events.jsonl, since torchrun and accelerate turn every exit code into 1.
 
-With `deepspeed --hostfile FILE` a restart can continue without the machines that were lost: --min-nodes.
+With `deepspeed --hostfile FILE` a restart can continue without lost machines: --min-nodes.
 
 SIGTERM, SIGUSR1 or Ctrl-C: the run saves and ends with exit code 75. A second one kills it.
 """

@@ -1,9 +1,9 @@
 """Text from a trained model: `python -m tools.generate MODEL --prompt TEXT`, or `--chat`.
 
 MODEL is an exported folder, an adapter's folder, or a checkpoints/step-N folder, which is exported to a temporary
-folder first (FP32, an adapter merged). --prompt continues TEXT, or where MODEL has an encoder answers it; with --chat
-it is a user's turn that the tokenizer's chat template renders, and without a TEXT the turns are read from the terminal,
-one a line, as one conversation. Greedy unless --temperature is given; one process, on a GPU where there is one.
+folder first (FP32, an adapter merged). --prompt continues TEXT, or answers it if MODEL has an encoder. With --chat TEXT
+is a user's turn, rendered by the tokenizer's chat template; without TEXT the turns of one conversation are read from
+the terminal, one per line. Greedy unless --temperature is given; one process, on a GPU if there is one.
 """
 
 from __future__ import annotations

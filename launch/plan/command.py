@@ -1,9 +1,9 @@
-"""Memory, speed, hours and cost of a run config on a number of devices, and which ZeRO stages and batches fit.
+"""Predict memory, speed, hours and cost of a run config on N devices, and which ZeRO stages and batches fit.
 
     python -m launch.plan --config config/recipes/llama_8b_8gpu.yaml --gpus 8 --device h100 [--price 2.5]
 
-Needs no accelerator and no weights. docs/plan.md has the formulas, where they come from, and how they were checked.
-Exit code 0; 2 when the config or the command line is wrong; 3 when no ZeRO stage and no micro-batch fits.
+Needs no accelerator and no weights. docs/plan.md has the formulas, their sources, and how they were checked. Exit code
+0; 2 when the config or the command line is wrong; 3 when no ZeRO stage and no micro-batch fits.
 """
 
 from __future__ import annotations

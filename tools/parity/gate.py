@@ -1,4 +1,4 @@
-"""Does half precision train the same model? Run a config and its FP32 twin, compare, and give an exit code.
+"""Does half precision train the same model? Run a config and its FP32 twin, and compare them.
 
     python -m tools.parity --config config/recipes/demo.yaml [--steps N] [--report DIR] [key.sub=value ...]
     python -m tools.parity --config FILE --effect 0.5% [--power 0.9] [--report DIR]
@@ -7,13 +7,13 @@
 Both run as real jobs through `train.py`: the same data, seed and schedule; the twin differs in precision only. Then
 single steps of the half-precision run are compared with FP32 from the same masters (`tools.parity.steps`), and all
 measurements are judged by the bounds in the config's `parity:` section. The report folder gets `parity.json`,
-`parity.md` and plots. Exit code 0: parity; 3: no parity; 2: it cannot be done.
+`parity.md` and plots. Exit code 0: parity; 3: no parity; 2: not possible.
 
-With --effect nothing is run: a report that is there says how far runs scatter, and so how many pairs find that shift
-of the validation loss with probability --power.
+With --effect nothing is run: from the scatter in an existing report it computes how many pairs detect that shift of the
+validation loss with probability --power.
 
-With --oracle the first steps of a run that is there are recomputed in plain torch and FP64 from its config alone, and
-compared with what it recorded (`tools.parity.oracle`).
+With --oracle the first steps of an existing run are recomputed in plain torch and FP64 from its config alone, and
+compared with its record (`tools.parity.oracle`).
 """
 
 from __future__ import annotations

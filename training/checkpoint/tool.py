@@ -2,12 +2,12 @@
 
 verify PATH            hash every file, then compare its tensors with the manifest; exit code 3 when anything differs.
                        The tensors of an encrypted one are compared with --key env:NAME or file:PATH
-list RUN               what is in a run's checkpoints folder
-inspect PATH           what a checkpoint holds: dtype by dtype, rank by rank
-prune RUN --keep N     delete all but the newest N whole ones, and what is damaged or was set aside as such
+list RUN               the contents of a run's checkpoints folder
+inspect PATH           the contents of a checkpoint: dtype by dtype, rank by rank
+prune RUN --keep N     delete all but the newest N complete ones, and damaged ones and those set aside
 
-PATH is a checkpoint, or a run or checkpoints folder for all of them (verify) or the newest (inspect). No code that a
-checkpoint names is run. Exit codes: 0, 2 when the command line is wrong, 3 when a checkpoint is not what was written.
+PATH is a checkpoint, or a run or checkpoints folder for all of them (verify) or the newest (inspect). Code in a
+checkpoint is never run. Exit codes: 0, 2 when the command line is wrong, 3 when a checkpoint differs from what was saved.
 """
 
 import argparse
