@@ -99,7 +99,7 @@ def require_liger(architecture: str, device: torch.device) -> None:
     """Raises UserError, with the reason, where Liger's kernels do not support this model type or device."""
     problem = unavailable_reason(device)
     if architecture not in ARCHITECTURES:
-        problem = f"it is not supported for {architecture}, but for {', '.join(sorted(ARCHITECTURES))}"
+        problem = f"it is not supported for {architecture}, only for {', '.join(sorted(ARCHITECTURES))}"
     if problem is not None:
         raise UserError(f"model.kernels = liger: {problem}; or set model.kernels=torch")
 

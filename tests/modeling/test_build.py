@@ -86,7 +86,7 @@ def test_files_that_are_not_whole_are_refused(tmp_path, family):
     tensors = load_file(path)
     lacking = sorted(name for name in tensors if ".1.mlp." in name)[0]
     save_file({name: value for name, value in tensors.items() if name != lacking}, path, metadata={"format": "pt"})
-    with pytest.raises(UserError, match=rf"model.name_or_path = {tmp_path}.*its files lack .*{lacking}, which no task"):
+    with pytest.raises(UserError, match=rf"model.name_or_path = {tmp_path}.*its files lack .*{lacking}, which must"):
         build(ModelSection(name_or_path=str(tmp_path)))
     for content in (whole[:-500], whole[:20], b""):
         path.write_bytes(content)

@@ -270,7 +270,7 @@ def test_what_does_not_go_with_it_is_refused(override: str, words: str, refusal:
 
 
 def test_other_architectures_are_refused_with_those_that_are_known() -> None:
-    with pytest.raises(UserError, match="not known here for gpt2, but for gemma, gemma2, .* qwen3, smollm3; or set"):
+    with pytest.raises(UserError, match="not supported for gpt2, only for gemma, gemma2, .* qwen3, smollm3; or set"):
         require_liger("gpt2", torch.device("cuda"))
 
 

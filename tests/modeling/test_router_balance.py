@@ -87,5 +87,5 @@ def test_what_is_counted_went_to_the_experts(kind: str) -> None:
 def test_a_balance_that_is_not_defined_is_refused(kind: str) -> None:
     config = SimpleNamespace(model_type=kind, get_text_config=lambda: SimpleNamespace(model_type=kind))
     model: Any = SimpleNamespace(config=config)
-    with pytest.raises(UserError, match=f"model.balance_loss = 0.1: not supported for model {kind}: its routers"):
+    with pytest.raises(UserError, match=f"model.balance_loss = 0.1: not supported for model {kind}: no router"):
         router_balance(model, SECTION)

@@ -23,7 +23,7 @@ SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "
         ("llama", {"attention_dropout": 0.1}, 2, "attention_dropout = 0.1 would drop the same values of every"),
         ("cohere", {"use_qk_norm": True}, 2, "does not sum the gradients of the norms of use_qk_norm = true"),
         ("stablelm", {"qk_layernorm": True}, 2, "does not sum the gradients of the norms of qk_layernorm = true"),
-        ("mixtral", {}, 2, "is not supported for model mixtral: it is verified for cohere, cohere2, "),
+        ("mixtral", {}, 2, "not supported for model mixtral: it is verified for cohere, cohere2, "),
     ],
 )
 def test_a_model_that_cannot_share_is_refused_by_name(

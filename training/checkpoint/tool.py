@@ -7,7 +7,7 @@ inspect PATH           the contents of a checkpoint: dtype by dtype, rank by ran
 prune RUN --keep N     delete all but the newest N complete ones, and damaged ones and those set aside
 
 PATH is a checkpoint, or a run or checkpoints folder for all of them (verify) or the newest (inspect). Code in a
-checkpoint is never run. Exit codes: 0, 2 when the command line is wrong, 3 when a checkpoint differs from what was saved.
+checkpoint is never run. Exit codes: 0, 2 when the command line is wrong, 3 when a checkpoint has changed since its save.
 """
 
 import argparse
