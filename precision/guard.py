@@ -1,8 +1,8 @@
-"""Judges the health of a step. Decides but does not act; all ranks decide the same, without communication.
+"""Judges the health of a step. Decides but does not act; all ranks decide alike, without communication.
 
-A step is judged between its backward pass and its optimizer step, on a few numbers that all ranks share. Only a
-healthy step is applied (STEP). Every other verdict discards its gradients, so that masters, moments and the learning
-rate schedule stay unchanged, and then reacts. docs/numerics.md has what is unhealthy and which reaction helps.
+A step is judged between its backward pass and its optimizer step, on a few numbers that all ranks share. Only a healthy
+step is applied (STEP). Every other verdict discards its gradients, so that masters, moments and the learning rate
+schedule stay unchanged, and then reacts. docs/numerics.md lists what is unhealthy and which reaction helps.
 
 Budgets are per run and finite, and each reaction gets `guard.max_consecutive_skips` steps to work before the plan is
 asked again, so a run that never becomes healthy ends after at most max_consecutive_skips x (1 + the other budgets)
@@ -33,7 +33,7 @@ from precision.step_health import (
 
 _MOST_DOUBLINGS = 6
 _SUSPICIOUS_SIGMAS = 6.0
-"""[robust standard deviations] A spike this large makes a step worth repeating where guard.spike_sigmas is 0."""
+"""[robust standard deviations] Spike size at which a step is worth repeating if guard.spike_sigmas is 0."""
 
 
 class Warned(Protocol):
@@ -84,7 +84,7 @@ class Guard:
         self._warned = ""
         self.update_ratio: float | None = None
         """Norm of the last update over norm of the weights. None when that step was not applied or not measured, and
-        during the warm-up, where the ratio has to be small."""
+        during the warm-up, where the ratio is small by design."""
 
     @property
     def lr_factor(self) -> float:
@@ -97,7 +97,7 @@ class Guard:
         return dict(self._used)
 
     def warn(self, warnings: Iterable[Warned]) -> None:
-        """Take early warnings into account at the next `judge`, those that guard.warnings names."""
+        """Take early warnings named in guard.warnings into account at the next `judge`."""
         chosen = [warning.reason for warning in warnings if warning.signal in self._section.warnings]
         self._warned = chosen[0] if chosen else self._warned
 
@@ -117,7 +117,7 @@ class Guard:
         return self._react(trouble, {"promote": can_promote, "rollback": can_roll_back})
 
     def suspicion(self, health: Health) -> str | None:
-        """Why a step is worth repeating to tell a machine's fault from a numeric event; None: it is not."""
+        """The reason to repeat a step, to tell a machine fault from a numeric event; None without one."""
         if health.disagreement:
             return health.disagreement
         found = not_finite(health)
@@ -141,7 +141,7 @@ class Guard:
             self._answered_skips = 0
         if verdict is Verdict.STEP or judgement.routine:
             return
-        # Probation starts over, unless it has been passed and only waits for `take_due_demotions`.
+        # Probation restarts, unless it is over and only waits for `take_due_demotions`.
         self._probation = {step: section.probation_steps if left else 0 for step, left in self._probation.items()}
         if verdict is not Verdict.ABORT:
             self._used[verdict.value.lower()] += 1
@@ -153,8 +153,7 @@ class Guard:
             self._answered_skips = health.consecutive_skips + 1
 
     def take_due_demotions(self) -> list[int]:
-        """The steps whose promotions have passed their probation and are to be taken back now; each is returned
-        once."""
+        """The steps whose promotions have passed probation and are undone now; each is returned once."""
         due = [step for step, left in self._probation.items() if left == 0]
         for step in due:
             del self._probation[step]

@@ -20,9 +20,9 @@ def step_of(path: Path) -> int:
 
 
 def by_step(folder: Path) -> list[Path]:
-    """Every published checkpoint in a checkpoints folder, whole or not, the highest step first.
+    """Every published checkpoint in a checkpoints folder, complete or not, the highest step first.
 
-    Raises UserError when the folder is there and cannot be read: a run must not start from scratch because of that.
+    Raises UserError when the folder exists but cannot be read: a run must not start from scratch because of that.
     """
     try:
         names = [path.name for path in folder.iterdir()]
@@ -42,7 +42,7 @@ def candidates(folder: Path) -> list[Path]:
 
 
 def newest_first(found: Mapping[int, dict[str, Any] | None], named: int | None, record: Record | None) -> list[int]:
-    """The steps in the order in which they are tried: by how often the run had gone back, then by step.
+    """The steps in the order of trial: by how often the run had gone back, then by step.
 
     Those that the run left when it went back come last. Where no manifest tells (they are from before manifests did),
     the checkpoint that LATEST names comes first if it was also written last.
@@ -61,17 +61,17 @@ def newest_first(found: Mapping[int, dict[str, Any] | None], named: int | None, 
 
 
 def newest(folder: Path) -> Path | None:
-    """The first of `candidates` that is whole; None if there is none."""
+    """The first complete one of `candidates`; None without one."""
     return next((path for path in candidates(folder) if is_whole(path)), None)
 
 
 def orders_in(folder: Path) -> list[Order]:
-    """Steps of the checkpoints in a folder, whole or not."""
+    """Steps of the checkpoints in a folder, complete or not."""
     return [_order(step_of(path), _manifest(path)) for path in by_step(folder)]
 
 
 def latest_name(folder: Path) -> str | None:
-    """The name in LATEST; None where there is no such file, or what it holds is no checkpoint's name."""
+    """The name in LATEST; None without the file, or if it holds no checkpoint's name."""
     try:
         handle = os.open(folder / LATEST, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with os.fdopen(handle, "rb") as file:

@@ -24,7 +24,7 @@ _VERSIONS = {name: version(name) for name in ("torch", "deepspeed", "transformer
 
 
 def save_state(files: Files, folder: Path, engine: Engine, state: dict[str, Any]) -> None:
-    """Hand this rank's state, the run's, its parameters' shapes and checksums to `files`. A collective."""
+    """Write this rank's state, the run's, parameter shapes and checksums to `files`. A collective."""
     world, checksums = engine.world, checksums_of(engine)
     engine.save(folder, TAG, files)
     files.save(generators(world.device), folder / f"rng-rank-{world.rank}.pt")
@@ -38,7 +38,7 @@ def save_state(files: Files, folder: Path, engine: Engine, state: dict[str, Any]
 
 
 def manifest_of(engine: Engine, progress: Progress, validation_loss: float | None, key: Key | None) -> dict[str, Any]:
-    """All of the manifest but its files, and which run it is of (`training.checkpoint.lineage.Lineage`)."""
+    """The manifest without its files and without the run's identity (`training.checkpoint.lineage.Lineage`)."""
     regions = dict(engine.regions.dtypes) if engine.regions is not None else None
     finite = validation_loss is None or math.isfinite(validation_loss)
     return {
@@ -60,7 +60,7 @@ _PARALLEL = ("parallel.sequence", "parallel.tensor", "parallel.expert")
 LAYOUT = ("world size", *_PARALLEL, "ZeRO stage", "precision.compute", "offload")
 """Settings that may change on resume: how masters and sequences are split, and the compute dtype (docs/elastic.md)."""
 ATTENTION = "model.attention"
-"""May change on resume too, and is noted: another implementation rounds differently. Older checkpoints do not say."""
+"""May also change on resume, with a note: implementations round differently. Older checkpoints lack it."""
 _DEFAULTS = dict.fromkeys(_PARALLEL, 1) | {
     "data.document_masking": False,
     "task": "pretrain",

@@ -66,7 +66,7 @@ class DecryptedFile(io.RawIOBase):
         """Raises UserError when the file was encrypted with another key, Damaged when it was changed or truncated,
         OSError when it cannot be read."""
         self.damage: Damaged | None = None
-        """The error that a read raised; C readers may replace it with one of their own."""
+        """The error that a read raised; C readers may replace it with their own."""
         self._path, self._file = path, path.open("rb", buffering=0)
         try:
             header = self._file.read(HEADER)
@@ -133,8 +133,8 @@ class DecryptedFile(io.RawIOBase):
 def open_file(path: Path, key: Key | None, *, plain: bool = False) -> BinaryIO:
     """Open a file of a checkpoint for reading, decrypted where it is encrypted.
 
-    plain: with a key, also accept a file that is not encrypted. Otherwise that is refused, since anyone with write
-    access could put anything there, code included. Raises UserError, else like DecryptedFile.
+    plain: with a key, also accept a file that is not encrypted. Otherwise it is refused, since anyone with write access
+    could have put anything there, code included. Raises UserError, else like DecryptedFile.
     """
     if key is None:
         if is_encrypted(path):

@@ -42,7 +42,7 @@ class Lineage:
             self._run.write(self._folder)
 
     def begin_save(self) -> None:
-        """Before a checkpoint is written, so that none is published in a folder without RUN. Raises OSError."""
+        """Write RUN before a checkpoint, so that none is published in a folder without it. Raises OSError."""
         if self._in_folder:
             return
         found = read_record(self._folder)
@@ -52,5 +52,5 @@ class Lineage:
         self._in_folder = True
 
     def fields(self) -> dict[str, Any]:
-        """For the manifest."""
+        """The fields for the manifest."""
         return {"run": {"id": self._run.id, "name": self._run.name}, "went_back": self._went_back}

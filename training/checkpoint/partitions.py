@@ -40,7 +40,7 @@ class SavedTensor:
     read: Read
     """The whole FP32 master; of a frozen parameter, which has none, its weight in the dtype it was saved in."""
     second_copy: Read | None = None
-    """Reads the tensor's other copy in the checkpoint, in that copy's dtype; None where there is no other."""
+    """Reads the tensor's second copy in the checkpoint, in that copy's dtype; None without one."""
     master: AnyPieces | None = None
     """The FP32 master by parts; None for a frozen parameter."""
     state: OptimizerState | None = None
@@ -81,7 +81,7 @@ def open_saved_model(folder: Path, opener: Opener = PLAIN) -> SavedModel:
 
 
 def _open_slices(folder: Path, opener: Opener, rank: int, *, of: int) -> SavedModel:
-    """The part of one of the ranks that share matrices; everything where none do."""
+    """The part of one rank that shares matrices; everything where none do."""
     shards = _optimizer_files(folder, rank)
 
     def read(path: Path) -> dict[str, Any]:

@@ -144,7 +144,7 @@ def _group_difference(engine: Engine, folder: Path, opener: Opener) -> str | Non
 
 
 def _optimizer_difference(engine: Engine, parameter: Any, where: Path, saved: Collection[str]) -> str | None:
-    """An error message where the saved state tensors of a parameter, by name, are not this run's; else None."""
+    """An error message if a parameter's saved state tensors differ from this run's by name; else None."""
     mine = states_of(engine, parameter)
     if set(saved) == set(mine):
         return None
@@ -277,7 +277,7 @@ def _checksums_of_files(engine: Engine, saved: SavedModel) -> Checksums:
 
 
 def _difference(folder: Path, recorded: Checksums, found: Checksums) -> str | None:
-    """An error message for the first master or state tensor that is not what was saved; None when all are."""
+    """An error message for the first master or state tensor that differs from the saved one, or None."""
     for kind, texts in recorded.items():
         for name, text in texts.items():
             here = found.get(kind, {}).get(name)

@@ -28,14 +28,14 @@ class Record:
     name: str
     went_back: int = 0
     back_to: int = 0
-    """Step that it went back to the last time."""
+    """The step that the run last went back to."""
 
     def left(self, order: Order) -> bool:
-        """Whether a checkpoint is of the steps that the run left when it went back."""
+        """Whether a checkpoint is of steps that the run abandoned when it went back."""
         return order[0] < self.went_back and order[1] > self.back_to
 
     def write(self, folder: Path) -> None:
-        """Put it into a checkpoints folder. Raises OSError."""
+        """Write it to a checkpoints folder. Raises OSError."""
         folder.mkdir(parents=True, exist_ok=True)
         content = {"id": self.id, "name": self.name, "went_back": self.went_back, "back_to": self.back_to}
         write_atomically(folder / RUN, sealed(content).encode())

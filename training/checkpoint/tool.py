@@ -7,7 +7,7 @@ inspect PATH           the contents of a checkpoint: dtype by dtype, rank by ran
 prune RUN --keep N     delete all but the newest N complete ones, and damaged ones and those set aside
 
 PATH is a checkpoint, or a run or checkpoints folder for all of them (verify) or the newest (inspect). Code in a
-checkpoint is never run. Exit codes: 0, 2 when the command line is wrong, 3 when a checkpoint has changed since its save.
+checkpoint is never run. Exit codes: 0, 2 when the command line is wrong, 3 when a checkpoint changed since its save.
 """
 
 import argparse
@@ -155,7 +155,7 @@ def inspect(given: argparse.Namespace, say: Say) -> int:
 
 
 def prune(given: argparse.Namespace, say: Say) -> int:
-    """Delete all but the newest N whole checkpoints, and those that are damaged. Not while the run saves."""
+    """Delete all but the newest N complete checkpoints, and damaged ones. Not while the run saves."""
     if given.keep < 1:
         raise UserError(f"--keep {given.keep}: at least 1 checkpoint has to stay")
     folder = _folder(given.path)
@@ -181,7 +181,7 @@ def _encryption(manifest: dict[str, Any]) -> str | None:
 
 
 def _check_state(path: Path, manifest: dict[str, Any]) -> None:
-    """Raises Damaged where the state is not what was written, or cannot be used."""
+    """Raises Damaged if the state was changed or cannot be used."""
     check_hashes(path, manifest, [STATE])
     read_state(path)
 
@@ -205,13 +205,13 @@ def _check_everything(path: Path, manifest: dict[str, Any], key: Key | None) -> 
 
 
 def _recorded(manifest: dict[str, Any], name: str) -> Tensors:
-    """The tensors that a file has by the manifest."""
+    """The tensors of a file by the manifest."""
     listed = manifest["layouts"].get(manifest["files"][name]["layout"], {})
     return {tensor: (dtype, list(shape)) for tensor, (dtype, shape) in listed.items()}
 
 
 def tensors_in(path: Path, key: Key | None = None) -> Tensors:
-    """The tensors of a .pt file, of which neither values are loaded nor any code is run. Raises Damaged."""
+    """The tensors of a .pt file, without loading values or running code. Raises Damaged."""
     import torch
 
     from training.checkpoint.encryption import open_file

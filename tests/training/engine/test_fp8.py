@@ -94,9 +94,7 @@ def test_a_kernel_is_tried_before_it_is_used(pair, tmp_path):
     found = results[0]
     if "it fails" in found["asked"]:
         pytest.skip(f"torch has no such kernel for this CPU: {found['asked']}")
-    assert found["asked"].startswith(
-        "precision.fp8.kernel: torch._scaled_mm; it matches FP8's definition on 3"
-    )
+    assert found["asked"].startswith("precision.fp8.kernel: torch._scaled_mm; it matches FP8's definition on 3")
     refused, layer = (
         "precision.fp8.kernel = scaled_mm: rank {}: torch._scaled_mm for ",
         "model.layers.0.self_attn.q_proj",
