@@ -40,7 +40,7 @@ def expert_count(shape: PretrainedConfig) -> int | None:
 
 
 def require_shareable_experts(shape: PretrainedConfig, ranks: int) -> None:
-    """Raises UserError, with the reason, for a model whose experts cannot be shared among so many ranks."""
+    """Raises UserError, with the reason, for a model whose experts cannot be shared among this many ranks."""
     kind, count = shape.get_text_config().model_type, expert_count(shape)
     reason = None
     if kind not in MEASURED:

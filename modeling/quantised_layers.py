@@ -2,7 +2,7 @@
 
 The library's own round inputs to FP16 or to a dtype that the first call sets, and on some CPUs pack their weights anew
 in evaluation. Here every pass rebuilds the weights from their codes and scales and multiplies; the backward pass
-rebuilds them once more, so that only codes and scales are kept.
+rebuilds them, so that only codes and scales are kept.
 
 Imported where a config asks for it: it needs the package.
 """

@@ -62,7 +62,7 @@ def unshared_reason(shape: PretrainedConfig, ranks: int) -> str | None:
 
 
 def require_shareable(shape: PretrainedConfig, ranks: int) -> None:
-    """Raises UserError, with the reason, for a model whose matrices cannot be shared among so many ranks."""
+    """Raises UserError, with the reason, for a model whose matrices cannot be shared among this many ranks."""
     reason = unshared_reason(shape, ranks)
     if reason is not None:
         raise UserError(

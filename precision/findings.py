@@ -123,5 +123,5 @@ def replace_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) 
 
 
 def in_backward() -> bool:
-    """Whether autograd is running on this thread, which calls modules to compute their outputs once more."""
+    """Whether autograd is running on this thread, which calls modules to recompute their outputs."""
     return torch._C._current_graph_task_id() != -1

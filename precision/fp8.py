@@ -29,7 +29,7 @@ BLOCK = 32
 """Values that share a scale with `block32`, as in OCP's Microscaling Formats 1.0."""
 _EXPONENTS = (-126, 127)  # of normal FP32 numbers
 _ALIGNED = 16  # what the FP8 matmuls of GPUs want the dimensions of weights to be multiples of
-_TRIED_TOKENS, _TRIED_FEATURES = 64, 4096  # a kernel is tried with at most so many of a layer's features
+_TRIED_TOKENS, _TRIED_FEATURES = 64, 4096  # a kernel is tried with at most this many features of a layer
 
 Count = Callable[[str, torch.Tensor, torch.Tensor], None]
 """Called with an operand's name (input, weight, gradient), its values, and the same rounded to FP8."""

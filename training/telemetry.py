@@ -1,7 +1,7 @@
 """Precision telemetry: statistics of each module's gradients, activations and weights, measured now and then.
 
 Every rank looks at its own shards and micro-batches; sums and maxima over ranks are taken after the step. The probe
-runs the step's micro-batches once more in FP32 from the masters, and gathers gradients whole, module by module, to
+reruns the step's micro-batches in FP32 from the masters, and gathers gradients whole, module by module, to
 compare.
 """
 

@@ -32,7 +32,7 @@ def sample_ids(position: int, *, samples: int, seed: int, global_size: int) -> n
 
 
 STRETCH = 16
-"""[global batches] Samples of so many batches are grouped by length."""
+"""[global batches] Samples of this many batches are grouped by length."""
 
 
 def grouped(

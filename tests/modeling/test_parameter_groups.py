@@ -1,4 +1,4 @@
-"""Parameters that decay or that Muon orthogonalizes, for the architectures of docs/models.md and undefault."""
+"""Parameters that decay or that Muon orthogonalizes, for the architectures of docs/models.md and unusual ones."""
 
 import re
 

@@ -82,7 +82,7 @@ def gate(chosen: Plan, log: Log = print, *, references: References | None = None
     references: finished runs to share. keep: leave the checkpoints of the first half-precision run.
     """
     bounds = chosen.resolved.config.parity
-    if (chosen.folder / "parity.json").exists():  # judged before: whatever is made now is made anew
+    if (chosen.folder / "parity.json").exists():  # judged before: start over
         shutil.rmtree(chosen.folder / "runs", ignore_errors=True)
         (chosen.folder / "parity.json").unlink()
     shared = references is not None

@@ -19,7 +19,7 @@ from tracking.numbers import number, percent
 
 NEAR = 0.25
 """Share of FP16's range from which an activation is worth a word, growing or not."""
-_FAR = 2.0  # a forecast reaches so many times as far as the steps that were measured
+_FAR = 2.0  # a forecast reaches this many times as far as the measured steps
 _ALIKE = 1.5  # members of one sentence: their values lie within this factor
 _CHANGED = 10.0  # a gradient that changed by this factor is worth a word
 MUCH = 0.01  # share of values below the smallest normal number that is worth a word

@@ -23,7 +23,7 @@ PORT = 8600
 
 @entry_point()
 def main(arguments: list[str] | None = None) -> int:
-    """Serve until Ctrl-C; 2 when the folder does not exist or the port cannot be had."""
+    """Serve until Ctrl-C; 2 when the folder does not exist or the port is not available."""
     options = _parser().parse_args(arguments)
     library = Library(options.runs)
     try:

@@ -307,7 +307,7 @@ def _in_forward() -> bool:
 
 
 def _spread(count: int, wanted: int, turn: int) -> slice:
-    """At most so many of `count` places, evenly spread; others in each turn."""
+    """At most this many of `count` places, evenly spread; different ones in each turn."""
     every = max(1, count // wanted)
     start = turn % every
     return slice(start, start + every * wanted, every)

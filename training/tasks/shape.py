@@ -77,7 +77,7 @@ def shape_of_model(config: Config, corpus: Corpus) -> PretrainedConfig:
 
 
 def empty_model_of(config: Config, vocabulary: int) -> Any:
-    """The model to train on the meta device, without its adapter, for so many tokens. Raises UserError."""
+    """The model to train on the meta device, without its adapter, for this many tokens. Raises UserError."""
     if config.task == "classify" and not config.classify.labels:
         config = replace(config, classify=replace(config.classify, labels=_UNKNOWN_LABELS))
     section, model_class = config.model, model_class_of(config)

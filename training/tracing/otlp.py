@@ -105,7 +105,7 @@ class Ids(RandomIdGenerator):
 
 
 def derived_id(bits: int, *parts: str | int) -> int:
-    """A number above 0 of so many bits, derived from `parts` by a hash."""
+    """A number above 0 of this many bits, derived from `parts` by a hash."""
     digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[: bits // 8], "big") or 1
 
