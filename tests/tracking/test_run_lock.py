@@ -122,7 +122,7 @@ def test_on_a_shared_disk_another_machine_that_touches_its_lock_writes(tmp_path,
     toucher.start()
     try:
         with pytest.raises(
-            UserError, match="end it, choose another run.name for this one, or remove .*/.run_lock if no"
+            UserError, match="stop it, choose another run.name, or remove .*/.run_lock if no"
         ):
             RunLock.take(tmp_path / "demo")
         assert json.loads(path.read_text())["pid"] == 7

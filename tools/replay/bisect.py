@@ -129,7 +129,7 @@ class Walker:
             if "loss_with_dropout" in measured:
                 text += f", with dropout {loss:.6g}"
             if abs(loss - then) > SAME_LOSS * abs(then):
-                text += f", recorded {then:.6g}: not what the run recorded"
+                text += f", recorded {then:.6g}: not reproduced"
             self._log(f"{text}; {'within the bounds' if found is None else found.check + ' beyond its bound'}")
             yield measured, found
 

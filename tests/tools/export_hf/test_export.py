@@ -200,7 +200,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(job, tmp_path, refusal):
     (tmp_path / "1.txt").write_text("")
     whole = str(checkpoint_of(job))
     for arguments, message in (
-        ([str(damaged), f"{tmp_path}/out"], rf"error: {damaged}: deepspeed/{shard.name} has SHA-256 .*; give a whole"),
+        ([str(damaged), f"{tmp_path}/out"], rf"error: {damaged}: deepspeed/{shard.name} has SHA-256 .*; give a comp"),
         ([whole, f"{tmp_path}/taken"], "taken: exists already; choose another OUT, or replace it with --force"),
         ([whole, f"{tmp_path}/taken", "--force"], "taken: is not an exported model"),
         ([whole, f"{whole}/out"], "must not contain each other"),

@@ -240,7 +240,7 @@ def test_a_run_that_does_not_move_is_named_module_by_module_worst_first():
     assert [kind.share for kind in still_modules(heat)] == pytest.approx([0.998, 0.995])
     line = sentences(heat)["lost"]
     assert "BF16 weights: 99.8% of the updates of lm_head were lost to rounding, since step" in line
-    assert "99.5% of the updates of layers 0-1 up since step 50; said from 99% on." in line
+    assert "99.5% of the updates of layers 0-1 up since step 50; reported from 99% on." in line
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_it_starts_from_the_folder_and_draws_only_what_that_lacks(
         overrides = (*given, f"model.name_or_path={encoders}/bare")
         started = pair.run(cases.start, folder=encoders, stage=stage, compute="bf16", overrides=overrides)
         assert started[0]["notes"] == started[1]["notes"]
-        [note] = [line for line in started[0]["notes"] if "drawn by run.seed" in line]
+        [note] = [line for line in started[0]["notes"] if "initialised with run.seed" in line]
         assert ("classifier.weight" if kind == "sequence" else "cls.predictions") in note
         assert "encoder.layer" not in note
         found.append(started[0]["masters"])
