@@ -91,7 +91,7 @@ def test_json_and_an_empty_section_are_read(tmp_path: Path) -> None:
         ("optimizer.name=adam", "optimizer.name = 'adam' is not one of adamw, muon"),
         ("precision.fp8.scaling=delayed", "precision.fp8.scaling = 'delayed' is not offered: a scale of earlier steps"),
         ("precision.fp8.scaling=rows", "precision.fp8.scaling = 'rows' is not one of row, block32, tensor; did you"),
-        ("precision.masters=bf16", "precision.masters = 'bf16' is not offered: small updates round away (measured: "),
+        ("precision.masters=bf16", "precision.masters = 'bf16' is not offered: small updates are lost to "),
         ("optimizer.learnig_rate=1", "optimizer.learnig_rate: no such key; did you mean optimizer.learning_rate?"),
         ("micro_size=3", "micro_size: no such key; did you mean batch.micro_size?"),
         ("batch.xyz=3", "batch.xyz: no such key; batch has: global_size, micro_size"),
