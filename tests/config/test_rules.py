@@ -99,7 +99,7 @@ REFUSED = [
         ["task=classify", "data={source: auto, sources: [{path: a.jsonl, format: tagged}]}"],
         "data.sources[0].format = tagged contradicts classify.kind = sequence; remove it, for labelled",
     ),
-    (["adapter={kind: lora, init: pissa}"], "adapter.init = 'pissa' is not offered: it trains on another base"),
+    (["adapter={kind: lora, init: pissa}"], "adapter.init = 'pissa' is not offered: it changes the base"),
     (["precision.path=manifest"], "precision.manifest is missing for precision.path = manifest"),
     (
         ["precision.path=manifest", "precision.manifest=m.json", "precision.compute=bf16"],
