@@ -781,7 +781,7 @@ class GuardSection:
     """[ordered plan] The first reaction that can help, is possible and has budget left is taken; if none is left, the
     run stops with exit code 3. Only healthy steps are ever applied."""
     skip_budget: int = limit(100, at_least=0)
-    """[times a run] Steps that may be skipped as incidents; FP16 overflows handled by the loss scale do not count."""
+    """[times per run] Steps that may be skipped as incidents; FP16 overflows handled by the loss scale do not count."""
     cut_lr_budget: int = limit(3, at_least=0)
     """[times per run] Cuts of the learning rate allowed."""
     cut_lr_factor: float = limit(0.5, above=0.0, below=1.0)

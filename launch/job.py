@@ -77,7 +77,7 @@ def refusal(arguments: Sequence[str], environment: Mapping[str, str]) -> str | N
 
 def add_processes_option(parser: argparse.ArgumentParser) -> None:
     """--processes; None stands for `default_processes()`."""
-    parser.add_argument("--processes", type=positive_int, help="processes of each job (one a GPU, two without)")
+    parser.add_argument("--processes", type=positive_int, help="processes of each job (default: one per GPU, or two)")
 
 
 def default_processes() -> int:

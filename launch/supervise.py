@@ -228,7 +228,7 @@ def main(arguments: Sequence[str]) -> int:
     """Supervise the command after `--`; returns the exit code."""
     parser = Arguments("python -m launch.supervise", __doc__)
     number = parser.add_argument
-    number("--restarts", type=int, default=5, help="largest number of restarts (%(default)s) ...")
+    number("--restarts", type=int, default=5, help="most restarts (%(default)s) ...")
     number("--within", type=float, default=60.0, help="... within this many minutes (%(default)g)")
     number("--wait", type=float, default=5.0, help="seconds before a restart (%(default)g)")
     number("--min-nodes", type=int, help="machines of the hostfile to continue with when others are lost (all)")

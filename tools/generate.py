@@ -45,12 +45,12 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line. Raises UserError."""
     parser = Arguments("python -m tools.generate", __doc__)
     parser.add_argument("model", type=Path, help="exported folder, adapter's folder or checkpoints/step-N folder")
-    parser.add_argument("--prompt", help="what to continue, or with --chat what the user says")
+    parser.add_argument("--prompt", help="text to continue, or with --chat the user's turn")
     parser.add_argument("--chat", action="store_true", help="render turns with the chat template")
     parser.add_argument("--tokens", type=positive_int, default=128, help="most new tokens (default 128)")
     parser.add_argument("--temperature", type=positive_number, help="sample at this temperature (default: greedy)")
     parser.add_argument("--seed", type=int, default=0, help="seed of sampling (default 0)")
-    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="to compute in")
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="compute dtype")
     options = parser.parse_args(arguments)
     if options.prompt is None and not options.chat:
         raise UserError("--prompt: is missing; give what to continue, or --chat")

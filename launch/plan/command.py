@@ -2,8 +2,8 @@
 
     python -m launch.plan --config config/recipes/llama_8b_8gpu.yaml --gpus 8 --device h100 [--price 2.5]
 
-Needs no accelerator and no weights. docs/plan.md has the formulas, their sources, and how they were checked. Exit code
-0; 2 when the config or the command line is wrong; 3 when no ZeRO stage and no micro-batch fits.
+Needs no accelerator and no weights. docs/plan.md has the formulas, their sources, and how they were checked.
+Exit code 0; 2 when the config or the command line is wrong; 3 when no ZeRO stage and no micro-batch fits.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--tokens", type=positive_number, help="tokens to train on (run.steps of the config)")
     of_peak = "share of the peak that matmuls reach, recomputed ones included (%(default)s)"
     parser.add_argument("--mfu", type=share, default=DEFAULT_MFU, help=of_peak)
-    parser.add_argument("--measured", metavar="RUN", help="take --mfu from a run folder that ran on such devices")
+    parser.add_argument("--measured", metavar="RUN", help="take --mfu from the folder of a run on such devices")
     parser.add_argument("--memory", type=positive_number, help="GiB of one device")
     parser.add_argument("--reserve", type=share, default=0.1, help="share of it reserved for CUDA, NCCL and gaps (0.1)")
     parser.add_argument("--link", type=positive_number, help="GB/s in one direction from device to device in a node")

@@ -298,7 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Arguments("python -m tools.parity", __doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--config", help="run config to judge")
-    what.add_argument("--oracle", type=Path, metavar="RUN", help="recompute a run's first steps outside of the engine")
+    what.add_argument("--oracle", type=Path, metavar="RUN", help="recompute a run's first steps outside the engine")
     parser.add_argument(
         "--steps", type=positive_int, help=f"run this many steps; the warm-up shrinks with them (oracle: {STEPS})"
     )
@@ -308,7 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--launch", default="", help="launcher, such as 'deepspeed --hostfile hosts' (default: torchrun)"
     )
     parser.add_argument(
-        "--keep-checkpoints", action="store_true", help="leave those of the first candidate, to resume from"
+        "--keep-checkpoints", action="store_true", help="keep the first candidate's, to resume from"
     )
     parser.add_argument("overrides", nargs="*", help="key.sub=value")
     parser.add_argument(
@@ -317,7 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="print how many pairs detect a shift of the validation loss of this size, such as 0.5%%",
     )
     parser.add_argument(
-        "--power", type=_probability, default=POWER, help="with which probability (default: %(default)s)"
+        "--power", type=_probability, default=POWER, help="probability of finding it (default: %(default)s)"
     )
     options = parser.parse_intermixed_args(arguments)
     if options.oracle is not None:
