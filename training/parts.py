@@ -39,9 +39,9 @@ class Parts:
     validation: Callable[[], Iterable[Batch]] = tuple
     """Gives the validation set's batches, from its start."""
     validation_by_source: Callable[[], dict[str, Iterable[Batch]]] = dict
-    """The same of each source of a mixture."""
+    """The same for each source of a mixture."""
     sample: Callable[[], str] = str
-    """Gives text from the model; empty for none. A collective."""
+    """Samples text from the model; empty for none. A collective."""
     preemption: Preemption = field(default_factory=lambda: Preemption(signals=False))
     checks: Checks | None = None
     self_check: SelfCheck | None = None
@@ -74,7 +74,7 @@ class Parts:
         return progress
 
     def watching(self, progress: Progress) -> AbstractContextManager[Any]:
-        """Spans and the profiler around one attempted step, where they are configured; progress: before it."""
+        """Context of spans and profiler, if configured, around one attempted step; progress: before it."""
         if self.tracing is None and self.profiling is None:
             return nullcontext()
         stack = ExitStack()

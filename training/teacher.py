@@ -30,9 +30,9 @@ _VERSION = 1
 
 
 def prepare_teacher(resolved: Resolved, corpus: Corpus, world: World, *, vocabulary: int) -> tuple[Corpus, str]:
-    """The corpus, with what the teacher says of it where that is to be cached, and what identifies the teacher.
+    """The corpus, with the teacher's answers if they are cached, and the teacher's identity.
 
-    vocabulary: rows of the student's embedding. A collective. Raises UserError where the teacher has other tokens, or
+    vocabulary: rows of the student's embedding. A collective. Raises UserError if the teacher has other tokens, or
     cannot be loaded.
     """
     section = resolved.config.distill
@@ -70,7 +70,7 @@ def _require_same_tokens(name: str, corpus: Corpus) -> None:
 
 
 def _cached(resolved: Resolved, corpus: Corpus, world: World, identity: str, vocabulary: int) -> Path:
-    """The folder of what the teacher says, made first if need be; all ranks have to see the same file system."""
+    """The folder of the teacher's answers, made first if need be, on a file system that all ranks share."""
     config = resolved.config
     kind = [config.distill.top_k, config.distill.temperature, config.distill.dtype, config.keeps_documents_apart]
     content = [_VERSION, corpus.fingerprint, config.data.sequence_length, identity, *kind]

@@ -121,9 +121,7 @@ def test_on_a_shared_disk_another_machine_that_touches_its_lock_writes(tmp_path,
     toucher = threading.Thread(target=touch)
     toucher.start()
     try:
-        with pytest.raises(
-            UserError, match="stop it, choose another run.name, or remove .*/.run_lock if no"
-        ):
+        with pytest.raises(UserError, match="stop it, choose another run.name, or remove .*/.run_lock if no"):
             RunLock.take(tmp_path / "demo")
         assert json.loads(path.read_text())["pid"] == 7
     finally:

@@ -307,9 +307,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--launch", default="", help="launcher, such as 'deepspeed --hostfile hosts' (default: torchrun)"
     )
-    parser.add_argument(
-        "--keep-checkpoints", action="store_true", help="keep the first candidate's, to resume from"
-    )
+    parser.add_argument("--keep-checkpoints", action="store_true", help="keep the first candidate's, to resume from")
     parser.add_argument("overrides", nargs="*", help="key.sub=value")
     parser.add_argument(
         "--effect",

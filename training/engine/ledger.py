@@ -14,7 +14,7 @@ from training.engine.tensors import checksums_of, shape_of
 
 
 class PrecisionError(UserError):
-    """Something is not in the dtype the config promised; training on would be silently wrong."""
+    """A tensor is not in the dtype that the config promises; training on would be silently wrong."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Entry:
     what: str
     dtype: str
     bytes: int
-    """On this rank; 0 where nothing is held yet."""
+    """Bytes on this rank; 0 where nothing is held yet."""
 
 
 def read_ledger(engine: Engine, *, reduce: str) -> list[Entry]:
@@ -101,7 +101,7 @@ def _require_no_state_of_frozen(engine: Engine) -> None:
 
 
 _LARGEST_PADDING = 1024
-"""[values] A rank's partition may be so much larger than its share, at least."""
+"""[values] Allowed excess of a rank's partition over its share, at least."""
 
 
 def _require(what: str, tensors: list[torch.Tensor], dtype: torch.dtype) -> None:

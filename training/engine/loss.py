@@ -19,7 +19,7 @@ from training.engine.tensor_slices import shared_vocabulary
 
 
 def label_tokens_of_all(batch: Batch, world: World) -> torch.Tensor:
-    """() float64: what the step's mean is taken over, 1 at least. A collective where `batch` knows only its own."""
+    """() float64: the divisor of the step's mean, at least 1. A collective if `batch` knows only its own labels."""
     if batch.label_tokens_of_all is None:
         found = world.sum(world.numbers([batch.label_tokens]))[0] * world.zero_ranks / world.world_size
         return found.clamp_(min=1.0)
