@@ -101,9 +101,9 @@ REFUSED: dict[str, str] = {
     " still), and LAMB and Adafactor see flat shards (updates 14% to 68% off); set optimizer.* in the run config",
     "scheduler": "Mantissa owns the learning rate, counted in applied steps; set schedule.* in the run config",
     "wandb": "Mantissa writes wandb itself, once and from rank 0; set tracking.wandb in the run config",
-    "torch_autocast": "with float16 DeepSpeed 0.19.8 clips by the scaled gradient norm (1.221e+05, not 1.863),"
-    " never lowers the scale on overflow (0 of 12 steps applied, 7 were due), or changes it within a step (update"
-    " 0.7040, not 1.4080), does not save it (65536, not 4096), and without ZeRO reports skipped steps as applied"
+    "torch_autocast": "with float16 DeepSpeed 0.19.8 clips by the scaled gradient norm (measured: 1.221e+05, not"
+    " 1.863), never lowers the scale on overflow (0 of 12 steps applied, 7 were due), or changes it within a step"
+    " (update 0.7040, not 1.4080), does not save it (65536, not 4096), and without ZeRO reports skipped steps as applied"
     " (12, not 7); use the fp16 or bf16 section (ds_configs/zero1_fp16.json, zero1_bf16.json)",
     "bfloat16": "it is the old name of the bf16 section; rename it",
     "bf16.bf16_master_weights_and_grads": "masters must be FP32, or small updates round away (measured: 200 steps move"
@@ -136,7 +136,7 @@ REFUSED: dict[str, str] = {
     "checkpoint.load_universal": "run.resume decides how a checkpoint is loaded; remove it",
     "vocabulary_size": "the tokenizer decides it; remove it",
     "seq_parallel_communication_data_type": "gradients cross the network in precision.reduce; remove it",
-    "sequence_parallel_size": "DeepSpeed 0.19.8 divides gradients by it once more at ZeRO-3 (measured: norm 1.31 for"
+    "sequence_parallel_size": "DeepSpeed 0.19.8 divides gradients by it again at ZeRO-3 (measured: norm 1.31, not"
     " 2.62), its attention drops windows and packed documents (logits 48% to 120% off), and BF16 stops at ZeRO-1"
     " (docs/upstream/); set parallel.sequence in the run config",
     "use_data_before_expert_parallelism": _NOT_DRIVEN,

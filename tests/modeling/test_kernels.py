@@ -224,7 +224,7 @@ def test_auto_is_liger_where_it_can_be_had(pair: Any) -> None:
     ("overrides", "lacking", "words"),
     [
         (("model.activation_checkpointing=ops",), None, "rank 0: liger cannot be combined with model.activation"),
-        (("model.architecture=gpt2", "model.config={n_embd: 32, n_layer: 1, n_head: 2}"), None, "known here for gpt2"),
+        (("model.architecture=gpt2", "model.config={n_embd: 32, n_layer: 1, n_head: 2}"), None, "supported for gpt2"),
         ((), 1, "because of rank 1: model.kernels = liger: RMSNorm in LlamaRMSNorm is"),
     ],
 )

@@ -49,7 +49,7 @@ def test_a_second_job_is_refused_and_changes_nothing(tmp_path, fresh):
             pass
         text = str(caught.value)
         assert text.startswith(f"{tmp_path}/demo: a job (pid {process.pid} on ")
-        assert text.endswith("is still writing this run; stop it or choose another run.name for this one")
+        assert text.endswith("is still writing this run; stop it or choose another run.name")
         assert [path.name for path in tmp_path.iterdir()] == ["demo"]
 
 
