@@ -103,8 +103,8 @@ REFUSED: dict[str, str] = {
     "wandb": "Mantissa writes wandb itself, once and from rank 0; set tracking.wandb in the run config",
     "torch_autocast": "with float16 DeepSpeed 0.19.8 clips by the scaled gradient norm (measured: 1.221e+05, not"
     " 1.863), never lowers the scale on overflow (0 of 12 steps applied, 7 were due), or changes it within a step"
-    " (update 0.7040, not 1.4080), does not save it (65536, not 4096), and without ZeRO reports skipped steps as applied"
-    " (12, not 7); use the fp16 or bf16 section (ds_configs/zero1_fp16.json, zero1_bf16.json)",
+    " (update 0.7040, not 1.4080), does not save it (65536, not 4096), and without ZeRO reports skipped steps as"
+    " applied (12, not 7); use the fp16 or bf16 section (ds_configs/zero1_fp16.json, zero1_bf16.json)",
     "bfloat16": "it is the old name of the bf16 section; rename it",
     "bf16.bf16_master_weights_and_grads": "masters must be FP32, or small updates round away (measured: 200 steps move"
     " a weight of 1 by 0.0000, not 0.0195); remove it",
