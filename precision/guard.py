@@ -217,7 +217,7 @@ class Guard:
     def _describe(self, name: str) -> str:
         section = self._section
         texts = {
-            "skip": "the step is skipped",
+            "skip": "weights unchanged",
             "cut_lr": f"the step is skipped and the learning rate multiplied by {section.cut_lr_factor:g} for "
             f"{section.cut_lr_steps} applied steps",
             "promote": f"the step is skipped and the blamed modules go to {section.promote_to}",

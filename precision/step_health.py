@@ -138,7 +138,7 @@ def not_finite(health: Health) -> Trouble | None:
     if health.routine_overflow:
         advice = "nothing to do unless it keeps happening"
         return Trouble(f"FP16 overflow, handled by the loss scale: {what}", advice, _ANY, routine=True)
-    advice = f"look at the nonfinite events of step {health.step} in events.jsonl for the rank, module and tensor"
+    advice = f"see the nonfinite events of step {health.step} in events.jsonl for rank, module and tensor"
     return Trouble(what, advice, _ANY)
 
 
