@@ -242,8 +242,8 @@ def test_a_deeply_nested_manifest_is_damage(pair, saved, content):
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"files": {"../LATEST": {"sha256": "0" * 64, "bytes": 7, "rank": 0}}}, "an entry '../LATEST' that is no file"),
-        ({"files": {"state.json": {"bytes": 7}}}, "an entry 'state.json' that is no file"),
+        ({"files": {"../LATEST": {"sha256": "0" * 64, "bytes": 7, "rank": 0}}}, "an entry '../LATEST' that is not a"),
+        ({"files": {"state.json": {"bytes": 7}}}, "an entry 'state.json' that is not a"),
         ({"files": {}}, "does not list state.json"),
         ({"step": "3"}, "has no step as docs/checkpoints.md describes it"),
     ],
