@@ -83,11 +83,11 @@ def _require_text(given: Sequence[str]) -> None:
 def render_config(resolved: Resolved) -> str:
     """The resolved run config and DeepSpeed JSON as two YAML documents (JSON is YAML), without secrets."""
     plan = resolved.batch
-    shared = f" / {plan.sequence} to a sequence" if plan.sequence > 1 else ""
-    shared += f" / {plan.tensor} to a tensor" if plan.tensor > 1 else ""
+    shared = f" / {plan.sequence} per sequence" if plan.sequence > 1 else ""
+    shared += f" / {plan.tensor} per tensor" if plan.tensor > 1 else ""
     return (
-        f"# Run config, resolved from {resolved.config_path}; what is not at its default has it beside it\n"
-        f"# {plan.global_size} sequences a step = micro-batches of {plan.micro_size} x {plan.accumulation} accumulated"
+        f"# Run config, resolved from {resolved.config_path}; changed keys show their default\n"
+        f"# {plan.global_size} sequences per step: micro-batches of {plan.micro_size} x {plan.accumulation} accumulated"
         f" x {plan.world_size} processes{shared}\n"
         f"{_beside_defaults(redact(to_yaml(resolved.config)), resolved.config)}"
         f"---\n# DeepSpeed JSON, resolved from {resolved.deepspeed_path}\n"

@@ -50,7 +50,7 @@ def file_sha256(path: Path, *, start: int = 0) -> str:
 def why_not_writable(folder: Path) -> str:
     """Why nothing can be written into a folder, which is made where it is missing; empty when it can."""
     if folder.parts[:1] == ("~",):  # as libraries leave it
-        return "there is no HOME"
+        return "HOME is not set"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -39,7 +39,7 @@ def settle_hub(config: Config) -> None:
         if name in asked and name is not None and not any(kept):
             near = difflib.get_close_matches(name, [str(item) for item in Path(name).parent.glob("*/")], n=1)
             fix = f"did you mean {near[0]}?" if near else _FIX
-            raise UserError(f"{key} = {name}: is no folder and not in the cache, and {problem}; {fix}")
+            raise UserError(f"{key} = {name}: is neither a folder nor in the cache, and {problem}; {fix}")
 
 
 def _why_unreachable() -> str:

@@ -64,7 +64,7 @@ def read_rank_env(environment: Mapping[str, str], local_rank_option: int | None)
 
 
 def as_launched(processes: int) -> dict[str, str]:
-    """The variables that a launcher of so many processes on one machine sets for rank 0."""
+    """The variables that a launcher of this many processes on one machine sets for rank 0."""
     return {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
 
 

@@ -157,7 +157,7 @@ def suggest(key: str, known: Sequence[str]) -> str:
         return f"; did you mean {near}?"
     prefix = key.rpartition(".")[0]
     siblings = dict.fromkeys(item.rpartition(".")[2] for item in known if item.rpartition(".")[0] == prefix)
-    further = "; model.config.KEY sets one of the architecture's" if prefix == "model" else ""
+    further = "; model.config.KEY sets a key of the architecture" if prefix == "model" else ""
     place = prefix if prefix and siblings else "the top level"
     return f"; {place} has: {', '.join(siblings or field_types(Config))}{further}"
 

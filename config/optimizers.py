@@ -1,4 +1,4 @@
-"""What each optimizer keeps beside the masters: the one table that everything else about its state works from.
+"""The state that each optimizer keeps beside the masters: one table from which everything else about it follows.
 
 Sharding and resharding, checksums, the precision ledger, the momentum norm, step parity, the plan's and the doctor's
 memory and the settings that a load leaves alone follow from a row of it. To add an optimizer:

@@ -50,7 +50,7 @@ QUANTISED_BASES = (
 """Error text for already quantised bases, and for keys that ask for one."""
 QUANTISED_TEACHERS = (
     "4-bit and 8-bit teachers are not supported; give the teacher in BF16, FP16 or FP32 (distill.sharded = true "
-    "divides it over the ranks, distill.top_k asks it before training and lets it go)"
+    "divides it over the ranks, distill.top_k runs it before training and frees it)"
 )
 """Error text for already quantised teachers."""
 
@@ -80,13 +80,13 @@ def _run(config: Config) -> Iterator[Problem]:
     if run.name in ("", ".", "..") or "/" in run.name or "\\" in run.name:
         yield "run.name", f"= '{run.name}' is not the name of a folder; leave out slashes, and set run.dir for the path"
     if line(run.name) != run.name or run.name != run.name.strip():
-        problem = "has characters that nobody sees, such as a line break or a space at its end; leave them out"
+        problem = "has invisible characters, such as a line break or a trailing space; remove them"
         yield "run.name", f"= '{run.name}' {problem}"
     if len(run.name.encode(errors="replace")) > _LONGEST_NAME:
         problem = f"is longer than {_LONGEST_NAME} bytes, too long for the name of a folder; shorten it"
         yield "run.name", f"= '{run.name[:40]}...' {problem}"
     if redact(run.name) != run.name:
-        yield "run.name", "holds what looks like a key or password, which its folder would show; take it out"
+        yield "run.name", "contains what looks like a key or password, which its folder would show; remove it"
     if not run.steps and run.epochs is None:
         yield "run.steps", "= 0 trains nothing; give a number of steps, or run.epochs"
     if run.resume not in ("auto", "never") and not Path(run.resume).expanduser().exists():
@@ -129,11 +129,11 @@ def _routers(config: Config) -> Iterator[Problem]:
         return
     given = f"= {model.balance_loss or model.router_z_loss:g}"
     if config.task != "pretrain":
-        yield key, f"{given} is of all tokens, and batches of task = {config.task} have padding; set it to 0"
+        yield key, f"{given} counts all tokens, but batches of task = {config.task} have padding; set it to 0"
     if model.checkpointing_reentrant:
-        yield key, f"{given}: reentrant checkpointing cuts routers off; remove model.checkpointing_reentrant"
+        yield key, f"{given}: reentrant checkpointing detaches routers; remove model.checkpointing_reentrant"
     if model.compile:
-        yield key, f"{given}: routers are not seen in compiled blocks; remove model.compile"
+        yield key, f"{given}: routers in compiled blocks cannot be observed; remove model.compile"
     if config.telemetry.probe and config.precision.path == "cast" and config.precision.manifest is None:
         yield key, f"{given} is not in the gradients that telemetry.probe computes; remove telemetry.probe"
 
@@ -169,7 +169,7 @@ def _compile(config: Config) -> Iterator[Problem]:
     if config.keeps_documents_apart:
         other = "data.document_masking = true" if config.data.document_masking else "data.packing = best_fit"
         yield key, f"= true is not verified with {other}; remove one of them"
-    yield from _beside(config, key, {"profile.steps": (0,)}, "leaves blocks uncompiled whose modules are marked by")
+    yield from _beside(config, key, {"profile.steps": (0,)}, "cannot compile blocks whose modules are marked for")
     if config.task in ("dpo", "classify", "seq2seq"):
         yield key, f"= true is not verified with task = {config.task}; remove it"
 
@@ -190,7 +190,7 @@ def liger_conflicts(config: Config) -> Iterator[tuple[str, str]]:
     """Settings that Liger's kernels do not support, each with what to do."""
     key = "model.kernels"
     if config.model.activation_checkpointing == "ops":
-        other = "model.activation_checkpointing = ops, which keeps what these kernels write over"
+        other = "model.activation_checkpointing = ops, which keeps tensors that these kernels overwrite"
         yield f"cannot be combined with {other}", "set that to attention, selective, full or none"
     if config.model.compile:
         yield "is not verified with model.compile = true", "remove one of them"
@@ -222,7 +222,7 @@ def _task(config: Config) -> Iterator[Problem]:
             several = ", ".join(tasks[:-1]) + " and " if tasks[1:] else ""
             reader, fix = f"task = {several}{tasks[-1]}", f"set task={tasks[0]}"
             if of_rows:
-                reader, fix = "task = distill of rows", "name their form as data.format"
+                reader, fix = "task = distill on rows", "name their form as data.format"
             yield f"data.{key}", f"= '{value}' is only read by {reader}; remove it, or {fix}"
     if not config.learns_rows:
         return
@@ -230,7 +230,7 @@ def _task(config: Config) -> Iterator[Problem]:
     if config.task != "dpo" and pairs:
         yield (
             "data.format",
-            f"= preference is of pairs of answers, which task = {config.task} does not read; set task=dpo",
+            f"= preference has pairs of answers, which task = {config.task} does not read; set task=dpo",
         )
     if data.document_masking and data.packing == "none" and config.task != "seq2seq":
         yield "data.document_masking", "= true: rows are not packed by data.packing = none; remove one of them"
@@ -260,7 +260,7 @@ def _preference(config: Config) -> Iterator[Problem]:
         return
     for key, format in _formats(data):
         if format != "preference":
-            yield f"{key}.format", f"= {format} is not of pairs, which task = dpo needs; remove it, or set task=sft"
+            yield f"{key}.format", f"= {format} has no pairs, which task = dpo needs; remove it, or set task=sft"
     if data.train_on != "assistant":
         yield "data.train_on", f"= {data.train_on} is not read by task = dpo, which counts both answers; remove it"
     if preference.reference == "adapter_off" and config.adapter.kind == "none":
@@ -270,7 +270,7 @@ def _preference(config: Config) -> Iterator[Problem]:
         problem = f"= {preference.label_smoothing:g} is only read by preference.loss = sigmoid"
         yield "preference.label_smoothing", f"{problem}; remove it, or set that"
     if config.model.loss == "chunked":
-        yield "model.loss", "= chunked is a cross-entropy, which task = dpo has none of; set it to auto or full"
+        yield "model.loss", "= chunked computes a cross-entropy, which task = dpo does not use; set it to auto or full"
     if config.model.activation_checkpointing == "budget":
         fix = "set that to full or selective"
         yield "model.activation_checkpointing", f"= budget counts single sequences, not the pairs of task = dpo; {fix}"
@@ -358,7 +358,7 @@ def _parallel(config: Config) -> Iterator[Problem]:
     yield from _beside(config, key, slices, "gives ranks slices of micro-batches, which are exchanged whole by")
     length = config.data.sequence_length
     if length < ranks:
-        yield key, f"= {ranks} is more than data.sequence_length = {length} has tokens; make it smaller"
+        yield key, f"= {ranks} exceeds the tokens of data.sequence_length = {length}; lower it"
     if (model.balance_loss or model.router_z_loss) and length % ranks:
         fix = f"make it a multiple of {ranks}"
         yield key, f"= {ranks}: routers would count the padding of data.sequence_length = {length}; {fix}"
@@ -493,7 +493,7 @@ def _mixture(config: Config) -> Iterator[Problem]:
     if config.data.path is not None:
         yield "data.path", f"= '{config.data.path}' is not read beside data.sources; make it one of them"
     if len({item.name for item in sources}) < len(sources):
-        yield "data.sources", "has two sources of one name; give each its own"
+        yield "data.sources", "has two sources with the same name; give each its own"
     weighted = [item for item in sources if item.weight is not None]
     if weighted and (len(weighted) < len(sources) or any(item.epochs is not None for item in sources)):
         yield "data.sources", "has sources with a weight and others without; give all a weight, or none"
@@ -509,7 +509,7 @@ def _validation(config: Config) -> Iterator[Problem]:
     if len(set(names)) < len(names):
         yield "data.validation", "has a name that another set or source has; give each its own"
     if OWN in {item.name for item in sets}:
-        yield "data.validation", f"names a set '{OWN}', as what is held out of the data is called; choose another"
+        yield "data.validation", f"names a set '{OWN}', the name of the data's own held-out set; choose another"
     for index, item in enumerate(sets):
         yield from _item(config, f"data.validation[{index}]", item)
 
@@ -540,10 +540,10 @@ def _documents(config: Config) -> Iterator[Problem]:
         key, given = "data.document_separator", json.dumps(data.document_separator)
         yield key, f"= {given} is only read by data.source = text; remove it, or set that"
     if data.document_separator == "":
-        yield "data.document_separator", "is empty; give what stands between documents, or null"
+        yield "data.document_separator", "is empty; give the separator between documents, or null"
     ids = data.input_ids_field
     if ids is not None and (config.learns_rows or config.task == "classify"):
-        problem = f"= '{ids}' is of documents, and task = {config.task} learns from rows"
+        problem = f"= '{ids}' is for documents, and task = {config.task} trains on rows"
         yield "data.input_ids_field", f"{problem}; remove it, or set task=pretrain"
     if ids is not None and not kinds & {"jsonl", "parquet", "hub"}:
         yield "data.input_ids_field", f"= '{ids}' is only read by data.source = jsonl, parquet and hub; remove it"
@@ -602,14 +602,14 @@ def _optimizer(config: Config) -> Iterator[Problem]:
         if section.name not in names and getattr(section, key) != getattr(OptimizerSection, key):
             yield f"optimizer.{key}", f"is only read by optimizer.name = {' or '.join(names)}; remove it"
     if section.learning_rate == 0 and any(group.learning_rate for group in section.groups):
-        yield "optimizer.groups", "gives a learning rate where optimizer.learning_rate = 0 gives none; set the latter"
+        yield "optimizer.groups", "gives a learning rate while optimizer.learning_rate = 0; set the latter"
 
 
 def _schedule(config: Config) -> Iterator[Problem]:
     warmup, steps, decay = config.schedule.warmup_steps, config.scheduled_steps, config.schedule.decay_fraction
     length = "schedule.steps" if config.schedule.steps else "run.steps"
     if steps < config.run.steps:
-        problem = f"is less than run.steps = {config.run.steps}, whose last steps it would leave without a rate"
+        problem = f"is less than run.steps = {config.run.steps}, whose last steps would have no learning rate"
         yield "schedule.steps", f"= {steps} {problem}; make it larger or leave it out"
     if 0 < steps < warmup:
         yield "schedule.warmup_steps", f"= {warmup} is more than {length} = {steps}; make it smaller"
@@ -650,7 +650,7 @@ def _split_masters(config: Config) -> Iterator[Problem]:
         yield key, f"{problem}; set optimizer.name to adamw, {keep}"
     for index, fault in enumerate(config.faults):
         if fault.kind == "flipped_bit" and fault.place == "master":
-            problem = "= master strikes an FP32 master, and with precision.masters = split there is none in memory"
+            problem = "= master changes an FP32 master, and precision.masters = split keeps none in memory"
             yield f"faults[{index}].place", f"{problem}; use weight, which is its upper half, {keep}"
 
 
@@ -658,7 +658,7 @@ def needs_bf16(compute: str) -> str:
     """Why precision.masters = split is refused in another dtype."""
     why = {
         "fp32": "and in FP32 there is none: weights are as wide as masters",
-        "fp16": "and FP16 has a narrower exponent than FP32, so that 16 bits do not hold the rest",
+        "fp16": "and FP16 has a narrower exponent than FP32, so that the rest does not fit into 16 bits",
     }
     return f"holds an FP32 master as its 16-bit weight and a remainder, {why[compute]}"
 
@@ -682,14 +682,14 @@ def _loss_scale(config: Config) -> Iterator[Problem]:
         if not adaptive and item.name.startswith("escalate_") and getattr(scale, item.name) != item.default:
             yield f"{key}.{item.name}", f"= {getattr(scale, item.name)} is only read by policy: adaptive; remove it"
     if not scale.minimum.is_integer():
-        problem = "is not a whole number, and DeepSpeed takes no other; write 1 or more"
+        problem = "is not a whole number, which DeepSpeed requires; write 1 or more"
         yield f"{key}.minimum", f"= {scale.minimum:g} {problem}"
     if first < scale.minimum:
         yield f"{key}.initial", f"= {first:g} is below {key}.minimum = {scale.minimum:g}; raise it"
     if first > scale.largest_scale:
         yield f"{key}.initial", f"= {first:g} is above {key}.maximum = {scale.largest_scale:g}; lower it"
     if scale.escalate_after > scale.escalate_within:
-        problem = f"is more than {key}.escalate_within = {scale.escalate_within} steps can hold; make it smaller"
+        problem = f"is more than {key}.escalate_within = {scale.escalate_within} steps; make it smaller"
         yield f"{key}.escalate_after", f"= {scale.escalate_after} {problem}"
 
 
@@ -717,18 +717,18 @@ def _guard(config: Config) -> Iterator[Problem]:
         fix = f"name it once and set guard.{repeated}_budget" if repeated != "abort" else "name it once"
         yield "guard.reactions", f"names {repeated} twice; {fix}"
     elif "abort" in plan[:-1]:
-        yield "guard.reactions", f"never gets to {plan[plan.index('abort') + 1]} after abort; move abort to the end"
+        yield "guard.reactions", f"never reaches {plan[plan.index('abort') + 1]} after abort; move abort to the end"
     low, high = guard.min_update_ratio, guard.max_update_ratio
     if low is not None and high is not None and low >= high:
         yield "guard.min_update_ratio", f"= {low:g} is not below guard.max_update_ratio = {high:g}; make it smaller"
     if guard.spike_sigmas and 0 < config.run.steps <= (guard.spike_window + 1) // 2:
-        problem = f"leaves nothing to judge in run.steps = {config.run.steps}, because half of it has to pass first"
+        problem = f"never takes effect in run.steps = {config.run.steps}: checks start after half of it"
         yield "guard.spike_window", f"= {guard.spike_window} {problem}; make it smaller or set guard.spike_sigmas=0"
     if re.fullmatch(r"never|suspicious|every [1-9]\d*", guard.reexecute) is None:
         fix = "write never, suspicious, or every N with a number of steps, such as 'every 500'"
-        yield "guard.reexecute", f"= '{guard.reexecute}' is none of its values; {fix}"
+        yield "guard.reexecute", f"= '{guard.reexecute}' is not one of its values; {fix}"
     if guard.update_checks and config.optimizer.name != "adamw":
-        problem = f"recomputes adamw's updates alone, and optimizer.name = {config.optimizer.name}"
+        problem = f"recomputes only adamw's updates, and optimizer.name = {config.optimizer.name}"
         yield "guard.update_checks", f"= {guard.update_checks} {problem}; set guard.update_checks=0"
 
 
@@ -739,7 +739,7 @@ def _canary(config: Config) -> Iterator[Problem]:
             yield f"canary.bounds.{name}", f"is no key of parity:, which has {', '.join(known)}"
     steps, share = config.canary.steps, config.canary.data_share
     if steps is not None and share is not None:
-        problem = f"says how many steps the canary has, as canary.steps = {steps} does; remove one of them"
+        problem = f"sets the canary's length, as canary.steps = {steps} does; remove one of them"
         yield "canary.data_share", f"= {share:g} {problem}"
 
 

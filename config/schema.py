@@ -20,40 +20,40 @@ def limit(default: Any = MISSING, **bounds: float) -> Any:
 
 @dataclass(frozen=True)
 class RunSection:
-    """What this run is called, how long it trains and where it leaves its folder."""
+    """The run's name, its length and its folder."""
 
     name: str = "run"
-    """[text] Name of the run; its folder is run.dir/run.name and wandb shows it."""
+    """[text] Name of the run, also in wandb; its folder is run.dir/run.name."""
     dir: str = "runs"
     """[path] Folder that holds the run folders."""
     steps: int = limit(100, at_least=0, null=0)
-    """[steps] Optimizer steps to attempt in all, with those of earlier sessions. 0: as many as run.epochs makes."""
+    """[steps] Optimizer steps to attempt in total, earlier sessions included. 0: given by run.epochs."""
     epochs: float | None = limit(None, above=0.0)
-    """[epochs] Alternative to run.steps: how often each training sample is seen. The steps, rounded up to whole
-    batches, are known once the data are prepared, and recorded as run.steps (docs/data.md). null: run.steps."""
+    """[epochs] Alternative to run.steps: passes over the training samples. The number of steps, rounded up to whole
+    batches, is known once the data are prepared, and recorded as run.steps (docs/data.md). null: run.steps."""
     max_minutes: float | None = limit(None, above=0.0)
-    """[minutes] Time from the first step of a session after which the run saves and ends with exit code 75, to be
-    resumed, as on SIGTERM. null: no limit."""
+    """[minutes] Time limit of a session, from its first step: the run then saves and ends with exit code 75, ready to
+    resume, as on SIGTERM. null: no limit."""
     timeout_minutes: float = limit(30.0, above=0.0)
-    """[minutes] How long a collective waits for a rank before the run ends, naming it."""
+    """[minutes] Longest wait of a collective for a rank; then the run ends and names that rank."""
     seed: int = limit(0, at_least=0)
-    """[integer] Seed of the initial weights, of the data order and of dropout."""
+    """[integer] Seed of initial weights, data order and dropout."""
     resume: str = "auto"
     """[auto | never | path] auto: resume from the newest complete checkpoint of this run, if there is one.
     never: start anew; an earlier folder of that name is renamed, not deleted. A path: resume from that checkpoint."""
     hypothesis: str = ""
-    """[text] Hypothesis that this run tests; kept with the run folder, the report and wandb."""
+    """[text] Hypothesis that this run tests; shown in the run folder, the report and wandb."""
     bind_cores: Literal["auto", "always", "never"] = "auto"
-    """[choice] Whether each rank is bound to cores of its own, near its GPU if it has one. auto: on machines with
-    several NUMA nodes. always: on every machine, unless a launcher has bound the ranks. never: no binding."""
+    """[choice] Bind each rank to its own cores, near its GPU if it has one. auto: on machines with several NUMA nodes.
+    always: on every machine, unless a launcher has bound the ranks. never: no binding."""
     deterministic: bool = False
-    """[true or false] Use only kernels and collectives that sum in the same order each time, so that a step computed
-    again has the same bits on GPUs, too; an operator that has none ends the run with its name. CPUs need no key."""
+    """[true or false] Use only deterministic kernels and collectives, so that a repeated step has the same bits on GPUs
+    too. An operator without a deterministic kernel ends the run and is named. Not needed on CPUs."""
 
 
 @dataclass(frozen=True)
 class ModelSection:
-    """Which Hugging Face model is trained, and how its activations are kept."""
+    """The Hugging Face model to train, and how its activations are kept."""
 
     name_or_path: str | None = None
     """[path or hub id] Model whose config and weights are loaded. Excludes model.architecture."""
@@ -63,38 +63,39 @@ class ModelSection:
     """[mapping] Arguments of that architecture's Hugging Face config, such as hidden_size. vocab_size defaults to the
     tokenizer's, max_position_embeddings to data.sequence_length. With name_or_path: values that override its config."""
     trust_remote_code: bool = False
-    """[true or false] Run model code that comes with a hub repository. Never done unless set here."""
+    """[true or false] Run model code from a hub repository. Off unless set here."""
     attention: str = "auto"
     """[implementation] Hugging Face attention implementation: sdpa, eager, flash_attention_2, flex_attention. auto:
-    sdpa where the model supports it, else eager."""
+    sdpa if the model supports it, else eager."""
     activation_checkpointing: Literal["none", "full", "selective", "attention", "ops", "budget"] = "none"
-    """[choice] Activations that the backward pass recomputes: full every transformer block, selective
-    every model.checkpointing_every-th, attention the attention of every block, ops all but the results of matmuls and
-    fused attention, budget as few blocks as model.activation_memory_gib allows."""
+    """[choice] Activations recomputed in backward. full: every transformer block. selective: every
+    model.checkpointing_every-th block. attention: the attention of every block. ops: all but the results of matmuls and
+    fused attention. budget: as few blocks as fit in model.activation_memory_gib."""
     checkpointing_every: int = limit(2, at_least=1)
-    """[blocks] selective recomputes one block in this many: 2 is every second one, with about half the saving and half
-    the recomputation of full."""
+    """[blocks] selective recomputes one block in this many: 2 is every second block, with about half the saving and
+    half the recomputation of full."""
     activation_memory_gib: float | None = limit(None, above=0.0)
-    """[GiB per rank] For budget: largest memory of one micro-batch's activations, logits included. Counted in forward
-    passes at the start."""
+    """[GiB per rank] For budget: memory limit for one micro-batch's activations, logits included; counted in forward
+    passes at startup."""
     checkpointing_reentrant: bool = False
     """[true or false] Use torch's reentrant checkpointing (the older of its two implementations)."""
     compile: bool = False
     """[true or false] Compile the transformer blocks with torch.compile, at ZeRO 0 to 2 (docs/compile.md)."""
     kernels: Literal["auto", "torch", "liger"] = "auto"
-    """[choice] Kernels of norms, rotary embeddings and gated activations: torch's, or the Triton kernels of
-    liger-kernel, which must be installed, on a GPU; auto is liger where it is available (docs/kernels.md)."""
+    """[choice] Kernels of norms, rotary embeddings and gated activations: torch's, or on a GPU the Triton kernels of
+    liger-kernel, if installed. auto: liger where available (docs/kernels.md)."""
     loss: Literal["auto", "full", "chunked"] = "auto"
-    """[choice] full computes all logits of a micro-batch at once; chunked computes them and their gradients for some
-    tokens at a time, so that they are never all in memory; auto is chunked where a micro-batch has many logits and the
-    model allows it (docs/loss.md)."""
+    """[choice] full: all logits of a micro-batch at once. chunked: logits and their gradients for some tokens at a
+    time, so that they are never all in memory. auto: chunked if a micro-batch has many logits and the model supports it
+    (docs/loss.md)."""
     loss_chunk_tokens: int = limit(0, at_least=0, null=0)
-    """[tokens] Size of one chunk; 0: by the size of the vocabulary."""
+    """[tokens] Size of one chunk; 0: chosen by vocabulary size."""
     balance_loss: float = limit(0.0, at_least=0.0, null=0.0)
-    """[factor] Weight of the loss that balances a mixture's experts, over all tokens of the step, whatever its cut into
-    ranks and micro-batches (docs/moe.md). 0: none, also where the model's config has one."""
+    """[factor] Coefficient of the MoE load-balancing loss, computed over all tokens of the step, however it is split
+    into ranks and micro-batches (docs/moe.md). 0: none, even if the model's config has one."""
     router_z_loss: float = limit(0.0, at_least=0.0, null=0.0)
-    """[factor] Weight of the mean squared logsumexp of the routers' logits (Zoph et al. 2022). 0: none."""
+    """[factor] Coefficient of the router z-loss, mean squared logsumexp of router logits (Zoph et al. 2022). 0:
+    none."""
 
 
 @dataclass(frozen=True)
@@ -102,41 +103,41 @@ class AdapterSection:
     """Low-rank adapters on a frozen model, by the library peft (docs/finetuning.md)."""
 
     kind: Literal["none", "lora", "dora"] = "none"
-    """[choice] none: all weights are trained. lora: W + (alpha / r) B A, of which B and A are. dora: the same with a
-    trained length of every row."""
+    """[choice] none: trains all weights. lora: freezes W and trains B and A in W + (alpha / r) B A. dora: lora with a
+    trained magnitude of every row."""
     r: int = limit(16, at_least=1)
     """[rows] Rank: rows of A, columns of B."""
     alpha: int = limit(32, at_least=1)
-    """[factor] Numerator of the adapter's factor."""
+    """[factor] Numerator of the scale alpha / r."""
     dropout: float = limit(0.0, at_least=0.0, below=1.0)
     """[fraction] Dropout on the adapter's input."""
     rslora: bool = False
     """[true or false] Divide alpha by the root of r instead of r (Kalajdzievski 2023)."""
     target_modules: tuple[str, ...] = ("all-linear",)
-    """[names] Ends of the names of the modules that get an adapter, such as [q_proj, v_proj]. all-linear: every linear
-    layer but the output embedding."""
+    """[names] Modules that get an adapter, by the end of their names, such as [q_proj, v_proj]. all-linear: every
+    linear layer but the output embedding."""
     modules_to_save: tuple[str, ...] = ()
-    """[names] Modules that are trained whole and saved with the adapter, such as [lm_head]."""
+    """[names] Modules trained in full and saved with the adapter, such as [lm_head]."""
     init: Literal["default", "gaussian"] = "default"
-    """[choice] How A is drawn: default is uniform as torch's linear layers, gaussian is normal. B starts at zero."""
+    """[choice] Initialisation of A. default: uniform, as torch's linear layers. gaussian: normal. B starts at zero."""
     base: Literal["compute", "nf4", "int8"] = "compute"
-    """[choice] How the frozen linear layers are held. compute: in precision.compute. nf4: 4 bits a weight and a scale
-    of each 64, as load_in_4bit with bnb_4bit_quant_type nf4. int8: 8 bits and a scale of each row. Both need the
-    package bitsandbytes and compute in precision.compute (docs/finetuning.md)."""
+    """[choice] Storage of the frozen linear layers. compute: precision.compute. nf4: 4 bits per weight and a scale per
+    64 weights, as load_in_4bit with bnb_4bit_quant_type nf4. int8: 8 bits and a scale per row. Both need the package
+    bitsandbytes and compute in precision.compute (docs/finetuning.md)."""
     double_quant: bool = False
-    """[true or false] With nf4: hold the scales in 8 bits, as bnb_4bit_use_double_quant: 4.13 bits a weight for 4.5."""
+    """[true or false] With nf4: store scales in 8 bits, as bnb_4bit_use_double_quant: 4.13 bits per weight, not 4.5."""
 
 
 @dataclass(frozen=True)
 class SftSection:
-    """How task sft weighs labels, and the noise it adds to embeddings (docs/finetuning.md)."""
+    """Label weighting of task sft, and noise on embeddings (docs/finetuning.md)."""
 
     loss: Literal["token", "row"] = "token"
-    """[choice] token: the mean over all labels of the global batch, so that a long answer weighs more than a short one.
-    row: the mean over its rows of each row's mean, so that all weigh the same."""
+    """[choice] token: mean over all labels of the global batch, so long answers weigh more. row: mean over rows of each
+    row's mean, so all rows weigh the same."""
     neftune_alpha: float = limit(0.0, at_least=0.0, null=0.0)
-    """[factor] Scale of uniform noise on the embeddings in training, divided by the root of the row's tokens times the
-    embedding's width (NEFTune, Jain et al. 2023, who use 5 to 15). 0: none."""
+    """[factor] Scale of uniform noise on embeddings in training, divided by sqrt(tokens in the row x embedding width)
+    (NEFTune, Jain et al. 2023, who use 5 to 15). 0: none."""
 
 
 @dataclass(frozen=True)
@@ -144,20 +145,19 @@ class PreferenceSection:
     """The loss of task dpo over pairs of answers (docs/finetuning.md)."""
 
     loss: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
-    """[choice] Loss of beta times the margin, which is by how much more the model than the reference prefers the chosen
+    """[choice] Loss of beta x margin; the margin is how much more than the reference the model prefers the chosen
     answer. sigmoid: DPO (Rafailov et al. 2023). hinge: SLiC (Zhao et al. 2023). ipo: IPO (Azar et al. 2023), on sums of
     log-probabilities as in the paper."""
     beta: float = limit(0.1, above=0.0)
-    """[per nat] Strength of the pull towards the reference; larger is stronger."""
+    """[per nat] Strength of the pull towards the reference model."""
     label_smoothing: float = limit(0.0, at_least=0.0, below=0.5)
-    """[fraction] Share of pairs whose answers are taken to be the wrong way round: conservative DPO (Mitchell 2023), of
-    sigmoid only."""
+    """[fraction] Assumed share of pairs with swapped answers: conservative DPO (Mitchell 2023), for sigmoid only."""
     sft_weight: float = limit(0.0, at_least=0.0, null=0.0)
-    """[factor] Weight of the chosen answer's mean cross-entropy by token, added to the loss (Pang et al. 2024)."""
+    """[factor] Weight of the chosen answer's mean per-token cross-entropy, added to the loss (Pang et al. 2024)."""
     reference: Literal["auto", "adapter_off", "precomputed"] = "auto"
-    """[choice] Reference model of the log-probabilities. adapter_off: the base under the adapter, in every step.
-    precomputed: the start weights, once before the first step, kept beside the prepared data. auto: adapter_off with an
-    adapter, else precomputed."""
+    """[choice] Where reference log-probabilities come from. adapter_off: the base model, in every step. precomputed:
+    the initial weights, once before the first step, stored beside the prepared data. auto: adapter_off with an adapter,
+    else precomputed."""
 
 
 @dataclass(frozen=True)
@@ -165,24 +165,24 @@ class DistillSection:
     """The teacher of task distill, and what is learned from it (docs/finetuning.md)."""
 
     teacher: str | None = None
-    """[path or hub id] Model of the same vocabulary whose distributions are learned. It is never trained."""
+    """[path or hub id] Teacher model, with the same vocabulary. It is never trained."""
     loss: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
     """[choice] Divergence of student q from teacher p at every label. forward_kl: KL(p || q) (Hinton et al. 2015).
-    reverse_kl: KL(q || p). jsd: of both from their mixture beta p + (1 - beta) q (Agarwal et al. 2024)."""
+    reverse_kl: KL(q || p). jsd: both from their mixture beta p + (1 - beta) q (Agarwal et al. 2024)."""
     beta: float = limit(0.5, above=0.0, below=1.0)
     """[fraction] The teacher's share in the mixture of jsd, and the weight of its KL."""
     temperature: float = limit(1.0, above=0.0)
-    """[factor] Both logits are divided by it, and the divergence is multiplied by its square."""
+    """[factor] Both models' logits are divided by it, and the divergence is multiplied by its square."""
     ce_weight: float = limit(0.0, at_least=0.0, at_most=1.0)
-    """[fraction] Weight of the labels' cross-entropy; the divergence has the rest. 1: nothing is learned from the
-    teacher, for comparison."""
+    """[fraction] Weight of the cross-entropy with the labels; the divergence has the rest. 1: labels only, as a
+    baseline."""
     top_k: int = limit(0, at_least=0, null=0)
-    """[tokens] 0: the teacher answers live, with all logits. k: its k likeliest tokens and the rest as one are computed
-    before training, once for every sequence, and kept beside the prepared data."""
+    """[tokens] 0: the teacher runs in every step, with all logits. k: its k most likely tokens, and the rest as one,
+    are computed before training, once per sequence, and stored beside the prepared data."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """[choice] The teacher computes in it. auto: the dtype that its weights are saved in."""
+    """[choice] Dtype in which the teacher computes. auto: the dtype of its saved weights."""
     sharded: bool = False
-    """[true or false] Partition the teacher over the ranks (ZeRO-3), where a whole one on each does not fit."""
+    """[true or false] Partition the teacher over the ranks (ZeRO-3) when a full copy on each does not fit."""
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,7 @@ class ValidationSection:
     source: SourceKind = "auto"
     """[choice] Same as data.source."""
     name: str | None = None
-    """[text] Its name in the record. null: validation 1 and so on, or source 1 and so on."""
+    """[text] Name in the record. null: validation 1, 2, ... or source 1, 2, ..."""
     format: RowFormat = "auto"
     """[choice] Same as data.format."""
 
@@ -278,37 +278,36 @@ class SourceSection(ValidationSection):
     """One source of a mixture."""
 
     weight: float | None = limit(None, above=0.0)
-    """[ratio] Its share of the samples, in proportion to the other weights. null: by data.sources.epochs."""
+    """[ratio] Share of the samples, relative to the other weights. null: by data.sources.epochs."""
     epochs: float | None = limit(None, above=0.0)
-    """[passes] Alternative to a weight: how often its samples come in the time in which those of a source with 1 come
-    once. null: 1, unless there is a weight."""
+    """[passes] Alternative to a weight: passes over this source per pass over a source with epochs 1. null: 1, unless a
+    weight is set."""
 
 
 @dataclass(frozen=True)
 class DataSection:
-    """Where the text comes from and how it becomes token sequences."""
+    """The training text and its way to token sequences."""
 
     source: SourceKind = "stdlib"
-    """[choice] stdlib: the .py files of the running Python, on every machine; for tasks sft and seq2seq its functions,
-    each with the first sentence of its docstring, for dpo beside more of it, for classify its package. text, jsonl,
-    parquet: files at data.path (text: one document a file, or several by data.document_separator). hub: the dataset
-    data.path of the Hugging Face hub, or a local dataset folder. megatron: documents that Megatron-LM tokenized, .bin
-    files with their .idx. auto: stdlib without a data.path, else what its name says: .jsonl and .json, .parquet, .txt,
-    .idx, and hub for the rest."""
+    """[choice] stdlib: the .py files of the running Python, on every machine; for tasks sft and seq2seq its functions
+    with the first sentence of their docstrings, for dpo that sentence and a longer text, for classify their package.
+    text, jsonl, parquet: files at data.path (text: one document a file, or several by data.document_separator). hub:
+    the dataset data.path of the Hugging Face hub, or a local dataset folder. megatron: documents that Megatron-LM
+    tokenized, .bin files with their .idx. auto: stdlib without a data.path, else by its extension: .jsonl and .json,
+    .parquet, .txt, .idx, and hub for the rest."""
     path: str | None = None
-    """[path, glob, URL or hub id] File, folder or glob of text, jsonl, parquet and megatron, of which it may be what
-    both files' names begin with; of the first three also behind a URL that fsspec knows, such as s3://bucket/*.jsonl.
-    The dataset's id for hub."""
+    """[path, glob, URL or hub id] File, folder or glob; for text, jsonl and parquet also a URL that fsspec supports,
+    such as s3://bucket/*.jsonl. For megatron also the common prefix of .bin and .idx; for hub the dataset's id."""
     document_separator: str | None = None
     """[text] For source text: separator between the documents of a file, such as "\\n\\n" in double quotes. Empty
-    documents are left out and counted. null: a file is a document."""
+    documents are left out and counted. null: one document per file."""
     sources: tuple[SourceSection, ...] = ()
-    """[list] Several sources in place of data.path, each {path, name, format, weight or epochs}. Each is prepared and
-    held out by itself; samples are drawn by share (docs/data.md)."""
+    """[list] Several sources instead of data.path, each {path, name, format, weight or epochs}. Each is prepared and
+    split by itself; samples are drawn by share (docs/data.md)."""
     validation: tuple[ValidationSection, ...] = ()
-    """[list] Validation sets in files of their own, each {path, name, format}, beside what data.validation_fraction
-    holds out. Each is evaluated, up to evaluate.batches, and none of it trained; the record has each one's loss by its
-    name."""
+    """[list] Validation sets in files of their own, each {path, name, format}, besides the text held out by
+    data.validation_fraction. Each is evaluated, up to evaluate.batches, and never trained on; its loss is recorded
+    under its name."""
     name: str | None = None
     """[text] Configuration name of a hub dataset."""
     split: str = "train"
@@ -316,12 +315,12 @@ class DataSection:
     text_field: str = "text"
     """[text] Field that holds the document, for jsonl, parquet and hub."""
     input_ids_field: str | None = None
-    """[text] For documents of jsonl, parquet and hub that are tokenized already: field with the list of token ids,
-    which is read in place of a text. data.tokenizer names the tokenizer that made them. null: documents are text."""
+    """[text] For tokenized documents of jsonl, parquet and hub: field with the list of token ids, read instead of a
+    text. data.tokenizer names the tokenizer that made them. null: documents are text."""
     text_pair_field: str | None = None
-    """[text] For task classify: field with a second text, read with the first. null: none."""
+    """[text] For task classify: field with a second text, encoded with the first. null: none."""
     label_field: str = "label"
-    """[text] For task classify: field with the label of the row, or with its number."""
+    """[text] For task classify: field with the row's label or number."""
     tokens_field: str = "tokens"
     """[text] For task classify with classify.kind = token: field with the list of words."""
     tags_field: str = "tags"
@@ -330,49 +329,49 @@ class DataSection:
     """[choice] Form of the rows of tasks sft and seq2seq. messages: a list of role and content. sharegpt: from and
     value in `conversations`. alpaca: instruction, input, output. prompt_completion: two texts, or two lists of
     messages. text: the field data.text_field. auto: by the fields of the first row; for task distill: documents, not
-    rows. preference, that of task dpo: `chosen` and `rejected`, each text or a list of messages, and `prompt`, or what
-    both begin with. For task classify it follows from classify.kind: labelled, one or two texts and a label; tagged,
+    rows. preference, for task dpo: `chosen` and `rejected`, each text or a list of messages, and `prompt`, or their
+    common beginning. For task classify it follows from classify.kind: labelled, one or two texts and a label; tagged,
     words with a label each; scored, texts and a number."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """[choice] A row that does not fit its format ends the preparation, or is left out and counted."""
+    """[choice] A row that does not match its format: error ends the preparation, skip leaves it out and counts it."""
     chat_template: str | None = None
     """[path] File with a Jinja chat template, in place of the tokenizer's own."""
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"
-    """[choice] Which tokens of a row have labels: the assistant's turns with their ends (those of the completion, where
-    the row has one; the output, where there are no turns), the last of them only, or all."""
+    """[choice] Tokens of a row that have labels. assistant: the assistant's turns with their ends (or the completion or
+    output, in rows without turns). last_assistant: only the last of them. all: every token."""
     packing: Literal["auto", "best_fit", "none"] = "auto"
-    """[choice] best_fit: whole rows share a sequence, and do not see each other. none: one row a sequence, padded to
-    the longest of its batch, which holds rows of similar length. auto: best_fit, but none for dpo and seq2seq."""
+    """[choice] best_fit: several whole rows per sequence, which do not attend to each other. none: one row per
+    sequence, padded to the longest of its batch of similar rows. auto: best_fit, but none for dpo and seq2seq."""
     too_long: Literal["drop", "truncate_left", "truncate_right"] = "drop"
-    """[choice] Treatment of a row longer than data.sequence_length + 1 tokens. truncate_left cuts off its start. For
-    task seq2seq: of a source longer than data.sequence_length, whose special tokens stay; a target that is longer than
-    data.target_length is dropped or loses its end."""
+    """[choice] Handling of rows longer than data.sequence_length + 1 tokens. truncate_left cuts off the start. For task
+    seq2seq: of sources longer than data.sequence_length, whose special tokens stay; targets longer than
+    data.target_length are dropped or lose their end."""
     target_length: int | None = limit(None, at_least=2)
     """[tokens] For task seq2seq: length of the longest target, its end included. null: data.sequence_length."""
     tokenizer: str = "bpe:4096"
     """[bytes | bpe:<vocab> | model | path | hub id] bytes: 256 byte tokens and the end of a document. bpe:<vocab>: a
-    byte-level BPE of that vocabulary size, trained on this data. model: that of model.name_or_path. Otherwise a Hugging
-    Face tokenizer."""
+    byte-level BPE of that vocabulary size, trained on this data. model: the tokenizer of model.name_or_path. Otherwise
+    a Hugging Face tokenizer."""
     sequence_length: int = limit(512, at_least=2)
-    """[tokens] Length of one training sequence; documents are packed end to end to fill it. Of task seq2seq: length of
+    """[tokens] Length of one training sequence; documents are packed end to end to fill it. For task seq2seq: length of
     the longest source, its special tokens included."""
     document_masking: bool = False
-    """[true or false] Keep packed documents apart: attention stops where a document ends, positions start at 0 again,
-    and its end does not predict the next one. false: a sequence is attended to as a whole, as GPT-3's were.
-    Packed rows are always apart."""
+    """[true or false] Mask packed documents from each other: attention stays within a document, positions restart at 0,
+    and its last token does not predict the next document. false: attention spans the whole sequence, as for GPT-3.
+    Packed rows are always masked."""
     validation_fraction: float = limit(0.01, at_least=0.0, below=1.0)
     """[fraction] Share of documents held out for evaluation, drawn by a hash of their text."""
     hold_out: Literal["auto", "documents"] = "auto"
-    """[choice] documents: whole documents only. auto: the same, and where none is drawn or none is left, as of a single
-    file, that share of the text from the end of the longest document."""
+    """[choice] documents: whole documents only. auto: the same, unless no document would be drawn or left (a single
+    file, say): then that share of the text, from the end of the longest document."""
     cache_dir: str = "~/.cache/mantissa"
-    """[path] Folder of prepared tokens; reused by fingerprint of source, tokenizer and split. Where the default may not
-    be written, mantissa-<user id> in the folder of temporary files takes its place."""
+    """[path] Folder of prepared tokens, reused by fingerprint of source, tokenizer and split. If the default is not
+    writable: mantissa-<user id> in the folder of temporary files."""
     workers: int = limit(2, at_least=1)
-    """[processes] Processes that tokenize, on every machine that sees data.cache_dir. The tokens do not depend on their
-    number."""
+    """[processes] Processes that tokenize, on every machine that shares data.cache_dir. Their number does not change
+    the tokens."""
     wait_minutes: float = limit(60.0, above=0.0)
-    """[minutes] How long a process waits for another one that is preparing the same data and makes no progress."""
+    """[minutes] Longest wait for another process that is preparing the same data and makes no progress."""
     verify: bool = True
     """[true or false] Check the sha256 of prepared shards before training; sizes are always checked."""
 
@@ -392,9 +391,9 @@ class ClassifySection:
     """The prediction target of task classify (docs/finetuning.md)."""
 
     kind: Literal["sequence", "token", "regression"] = "sequence"
-    """[choice] sequence: one label for a row. token: one for each of its words. regression: a number for a row."""
+    """[choice] sequence: one label per row. token: one per word. regression: one number per row."""
     labels: tuple[str, ...] = ()
-    """[names] The labels in the order of the model's outputs. Empty: those of the data, sorted."""
+    """[names] Labels in the order of the model's outputs. Empty: the labels found in the data, sorted."""
 
 
 @dataclass(frozen=True)
@@ -402,19 +401,19 @@ class MlmSection:
     """Token masking of task mlm (docs/finetuning.md)."""
 
     probability: float = limit(0.15, above=0.0, at_most=1.0)
-    """[fraction] Probability that a token, or a word, is chosen to be predicted. Of the chosen ones 80% become the mask
-    token, 10% another token and 10% stay (Devlin et al. 2019)."""
+    """[fraction] Probability that a token, or a word, is chosen for prediction. 80% of those become the mask token, 10%
+    another token and 10% stay (Devlin et al. 2019)."""
     whole_word: bool = True
     """[true or false] Choose whole words with all their tokens."""
 
 
 @dataclass(frozen=True)
 class BatchSection:
-    """How many sequences an optimizer step sees, and how they are cut into micro-batches."""
+    """The number of sequences in an optimizer step, and how they are cut into micro-batches."""
 
     global_size: int = limit(8, at_least=1)
-    """[sequences] Sequences in one optimizer step over all ranks, pairs of them for task dpo; does not change with the
-    number of processes."""
+    """[sequences] Sequences in one optimizer step over all ranks (pairs for task dpo), whatever the number of
+    processes."""
     micro_size: int = limit(1, at_least=1)
     """[sequences] Sequences in one forward pass on one rank. Accumulation is global_size / (micro_size x ranks)."""
 
@@ -424,29 +423,26 @@ class ParallelSection:
     """Parallelism besides ZeRO's partitions (docs/parallel.md)."""
 
     sequence: int = limit(1, at_least=1)
-    """[ranks] Ranks that share each sequence, a slice of its tokens each, so that a rank keeps the activations of its
-    slice only. It divides the number of processes; data.sequence_length need not be a multiple of it. 1: none share
-    any."""
+    """[ranks] Ranks that share each sequence: each takes a slice of its tokens and keeps only that slice's activations.
+    Must divide the number of processes; data.sequence_length need not be a multiple of it. 1: off."""
     tensor: int = limit(1, at_least=1)
-    """[ranks] Ranks that share each matrix of a block, a part of its heads or of its MLP each, and compute the same
-    sequences with it. It divides the number of processes and the attention heads. 1: every rank computes with whole
-    matrices."""
+    """[ranks] Ranks that share each matrix of a block: each holds some heads or a part of the MLP, and all compute the
+    same sequences. Must divide the number of processes and of attention heads. 1: off."""
     expert: int = limit(1, at_least=1)
-    """[ranks] Ranks that share the experts of each layer of a mixture, a part of them each, and send each other the
-    tokens of theirs. It divides the number of processes and of experts. 1: every rank has all experts."""
+    """[ranks] Ranks that share the experts of each MoE layer: each holds some experts, and tokens are sent to them.
+    Must divide the number of processes and of experts. 1: every rank has all experts."""
 
 
 @dataclass(frozen=True)
 class ParameterGroupSection:
-    """Parameters with a learning rate or a weight decay of their own."""
+    """Parameters with their own learning rate or weight decay."""
 
     match: str = "*"
-    """[glob] Pattern of parameters' names, such as model.embed_tokens.* ; of several groups that match, the last one
-    counts."""
+    """[glob] Pattern of parameter names, such as model.embed_tokens.* ; the last matching group wins."""
     learning_rate: float | None = limit(None, at_least=0.0)
     """[per step] Their peak learning rate, which follows the same schedule. null: optimizer.learning_rate."""
     weight_decay: float | None = limit(None, at_least=0.0)
-    """[per step and learning rate] Their decay, whatever their shape. null: as without the group."""
+    """[per step and learning rate] Their weight decay, whatever their shape. null: as without the group."""
 
 
 @dataclass(frozen=True)
@@ -454,15 +450,15 @@ class OptimizerSection:
     """The optimizer on the FP32 masters."""
 
     name: Literal["adamw", "muon", "stable_adamw", "lamb", "lion", "sgd"] = "adamw"
-    """[choice] adamw: decoupled weight decay (Loshchilov and Hutter 2019), fused where torch has it. muon: orthogonal
-    steps of hidden matrices (Jordan et al. 2024, Liu et al. 2025), adamw for the rest. stable_adamw: smaller steps
-    where gradients outgrow their average (Wortsman et al. 2023). lamb: Adam's direction with the norm of each whole
-    parameter (You et al. 2020). lion: the sign of an average (Chen et al. 2023). sgd: with momentum, its weight decay
-    part of the gradient (docs/optimizers.md)."""
+    """[choice] adamw: decoupled weight decay (Loshchilov and Hutter 2019), fused where torch has it. muon:
+    orthogonalized updates of hidden matrices (Jordan et al. 2024, Liu et al. 2025), adamw for the rest. stable_adamw:
+    smaller steps where gradients outgrow their average (Wortsman et al. 2023). lamb: Adam's direction, scaled by each
+    parameter's norm (You et al. 2020). lion: the sign of an average (Chen et al. 2023). sgd: with momentum and coupled
+    weight decay (docs/optimizers.md)."""
     learning_rate: float = limit(3e-4, at_least=0.0)
     """[per step] Peak learning rate."""
     betas: tuple[float, float] = limit((0.9, 0.95), at_least=0.0, below=1.0)
-    """[fraction, fraction] Decay of the first and the second moment; for lion of the mix and of the average."""
+    """[fraction, fraction] Decay of the first and second moments; for lion, of the update's mix and of the average."""
     momentum: float | None = limit(None, at_least=0.0, below=1.0)
     """[fraction] Decay of sgd's velocity, and of muon's average, per step. null: 0.9 for sgd, 0.95 for
     muon."""
@@ -471,11 +467,12 @@ class OptimizerSection:
     eps: float = limit(1e-8, above=0.0)
     """[gradient units] Added to the root of the second moment."""
     weight_decay: float = limit(0.1, at_least=0.0)
-    """[per step and learning rate] Decoupled decay of what layers multiply their inputs by; not of embeddings."""
+    """[per step and learning rate] Decoupled weight decay of layers' weight matrices; not of norms, biases and
+    embeddings."""
     gradient_clipping: float = limit(1.0, at_least=0.0, null=0.0)
-    """[gradient units] Largest global gradient norm; 0 leaves gradients as they are."""
+    """[gradient units] Largest global gradient norm; 0: no clipping."""
     groups: tuple[ParameterGroupSection, ...] = ()
-    """[list] Learning rate and weight decay by parameters' names, each {match, learning_rate, weight_decay}."""
+    """[list] Learning rates and weight decays by parameter name, each {match, learning_rate, weight_decay}."""
 
 
 @dataclass(frozen=True)
@@ -485,15 +482,14 @@ class ScheduleSection:
     name: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """[choice] Shape after the warm-up. wsd: constant, then a linear decay over the last schedule.decay_fraction."""
     warmup_steps: int = limit(0, at_least=0)
-    """[applied steps] Linear rise from 0, which no step has, to the peak, which the last of them has. The step after
-    them has it too: there the decay starts."""
+    """[applied steps] Linear warm-up: step n (from 1) runs at peak x n / warmup_steps. The next step is at the peak
+    too; the decay starts there."""
     final_ratio: float = limit(0.1, at_least=0.0, at_most=1.0)
     """[fraction of the peak] Learning rate at the last step."""
     decay_fraction: float = limit(0.2, above=0.0, at_most=1.0)
     """[fraction of the schedule] Length of the decay of wsd."""
     steps: int | None = limit(None, at_least=1)
-    """[applied steps] Length of the whole schedule, of which a run with fewer run.steps is the beginning. null:
-    run.steps."""
+    """[applied steps] Length of the whole schedule; a run with fewer run.steps stops within it. null: run.steps."""
 
 
 @dataclass(frozen=True)
@@ -502,7 +498,7 @@ class LossScaleSection:
 
     policy: Literal["deepspeed", "adaptive", "static"] = "deepspeed"
     """[choice] deepspeed: halved on overflow, doubled after a clean window, as DeepSpeed does. adaptive: starts lower,
-    backs off harder and regrows more slowly when overflows come in a burst. static: always `initial`, reads no more."""
+    backs off harder and regrows more slowly when overflows come in a burst. static: always `initial`."""
     initial: float | None = limit(None, above=0.0)
     """[factor] First loss scale; a power of two unless static. null: 65536, or 4096 for adaptive."""
     window: int = limit(1000, at_least=1)
@@ -510,13 +506,14 @@ class LossScaleSection:
     factor: float = limit(2.0, at_least=2.0, at_most=16.0)
     """[factor] adaptive divides by it on overflow and multiplies by it after a window; a power of two. deepspeed: 2."""
     minimum: float = limit(1.0, above=0.0)
-    """[factor] Smallest loss scale; an overflow at this scale is more than scaling can repair."""
+    """[factor] Smallest loss scale; scaling cannot fix an overflow at this scale."""
     maximum: float | None = limit(None, above=0.0)
-    """[factor] Largest loss scale, a power of two. null: none for deepspeed, which has none, 2^24 for adaptive."""
+    """[factor] Largest loss scale, a power of two. null: no limit for deepspeed, 2^24 for adaptive."""
     hysteresis: int | None = limit(None, at_least=1)
-    """[overflows] Overflows since the last growth that it takes to lower the scale. null: 2, or 1 for adaptive."""
+    """[overflows] Overflows since the last growth needed to lower the scale. null: 2, or 1 for adaptive."""
     escalate_after: int = limit(3, at_least=1)
-    """[overflows] How many within escalate_within steps square the backoff and double the window; adaptive only."""
+    """[overflows] Overflows within escalate_within steps that square the backoff and double the window; adaptive
+    only."""
     escalate_within: int = limit(100, at_least=1)
     """[steps] Attempted steps over which escalate_after counts; adaptive only."""
 
@@ -543,21 +540,21 @@ class LossScaleSection:
 
 @dataclass(frozen=True)
 class Fp8Section:
-    """How modules compute that a precision manifest sets to fp8 (docs/fp8.md)."""
+    """Settings of modules that a precision manifest sets to fp8 (docs/fp8.md)."""
 
     gradient: Literal["e4m3", "e5m2"] = "e4m3"
-    """[choice] Format of the gradient that arrives at a module; its input and its weight are E4M3. e5m2 has a wider
-    range and one bit less, which scales by row make up for."""
+    """[choice] Format of a module's output gradient; its input and weight are E4M3. e5m2 has a wider range and one
+    mantissa bit less; per-row scales make the range unnecessary."""
     scaling: Literal["row", "block32", "tensor"] = "row"
-    """[choice] Values that share a scale: those that one sum is over, 32 of them, or the whole tensor,
-    in which an outlier costs all others their precision. There is no delayed scaling: it hides inf and nan."""
+    """[choice] Values that share a scale: a row along the summed dimension, 32 values of it, or the whole tensor, where
+    one outlier costs all others precision. There is no delayed scaling: it hides inf and nan."""
     weight_gradient: Literal["ambient", "fp8"] = "ambient"
-    """[choice] Dtype in which the gradient of the weight is computed: the dtype around the module, or fp8, with scales
-    over the tokens of a micro-batch."""
+    """[choice] Dtype in which the weight gradient is computed: the dtype around the module, or fp8, with scales over
+    the tokens of a micro-batch."""
     kernel: Literal["auto", "emulate", "scaled_mm"] = "auto"
-    """[choice] scaled_mm: FP8 matmuls of GPUs of compute capability 9.0 and higher, and of CPUs. emulate: rounding to
-    FP8 and back, anywhere. auto: on such a GPU scaled_mm where a module can have it and a comparison with FP8's
-    definition at the start holds."""
+    """[choice] scaled_mm: FP8 matmuls on CPUs and on GPUs of compute capability 9.0 and higher. emulate: rounding to
+    FP8 and back, anywhere. auto: scaled_mm on such a GPU for modules that support it, if it matches FP8's definition at
+    startup; else emulate."""
 
 
 @dataclass(frozen=True)
@@ -565,27 +562,27 @@ class PrecisionSection:
     """The dtypes in which the model computes, accumulates and reduces. Masters and optimizer state are always FP32."""
 
     path: Literal["cast", "manifest"] = "cast"
-    """[choice] cast: the module itself is 16-bit and ZeRO holds FP32 masters (DeepSpeed's bf16 and fp16 sections).
-    manifest: parameters stay FP32 and precision.manifest names each module's dtype, which naming one implies."""
+    """[choice] cast: the weights are 16-bit and ZeRO holds FP32 masters (DeepSpeed's bf16 and fp16 sections). manifest:
+    parameters stay FP32 and precision.manifest sets each module's dtype; implied by precision.manifest."""
     compute: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """[choice] Dtype of forward and backward; it chooses the JSON of ds_configs/. auto: what deepspeed.config says, or
-    bf16 where none is named."""
+    """[choice] Dtype of forward and backward; selects the JSON in ds_configs/. auto: that of deepspeed.config, or bf16
+    without one."""
     manifest: str | None = None
     """[path] JSON precision manifest. Implies path: manifest and a DeepSpeed JSON in FP32."""
     verify_every_steps: int = limit(1000, at_least=0, null=0)
-    """[steps] The dtype each module really computes in is watched on the first step of a session and every that many
-    steps; a module that computes in another dtype than the manifest's stops the run. 0: the first step only."""
+    """[steps] Interval at which each module's actual compute dtype is observed, besides the first step of a session; a
+    module that departs from the manifest stops the run. 0: the first step only."""
     routers: Literal["fp32", "compute"] = "fp32"
-    """[choice] Dtype in which routers of experts compute on the cast path, of weights in precision.compute. A manifest
-    has rules for them instead, and FP32 without one."""
+    """[choice] Dtype in which MoE routers compute on the cast path; their weights are in precision.compute. A manifest
+    has rules for them instead, and uses FP32 without one."""
     loss_scale: LossScaleSection = field(default_factory=LossScaleSection)
     """[section] Loss scaling of FP16."""
     fp8: Fp8Section = field(default_factory=Fp8Section)
-    """[section] FP8 of a manifest's modules."""
+    """[section] FP8 settings of a manifest's modules."""
     masters: Literal["fp32", "split"] = "fp32"
-    """[choice] split: an FP32 master is held as its BF16 weight and the bits that rounding took from it, 1.9 bytes less
-    for each value of a rank's part, and trains bit for bit as fp32 does. BF16 on the cast path, AdamW, ZeRO-1, 2 and 3
-    without offload."""
+    """[choice] split: stores an FP32 master as its BF16 weight and the bits lost in rounding, which saves 1.9 bytes per
+    value of a rank's part and trains bit for bit as fp32. For BF16 on the cast path, AdamW, ZeRO-1, 2 and 3 without
+    offload."""
     accumulate: Literal["fp32"] = "fp32"
     """[choice] Dtype in which gradients of micro-batches are summed."""
     reduce: Literal["fp32", "compute"] = "fp32"
@@ -594,20 +591,20 @@ class PrecisionSection:
 
 @dataclass(frozen=True)
 class DeepSpeedSection:
-    """The DeepSpeed JSON this run starts from; without one of the user's own, that of ds_configs/ for the dtype of
-    precision.compute, this stage and this offload."""
+    """The DeepSpeed JSON this run starts from: your own, or the one in ds_configs/ for precision.compute, this stage
+    and this offload."""
 
     config: str | None = None
     """[path] DeepSpeed JSON; a relative path is looked up beside the run config, then in the working folder and in
     Mantissa's own folder. `--deepspeed_config` on the command line overrides it. null: chosen. On the command line
-    precision.compute, precision.manifest, deepspeed.stage and deepspeed.offload choose another where the run config
-    names one of ds_configs/; from any other JSON they must not differ."""
+    precision.compute, precision.manifest, deepspeed.stage and deepspeed.offload select another one if the run config
+    names one in ds_configs/; they must agree with any other JSON."""
     stage: int | None = limit(None, at_least=0, at_most=3)
-    """[ZeRO stage] State partitioned over the ranks: 1 optimizer states, 2 gradients too, 3 parameters too. null:
-    what deepspeed.config says, or 2."""
+    """[ZeRO stage] State partitioned over the ranks: 1 optimizer states, 2 gradients too, 3 parameters too. null: as in
+    deepspeed.config, or 2."""
     offload: Literal["none", "cpu"] | None = None
-    """[choice] cpu: masters and moments, and at stage 3 parameters, are kept in host memory. null: what
-    deepspeed.config says, or none."""
+    """[choice] cpu: masters and moments, and at stage 3 parameters, are kept in host memory. null: as in
+    deepspeed.config, or none."""
 
 
 @dataclass(frozen=True)
@@ -615,14 +612,14 @@ class EvaluateSection:
     """Validation loss while training."""
 
     every_steps: int = limit(0, at_least=0, null=0)
-    """[steps] Interval of evaluations, with one more at the end; 0: never."""
+    """[steps] Interval of evaluations; there is one more at the end. 0: never."""
     batches: int | Literal["auto"] | None = limit("auto", at_least=1)
-    """[batches] Global batches of validation sequences in one evaluation, at most, evenly spaced over the set. null:
-    all of them. auto: all of task = classify, of the others 8."""
+    """[batches] Most global batches in one evaluation, evenly spaced over the set. null: all. auto: all for classify,
+    else 8."""
     also_after: tuple[int, ...] = limit((), at_least=1)
     """[steps] Further steps after which to evaluate, such as [900, 1350], unless every_steps is 0."""
     at_start: bool = False
-    """[true or false] Evaluate before step 1, too, unless every_steps is 0: what the model could before training."""
+    """[true or false] Also evaluate before step 1, unless every_steps is 0, as a baseline."""
 
     @property
     def most_batches(self) -> int | None:
@@ -636,50 +633,50 @@ class CheckpointSection:
     """Checkpoints under run.dir/run.name/checkpoints, and in an object store where one is named."""
 
     dir: str | None = None
-    """[URL] s3://bucket/folder, or any other that fsspec knows: every checkpoint is also uploaded to URL/run.name, in
-    the background, and the run resumes from there. The run folder then keeps the newest one. null: none."""
+    """[URL] s3://bucket/folder or another URL that fsspec supports: every checkpoint is also uploaded to URL/run.name,
+    in the background, and the run resumes from there. The run folder then keeps only the newest. null: none."""
     storage_options: dict[str, Any] = field(default_factory=dict)
     """[mapping] Options of fsspec's file system, such as endpoint_url or s3_additional_kwargs; never credentials."""
     encryption_key: str | None = None
-    """[env:NAME or file:PATH] Where a 256-bit key is: weights, masters, moments and random states are then encrypted
-    with AES-256-GCM before they are written. null: not encrypted."""
+    """[env:NAME or file:PATH] Location of a 256-bit key: weights, masters, moments and random states are encrypted with
+    AES-256-GCM before they are written. null: no encryption."""
     accept_plain: bool = False
-    """[true or false] Resume from an unencrypted checkpoint although a key is set, when turning encryption on."""
+    """[true or false] Allow resuming from an unencrypted checkpoint although a key is set, to turn encryption on."""
     every_steps: int = limit(0, at_least=0, null=0)
-    """[steps] Interval of saves, with one more at the end; 0: only at the end."""
+    """[steps] Interval of saves; there is one more at the end. 0: only at the end."""
     also_after: tuple[int, ...] = limit((), at_least=1)
     """[steps] Further steps after which a checkpoint is saved, such as [900, 1350]."""
     at_end: bool = True
-    """[true or false] Save the state after the last planned step. false: nothing is left to resume or export from, for
-    runs that are only timed; a run that is stopped early saves all the same."""
+    """[true or false] Save the state after the last planned step. false, for runs that are only timed: nothing is left
+    to resume or export from; a run that is stopped early still saves."""
     keep: int = limit(2, at_least=1)
     """[checkpoints] Number of newest checkpoints that stay on disk."""
     keep_every: int = limit(0, at_least=0, null=0)
-    """[steps] Checkpoints whose step is a multiple of this stay as well; 0: none for that reason."""
+    """[steps] Also keep checkpoints whose step is a multiple of this; 0: off."""
     keep_best: int = limit(0, at_least=0, null=0)
-    """[checkpoints] Number with the lowest validation loss that stay as well, among those saved at a step at
-    which evaluate.every_steps was due."""
+    """[checkpoints] Also keep this many with the lowest validation loss, of those saved at a step with an evaluation
+    due by evaluate.every_steps."""
     background: Literal["auto", "always", "never"] = "auto"
-    """[choice] always: training waits only for a copy to host memory, of the size of the rank's files, which is written
-    in the background. never: it waits until the checkpoint is on disk. auto: never with offload, which fills host
-    memory already, else always."""
+    """[choice] always: training waits only for a copy to host memory, as large as the rank's files, which is then
+    written in the background. never: training waits until the checkpoint is on disk. auto: never with offload, which
+    already fills host memory, else always."""
     max_failures: int = limit(3, at_least=1)
-    """[saves] Failed saves in a row (a full disk, say) after which training stops with exit code 74; until then it
-    continues and tries again at the next save. When the last save of a run fails it ends with that code too."""
+    """[saves] Failed saves in a row (a full disk, say) after which training stops with exit code 74; until then it goes
+    on and retries at the next save. If the last save of a run fails, the run ends with that code too."""
     verify_after_save: bool = False
     """[true or false] Read each checkpoint back from disk and compare hashes before it counts as saved; one that
-    differs is set aside. In the background as well."""
+    differs is set aside. Background saves included."""
 
 
 @dataclass(frozen=True)
 class TrackingSection:
-    """Where the record of the run goes besides events.jsonl."""
+    """Destinations of the run's record besides events.jsonl."""
 
     sinks: tuple[Literal["wandb", "tensorboard", "mlflow", "trackio", "csv"], ...] = ("wandb",)
-    """[choices] Trackers that are fed from events.jsonl, each in a process of its own. csv writes RUN/metrics.csv.
-    Optional installs: tensorboard (RUN/tensorboard), mlflow (MLFLOW_TRACKING_URI, else RUN/mlflow.db), trackio."""
+    """[choices] Trackers fed from events.jsonl, each in its own process. csv writes RUN/metrics.csv. Optional installs:
+    tensorboard (RUN/tensorboard), mlflow (MLFLOW_TRACKING_URI, else RUN/mlflow.db), trackio."""
     group: str = ""
-    """[text] Runs that belong together, such as seeds of a setting: wandb's and Trackio's group, a tag in MLflow."""
+    """[text] Name of a group of runs, such as seeds of one setting: wandb's and Trackio's group, a tag in MLflow."""
     tags: tuple[str, ...] = ()
     """[texts] Tags in wandb and MLflow."""
     job_type: str = "train"
@@ -689,14 +686,15 @@ class TrackingSection:
     project: str = "mantissa"
     """[text] Project in wandb and Trackio, experiment in MLflow."""
     log_every_steps: int = limit(1, at_least=1)
-    """[steps] How often the trackers and the plain console get a step; events.jsonl has every step."""
+    """[steps] Interval of steps in the trackers and the plain console; events.jsonl has every step."""
     prometheus_port: int | None = limit(None, at_least=0, at_most=65535)
-    """[port] Where rank 0 answers `GET /metrics` for Prometheus; 0: any free one, logged at the start; null: none."""
+    """[port] Port where rank 0 answers `GET /metrics` for Prometheus; 0: any free one, logged at startup; null:
+    none."""
     prometheus_address: str = "127.0.0.1"
     """[address] Interface to listen on. There is no authentication: open it to trusted networks only."""
     otlp_endpoint: str | None = None
-    """[URL] OpenTelemetry collector, such as http://localhost:4318, that every rank sends spans of its steps to by OTLP
-    over HTTP. Headers and certificates come from the OTEL_EXPORTER_OTLP_* variables. null: none."""
+    """[URL] OpenTelemetry collector, such as http://localhost:4318, to which every rank sends spans of its steps by
+    OTLP over HTTP. Headers and certificates come from the OTEL_EXPORTER_OTLP_* variables. null: none."""
 
 
 @dataclass(frozen=True)
@@ -706,97 +704,98 @@ class ProfileSection:
     start: int = limit(5, at_least=1)
     """[step] First step profiled, from 1. The first steps of a session are slower than those that follow."""
     steps: int = limit(0, at_least=0, null=0)
-    """[steps] How many steps are profiled; one or two are enough. 0: none."""
+    """[steps] Number of profiled steps; one or two are enough. 0: none."""
     ranks: tuple[int, ...] = limit((0,), at_least=0)
-    """[ranks] Ranks that profile; those the run does not have are left out."""
+    """[ranks] Ranks that profile; ranks that the run does not have are ignored."""
 
 
 @dataclass(frozen=True)
 class TelemetrySection:
-    """Statistics of each module's gradients and activations, measured now and then into events.jsonl and wandb."""
+    """Statistics of each module's gradients and activations, recorded at intervals in events.jsonl and wandb."""
 
     every_steps: int = limit(50, at_least=0, null=0)
-    """[steps] Gradient norm, maximum and underflow, largest activation, distance of the weights from their masters and
-    size of the update of each module, at this interval, for the heat maps. 0: never."""
+    """[steps] Interval at which gradient norm, maximum and underflow, largest activation, distance of weights from
+    masters and update size of each module are measured, for the heat maps. 0: never."""
     probe: bool = False
     """[true or false] On those steps also run the micro-batches in FP32 and compare gradients: cosine, sign agreement
-    and relative error by parameter. One more pass, and an FP32 copy of the gradients in host memory on every rank."""
+    and relative error by parameter. Costs a pass, and an FP32 copy of the gradients in host memory on every rank."""
 
 
 @dataclass(frozen=True)
 class WarningsSection:
-    """Bounds of figures that leave their healthy range before the loss shows it; a `warning` event says when one does.
-    gradient_jump, router_... and those of answers are looked at in every step, the others where telemetry is
+    """Bounds of figures that leave their healthy range before the loss shows it, which a `warning` event then reports.
+    gradient_jump, router_... and those of answers are checked in every step, the others with telemetry
     (docs/early-warnings.md)."""
 
     attention_logit: float | None = limit(100.0, above=0.0)
-    """[logit] Largest healthy attention logit; Kimi K2 clips there. null: any."""
+    """[logit] Largest healthy attention logit; Kimi K2 clips there. null disables it."""
     attention_entropy: float | None = limit(0.01, above=0.0, below=1.0)
-    """[fraction of even attention's] Smallest healthy entropy of a layer's attention, mean over heads; null: any."""
+    """[fraction of uniform attention's] Smallest healthy entropy of a layer's attention, mean over heads. null disables
+    it."""
     adam_rms: float | None = limit(3.5, above=1.0)
     """[factor] Largest healthy root mean square of gradient over the root of Adam's second moment, by module. It cannot
-    exceed 1 / sqrt(1 - betas[1]), 4.5 at 0.95; null: any."""
+    exceed 1 / sqrt(1 - betas[1]), 4.5 at 0.95. null disables it."""
     gradient_jump: float | None = limit(2.3, above=1.0)
-    """[factor] Largest healthy jump of the whole gradient's clipped norm, in every step; null: any."""
+    """[factor] Largest healthy jump of the global gradient's clipped norm, in every step. null disables it."""
     signal_share: float | None = limit(None, above=0.0, below=1.0)
-    """[fraction] Largest healthy share of signal in a module's gradients, which otherwise all point one way; null: any,
-    since it is close to 1 early in a sound run."""
+    """[fraction] Largest healthy share of signal in a module's gradients. null disables it, as sound runs start close
+    to 1."""
     embedding_share: float | None = limit(0.99, above=0.0, below=1.0)
     """[fraction] Largest healthy share of the embedding in the squared gradient norm; 0.99 is ten times the norm of
-    everything else. null: any."""
+    everything else. null disables it."""
     kurtosis_growth: float | None = limit(2.0, above=1.0)
-    """[factor] Largest healthy growth of the kurtosis of a block's channels over its median of late; null: any."""
+    """[factor] Largest healthy ratio of a block's channel kurtosis to its recent median. null disables it."""
     update_growth: float | None = limit(2.0, above=1.0)
-    """[factor] Largest healthy growth of the updates' norm over that of the weights, over its median of late, which a
-    learning rate that rises after the warm-up shows; null: any."""
+    """[factor] Largest healthy ratio of the update-to-weight norm to its recent median; a learning rate that rises
+    after the warm-up crosses it. null disables it."""
     overflow_steps: int | None = limit(200, at_least=1)
-    """[steps] Warn when an activation in FP16 grows so that it overflows within so many steps; null: never."""
+    """[steps] Warn when an FP16 activation grows so fast that it will overflow within this many steps. null: never."""
     router_entropy: float | None = limit(0.5, above=0.0, below=1.0)
-    """[fraction of even use] Smallest healthy entropy of the experts' load, where router losses are on; null: any."""
+    """[fraction of even use] Smallest healthy entropy of expert load, with router losses. null disables it."""
     router_z: float | None = limit(1000.0, above=0.0)
-    """[squared logit] Largest healthy z-loss of routers: BF16 has steps of 0.25 at its root, 32; null: any."""
+    """[squared logit] Largest healthy z-loss of routers: BF16 steps are 0.25 at its root, 32. null disables it."""
     answer_entropy: float | None = limit(0.01, above=0.0)
-    """[nats per token] Smallest healthy entropy of sampled answers; null: any."""
+    """[nats per token] Smallest healthy entropy of sampled answers. null disables it."""
     no_signal: float | None = limit(0.95, above=0.0, at_most=1.0)
-    """[fraction] Largest healthy share of prompts whose answers all have the same reward; null: any."""
+    """[fraction] Largest healthy share of prompts whose answers all have the same reward. null disables it."""
     truncated: float | None = limit(0.9, above=0.0, at_most=1.0)
-    """[fraction] Largest healthy share of answers that were cut off at grpo.max_new_tokens; null: any."""
+    """[fraction] Largest healthy share of answers cut off at grpo.max_new_tokens. null disables it."""
 
 
 @dataclass(frozen=True)
 class GuardSection:
-    """When a step is not healthy, and what is done about it. The defaults change nothing about a healthy run."""
+    """Checks of a step's health, and the reactions. The defaults change nothing about a healthy run."""
 
     max_consecutive_skips: int = limit(20, at_least=1)
-    """[steps] Skipped steps in a row, of any dtype, after which guard.reactions moves on to the next reaction."""
+    """[steps] Skipped steps in a row, in any dtype, after which guard.reactions moves on to the next reaction."""
     spike_window: int = limit(128, at_least=16)
-    """[healthy steps] History that a spike is compared with; nothing is judged before half of it is there."""
+    """[healthy steps] History that spikes are compared with; checks start once half of it is there."""
     spike_sigmas: float = limit(0.0, at_least=0.0, null=0.0)
-    """[robust standard deviations] Loss or log gradient norm this far above its median is a spike; 0: none is.
-    6 is what OLMo 2 skips at. Off by default: skipping a finite step changes what the model learns from."""
+    """[robust standard deviations] Loss or log gradient norm this far above its median is a spike; 0: off. OLMo 2 skips
+    at 6. Off by default: skipping a finite step changes what the model learns from."""
     min_update_ratio: float | None = limit(None, above=0.0)
-    """[fraction] Smallest healthy norm of an update over the norm of the weights, 1e-3 in good runs; null: any."""
+    """[fraction] Smallest healthy ratio of update to weight norm, 1e-3 in good runs. null disables it."""
     max_update_ratio: float | None = limit(None, above=0.0)
-    """[fraction] Largest healthy norm of an update over the norm of the weights; null: any."""
+    """[fraction] Largest healthy ratio of update to weight norm. null disables it."""
     reactions: tuple[Literal["skip", "cut_lr", "promote", "rollback", "abort"], ...] = ("skip", "rollback", "abort")
-    """[ordered plan] The first that can help, is possible and has budget left is taken; when none is left the run
-    stops with exit code 3. Only a healthy step is ever applied."""
+    """[ordered plan] The first reaction that can help, is possible and has budget left is taken; if none is left, the
+    run stops with exit code 3. Only healthy steps are ever applied."""
     skip_budget: int = limit(100, at_least=0)
-    """[times a run] Steps that may be skipped as incidents; FP16 overflows that the loss scale answers do not count."""
+    """[times per run] Steps that may be skipped as incidents; FP16 overflows handled by the loss scale do not count."""
     cut_lr_budget: int = limit(3, at_least=0)
-    """[times a run] How often the learning rate may be cut."""
+    """[times per run] Cuts of the learning rate allowed."""
     cut_lr_factor: float = limit(0.5, above=0.0, below=1.0)
-    """[factor] A cut multiplies the learning rate by it; overlapping cuts multiply."""
+    """[factor] Factor of a cut on the learning rate; overlapping cuts multiply."""
     cut_lr_steps: int = limit(100, at_least=1)
-    """[applied steps] How long a cut lasts."""
+    """[applied steps] Length of a cut."""
     promote_budget: int = limit(4, at_least=0)
-    """[times a run] How often blamed modules may be promoted."""
+    """[times per run] Promotions of blamed modules allowed."""
     promote_to: Literal["bf16", "fp32"] = "fp32"
     """[choice] Dtype that blamed modules are promoted to."""
     probation_steps: int = limit(1000, at_least=0, null=0)
-    """[applied steps] Steps without an incident after which a promotion is taken back; 0 never."""
+    """[applied steps] Steps without an incident after which a promotion is undone; 0: never."""
     rollback_budget: int = limit(2, at_least=0)
-    """[times a run] How often the run may go back to its last good checkpoint."""
+    """[times per run] Rollbacks to the last good checkpoint allowed."""
     warnings: tuple[
         Literal[
             "attention_logit",
@@ -817,31 +816,31 @@ class GuardSection:
         ],
         ...,
     ] = ()
-    """[names of bounds in warnings, or self_check] Early warnings that count as trouble, which guard.reactions answers:
-    gradient_jump and what a self-check finds before the update in their own step, others in the next one. Empty:
-    warnings are recorded and nothing else."""
+    """[names of bounds in warnings, or self_check] Early warnings to which guard.reactions responds: to gradient_jump
+    and findings of a self-check before the update in the same step, to others in the next one. Empty: warnings are only
+    recorded."""
     self_check_every: int = limit(500, at_least=0, null=0)
-    """[steps] Of each so many one, drawn, is compared with plain torch in the run's dtype, and the first step of each
-    session: module outputs, reduced gradients, the loss, the update, and copies of weights. What differs is named by
-    module or parameter and rank. The step stays the same bit for bit. 0: never."""
+    """[steps] One randomly chosen step in this many is compared with plain torch in the run's dtype, and the first step
+    of each session: module outputs, reduced gradients, loss, update, and copies of weights. Differences are named by
+    module or parameter and rank. The step itself does not change by a bit. 0: never."""
     gradient_checks: int = limit(0, at_least=0, null=0)
-    """[steps] How often of these comparisons that of the gradients and their norm is made: each linear layer's reduced
-    gradient, all of its values in a few random sums. 0: with the others only."""
+    """[steps] Interval of the gradient comparison alone: the norm, and each linear layer's reduced gradient, all of its
+    values in a few random sums. 0: only with self-checks."""
     replica_checks: int = limit(0, at_least=0, null=0)
-    """[steps] Period in which each value that several ranks hold, or that is a rounded master, is compared once,
-    a part of them each step: weights, buffers, at ZeRO-0 the optimizer's state too. One that differs is named by rank,
-    host, parameter and bit, repaired where the right value is known, and the step is made again. 0: never."""
+    """[steps] Period in which every value that several ranks hold, or that is a rounded master, is compared once, some
+    in each step: weights, buffers, at ZeRO-0 also optimizer state. A value that differs is named by rank, host,
+    parameter and bit, repaired where the right value is known, and the step is repeated. 0: never."""
     update_checks: int = limit(0, at_least=0, null=0)
-    """[values] How many values of each rank's masters and optimizer state, a random slice each step, are kept and their
-    next update recomputed in FP64; a difference beyond rounding is named as above. For adamw. 0: none."""
+    """[values] Size of the random slice of each rank's masters and optimizer state, drawn each step, whose update is
+    recomputed in FP64; a difference beyond rounding is named as above. For adamw. 0: none."""
     reexecute: str = "never"
-    """[never, suspicious, or every N] Run a step again, from the same random numbers, and with the ranks' micro-batches
-    exchanged: suspicious are a loss or norm that is not finite, or a spike. A transient fault is made good, a
-    persistent one ends the run with exit code 71 and names the rank and host to drain, a true numeric event goes to
-    guard.reactions. every N also runs every N-th step again."""
+    """[never, suspicious, or every N] Repeat a step, with the same random numbers and with micro-batches swapped
+    between ranks. suspicious: after a non-finite loss or norm, or a spike. A transient fault is corrected, a persistent
+    one ends the run with exit code 71 and names the rank and host to drain, a true numeric event goes to
+    guard.reactions. every N also repeats every N-th step."""
     attribute_overflows: bool = True
-    """[true or false] Name the module that caused a routine FP16 overflow too, which costs one more forward and
-    backward of the micro-batch each time; incidents are always attributed."""
+    """[true or false] Also name the module behind a routine FP16 overflow, at the cost of one more forward and backward
+    of the micro-batch each time; incidents are always attributed."""
 
 
 @dataclass(frozen=True)
@@ -860,85 +859,85 @@ class Fault:
     ]
     """[choice] inf_gradient, nan_gradient: one gradient value is overwritten on the last micro-batch. nan_activation:
     one value of the module's output. nan_loss: the loss. loss_spike, gradient_spike: multiplied by `factor`.
-    flipped_bit: silent corruption, one bit of one value of `place`; in docs/corruption.md what finds it.
-    lost_update: a sound step is not applied, on all ranks, as one that overflows in FP16 is not."""
+    flipped_bit: silent corruption, one bit of one value of `place` (docs/corruption.md says what finds it).
+    lost_update: a sound step is skipped on all ranks, as if it had overflowed in FP16."""
     step: int = limit(at_least=1)
-    """[step] Step at which it strikes, from 1 in the order of the data; a rollback may leave it out."""
+    """[step] Step of the fault, from 1 in data order; a rollback may leave it out."""
     rank: int = limit(0, at_least=0)
-    """[rank] Rank on which it strikes."""
+    """[rank] Rank of the fault."""
     module: str | None = None
-    """[module name] Module whose first parameter or output is hit; the first module with parameters when left out."""
+    """[module name] Module whose first parameter or output is changed. null: the first module with parameters."""
     factor: float = limit(1000.0, above=0.0)
     """[factor] loss_spike and gradient_spike multiply by it."""
     place: Literal["weight", "master", "moment", "second_moment", "gradient", "activation", "collective"] = "weight"
-    """[choice] Where flipped_bit strikes, in the module's first parameter: the weight computed with, its master, the
+    """[choice] Target of flipped_bit, in the module's first parameter: the weight computed with, its master, the
     optimizer's first or second state tensor, the gradient of this rank, the module's output, the gradient reduced over
     ranks."""
     bit: int = limit(0, at_least=0, at_most=31)
-    """[bit] Which bit of the value flipped_bit flips; 0 is the lowest of the mantissa."""
+    """[bit] Bit that flipped_bit flips; 0 is the lowest of the mantissa."""
     persists: bool = False
-    """[true or false] flipped_bit strikes again whenever the step is run again on this rank, as broken hardware does.
-    false: once."""
+    """[true or false] flipped_bit recurs whenever this rank repeats the step, as on broken hardware. false: once."""
 
 
 @dataclass(frozen=True)
 class ParitySection:
-    """What counts as agreeing with the FP32 twin run; read by `python -m tools.parity`."""
+    """Bounds for agreement with the FP32 twin run; read by `python -m tools.parity`."""
 
     seeds: int = limit(1, at_least=1)
-    """[runs] Pairs of runs, at run.seed, run.seed + 1 and so on. From 2 on a validation delta that FP32 runs also show
-    among each other, from seed to seed, is no failure."""
+    """[runs] Pairs of runs, at run.seed, run.seed + 1 and so on. With 2 or more, a validation delta within the
+    seed-to-seed spread of FP32 passes."""
     controls: int = limit(0, at_least=0, null=0)
-    """[runs] FP32 runs at a learning rate 2^-8 larger, 2^-8 smaller, 2^-7 larger and so on. They
-    diverge from the twin by chaos alone, so twice their root mean square distance is no failure."""
+    """[runs] FP32 runs at a learning rate 2^-8 larger, 2^-8 smaller, 2^-7 larger and so on. They diverge from the twin
+    by chaos alone, so up to twice their root mean square distance passes."""
     points: int = limit(3, at_least=1)
-    """[points] Places of the trajectory at which single steps are compared: the start, then one drawn from each of the
-    other equal parts of the run."""
+    """[points] Points of the trajectory at which single steps are compared: the start, then one drawn at random from
+    each of the other equal parts of the run."""
     draw: int = limit(0, at_least=0)
-    """[number] Seed of the places that are drawn; another one compares other steps."""
+    """[number] Seed of the random points; another seed compares other steps."""
     oracle_steps: int = limit(2, at_least=0, null=0)
-    """[steps] First steps of the FP32 run that are recomputed outside of the engine, and with them the step after each
-    drawn point: an error that both runs share, such as a label that is lost, is beyond FP32's bounds there. 0: none."""
+    """[steps] First steps of the FP32 run to recompute outside the engine, with the step after each drawn point: an
+    error that both runs share, such as a lost label, exceeds FP32's bounds there. 0: none."""
     whole_steps: int = limit(8, at_least=0, null=0)
-    """[steps] Of each so many steps of the trained runs one, drawn, is compared whole with plain torch, and in every
-    step the gradients of linear layers, their norm, copies of weights and a slice of the update (docs/self-check.md).
+    """[steps] One randomly chosen step in this many of the trained runs is compared in full with plain torch; every
+    step's linear gradients, their norm, copies of weights and a slice of the update are compared (docs/self-check.md).
     0: none."""
     validation_delta: float = limit(0.005, above=0.0)
-    """[fraction] Largest distance of the last validation loss from FP32's."""
+    """[fraction] Largest difference of the final validation loss from FP32's."""
     loss_gap: float = limit(0.02, above=0.0)
-    """[fraction] Largest distance of the running median of the training loss from FP32's, anywhere on the curve."""
+    """[fraction] Largest difference of the training loss's running median from FP32's, anywhere on the curve."""
     grad_norm_ratio: float = limit(1.1, above=1.0)
     """[factor] Largest median ratio of gradient norms, either way."""
     skipped_share: float = limit(0.05, at_least=0.0, at_most=1.0)
-    """[fraction] Largest share of skipped steps, without those in which a loss scale that starts high settles."""
+    """[fraction] Largest share of skipped steps, besides those in which a high initial loss scale settles."""
     nonfinite_events: int = limit(0, at_least=0)
-    """[events] Non-finite values allowed, those of overflows that the loss scale answers aside."""
+    """[events] Non-finite values allowed, besides overflows handled by the loss scale."""
     lower_dtypes: int = limit(0, at_least=0)
     """[modules] Modules that may compute a softmax, a norm's statistics, the loss, a rotary table, a router or the
-    residual stream in fewer bits than promised."""
+    residual stream in a lower dtype than promised."""
     unexplained: int = limit(0, at_least=0)
-    """[modules] Modules whose error may be other than rounding in the planned dtype explains: a wrong constant, a term
-    that is missing, a sum in a lower dtype, whatever its size."""
+    """[modules] Modules whose error may exceed what rounding in the planned dtype explains: a wrong constant, a missing
+    term, a sum in a lower dtype, however small."""
     fp8_products: float = limit(1.0, above=0.0)
-    """[factor] Largest distance of the output, the input gradient and the weight gradient of an FP8 layer from those by
-    FP8's definition on what the layer got, in units of what the sums and the dtype around it round."""
+    """[factor] Largest distance of an FP8 layer's output, input gradient and weight gradient from FP8's definition on
+    the same inputs, in units of the rounding of the sums and of the dtype around it."""
     restored_share: float = limit(1.0, at_least=0.0, at_most=1.0)
-    """[fraction] Share of the compared points that must restore from their checkpoint and repeat the recorded loss."""
+    """[fraction] Share of the compared points that must restore from their checkpoint and reproduce the recorded
+    loss."""
     module_error: float = limit(0.02, above=0.0)
-    """[fraction] Largest relative error of a module's output against FP32 on the same inputs: its own error."""
+    """[fraction] Largest relative error that a module adds itself: its output against FP32 on the same inputs."""
     accumulation_error: float = limit(2e-5, above=0.0)
-    """[fraction] Largest relative error of a module's gradient that is the sum of two known ones, added up by the
-    engine: 1e-7 in FP32, 1e-4 and 1e-3 where something adds up in FP16 or BF16."""
+    """[fraction] Largest relative error of the engine's sum of two known gradients of a module: 1e-7 when it
+    accumulates in FP32, 1e-4 and 1e-3 in FP16 and BF16."""
     weighting_error: float = limit(1e-4, above=0.0)
-    """[fraction] Largest relative distance of a module's reduced gradient from what the step's micro-batches add up to
-    when every label counts the same: 0 on a CPU, 0.02 for a mean of means of packed short documents."""
+    """[fraction] Largest relative distance of a module's reduced gradient from the sum over the step's micro-batches
+    with equal weight for every label: 0 on a CPU, 0.02 for a mean of means of packed short documents."""
     loss_error: float = limit(1e-6, above=0.0)
     """[fraction] Largest relative distance of the reported loss from the mean over all labels of the global batch."""
     gradient_error: float = limit(0.15, above=0.0)
     """[fraction] Largest relative error of a module's weight gradients from the same masters and batch."""
     gradient_excess: float = limit(1.5, above=0.0)
-    """[factor] Largest error of a module's weight gradients, beyond one rounding, in units of plain torch's in the
-    run's dtype, from the same masters and batch. Not measured in FP32 and with a manifest."""
+    """[factor] Largest error of a module's weight gradients, beyond one rounding, in units of plain torch's error in
+    the run's dtype, from the same masters and batch. Not measured in FP32 or with a manifest."""
     gradient_cosine: float = limit(0.99, at_least=-1.0, at_most=1.0)
     """[cosine] Smallest cosine of a module's weight gradients with FP32's."""
     sign_agreement: float = limit(0.9, at_least=0.0, at_most=1.0)
@@ -946,38 +945,38 @@ class ParitySection:
     update_error: float = limit(0.001, above=0.0)
     """[fraction] Largest relative error of a module's update against the optimizer in FP64 on the reduced gradient."""
     update_rounding: float = limit(0.0, at_least=0.0, at_most=1.0)
-    """[fraction] Largest share of a module's values whose master or moments an update of AdamW left further from FP64's
-    than FP32's rounding explains: a moment kept in fewer bits, a coefficient that is slightly wrong."""
+    """[fraction] Largest share of a module's values whose master or moments differ after an AdamW update from FP64's by
+    more than FP32's rounding explains: a moment kept in fewer bits, a slightly wrong coefficient."""
     weight_drift: float = limit(0.0, at_least=0.0)
     """[fraction] Largest relative distance of a 16-bit weight from its rounded master."""
     price_per_device_hour: float = limit(0.0, at_least=0.0)
-    """[money] Price of one device for one hour, for the cost of a million tokens; 0 leaves it out."""
+    """[money] Price per device-hour, for the cost per million tokens; 0 leaves it out."""
 
 
 @dataclass(frozen=True)
 class CanarySection:
-    """What `python -m launch.canary` tries before it starts the whole run, and how it watches that one."""
+    """Settings of `python -m launch.canary`: the trial before the whole run, and how it watches that run."""
 
     steps: int | None = limit(None, at_least=1)
     """[steps] Length of the canary: the whole run's first steps, on the same data, schedule and seed. The whole run
-    starts after them, from the canary's state. null: 50, unless data_share says otherwise."""
+    continues from the canary's state. null: 50, or given by data_share."""
     data_share: float | None = limit(None, above=0.0, below=1.0)
-    """[fraction] Share of the whole run's data that the canary takes, from its start: this share of run.steps, rounded,
-    at least one step. null: canary.steps says how many."""
+    """[fraction] Share of the whole run's data, from its start, that the canary trains on: this share of run.steps,
+    rounded, at least one step. null: given by canary.steps."""
     ranks: int | None = limit(None, at_least=1)
     """[processes] Processes of the canary, of its FP32 twin and of the checks. null: as many as the whole run has."""
     check_every: int = limit(0, at_least=0)
-    """[steps] Least distance of the checkpoints whose next steps are compared with FP32 while the whole run goes on. 0:
-    every checkpoint, as far as the checks keep up. The last one is always checked."""
+    """[steps] Smallest distance between checkpoints whose next step is compared with FP32 while the whole run goes on.
+    0: every checkpoint, as far as the checks keep up. The last one is always checked."""
     bounds: dict[str, Any] = field(default_factory=dict)
     """[mapping] Bounds of parity: that differ for the canary and for the checks, such as {module_error: 0.05}."""
     device_hours: float | None = limit(None, above=0.0)
-    """[device hours] Budget of canary, twin and checks: seconds times canary.ranks. A canary that takes more is
-    ended, and the whole run not started; checks that would are left out. null: no limit."""
+    """[device hours] Budget of canary, twin and checks: time x canary.ranks. A canary that exceeds it is stopped, and
+    the whole run not started; checks that would exceed it are left out. null: no limit."""
     fallback: tuple[Literal["promote", "fp32"], ...] = ("promote", "fp32")
-    """[ordered plan] Reactions to a failed check, after the run went back to the last checkpoint that held.
-    promote: the modules that were named compute in FP32 from there on. fp32: all do. Each is tried once; when none is
-    left the run stops with exit code 3."""
+    """[ordered plan] Reactions to a failed check, after the run went back to the last checkpoint that passed. promote:
+    the named modules compute in FP32 from there on. fp32: all modules do. Each is tried once; if none is left, the run
+    stops with exit code 3."""
 
 
 UNPACKED_TASKS = ("seq2seq", "dpo", "grpo")
@@ -986,7 +985,7 @@ UNPACKED_TASKS = ("seq2seq", "dpo", "grpo")
 
 @dataclass(frozen=True)
 class GenerateSection:
-    """The text sample at the end of a run, and on the way."""
+    """Text samples at the end of a run, and during it."""
 
     tokens: int = limit(120, at_least=0, null=0)
     """[tokens] Length of the sample; 0 writes none."""
@@ -995,7 +994,7 @@ class GenerateSection:
     temperature: float = limit(0.8, above=0.0)
     """[factor] Softmax temperature of sampling."""
     at_evaluations: bool = False
-    """[true or false] Sample at each evaluation, too: the run's page shows how the samples change."""
+    """[true or false] Also sample at each evaluation: the run's page shows how the samples change."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             name, line = str(key_node.value), key_node.start_mark.line + 1
             if name in seen and key_node.tag != "tag:yaml.org,2002:merge":
-                problem = f"the key {name} is here a second time (first on line {seen[name]}); remove one of them"
+                problem = f"the key {name} is a duplicate (first on line {seen[name]}); remove one of them"
                 raise ConstructorError(None, None, problem, key_node.start_mark)
             seen[name] = line
         return super().construct_mapping(node, deep)

@@ -1,4 +1,4 @@
-"""Rows as they will be trained: `python -m data.show --config FILE [--rows 3] [key.sub=value ...]`.
+"""Show rows as they will be trained: `python -m data.show --config FILE [--rows 3] [key.sub=value ...]`.
 
 Prepares the data of a run config, if need be, and prints the first rows with the tokens that have labels in colour (on
 a terminal; elsewhere between brackets), then the totals. Starts no training and needs no GPU.
@@ -139,7 +139,7 @@ def _labelled(
 
 
 def _words(tokens: np.ndarray, labels: np.ndarray, special: set[int]) -> Iterator[tuple[int, np.ndarray]]:
-    """Where each word or special token begins, and its tokens: a word's first token has its label."""
+    """The place and tokens of each word or special token; a word's first token has its label."""
     first = {place for place, token in enumerate(tokens) if labels[place] != IGNORED_LABEL or int(token) in special}
     starts = sorted(first | {0})
     for start, end in zip(starts, [*starts[1:], len(tokens)], strict=True):

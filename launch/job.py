@@ -77,7 +77,7 @@ def refusal(arguments: Sequence[str], environment: Mapping[str, str]) -> str | N
 
 def add_processes_option(parser: argparse.ArgumentParser) -> None:
     """--processes; None stands for `default_processes()`."""
-    parser.add_argument("--processes", type=positive_int, help="processes of each job (one a GPU, two without)")
+    parser.add_argument("--processes", type=positive_int, help="processes of each job (default: one per GPU, or two)")
 
 
 def default_processes() -> int:
@@ -192,7 +192,7 @@ def _note_signal(log: Path, code: int) -> None:
     if reported and int(reported[-1][1]) < 0:
         who, code = f"rank {reported[-1][0]}", int(reported[-1][1])
     if code < 0:
-        memory = ", as the kernel does where memory runs out (dmesg tells)" if code == -signal.SIGKILL else ""
+        memory = ", as the kernel does when memory runs out (see dmesg)" if code == -signal.SIGKILL else ""
         with log.open("a", encoding="utf-8") as file:
             file.write(f"error: {who} {describe_exit(code)}{memory}\n")
 

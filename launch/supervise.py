@@ -1,12 +1,12 @@
-"""Start a training job again when, and only when, that helps.
+"""Restart a training job after recoverable failures, and only then.
 
     python -m launch.supervise [options] -- deepspeed --num_gpus 8 train.py --config config/recipes/demo.yaml
 
-Restarts a job of which a rank was killed or crashed, or whose launcher died. Does not restart one that ended: done, a
-wrong config, numerics, checkpoints that cannot be written, run.max_minutes, or a stop requested here. How the run ended
-is read from its events.jsonl, since torchrun and accelerate turn every exit code into 1.
+Restarts a job after a rank or the launcher was killed or crashed. Does not restart one that ended by itself: done, a
+wrong config, numerics, checkpoints that cannot be written, run.max_minutes, or a stop requested here. The run's end is
+read from its events.jsonl, since torchrun and accelerate turn every exit code into 1.
 
-With `deepspeed --hostfile FILE` a restart can continue without the machines that were lost: --min-nodes.
+With `deepspeed --hostfile FILE` a restart can continue without lost machines: --min-nodes.
 
 SIGTERM, SIGUSR1 or Ctrl-C: the run saves and ends with exit code 75. A second one kills it.
 """
@@ -194,7 +194,7 @@ class Supervisor:
         """Text for the log; None when the job may be restarted."""
         if without_progress >= MAX_STARTS_WITHOUT_PROGRESS:
             where = f"beyond step {furthest}" if furthest >= 0 else "to a first step"
-            return f"{without_progress} starts in a row did not get {where}: given up"
+            return f"{without_progress} starts in a row did not get {where}: giving up"
         now, within = time.monotonic(), self._options.within
         self._restarted_at = [moment for moment in self._restarted_at if now - moment < 60 * within]
         if len(self._restarted_at) >= self._options.restarts:
@@ -228,7 +228,7 @@ def main(arguments: Sequence[str]) -> int:
     """Supervise the command after `--`; returns the exit code."""
     parser = Arguments("python -m launch.supervise", __doc__)
     number = parser.add_argument
-    number("--restarts", type=int, default=5, help="largest number of restarts (%(default)s) ...")
+    number("--restarts", type=int, default=5, help="most restarts (%(default)s) ...")
     number("--within", type=float, default=60.0, help="... within this many minutes (%(default)g)")
     number("--wait", type=float, default=5.0, help="seconds before a restart (%(default)g)")
     number("--min-nodes", type=int, help="machines of the hostfile to continue with when others are lost (all)")

@@ -61,7 +61,7 @@ def apply_activation_checkpointing(model: PreTrainedModel, mode: Mode, *, reentr
         )
     if mode != "full" and not blocks:
         raise UserError(
-            f"model.activation_checkpointing = {mode}: no blocks are found in {type(model).__name__}; set it to full "
+            f"model.activation_checkpointing = {mode}: no blocks were found in {type(model).__name__}; set it to full "
             "or none"
         )
     options: dict[str, Any] = {"use_reentrant": reentrant}
@@ -95,7 +95,7 @@ def _recompute_attention(model: PreTrainedModel, blocks: Sequence[GradientCheckp
     count = sum(bool(modules) for modules in found)
     if not count:
         raise UserError(
-            f"model.activation_checkpointing = attention: no attention is found in the blocks of "
+            f"model.activation_checkpointing = attention: no attention was found in the blocks of "
             f"{type(model).__name__}; set it to selective, full or none"
         )
     return count

@@ -30,7 +30,7 @@ _CHECKPOINT = "_gradient_checkpointing_func"
 
 @dataclass(frozen=True)
 class Saved:
-    """What one forward pass saves for its backward pass."""
+    """Activations that one forward pass saves for its backward pass."""
 
     before: int
     """[bytes] Until the first block begins."""

@@ -112,7 +112,7 @@ def _trained_whole(section: AdapterSection, model: Any, *, model_class: str) -> 
         whole = [one for one in owners if all(id(item) in own for item in model.get_submodule(one).parameters())]
         if not whole:
             raise UserError(
-                f"model.name_or_path has no {name}, which an adapter would leave as it was drawn; name its module "
+                f"model.name_or_path has no {name}, which stays at random values under an adapter; name its module "
                 f"{owners[0] if owners else name} in adapter.modules_to_save, or give a model that has it"
             )
         found.append(whole[-1])

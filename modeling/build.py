@@ -1,8 +1,8 @@
 """Build a Hugging Face language model or classifier: from a config with reproducible weights, or from saved weights.
 
-The weights of a model trained from scratch depend on the seed and the module's name only. Every module draws from
-a generator of its own, in FP32, and nothing rounds it but the engine, which keeps masters. So ZeRO 0, 1, 2 and 3, any
-number of ranks, and FP32 and 16-bit runs all start from the same masters and are comparable.
+The weights of a model trained from scratch depend on the seed and the module's name only. Every module draws from its
+own generator, in FP32, and only the engine rounds, which keeps masters. So ZeRO 0, 1, 2 and 3, any number of ranks, and
+FP32 and 16-bit runs all start from the same masters and are comparable.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ Gather = Callable[[Sequence[torch.nn.Parameter]], AbstractContextManager[bool]]
 
 
 def no_gather(parameters: Sequence[torch.nn.Parameter]) -> AbstractContextManager[bool]:
-    """The Gather for parameters that are whole on every rank."""
+    """A Gather for parameters that every rank holds in full."""
     return nullcontext(True)
 
 
-"""Makes the full values of parameters writable inside the context; yields whether this rank has to write them."""
+"""Context in which full parameters are writable; yields whether this rank must write them."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _SIZE = re.compile(r"(?:num|n)_\w+|d_model|\w*(?:size|dim|layers?|heads?)")
-"""Names of sizes and counts in an architecture's config."""
+"""Parts of the names of sizes and counts in architectures' configs."""
 _NEEDED = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "head_dim", "vocab_size"),
     *_EXPERTS,
@@ -65,7 +65,7 @@ def model_config(
     model_class: str = CAUSAL_LM,
     given: Mapping[str, Any] | None = None,
 ) -> PretrainedConfig:
-    """The Hugging Face config of the model to train. given: arguments that the task decides. Raises UserError."""
+    """The Hugging Face config of the model to train. given: arguments set by the task. Raises UserError."""
     if section.name_or_path is not None:
         config = _saved_config(section, model_class)
         config.update(dict(given or {}))
@@ -93,7 +93,7 @@ def model_config(
 
 
 def require_shares(config: PretrainedConfig) -> None:
-    """Raises UserError for heads and experts that do not share evenly, which only shows in the first forward pass."""
+    """Raises UserError for heads and experts that do not divide evenly, which would fail in the first forward pass."""
     heads, groups = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
     latent = getattr(config, "kv_lora_rank", None)  # keys of multi-head latent attention are not shared
     if isinstance(heads, int) and isinstance(groups, int) and not latent and (groups < 1 or heads % groups):
@@ -119,7 +119,7 @@ def _is_dropout(key: str) -> bool:
 
 
 def without_dropout(config: PretrainedConfig, *, kept: Mapping[str, Any]) -> list[str]:
-    """Set the dropout probabilities of a config to 0, those aside that a user has set; the keys that were changed."""
+    """Set the config's dropout probabilities to 0, except those that the user set; returns the changed keys."""
     changed = [key for key in dropout_keys(config) if key not in kept]
     for key in changed:
         setattr(config, key, 0.0)
@@ -138,8 +138,8 @@ def build_model(
     """The model in FP32; under ZeRO-3 each rank holds only its partition. Raises UserError.
 
     Under ZeRO-3 the caller keeps an HfDeepSpeedConfig of FP32 alive; transformers then constructs and loads the model
-    inside `deepspeed.zero.Init`. `gather` gives access to full parameters while the weights are drawn. model_class: of
-    config/task.py. adapter: whose base may be in 4 or 8 bits.
+    inside `deepspeed.zero.Init`. `gather` gives access to full parameters while the weights are drawn. model_class:
+    from config/task.py. adapter: its base may be in 4 or 8 bits.
     """
     auto, options = getattr(transformers, model_class), _options(section)
     if section.attention == "flex_attention" and not torch.accelerator.is_available():
@@ -164,7 +164,7 @@ def empty_model(section: ModelSection, config: PretrainedConfig, *, model_class:
     with _refused(section), init_empty_weights(include_buffers=False):
         try:
             model: PreTrainedModel = getattr(transformers, model_class).from_config(config, **_options(section))
-        except Exception as error:  # constructors raise what a wrong size leads to, such as a KeyError
+        except Exception as error:  # wrong sizes make constructors raise anything, such as a KeyError
             if not section.config or isinstance(error, ImportError):
                 raise
             raise _wrong_shape(section, error, model_class) from error
@@ -173,9 +173,9 @@ def empty_model(section: ModelSection, config: PretrainedConfig, *, model_class:
 
 
 def _wrong_shape(section: ModelSection, error: BaseException, model_class: str) -> UserError:
-    """The error for what an architecture refuses. It names the keys without any one of which a model can be built."""
+    """The error for a config that an architecture refuses. It names the keys of which dropping any one helps."""
     while error.__cause__ is not None:
-        error = error.__cause__  # what was raised inside of a check of huggingface_hub's
+        error = error.__cause__  # raised inside a check of huggingface_hub
     said = one_line(error).rstrip(".")
     said = said if isinstance(error, ValueError | TypeError) else f"{type(error).__name__}: {said}"
     make = AutoConfig.for_model if section.name_or_path is None else AutoConfig.from_pretrained
@@ -193,14 +193,14 @@ def _wrong_shape(section: ModelSection, error: BaseException, model_class: str) 
 
 def _options(section: ModelSection) -> dict[str, Any]:
     """Arguments of transformers' constructors."""
-    # transformers' own choice of attention is sdpa where the model supports it, else eager
+    # transformers chooses sdpa if the model supports it, else eager
     chosen = {} if section.attention == "auto" else {"attn_implementation": section.attention}
     return {"trust_remote_code": section.trust_remote_code, **chosen}
 
 
 @contextmanager
 def _refused(section: ModelSection) -> Iterator[None]:
-    """Turn what transformers raises inside into a UserError."""
+    """Turn errors of transformers inside into a UserError."""
     try:
         yield
     except (ImportError, ValueError, OSError, SafetensorError, UnpicklingError) as error:
@@ -213,8 +213,8 @@ def _refused(section: ModelSection) -> Iterator[None]:
 def _loaded(
     auto: Any, section: ModelSection, config: PretrainedConfig, options: dict[str, Any], *, seed: int, gather: Gather
 ) -> PreTrainedModel:
-    """The saved model; a module that the files lack, such as the head of a new task, is drawn as a new model's."""
-    # another number of labels makes another head, which transformers draws too, from each rank's own generator
+    """The saved model; modules missing in the files, such as a new task's head, are initialised as in a new model."""
+    # with another number of labels transformers draws a new head, from each rank's own generator
     options = {**options, "dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
     with _tying_by_value(gather), _without_report():
         model, found = auto.from_pretrained(section.name_or_path, config=config, **options)
@@ -225,7 +225,7 @@ def _loaded(
     wrong = [key[0] for key in found["mismatched_keys"] if key[0].startswith(base) or not heads]
     if wrong:
         raise ValueError(f"{wrong[0]} has another shape in the files")
-    # as in draw_weights; not by the config, which of T5 1.1, Flan-T5 and mT5 says that the head is tied
+    # as in draw_weights; the configs of T5 1.1, Flan-T5 and mT5 wrongly say that the head is tied
     model.tie_weights(recompute_mapping=False)
     names: dict[torch.nn.Parameter, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -233,7 +233,7 @@ def _loaded(
     wanted = {parameter: min(all_of) for parameter, all_of in names.items() if all_of <= lacking}
     cut = sorted(name for name in wanted.values() if name.startswith(base) and _IN_A_BLOCK.search(name))
     if cut:
-        raise ValueError(f"its files lack {cut[0]}, which no task draws anew; get all of them")
+        raise ValueError(f"its files lack {cut[0]}, which must be loaded; get all of them")
     if wanted:
         draw_weights(model, seed=seed, gather=gather, only=wanted.keys())
         model.drawn = sorted(wanted.values())
@@ -242,7 +242,7 @@ def _loaded(
 
 @contextmanager
 def _without_report() -> Iterator[None]:
-    """Inside, transformers' table of tensors that lack or are left over is not printed, unless loading fails."""
+    """Context that hides transformers' table of missing and unexpected tensors, unless loading fails."""
     logger = logging.getLogger("transformers.modeling_utils")
     held: list[logging.LogRecord] = []
 
@@ -286,13 +286,13 @@ def _tying_by_value(gather: Gather) -> Iterator[None]:
 
 
 def drawn_notes(model: PreTrainedModel) -> list[str]:
-    """Human-readable notes on what a loaded model's files lack and what it does not read; none where they agree."""
+    """Human-readable notes on tensors that are missing or unused in a loaded model's files."""
     notes = []
     if lacking := getattr(model, "drawn", []):
-        notes.append(f"model.name_or_path has no {', '.join(lacking)}: drawn by run.seed")
+        notes.append(f"model.name_or_path has no {', '.join(lacking)}: initialised with run.seed")
     if unread := getattr(model, "not_read", []):
         more = f" and {len(unread) - _NAMED} more" if len(unread) > _NAMED else ""
-        notes.append(f"model.name_or_path has tensors that are not read: {', '.join(unread[:_NAMED])}{more}")
+        notes.append(f"model.name_or_path has unused tensors: {', '.join(unread[:_NAMED])}{more}")
     return notes
 
 
@@ -338,12 +338,12 @@ def draw_weights(
 
 
 def attention_of(model: PreTrainedModel) -> str:
-    """The attention implementation that the model computes with."""
+    """The attention implementation of the model."""
     return str(model.config._attn_implementation)
 
 
 def count_parameters(model: torch.nn.Module, *, trained: bool = False) -> int:
-    """Number of parameters, shared ones once, whole ones also under ZeRO-3. trained: of those that are not frozen."""
+    """Number of parameters, tied ones once, in full also under ZeRO-3. trained: without frozen ones."""
     found, coded = 0, quantised_parameters(model)
     for parameter in model.parameters():
         if trained and not parameter.requires_grad:
@@ -367,7 +367,7 @@ def _bottom_up(
 
 @contextmanager
 def _in_fp32(parameters: Sequence[torch.nn.Parameter], only: Collection[torch.nn.Parameter] | None) -> Iterator[None]:
-    """Inside, the parameters are FP32 on the CPU; on leaving as they were, with what was written to those of `only`."""
+    """Context with parameters in FP32 on the CPU; on exit as before, keeping writes to those of `only`."""
     originals = [(parameter, parameter.data) for parameter in parameters]
     for parameter, original in originals:
         parameter.data = original.to(device="cpu", dtype=torch.float32, copy=True)
@@ -394,7 +394,7 @@ def _saved_config(section: ModelSection, model_class: str) -> PretrainedConfig:
 
 
 def _require_class(section: ModelSection, config: PretrainedConfig, model_class: str) -> None:
-    """Raises UserError for a model that transformers has no class of this kind for."""
+    """Raises UserError for a model without a class of this kind in transformers."""
     known = type(config) in getattr(transformers, model_class)._model_mapping
     if known or getattr(config, "auto_map", None):
         return
@@ -408,25 +408,25 @@ def _require_class(section: ModelSection, config: PretrainedConfig, model_class:
 
 
 def _require_causal(section: ModelSection, config: PretrainedConfig) -> None:
-    """Raises UserError for an encoder such as BERT, of which transformers makes a model that sees all tokens."""
+    """Raises UserError for an encoder such as BERT, whose causal model in transformers attends to all tokens."""
     is_encoder = type(config) in transformers.AutoModelForMaskedLM._model_mapping and not config.is_encoder_decoder
     if is_encoder and getattr(config, "is_decoder", None) is False:
         raise UserError(
-            f"model {section.name_or_path or section.architecture}: a {config.model_type} sees the tokens that it "
+            f"model {section.name_or_path or section.architecture}: a {config.model_type} attends to tokens it "
             "should predict; set task=mlm or task=classify, or model.config.is_decoder=true to hide later ones"
         )
 
 
 _BY_LANGUAGE = ("mbart", "m2m_100", "nllb-moe", "plbart", "seamless_m4t", "seamless_m4t_v2")
-"""Types whose targets begin with the name of a language, which rows do not have."""
+"""Types whose targets start with a language token, which rows do not have."""
 
 
 def _require_decoder_start(section: ModelSection, config: PretrainedConfig) -> None:
-    """Raises UserError for what a batch of sources and targets cannot be made for."""
+    """Raises UserError for models that batches of sources and targets do not fit."""
     name = section.name_or_path or section.architecture
     if config.model_type in _BY_LANGUAGE:
         raise UserError(
-            f"model {name}: targets of {config.model_type} begin with a language, which task = seq2seq does not write; "
+            f"model {name}: targets of {config.model_type} start with a language, which task = seq2seq does not add; "
             "use T5, mT5, BART or Pegasus"
         )
     if getattr(config, "decoder_start_token_id", None) is None:
@@ -437,7 +437,7 @@ def _require_decoder_start(section: ModelSection, config: PretrainedConfig) -> N
 
 
 def refuse_quantised(config: PretrainedConfig, where: str, fix: str) -> None:
-    """transformers would ask for a package, or make other weights of them without a word. where: key and value."""
+    """transformers would ask for a package, or silently change the weights. where: key and value."""
     for shape in (config, config.get_text_config()):
         found = getattr(shape, "quantization_config", None)
         if found:
@@ -448,7 +448,7 @@ def refuse_quantised(config: PretrainedConfig, where: str, fix: str) -> None:
 def _new_config(
     section: ModelSection, model_class: str, decided: Mapping[str, Any], sequence_length: int
 ) -> PretrainedConfig:
-    """decided: arguments that data and task decide, unless the section does."""
+    """decided: arguments set by data and task unless the section sets them."""
     architecture = str(section.architecture)
     known, kind = getattr(transformers, model_class)._model_mapping._model_mapping, KINDS[model_class]
     if architecture not in known:
@@ -462,12 +462,12 @@ def _new_config(
         given["max_position_embeddings"] = sequence_length
     try:
         return AutoConfig.for_model(architecture, **{**given, **section.config})
-    except Exception as error:  # huggingface_hub's own, or what a wrong size leads to
+    except Exception as error:  # from huggingface_hub, or caused by a wrong size
         raise _wrong_shape(section, error, model_class) from error
 
 
 def _is_read(key: str, config: PretrainedConfig, model_class: str) -> bool:
-    """Whether the architecture's code reads a key that its config class does not have, as many do head_dim."""
+    """Whether the architecture's code reads a key that its config class lacks, as many do with head_dim."""
     model = getattr(transformers, model_class)._model_mapping.get(type(config), None)
     if not isinstance(model, type):
         return False
@@ -493,13 +493,13 @@ def _check_keys(given: dict, config: PretrainedConfig, model_class: str) -> None
             continue
         least, usual = int(own.get(key, key) in _NEEDED), getattr(config, key, None)
         if _SIZE.fullmatch(key) and value < least and not (isinstance(usual, int) and usual < least):
-            raise UserError(f"model.config.{key} = {value}: is no size that a model has; give {least} or more")
+            raise UserError(f"model.config.{key} = {value}: is not a valid size; give {least} or more")
         if _is_dropout(key) and not 0 <= value < 1:
-            raise UserError(f"model.config.{key} = {value}: is no probability; give 0 or more, and less than 1")
+            raise UserError(f"model.config.{key} = {value}: is not a probability; give 0 or more, and less than 1")
 
 
 def weights_identity(name: str, commit: str | None = None) -> str:
-    """The identity of a model: sha256 over its weight files, or the revision of a hub's. Raises OSError."""
+    """The identity of a model: sha256 over its weight files, or a hub revision. Raises OSError."""
     folder = Path(name).expanduser()
     if not folder.is_dir():
         commit = commit or getattr(AutoConfig.from_pretrained(name), "_commit_hash", None)

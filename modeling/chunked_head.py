@@ -114,7 +114,7 @@ class ChunkedHead:
             found = run().logits
             probe = self._pass.probe
             if self._pass.calls != 1 or probe is None:
-                raise ValueError(f"it calls its output embedding {self._pass.calls} times a pass")
+                raise ValueError(f"it calls its output embedding {self._pass.calls} times per pass")
         finally:
             self._pass = None
         if found.shape != probe.shape:

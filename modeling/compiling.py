@@ -27,7 +27,7 @@ from modeling.activation_checkpointing import blocks_of
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CHECKPOINTS_IN_FORWARD = "__call__" not in GradientCheckpointingLayer.__dict__
-"""Where transformers calls torch's checkpointing: in the blocks' forward, or, before 5.20 or so, around it."""
+"""Whether transformers calls torch's checkpointing in the blocks' forward; before 5.20 or so, around it."""
 _OPTIONS: dict[str, Any] = {
     # Round where the block's own code rounds: a fused chain of 16-bit operators would round once, at its end.
     "emulate_precision_casts": True,

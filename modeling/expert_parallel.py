@@ -40,7 +40,7 @@ def expert_count(shape: PretrainedConfig) -> int | None:
 
 
 def require_shareable_experts(shape: PretrainedConfig, ranks: int) -> None:
-    """Raises UserError, with the reason, for a model whose experts cannot be shared among so many ranks."""
+    """Raises UserError, with the reason, for a model whose experts cannot be shared among this many ranks."""
     kind, count = shape.get_text_config().model_type, expert_count(shape)
     reason = None
     if kind not in MEASURED:
@@ -48,7 +48,7 @@ def require_shareable_experts(shape: PretrainedConfig, ranks: int) -> None:
     elif count is None or count % ranks:
         reason = f"its {count} experts do not divide among {ranks} ranks"
     if reason is not None:
-        raise UserError(f"parallel.expert = {ranks}: cannot be had for model {kind}: {reason}; set it to 1")
+        raise UserError(f"parallel.expert = {ranks}: not supported for model {kind}: {reason}; set it to 1")
 
 
 def share_experts(model: nn.Module, group: Group, name: str) -> int:

@@ -87,7 +87,7 @@ def uncompilable_reason(device: torch.device) -> str | None:
     if not any(map(which, filter(None, (os.environ.get("CC"), "gcc", "clang", "cc")))):
         return "Triton needs a C compiler, and there is neither gcc nor clang; apt-get install gcc"
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    return None if header.is_file() else f"Triton needs {header}, which is not there; apt-get install python3-dev"
+    return None if header.is_file() else f"Triton needs {header}, which is missing; apt-get install python3-dev"
 
 
 def cannot_run_on(device: torch.device) -> bool:
@@ -99,7 +99,7 @@ def require_liger(architecture: str, device: torch.device) -> None:
     """Raises UserError, with the reason, where Liger's kernels do not support this model type or device."""
     problem = unavailable_reason(device)
     if architecture not in ARCHITECTURES:
-        problem = f"it is not known here for {architecture}, but for {', '.join(sorted(ARCHITECTURES))}"
+        problem = f"it is not supported for {architecture}, only for {', '.join(sorted(ARCHITECTURES))}"
     if problem is not None:
         raise UserError(f"model.kernels = liger: {problem}; or set model.kernels=torch")
 

@@ -44,8 +44,8 @@ class Head(NamedTuple):
     cap: float | None = None
     """Logits x become cap tanh(x / cap), as in Gemma 2."""
     shared: Vocabulary | None = None
-    """With whom the vocabulary is shared; hidden states and labels are the same on these ranks. The softmax's three
-    sums of each token are made over them, and the gradient of the hidden states (Shoeybi et al. 2019, section 3)."""
+    """The ranks that share the vocabulary; they have the same hidden states and labels. Each token's three softmax sums
+    and the gradient of the hidden states are reduced over them (Shoeybi et al. 2019, section 3)."""
     softmax: Callable[..., torch.Tensor] | None = None
     """`modeling.loss_kernel.fused_softmax` where it computes here; None: torch's operators. Without a bias, whose
     gradient is a sum of FP32 gradients, and where the vocabulary is not shared."""
@@ -277,7 +277,7 @@ def likeliest(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def label_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """What `label_loss_sum` adds up, (batch, sequence) of FP32: 0 where a label is masked."""
+    """The terms of `label_loss_sum`, (batch, sequence) of FP32: 0 where a label is masked."""
     losses = functional.cross_entropy(
         logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none"
     )

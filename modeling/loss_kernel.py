@@ -107,4 +107,4 @@ def kernel_problem(device: torch.device, dtype: torch.dtype) -> str | None:
     if not error <= _ERROR:
         return f"its losses are {error:.1e} away from torch's"
     error, allowed = float((logits.float() - gradient).norm() / gradient.norm()), _ERROR + torch.finfo(dtype).eps
-    return None if error <= allowed else f"its gradient is {error:.1e} away from torch's, {allowed:.1e} is allowed"
+    return None if error <= allowed else f"its gradient is {error:.1e} away from torch's, more than {allowed:.1e}"

@@ -63,7 +63,7 @@ def parameter_groups(model: torch.nn.Module, section: OptimizerSection) -> list[
         if not found:
             example = next(name for name, parameter in model.named_parameters() if parameter.requires_grad)
             raise UserError(
-                f"optimizer.groups: match '{group.match}' is the last match of no parameter that is trained; names are "
+                f"optimizer.groups: match '{group.match}' is the last match of no trained parameter; names are "
                 f"like {example}"
             )
     return [groups[key] for key in sorted(groups)]

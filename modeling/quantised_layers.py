@@ -2,7 +2,7 @@
 
 The library's own round inputs to FP16 or to a dtype that the first call sets, and on some CPUs pack their weights anew
 in evaluation. Here every pass rebuilds the weights from their codes and scales and multiplies; the backward pass
-rebuilds them once more, so that only codes and scales are kept.
+rebuilds them, so that only codes and scales are kept.
 
 Imported where a config asks for it: it needs the package.
 """
@@ -65,7 +65,7 @@ class FrozenLinear4bit(_Frozen, Linear4bit):
         return found.view(self.whole_shape)
 
     def scales(self) -> list[torch.Tensor]:
-        """What is held beside the codes."""
+        """The quantisation scales stored beside the codes."""
         state: Any = self.quant_state
         nested = [state.state2.absmax, state.offset] if state.nested else []
         return [state.absmax, *nested]
@@ -89,7 +89,7 @@ class FrozenLinear8bit(_Frozen, Linear8bitLt):
         return codes.mul_((self.largest / 127).unsqueeze(1))
 
     def scales(self) -> list[torch.Tensor]:
-        """What is held beside the codes."""
+        """The quantisation scales stored beside the codes."""
         return [self.largest]
 
     @property

@@ -43,7 +43,7 @@ def router_balance(model: PreTrainedModel, section: ModelSection) -> RouterBalan
     if reason is not None:
         key = "balance_loss" if section.balance_loss else "router_z_loss"
         kind = f"model {model.config.model_type}"
-        raise UserError(f"model.{key} = {getattr(section, key):g}: cannot be had for {kind}: {reason}; set it to 0")
+        raise UserError(f"model.{key} = {getattr(section, key):g}: not supported for {kind}: {reason}; set it to 0")
     return RouterBalance(model, balance=section.balance_loss, z=section.router_z_loss)
 
 
@@ -57,7 +57,7 @@ def untrained_balance(model: PreTrainedModel, section: ModelSection) -> list[str
     reason = _unbalanced_reason(model)
     instead = "set model.balance_loss to train one over the whole global batch"
     if reason is not None:
-        instead = f"model.balance_loss cannot be had for model {model.config.model_type} either: {reason}"
+        instead = f"model.balance_loss is not supported for model {model.config.model_type} either: {reason}"
     return [f"the model's own balancing loss of experts ({own}) is not trained: {instead}"]
 
 
@@ -75,8 +75,8 @@ def _own_balance(config: Any) -> str | None:
 def _unbalanced_reason(model: PreTrainedModel) -> str | None:
     """Why the loss is not defined for a model; None where it is."""
     if model.config.get_text_config().model_type.removesuffix("_text") not in _VERIFIED:
-        return "its routers, if it has any, were not seen to choose experts by a softmax of their logits"
-    return None if _routers(model) else "its config leaves it without routers"
+        return "no router was seen to choose experts by a softmax of its logits"
+    return None if _routers(model) else "its config has no routers"
 
 
 def _routers(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -95,7 +95,7 @@ class RouterBalance:
         self._routers = _routers(model)
         self._balance, self._z = balance, z
         self.routed: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
-        """By router of the last pass: its logits, (tokens, experts), and the experts it chose, (tokens, k) int64."""
+        """Each router's logits of the last pass, (tokens, experts), and the experts it chose, (tokens, k) int64."""
 
     def watching(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The model's forward pass, of which `routed` is kept until the next one."""

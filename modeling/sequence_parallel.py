@@ -54,7 +54,7 @@ class SequenceAttention:
         reason = unshared_reason(shape, str(model.config._attn_implementation), group.size)
         if reason is not None:
             raise UserError(
-                f"parallel.sequence = {group.size}: cannot be had for model {shape.model_type}: {reason}; set it to 1"
+                f"parallel.sequence = {group.size}: not supported for model {shape.model_type}: {reason}; set it to 1"
             )
         self._group, self._apart = group, apart
         self._windows = _windows(shape)
@@ -118,7 +118,7 @@ class SequenceAttention:
         if window == expected and (getattr(module, "is_causal", True) if causal is None else causal):
             return window
         raise UserError(
-            f"parallel.sequence = {self._group.size}: cannot be had for this model: its layer {layer} is not causal, "
+            f"parallel.sequence = {self._group.size}: not supported for this model: its layer {layer} is not causal, "
             f"or passes the window {window} to its attention where the config says {expected}; set it to 1"
         )
 
@@ -137,7 +137,7 @@ class SequenceAttention:
 def unshared_reason(shape: PretrainedConfig, attention: str, ranks: int) -> str | None:
     """Why attention, of this implementation, cannot be shared among `ranks`; None where nothing is known against it."""
     if attention != "sdpa":
-        return f"its attention is {attention}, and this is verified with sdpa"
+        return f"its attention is {attention}, and only sdpa is verified"
     heads = getattr(shape, "num_attention_heads", None)
     if heads is None:
         return "its config names no attention heads"
@@ -147,7 +147,7 @@ def unshared_reason(shape: PretrainedConfig, attention: str, ranks: int) -> str 
     if kinds:
         return f"it has layers of {', '.join(sorted(kinds))}, which need the whole sequence"
     if getattr(shape, "attention_chunk_size", None):
-        return "it attends within chunks"
+        return "it uses chunked attention"
     moving = _rope_types(getattr(shape, "rope_parameters", None) or {}) & {"dynamic", "longrope"}
     if moving:
         return f"the frequencies of its rotary embedding ({', '.join(moving)}) depend on the length of its input"
@@ -221,7 +221,7 @@ def require_equal_logits(
     if apart:
         positions = positions % (_SLICE + _SLICE // 2)
     mine = slice(group.rank * _SLICE, (group.rank + 1) * _SLICE)
-    here = f"parallel.sequence = {group.size}: cannot be had for model {config.model_type}:"
+    here = f"parallel.sequence = {group.size}: not supported for model {config.model_type}:"
     try:
         sliced = forward({"input_ids": ids[:, mine], "position_ids": positions[:, mine], WHOLE_POSITIONS: positions})
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:  # code that makes its own masks

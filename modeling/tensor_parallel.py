@@ -1,4 +1,4 @@
-"""Which models may have their matrices shared among ranks (`parallel.tensor`), and what such a model's parameters are.
+"""Models whose matrices may be shared among ranks (`parallel.tensor`), and the parameters of such a model.
 
 DeepSpeed's AutoTP cuts the linear layers of a block by transformers' `tp_plan`, so that a rank has whole heads (Shoeybi
 et al. 2019, "Megatron-LM"). Norms, embeddings and biases after a sum stay whole on every rank: replicas.
@@ -31,11 +31,11 @@ class Ranks(Protocol):
 
     @property
     def rank(self) -> int:
-        """Which slice is this rank's, from 0."""
+        """The index of this rank's slice, from 0."""
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """The number of slices."""
 
 
 def unshared_reason(shape: PretrainedConfig, ranks: int) -> str | None:
@@ -54,7 +54,7 @@ def unshared_reason(shape: PretrainedConfig, ranks: int) -> str | None:
     for key in _INNER_DROPOUT:
         if getattr(text, key, None):
             value = getattr(text, key)
-            return f"{key} = {value:g} would drop the same of each rank's heads (set model.config.{key}=0)"
+            return f"{key} = {value:g} would drop the same values of every rank's heads (set model.config.{key}=0)"
     for key in _HEAD_NORMS:
         if getattr(text, key, None):
             return f"DeepSpeed does not sum the gradients of the norms of {key} = true, which each rank has whole"
@@ -62,11 +62,11 @@ def unshared_reason(shape: PretrainedConfig, ranks: int) -> str | None:
 
 
 def require_shareable(shape: PretrainedConfig, ranks: int) -> None:
-    """Raises UserError, with the reason, for a model whose matrices cannot be shared among so many ranks."""
+    """Raises UserError, with the reason, for a model whose matrices cannot be shared among this many ranks."""
     reason = unshared_reason(shape, ranks)
     if reason is not None:
         raise UserError(
-            f"parallel.tensor = {ranks}: cannot be had for model {shape.get_text_config().model_type}: {reason}; set it"
+            f"parallel.tensor = {ranks}: not supported for model {shape.get_text_config().model_type}: {reason}; set it"
             " to 1"
         )
 
@@ -90,7 +90,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a parameter is shared out."""
+    """The way that a parameter is cut."""
 
     dimension: int
     sizes: tuple[int, ...]
@@ -103,7 +103,7 @@ class Cut:
         return torch.Size(sizes)
 
     def place(self, slice_shape: torch.Size, rank: int) -> Place:
-        """Where a rank's slice lies in the whole parameter."""
+        """The place of a rank's slice in the whole parameter."""
         inner = slice_shape[self.dimension + 1 :].numel()
         width, whole = (size * inner for size in (self.sizes[rank], sum(self.sizes)))
         return Place(width, whole, sum(self.sizes[:rank]) * inner)
@@ -114,13 +114,13 @@ class Cut:
 
 
 def cut(parameter: Any) -> Cut | None:
-    """How a parameter is cut, as noted on it; None of one that is whole here."""
+    """The noted cut of a parameter; None of one that is whole here."""
     found: Cut | None = getattr(parameter, CUT, None)
     return found
 
 
 def cut_of(parameter: Any) -> Cut | None:
-    """How AutoTP cut a parameter; None of a replica. Raises ValueError where it is not one slice for each rank."""
+    """AutoTP's cut of a parameter; None of a replica. Raises ValueError where it is not one slice for each rank."""
     described = getattr(parameter, _DESCRIBED, None)
     if described is None or described["replicated"]:
         if getattr(parameter, "tensor_model_parallel", False) and described is None:

@@ -29,7 +29,7 @@ POSITIONS = 16
 TOKENS = 512
 """Values of a module's output in one call that are looked at."""
 OUTLIER = 6.0
-"""How many times the median channel's norm an outlier channel has at least. Dettmers et al. 2022 ("LLM.int8()", section
+"""The least norm of an outlier channel, in units of the median channel's. Dettmers et al. 2022 ("LLM.int8()", section
 4.1) look for magnitudes of 6, behind norms that make the usual one about 1."""
 
 

@@ -1,7 +1,7 @@
-"""What a flipped bit is, whom it is blamed on, and what running a step again says about it.
+"""Flipped bits: how they are recognised, which rank is blamed, and how a repeated step is judged.
 
 Pure decisions on numbers that all ranks share; `training/corruption/` gathers them. A step that is run again tells the
-three cases of Megatron-LM's rerun state machine apart: a *transient* fault (another answer the second time, and a
+three cases of Megatron-LM's rerun state machine apart: a *transient* fault (a different answer the second time, and a
 healthy one), a *persistent* one (the rank answers otherwise than other ranks do, or keeps changing its answer), and a
 *numeric* event (every rank gives the same answer bit for bit: it is the model's). docs/corruption.md has more.
 """
@@ -42,9 +42,9 @@ class Flip:
         bits = f", bit{'s' * (len(self.bits) > 1)} {', '.join(map(str, self.bits))}" if self.bits else ""
         who = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"one of ranks {_listed(self.ranks)}"
         how = {
-            "copies": "is not the one of the other ranks",
-            "masters": "is not the other of the two, rounded" if " or " in self.tensor else "does not match its copies",
-            "update": "is not what the optimizer's rule gives",
+            "copies": "differs from the other ranks' value",
+            "masters": "does not match the other one" if " or " in self.tensor else "does not match its copies",
+            "update": "is not the result of the optimizer's rule",
         }[self.found_by]
         return f"{self.tensor} of {self.parameter} on {who} (value {self.index}{bits}) {how}"
 
@@ -54,9 +54,9 @@ class Corruption:
     """A fault of the machine that ends the trust in a step, as the guard judges it."""
 
     what: str
-    """What was found, with rank and host."""
+    """The finding, with rank and host."""
     look_at: str
-    """What to do about the machine."""
+    """The advice about the machine."""
     state_is_good: bool
     """Masters and moments are right. Where they are not, only an older checkpoint has them."""
 
@@ -100,7 +100,7 @@ def judge_reexecution(
     named: Sequence[bool] = (),
     signed: bool = False,
 ) -> Reexecution:
-    """What a repeated step says.
+    """Judge a repeated step.
 
     suspicious: it was repeated for a reason, and not because a check was due. changed: by rank, whether the answer to
     its own inputs differs between the first and the last run. healthy: the last run is. disagreed: by rank b, whether
@@ -121,11 +121,11 @@ def judge_reexecution(
         who = "the same answer bit for bit, twice" + (" and on another rank" if disagreed is not None else "")
         return Reexecution("numeric", (), who)
     if again and agreed and healthy:
-        return Reexecution("transient", own, "another answer the second time")
+        return Reexecution("transient", own, "a different answer the second time")
     if again and agreed:
-        return Reexecution("persistent", own, "another answer each time, and still not a healthy one")
+        return Reexecution("persistent", own, "a different answer each time, and never a healthy one")
     assert disagreed is not None, "one rank agrees with itself"
-    return Reexecution("persistent", _blamed(disagreed, finite), "other answers than other ranks to the same inputs")
+    return Reexecution("persistent", _blamed(disagreed, finite), "answers that differ from other ranks'")
 
 
 def _blamed(disagreed: Sequence[bool], finite: Sequence[tuple[bool, bool]]) -> tuple[int, ...]:

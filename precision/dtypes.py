@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""What a model can compute in."""
+"""The dtypes that a model can compute in."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()} | {
     torch.float64: "fp64",
     torch.float8_e4m3fn: "fp8",

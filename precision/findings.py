@@ -33,7 +33,7 @@ class Finding:
     """Module name as in named_modules(), the class name for the whole model, the full name of a parameter (also for a
     parameter's gradient), or LOSS."""
     tensor: What
-    """What it is: an output or intermediate of the module, a gradient its backward made, a weight, the loss."""
+    """The tensor's role: an output or intermediate of the module, a gradient its backward made, a weight, the loss."""
     kind: Kind
     """inf if the tensor holds any inf, else nan."""
     count: int
@@ -123,5 +123,5 @@ def replace_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) 
 
 
 def in_backward() -> bool:
-    """Whether autograd is running on this thread, which calls modules to compute their outputs once more."""
+    """Whether autograd is running on this thread, which calls modules to recompute their outputs."""
     return torch._C._current_graph_task_id() != -1

@@ -29,7 +29,7 @@ BLOCK = 32
 """Values that share a scale with `block32`, as in OCP's Microscaling Formats 1.0."""
 _EXPONENTS = (-126, 127)  # of normal FP32 numbers
 _ALIGNED = 16  # what the FP8 matmuls of GPUs want the dimensions of weights to be multiples of
-_TRIED_TOKENS, _TRIED_FEATURES = 64, 4096  # a kernel is tried with at most so many of a layer's features
+_TRIED_TOKENS, _TRIED_FEATURES = 64, 4096  # a kernel is tried with at most this many features of a layer
 
 Count = Callable[[str, torch.Tensor, torch.Tensor], None]
 """Called with an operand's name (input, weight, gradient), its values, and the same rounded to FP8."""
@@ -108,7 +108,7 @@ def no_kernel(weight_shape: Sequence[int], device: torch.device, ambient: torch.
         return "it has no scales by block"
     if device.type == "cpu":
         wanted = section.kernel == "scaled_mm" and ambient in (torch.bfloat16, torch.float32)
-        return "" if wanted else "on a CPU it is for BF16 or FP32 around the layer, and not faster"
+        return "" if wanted else "on a CPU it needs BF16 or FP32 around the layer, and is no faster"
     if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (9, 0):
         return f"it needs a GPU of compute capability 9.0, and this is {device}"
     if ambient != torch.bfloat16:
@@ -121,8 +121,8 @@ def no_kernel(weight_shape: Sequence[int], device: torch.device, ambient: torch.
 def kernel_problem(
     weight_shape: Sequence[int], device: torch.device, ambient: torch.dtype, section: Fp8Section
 ) -> str | None:
-    """What is wrong with torch._scaled_mm for such a layer: it raises, or one of the three products is further from
-    FP8's definition than sums and the dtype around the layer round. None: it computes what it should."""
+    """The fault of torch._scaled_mm for this layer: it raises, or one of the three products is further from FP8's
+    definition than sums and the dtype around the layer round. None if it is correct."""
     generator = torch.Generator().manual_seed(0)
     out, width = (min(size, _TRIED_FEATURES) for size in weight_shape)
     given = [

@@ -1,8 +1,8 @@
-"""Judges the health of a step. Decides but does not act; all ranks decide the same, without communication.
+"""Judges the health of a step. Decides but does not act; all ranks decide alike, without communication.
 
-A step is judged between its backward pass and its optimizer step, on a few numbers that all ranks share. Only a
-healthy step is applied (STEP). Every other verdict discards its gradients, so that masters, moments and the learning
-rate schedule stay unchanged, and then reacts. docs/numerics.md has what is unhealthy and which reaction helps.
+A step is judged between its backward pass and its optimizer step, on a few numbers that all ranks share. Only a healthy
+step is applied (STEP). Every other verdict discards its gradients, so that masters, moments and the learning rate
+schedule stay unchanged, and then reacts. docs/numerics.md lists what is unhealthy and which reaction helps.
 
 Budgets are per run and finite, and each reaction gets `guard.max_consecutive_skips` steps to work before the plan is
 asked again, so a run that never becomes healthy ends after at most max_consecutive_skips x (1 + the other budgets)
@@ -33,7 +33,7 @@ from precision.step_health import (
 
 _MOST_DOUBLINGS = 6
 _SUSPICIOUS_SIGMAS = 6.0
-"""[robust standard deviations] A spike this large makes a step worth repeating where guard.spike_sigmas is 0."""
+"""[robust standard deviations] Spike size at which a step is worth repeating if guard.spike_sigmas is 0."""
 
 
 class Warned(Protocol):
@@ -49,7 +49,7 @@ class Warned(Protocol):
 
 
 class Verdict(Enum):
-    """What the training loop should do with this step. Only STEP applies its gradients."""
+    """The training loop's action for this step. Only STEP applies its gradients."""
 
     STEP = "STEP"
     SKIP = "SKIP"
@@ -84,25 +84,25 @@ class Guard:
         self._warned = ""
         self.update_ratio: float | None = None
         """Norm of the last update over norm of the weights. None when that step was not applied or not measured, and
-        during the warm-up, where the ratio has to be small."""
+        during the warm-up, where the ratio is small by design."""
 
     @property
     def lr_factor(self) -> float:
-        """What to multiply the scheduled learning rate by at the next step: 1, or the product of the active cuts."""
+        """The factor on the scheduled learning rate at the next step: 1, or the product of the active cuts."""
         return self._section.cut_lr_factor ** len(self._cuts)
 
     @property
     def used(self) -> dict[str, int]:
-        """How often each reaction was taken in this run: skip, cut_lr, promote and rollback."""
+        """The number of times that each reaction was taken in this run: skip, cut_lr, promote and rollback."""
         return dict(self._used)
 
     def warn(self, warnings: Iterable[Warned]) -> None:
-        """Take early warnings into account at the next `judge`, those that guard.warnings names."""
+        """Take early warnings named in guard.warnings into account at the next `judge`."""
         chosen = [warning.reason for warning in warnings if warning.signal in self._section.warnings]
         self._warned = chosen[0] if chosen else self._warned
 
     def judge(self, health: Health, *, can_promote: bool = False, can_roll_back: bool = False) -> Judgement:
-        """What to do with a step. Changes no state. can_promote, can_roll_back: that is possible now."""
+        """Decide on a step without changing any state. can_promote, can_roll_back: whether that is possible now."""
         skips, limit = health.consecutive_skips, self._section.max_consecutive_skips
         streak = max(skips - self._answered_skips, 0)
         trouble = self._trouble(health)
@@ -117,7 +117,7 @@ class Guard:
         return self._react(trouble, {"promote": can_promote, "rollback": can_roll_back})
 
     def suspicion(self, health: Health) -> str | None:
-        """Why a step is worth repeating to tell a machine's fault from a numeric event; None: it is not."""
+        """The reason to repeat a step, to tell a machine fault from a numeric event; None without one."""
         if health.disagreement:
             return health.disagreement
         found = not_finite(health)
@@ -141,7 +141,7 @@ class Guard:
             self._answered_skips = 0
         if verdict is Verdict.STEP or judgement.routine:
             return
-        # Probation starts over, unless it has been passed and only waits for `take_due_demotions`.
+        # Probation restarts, unless it is over and only waits for `take_due_demotions`.
         self._probation = {step: section.probation_steps if left else 0 for step, left in self._probation.items()}
         if verdict is not Verdict.ABORT:
             self._used[verdict.value.lower()] += 1
@@ -153,8 +153,7 @@ class Guard:
             self._answered_skips = health.consecutive_skips + 1
 
     def take_due_demotions(self) -> list[int]:
-        """The steps whose promotions have passed their probation and are to be taken back now; each is returned
-        once."""
+        """The steps whose promotions have passed probation and are undone now; each is returned once."""
         due = [step for step, left in self._probation.items() if left == 0]
         for step in due:
             del self._probation[step]
@@ -212,13 +211,13 @@ class Guard:
                 passed_over.append(f"{name} has no {'module to promote' if name == 'promote' else 'checkpoint'}")
             else:
                 return Judgement(Verdict(name.upper()), f"{trouble.what}; {self._describe(name)}; {trouble.look_at}")
-        left = "guard.reactions has nothing left" + (f" ({'; '.join(passed_over)})" if passed_over else "")
+        left = "no recovery left in guard.reactions" + (f" ({'; '.join(passed_over)})" if passed_over else "")
         return Judgement(Verdict.ABORT, f"{trouble.what}; {left}; {trouble.look_at}")
 
     def _describe(self, name: str) -> str:
         section = self._section
         texts = {
-            "skip": "the step is skipped",
+            "skip": "weights unchanged",
             "cut_lr": f"the step is skipped and the learning rate multiplied by {section.cut_lr_factor:g} for "
             f"{section.cut_lr_steps} applied steps",
             "promote": f"the step is skipped and the blamed modules go to {section.promote_to}",
@@ -228,7 +227,7 @@ class Guard:
 
 
 def rollback_skip(n_used: int, since_checkpoint: int = 1) -> int:
-    """How many batches after the checkpoint's position in the data order the n-th rollback of a run leaves out.
+    """The number of batches after the checkpoint's position that the n-th rollback of a run leaves out.
 
     The first leaves out everything seen since the checkpoint (`since_checkpoint`, with batches left out); the n-th
     2^(n-1) times as much, at most 64 times, so that a longer stretch of bad data is jumped sooner or later.

@@ -13,7 +13,7 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product_flash_attentio
 """The operators that torch computes element by element where the instructions lack."""
 
 _LIBRARY = torch.library.Library("aten", "IMPL")
-"""What is put into it holds as long as it lives."""
+"""Kernels registered in it hold as long as it lives."""
 
 
 @functools.cache

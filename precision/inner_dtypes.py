@@ -59,7 +59,7 @@ _FLEX = "flex_attention"
 
 @dataclass(frozen=True)
 class _Known:
-    """What the values of a tensor went through."""
+    """The dtypes and operations behind a tensor's values."""
 
     dtype: str
     """The narrowest dtype."""
@@ -70,7 +70,7 @@ class _Known:
 
 
 class InnerDtypes:
-    """What `precision.observe` shows it of a pass, and the report on that."""
+    """The record of a pass that `precision.observe` watches, and the report on it."""
 
     def __init__(self, model: torch.nn.Module, *, root: str) -> None:
         """root: what `where` is in the model's own forward."""
@@ -91,7 +91,7 @@ class InnerDtypes:
         head = find_head() if callable(find_head) else None
         self._ends = {None, root, *(name for name, module in modules.items() if module is head)}
         self.found: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-        """What to module name (or LOSS, outside of all modules) to the dtypes it was computed in."""
+        """Maps an operation to module names (or LOSS, outside of all modules), and these to its dtypes."""
         self.ran: set[str] = set()
         """Modules whose forward was entered."""
         self._compiled: set[str] = set()
@@ -167,7 +167,7 @@ class InnerDtypes:
         routers: str = "fp32",
         compiled: bool = False,
     ) -> dict[str, Any]:
-        """What was computed in which dtype, what in a lower one than promised, and what could not be observed.
+        """The report: dtypes by operation, those lower than promised, and whatever could not be observed.
 
         promised: module name to the dtype of norms' statistics and routers' products where a manifest says. stream: the
         dtype of the residual stream; routers: of routers' products where `promised` has none. compiled: whether the
@@ -287,7 +287,7 @@ class InnerDtypes:
 
 
 def promises(config: Config, compute: str, regions: Regions | None) -> dict[str, Any]:
-    """What a run's config promises, as arguments of `report`. compute: the dtype of its weights."""
+    """A run's promises by its config, as arguments of `report`. compute: the dtype of its weights."""
     by_manifest = regions is not None
     in_fp32 = by_manifest or config.precision.routers == "fp32"
     return {

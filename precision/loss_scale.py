@@ -18,7 +18,7 @@ from config.schema import LossScaleSection
 Reason = Literal["overflow", "hysteresis", "growth"]
 
 MOST_ESCALATIONS = 2
-"""How often a burst may intensify the backoff and double the window: factor^4 and 4 windows at most."""
+"""The number of times that a burst may escalate the backoff and double the window: factor^4 and 4 windows at most."""
 LARGEST_BACKOFF = 256.0
 """Cap of the intensified factor. FP16 spans 2^40 with its subnormals: 2^8 a step finds any scale in five overflows."""
 
@@ -150,7 +150,7 @@ class AdaptivePolicy(ScalePolicy):
 
     @property
     def backoff(self) -> float:
-        """What the next overflow divides the scale by, unless it escalates or is tolerated."""
+        """The divisor of the scale at the next overflow, unless it escalates or is tolerated."""
         return max(self._factor, min(self._factor ** (2**self.escalation), LARGEST_BACKOFF))
 
     @property

@@ -1,8 +1,8 @@
 """The precision manifest: a JSON file that says which module computes in FP32, BF16, FP16 or FP8, and why.
 
 docs/manifest.md has its format. A *region* is a module that multiplies matrices itself, or a norm (`find_regions`). The
-**last match wins**, as in .gitignore. A rule that matches no region, or that later rules overrule everywhere, is an
-error, since it has no effect. A rule lowers a norm only by naming its `module_class`: `model.layers.0.*` would do it by
+**last match wins**, as in .gitignore. A rule that matches no region, or that later rules override everywhere, is an
+error, since it has no effect. A rule lowers a norm only by naming its `module_class`: `model.layers.0.*` would do so by
 accident. This module only decides; `precision.regions` applies the decision to a model.
 """
 
@@ -35,7 +35,7 @@ class Rule:
     compute: Compute
     """Dtype of the matching regions."""
     reason: str
-    """Why, in the user's words."""
+    """The user's reason."""
     match: str | None = None
     """Glob (`*`, `?`, `[...]`; `*` also crosses dots) over the full module name; None: every name."""
     module_class: str | None = None
@@ -92,12 +92,12 @@ def load_manifest(path: Path) -> Manifest:
         fix = 'set it to bf16, and fp8 by a rule with "module_class": "Linear"'
         raise UserError(f"{path}: default = fp8: only linear layers compute in it, and take other inputs; {fix}")
     if file.loss_scale is not None and (file.loss_scale < 1 or file.loss_scale.bit_count() != 1):
-        raise UserError(f"{path}: loss_scale = {file.loss_scale} is not a power of two from 1 on; write one")
+        raise UserError(f"{path}: loss_scale = {file.loss_scale} is not a power of two of 1 or more; write one")
     return Manifest(file.default, file.rules, path)
 
 
 def find_regions(model: torch.nn.Module) -> dict[str, RegionKind]:
-    """Full name to kind of every module that gets a region, in the order of `named_modules`.
+    """Kinds by full name of every module that gets a region, in the order of `named_modules`.
 
     attention: a module with `Attention` in its class name that has projections below it and no further attention; QK^T
     and PV are its own. functional: one that owns a parameter of two or more dimensions and is no embedding, such as
@@ -145,7 +145,7 @@ def assign(manifest: Manifest, model: torch.nn.Module) -> dict[str, Assignment]:
                 f"rules[{winner}]" for winner in sorted(winner for winner in winners if winner is not None)
             )
             raise UserError(
-                f"{_where(manifest, index)} has no effect: {over} below overrules it everywhere, because the last "
+                f"{_where(manifest, index)} has no effect: {over} below overrides it everywhere, because the last "
                 f"match wins; put the general rule first, or remove this one"
             )
     for name, given in assigned.items():
@@ -158,7 +158,7 @@ def assign(manifest: Manifest, model: torch.nn.Module) -> dict[str, Assignment]:
 
 
 def is_router(module: torch.nn.Module) -> bool:
-    """Whether a module gives each token its experts: its class is named so, and it multiplies by weights of its own."""
+    """Whether a module routes tokens to experts: its class is named so, and it multiplies by weights of its own."""
     return "router" in type(module).__name__.lower() and _kind(module) in ("matmul", "functional")
 
 
@@ -166,7 +166,7 @@ FP8_FOR = "fp8 is for linear layers other than the output embedding"
 
 
 def can_be_fp8(model: torch.nn.Module, name: str) -> bool:
-    """Whether a module is a plain linear layer, and not the one that makes the logits, which feed the loss."""
+    """Whether a module is a plain linear layer other than the output embedding, whose logits feed the loss."""
     module: Any = model.get_submodule(name)
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     plain = isinstance(module, torch.nn.Linear) and type(module).forward is torch.nn.Linear.forward
@@ -206,7 +206,7 @@ def _is_attention(module: torch.nn.Module) -> bool:
 
 
 def is_slice(module: torch.nn.Module) -> bool:
-    """Whether DeepSpeed's AutoTP put a module in the place of a linear layer of which this rank has a part.
+    """Whether a module is DeepSpeed AutoTP's slice of a linear layer.
 
     By name, because only training/ imports DeepSpeed. AutoTP's embeddings have the same base class.
     """
@@ -215,13 +215,13 @@ def is_slice(module: torch.nn.Module) -> bool:
 
 
 def _class_names(module: torch.nn.Module) -> list[str]:
-    """Names of a module's classes; a slice of a linear layer has nn.Linear's too, so that rules match either."""
+    """Names of a module's classes; a slice of a linear layer also has nn.Linear's, so that rules match both."""
     names = [kind.__name__ for kind in type(module).__mro__ if kind not in (torch.nn.Module, object)]
     return [*names, torch.nn.Linear.__name__] if is_slice(module) else names
 
 
 def without_adapter(name: str) -> str:
-    """The module that a part of an adapter is in: `...q_proj` of `...q_proj.base_layer`, `...q_proj.lora_A.default`."""
+    """The module of an adapter's part: `...q_proj` for `...q_proj.base_layer` and `...q_proj.lora_A.default`."""
     return _PART_OF_ADAPTER.sub("", name)
 
 
@@ -231,7 +231,7 @@ _PART_OF_ADAPTER = re.compile(r"\.(base_layer|original_module|modules_to_save\.\
 def _matches(rule: Rule, name: str, module: torch.nn.Module, kind: RegionKind) -> bool:
     matches = any(fnmatchcase(known, rule.match or "*") for known in (name, without_adapter(name)))
     if rule.compute == "fp8" and ".lora_" in name and "lora_" not in (rule.match or ""):
-        return False  # of rank r, a factor's matmuls are a few percent of the base's, and hold all that is learnt
+        return False  # the factors' matmuls are a few percent of the base's, and hold all that is learnt
     if rule.module_class is None:
         return kind != "norm" and matches
     return matches and any(fnmatchcase(class_name, rule.module_class) for class_name in _class_names(module))

@@ -65,7 +65,7 @@ class Observation:
         self._matmuls: dict[str, set[str]] = defaultdict(set)
         self._norms: dict[str, set[str]] = defaultdict(set)
         self.inner = InnerDtypes(model, root=ROOT) if with_inner else None
-        """What was computed besides matmuls."""
+        """The dtypes of all operations but matmuls."""
         self._model = model
         self._in_backward = in_backward
         self._running: list[str] = []
@@ -166,7 +166,7 @@ def verify(observation: Observation, dtypes: Mapping[str, str], *, may_idle: Col
     for name, expected in dtypes.items():
         actual = computed.get(name, set())
         if not actual and name not in may_idle:
-            wrong.append(f"{name}: {expected} was promised, but it computed nothing that was seen")
+            wrong.append(f"{name}: {expected} was promised, but no computation of it was seen")
         elif actual - {expected}:
             wrong.append(f"{name}: {expected} was promised, but it computed in {' and '.join(sorted(actual))}")
     if wrong:

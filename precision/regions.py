@@ -123,7 +123,7 @@ class Regions:
 
     @contextmanager
     def ambient(self) -> Iterator[None]:
-        """What is outside every region runs in the manifest's default dtype inside; for calls of parts of the model.
+        """Run the parts outside every region in the manifest's default dtype; for calls of parts of the model.
 
         The backward pass belongs outside: autograd sums gradients with `add`, which refuses to mix BF16 and FP16 there.
         """

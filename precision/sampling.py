@@ -55,7 +55,7 @@ def exponent_counts(samples: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def bins_below(limit: float) -> int:
-    """How many bins of `exponent_counts`, from the first, hold magnitudes below `limit`, a power of two."""
+    """The number of bins of `exponent_counts`, from the first, that hold magnitudes below `limit`, a power of two."""
     return min(max(math.frexp(limit)[1] - 1 + 127, 0), EXPONENTS)
 
 

@@ -1,4 +1,4 @@
-"""What can be wrong with a step, judged by a few numbers that every rank shares.
+"""Checks of a step's health on a few numbers that every rank shares.
 
 Each function looks for one kind of trouble and returns its description, with the numbers, what to look at, and which of
 the guard's reactions can help. precision/guard.py decides what is done.
@@ -56,7 +56,7 @@ class Health:
     disagreement: str = ""
     """Ranks whose gradient norm differs, where running the step again may tell why."""
     corruption: Corruption | None = None
-    """What those checks found, where it could not be made good."""
+    """Their finding, where it could not be corrected."""
     overflowed: tuple[str, ...] = ()
     """Modules whose FP16 activations overflowed in the forward pass."""
     spoiled: tuple[str, ...] = ()
@@ -94,9 +94,9 @@ class Trouble:
     """Something wrong with a step."""
 
     what: str
-    """What is wrong, with the numbers."""
+    """The problem, with the numbers."""
     look_at: str
-    """What to change, or where to read more."""
+    """The advice: a key to change, or where to read more."""
     helps: tuple[str, ...]
     """The reactions of guard.reactions that can help."""
     routine: bool = False
@@ -117,7 +117,7 @@ def not_finite(health: Health) -> Trouble | None:
         return None
     what = f"the step is not finite (loss {health.loss:.4g}, gradient norm {health.grad_norm:.4g})"
     if health.spoiled:
-        advice = "no step repairs it, an older checkpoint may; where FP16 cannot hold it, precision.compute=bf16 does"
+        advice = "go back to an older checkpoint; if it exceeds FP16's range, use precision.compute=bf16"
         return Trouble(f"{health.spoiled[0]} holds values that are not finite: {what}", advice, ("rollback",))
     if health.overflowed:
         advice = (
@@ -137,8 +137,8 @@ def not_finite(health: Health) -> Trouble | None:
         )
     if health.routine_overflow:
         advice = "nothing to do unless it keeps happening"
-        return Trouble(f"FP16 overflow that the loss scale answers: {what}", advice, _ANY, routine=True)
-    advice = f"look at the nonfinite events of step {health.step} in events.jsonl for the rank, module and tensor"
+        return Trouble(f"FP16 overflow, handled by the loss scale: {what}", advice, _ANY, routine=True)
+    advice = f"see the nonfinite events of step {health.step} in events.jsonl for rank, module and tensor"
     return Trouble(what, advice, _ANY)
 
 

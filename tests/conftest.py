@@ -28,7 +28,7 @@ STARTS = (
     (os, "forkpty"),
     (pty, "fork"),
 )
-"""What every new process comes from."""
+"""Functions through which every new process starts."""
 
 hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("untimed")  # a busy machine fails no test
@@ -38,7 +38,7 @@ _STARTS_JOBS = re.compile(r"launches|strange|subprocess|preparation_kills")
 
 @pytest.fixture(autouse=True)
 def _hub_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one test finds out about the hub is not for the next one."""
+    """Whatever one test finds out about the hub is forgotten before the next one."""
     if "HF_HUB_OFFLINE" in os.environ:
         monkeypatch.setenv("HF_HUB_OFFLINE", os.environ["HF_HUB_OFFLINE"])
     else:

@@ -1,5 +1,5 @@
-"""What the documentation names exists: links, headings, `python -m` modules and their options, config keys, events and
-their fields, repository paths, make targets."""
+"""Everything that the documentation names exists: links, headings, `python -m` modules and their options, config keys,
+events and their fields, repository paths, make targets."""
 
 import dataclasses
 import functools
@@ -39,7 +39,7 @@ _COMMAND = re.compile(r"(?:(?:python3? -m|--module) ([A-Za-z][\w.]*\w)|(?<![\w/.
 _ENDINGS = ("py", "md", "json", "jsonl", "yaml", "html", "png", "svg", "txt", "csv", "log", "bin", "idx", "safetensors")
 _NO_KEYS = {"deepspeed.initialize", "data.rows"}  # a function of DeepSpeed's; an entry of environment.json
 _MODULES = ("model.layers", "model.embed_tokens", "model.norm", "model.decoder", "model.encoder")
-"""How the names of a model's own modules begin, which are no keys of the section `model`."""
+"""Beginnings of a model's own module names, which are no keys of the section `model`."""
 _PLACE = re.compile(r"`([\w/]+\.py): ([A-Za-z_]\w*)`")
 """A file and a name that it defines."""
 _PATH = re.compile(rf"(?<![\w/.:@-])(?:{'|'.join(FOLDERS)})/[\w./*-]*[\w*]")
@@ -57,7 +57,7 @@ def code(text: str) -> Iterator[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """What GitHub calls the headings of a page."""
+    """GitHub's anchors for the headings of a page."""
     headings = re.findall(r"^#+ +(.+)$", prose(page.read_text(encoding="utf-8")), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -1,5 +1,6 @@
-"""What the project says of itself in more than one file agrees: version, license, pinned packages, commands of make."""
+"""Facts in several files agree: version, license, pinned packages, commands of make. Docstrings are sentences."""
 
+import ast
 import os
 import re
 import subprocess
@@ -7,6 +8,10 @@ from pathlib import Path
 
 from config.cli import REPOSITORY
 from config.version import VERSION
+from tests.support.imports import source_files
+
+FRAGMENT = r"\s*(?:Of|That|What|Those|From)\b"
+"""Openings of docstrings that have no main verb."""
 
 
 def test_the_newest_entry_of_the_changelog_is_the_version() -> None:
@@ -44,7 +49,7 @@ def test_running_and_testing_are_pinned_apart() -> None:
 
 
 def setup_commands(folder: Path, *arguments: str, target: str = "setup") -> list[str]:
-    """What `make TARGET` would run with an environment in `folder`."""
+    """The commands that `make TARGET` would run with an environment in `folder`."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith("MAKE") and key != "TORCH_INDEX"}
     command = ["make", "--dry-run", target, f"VENV={folder}", *arguments]
     return subprocess.run(
@@ -89,3 +94,20 @@ def test_a_command_of_make_meets_no_folder_on_its_path_that_may_not_be_entered(t
     folders = printed.stdout.strip().split(os.pathsep)
     assert folders[0] == str(REPOSITORY / ".venv/bin") and folders[-1] == str(spaced)
     assert str(tmp_path / "gone") not in folders and "" not in folders
+
+
+def fragments(source: str) -> list[int]:
+    """Lines of docstrings, of attributes too, that open as a fragment."""
+    texts = ast.walk(ast.parse(source)) if re.search(f'"""{FRAGMENT}', source) else ()
+    return [node.lineno for node in texts if isinstance(node, ast.Expr) and re.match(FRAGMENT, str(_text(node)))]
+
+
+def _text(statement: ast.Expr) -> object:
+    return statement.value.value if isinstance(statement.value, ast.Constant) else None
+
+
+def test_no_docstring_opens_as_a_fragment() -> None:
+    assert fragments('x = 1\n"""Of the first row."""\ndef f():\n    """\n    What it is."""\n') == [2, 4]
+    files = [*source_files(REPOSITORY), *(REPOSITORY / "tests").rglob("*.py"), *(REPOSITORY / "docs").rglob("*.py")]
+    found = {str(path): lines for path in files if (lines := fragments(path.read_text(encoding="utf-8")))}
+    assert found == {}, "write a sentence, or a noun phrase that stands alone"

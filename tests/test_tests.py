@@ -19,7 +19,7 @@ def test_every_folder_mirrors_one_of_the_code_and_helpers_are_in_support() -> No
 
 
 def outcome(folder: Path, test: str, *options: str) -> str:
-    """What pytest says at the end of a session of one test, set up as all sessions are."""
+    """The output of pytest at the end of a session of one test, set up as all sessions are."""
     (folder / "test_it.py").write_text(f"import os, pytest\n\n{test}\n")
     words = ["-q", "-p", "no:cacheprovider", "-p", "tests.conftest", "-c", str(REPOSITORY / "pyproject.toml"), *options]
     return start(

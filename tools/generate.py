@@ -1,11 +1,11 @@
 """Text from a trained model: `python -m tools.generate MODEL --prompt TEXT`, `--chat`, or `--rows FILE`.
 
 MODEL is an exported folder, an adapter's folder, or a checkpoints/step-N folder, which is exported to a temporary
-folder first (FP32, an adapter merged). --prompt continues TEXT, or where MODEL has an encoder answers it; with --chat
-it is a user's turn that the tokenizer's chat template renders, and without a TEXT the turns are read from the terminal,
-one a line, as one conversation. --rows answers the last turn of each chat in a JSONL file and counts the answers that
-are that turn to the letter; of an adapter's folder also those of its base, alone. --note writes the count on the run's
-page. Greedy unless --temperature is given; one process, on a GPU where there is one.
+folder first (FP32, an adapter merged). --prompt continues TEXT, or answers it if MODEL has an encoder. With --chat TEXT
+is a user's turn, rendered by the tokenizer's chat template; without TEXT the turns of one conversation are read from
+the terminal, one per line. --rows answers the last turn of each chat in a JSONL file and counts exact matches, for an
+adapter's folder also those of its base alone; --note writes the count on the run's page. Greedy unless --temperature is
+given; one process, on a GPU if there is one.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line. Raises UserError."""
     parser = Arguments("python -m tools.generate", __doc__)
     parser.add_argument("model", type=Path, help="exported folder, adapter's folder or checkpoints/step-N folder")
-    parser.add_argument("--prompt", help="what to continue, or with --chat what the user says")
+    parser.add_argument("--prompt", help="text to continue, or with --chat the user's turn")
     parser.add_argument("--chat", action="store_true", help="render turns with the chat template")
     parser.add_argument("--rows", type=Path, metavar="FILE", help="chats (messages) as JSONL: count exact matches")
     parser.add_argument("--note", type=Path, metavar="RUN", help="with --rows: run folder whose page gets the count")
-    parser.add_argument("--tokens", type=positive_int, default=128, help="largest number of new ones (default 128)")
+    parser.add_argument("--tokens", type=positive_int, default=128, help="most new tokens (default 128)")
     parser.add_argument("--temperature", type=positive_number, help="sample at this temperature (default: greedy)")
-    parser.add_argument("--seed", type=int, default=0, help="of sampling (default 0)")
-    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="to compute in")
+    parser.add_argument("--seed", type=int, default=0, help="seed of sampling (default 0)")
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="compute dtype")
     options = parser.parse_args(arguments)
     if options.prompt is None and not options.chat and options.rows is None:
         raise UserError("--prompt: is missing; give what to continue, --chat or --rows")
@@ -79,7 +79,7 @@ def model_folder(given: Path) -> Iterator[Path]:
         yield given
         return
     if not (given / "deepspeed").is_dir():
-        raise UserError(f"{given}: is no exported folder and no checkpoint; give one of them")
+        raise UserError(f"{given}: is neither an exported folder nor a checkpoint; give one of them")
     from tools.export_hf.export import export, find_source
     from training.checkpoint.retention import read_lock
 

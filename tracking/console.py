@@ -95,7 +95,7 @@ class ConsoleSink:
         """The dtypes inside the modules, when they are not those of the last time; in every case what is too low."""
         dtypes = "; ".join(f"{what} {' and '.join(found)}" for what, found in computed(event).items())
         if dtypes and dtypes != self._dtypes:
-            self.print_line(f"step {event['step']}: seen inside the modules: {dtypes}")
+            self.print_line(f"step {event['step']}: dtypes observed: {dtypes}")
             self._dtypes = dtypes
         for found in lower_than_promised(event):
             self.print_line(f"step {event['step']}: {found}", "yellow")

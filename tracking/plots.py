@@ -107,7 +107,7 @@ def figure(png: Path, width: float, height: float, *, dpi: int = 130, **style: A
         yield drawn
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # a run's name may be Chinese
-            FigureCanvasAgg(drawn).print_png(content)  # `savefig` draws once more before, for the layout alone
+            FigureCanvasAgg(drawn).print_png(content)  # `savefig` would draw twice, first for the layout
     png.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(png, content.getvalue())
 

@@ -90,7 +90,7 @@ class RunDir:
         for folder in (path, path / "checkpoints", path / "plots"):
             if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
                 advice = "change its permissions or choose another run.dir"
-                raise UserError(f"run.dir: {folder} may not be written; {advice}")
+                raise UserError(f"run.dir: {folder} is not writable; {advice}")
         return cls(path)
 
     def write_inputs(self, config: dict[str, Any], deepspeed: dict[str, Any], environment: dict[str, Any]) -> None:

@@ -115,7 +115,7 @@ class RunFacts:
 
     @cached_property
     def verdict(self) -> Verdict:
-        """What became of the run. One that is no folder here, and has no recorded end, is taken to run."""
+        """The run's verdict. A run without a folder here and without a recorded end counts as running."""
         step = int(self.columns.step[-1]) if len(self.columns) else 0
         unchecked = Status("running", step=step) if self.end is None else ended(self.end, step)
         folder = None if self.events is None else self.events.parent

@@ -104,11 +104,11 @@ class RunLock:
                 os.close(handle)
             if time.monotonic() > ends:
                 raise UserError(
-                    f"{folder}: {_words(owner)} still writes this run; end it, or choose another run.name for this one"
+                    f"{folder}: {_words(owner)} is still writing this run; stop it or choose another run.name"
                 )
             if not told:
                 told = True
-                _print(f"waiting for {_words(owner)}, which still writes {folder}")
+                _print(f"waiting for {_words(owner)}, which is still writing {folder}")
             time.sleep(0.2)
 
     def is_of(self, folder: Path) -> bool:
@@ -172,7 +172,7 @@ def _wait_for_silence(folder: Path, owner: dict[str, Any]) -> None:
     while time.monotonic() - since < SILENT_SECONDS:
         if time.monotonic() > ends:
             raise UserError(
-                f"{folder}: {_words(owner)} still writes this run; end it, choose another run.name for this one, or "
+                f"{folder}: {_words(owner)} is still writing this run; stop it, choose another run.name, or "
                 f"remove {path} if no job writes there"
             )
         time.sleep(min(1.0, SILENT_SECONDS / 10))

@@ -145,7 +145,7 @@ def _load(path: Path, parse: Any, kinds: Mapping[str, type]) -> dict[str, Any]:
         return {}
     for name, kind in kinds.items():
         if content.get(name) is not None and not isinstance(content[name], kind):
-            raise UserError(f"{path}: {name} is no {kind.__name__} as it was written; restore or remove the file")
+            raise UserError(f"{path}: {name} is not a {kind.__name__}, as written; restore or remove the file")
     if not all(isinstance(row, dict) and row.keys() >= _LEDGER for row in content.get("ledger") or ()):
-        raise UserError(f"{path}: ledger is not as it was written; restore or remove the file")
+        raise UserError(f"{path}: ledger is not as written; restore or remove the file")
     return content

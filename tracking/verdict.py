@@ -47,7 +47,7 @@ TONES: dict[Word, Tone] = {
     "running": "live",
     "healthy": "good",
 }
-"""How each word is coloured, the worst first."""
+"""The colour of each word, the worst first."""
 WORDS = tuple(TONES)
 STYLES: dict[Tone, str] = {"bad": "bold red", "warn": "bold yellow", "live": "bold green", "good": "bold green"}
 """Colours of a terminal."""
@@ -82,7 +82,7 @@ _UNDECIDED_SKIPS = 10  # of a running run's first steps, before it is said not t
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a run, or becomes of one that trains."""
+    """The outcome of a run, or its state while it trains."""
 
     word: Word
     cause: str
@@ -90,7 +90,7 @@ class Verdict:
     step: int | None
     """Since when: the first step that the verdict rests on; None for a sound run."""
     command: str
-    """What to run next; empty where there is nothing to do."""
+    """The command to run next; empty where there is nothing to do."""
     warnings: int
     """Incidents, early warnings, faults of the machine and failed saves, over all sessions."""
     over: bool
@@ -108,7 +108,7 @@ class Verdict:
 
 
 class Evidence:
-    """What a verdict rests on, taken event by event, in memory that does not grow with the run."""
+    """The evidence for a verdict, taken event by event, in memory that does not grow with the run."""
 
     def __init__(self) -> None:
         self.start: Event = {}

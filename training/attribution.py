@@ -20,7 +20,7 @@ from training.engine.health import Outcome
 from training.engine.rng import generators, restore_generators
 
 _MAX_PARAMETERS = 5
-"""Parameters with a non-finite reduced gradient that are named when no rank found a cause."""
+"""The most parameters with non-finite reduced gradients that are named if no rank found a cause."""
 
 
 def attribute(engine: Engine, batch: Batch, outcome: Outcome, *, step: int) -> list[tuple[int, Finding]]:
@@ -59,9 +59,9 @@ def attribute(engine: Engine, batch: Batch, outcome: Outcome, *, step: int) -> l
 def _without_consequences(
     found: list[tuple[int, Finding]], model: nn.Module, *, ranks: int
 ) -> list[tuple[int, Finding]]:
-    """Leave out what reached a rank from others of the `ranks` that share sequences, matrices or experts.
+    """Drop findings that reached a rank from the other `ranks` that share sequences, matrices or experts.
 
-    Of each group and micro-batch the rank is kept whose finding was made first: passes have one order on all ranks.
+    In each group and micro-batch the rank with the earliest finding is kept: passes have the same order on all ranks.
     """
     ended, begun = {name: at for at, name in enumerate(_ends(model, ""))}, dict(model.named_modules())
     last = len(ended)

@@ -42,9 +42,9 @@ from training.tracing.spans import open_tracing
 
 
 def build(opened: Session) -> tuple[Parts, Progress]:
-    """Everything a run needs, restored from a checkpoint where `run.resume` finds one, and its `run_start` recorded.
+    """Build all parts of a run, restore them from a checkpoint if `run.resume` finds one, and record `run_start`.
 
-    A collective. Raises UserError for what only shows now: a store that cannot be used, a checkpoint of another run.
+    A collective. Raises UserError for an unusable store or a checkpoint of another run.
     """
     resolved, engine, world, batches = opened.resolved, opened.engine, opened.world, opened.batches
     config, run_dir = resolved.config, run_dir_of(resolved)
@@ -98,7 +98,7 @@ def build(opened: Session) -> tuple[Parts, Progress]:
 
 
 def sampled(resolved: Resolved, engine: Engine, corpus: Corpus, record: Record) -> str:
-    """Text from the model in training; empty where none is configured, or a rank cannot read the tokenizer.
+    """Sample text from the model; empty if none is configured or a rank cannot read the tokenizer.
 
     A collective.
     """
@@ -107,7 +107,7 @@ def sampled(resolved: Resolved, engine: Engine, corpus: Corpus, record: Record) 
         return ""
     try:
         tokenizer = load_tokenizer(corpus.tokenizer_folder)
-    except Exception as error:  # the cache may be gone by now, or damaged; the tokenizers raise plain Exception
+    except Exception as error:  # the cache may be gone or damaged; tokenizers raise plain Exception
         problem = f"no text was sampled: {corpus.tokenizer_folder}: {one_line(error)}"
     problem = next(filter(None, engine.world.gather_objects(problem)), None)
     if problem is not None or tokenizer is None:
@@ -145,9 +145,9 @@ def assemble(
     state: dict[str, Any] | None = None,
     **further: Any,
 ) -> tuple[Parts, Progress]:
-    """The parts of a run, and its progress: the only place where they are put together.
+    """The parts of a run, and its progress: the only place that assembles them.
 
-    state: from a checkpoint that was loaded into the engine; None starts the run. further: other fields of Parts.
+    state: from a checkpoint that was loaded into the engine; None for a new run. further: other fields of Parts.
     """
     progress = Progress.from_state_dict(state["progress"]) if state else START
     parts = Parts(
@@ -179,11 +179,11 @@ def _early_warnings(resolved: Resolved, engine: Engine) -> EarlyWarnings:
 
 
 def open_checkpoints(resolved: Resolved, folder: Path, world: World, *, identity: dict[str, Any]) -> Checkpoints:
-    """The run's checkpoints as its config wants them. Raises UserError: no such key, or the store cannot be used."""
+    """The run's checkpoints by its config. Raises UserError for a missing key or an unusable store."""
     section = resolved.config.checkpoint
     keep, remote = Retention(section.keep, every=section.keep_every, best=section.keep_best), None
     if section.dir is not None:
-        from training.checkpoint.store.remote import Remote  # brings fsspec, which most runs do not need
+        from training.checkpoint.store.remote import Remote  # imports fsspec, which most runs do not need
         from training.checkpoint.store.store import Store
 
         store = Store(f"{section.dir.rstrip('/')}/{resolved.config.run.name}", section.storage_options)

@@ -27,13 +27,13 @@ from training.start.rendezvous import forget_port, open_store
 
 T = TypeVar("T")
 _ALLOCATORS = "expandable_segments:True,pinned_max_round_threshold_mb:64"
-"""torch reads it when CUDA starts: device memory without fragments, and no pinned copy of a save that is rounded up to
-a power of two (4.96 GB would take 8.6)."""
+"""Read by torch when CUDA starts: less fragmentation of device memory, and pinned copies for saves that are not rounded
+up to a power of two (4.96 GB would take 8.6)."""
 
 
 @dataclass(frozen=True)
 class SliceGroup:
-    """Consecutive ranks, which are on one node where they fit on it, that have a slice each of the same things."""
+    """Consecutive ranks, on one node if they fit, that each hold a slice of the same things."""
 
     rank: int
     """Number of this rank's slice, from 0."""
@@ -61,7 +61,7 @@ class SequenceGroup(SliceGroup):
 
 @dataclass(frozen=True)
 class ExpertGroup(SliceGroup):
-    """The ranks that share the experts of each layer. They have sequences of their own."""
+    """The ranks that share the experts of each layer, each with its own sequences."""
 
     same: dist.ProcessGroup
     """The ranks that have the same experts as this one, one of each group."""
@@ -115,7 +115,7 @@ class World:
 
     @property
     def zero_ranks(self) -> int:
-        """Over how many ranks ZeRO partitions, and averages gradients."""
+        """The number of ranks over which ZeRO partitions, and averages gradients."""
         return self.world_size // self.tensor.size if self.tensor else self.world_size
 
     @property

@@ -33,15 +33,15 @@ _WORDS: dict[str, tuple[str, str]] = {
         "softmax saturates: lower the learning rate, or use a model that normalises queries and keys",
     ),
     "attention_entropy": (
-        "share of even attention's entropy",
+        "normalized attention entropy",
         "attention collapses onto single keys: lower the learning rate or lengthen the warm-up",
     ),
     "adam_rms": (
-        "gradient over the root of Adam's second moment",
+        "RMS of the gradient over the root of Adam's second moment",
         "the next steps are too large: lower optimizer.betas[1], use optimizer.name=stable_adamw, or cut the rate",
     ),
     "gradient_jump": (
-        "gradient norm over what Adam's second moment remembers",
+        "gradient norm relative to Adam's second moment",
         "the next steps are too large: lower optimizer.betas[1] or use optimizer.name=stable_adamw; look at the batch",
     ),
     "signal_share": (
@@ -57,24 +57,24 @@ _WORDS: dict[str, tuple[str, str]] = {
         "single channels take over: 16-bit and FP8 formats lose the others; look at the heat map of activations",
     ),
     "update_growth": (
-        "growth of the updates over the weights",
-        "the learning rate is higher than this run is used to: cut it, or set guard.max_update_ratio",
+        "growth of the update-to-weight ratio",
+        "the learning rate is higher than before in this run: cut it, or set guard.max_update_ratio",
     ),
     "overflow_steps": (
         "steps until an activation overflows FP16",
         "compute this module in bf16 or fp32 by a rule of the manifest, or let guard.reactions promote it",
     ),
-    "router_entropy": ("share of even use in the experts' load", "few experts do the work: raise model.balance_loss"),
+    "router_entropy": ("normalized entropy of the expert load", "few experts do the work: raise model.balance_loss"),
     "answer_entropy": (
-        "nats a token of the answers' entropy",
+        "answer entropy in nats per token",
         "the policy has collapsed onto single answers: lower the learning rate, raise grpo.beta or grpo.clip_high",
     ),
     "no_signal": (
-        "share of prompts whose answers all have one reward",
+        "share of prompts whose answers all have the same reward",
         "nothing is learned from them: they are solved, too hard, or the reward does not tell answers apart",
     ),
     "truncated": (
-        "share of answers that were cut off at grpo.max_new_tokens",
+        "share of answers cut off at grpo.max_new_tokens",
         "rewards judge halves of answers: raise it, or reward shorter ones (grpo.rewards=[..., length])",
     ),
     "router_z": (
@@ -100,17 +100,17 @@ class EarlyWarning:
     signal: str
     """The key in `warnings` that bounds it."""
     module: str
-    """Where it is furthest out; empty where it is of the whole run."""
+    """The module that is furthest out; empty for a figure of the whole run."""
     value: float
     bound: float
     modules: tuple[str, ...]
     """All where the bound is broken, the worst first."""
     reason: str
-    """In words: what, where, its bound and what to do."""
+    """The human-readable reason: what, where, its bound and what to do."""
 
 
 class SecondMomentMemory:
-    """What Adam's second moment, an average by beta2, remembers of the global gradient norm, and its mean age.
+    """The global gradient norm that Adam's second moment (an average by beta2) remembers, and its mean age.
 
     A gradient's norm over the root of the memory, which counts it already, is its RMS_t (engine/adam_signals.py).
     """
@@ -164,7 +164,7 @@ class EarlyWarnings:
         self._growing: dict[str, list[tuple[int, float]]] = {}
 
     def before_step(self, health: Health) -> list[EarlyWarning]:
-        """What the gradient says before it is applied: `gradient_jump`, or nothing."""
+        """The warning about the gradient before it is applied, `gradient_jump`, or none."""
         if self._memory is None or not health.finite:
             return []
         jump = self._memory.jump(self._clipped(health.grad_norm))
@@ -188,7 +188,7 @@ class EarlyWarnings:
         return self._memory.age if self._memory is not None else None
 
     def after_telemetry(self, step: int, fields: Mapping[str, Any], *, warm: bool) -> list[EarlyWarning]:
-        """What a measured step says. fields: of its `telemetry` event. warm: as above."""
+        """The warnings of a measured step. fields: of its `telemetry` event. warm: as above."""
         by_signal: dict[str, dict[str, float]] = defaultdict(dict)
         for module, figures in fields["attentions"].items():
             by_signal["attention_logit"][module] = figures["logit"]
@@ -249,7 +249,7 @@ class EarlyWarnings:
         what, advice = _WORDS[signal]
         where = f"{worst}: " if worst else ""
         healthy = f"{'at least' if signal in _AT_LEAST else 'at most'} {bound:g} is healthy, warnings.{signal}"
-        more = f"; so in {len(order) - 1} more modules" if len(order) > 1 else ""
+        more = f"; and {len(order) - 1} more module{'s' * (len(order) > 2)}" if len(order) > 1 else ""
         reason = f"{where}{what} {broken[worst]:.3g}{further} ({healthy}){more}; {advice}"
         yield EarlyWarning(signal, worst, float(f"{broken[worst]:.6g}"), float(bound), tuple(order), reason)
 

@@ -46,7 +46,7 @@ def finish(parts: Parts, ending: Ending) -> None:
 
 
 def _judge(parts: Parts, end: dict[str, Any]) -> tuple[Verdict | None, dict[str, Any]]:
-    """The verdict on a run that is about to record `end`, and further fields of it; none where events are damaged."""
+    """The verdict on a run that is about to record `end`, and more fields for it; none if events are damaged."""
     run_dir = run_dir_of(parts.resolved)
     try:
         facts = read_run_folder(run_dir, run_dir.name)
@@ -82,7 +82,7 @@ def _report(parts: Parts, sample: str, ending: Ending, verdict: Verdict | None) 
             screen.print(printable(sample.strip()), style="dim")
         screen.print(words(f"report   {os.path.relpath(report)}"))
         screen.print(words(f"plot     {os.path.relpath(run_dir.plots / 'run.png')}"))
-    except Exception as error:  # the run is over and recorded: what is for people must not make it a failed one
+    except Exception as error:  # the run is over and recorded: a report must not fail it
         again = f"python -m tracking.report {shlex.quote(str(run_dir.path))} writes it again"
         screen.print(words(f"report   was not written: {one_line(error)}; {again}"))
     if verdict is None:

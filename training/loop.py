@@ -13,7 +13,7 @@ from training.step import train_step
 
 @dataclass(frozen=True)
 class Ending:
-    """Where a run ended, and how."""
+    """The step at which a run ended, and the reason."""
 
     progress: Progress
     exit_code: int
@@ -21,10 +21,10 @@ class Ending:
 
 
 def train(parts: Parts, progress: Progress) -> Ending:
-    """Train from `progress` until the planned steps are done, the guard says stop, or a stop is requested.
+    """Train from `progress` until the planned steps are done, the guard aborts, or a stop is requested.
 
-    The last state is saved as a checkpoint, unless no step was made, `checkpoint.at_end` is off and all steps are done,
-    or the ending says that the save failed.
+    The last state is saved as a checkpoint, unless no step ran, all steps are done with `checkpoint.at_end` off, or the
+    save fails, which the ending reports.
     """
     config, saves = parts.resolved.config, parts.checkpoints
     saving, evaluating = config.checkpoint, config.evaluate
@@ -39,12 +39,12 @@ def train(parts: Parts, progress: Progress) -> Ending:
             record_saves(parts)
         if judgement.verdict is Verdict.ABORT:
             broken = health.corruption
-            # masters that are known to be wrong must not replace the last checkpoint
+            # wrong masters must not replace the last checkpoint
             problem = save_now(parts, progress) if broken is None or broken.state_is_good else None
             code = DIVERGED if broken is None else BROKEN
             return Ending(progress, code, judgement.reason + (f"; {problem}" if problem else ""))
         if judgement.verdict is Verdict.ROLLBACK:
-            save_now(parts, progress)  # after a crash, the used budget and the skipped batches must not come back
+            save_now(parts, progress)  # so that a crash does not undo the used budget and the skipped batches
             continue
         if health.preempted:
             problem = save_now(parts, progress)
@@ -67,7 +67,7 @@ def train(parts: Parts, progress: Progress) -> Ending:
 
 
 def evaluate(parts: Parts, progress: Progress) -> float:
-    """Record the model's metrics on the validation set, whole and by part; the loss on the whole."""
+    """Record metrics on the validation set, as a whole and by part; returns the loss on the whole."""
     evaluation = parts.engine.evaluate(parts.validation())
     by_source = {name: parts.engine.evaluate(own) for name, own in parts.validation_by_source().items()}
     sample = parts.examples() or (parts.sample() if parts.resolved.config.generate.at_evaluations else "")
@@ -81,20 +81,20 @@ def start_save(parts: Parts, progress: Progress, validation_loss: float | None =
 
 
 def _unsaved(progress: Progress, problem: SaveFailed | None) -> Ending | None:
-    """How a run ends whose last save failed; None where it did not."""
+    """The ending of a run whose last save failed; None where it did not."""
     if problem is None:
         return None
     return Ending(progress, DIVERGED if isinstance(problem, NotFinite) else UNSAVED, str(problem))
 
 
 def save_now(parts: Parts, progress: Progress) -> SaveFailed | None:
-    """Save a checkpoint and wait for it; the error, or None."""
+    """Save a checkpoint and wait for it; returns the error, or None."""
     start_save(parts, progress)
     return record_saves(parts)
 
 
 def record_saves(parts: Parts) -> SaveFailed | None:
-    """Record the outcomes of saves, waiting for one in progress, and notes; the last save's error, or None."""
+    """Record notes and the outcomes of saves, waiting for one in progress; returns the last save's error, or None."""
     problem = None
     for line in parts.checkpoints.take_notes():
         parts.record.note(line)

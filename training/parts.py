@@ -39,11 +39,11 @@ class Parts:
     validation: Callable[[], Iterable[Batch]] = tuple
     """Gives the validation set's batches, from its start."""
     validation_by_source: Callable[[], dict[str, Iterable[Batch]]] = dict
-    """The same of each source of a mixture."""
+    """The same for each source of a mixture."""
     sample: Callable[[], str] = str
-    """Gives text from the model; empty for none. A collective."""
+    """Samples text from the model; empty for none. A collective."""
     examples: Callable[[], str] = str
-    """Gives prompts of the newest evaluation with sampled answers and rewards; empty for a task that samples none."""
+    """The newest evaluation's prompts with sampled answers and rewards; empty for a task that samples none."""
     preemption: Preemption = field(default_factory=lambda: Preemption(signals=False))
     checks: Checks | None = None
     self_check: SelfCheck | None = None
@@ -52,7 +52,7 @@ class Parts:
     profiling: Profiling | None = None
 
     def state_dict(self, progress: Progress) -> dict[str, Any]:
-        """What a checkpoint holds besides DeepSpeed's files and the random generators, as plain types."""
+        """The state in a checkpoint besides DeepSpeed's files and the random generators, as plain types."""
         return {
             "progress": progress.state_dict(),
             "scaler": self.engine.scaler_state(),
@@ -76,7 +76,7 @@ class Parts:
         return progress
 
     def watching(self, progress: Progress) -> AbstractContextManager[Any]:
-        """Spans and the profiler around one attempted step, where they are configured; progress: before it."""
+        """Context of spans and profiler, if configured, around one attempted step; progress: before it."""
         if self.tracing is None and self.profiling is None:
             return nullcontext()
         stack = ExitStack()

@@ -1,4 +1,4 @@
-"""Where a run stands: the counters that an exact resume needs."""
+"""The counters that an exact resume needs."""
 
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self

@@ -1,4 +1,4 @@
-"""Which precision regions were promoted to a wider dtype than their manifest's, and are on probation."""
+"""Precision regions that were promoted to a wider dtype than their manifest's, and are on probation."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,13 +12,13 @@ Causes = Sequence[tuple[int, Finding]]
 
 
 class Promotions:
-    """The modules that were promoted, by the step that was refused for them, with the dtype to go back to."""
+    """Promoted modules by the step refused for them, with the dtype to return to."""
 
     def __init__(self) -> None:
         self.by_step: dict[int, dict[str, str]] = {}
 
     def state_dict(self, regions: Regions | None) -> dict[str, Any]:
-        """Plain types, for a checkpoint: the promotions and every region's present dtype."""
+        """Plain types, for a checkpoint: the promotions and every region's current dtype."""
         return {
             "by_step": [[step, dict(modules)] for step, modules in self.by_step.items()],
             "regions": regions.state_dict() if regions is not None else None,
@@ -32,10 +32,9 @@ class Promotions:
 
 
 def promotable(regions: Regions | None, causes: Causes, *, to: str) -> tuple[list[str], str]:
-    """The precision regions in which the causes lie and that are narrower than `to`, and the dtype they should go to.
+    """The regions of the causes that are narrower than `to`, and the dtype to promote them to.
 
-    Those in FP8 go to BF16 first, and by themselves. Without a cause (an overflow that no rank could trace) all FP16
-    regions.
+    FP8 regions go to BF16 first, alone. Without a cause (an overflow that no rank could trace): all FP16 regions.
     """
     if regions is None:
         return [], to
@@ -50,14 +49,14 @@ def promotable(regions: Regions | None, causes: Causes, *, to: str) -> tuple[lis
 
 
 def promote(regions: Regions, promotions: Promotions, modules: Sequence[str], *, to: str, step: int) -> None:
-    """Move `modules` to `to`, remembering where they were."""
+    """Move `modules` to `to`, remembering their previous dtypes."""
     promotions.by_step[step] = {name: regions.dtypes[name] for name in modules}
     for name in modules:
         regions.set(name, to, f"promoted after step {step}")
 
 
 def demote_due(regions: Regions | None, promotions: Promotions, guard: Guard) -> dict[str, str]:
-    """Undo the promotions whose probation is over; what was changed, module to dtype."""
+    """Undo the promotions whose probation is over; returns the changes, module to dtype."""
     changed: dict[str, str] = {}
     for step in guard.take_due_demotions():
         for name, compute in promotions.by_step.pop(step, {}).items():

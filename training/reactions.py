@@ -18,8 +18,8 @@ from training.record import record_incident
 def roll_back(parts: Parts, progress: Progress, *, repeat: bool = False) -> tuple[Progress, str]:
     """Return to the last good checkpoint and skip the batches that broke the run; the new position and the path.
 
-    repeat: it was not the batches, and none is skipped. Raises RuntimeError when there is no checkpoint (the guard asks
-    first).
+    repeat: the batches were not at fault, so none is skipped. Raises RuntimeError when there is no checkpoint (the
+    guard asks first).
     """
     path = parts.checkpoints.find("auto")
     if path is None:

@@ -139,7 +139,7 @@ def record_evaluation(
     *,
     sample: str = "",
 ) -> None:
-    """The `eval` event. whole: of the validation set; by_source: of each part that has a name. sample: text of then."""
+    """The `eval` event. whole: of the validation set; by_source: of each named part. sample: text sampled then."""
     further: dict[str, Any] = {"metrics": whole.metrics} if whole.metrics else {}
     if sample:
         further["sample"] = sample

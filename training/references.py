@@ -31,7 +31,7 @@ from training.engine import Engine
 
 SECONDS_BETWEEN_LINES = 30.0
 Tables = dict[str, np.ndarray]
-"""Split to (pairs, lengths, 2) float32, as the column REFERENCE has it."""
+"""Split to (pairs, lengths, 2) float32, as in the column REFERENCE."""
 
 
 def add_references(corpus: Corpus, engine: Engine, resolved: Resolved, *, base: str | None) -> list[str]:
@@ -106,7 +106,7 @@ def _pairs(splits: dict[str, RowShards]) -> str:
 
 
 def _share_out(corpus: Corpus, values: np.ndarray) -> None:
-    """Give the validation set of each source of a mixture its part of the whole's."""
+    """Split the validation set's column among the sources of a mixture."""
     first = 0
     for split in corpus.validation_by_source.values():
         shards = _rows(split)

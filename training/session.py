@@ -1,4 +1,4 @@
-"""Data, process group, model, engine and batches of a resolved config, built alike for `train.py` and every tool."""
+"""Data, process group, model, engine and batches of a config, built in one way for `train.py` and all tools."""
 
 import dataclasses
 import json
@@ -48,7 +48,7 @@ from training.watchdog import watch
 
 @dataclass(frozen=True)
 class Session:
-    """Everything that a run, or a tool that builds one, works on; on this rank."""
+    """Everything on this rank that a run, or a tool that builds one, works with."""
 
     resolved: Resolved
     corpus: Corpus
@@ -57,14 +57,14 @@ class Session:
     engine: Engine
     batches: Batches
     base: str | None = None
-    """Identity of the model under an adapter, or of the reference of preferences: sha256 of its files, or a hub's
-    revision. None where a run starts from it and needs it no more."""
+    """Identity of an adapter's base model, or of the reference model: sha256 of its files, or a hub revision. None
+    where a run only starts from it."""
     teacher: str | None = None
     answers: Any = None
     """`batches`, where they sample answers to prompts (training/rollouts/batches.py); else None."""
 
     def validation(self) -> Iterable[Batch]:
-        """The validation set's batches, from its start; `evaluate.batches` of them or all."""
+        """Batches of the validation set, `evaluate.batches` of them or all."""
         return self._validation(self.corpus.validation)
 
     def validation_by_source(self) -> dict[str, Iterable[Batch]]:
@@ -73,15 +73,15 @@ class Session:
 
     @property
     def left_out(self) -> str | None:
-        """Which rows `evaluate.batches` leaves out, human-readable; None where none, and for documents."""
+        """The rows that `evaluate.batches` leaves out, human-readable; None where none, and for documents."""
         config, size = self.resolved.config, self.resolved.batch.global_size
         most, held_out = config.evaluate.most_batches, self.corpus.validation.sequences(config.data.sequence_length)
         of_rows = isinstance(self.corpus.validation, RowShards)
         if not of_rows or not config.evaluate.every_steps or most is None or held_out <= most * size:
             return None
         return (
-            f"evaluate.batches = {most}: an evaluation is of {most * size:,} of the {held_out:,} sequences held out, "
-            "evenly spaced; null is all"
+            f"evaluate.batches = {most}: an evaluation uses {most * size:,} of the {held_out:,} held-out sequences, "
+            "evenly spaced; null uses all"
         )
 
     def _validation(self, split: TokenShards | RowShards) -> Iterable[Batch]:
@@ -136,17 +136,16 @@ def session(
 ) -> Iterator[Session]:
     """Join the process group, prepare the data, build model, engine and batches; close them afterwards. A collective.
 
-    corpus, world: where they are there already; the process group is then left as it is. trains: this is the job of
-    `train.py` itself: lost ranks are watched for, and its run folder is opened before anything is built. shares: which
-    of `parallel.sequence`, `tensor` and `expert` is verified for what follows; all are for a job of `train.py`. Raises
-    UserError for what only shows now.
+    corpus, world: existing ones to use; the process group then stays open. trains: the caller is `train.py`: lost ranks
+    are watched for, and the run folder is opened before anything is built. shares: those of `parallel.sequence`,
+    `tensor` and `expert` that the caller is verified with; `train.py` is with all. Raises UserError.
     """
     config = resolved.config
     refuse_sharing(resolved.batch, but=("sequence", "tensor", "expert") if trains else shares)
     with ExitStack() as ends:
         joined = world is None
-        transformers.utils.logging.set_verbosity_error()  # what matters of its warnings is refused or a note
-        if resolved.rank or not sys.stderr.isatty():  # one bar a rank, and in a log a line for each of its states
+        transformers.utils.logging.set_verbosity_error()  # its warnings that matter are errors or notes of ours
+        if resolved.rank or not sys.stderr.isatty():  # it prints one bar per rank, and a line per update in a log
             transformers.utils.logging.disable_progress_bar()
         if world is None:
             world = distributed.join(resolved)
@@ -159,7 +158,7 @@ def session(
             crash, owned = Crash(run_dir_of(resolved).events, world.rank), list[bool]()
 
             def write_end(cause: str, exit_code: int) -> bool:
-                """A job that was refused the run folder must not end the run of the one that has it."""
+                """A job that was refused the run folder must not record an end for the job that owns it."""
                 return bool(owned) and crash.write(cause, exit_code)
 
             ends.enter_context(watch.watched(world, write_end))
@@ -172,24 +171,24 @@ def session(
         shape = shape_of_model(config, corpus)
         quiet = without_dropout(shape, kept=config.model.config) if config.task in ("dpo", "grpo") else []
         if trains:
-            check_validation(resolved, corpus)  # before what takes long
+            check_validation(resolved, corpus)  # before the slow part
             ends.enter_context(locked_run_dir(resolved, world))
             owned.append(True)
         vocabulary = shape.get_text_config().vocab_size
         teacher = None
         if config.distill.teacher is not None:
             corpus, teacher = answers("teacher").prepare_teacher(resolved, corpus, world, vocabulary=vocabulary)
-        with suppress(OSError):  # then it counts from the process's start
+        with suppress(OSError):  # the peak then counts from the process's start
             forget_peak_memory(world.device)
         engine = build_engine(resolved, shape, world)
         if quiet:
             engine.notes.append(f"dropout of the model is off, as the reference has none: {', '.join(quiet)}")
-        # what `auto` became, for the record and for whoever starts it again
+        # the value that `auto` resolved to, for the record and for restarts
         model = replace(config.model, attention=attention_of(engine.model))
         resolved = replace(resolved, config=replace(config, model=model))
         if not joined:
             ends.callback(engine.close)
-        # ranks that share matrices drop out alike: what each of them has whole would else part
+        # ranks that share matrices need equal dropout masks, or their replicated parameters would diverge
         seed_everything(config.run.seed + world.zero_rank)
         needed = config.model.name_or_path is not None and (config.adapter.kind != "none" or config.task == "dpo")
         base = None
@@ -210,7 +209,7 @@ def session(
 
 
 def _adapter(section: AdapterSection) -> str | None:
-    """The adapter's settings; a base in floats is left out, as in checkpoints from before there was another."""
+    """The adapter's settings, without a base in floats, as in checkpoints from before other bases existed."""
     if section.kind == "none":
         return None
     own = dataclasses.asdict(section)
@@ -233,7 +232,7 @@ def _sampling(config: Config) -> str:
 
 
 def check_validation(resolved: Resolved, corpus: Corpus) -> None:
-    """Raises UserError where evaluations are asked for and there is nothing to evaluate on."""
+    """Raises UserError if evaluations are configured and the validation set is empty."""
     config = resolved.config
     if config.evaluate.every_steps and not corpus.validation.sequences(config.data.sequence_length):
         rows = config.learns_rows or config.task == "classify"
@@ -271,14 +270,14 @@ def run_dir_of(resolved: Resolved) -> RunDir:
 
 @contextmanager
 def locked_run_dir(resolved: Resolved, world: World) -> Iterator[RunDir]:
-    """The run folder, made and locked by rank 0 and known to all. A collective. Raises UserError on every rank."""
+    """The run folder, created and locked by rank 0. A collective. Raises UserError on every rank."""
     run = resolved.config.run
     root, error = Path(run.dir).expanduser(), None
     with ExitStack() as ends:
         if world.is_main:
             try:
                 ends.enter_context(created_and_locked(root, run.name, fresh=run.resume == "never"))
-            except Exception as problem:  # raised on every rank, so that none waits for one that has stopped
+            except Exception as problem:  # raised on every rank, so that none waits for rank 0
                 error = problem
         error = world.from_main(error)
         if error is not None:

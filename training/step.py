@@ -1,7 +1,7 @@
 """One optimizer step, from the batch to the record.
 
-forward, backward -> norm -> (again, if it is suspicious) -> (causes, if it is not finite) -> judge -> apply or discard
--> record -> react
+forward, backward -> norm -> (repeat, if suspicious) -> (attribute, if not finite) -> judge -> apply or discard ->
+record -> react
 """
 
 import time
@@ -39,13 +39,13 @@ def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, H
     # Forward and backward of every micro-batch. Where due, dtypes and gradients are observed.
     watch, telemetry, checks = _due_watch(parts, progress), _due_telemetry(parts, progress), parts.checks
     signing = checks.signing(progress.step + 1) if checks else nullcontext()
-    watching = _watching(parts, watch, batch)  # inside of telemetry, whose probe is an FP32 pass of its own
+    watching = _watching(parts, watch, batch)  # inside telemetry, whose probe runs an FP32 pass of its own
     compared = _due_self_check(parts, progress)
     comparing = compared.watching(batch) if compared else nullcontext()
     with telemetry.watching(batch) if telemetry else nullcontext(), signing, watching, comparing:
         outcome = engine.forward_backward(batch, step=batch.position + 1)
 
-    # The norm of the reduced gradients, and one small gather, after which every rank decides the same.
+    # The norm of the reduced gradients, and one small gather, so that every rank decides alike.
     measure = partial(
         engine.health,
         progress=progress,
@@ -55,7 +55,7 @@ def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, H
     )
     if checks is None:
         found = Examined(outcome, measure(outcome))
-    else:  # values that differ are repaired, and a suspicious step is made again
+    else:  # values that differ are repaired, and a suspicious step is repeated
         health = measure(outcome, checks=checks.numbers(progress.step + 1), repeats=checks.reexecutes)
         found = checks.examine(batch, outcome, health, again=partial(measure, repeats=True), suspicion=guard.suspicion)
     outcome, health = found.outcome, found.health
@@ -63,7 +63,7 @@ def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, H
     health = health.with_causes([finding for _, finding in causes]) if causes else health
     warnings = parts.warnings.before_step(health)
     unlike = compared.after_passes(health) if compared else []
-    telemetry = telemetry or (parts.telemetry if warnings else None)  # which module's gradients jumped
+    telemetry = telemetry or (parts.telemetry if warnings else None)  # to name the module whose gradients jumped
     measured = telemetry is not None and health.finite
     if telemetry is not None and measured:
         telemetry.measure()
@@ -119,7 +119,7 @@ def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, H
 
 
 def _due_watch(parts: Parts, progress: Progress) -> Observation | None:
-    """An observer of the compute dtypes, on the first step of a session and at the configured interval."""
+    """An observer of compute dtypes, if due: on the first step of a session and at the configured interval."""
     every = parts.resolved.config.precision.verify_every_steps
     due = progress.step == parts.first_step or (every and progress.step % every == 0)
     return Observation(parts.engine.model, in_backward=is_making_gradients) if due else None
@@ -128,7 +128,7 @@ def _due_watch(parts: Parts, progress: Progress) -> Observation | None:
 def _watching(parts: Parts, watch: Observation | None, batch: Batch) -> AbstractContextManager[object]:
     """Context around the passes of a step, observed or not.
 
-    Compiled blocks run other code under an observer, so they are observed here, in a forward pass beside the step. A
+    Compiled blocks run other code under an observer, so they are observed in a separate forward pass here. A
     collective.
     """
     if watch is None or not parts.resolved.config.model.compile:
@@ -149,10 +149,10 @@ def _due_self_check(parts: Parts, progress: Progress) -> SelfCheck | None:
 
 
 def _verify_precision(parts: Parts, progress: Progress, watch: Observation) -> None:
-    """Compare the dtypes that were seen with the manifest, and record them. A collective.
+    """Compare the observed dtypes with the manifest, and record them. A collective.
 
-    Raises PrecisionMismatch, which names the module. That sums inside a module are in a lower dtype than the reference
-    path's is recorded only: a model may be meant so, and the parity gate judges it.
+    Raises PrecisionMismatch, which names the module. Sums inside a module in a lower dtype than the reference path's
+    are only recorded: a model may intend them, and the parity gate judges it.
     """
     regions, inner = parts.engine.regions, watch.inner
     further = {}
@@ -166,7 +166,7 @@ def _verify_precision(parts: Parts, progress: Progress, watch: Observation) -> N
 
 
 def _find_causes(parts: Parts, health: Health, batch: Batch, outcome: Outcome) -> Causes:
-    """The rank, module and tensor that made the step not finite; none where the machine is at fault."""
+    """The rank, module and tensor that made the step non-finite; none if the machine is at fault."""
     if (
         health.finite
         or health.corruption is not None

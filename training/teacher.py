@@ -30,9 +30,9 @@ _VERSION = 1
 
 
 def prepare_teacher(resolved: Resolved, corpus: Corpus, world: World, *, vocabulary: int) -> tuple[Corpus, str]:
-    """The corpus, with what the teacher says of it where that is to be cached, and what identifies the teacher.
+    """The corpus, with the teacher's answers if they are cached, and the teacher's identity.
 
-    vocabulary: rows of the student's embedding. A collective. Raises UserError where the teacher has other tokens, or
+    vocabulary: rows of the student's embedding. A collective. Raises UserError if the teacher has other tokens, or
     cannot be loaded.
     """
     section = resolved.config.distill
@@ -70,7 +70,7 @@ def _require_same_tokens(name: str, corpus: Corpus) -> None:
 
 
 def _cached(resolved: Resolved, corpus: Corpus, world: World, identity: str, vocabulary: int) -> Path:
-    """The folder of what the teacher says, made first if need be; all ranks have to see the same file system."""
+    """The folder of the teacher's answers, made first if need be, on a file system that all ranks share."""
     config = resolved.config
     kind = [config.distill.top_k, config.distill.temperature, config.distill.dtype, config.keeps_documents_apart]
     content = [_VERSION, corpus.fingerprint, config.data.sequence_length, identity, *kind]
@@ -82,7 +82,7 @@ def _cached(resolved: Resolved, corpus: Corpus, world: World, identity: str, voc
         try:
             lock.acquire(timeout=60 * config.data.wait_minutes)
         except (Timeout, OSError) as error:
-            problem = f"cannot be had ({error}); end the process that has it, or wait for it"
+            problem = f"is locked ({error}); end the process that has it, or wait for it"
             raise UserError(f"{folder}.lock: {problem}") from error
 
     world.on_main(acquire)
@@ -131,7 +131,7 @@ def _allocate(resolved: Resolved, splits: dict[str, TokenShards | RowShards], pa
         for path, dtype, width in zip(files_of(partial, split), (np.int32, np.float32), (k, k + 1), strict=True):
             array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=(count, length, width))
             total += array.nbytes
-    print(f"teacher: writing its {k} likeliest tokens at every place, {total / 2**30:.2f} GiB, to {partial.parent}")
+    print(f"teacher: writing its {k} likeliest tokens at every position, {total / 2**30:.2f} GiB, to {partial.parent}")
 
 
 def _ask(

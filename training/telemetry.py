@@ -1,8 +1,7 @@
-"""Precision telemetry: statistics of each module's gradients, activations and weights, measured now and then.
+"""Precision telemetry: statistics of each module's gradients, activations and weights, measured at intervals.
 
-Every rank looks at its own shards and micro-batches; sums and maxima over ranks are taken after the step. The probe
-runs the step's micro-batches once more in FP32 from the masters, and gathers gradients whole, module by module, to
-compare.
+Every rank measures its own shards and micro-batches; sums and maxima over ranks are taken after the step. The probe
+reruns the step's micro-batches in FP32 from the masters, and gathers gradients whole, module by module, to compare.
 """
 
 import math
@@ -100,7 +99,7 @@ class Telemetry:
 
     @contextmanager
     def watching(self, batch: Batch) -> Iterator[None]:
-        """Around the forward and backward passes of the step to measure; the probe runs before them."""
+        """Context of the measured step's forward and backward passes; the probe runs before them."""
         if self._probe:
             self._reference = self._fp32_gradients(batch)
         model = self._engine.model
@@ -128,8 +127,8 @@ class Telemetry:
             regions.fp8_count = None
 
     def _unwatched(self) -> set[nn.Module]:
-        """Modules whose outputs are not looked at: inside compiled blocks, since they would run uncompiled under hooks,
-        which is another step; and the head of a chunked loss, which returns the loss."""
+        """Modules whose outputs are not measured: those inside compiled blocks, which would run uncompiled under hooks
+        and change the step; and the head of a chunked loss, which returns the loss."""
         model = self._engine.model
         found: set[nn.Module] = set()
         for module in model.modules():
@@ -141,7 +140,7 @@ class Telemetry:
 
     @torch.no_grad()
     def measure(self) -> None:
-        """Look at weights and gradients, which have to be finite, between backward and step."""
+        """Measure weights and gradients, which must be finite, between backward and step."""
         engine = self._engine
         device, scale = engine.world.device, engine.loss_scale
         self._scale = scale  # the step may change it
@@ -172,15 +171,15 @@ class Telemetry:
             self._agreement = self._compare()
 
     def _bins(self, module: str) -> tuple[int, int, int]:
-        """How many of `exponent_counts` hold gradients that the module's dtype keeps with fewer bits, loses, or any."""
+        """The numbers of bins of `exponent_counts` for gradients that the dtype holds as subnormals, loses, or any."""
         info = torch.finfo(self._dtype(module))
         normal = info.smallest_normal / self._scale
         return bins_below(normal), bins_below(normal * info.eps / 2), EXPONENTS
 
     def _own_shard(self, parameter: nn.Parameter) -> Shard | None:
-        """The part of a parameter that this rank looks at; at ZeRO-0, where all have all of it, an equal part.
+        """The part of a parameter that this rank measures; at ZeRO-0, where all have all of it, an equal part.
 
-        Of what each of the ranks that share matrices has whole, the first one looks at all.
+        Replicas on ranks that share matrices are measured by the first one.
         """
         engine = self._engine
         if not counts_here(parameter, engine.world.tensor):
@@ -192,7 +191,7 @@ class Telemetry:
         return Shard(parameter, start, start, end - start)
 
     def _measure_drift(self) -> None:
-        """How far the 16-bit weights made from this rank's masters are from them; almost always nothing is."""
+        """Measure the distance of the 16-bit weights from this rank's masters; almost always 0."""
         stage, parameters = self._engine.stage, list(self._parameters.values())
         apart = []
         for row, (shard, _) in self._masters.items():
@@ -205,7 +204,7 @@ class Telemetry:
             self._numbers[row, _APART : _APART_SQUARES + 1] = distances(shard.master().to(weight.device), weight)
 
     def _measure_update(self) -> None:
-        """The step's effect on samples of the masters: size of the change, how many changed, and how many in vain."""
+        """Measure the step on samples of the masters: size of the change, how many changed, how many to no effect."""
         for row, (shard, before) in self._masters.items():
             after, module = sampled(shard.master()), self._modules[row]
             updated = after != before
@@ -267,7 +266,7 @@ class Telemetry:
         return fields
 
     def _forward_signals(self, largest: list[float], sums: Iterator[torch.Tensor]) -> dict[str, Any]:
-        """The figures of attention and channels, over ranks. largest: logits. sums: what the meters added up."""
+        """Figures of attention and channels, over ranks. largest: logits. sums: totals of the meters."""
         attention, channels = {}, {}
         for name, logit in zip(self._attention.entropies, largest, strict=True):
             shares, counts = next(sums).view(2, -1)
@@ -297,7 +296,7 @@ class Telemetry:
         return _short(float(total[rows, _SQUARES].sum()) / everything) if rows and everything else None
 
     def _gradients(self, total: torch.Tensor) -> dict[str, dict[str, float]]:
-        """Norm, RMS and largest value of each module, and the shares that its dtype keeps with fewer bits or loses."""
+        """Norm, RMS and largest value of each module, and the shares that are subnormal or lost in its dtype."""
         shapes = [whole_shape_of(parameter).numel() for parameter in self._parameters.values()]
         found = {}
         for module, rows in self._rows.items():
@@ -332,10 +331,10 @@ class Telemetry:
         }
 
     def _lost(self, total: torch.Tensor) -> dict[str, float]:
-        """Each module's share of the weights that the step changed in the master and not in the number computed with.
+        """Each module's share of weights that the step changed in the master but not in the computing weight.
 
-        The update was smaller than half a unit in the last place there, and shows only once more of them have added up.
-        Modules in FP32, whose weights are the masters, are left out.
+        Such updates are smaller than half a unit in the last place, and show only once several have added up. Modules
+        in FP32, whose weights are the masters, are left out.
         """
         found = {}
         for module, rows in self._rows.items():

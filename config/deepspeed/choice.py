@@ -24,7 +24,7 @@ _STAGE, _COMPUTE = 2, "bf16"
 
 
 class Place(IntEnum):
-    """Where a key was written; a later place wins."""
+    """The place where a key was written; a later place wins."""
 
     NOWHERE, FILE, COMMAND_LINE = range(3)
 

@@ -80,7 +80,7 @@ UPSTREAM = (
         "cast",
         ("fp16",),
         (0,),
-        "DeepSpeed 0.19.8 never scales the loss there but divides the gradients by the scale, so updates drown in eps"
+        "DeepSpeed 0.19.8 never scales the loss there but divides the gradients by the scale, so eps dominates updates"
         " (measured: loss 5.778 after 12 steps where FP32 has 4.111)",
         "use ZeRO-1: ds_configs/zero1_fp16.json",
     ),
@@ -90,7 +90,7 @@ UPSTREAM = (
         (0,),
         "DeepSpeed 0.19.8 steps Adam once while it starts, so the first updates are too small (measured: loss 4.7544"
         " after a step where FP32 has 4.7236 and ZeRO-1 4.7254), and it sums micro-batches in BF16 (a mean gradient of"
-        " 0.5 for 1.0)",
+        " 0.5, not 1.0)",
         "use ZeRO-1: ds_configs/zero1_bf16.json",
     ),
     Upstream(
@@ -165,7 +165,7 @@ class Setting:
 _ZERO = "zero_optimization."
 _SIXTEEN = ("bf16", "fp16")
 _SCALED = ("fp16", "mixed")
-_NO_NVME = "offload to NVMe is not in the precision matrix, which has run on no machine with it; use cpu"
+_NO_NVME = "the precision matrix has no measurements with NVMe offload; use cpu"
 _WRONG_MASTERS = (
     "DeepSpeed 0.19.8 then reads masters back from the wrong places: before the first step safe_get_full_fp32_param"
     " gives other values than the weights (measured: off by up to 0.487; loss and gradient norm are right), and"
@@ -215,7 +215,7 @@ SETTINGS = (
         _ZERO + "offload_optimizer.super_offload",
         False,
         True,
-        refused="it is another optimizer step, for machines that the precision matrix has not run on; remove it",
+        refused="it changes the optimizer step, on machines without measurements in the precision matrix; remove it",
     ),
     Setting(
         _ZERO + "stage3_module_granularity_threshold",

@@ -95,7 +95,7 @@ def _check_keys(path: Path, section: dict[str, Any], prefix: str = "", *, unknow
             continue
         if unknown is not None and name not in kinds:
             if near := difflib.get_close_matches(name, kinds, 1, 0.8):
-                does = "stops at it" if prefix else "trains as if it were not there"
+                does = "stops at it" if prefix else "ignores it"
                 raise UserError(f"{path}: {key}: DeepSpeed has no such key and {does}; did you mean {near[0]}?")
             unknown.append(key)
             continue

@@ -86,7 +86,7 @@ SECTIONS: dict[str, dict[str, str]] = {
 _OWN_WRITER = "Mantissa writes checkpoints itself, hashed and flushed; remove it and use the checkpoint.* keys"
 _NOT_DRIVEN = "Mantissa does not drive it; remove it"
 _LOSSY = (
-    "it rounds what crosses the network to 8 or 4 bits, and has no CPU form to verify it with; remove it, and use"
+    "it quantizes communication to 8 or 4 bits, and has no CPU form to verify it with; remove it, and use"
     " zero_hpz_partition_size for fewer gathers between nodes"
 )
 _TRADES_PRECISION = "it changes the numerics outside of the run config; remove it and use the precision.* keys"
@@ -95,19 +95,19 @@ _TRADES_PRECISION = "it changes the numerics outside of the run config; remove i
 REFUSED: dict[str, str] = {
     "zero_optimization.elastic_checkpoint": "DeepSpeed replaced it by universal checkpoints; remove it",
     "zero_optimization.legacy_stage1": "DeepSpeed no longer has it; remove it",
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": "it has 16bit for fp16 now; rename it",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": "its name now says 16bit instead of fp16; rename it",
     "optimizer": "Mantissa owns the optimizer and its decay groups. DeepSpeed 0.19.8's Muon clips what it has"
-    " orthogonalized (measured: an update of 1.000 for 5.161) and at ZeRO-2 drops gradients (6 of 6 biases stand"
+    " orthogonalized (measured: an update of 1.000, not 5.161) and at ZeRO-2 drops gradients (6 of 6 biases stand"
     " still), and LAMB and Adafactor see flat shards (updates 14% to 68% off); set optimizer.* in the run config",
     "scheduler": "Mantissa owns the learning rate, counted in applied steps; set schedule.* in the run config",
     "wandb": "Mantissa writes wandb itself, once and from rank 0; set tracking.wandb in the run config",
-    "torch_autocast": "with float16 DeepSpeed 0.19.8 clips by the scaled gradient norm (measured: 1.221e+05 for 1.863),"
-    " never lowers the scale on overflow (0 of 12 steps applied, 7 were due), or changes it within a step (update"
-    " 0.7040 for 1.4080), does not save it (65536 for 4096), and without ZeRO reports skipped steps as applied"
-    " (12 for 7); use the fp16 or bf16 section (ds_configs/zero1_fp16.json, zero1_bf16.json)",
+    "torch_autocast": "with float16 DeepSpeed 0.19.8 clips by the scaled gradient norm (measured: 1.221e+05, not"
+    " 1.863), never lowers the scale on overflow (0 of 12 steps applied, 7 were due), or changes it within a step"
+    " (update 0.7040, not 1.4080), does not save it (65536, not 4096), and without ZeRO reports skipped steps as"
+    " applied (12, not 7); use the fp16 or bf16 section (ds_configs/zero1_fp16.json, zero1_bf16.json)",
     "bfloat16": "it is the old name of the bf16 section; rename it",
     "bf16.bf16_master_weights_and_grads": "masters must be FP32, or small updates round away (measured: 200 steps move"
-    " a weight of 1 by 0.0000 for 0.0195); remove it",
+    " a weight of 1 by 0.0000, not 0.0195); remove it",
     "bf16.bf16_optimizer_states": "moments must be FP32; remove it",
     "fp16.fp16_master_weights_and_grads": "masters must be FP32, or small updates round away; remove it",
     "fp16.auto_cast": "token ids must not be cast; remove it",
@@ -136,14 +136,14 @@ REFUSED: dict[str, str] = {
     "checkpoint.load_universal": "run.resume decides how a checkpoint is loaded; remove it",
     "vocabulary_size": "the tokenizer decides it; remove it",
     "seq_parallel_communication_data_type": "gradients cross the network in precision.reduce; remove it",
-    "sequence_parallel_size": "DeepSpeed 0.19.8 divides gradients by it once more at ZeRO-3 (measured: norm 1.31 for"
+    "sequence_parallel_size": "DeepSpeed 0.19.8 divides gradients by it again at ZeRO-3 (measured: norm 1.31, not"
     " 2.62), its attention drops windows and packed documents (logits 48% to 120% off), and BF16 stops at ZeRO-1"
     " (docs/upstream/); set parallel.sequence in the run config",
     "use_data_before_expert_parallelism": _NOT_DRIVEN,
-    "tensor_parallel": "with dropout DeepSpeed 0.19.8 lets the ranks' copies of a weight part (measured: by 3.5e-2 in"
-    " 4 steps) while their gradient norms stay equal; set parallel.tensor in the run config, which keeps them alike",
+    "tensor_parallel": "with dropout DeepSpeed 0.19.8 lets ranks' copies of a weight diverge (measured: by 3.5e-2 in"
+    " 4 steps) while their gradient norms stay equal; set parallel.tensor in the run config, which keeps them equal",
     "expert_parallel": "DeepSpeed 0.19.8 does not start it with transformers 5.23 (TypeError), and without ZeRO clips"
-    " by the mean of the ranks' norms (measured: an update of 0.062760 for 0.062279); set parallel.expert in the run"
+    " by the mean of the ranks' norms (measured: an update of 0.062760, not 0.062279); set parallel.expert in the run"
     " config, which shares transformers' own experts",
     "pipeline": "DeepSpeed 0.19.8 does not reduce tied gradients in FP16 (measured: update off by 33.8%), counts them"
     " twice in FP32's clipping norm (off by 7.3%), and needs ZeRO-0 or 1; use ZeRO-3",

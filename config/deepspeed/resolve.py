@@ -95,7 +95,7 @@ def _check_slices(config: Config, path: Path, document: dict[str, Any]) -> None:
     if parallel.expert > 1 and not zero_stage(document):
         raise UserError(
             f"{path}: ZeRO stage 0 with {given}: without ZeRO, DeepSpeed 0.19.8 clips by the mean of the ranks' "
-            "gradient norms, which differ where their experts do (measured: an update of 0.062760 for 0.062279); set "
+            "gradient norms, which differ where their experts do (measured: an update of 0.062760, not 0.062279); set "
             "deepspeed.stage=1, 2 or 3, or parallel.expert=1"
         )
 

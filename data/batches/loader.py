@@ -1,7 +1,7 @@
 """Batches of token windows, or of sequences of rows, as tensors: this rank's share of each global batch, read ahead.
 
-Nothing here has state worth saving but a number: the position, in global batches consumed. `restore(position)` and a
-run that never stopped give the same batches.
+The only state worth saving is a number: the position, in global batches consumed. `restore(position)` and a run that
+never stopped give the same batches.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from data.corpora.sampler import STRETCH, grouped, sample_ids, split_for_rank
 from data.corpora.shards import TokenShards
 
 IGNORED_LABEL = -100
-"""Label of a position that takes no part in the loss; the default of torch's cross_entropy."""
+"""Label of a position that the loss ignores; the default of torch's cross_entropy."""
 NO_SAMPLE = -1
 """Sample id of a padding row in a validation batch."""
 
@@ -38,8 +38,8 @@ class Batch:
     input_ids: torch.Tensor
     """(accumulation, micro, sequence_length) int64"""
     labels: torch.Tensor
-    """Same shape, int64: labels[..., t] is the token after input_ids[..., t], or IGNORED_LABEL. Already shifted. Of a
-    task whose samples are not sequences of labels, of its own shape (accumulation, micro, ...)."""
+    """Same shape, int64: labels[..., t] is the token after input_ids[..., t], or IGNORED_LABEL. Already shifted. Tasks
+    without a label per token have their own shape (accumulation, micro, ...)."""
     sample_ids: np.ndarray
     """(global_size,) int64, the whole global batch over all ranks; NO_SAMPLE for padding rows."""
     label_tokens: int
@@ -51,38 +51,38 @@ class Batch:
     one_row: bool = False
     """`micro_batches` concatenates the sequences of a micro-batch into one row."""
     places_of_all: int | None = None
-    """[tokens] Inputs over all ranks that are not padding; None where there is no padding."""
+    """[tokens] Inputs over all ranks without padding; None where there is no padding."""
 
     source_names: tuple[str, ...] = ()
     """The sources of a mixture; empty where there is one source."""
     labels_by_source: dict[str, int] | None = None
-    """[tokens] Labels over all ranks, by source; None where there is one source, and where a rank knows only its own
-    labels, which `counts_by_source` has."""
+    """[tokens] Labels over all ranks, by source; None with one source, or if a rank knows only its own labels, which
+    `counts_by_source` has."""
     sources: torch.Tensor | None = None
-    """(accumulation, micro) int64: the source of each sample of this rank, by its place in source_names; None where
-    there is one source."""
+    """(accumulation, micro) int64: the source of each sample of this rank, as an index into source_names; None with one
+    source."""
     counts_by_source: tuple[float, ...] = ()
     """label_tokens by source, in the order of source_names."""
     counts: np.ndarray | None = None
-    """(accumulation, micro) int64: what label_tokens counts, by sample of this rank; None: its labels."""
+    """(accumulation, micro) int64: each sample's count in label_tokens, on this rank; None: its labels."""
     further: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Further inputs of the task's objective, each (accumulation, micro, ...) of any dtype, which it keeps."""
+    """More inputs of the task's objective, each (accumulation, micro, ...), in their own dtypes."""
 
     @property
     def tokens(self) -> int:
-        """[tokens] Inputs of the global batch, padding aside."""
+        """[tokens] Inputs of the global batch, without padding."""
         return self.sample_ids.size * self.input_ids.shape[-1] if self.places_of_all is None else self.places_of_all
 
     @property
     def counted(self) -> np.ndarray:
-        """(accumulation, micro) int64: what label_tokens counts, by sample of this rank."""
+        """(accumulation, micro) int64: each sample's count in label_tokens, on this rank."""
         if self.counts is not None:
             return self.counts
         found: np.ndarray = (self.labels != IGNORED_LABEL).reshape(*self.labels.shape[:2], -1).sum(-1).numpy()
         return found
 
     def micro_batches(self, device: torch.device) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
-        """The model's arguments and labels of each micro-batch, on `device`; one row of all with one_row."""
+        """The model's arguments and labels of each micro-batch, on `device`; concatenated to one row with one_row."""
         for index, (input_ids, labels) in enumerate(zip(self.input_ids, self.labels, strict=True)):
             inputs: dict[str, Any] = {"input_ids": input_ids}
             inputs |= {name: values[index] for name, values in self.further.items()}
@@ -104,12 +104,12 @@ class Batch:
 MakeBatch = Callable[[TokenShards | RowShards, int, np.ndarray, np.ndarray], Batch]
 """A batch of a split from its position, the sample ids of the whole global batch, and this rank's ids.
 
-These are (accumulation, micro). It has to be a function of these arguments alone, what it draws included.
+These are (accumulation, micro). It must depend on these arguments only, random draws included.
 """
 
 
 class Batches:
-    """The endless stream of training batches of one rank, whose next step's windows one background thread reads."""
+    """The endless stream of training batches of one rank; a background thread reads the next step's windows."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class Batches:
         mixture: Mixture | None = None,
         make_batch: MakeBatch | None = None,
     ) -> None:
-        """make_batch: the task's own; None makes batches of next tokens."""
+        """make_batch: the task's own; None: labels are the next tokens."""
         self._mixture = mixture
         self._make_batch = make_batch or next_tokens(sequence_length, documents)
         self._shards, self._sequence_length, self._micro_size = shards, sequence_length, micro_size
@@ -138,7 +138,7 @@ class Batches:
                 f"data.sequence_length={sequence_length}: the training data has {shards.tokens} tokens, not one "
                 "sequence. Use more text or a smaller data.sequence_length."
             )
-        # Raises here, and not at the first step, when the sizes do not divide.
+        # Raises here, not at the first step, if the sizes do not divide.
         split_for_rank(np.empty(global_size), micro_size=micro_size, rank=rank, world_size=world_size)
         self._drawn = lru_cache(2 * STRETCH)(self._sample_ids)
         self._position = 0
@@ -158,7 +158,7 @@ class Batches:
         return batch
 
     def restore(self, position: int) -> None:
-        """Go to any position, [global batches] consumed. What was read ahead is discarded."""
+        """Go to any position, [global batches] consumed, and discard what was read ahead."""
         self._position = position
         self._ahead = self._read_ahead(position)
 
@@ -195,7 +195,7 @@ class Batches:
         return sample_ids(position, samples=self._samples, **self._order)
 
     def _bounds(self, place: int) -> tuple[int, int]:
-        """The part of the stream of samples around a place in which no sample comes twice."""
+        """The part of the sample stream around a position in which no sample repeats."""
         if self._mixture is not None:
             return self._mixture.bounds(place, seed=self._order["seed"], about=STRETCH * self._order["global_size"])
         return place - place % self._samples, place - place % self._samples + self._samples
@@ -240,7 +240,7 @@ def sample_ids_sha256(ids: np.ndarray) -> str:
 
 
 def next_tokens(sequence_length: int, documents: Documents | None) -> MakeBatch:
-    """Batches in which each token is a label of those before it, or where it is trained, as of rows."""
+    """Batches whose labels are the next tokens or, for rows, the trained ones among them."""
 
     def make(shards: TokenShards | RowShards, position: int, ids: np.ndarray, mine: np.ndarray) -> Batch:
         if isinstance(shards, RowShards):
@@ -299,8 +299,8 @@ def _batch_of_rows(
     mine: np.ndarray,
     documents: Documents | None,
 ) -> Batch:
-    """Sequences of whole rows, each padded at its end: with `documents` to `sequence_length`, the padding a document,
-    too; without, to this rank's longest, since nothing attends to what comes after it.
+    """Sequences of whole rows, padded at the end: with `documents` to `sequence_length`, as one more document; without,
+    to this rank's longest, since attention is causal.
     """
     samples, length = mine.reshape(-1), sequence_length
     if documents is None:
@@ -343,7 +343,7 @@ def batch_of(
     further: Mapping[str, np.ndarray] | None = None,
     **facts: Any,
 ) -> Batch:
-    """The batch of arrays that have a row for each of `mine`, in its order. facts: other fields of the batch."""
+    """The batch made of arrays with a row for each of `mine`, in order. facts: other fields of the batch."""
 
     def shaped(values: np.ndarray) -> torch.Tensor:
         return on_host(values).reshape(*mine.shape, *values.shape[1:])
@@ -359,13 +359,13 @@ def batch_of(
 
 
 def on_host(values: np.ndarray) -> torch.Tensor:
-    """Pinned memory where there is a GPU: a copy from pageable memory waits for all earlier work of the device."""
+    """Pinned memory if there is a GPU: a copy from pageable memory waits for all earlier work of the device."""
     tensor = torch.from_numpy(values)
     return tensor.pin_memory() if torch.cuda.is_available() else tensor
 
 
 def _lengths(positions: torch.Tensor) -> dict[str, Any]:
-    """Arguments of varlen attention, computed on the host: without them each layer computes them and synchronises."""
+    """Arguments of varlen attention, computed on the host: otherwise each layer would compute them and synchronise."""
     starts = cumulative_lengths(positions.numpy())
     lengths, longest = on_host(starts), int(np.diff(starts).max())
     return {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "max_length_q": longest, "max_length_k": longest}

@@ -1,8 +1,8 @@
-"""The tokens of a text that are hidden from a masked language model, and what stands in their place.
+"""Masking for masked language models: which tokens are hidden, and their replacements.
 
-Tokens or whole words are chosen independently, special tokens never; 80% become the mask token, 10% one drawn evenly
-from those that are not special, and 10% stay (Devlin et al. 2019, section 3.1 and appendix A). All of it is a function
-of a key and the tokens, by SplitMix64 (Steele, Lea and Flood 2014), which does not change with a library's version.
+Tokens or whole words are chosen independently, special tokens never; 80% become the mask token, 10% a uniformly drawn
+non-special token, and 10% stay (Devlin et al. 2019, section 3.1 and appendix A). Everything is a function of a key and
+the tokens, by SplitMix64 (Steele, Lea and Flood 2014), which does not change with library versions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from data.corpora.shards import TokenShards
 from data.text.tokenizer import load_tokenizer, mask_token, vocabulary_size
 
 MASKED, REPLACED = 0.8, 0.1
-"""Shares of the chosen tokens that become the mask token, or another one."""
+"""Shares of the chosen tokens replaced by the mask token, or by another one."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Masking:
     mask: int
     """[id] The mask token."""
     special: np.ndarray
-    """(vocabulary,) bool: tokens that are never chosen, nor put in another's place."""
+    """(vocabulary,) bool: tokens that are neither chosen nor used as replacements."""
     begins: np.ndarray
-    """(vocabulary,) bool: tokens that could go on with a word; see `_word_edges`."""
+    """(vocabulary,) bool: tokens that can continue a word; see `_word_edges`."""
     ends: np.ndarray
-    """(vocabulary,) bool: tokens after which a word could go on."""
+    """(vocabulary,) bool: tokens after which a word can continue."""
     probability: float
     whole_word: bool
 
@@ -56,7 +56,7 @@ class Masking:
         return cls(mask, special, begins, ends, probability, whole_word)
 
     def __call__(self, ids: np.ndarray, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """(n,) int64 ids -> what the model sees, and its labels, IGNORED_LABEL where nothing was chosen."""
+        """(n,) int64 ids -> the model's inputs, and labels, IGNORED_LABEL where nothing was chosen."""
         open_to_it = ~self.special[ids]
         words = self.words(ids) if self.whole_word else np.arange(len(ids))
         chosen = open_to_it & (_uniform(f"{key}/chosen", len(ids))[words] < self.probability)
@@ -67,7 +67,7 @@ class Masking:
         return seen, np.where(chosen, ids, IGNORED_LABEL)
 
     def words(self, ids: np.ndarray) -> np.ndarray:
-        """(n,) number of the word that each token is of, from 0. A special token is a word by itself."""
+        """(n,) index of each token's word, from 0. A special token is a word by itself."""
         first = np.ones(len(ids), dtype=bool)
         inside = ~self.special[ids]
         first[1:] = ~(self.begins[ids[1:]] & self.ends[ids[:-1]] & inside[1:] & inside[:-1])
@@ -79,16 +79,16 @@ class Masking:
 
 
 def _uniform(key: str, count: int) -> np.ndarray:
-    """(count,) float64 in [0, 1): the stream that belongs to a key."""
+    """(count,) float64 in [0, 1): the random stream of a key."""
     return (splitmix(key, count, person=b"mantissa-mask") >> np.uint64(11)) * 2.0**-53
 
 
 def _word_edges(tokenizer: PreTrainedTokenizerFast, vocabulary: dict[str, int], size: int) -> tuple[Any, Any]:
-    """Whether each token could continue the word before it, and whether it leaves its word open; both (size,) bool.
+    """Whether a token can continue the word before it, and whether a word can continue after it; both (size,) bool.
 
-    WordPiece marks what goes on with its prefix. Elsewhere a word is a run of letters, digits and underscores, in
-    whatever tokens it is written: a token goes on with it that begins with one of these, and leaves it open if it ends
-    with one. A byte of a character of several bytes counts as a letter.
+    WordPiece marks continuations by a prefix. Elsewhere a word is a run of letters, digits and underscores, however it
+    is tokenized: a token continues it if it begins with one of these, and lets it continue if it ends with one. Bytes
+    of multi-byte characters count as letters.
     """
     begins, ends = np.zeros(size, dtype=bool), np.zeros(size, dtype=bool)
     document = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -111,7 +111,7 @@ def _word_edges(tokenizer: PreTrainedTokenizerFast, vocabulary: dict[str, int], 
 
 
 def masking_of(config: Config, corpus: Corpus) -> MakeBatch:
-    """Batches of a config: windows between the tokens that a text begins and ends with, if the tokenizer has them."""
+    """Batches of a config: windows between the tokenizer's begin and end tokens, if it has them."""
     tokenizer = load_tokenizer(corpus.tokenizer_folder)
     first, last = tokenizer.cls_token_id, tokenizer.sep_token_id
     return masked_batches(
@@ -126,11 +126,11 @@ def masking_of(config: Config, corpus: Corpus) -> MakeBatch:
 def masked_batches(
     masking: Masking, *, sequence_length: int, seed: int, train: TokenShards | RowShards, edges: tuple[int, int] | None
 ) -> MakeBatch:
-    """Batches of windows of documents that are packed end to end, with what was hidden of them as labels.
+    """Batches of windows of documents packed end to end; labels are the hidden tokens.
 
-    edges: [ids] that stand before and after a window, in place of its last two tokens; None: nothing does. What is
-    hidden of a training window is a function of (seed, sample, position); of any other one, of (seed, sample) alone, so
-    that validation is the same each time.
+    edges: [ids] put before and after a window, instead of its last two tokens; None: nothing. The hidden tokens of a
+    training window are a function of (seed, sample, position); of other windows of (seed, sample) only, so that
+    validation is the same each time.
     """
 
     def make(shards: TokenShards | RowShards, position: int, ids: np.ndarray, mine: np.ndarray) -> Batch:

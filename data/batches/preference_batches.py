@@ -1,8 +1,8 @@
-"""Batches of pairs of answers: a sample is a pair, of which both sides go through the model together.
+"""Batches of pairs of answers: a sample is a pair, whose two sides go through the model together.
 
 Sequences are padded at their end, which causal attention needs no mask for. The length of a batch is one of a few, so
-that the log-probabilities of the start weights, made once for each of these lengths, are bit for bit those that a
-training step computes: the same row in a batch of another shape may be rounded differently.
+that the log-probabilities of the start weights, computed once per length, are bit for bit those of a training step: the
+same row in a batch of another shape may be rounded differently.
 """
 
 from __future__ import annotations

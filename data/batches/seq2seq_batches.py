@@ -1,7 +1,7 @@
-"""Batches for an encoder-decoder: sources with a mask, and targets with what the decoder reads in their place.
+"""Batches for an encoder-decoder: sources with a mask, and targets with the decoder's inputs.
 
-The decoder's input is the target one place later, behind the model's `decoder_start_token_id`, as `shift_tokens_right`
-of transformers makes it.
+The decoder's input is the target shifted right, after the model's `decoder_start_token_id`, as by `shift_tokens_right`
+of transformers.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from data.sources.seq2seq_rows import sides
 
 
 def seq2seq_batches(data: DataSection, *, start: int, pad: int) -> MakeBatch:
-    """Batches of sources and targets, both padded at their ends to the longest of this rank's.
+    """Batches of sources and targets, both padded at the end to this rank's longest.
 
-    No place of a decoder sees those after it, so that side needs no mask. start, pad: [id].
+    The decoder is causal, so that side needs no mask. start, pad: [id].
     """
 
     def make(shards: TokenShards | RowShards, position: int, ids: np.ndarray, mine: np.ndarray) -> Batch:

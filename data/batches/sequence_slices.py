@@ -1,4 +1,4 @@
-"""Batches whose sequences several ranks share: each has one slice of every sequence.
+"""Batches whose sequences are split over ranks: each has one slice of every sequence.
 
 Labels are shifted before they are cut, so the label of a slice's last token is the first token of the next slice.
 """
@@ -18,7 +18,7 @@ from data.corpora.shards import TokenShards
 
 
 def sliced(make: MakeBatch, *, rank: int, ranks: int) -> MakeBatch:
-    """The same batches, of whose sequences this is the `rank`-th of `ranks` slices."""
+    """The same batches, with the `rank`-th of `ranks` slices of each sequence."""
 
     def made(shards: TokenShards | RowShards, position: int, ids: np.ndarray, mine: np.ndarray) -> Batch:
         return slice_of(make(shards, position, ids, mine), rank=rank, ranks=ranks)
@@ -27,7 +27,7 @@ def sliced(make: MakeBatch, *, rank: int, ranks: int) -> MakeBatch:
 
 
 def slice_of(batch: Batch, *, rank: int, ranks: int) -> Batch:
-    """The `rank`-th of `ranks` slices of a batch's sequences, all of one length.
+    """The `rank`-th of `ranks` equal slices of a batch's sequences.
 
     Padding at the end of sequences is a document of its own: token 0 without a label, positions from 0 on.
     """

@@ -63,7 +63,7 @@ class Corpus:
     counts: dict[str, Any] = field(default_factory=dict)
     """Numbers of dropped, truncated and skipped rows and the like, by name. Empty for documents."""
     mixture: Mixture | None = None
-    """How training samples are drawn from several sources; None for one source."""
+    """The mixture of several sources; None for one source."""
     validation_by_source: dict[str, TokenShards | RowShards] = field(default_factory=dict)
     """The validation set by source, or by its name, where there are several."""
     targets: Path | None = None
@@ -162,7 +162,7 @@ def labels_of(corpus: Corpus, given: tuple[str, ...], data: DataSection) -> tupl
     if len(corpus.labels) < 2:
         key = "data.tags_field" if data.format == "tagged" else "data.label_field"
         field = data.tags_field if data.format == "tagged" else data.label_field
-        raise UserError(f"{key}={field}: all rows have one label, so there is nothing to learn. Name another field.")
+        raise UserError(f"{key}={field}: all rows have the same label, which teaches nothing. Name another field.")
     missing = [name for name in sorted_labels(corpus.labels) if name not in given]
     if given and missing:
         raise UserError(f"classify.labels: lacks {missing[0]!r}, which rows of {corpus.source} have; name it too")

@@ -1,4 +1,4 @@
-"""Where documents begin inside a sequence of packed tokens, in the forms that models expect.
+"""The start of each document in a sequence of packed tokens, in the forms that models expect.
 
 A packed document must not attend to the one before it: its position ids start at 0 again, and attention stops there.
 Hugging Face models derive that from `position_ids` (transformers.masking_utils); flash attention's varlen kernels take

@@ -84,7 +84,7 @@ def _with_sets(corpus: Corpus, data: DataSection, prepare: Callable[[DataSection
     sets = own | {name: _renumbered(part.train, part.labels, labels) for name, part in parts.items()}
     counts = {name: part.counts for name, part in parts.items() if part.counts}
     notes = [
-        f"data: validation set {name}: {_size(part, length)}, none of them trained{lost(part.counts)}"
+        f"data: validation set {name}: {_size(part, length)}, not trained on{lost(part.counts)}"
         for name, part in parts.items()
     ]
     return replace(
@@ -101,7 +101,7 @@ def _with_sets(corpus: Corpus, data: DataSection, prepare: Callable[[DataSection
 
 
 def _size(part: Corpus, length: int) -> str:
-    """How many rows, pairs or documents a set has, and how many sequences they make where that is another number."""
+    """The number of rows, pairs or documents of a set, and of sequences where that is another number."""
     sequences = part.train.sequences(length)
     if part.counts.get("format") == "preference":
         return f"{sequences:,} pairs"

@@ -1,4 +1,4 @@
-"""Which samples of several sources make a global batch: still a pure function of seed and position.
+"""The samples of several sources in a global batch: still a pure function of seed and position.
 
 The order is cut into blocks of BLOCK samples. Up to the end of any block each source has had its share of all samples
 so far, rounded down (the largest source takes the rest). Within a block the sources are shuffled, and each source gives
@@ -72,7 +72,7 @@ class Mixture:
         return int(cuts[index - 1]), int(cuts[index])
 
     def _taken(self, samples: int) -> list[int]:
-        """How many of the first `samples` samples each source has given."""
+        """The number of the first `samples` samples that each source has given."""
         shares = self._shares()
         largest = max(range(len(shares)), key=shares.__getitem__)
         taken = [int(samples * share) for share in shares]

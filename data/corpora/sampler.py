@@ -1,4 +1,4 @@
-"""Which sequences make a global batch: a pure function of seed, position and sizes, with nothing to save.
+"""The sequences of a global batch: a pure function of seed, position and sizes, with nothing to save.
 
 Every epoch needs a fresh permutation of [0, samples), numbered through all epochs. Shuffling an index array takes 8
 bytes a sample on every rank. A keyed bijection computes the i-th element alone instead: a Feistel network (Luby and
@@ -32,7 +32,7 @@ def sample_ids(position: int, *, samples: int, seed: int, global_size: int) -> n
 
 
 STRETCH = 16
-"""[global batches] Samples of so many batches are grouped by length."""
+"""[global batches] Samples of this many batches are grouped by length."""
 
 
 def grouped(

@@ -75,7 +75,7 @@ class LabelledEncoder(BatchEncoder):
             return []
         target = self._target(read, encoding)
         if target is None:
-            found.counts["dropped, because no label was left when cut"] += 1
+            found.counts["dropped, because cutting left no label"] += 1
             return []
         if encoding.overflowing:
             found.counts["truncated"] += 1

@@ -177,7 +177,7 @@ class RowEncoder(BatchEncoder):
         for side in cut:
             side.trained[:1] = False
         if not all(side.trained.any() for side in cut):
-            counts["dropped, because no label was left when cut"] += 1
+            counts["dropped, because cutting left no label"] += 1
             return []
         counts["truncated"] += 1
         return cut
@@ -228,7 +228,7 @@ def with_format(data: DataSection, source: Source) -> DataSection:
             if found == "preference":
                 raise UserError(f"{where}: is a pair of answers, which task=sft does not read; set task=dpo")
             if found == "text" and data.target_length is not None:
-                raise UserError(f"{where}: is one text, which task=seq2seq has no source and target of; set task=sft")
+                raise UserError(f"{where}: is one text without the source and target of task=seq2seq; set task=sft")
             return replace(data, format=found)  # type: ignore[arg-type]  # one of its choices
         except BadRow as error:
             problem = f"{where}: {error}; {FIX}, or name its form with data.format"

@@ -36,9 +36,9 @@ BATCH_ROWS = 512
 SHARD_TOKENS = 1 << 26
 """[tokens] A shard is closed once it holds this many."""
 _DETAIL = re.compile(r"(?<=\w)\[\d+\]| \((?:[^()]|\([^()]*\))*\)")
-"""What differs from row to row in a reason: a number in a list, or what stands in brackets."""
+"""The part of a reason that differs from row to row: a number in a list, or a parenthesis."""
 _REASONS, _PLACES = 4, 3
-"""How many reasons why rows do not fit are named, and how many rows of each."""
+"""The most reasons for unfit rows that are named, and rows of each."""
 FIX = "correct the row, or set data.on_bad_row=skip"
 
 Row = dict[str, np.ndarray]

@@ -231,7 +231,7 @@ class Chat:
             for part in parts:
                 found = self._control.search(part) if isinstance(part, str) and self._control else None
                 if found is not None:
-                    problem = f"spells the control token {found[0]}, which it would become; take it out"
+                    problem = f"spells the control token {found[0]} and would become it; remove it"
                     raise BadRow(f"messages[{index}].content", problem)
 
 

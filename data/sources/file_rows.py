@@ -90,7 +90,7 @@ def _parsed(line: bytes) -> dict[str, Any] | BadRow:
         return BadRow("", f"is not UTF-8 ({one_line(error, 120)}); save the file as UTF-8")
     except json.JSONDecodeError as error:
         part = error.pos >= len(_text(line).rstrip()) - 1
-        one = "; each row has to stand on one line, or all of them in one list" if part else ""
+        one = "; write each row on one line, or all rows in one list" if part else ""
         return BadRow("", f"is not JSON ({one_line(error, 120)}){one}")
     except (ValueError, RecursionError) as error:
         return BadRow("", f"is not JSON ({one_line(error, 120)})")

@@ -58,7 +58,7 @@ def _text(row: Mapping[str, Any], name: str) -> str:
     value = row.get(name)
     if not isinstance(value, str):
         fields = ", ".join(sorted(row)) or "none"
-        raise BadRow(name, f"is missing or no text; the row's fields are {fields}")
+        raise BadRow(name, f"is missing or not text; the row's fields are {fields}")
     if not value:
         raise BadRow(name, "is empty")
     return value
@@ -68,7 +68,7 @@ def _list(row: Mapping[str, Any], name: str) -> list[Any]:
     value = row.get(name)
     if not isinstance(value, list) or not value:
         fields = ", ".join(sorted(row)) or "none"
-        raise BadRow(name, f"is missing, empty or no list; the row's fields are {fields}")
+        raise BadRow(name, f"is missing, empty or not a list; the row's fields are {fields}")
     return value
 
 
@@ -78,10 +78,10 @@ def _label(value: Any, name: str) -> str:
     if isinstance(value, int) or (isinstance(value, str) and value):
         return str(value)
     fix = "; for numbers set classify.kind=regression" if isinstance(value, float) else ""
-    raise BadRow(name, f"is {value!r:.40}, and no label: text, a whole number, or true or false{fix}")
+    raise BadRow(name, f"is {value!r:.40}, not a label: text, a whole number, or true or false{fix}")
 
 
 def _number(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise BadRow(name, f"is {value!r:.40}, and not a finite number")
+        raise BadRow(name, f"is {value!r:.40}, not a finite number")
     return float(value)

@@ -84,7 +84,7 @@ def _read_index(path: Path) -> _Index:
     if version != 1:
         raise _unusable(path, f"its version is {version}, not 1")
     if code not in _DTYPES:
-        raise _unusable(path, f"its dtype has the code {code}, which is not of whole numbers")
+        raise _unusable(path, f"its dtype has the code {code}, which is not an integer type")
     expected = _HEADER.size + 12 * sequences + 8 * borders
     if size != expected:
         multimodal = " and is multimodal" if size == expected + sequences else ""
@@ -111,17 +111,17 @@ def _check(path: Path, index: _Index) -> None:
         lengths = index.lengths[start : start + _CHECKED_AT_ONCE].astype(np.int64)
         pointers = index.pointers[start : start + _CHECKED_AT_ONCE]
         if lengths.min() < 0 or pointers.min() < 0 or (pointers % size).any():
-            raise _unusable(path, f"a sequence from number {start} on has a length or a place that cannot be")
+            raise _unusable(path, f"a sequence from number {start} on has an impossible length or position")
         end = max(end, int((pointers + lengths * size).max()))
     if end != index.bin_bytes:
         raise _unusable(bin_of(path), f"it has {index.bin_bytes} bytes, and {path.name} ends at {end}")
     borders = index.borders
     if not len(borders) or borders[0] != 0 or borders[-1] != len(index.lengths):
-        raise _unusable(path, f"its documents are not of all its {len(index.lengths)} sequences")
+        raise _unusable(path, f"its documents do not cover all its {len(index.lengths)} sequences")
     for start in range(0, len(borders), _CHECKED_AT_ONCE):
         if (np.diff(borders[start : start + _CHECKED_AT_ONCE + 1]) < 0).any():
             raise _unusable(path, "its documents are not in order")
 
 
 def _unusable(path: Path, reason: str) -> UserError:
-    return UserError(f"{path}: is damaged or not of Megatron's indexed format: {reason}. Copy or make it again.")
+    return UserError(f"{path}: is damaged or not in Megatron's indexed format: {reason}. Copy or create it again.")

@@ -27,7 +27,7 @@ _VERSIONS = (
     *("ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "crc32c", "Digest", "blob_id", "generation"),
     *("LastModified", "Last-Modified", "last_modified", "mtime", "updated", "created"),
 )
-"""What file systems call that by which a file's versions differ: of its content first, else a time."""
+"""File systems' names for a file's version: by its content first, else by a time."""
 _BUFFER_BYTES = 1 << 20
 
 

@@ -24,7 +24,7 @@ class BadRow(ValueError):
 
 
 Found = tuple[str, dict[str, Any] | BadRow]
-"""Where a row is, and the row, or why it is none."""
+"""The place of a row, and the row, or the reason why it is none."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def recognise(row: Mapping[str, Any], text_field: str) -> str:
         return "text"
     known = ", ".join("+".join(sorted(needed)) for needed in _FIELDS.values())
     fields = ", ".join(name if name in there else f"{name} (null)" for name in sorted(row)) or "none"
-    raise BadRow("", f"is of no known format: its fields are {fields}, known are {known} and {text_field} (text)")
+    raise BadRow("", f"has no known format: its fields are {fields}; known are {known} and {text_field} (text)")
 
 
 def read_example(row: Mapping[str, Any], format: str, text_field: str) -> Example:
@@ -141,7 +141,7 @@ def _alpaca(row: Mapping[str, Any]) -> Example:
 def _prompt_completion(row: Mapping[str, Any]) -> Example:
     prompt, completion = row.get("prompt"), row.get("completion")
     if isinstance(prompt, list) != isinstance(completion, list):
-        raise BadRow("completion", f"is {json_kind(completion)} and prompt is {json_kind(prompt)}; give two of a kind")
+        raise BadRow("completion", f"is {json_kind(completion)} and prompt is {json_kind(prompt)}; give both alike")
     if isinstance(prompt, list):
         answer = _conversation(row, "completion")
         if any(message["role"] != "assistant" for message in answer[:1]):
@@ -165,7 +165,7 @@ def _pair(row: Mapping[str, Any]) -> tuple[Example, Example]:
     """The chosen and the rejected answer, each with the prompt that they share."""
     chosen, rejected, prompt = row.get("chosen"), row.get("rejected"), row.get("prompt")
     if isinstance(chosen, list) != isinstance(rejected, list):
-        raise BadRow("rejected", f"is {json_kind(rejected)} and chosen is {json_kind(chosen)}; give two of a kind")
+        raise BadRow("rejected", f"is {json_kind(rejected)} and chosen is {json_kind(chosen)}; give both alike")
     if isinstance(chosen, list):
         asked, answers = _conversations_of_pair(row)
     else:
@@ -207,7 +207,7 @@ def _conversations_of_pair(row: Mapping[str, Any]) -> tuple[Messages, list[Messa
 
 
 def _shared_question(row: Mapping[str, Any], first: str, second: str) -> str:
-    """What two texts begin with, which is their question. Raises BadRow where it is elsewhere or missing."""
+    """The common beginning of two texts, which is their question. Raises BadRow where it is elsewhere or missing."""
     other = next((name for name in _QUESTIONS if isinstance(row.get(name), str)), None)
     if other is not None:
         raise BadRow("prompt", f"is missing, and {other} would not be read; rename it to prompt, or remove it")
@@ -253,7 +253,7 @@ def _meant(role: str) -> str | None:
 
 
 def _beside(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What a row may have beside its messages."""
+    """Tools and template options that a row may carry beside its messages."""
     tools, options = row.get("tools"), row.get("chat_template_kwargs")
     if isinstance(tools, str):
         try:
@@ -274,7 +274,7 @@ def _with_system(row: Mapping[str, Any], messages: Messages, name: str) -> Messa
     if not isinstance(system, str):
         raise BadRow("system", f"is {json_kind(system)}, not text")
     if messages and messages[0]["role"] == "system":
-        raise BadRow("system", f"is there, and {name} opens with a system turn too; remove one of them")
+        raise BadRow("system", f"is set, and {name} also opens with a system turn; remove one of them")
     return [{"role": "system", "content": system}, *messages]
 
 
@@ -304,6 +304,6 @@ def _without_nulls(value: Any) -> Any:
 
 
 def json_kind(value: Any) -> str:
-    """What a JSON value is, in words."""
+    """The name of a JSON value's type, for messages."""
     names = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
     return "missing or null" if value is None else names.get(type(value), type(value).__name__)

@@ -45,7 +45,7 @@ def is_held_out(row: dict[str, Any], validation_fraction: float) -> bool:
 
 
 def _functions(source: Source) -> Iterator[tuple[str, str, list[str]]]:
-    """Where it is, code and lines of the docstring of every short function of the standard library that has one."""
+    """The place, code and docstring lines of every short function of the standard library that has a docstring."""
     for number, text in enumerate(source.documents(Counter()), 1):
         try:
             tree = ast.parse(text)

@@ -40,7 +40,7 @@ class SourceAndTarget(Chat):
         asked = self._with_specials(source, control_tokens=control and self.template is not None)
         answer = self._with_specials(target, control_tokens=False)
         if not len(asked):
-            raise BadRow("prompt", "is empty, and the tokenizer puts nothing around it that an encoder could read")
+            raise BadRow("prompt", "is empty, and the tokenizer adds no token that an encoder could read")
         if not len(answer) or answer[-1] != self._tokenizer.eos_token_id:
             answer = np.append(answer, self._tokenizer.eos_token_id)
         return Tokens(np.concatenate([asked, answer]), np.arange(len(asked) + len(answer)) >= len(asked))
@@ -73,7 +73,7 @@ class SourceAndTarget(Chat):
         if last["role"] != "assistant":
             raise BadRow(f"{where}.role", f"is {last['role']!r}; the target is the last turn, which is the assistant's")
         if not isinstance(last["content"], str) or last.get("tool_calls"):
-            raise BadRow(where, "is not plain text, which a target has to be")
+            raise BadRow(where, "is not plain text, as a target must be")
         if len(messages) == 1:
             raise BadRow("messages", "has no turn before the answer, which would be the source")
         if self.template is not None:

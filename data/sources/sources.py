@@ -255,11 +255,11 @@ def _hub_source(data: DataSection, label: str) -> Source:
         read = f"from_csv({str(folder)!r}{', sep=chr(9)' if folder.suffix == '.tsv' else ''})"
         program = f"import datasets; datasets.Dataset.{read}.to_json({str(folder.with_suffix('.jsonl'))!r})"
         raise UserError(
-            f'data.path={data.path}: is a table of text, which is not read; make JSONL of it: python -c "{program}"'
+            f'data.path={data.path}: is a text table, which is not read; convert it to JSONL: python -c "{program}"'
         )
     if folder.is_file():
         raise UserError(
-            f"data.path={data.path}: is a file, and data.source=hub takes a dataset of the hub or a folder of one; set "
+            f"data.path={data.path}: is a file, and data.source=hub needs a hub dataset or its folder; set "
             "data.source to what the file is: text, jsonl, parquet or megatron"
         )
     if folder.is_dir():
@@ -310,7 +310,7 @@ def _streamed(label: str, opened: Callable[[Any], Iterable[dict[str, Any]]], *, 
 
 
 def _as_rows(row: dict[str, Any]) -> str:
-    """How rows with answers are read, where this is one of them."""
+    """The reader of rows with answers, where this is such a source."""
     try:
         found = recognise(row, "")
     except BadRow:

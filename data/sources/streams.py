@@ -17,7 +17,7 @@ READ_ERRORS = (
     *(datasets.exceptions.DatasetsError, pyarrow.ArrowException, httpx.HTTPError, ValueError, OSError),
     *(EOFError, zlib.error),  # of .gz, which `datasets` unpacks by Python's gzip
 )
-"""What opening and reading a stream raises when its files, its format or the network are at fault."""
+"""Errors that a stream raises when its files, its format or the network are at fault."""
 
 
 def folder(path: Path, split: str, *, name: str | None) -> datasets.IterableDataset:

@@ -33,5 +33,5 @@ def cache_folder(data: DataSection, fingerprint: str, *, say: bool) -> Path:
     except OSError as error:
         raise UserError(f"{key}: {problem}, and {one_line(error)}. Set another folder.") from error
     if say:
-        print(f"data: {problem}; prepared data is kept in {cache}, or where data.cache_dir says", flush=True)
+        print(f"data: {problem}; prepared data is kept in {cache}; data.cache_dir changes that", flush=True)
     return cache / fingerprint

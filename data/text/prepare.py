@@ -103,7 +103,7 @@ def prepared(
                 display.finish()
         except WorkerDied as error:
             raise UserError(
-                f"data.workers={data.workers}: {error} while it tokenized, most often for lack of memory. "
+                f"data.workers={data.workers}: {error} while tokenizing, most often for lack of memory. "
                 "Use fewer workers or a machine with more memory."
             ) from error
         except OSError as error:
@@ -136,8 +136,8 @@ def _lock(folder: Path, wait_minutes: float, display: Display) -> Iterator[None]
                 deadline, seen = time.monotonic() + wait_minutes * 60, found
             if time.monotonic() >= deadline:
                 raise UserError(
-                    f"data.wait_minutes={wait_minutes:g}: another process still prepares {folder} (it holds "
-                    f"{folder}.lock) and came no further. Raise data.wait_minutes, or end it if it hangs."
+                    f"data.wait_minutes={wait_minutes:g}: another process is still preparing {folder} (it holds "
+                    f"{folder}.lock) without progress. Raise data.wait_minutes, or stop it if it hangs."
                 ) from None
     try:
         yield
@@ -212,8 +212,8 @@ def _fill(
     read = sum(writer.documents for writer in writers.values()) + sum(skipped.values())
     if data.source == "text" and data.document_separator is not None and read == len(source.files):
         raise UserError(
-            f"data.document_separator={json.dumps(data.document_separator)}: is nowhere in {source.label}. Give what "
-            "stands between its documents (YAML reads \\n as a line end in double quotes only), or null."
+            f"data.document_separator={json.dumps(data.document_separator)}: is not in {source.label}. Give the "
+            "separator of its documents (YAML reads \\n as a line end in double quotes only), or null."
         )
     if not writers["train"].documents:
         raise _no_training_text(data, source, writers["validation"].documents, skipped)

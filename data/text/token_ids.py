@@ -25,12 +25,12 @@ from data.text.encode import Encoded, is_drawn
 _BATCH_TOKENS = 1 << 20
 
 Found = tuple[str, Any]
-"""Where a document is, and what is in its field."""
+"""The place of a document, and the value of its field."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What ids are checked against, and how they are kept."""
+    """The vocabulary that ids are checked against, and the dtype that they are stored in."""
 
     tokenizer: str
     """data.tokenizer"""
@@ -90,7 +90,7 @@ def _ids(where: str, value: Any, field: str, vocabulary: Vocabulary) -> np.ndarr
 
 
 def _located(data: DataSection, source: Source, field: str) -> Iterator[Found]:
-    """What stands in the field of every row, with its file and its place in that, as far as a hub tells them."""
+    """The field's value in every row, with its file and place there as far as a hub gives them."""
     if data.source == "parquet":
         for path in source.files:
             yield from _of_parquet(path, field)

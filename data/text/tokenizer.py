@@ -55,7 +55,7 @@ def make_tokenizer(spec: str, source: Source, validation_fraction: float) -> Pre
 
 
 ENCODER_TOKENS = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "mask_token": "[MASK]"}
-"""What a tokenizer that is made here gets for an encoder."""
+"""Special tokens of an encoder's tokenizer that is trained here."""
 
 
 def make_encoder_tokenizer(spec: str, source: Source, validation_fraction: float) -> PreTrainedTokenizerFast:
@@ -68,7 +68,7 @@ def make_encoder_tokenizer(spec: str, source: Source, validation_fraction: float
             single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[first, last]
         )
     if tokenizer.pad_token_id is None:
-        raise UserError(f"data.tokenizer={spec}: has no token to pad with. Use the tokenizer of an encoder.")
+        raise UserError(f"data.tokenizer={spec}: has no padding token. Use the tokenizer of an encoder.")
     return tokenizer
 
 
@@ -128,7 +128,7 @@ def _bpe_vocabulary(spec: str) -> int | None:
     if kind != "bpe":
         return None
     if not size.isdecimal() or int(size) < SMALLEST_BPE:
-        raise UserError(f"data.tokenizer={spec}: the vocabulary must be a number from {SMALLEST_BPE}, as in bpe:4096.")
+        raise UserError(f"data.tokenizer={spec}: the vocabulary size must be {SMALLEST_BPE} or more, as in bpe:4096.")
     return int(size)
 
 

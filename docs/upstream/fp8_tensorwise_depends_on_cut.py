@@ -30,7 +30,7 @@ except ImportError:
 
 
 def gradient(config: Float8LinearConfig | None, cut: int) -> torch.Tensor:
-    """Of the first of two layers, of 64 rows in `cut` micro-batches."""
+    """The gradient of the first of two layers, for 64 rows in `cut` micro-batches."""
     torch.manual_seed(1)
     layers = torch.nn.Linear(64, 64, bias=False), torch.nn.Tanh(), torch.nn.Linear(64, 64, bias=False)
     model = torch.nn.Sequential(*layers)

@@ -30,7 +30,7 @@ get_accelerator().is_fp16_supported = lambda: True
 
 
 def overflow_at_minimum(stage: int) -> Exception | None:
-    """What two steps whose gradient is inf raise, with the scale already at `min_loss_scale`."""
+    """The error of two steps whose gradient is inf, with the scale already at `min_loss_scale`."""
     config = {
         "train_micro_batch_size_per_gpu": 8,
         "fp16": {"enabled": True, "initial_scale_power": 0, "min_loss_scale": 1, "hysteresis": 1},

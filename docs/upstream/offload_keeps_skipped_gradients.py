@@ -32,7 +32,7 @@ get_accelerator().is_fp16_supported = lambda: True
 
 
 def applied_steps(stage: int, device: str) -> int:
-    """Of eight, the first of which has a gradient of inf."""
+    """The steps applied of eight, the first of which has a gradient of inf."""
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "data_types": {"grad_accum_dtype": "fp32"},

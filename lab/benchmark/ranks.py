@@ -1,8 +1,8 @@
-"""What the ranks of a large run cost each other, on one machine: their heartbeats, a checkpoint's manifest, its resume.
+"""Costs between the ranks of a large run, on one machine: heartbeats, a checkpoint's manifest, its resume.
 
     python -m lab.benchmark.ranks [--ranks 1024,4096] [--parameters 723] [--seconds 20]
 
-A real store in a process of its own, to which a few processes send what so many ranks would, and what rank 0 does with
+A real store in a process of its own, to which a few processes send the messages of all ranks, and what rank 0 does with
 what the others send it, ranks having written at ZeRO-3 as DeepSpeed does.
 """
 
@@ -130,7 +130,7 @@ def _beat(client: int, port: int, ranks: int) -> None:
 
 
 def server_share(ranks: int, seconds: float) -> float:
-    """The share of a core that the store's server takes for the heartbeats of so many ranks."""
+    """The share of a core that the store's server takes for the heartbeats of this many ranks."""
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe()
     server = context.Process(target=_serve, args=(theirs,), daemon=True)

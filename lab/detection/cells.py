@@ -235,7 +235,7 @@ def later_cells() -> list[Cell]:
 
 
 def all_cells() -> list[Cell]:
-    """In the order in which they are run: each defect once, with healthy runs between them, then the other paths."""
+    """All cells in the order of their runs: each defect once, with healthy runs between them, then the other paths."""
     planted, healthy = list(defect_cells()), list(healthy_cells())
     first, others = planted[: len(DEFECTS)], planted[len(DEFECTS) :]
     first.sort(key=lambda cell: (_is_team(cell), not _is_of_judge(cell)))

@@ -62,7 +62,7 @@ class Cells:
         self._pair, self._folder, self._code, self._job = pair, folder, code, job
 
     def result(self, cell: Cell, size: float | None = None) -> dict[str, Any]:
-        """What was found of one cell. A run that a process refuses is a finding, too, by the line that says why.
+        """The findings of one cell. A run that a process refuses counts as found, by the line that says why.
 
         Raises NoAnswer.
         """
@@ -122,7 +122,7 @@ def _last_line(problem: AssertionError) -> str:
 
 
 def conditions() -> dict[str, Any]:
-    """What the page says of where it was measured."""
+    """The sentence on where the page was measured."""
     machine = environment({})
     git = machine["git"] or {}
     return {
@@ -245,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--later", action="store_true", help="the defects of lab/detection/later.py; writes no page")
     parser.add_argument("--wide", action="store_true", help="healthy set-ups over all architectures; writes no page")
     parser.add_argument("--only", default="", help="only cells whose name has this text; writes no page")
-    parser.add_argument("--minutes", type=float, default=600.0, help="begin no cell after so many minutes")
+    parser.add_argument("--minutes", type=float, default=600.0, help="start no cell after this many minutes")
     parser.add_argument("--jobs", type=positive_int, default=1, help="cells side by side, two processes each")
     parser.add_argument("--folder", type=Path, default=Path("runs/detection"), help="folder of results and runs")
     options = parser.parse_args(arguments)

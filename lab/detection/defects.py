@@ -97,7 +97,7 @@ DEFECTS = (
     _forward("rotary frequencies in BF16", forward.frequencies_in_bf16, ROTARY, **_JUDGE),
     _forward("rotary positions in BF16", forward.positions_in_bf16, ROTARY, **_JUDGE),
     _forward("rotary base 1% too large", forward.rotary_base, ROTARY, **_SCALED),
-    _forward("head deaf to the embedding it shares", forward.stale_head, HEAD, variant="tied"),
+    _forward("head untied from its embedding", forward.stale_head, HEAD, variant="tied"),
     _forward("cross-entropy's sum in BF16", forward.loss_in_bf16, LOSS, **_JUDGE),
     _forward("labels smoothed by 1%", forward.smoothed_labels, size=0.01, halving=True, unit="share"),
     Defect("gradient of one matrix summed over ranks", "gradient", on_engine(gradients.summed), (LINEAR,), **_JUDGE),
@@ -143,7 +143,7 @@ DEFECTS = (
     _update("first moment rounded to BF16", lambda size: Rule(first=_dtype()), **_JUDGE),
     _update("second moment rounded to BF16", lambda size: Rule(second=_dtype()), **_JUDGE),
     _update("BF16 masters in one group", lambda size: Rule(masters=_dtype()), **_JUDGE),
-    _update("one group deaf to the learning rate", lambda size: Rule(deaf=2e-3), **_JUDGE),
+    _update("one group ignores the learning rate", lambda size: Rule(deaf=2e-3), **_JUDGE),
     _update("learning rate times 1.05", lambda size: Rule(lr=1 + size), size=0.05, halving=True, unit="factor 1 + x"),
     _update("clipped by each rank's own norm", lambda size: Rule(gradient=updates.clipped_by_own_norm)),
     _update(
@@ -207,7 +207,7 @@ DEFECTS = (
         **_JUDGE,
     ),
     Defect("both: mean of the ranks' means", "shared", gradients.mean_of_ranks, shared=True, variant="documents"),
-    Defect("both: labels shifted once more", "shared", shared.shifted_labels, shared=True),
+    Defect("both: labels shifted twice", "shared", shared.shifted_labels, shared=True),
     Defect(
         "both: packed documents not kept apart",
         "shared",
@@ -227,7 +227,7 @@ DEFECTS = (
     _bit("bit of an activation flipped", bits.activation),
     *_TEAM,
 )
-"""In the order of the page."""
+"""Defects in the order of the page."""
 
 
 def _dtype() -> Any:

@@ -1,4 +1,4 @@
-"""What the product says of a run: the gate's checks, the oracle, the corruption events; nothing of its own."""
+"""The product's findings in a run: the gate's checks, the oracle, the corruption events; nothing of its own."""
 
 from __future__ import annotations
 

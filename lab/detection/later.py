@@ -66,9 +66,7 @@ LATER = (
     ),
     _engine("Adam's count one ahead after a load", later.count_ahead_at_load, group="state"),
     _engine("moments of two matrices exchanged at a load", later.exchanged_moments_at_load, group="state"),
-    _engine(
-        "second moment decayed once more at a load", later.moment_decayed_once_more_at_load, group="state", size=0.95
-    ),
+    _engine("second moment decayed twice at load", later.moment_decayed_once_more_at_load, group="state", size=0.95),
     _site("learning rate one step back after a resume", "state", later.rate_one_step_back_after_a_resume),
     # what other trainers and kernels had
     _engine("both: rotary scaling dropped", elsewhere.rotary_scaling_dropped, variant="scaled rotary", shared=True),
@@ -79,7 +77,9 @@ LATER = (
     _engine("both: positions count on", elsewhere.positions_count_on, variant="gpt2 documents", shared=True),
     _engine("other values dropped in recomputation", elsewhere.dropped_anew_in_recomputation, variant="recomputed"),
     _engine("one place drops the same values always", elsewhere.one_mask_for_all, DROPOUT, **_DROPS),
-    _engine("embedding of the end token deaf", elsewhere.end_token_without_a_gradient, EMBEDDING, variant="short"),
+    _engine(
+        "embedding of the end token not trained", elsewhere.end_token_without_a_gradient, EMBEDDING, variant="short"
+    ),
     _engine("adapter of one layer by sqrt(r)", elsewhere.adapter_by_the_root_of_its_rank, ADAPTED, variant="lora"),
     _engine("frozen layer merged and unmerged", elsewhere.base_merged_and_unmerged, ADAPTED, variant="lora"),
     _engine("reference trained along", elsewhere.reference_trained_along, group="loss", variant="dpo"),
@@ -110,4 +110,4 @@ LATER = (
         size=0.01,
     ),
 )
-"""In the order of the page. In the run alone, unless it says *both*."""
+"""Defects in the order of the page. They are planted in the run alone, unless one says *both*."""

@@ -42,7 +42,7 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--part", type=int, choices=PARTS, help="one part (default: all, in turn)")
     parser.add_argument("--items", default="", help="only these, separated by commas")
     parser.add_argument("--minutes", type=positive_number, default=9.5, help="for each part (9.5)")
-    parser.add_argument("--again", action="store_true", help="measure what is done once more")
+    parser.add_argument("--again", action="store_true", help="repeat finished measurements")
     parser.add_argument("--wheels", type=Path, help="folder of wheels, where there is no package registry")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu-check"), help="folder of results and logs")
     parser.add_argument("--processes", type=positive_int, default=1, help="of each job (1)")

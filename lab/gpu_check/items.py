@@ -165,7 +165,7 @@ SPEED = (
     _compared("peers-2048", "1B shape, BF16, ZeRO-1, 2,048 tokens", 290, f"{PEERS},mantissa-torch", *AT_2048),
     _compared("peers-4096", "1B shape, 4,096 tokens", 240, PEERS, *AT_4096),
     _compared(
-        *("peers-2048-again", "the first once more without torchtitan, in the other order, for the spread", 170),
+        *("peers-2048-again", "the first repeated without torchtitan, in the other order, for the spread", 170),
         *("mantissa-torch,trainer,bare,mantissa", *AT_2048),
     ),
     _compared("compile-2048", "compiled beside torch's kernels", 120, "mantissa-torch,mantissa-compile", *AT_2048),
@@ -182,7 +182,7 @@ HALVES = "mantissa-fp16,mantissa-bf16"
 PRECISION = (
     _compared("dtypes", "1B shape: BF16, FP32 with TF32 off, FP16", 200, DTYPES, *SMALL_BATCH, **SIX_STEPS),
     _compared("manifest", "manifest path over cast path, both ZeRO-3 in BF16", 160, MANIFESTS, *AT_ZERO_3, **SIX_STEPS),
-    _compared("dtypes-again", "those in 16 bits once more, for the spread", 120, HALVES, *SMALL_BATCH, **SIX_STEPS),
+    _compared("dtypes-again", "the 16-bit ones repeated, for the spread", 120, HALVES, *SMALL_BATCH, **SIX_STEPS),
 )
 
 ON_DEVICE = {16: 20, 48: 57, 56: 66, 64: 75, 96: 111, 112: 130}

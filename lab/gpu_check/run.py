@@ -51,7 +51,7 @@ class Check:
     tiny: bool
     machine: Mapping[str, Any]
     again: bool = False
-    """Measure what is done once more."""
+    """Repeat finished measurements."""
     stopped: threading.Event = field(default_factory=threading.Event, compare=False)
     """Set when the check is interrupted: what its items come to then is no result."""
 

@@ -1,15 +1,15 @@
-"""Try a run on its first steps beside FP32, start the whole of it only if they agree, and watch it.
+"""Compare a run's first steps with FP32, start the whole run only if they agree, and watch it.
 
     python -m launch.canary --config FILE [--processes N] [--launch "deepspeed --hostfile hosts"] [key.sub=value ...]
 
-The first `canary.steps` steps run beside their FP32 twin, judged as `python -m tools.parity` judges. When they agree,
-the whole run goes on from their state, under `launch.supervise`, while its checkpoints are compared with FP32. One that
-fails stops the run, which goes back to the last that held and on from there with `canary.fallback`. Everything is in
+The first `canary.steps` steps run beside their FP32 twin and are judged as by `python -m tools.parity`. If they agree,
+the whole run continues from their state under `launch.supervise`, while its checkpoints are compared with FP32. If one
+fails, the run goes back to the last that passed and continues with `canary.fallback`. Everything is in
 RUN-canary/canary.jsonl and canary.md.
 
 Exit code 0: the whole run is done; 2: the config or the command line is wrong; 3: no parity, so nothing was started, or
 the run stopped on numerics and no fallback is left; 75: a stop was requested (SIGTERM, SIGUSR1 or Ctrl-C), and the run
-saved. The same command then goes on. Any other: the run's.
+saved; the same command continues it. Any other: the run's.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ class RunMonitor:
         if found["failed"]:
             failed, modules = found["failed"], found["modules"]
             where = f" in {', '.join(modules)}" if modules else ""
-            text = f"the steps after step {check.step} are not FP32's: {', '.join(failed)}{where}"
+            text = f"the steps after step {check.step} do not match FP32: {', '.join(failed)}{where}"
             self._journal.add("check", check.step, text, held=False, failed=failed, modules=modules, device_hours=hours)
             shutil.rmtree(check.path, ignore_errors=True)
             return Breach(check.step, text, modules)
@@ -187,7 +187,7 @@ class RunMonitor:
             if other != check.path and str(other) not in resumed:  # the run's config names what it started from
                 shutil.rmtree(other, ignore_errors=True)
         self._good, self._good_step = check.path, check.step
-        text = f"the steps after step {check.step} are FP32's: {len(found['checks'])} checks hold"
+        text = f"the steps after step {check.step} match FP32: {len(found['checks'])} checks pass"
         self._journal.add("check", check.step, text, held=True, judged=str(check.path), device_hours=hours)
         return None
 
@@ -212,7 +212,7 @@ class RunMonitor:
         for path in later:
             path.rename(aside / path.name)
         names = f"; set aside: {len(later)} later checkpoints, {aside}" if later else ""
-        text = f"back to step {self._good_step}, the last that held: {self._good}{names}"
+        text = f"back to step {self._good_step}, the last that passed: {self._good}{names}"
         self._journal.add("rolled_back", self._good_step, text)
         self._unchecked.clear()
 
@@ -240,7 +240,7 @@ class RunMonitor:
     def _end(self, code: int) -> int:
         fallback = self._journal.last("fallback")
         under = f" under the fallback to {fallback['to']}" if fallback else ""
-        held = f"; the last checkpoint that held is of step {self._good_step}: {self._good}"
+        held = f"; the last checkpoint that passed is of step {self._good_step}: {self._good}"
         text = f"done{under}" if code == DONE else f"ended with exit code {code}{under}"
         if code == DONE and self._good_step != self._plan.resolved.config.run.steps:
             text += "; its last checkpoint was not checked"

@@ -99,7 +99,7 @@ def read_plan(
     plan = Plan(arguments, resolved, processes, tuple(launch), tuple(check_launch))
     if plan.steps >= whole.run.steps:
         key = f"steps = {plan.steps}" if section.data_share is None else f"data_share = {section.data_share:g}"
-        problem = f"leaves nothing of run.steps = {whole.run.steps} to start; make it smaller"
+        problem = f"leaves none of run.steps = {whole.run.steps} for the whole run; make it smaller"
         raise UserError(f"{config}: canary.{key} {problem}")
     if section.ranks is not None:
         read_command_line(arguments, as_launched(section.ranks))
@@ -109,5 +109,5 @@ def read_plan(
             raise UserError(f"{config}: {problem}; {fix}")
     refuse_sharing(resolved.batch, but=("sequence", "tensor"), why="the FP32 twin is verified with {what} on each rank")
     if whole.checkpoint.dir is not None:
-        raise UserError(f"{config}: checkpoint.dir: the canary goes back in the run folder only; leave it out")
+        raise UserError(f"{config}: checkpoint.dir: the canary goes back only within the run folder; leave it out")
     return plan

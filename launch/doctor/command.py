@@ -73,17 +73,17 @@ def _of_run(config: Config, options: argparse.Namespace) -> dict[str, Any]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Arguments("python -m launch.doctor", __doc__)
-    parser.add_argument("--hostfile", metavar="FILE", help="DeepSpeed's: `name slots=N` a line (this machine alone)")
-    parser.add_argument("--config", metavar="FILE", help="the run's: its folders, dtype, offload, store, key and wandb")
+    parser.add_argument("--hostfile", metavar="FILE", help="DeepSpeed hostfile; without it, this machine alone")
+    parser.add_argument("--config", metavar="FILE", help="the run's config: folders, dtype, offload, store, key, wandb")
     parser.add_argument("--deepspeed_config", "--deepspeed-config", metavar="FILE", help="as for train.py")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
-    parser.add_argument("--strict", action="store_true", help="exit code 1 also when a line is amber")
-    parser.add_argument("--quick", action="store_true", help="leave out device, ops, store, key and all-reduce (torch)")
-    parser.add_argument("--port", type=positive_int, default=29500, help="the launcher's, on the first host (29500)")
-    parser.add_argument("--processes", type=positive_int, metavar="N", help="a host; else the slots, the GPUs, or 2")
-    parser.add_argument("--all-reduce", type=float, default=64.0, metavar="MIB", help="size of it (%(default)g)")
-    parser.add_argument("--expect", type=float, metavar="GB/S", help="amber when its bus bandwidth is lower")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 also on amber lines")
+    parser.add_argument("--quick", action="store_true", help="skip device, ops, store, key and all-reduce (no torch)")
+    parser.add_argument("--port", type=positive_int, default=29500, help="launcher port on the first host (29500)")
+    parser.add_argument("--processes", type=positive_int, metavar="N", help="per host (default: slots, GPU count or 2)")
+    parser.add_argument("--all-reduce", type=float, default=64.0, metavar="MIB", help="all-reduce size (%(default)g)")
+    parser.add_argument("--expect", type=float, metavar="GB/S", help="amber below this bus bandwidth")
     parser.add_argument("--ssh", type=shlex.split, default="ssh", metavar="COMMAND", help="such as 'ssh -F file' (ssh)")
     return parser
 

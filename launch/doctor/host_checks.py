@@ -196,7 +196,7 @@ def _gpus(host: str, gpus: Facts, processes: int) -> Iterator[Finding]:
         elif slowed == "Active":
             yield red("gpu", f"{what}: the hardware slows it down", "check power and cooling", host)
         elif used > 0.1 * total:
-            yield amber("gpu", f"{what}: another process has memory there", "nvidia-smi shows whose", host)
+            yield amber("gpu", f"{what}: another process has memory there", "nvidia-smi shows which", host)
         else:
             yield green("gpu", what, host)
 

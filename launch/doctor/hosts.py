@@ -84,7 +84,7 @@ class Host:
         return answer["result"]
 
     def run(self, program: str, given: dict[str, Any], *, seconds: float, launcher: Sequence[str] = ()) -> Any:
-        """What a Python program did there (`agent.run`) within so many seconds. Raises Unreachable."""
+        """The result of a Python program there (`agent.run`) within this many seconds. Raises Unreachable."""
         request = {"program": program, "given": given, "launcher": launcher, "limit": seconds, "cwd": str(Path.cwd())}
         return self.ask("run", seconds + 30, **request)
 

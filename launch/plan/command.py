@@ -1,8 +1,8 @@
-"""Memory, speed, hours and cost of a run config on a number of devices, and which ZeRO stages and batches fit.
+"""Predict memory, speed, hours and cost of a run config on N devices, and which ZeRO stages and batches fit.
 
     python -m launch.plan --config config/recipes/llama_8b_8gpu.yaml --gpus 8 --device h100 [--price 2.5]
 
-Needs no accelerator and no weights. docs/plan.md has the formulas, where they come from, and how they were checked.
+Needs no accelerator and no weights. docs/plan.md has the formulas, their sources, and how they were checked.
 Exit code 0; 2 when the config or the command line is wrong; 3 when no ZeRO stage and no micro-batch fits.
 """
 
@@ -89,9 +89,9 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--tokens", type=positive_number, help="tokens to train on (run.steps of the config)")
     of_peak = "share of the peak that matmuls reach, recomputed ones included (%(default)s)"
     parser.add_argument("--mfu", type=share, default=DEFAULT_MFU, help=of_peak)
-    parser.add_argument("--measured", metavar="RUN", help="take --mfu from a run folder that ran on such devices")
+    parser.add_argument("--measured", metavar="RUN", help="take --mfu from the folder of a run on such devices")
     parser.add_argument("--memory", type=positive_number, help="GiB of one device")
-    parser.add_argument("--reserve", type=share, default=0.1, help="share of it for CUDA, NCCL and gaps (0.1)")
+    parser.add_argument("--reserve", type=share, default=0.1, help="share of it reserved for CUDA, NCCL and gaps (0.1)")
     parser.add_argument("--link", type=positive_number, help="GB/s in one direction from device to device in a node")
     parser.add_argument("--network", type=positive_number, help="GB/s in one direction out of a node, by all adapters")
     parser.add_argument("--per-node", type=positive_int, help="devices in a node")

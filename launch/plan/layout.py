@@ -126,7 +126,7 @@ class Layout:
 
     @property
     def counting_pass(self) -> bool:
-        """A step's micro-batches go through the model once more, ahead, to count each expert's tokens (docs/moe.md)."""
+        """Whether an extra forward pass counts each expert's tokens first (docs/moe.md)."""
         model = self.config.model
         return self.accumulation > 1 and (model.balance_loss > 0 or model.router_z_loss > 0)
 

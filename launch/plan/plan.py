@@ -103,7 +103,7 @@ def make_plan(options: argparse.Namespace, arguments: Sequence[str]) -> Plan:
     resolved = read_command_line(arguments, as_launched(options.gpus) | {"LOCAL_WORLD_SIZE": str(on_one)})
     settle_hub(resolved.config)
     if not resolved.config.run.steps and not options.tokens:
-        problem = "how many steps that is shows once the data are prepared"
+        problem = "the number of steps is known once the data are prepared"
         raise UserError(f"run.epochs = {resolved.config.run.epochs:g}: {problem}; give --tokens, or run.steps")
     layout = layout_of(resolved, world=options.gpus, on_cpu=device.is_cpu)
     shape = read_shape(resolved.config, layout)

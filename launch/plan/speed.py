@@ -109,7 +109,7 @@ def _with_sums(found: Traffic, shape: Shape, layout: Layout) -> Traffic:
 
 
 def _with_tokens(found: Traffic, shape: Shape, layout: Layout) -> Traffic:
-    """Add the tokens that ranks send each other's experts and get back, in both passes, once more where a block is
+    """Add the tokens that ranks send each other's experts and get back, in both passes, and again where a block is
     recomputed; a reentrant one is refused. A layer's counts of each expert's tokens go ahead of its forward passes."""
     ranks, chosen = layout.expert, shape.experts_per_token
     again = min(recomputed_blocks(shape, layout), shape.expert_layers)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from launch.plan.plan import Plan
 
 _ITEM_NOTES = {
-    "parameters": "what the model computes with",
+    "parameters": "the weights that the model computes with",
     "second copy": "of the parameters, divided by zero_hpz_partition_size",
     "loading": "the model in FP32, before it is rounded",
     "masters": "FP32 copies that the optimizer updates; split ones without their upper halves",
@@ -122,7 +122,7 @@ def _summary(plan: Plan) -> list[str | Text]:
     moved, step = traffic(plan.shape, layout), configured.speed
     lines: list[str | Text] = [
         f"Memory: mostly {name}, {size / GIB:.2f} GiB" + (f"; {advice}" if advice else "") + ".",
-        f"Network: {moved.sent / 1e9:.2f} GB a rank and step, "
+        f"Network: {moved.sent / 1e9:.2f} GB per rank and step, "
         f"{step.communication_seconds:.3f} s of a {step.step_seconds:.3f} s step ({step.share:.0%} waiting)."
         if layout.world > 1
         else "Network: none, there is one rank.",
@@ -137,7 +137,7 @@ def _summary(plan: Plan) -> list[str | Text]:
         f"MFU of the whole step {plan.model_mfu:.1%}."
     )
     cost = plan.cost(configured)
-    price = "" if cost is None else f", {cost:,.2f} at {plan.price:g} a device and hour"
+    price = "" if cost is None else f", {cost:,.2f} at {plan.price:g} per device-hour"
     size = checkpoint_bytes(plan.shape, layout)
     saved = f"{size / GIB:.2f} GiB on disk" if size >= GIB else f"{size / 2**20:.1f} MiB on disk"
     frozen = ", without the frozen weights" if plan.shape.has_adapter else ""
@@ -152,7 +152,7 @@ def _time_tables(plan: Plan) -> list[Table | str]:
     if timed is None:
         return ["Where a step's time goes is not known: the model's backward pass asks tensors for their values."]
     ms, title = 1e3, f"Where a step's time goes, modelled, unmeasured: {plan.modelled_mfu(timed):.0%} MFU"
-    table = Table(("item", "ms a micro-batch", "ms a step", "share"), title=title)
+    table = Table(("item", "ms per micro-batch", "ms a step", "share"), title=title)
     for name, seconds in timed.micro.items():
         whole = seconds * timed.accumulation
         table.add(name, f"{seconds * ms:,.1f}", f"{whole * ms:,.1f}", f"{whole / timed.seconds:.0%}")
@@ -160,7 +160,7 @@ def _time_tables(plan: Plan) -> list[Table | str]:
         table.add(name, "", f"{seconds * ms:,.1f}", f"{seconds / timed.seconds:.0%}")
     whole = sum(timed.micro.values())
     table.add("total", f"{whole * ms:,.1f}", f"{timed.seconds * ms:,.1f}", "", style="bold")
-    changed = Table(("changed", "ms a step", "", "MFU", ""), title="What one change makes of it, modelled, unmeasured")
+    changed = Table(("changed", "ms a step", "", "MFU", ""), title="Effect of a single change, modelled, unmeasured")
     for each in plan.changed:
         gain = each.timed.seconds / timed.seconds - 1
         remark = "" if each.fits else Text("does not fit", style="red")

@@ -103,7 +103,7 @@ class _Rates:
         self._bandwidth, self._least = device.bandwidth * reached.bandwidth, reached.kernel
 
     def moving(self, size: float) -> float:
-        """[s] Reading and writing so many bytes."""
+        """[s] Reading and writing this many bytes."""
         return size / self._bandwidth
 
     def seconds(self, operations: Iterable[Operation]) -> float:

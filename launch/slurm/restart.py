@@ -39,7 +39,7 @@ def requeue_decision(session: Session, code: int) -> tuple[int, bool, str]:
         return code, again, f"{session.reason or 'preempted'} (exit code {code})"
     how = describe_exit(128 - code if 128 < code < 160 else code)
     if session.saved < 0:
-        return code, False, f"the job {how} and saved no checkpoint since its start: another would not get further"
+        return code, False, f"the job {how} and saved no checkpoint since its start: a restart would not get further"
     return code, True, f"the job {how} after it saved step {session.saved}"
 
 

@@ -1,14 +1,14 @@
-"""Many runs from one file: a grid or a list over config keys, on local slots or as a Slurm array.
+"""Run a grid or list of config overrides from one file, on local slots or as a Slurm array.
 
     python -m launch.sweep launch/sweeps/learning_rate.yaml            run what has not ended, then rank
     python -m launch.sweep launch/sweeps/learning_rate.yaml --list     what would run; starts nothing
     python -m launch.sweep launch/sweeps/learning_rate.yaml --slurm [-- sbatch options]
     python -m launch.sweep --report runs/learning_rate                 rank what there is so far
 
-Every trial's config is checked before the first one starts. Started again, a sweep does not repeat trials that have
-ended, and resumes the others from their checkpoints. SIGTERM, SIGUSR1 or Ctrl-C: all trials save and end with exit code
-75; a second one kills them. Exit code 0: all trials ended, hopeless and diverged ones too; 3: all of them by numerics;
-2: the file is wrong, nothing was started; 1: some failed.
+Every trial's config is checked before the first one starts. A restarted sweep does not repeat trials that have ended,
+and resumes the others from their checkpoints. SIGTERM, SIGUSR1 or Ctrl-C: all trials save and end with exit code 75; a
+second one kills them. Exit code 0: all trials ended, hopeless and diverged ones too; 3: all of them by numerics; 2: the
+file is wrong, nothing was started; 1: some failed.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class RowPrediction(LabelPrediction):
 
 
 def labels_of_row(labels: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-    """How many labels count in the row that each place belongs to, int64 of the shape of labels.
+    """The number of counting labels in the row of each place, int64 of the shape of labels.
 
     positions: of the shape of labels, 0 where a row begins, as in packed sequences; None: every sequence is one row.
     """

@@ -1,4 +1,4 @@
-"""What a task minimises: the loss of a micro-batch as a sum, and what its metrics are made of.
+"""A task's objective: the loss of a micro-batch as a sum, and the sums behind its metrics.
 
 Sums, because they can be added up over micro-batches, ranks and batches of any size: the mean of means would depend on
 how the global batch is cut.
@@ -29,7 +29,7 @@ class Scored(NamedTuple):
 
 
 class Objective(Protocol):
-    """What a module of modeling/objectives/ defines."""
+    """The interface of a module of modeling/objectives/."""
 
     sums: tuple[str, ...]
     """Names of what is added up for the metrics, besides the loss."""

@@ -209,7 +209,7 @@ def test_the_real_program_answers_without_torch(option: str, answer: str) -> Non
 
 @pytest.mark.parametrize(("option", "seconds"), [("--help", 0.5), ("--show-config", 1.0)])
 def test_it_answers_at_once(run_config: Path, option: str, seconds: float) -> None:
-    """In processor time, the least of a few, so that a busy machine does not decide."""
+    """Measured in processor time, the least of a few, so that a busy machine does not decide."""
     taken = []
     for _ in range(5):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -1,4 +1,4 @@
-"""What Accelerate was told is taken or refused, never passed over."""
+"""Every Accelerate setting is either applied or refused, never silently ignored."""
 
 import shlex
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is a secret is hidden wherever it stands; what a program or a reader needs never is."""
+"""Secrets are hidden wherever they stand; values that a program or a reader needs never are."""
 
 from pathlib import Path
 from typing import Any, get_args, get_type_hints

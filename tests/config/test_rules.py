@@ -46,7 +46,7 @@ REFUSED = [
     ([*GRPO, "data.format=preference"], "data.format = preference"),
     (["data.validation=[{path: no.jsonl}]"], "data.validation[0].path = 'no.jsonl' matches no file; give a file"),
     (["data.validation=[{source: jsonl}]"], "data.validation[0].path is missing; data.validation[0].source = jsonl"),
-    (["data.validation=[{name: held out}]"], "data.validation names a set 'held out', as what is held out of the data"),
+    (["data.validation=[{name: held out}]"], "data.validation names a set 'held out', the name of the data's own"),
     (["data.validation=[{name: a}, {name: a}]"], "data.validation has a name that another set or source has; give"),
     (["data.validation=[{path: a.jsonl, format: preference}]", "task=sft"], "data.format = preference … task = sft"),
     (
@@ -58,7 +58,7 @@ REFUSED = [
     (["data.source=text", "data.path=a.txt", 'data.document_separator=""'], "data.document_separator is empty … null"),
     (
         ["data={source: jsonl, path: a.txt, tokenizer: bytes, input_ids_field: ids}", "task=sft"],
-        "data.input_ids_field = 'ids' is of documents, and task = sft learns from rows; remove it, or set",
+        "data.input_ids_field = 'ids' is for documents, and task = sft trains on rows; remove it, or set",
     ),
     (["data.input_ids_field=ids"], "data.input_ids_field = 'ids' is only read by data.source = jsonl, parquet and hub"),
     (["data={source: jsonl, path: a.txt, input_ids_field: ids}"], "data.tokenizer = bpe:4096 … tokens already; name"),
@@ -99,7 +99,7 @@ REFUSED = [
         ["task=classify", "data={source: auto, sources: [{path: a.jsonl, format: tagged}]}"],
         "data.sources[0].format = tagged contradicts classify.kind = sequence; remove it, for labelled",
     ),
-    (["adapter={kind: lora, init: pissa}"], "adapter.init = 'pissa' is not offered: it trains on another base"),
+    (["adapter={kind: lora, init: pissa}"], "adapter.init = 'pissa' is not offered: it changes the base"),
     (["precision.path=manifest"], "precision.manifest is missing for precision.path = manifest"),
     (
         ["precision.path=manifest", "precision.manifest=m.json", "precision.compute=bf16"],
@@ -122,7 +122,7 @@ REFUSED = [
     (["precision.loss_scale.escalate_within=5"], "precision.loss_scale.escalate_within = 5 is only read by policy"),
     (
         ["precision.loss_scale={policy: adaptive, escalate_after: 9, escalate_within: 8}"],
-        "precision.loss_scale.escalate_after = 9 is more than precision.loss_scale.escalate_within = 8 steps can hold",
+        "precision.loss_scale.escalate_after = 9 is more than precision.loss_scale.escalate_within = 8 steps",
     ),
     (["evaluate.every_steps=5", "data.validation_fraction=0"], "evaluate.every_steps = 5 needs held-out text"),
     (["faults=[{kind: inf_gradient, step: 101}]"], "faults[0].step = 101 is after the last step"),
@@ -131,7 +131,7 @@ REFUSED = [
     (["faults=[{kind: lost_update, step: 1, rank: 1}]"], "faults[0].rank = 1 is not read by kind: lost_update"),
     (["faults=[{kind: nan_loss, step: 1, factor: 3}]"], "faults[0].factor = 3.0 is not read by kind: nan_loss"),
     (["guard.reactions=[skip, cut_lr, skip]"], "guard.reactions names skip twice; name it once and set guard.skip_bud"),
-    (["guard.reactions=[abort, skip]"], "guard.reactions never gets to skip after abort; move abort to the end"),
+    (["guard.reactions=[abort, skip]"], "guard.reactions never reaches skip after abort; move abort to the end"),
     (["guard={min_update_ratio: 0.1, max_update_ratio: 0.1}"], "guard.min_update_ratio = 0.1 is not below guard.max"),
     (["parallel.sequence=2", "task=mlm"], "parallel.sequence = 2 is not verified with task = mlm; set task to"),
     (["parallel.sequence=2", "task=sft", "sft.loss=row"], "parallel.sequence = 2 … sft.loss = row; set sft.loss to"),
@@ -142,7 +142,7 @@ REFUSED = [
         ["parallel.sequence=2", "model={activation_checkpointing: budget, activation_memory_gib: 1}"],
         "parallel.sequence = 2 cuts sequences, which are counted whole by model.activation_checkpointing = budget; set",
     ),
-    (["parallel.sequence=4", "data.sequence_length=3"], "parallel.sequence = 4 is more than data.sequence_length = 3"),
+    (["parallel.sequence=4", "data.sequence_length=3"], "parallel.sequence = 4 exceeds the tokens of data.seq"),
     (
         ["parallel.sequence=2", "data.sequence_length=33", "model.balance_loss=0.01"],
         "parallel.sequence = 2: routers would count the padding of data.sequence_length = 33; make it a multiple of 2",
@@ -165,14 +165,14 @@ REFUSED = [
         "parallel.expert = 2 … checkpointing = budget; … full",
     ),
     (["parallel.expert=2", "guard.replica_checks=9"], "parallel.expert = 2 … guard.replica_checks = 9; set"),
-    (["guard={spike_sigmas: 6, spike_window: 200}"], "guard.spike_window = 200 leaves nothing to judge in run.steps"),
+    (["guard={spike_sigmas: 6, spike_window: 200}"], "guard.spike_window = 200 never takes effect in run.steps"),
     (["precision={masters: split, compute: fp32}"], "precision.masters = split holds an FP32 master … in FP32 there"),
     (["precision={masters: split, compute: fp16}"], "precision.masters = split holds an FP32 master as its 16-bit wei"),
     (["precision={masters: split, path: manifest, manifest: m.json}"], "precision.masters = split … the manifest path"),
     (["precision.masters=split", "optimizer.name=lion"], "precision.masters = split … for adamw and not for lion"),
     (
         ["precision.masters=split", "faults=[{kind: flipped_bit, step: 1, module: a, place: master}]"],
-        "faults[0].place = master strikes an FP32 master, and with precision.masters = split there is none in memory",
+        "faults[0].place = master changes an FP32 master, and precision.masters = split keeps none in memory",
     ),
 ]
 
@@ -240,7 +240,7 @@ def test_a_glob_from_the_root_is_found(folder: Path) -> None:
 
 
 def test_a_setting_of_another_optimizer_is_refused(folder: Path) -> None:
-    """What the chosen one does not read must not look as if it did."""
+    """A setting that the chosen optimizer ignores must not look as if it took effect."""
     for overrides in (
         ["optimizer.eps=1e-6"],
         ["optimizer.name=sgd", "optimizer.momentum=0.5"],

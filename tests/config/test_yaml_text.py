@@ -28,7 +28,7 @@ def test_scalars(text: str, value: Any) -> None:
 
 
 def test_a_repeated_key_is_an_error_and_a_merge_is_not() -> None:
-    with pytest.raises(ValueError, match="line 2: the key a is here a second time .first on line 1."):
+    with pytest.raises(ValueError, match="line 2: the key a is a duplicate .first on line 1."):
         yaml_text.parse("a: 1\na: 2\n")
     assert yaml_text.parse("base: &b {x: 1, y: 2}\nmine: {<<: *b, y: 3}\n")["mine"] == {"x": 1, "y": 3}
 

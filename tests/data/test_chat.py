@@ -1,4 +1,4 @@
-"""Which tokens of a row are trained: for 21 shapes of chat templates, equal to what was written down by hand."""
+"""The tokens of a row that are trained, for 21 shapes of chat templates: equal to hand-written ones."""
 
 from typing import Any
 
@@ -118,7 +118,7 @@ def test_a_row_that_is_cut_has_the_labels_that_are_left(name: str) -> None:
             data = DataSection(format="messages", sequence_length=length, **given)
             found = RowEncoder(data, chat)([("rows.jsonl:1", {"messages": turns})])
             if not any(kept):
-                assert not found.rows and found.counts["dropped, because no label was left when cut"] == 1
+                assert not found.rows and found.counts["dropped, because cutting left no label"] == 1
                 continue
             assert found.counts["truncated"] == 1 and found.longest == len(ids)
             assert found.rows[0]["tokens"].tolist() == ids[part], (side, length)

@@ -1,4 +1,4 @@
-"""What a corpus costs does not grow with the corpus: counted in bytes of memory and in mappings, not timed."""
+"""The cost of a corpus does not grow with its size: counted in bytes of memory and in mappings, not timed."""
 
 import gc
 import json

@@ -1,4 +1,4 @@
-"""What is hidden from a masked language model: how much, which words, and that it depends on nothing but its key."""
+"""Tokens hidden from a masked language model: how many, which words, and that only the key decides."""
 
 import random
 

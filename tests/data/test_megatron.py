@@ -65,13 +65,13 @@ HEADER, LENGTHS, POINTERS, BORDERS = 34, 34, 34 + 3 * 4, 34 + 3 * 12
         (9, b"\x02", "a.idx: .*its version is 2, not 1"),
         (17, b"\x07", "a.idx: .*its dtype has the code 7"),
         (18, b"\x04", "a.idx: .*it has 94 bytes instead of 106"),
-        (LENGTHS, b"\xff\xff\xff\xff", "a.idx: .*has a length or a place that cannot be"),
+        (LENGTHS, b"\xff\xff\xff\xff", "a.idx: .*has an impossible length or position"),
         (LENGTHS + 8, b"\x03", r"a.bin: .*it has 12 bytes, and a.idx ends at 14"),
-        (POINTERS, b"\x01", "a.idx: .*has a length or a place that cannot be"),
-        (POINTERS + 8, struct.pack("<q", -2), "a.idx: .*has a length or a place that cannot be"),
+        (POINTERS, b"\x01", "a.idx: .*has an impossible length or position"),
+        (POINTERS + 8, struct.pack("<q", -2), "a.idx: .*has an impossible length or position"),
         (POINTERS + 16, b"\x0a", "a.bin: .*it has 12 bytes, and a.idx ends at 14"),
-        (BORDERS, b"\x01", "a.idx: .*its documents are not of all its 3 sequences"),
-        (BORDERS + 16, b"\x02", "a.idx: .*its documents are not of all its 3 sequences"),
+        (BORDERS, b"\x01", "a.idx: .*its documents do not cover all its 3 sequences"),
+        (BORDERS + 16, b"\x02", "a.idx: .*its documents do not cover all its 3 sequences"),
         (BORDERS + 8, b"\x04", "a.idx: .*its documents are not in order"),
     ],
 )
@@ -90,7 +90,7 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
         whole = (tmp_path / name).read_bytes()
         for size in [*range(len(whole)), len(whole) + 2]:
             (tmp_path / name).write_bytes((whole + b"\0\0")[:size])
-            with pytest.raises(UserError, match=rf"^{tmp_path}/{name}: is damaged or not of"):
+            with pytest.raises(UserError, match=rf"^{tmp_path}/{name}: is damaged or not in"):
                 list(documents(tmp_path / "a.idx"))
     (tmp_path / "a.bin").unlink()
     with pytest.raises(UserError, match=r"a.bin: cannot be read .*needs a .bin beside each .idx"):

@@ -58,7 +58,7 @@ def test_texts_share_what_is_given_or_what_both_begin_with() -> None:
 MALFORMED = [
     ({"chosen": "a"}, "rejected: is missing or null, not text"),
     ({"chosen": "a", "rejected": 1}, "rejected: is a number, not text"),
-    ({"chosen": "a", "rejected": [BAD]}, "rejected: is a list and chosen is text; give two of a kind"),
+    ({"chosen": "a", "rejected": [BAD]}, "rejected: is a list and chosen is text; give both alike"),
     ({"prompt": "p", "chosen": "a", "rejected": "a"}, "rejected: is the same as chosen"),
     ({"prompt": 1, "chosen": "a", "rejected": "b"}, "prompt: is a number, not text"),
     ({"prompt": "p", "chosen": "", "rejected": "b"}, "chosen: is empty"),
@@ -156,11 +156,11 @@ REFUSED = [
     ("preference.loss=hinge preference.label_smoothing=0.1", "preference.label_smoothing = 0.1 is only read by"),
     ("preference.beta=0", "preference.beta"),
     ("preference.reference=adapter_off", "preference.reference = adapter_off needs an adapter"),
-    ("data.format=messages", "data.format = messages is not of pairs, which task = dpo needs"),
+    ("data.format=messages", "data.format = messages has no pairs, which task = dpo needs"),
     ("data.train_on=all", "data.train_on = all is not read by task = dpo"),
-    ("model.loss=chunked", "model.loss = chunked is a cross-entropy"),
+    ("model.loss=chunked", "model.loss = chunked computes a cross-entropy"),
     ("task=sft preference.beta=0.2", "preference.beta = 0.2 is only read by task = dpo"),
-    ("task=sft data.format=preference", "data.format = preference is of pairs of answers"),
+    ("task=sft data.format=preference", "data.format = preference has pairs of answers"),
     ("task=sft", "is a pair of answers, which task=sft does not read; set task=dpo"),
     ("data.document_masking=true", "data.document_masking = true: rows are not packed"),
 ]

@@ -1,4 +1,4 @@
-"""What a preparation prints where no terminal draws a bar."""
+"""Progress lines of a preparation whose output is no terminal."""
 
 import itertools
 

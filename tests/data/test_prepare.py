@@ -127,7 +127,7 @@ def test_one_split_file_is_prepared_as_a_file_for_each_document(
 
 
 def test_a_separator_that_is_nowhere_is_a_mistake(section: DataSection) -> None:
-    with pytest.raises(UserError, match=r'data.document_separator="\\\\n": is nowhere in data.path=') as caught:
+    with pytest.raises(UserError, match=r'data.document_separator="\\\\n": is not in data.path=') as caught:
         prepare(replace(section, document_separator="\\n"), progress=False)
     assert "\n" not in str(caught.value)
 
@@ -213,7 +213,7 @@ def test_waiting_ends_with_what_to_do(section: DataSection) -> None:
     Path(section.cache_dir).mkdir()
     with FileLock(f"{section.cache_dir}/{fingerprint}.lock"):
         start = time.monotonic()
-        with pytest.raises(UserError, match=r"data.wait_minutes=0.005: another process still prepares .*\.lock"):
+        with pytest.raises(UserError, match=r"data.wait_minutes=0.005: another process is still preparing .*\.lock"):
             prepare(replace(section, wait_minutes=0.005), progress=False)
         assert time.monotonic() - start < 5
     assert prepare(section, progress=False).train_documents

@@ -66,7 +66,7 @@ def test_long_prompts_leave_room_for_the_answer(folder: Path) -> None:
     ("row", "problem"),
     [
         ({"prompt": ""}, "prompt: is empty"),
-        ({"question": "x"}, "is of no known format"),
+        ({"question": "x"}, "has no known format"),
         ({"messages": SAID[2:]}, "messages: has no turn to answer"),
         ({"text": "x"}, "prompt: is missing; the row's fields are text"),
     ],

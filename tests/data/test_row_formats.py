@@ -101,5 +101,5 @@ def test_what_does_not_fit_is_named_by_its_field(row: dict[str, Any], format: st
 
 
 def test_an_unknown_format_names_the_fields_that_are_there() -> None:
-    with pytest.raises(BadRow, match="its fields are answer, question, known are messages, conversations"):
+    with pytest.raises(BadRow, match="its fields are answer, question; known are messages, conversations"):
         recognise({"question": "a", "answer": "b"}, "text")

@@ -195,12 +195,12 @@ FILES: list[tuple[str | bytes, str, str]] = [
     (FIRST.encode("utf-16"), "", "rows.jsonl:1: is not UTF-8"),
     ('{"messages": "caf\xe9"}'.encode("latin-1"), "", "rows.jsonl:1: is not UTF-8"),
     (json.dumps(GOOD, indent=1), "", "rows.jsonl:1: is not JSON (Expecting property name enclosed in double quotes:"),
-    (json.dumps(GOOD, indent=1), "", "; each row has to stand on one line, or all of them in one list"),
+    (json.dumps(GOOD, indent=1), "", "; write each row on one line, or all rows in one list"),
     ("3", "", "rows.jsonl:1: is 3, not an object with fields"),
     ("[3]", "", "rows.jsonl: item 1: is 3, not an object with fields"),
     ("[3", "", "rows.jsonl: cannot be read"),
-    (row(question="a", answer="b"), "", "rows.jsonl:1: is of no known format: its fields are answer, question"),
-    (row(prompt=None, completion="b"), "", "its fields are completion, prompt (null), known are"),
+    (row(question="a", answer="b"), "", "rows.jsonl:1: has no known format: its fields are answer, question"),
+    (row(prompt=None, completion="b"), "", "its fields are completion, prompt (null); known are"),
     (FIRST, "task=pretrain", "; rows of format messages are read by task=sft, and by task=distill with data.format="),
     (row(prompt="a", chosen="b", rejected="c"), "task=mlm data.tokenizer=bpe:300", "; pairs of answers are read by"),
     (FIRST + "\n" + row(prompt="a", completion="b"), "", "; the row is of format prompt_completion, not messages"),
@@ -226,7 +226,7 @@ FILES: list[tuple[str | bytes, str, str]] = [
     (FIRST, "data.path={folder}/none.jsonl", "none.jsonl' matches no file"),
     (FIRST, "data.source=text", "data.source = text has no rows"),
     (FIRST, "data.path={folder}/notes.txt", "data.source = text has no rows"),
-    (FIRST, "data.path={folder}/bad.jinja", "bad.jinja: is a file, and data.source=hub takes a dataset of the hub"),
+    (FIRST, "data.path={folder}/bad.jinja", "bad.jinja: is a file, and data.source=hub needs a hub dataset"),
     (row(messages=[]), "data.on_bad_row=skip", "). Correct the rows, or the keys of data that say what they are."),
     (FIRST, "task=pretrain data.train_on=all", "data.train_on = 'all' is only read by task = sft"),
     (FIRST, "task=stf", "did you mean sft?"),
@@ -252,7 +252,7 @@ def test_pairs_of_several_sources_are_counted_as_pairs(show: Show, tmp_path: Pat
     sets = f"data.validation=[{{path: {tmp_path}/c.jsonl, name: own}}]"
     out = show("task=dpo", "data.path=null", sources, sets)
     assert "data: 4 pairs of all sources, " in out
-    assert "data: validation set own: 2 pairs, none of them trained\n" in out
+    assert "data: validation set own: 2 pairs, not trained on\n" in out
 
 
 @pytest.mark.parametrize(("content", "overrides", "problem"), FILES)

@@ -234,7 +234,7 @@ def test_a_row_of_parquet_without_text_is_named_by_its_number(tmp_path: Path) ->
 
 def test_a_table_of_text_is_refused_with_what_turns_it_into_rows(tmp_path: Path) -> None:
     (tmp_path / "my rows.csv").write_text("text,label\nhello,1\n")
-    with pytest.raises(UserError, match=r"my rows.csv: is a table of text, .* python -c \"(.*)\"$") as caught:
+    with pytest.raises(UserError, match=r"my rows.csv: is a text table, .* python -c \"(.*)\"$") as caught:
         open_source(section("hub", tmp_path / "my rows.csv"))
     program = str(caught.value).partition('python -c "')[2].removesuffix('"')
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, capture_output=True, timeout=120)

@@ -104,7 +104,7 @@ def test_the_sample_is_the_documents_of_the_smallest_hashes_in_any_order_of_arri
 
 @pytest.mark.parametrize("spec", ["bpe:", "bpe:256", "bpe:many", "bpe:-5"])
 def test_a_vocabulary_that_cannot_be(spec: str, source: Source) -> None:
-    with pytest.raises(UserError, match=f"data.tokenizer={spec}: the vocabulary must be"):
+    with pytest.raises(UserError, match=f"data.tokenizer={spec}: the vocabulary size must be"):
         make_tokenizer(spec, source, 0.0)
 
 
@@ -168,7 +168,7 @@ def test_the_table_of_bytes_gives_what_its_tokenizer_gives(source: Source) -> No
 
 @pytest.mark.parametrize("bytewise", [True, False])
 def test_documents_end_with_the_end_of_document_and_nothing_else_does(source: Source, bytewise: bool) -> None:
-    """In another process, because a worker's initialiser changes how its process handles signals."""
+    """This runs in another process because a worker's initialiser changes how its process handles signals."""
     tokenizer = make_tokenizer("bytes", source, 0.0)
     texts = [text for text in EXAMPLES if text]
     given = (tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, "uint16", 0.5, bytewise)

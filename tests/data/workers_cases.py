@@ -1,4 +1,4 @@
-"""What runs in the processes of test_workers.py. They import this file alone: its imports are their start."""
+"""Code run in the processes of test_workers.py. They import only this file, so its imports are their start-up cost."""
 
 _value = 0
 

@@ -1,4 +1,4 @@
-"""How a suite's output is read, and the pages of what was tested."""
+"""Reading a suite's output, and the pages about what was tested."""
 
 import subprocess
 from pathlib import Path

@@ -28,7 +28,7 @@ NAMES = {
 
 @pytest.fixture(autouse=True)
 def at_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where users start, with no launcher around."""
+    """The folder where users start, with no launcher around."""
     monkeypatch.chdir(REPOSITORY)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
@@ -140,7 +140,7 @@ def test_ssh_gives_up_a_machine_that_is_gone():
 
 
 def test_the_launcher_refuses_a_hostfile_that_is_not_there_when_told_the_number_of_machines(tmp_path):
-    """What --num_nodes is for; without it the job would start here alone."""
+    """--num_nodes asks for several machines; without this check the job would start on this one alone."""
     runner = ["python", "-m", "deepspeed.launcher.runner", "--hostfile", str(tmp_path / "hosts")]
     output = finish([*runner, "--num_nodes", "2", "train.py"], exit_code=1)
     assert "no extra nodes available via hostfile" in output

@@ -1,4 +1,4 @@
-"""How jobs start: a launcher by this interpreter's module, since its program cannot start from a path with a space."""
+"""Jobs start by the interpreter's module: the launcher's program cannot start from a path with a space."""
 
 import signal
 import subprocess
@@ -84,7 +84,7 @@ def test_the_log_of_a_killed_job_says_the_signal(tmp_path: Path, processes: int)
     program.write_text(f"import os, signal\n{killed}\n")
     assert launch([str(program)], processes=processes, log=tmp_path / "log") != 0
     who = "it" if processes == 1 else "rank 1"
-    line = f"error: {who} was killed by SIGKILL, as the kernel does where memory runs out (dmesg tells)"
+    line = f"error: {who} was killed by SIGKILL, as the kernel does when memory runs out (see dmesg)"
     assert error_line_of(tmp_path / "log") == line
 
 

@@ -28,7 +28,7 @@ def pretended(folder, *plan, options=(), overrides=()):
 
 
 def ended(folder, *plan, code, count, seconds=30, **given):
-    """What such a job printed, having ended with that exit code after so many starts."""
+    """The output of a job that ended with this exit code after this many starts."""
     job = pretended(folder, *plan, **given)
     output, _ = job.communicate(timeout=seconds)
     assert job.returncode == code, output
@@ -156,7 +156,7 @@ def real(folder, name, launcher, told=None):
 
 
 def finish(line, *, before=()):
-    """What a job printed, with the seconds of each line, and its exit code."""
+    """A job's output, with the seconds of each line, and its exit code."""
     job = launches.start(["env", f"PYTHONPATH={REPOSITORY}", *before, *line])
     lines = [(time.monotonic(), text) for text in job.stdout]
     return lines, job.wait(timeout=30)

@@ -72,14 +72,14 @@ class Bench:
         return launches.start([*environment, sys.executable, "-m", "launch.supervise", *words])
 
     def ended(self, *plan: dict, code: int, **given: tuple[str, ...]) -> str:
-        """What the supervised job printed, having ended with that exit code."""
+        """The output of a supervised job that ended with this exit code."""
         job = self.start(*plan, **given)
         output, _ = job.communicate(timeout=30)
         assert job.returncode == code, output
         return output
 
     def started(self) -> list[str]:
-        """What each start ran on."""
+        """The hosts of each start."""
         return [line.strip() for line in (self.folder / "started").read_text().splitlines()]
 
 
@@ -89,7 +89,7 @@ def bench(tmp_path):
 
 
 def test_a_restart_leaves_out_what_does_not_answer_and_takes_it_back(bench):
-    """Of three machines four processes fit the batch, six do not: 16 is no multiple of 2 x 6."""
+    """On three machines four processes fit the batch, six do not: 16 is no multiple of 2 x 6."""
     bench.down("b", "c", when="next_down")
     output = bench.ended(DIED, {"exit": 0, "steps": 6, "end": [0, ""]}, code=0)
     assert bench.started() == ["a slots=2 b slots=2", "a slots=2 --force_multi"]

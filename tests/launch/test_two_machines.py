@@ -55,7 +55,7 @@ def on(machine: Machine, folder: Path, command: Sequence[str]) -> subprocess.Pop
 
 
 def finish(started: Sequence[subprocess.Popen[str]], seconds: float = 400) -> list[str]:
-    """What each printed, all having ended well."""
+    """The output of each process; all have exited with 0."""
     printed = [process.communicate(timeout=seconds)[0] for process in started]
     assert [process.returncode for process in started] == [0] * len(started), "\n".join(printed)
     return printed
@@ -147,7 +147,7 @@ def test_the_command_a_run_prints_starts_it_again(machines, folder):
 
 
 def test_a_cut_cable_does_not_hold_the_launcher(machines, folder, monkeypatch):
-    """By ssh_config.example: without its two lines the launcher waits for ssh, and ssh for the other machine."""
+    """Without ssh_config.example's two lines the launcher waits for ssh, and ssh for the other machine."""
     alive = re.findall(r"ServerAlive\w+ \d+", (REPOSITORY / "launch/deepspeed/ssh_config.example").read_text())
     assert len(alive) == 2
     monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", " ".join(f"-o {line.replace(' ', '=')}" for line in alive))

@@ -23,7 +23,7 @@ def ground() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def ordinary(ground: Path) -> Place:
-    """Where the demo was run in one go on this machine as it is."""
+    """The folder where the demo ran uninterrupted on this machine as it is."""
     place = Place(ground / "ordinary")
     line = place.command(f"run.steps={MORE}")
     output = finish(["python", *line[line.index(str(REPOSITORY / "train.py")) :]], ranks=2)

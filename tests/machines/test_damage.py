@@ -39,7 +39,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def restricted(arguments: list[str], exit_code: int, **variables: str) -> str:
-    """What a job prints whose permissions count although root starts it."""
+    """The output of a job that obeys file permissions although root starts it."""
     if AS_OTHERS and shutil.which("setpriv") is None:
         pytest.skip("setpriv is not installed, and permissions do not count for root")
     words = ["env", *(f"{name}={value}" for name, value in variables.items()), *AS_OTHERS, *arguments]

@@ -43,7 +43,7 @@ def test_one_run_folder_for_two(ground: Path, losses) -> None:
         wait_until(lambda: events.exists() and len(losses_of(place.run)) >= STEPS, seconds=120, why=first.poll)
         other = start(place, "run.steps=100000")
         output = ended(other, exit_code=2)
-        assert "Traceback" not in output and "still writes this run" in output, output
+        assert "Traceback" not in output and "is still writing this run" in output, output
     finally:
         os.killpg(first.pid, signal.SIGTERM)
         ended(first, exit_code=None)

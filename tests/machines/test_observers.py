@@ -113,7 +113,7 @@ class Watch:
         self._thread.join()
 
     def growth(self) -> dict[str, tuple[int, int]]:
-        """What: the most of it in steps 100 to 400, and in the last 300."""
+        """The maximum of each figure in steps 100 to 400, and in the last 300."""
         early = [sample for step, sample in self._samples if 100 <= step < 400]
         late = [sample for step, sample in self._samples if STEPS - 300 <= step < STEPS]
         return {name: (max(s[name] for s in early), max(s[name] for s in late)) for name in early[0]}

@@ -1,4 +1,4 @@
-"""Where Mantissa and its runs lie: paths, links, the working folder, who may write, who runs it."""
+"""Locations of Mantissa and its runs: paths, links, the working folder, who may write, who runs it."""
 
 import os
 from dataclasses import replace
@@ -60,7 +60,7 @@ def test_nothing_is_written_beside_the_code(ground: Path, losses) -> None:
 
 
 def test_another_working_folder_gets_the_runs(ground: Path, losses) -> None:
-    """With run.dir as it is unless set, and a config named from there."""
+    """run.dir is the default, and the config is named from the other folder."""
     folder = ground / "elsewhere"
     folder.mkdir()
     place = Place(folder, cwd=folder, settings=("run.dir=runs", "data.cache_dir=cache"))

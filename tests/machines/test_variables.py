@@ -1,4 +1,4 @@
-"""What stands in the environment: locale, terminal, threads, other modules, wandb, hubs, proxies, secrets."""
+"""Effects of the environment: locale, terminal, threads, other modules, wandb, hubs, proxies, secrets."""
 
 import json
 import os
@@ -161,7 +161,7 @@ def test_a_proxy_and_the_variables_of_ci(ground: Path, losses) -> None:
 
 
 def test_secrets_that_are_ordinary_words(ground: Path, losses) -> None:
-    """What is a secret of another program's must not blank the config of ours, nor the paths in it."""
+    """Another program's secret must not blank values of our config, nor the paths in it."""
     place = Place(ground / "words", variables=ORDINARY_WORDS)
     look_at(place.run, demo(place, f"run.steps={STEPS}"), losses[:STEPS])
     run_dir = RunDir(place.run)
@@ -175,7 +175,7 @@ def test_secrets_that_are_ordinary_words(ground: Path, losses) -> None:
     ("variables", "notices"), [({"DS_ACCELERATOR": "cpu"}, 0), ({}, 2)], ids=["make demo", "by hand"]
 )
 def test_a_clean_start_prints_no_warning_of_the_libraries(ground: Path, variables, notices: int) -> None:
-    """By hand, without a GPU, each of the launcher's two processes prints one before any code of ours."""
+    """Started by hand without a GPU, each of the launcher's two processes prints one before any code of ours."""
     output = demo(Place(ground / f"clean {notices}", variables=variables), f"run.steps={STEPS}")
     words = ("warn", "deprecat", "[info]", "setting accelerator")
     noise = [line for line in output.splitlines() if any(word in line.lower() for word in words)]

@@ -1,4 +1,4 @@
-"""What runs inside the processes of the tests of activation checkpointing, on every rank."""
+"""Code run on every rank in the tests of activation checkpointing."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def steps(world: World, *, stage: int, compute: str, overrides: list[str]) -> di
 
 
 def counted(world: World, *, stage: int, compute: str, overrides: list[str]) -> dict[str, Any]:
-    """What an engine's forward pass saves with none of its blocks recomputed, and with all."""
+    """Bytes that an engine's forward pass saves with none of its blocks recomputed, and with all."""
     mode = "model.activation_checkpointing=full"
     resolved = resolve(world, stage=stage, compute=compute, micro=2, overrides=[MODEL, mode, *overrides])
     with engine_of(world, resolved) as engine:
@@ -45,7 +45,7 @@ def counted(world: World, *, stage: int, compute: str, overrides: list[str]) -> 
 
 
 def refused(world: World, *, gib: float) -> str:
-    """What is said of a budget that nothing fits."""
+    """The error for a budget that is too small for any choice."""
     try:
         steps(world, stage=2, compute="fp32", overrides=budget(gib))
     except UserError as error:

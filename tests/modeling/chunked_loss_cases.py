@@ -1,4 +1,4 @@
-"""What runs inside the processes of test_chunked_loss_training.py. Every function is called on every rank."""
+"""Code run inside the processes of test_chunked_loss_training.py. Every function is called on every rank."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ def two_steps(world: World, *, stage: int, compute: str, loss: str, overrides=()
 
 
 def observed(world: World, *, loss: str, folder: str) -> dict[str, Any]:
-    """What is observed of a step with the head in another dtype than the rest, the shape of what a hook on the head
+    """The report on a step with the head in another dtype than the rest, the shape of what a hook on the head
     sees, and the step's losses with and without them."""
     shapes = set()
     with engine_of(
@@ -65,7 +65,7 @@ def observed(world: World, *, loss: str, folder: str) -> dict[str, Any]:
 
 
 def spoiled(world: World, *, loss: str, module: str, kind: str) -> dict[str, Any]:
-    """Who is blamed for a step that a fault on rank 0 spoils, and the shapes of what the model put out meanwhile."""
+    """The rank blamed for a step that a fault on rank 0 spoils, and the shapes of the model's outputs meanwhile."""
     fault = f"faults=[{{kind: {kind}, step: 1, rank: 0, module: {module}}}]"
     shapes = set()
     with engine_of(world, _resolved(world, 2, "bf16", loss, (fault,), "")) as engine:

@@ -1,4 +1,4 @@
-"""What runs inside the processes of test_kernels.py. Every function is called on every rank."""
+"""Code run inside the processes of test_kernels.py. Every function is called on every rank."""
 
 from typing import Any
 from unittest import mock
@@ -43,7 +43,7 @@ def two_steps(world: World, *, stage: int, compute: str, kernels: str, overrides
 
 
 def looks(world: World, *, kernels: str) -> dict[str, Any]:
-    """What telemetry and observation say of a step in BF16, and who is blamed for one that is not finite."""
+    """Telemetry's and the observer's report on a step in BF16, and who is blamed for one that is not finite."""
     with _engine(world, 2, "bf16", kernels, ()) as engine:
         batch = batch_of(world, MICRO, seed=0)
         telemetry = Telemetry(engine, probe=True)
@@ -74,7 +74,7 @@ def _engine(world: World, stage: int, compute: str, kernels: str, overrides: tup
 
 
 def chosen(world: World, *, overrides: tuple[str, ...] = (), lacking: int | None = None) -> tuple[list[str], int]:
-    """What `model.kernels = auto` says on each rank, and how many modules compute with another class than they had.
+    """Each rank's remark on `model.kernels = auto`, and the number of modules whose class was replaced.
 
     lacking: the rank on whose machine a kernel is found to be wrong.
     """

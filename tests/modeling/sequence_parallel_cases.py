@@ -66,7 +66,7 @@ class Idle(SequenceGroup):
 
 
 def refused(world: World, *, family: str, shape: dict[str, Any], idle: bool = False) -> str:
-    """What is said of a model, by its config or by comparing logits; empty: nothing."""
+    """The error for a model, from its config or from comparing logits; empty: none."""
     world = world.sharing_sequences(2, timeout_minutes=2)
     group, model = world.sequence, small_model(family, **shape).eval()
     assert group is not None

@@ -86,7 +86,7 @@ def test_files_that_are_not_whole_are_refused(tmp_path, family):
     tensors = load_file(path)
     lacking = sorted(name for name in tensors if ".1.mlp." in name)[0]
     save_file({name: value for name, value in tensors.items() if name != lacking}, path, metadata={"format": "pt"})
-    with pytest.raises(UserError, match=rf"model.name_or_path = {tmp_path}.*its files lack .*{lacking}, which no task"):
+    with pytest.raises(UserError, match=rf"model.name_or_path = {tmp_path}.*its files lack .*{lacking}, which must"):
         build(ModelSection(name_or_path=str(tmp_path)))
     for content in (whole[:-500], whole[:20], b""):
         path.write_bytes(content)
@@ -105,8 +105,8 @@ def test_what_files_lack_and_what_is_not_read_of_them_is_a_note_and_no_table(tmp
     more = {f"vision.{number}": head.clone() for number in range(7)}
     save_file(tensors | more, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert drawn_notes(build(ModelSection(name_or_path=str(tmp_path)))) == [
-        "model.name_or_path has no lm_head.weight: drawn by run.seed",
-        "model.name_or_path has tensors that are not read: vision.0, vision.1, vision.2, vision.3, vision.4 and 2 more",
+        "model.name_or_path has no lm_head.weight: initialised with run.seed",
+        "model.name_or_path has unused tensors: vision.0, vision.1, vision.2, vision.3, vision.4 and 2 more",
     ]
     assert "LOAD REPORT" not in caplog.text
     AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -152,7 +152,7 @@ def test_an_encoder_that_would_see_what_it_predicts_is_refused():
     """transformers makes a language model of BERT, and warns; its loss goes to 0 on whatever text."""
     small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     section = ModelSection(architecture="bert", config=small)
-    with pytest.raises(UserError, match="model bert: a bert sees the tokens that it should predict; set task=mlm"):
+    with pytest.raises(UserError, match="model bert: a bert attends to tokens it should predict; set task=mlm"):
         build(section)
     model = build(replace(section, config=small | {"is_decoder": True})).eval()
     ids = torch.arange(8)[None]

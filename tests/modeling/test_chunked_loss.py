@@ -131,7 +131,7 @@ def test_fp16_gradients_that_the_scale_lifts_are_not_flushed_before() -> None:
 
 
 def test_a_weight_gradient_of_many_chunks_is_rounded_once() -> None:
-    """In BF16, with as many chunks as tokens; summing in BF16 is several times further off."""
+    """The test uses BF16 and as many chunks as tokens; summing in BF16 is several times further off."""
     generator = torch.Generator().manual_seed(3)
     hidden, weight = (torch.randn(size, HIDDEN, generator=generator).bfloat16() for size in (512, VOCABULARY))
     labels = torch.randint(VOCABULARY, (512,), generator=generator)

@@ -22,7 +22,7 @@ def found(pair: Any, stage: int, compute: str, loss: str, *overrides: str, manif
     [("fp32", 0), *((compute, stage) for compute in ("fp32", "bf16") for stage in (1, 2, 3)), ("fp16", 3)],
 )
 def test_two_ranks_train_as_with_the_full_loss(pair, stage: int, compute: str) -> None:
-    """In FP32 to rounding, masters included; in 16 bits no further from FP32's gradients than the full loss is.
+    """FP32 agrees to rounding, masters included; 16 bits are no further from FP32's gradients than the full loss.
 
     Masters after a step of AdamW differ by the sign of the smallest gradients in 16 bits, so that they prove nothing.
     """
@@ -80,7 +80,7 @@ def test_a_spoiled_step_names_the_same_module_without_making_logits(pair, module
 def test_what_cannot_be_chunked_is_refused_or_stays_full(pair) -> None:
     """RecurrentGemma caps its logits under a name of its own."""
     for rank in pair.run(cases.cannot):
-        assert rank["refused"].startswith("model.loss = chunked: cannot be had for model recurrent_gemma: it changes")
+        assert rank["refused"].startswith("model.loss = chunked: not supported for model recurrent_gemma: it changes")
         assert rank["refused"].endswith("set model.loss=auto or full")
         assert not rank["chunked"] and "unknown way" in rank["unchunked_reason"]
         assert rank["loss"] == rank["loss_of_full"]

@@ -18,7 +18,7 @@ def draw(*shape: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
 
 
 def plain(teacher: torch.Tensor, student: torch.Tensor, kind: str, beta: float) -> torch.Tensor:
-    """By the definition, from probabilities, FP64."""
+    """The definition, from probabilities in FP64."""
     p, q = teacher.softmax(-1), student.softmax(-1)
     m = beta * p + (1 - beta) * q
     if kind == "forward_kl":

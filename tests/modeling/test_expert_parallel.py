@@ -1,4 +1,4 @@
-"""Which models' experts may be shared, and how tokens find them."""
+"""Models whose experts may be shared, and the way of tokens to them."""
 
 import pytest
 import torch
@@ -50,5 +50,5 @@ def test_dispatched_tokens_have_the_logits_and_gradients_of_the_models_own_pass(
 def test_what_cannot_be_had_is_refused_with_the_reason(kind: str, ranks: int, reason: str) -> None:
     with pytest.raises(UserError) as caught:
         require_shareable_experts(AutoConfig.for_model(kind), ranks)
-    assert str(caught.value).startswith(f"parallel.expert = {ranks}: cannot be had for model {kind}: {reason}")
+    assert str(caught.value).startswith(f"parallel.expert = {ranks}: not supported for model {kind}: {reason}")
     assert str(caught.value).endswith("; set it to 1")

@@ -131,7 +131,7 @@ def test_other_models_of_the_process_stay_plain_torch() -> None:
 
 
 def liger_functions(model: Any) -> Counter[str]:
-    """How often each of Liger's functions stands in the graph of one forward pass."""
+    """The number of calls of each of Liger's functions in the graph of one forward pass."""
     logits = model(input_ids=torch.arange(18, device=model.device).view(2, 9), use_cache=False).logits
     waiting, seen = [logits.grad_fn], set()
     while waiting:
@@ -191,7 +191,7 @@ def test_a_kernel_that_computes_something_else_is_refused(monkeypatch: pytest.Mo
     ("stage", "compute"), [(0, "fp32"), (2, "fp32"), (3, "fp32"), (1, "bf16"), (3, "bf16"), (2, "fp16")]
 )
 def test_two_ranks_train_as_with_torch(pair: Any, stage: int, compute: str) -> None:
-    """In FP32 to rounding, masters included; in 16 bits no further from FP32's gradients than torch is."""
+    """FP32 agrees to rounding, masters included; 16 bits are no further from FP32's gradients than torch is."""
     own, found = (_two_steps(pair, stage, compute, word)[0] for word in ("torch", "liger"))
     assert found["notes"] and not own["notes"]
     tolerance = {"fp32": 1e-6, "bf16": 1e-3, "fp16": 1e-4}[compute]
@@ -224,7 +224,7 @@ def test_auto_is_liger_where_it_can_be_had(pair: Any) -> None:
     ("overrides", "lacking", "words"),
     [
         (("model.activation_checkpointing=ops",), None, "rank 0: liger cannot be combined with model.activation"),
-        (("model.architecture=gpt2", "model.config={n_embd: 32, n_layer: 1, n_head: 2}"), None, "known here for gpt2"),
+        (("model.architecture=gpt2", "model.config={n_embd: 32, n_layer: 1, n_head: 2}"), None, "supported for gpt2"),
         ((), 1, "because of rank 1: model.kernels = liger: RMSNorm in LlamaRMSNorm is"),
     ],
 )
@@ -270,7 +270,7 @@ def test_what_does_not_go_with_it_is_refused(override: str, words: str, refusal:
 
 
 def test_other_architectures_are_refused_with_those_that_are_known() -> None:
-    with pytest.raises(UserError, match="not known here for gpt2, but for gemma, gemma2, .* qwen3, smollm3; or set"):
+    with pytest.raises(UserError, match="not supported for gpt2, only for gemma, gemma2, .* qwen3, smollm3; or set"):
         require_liger("gpt2", torch.device("cuda"))
 
 
@@ -297,7 +297,7 @@ def test_a_job_that_cannot_have_it_ends_at_once(tmp_path, monkeypatch: pytest.Mo
 
 
 def test_a_run_that_has_to_do_without_says_so_at_its_start(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With Triton's interpreter a CPU has the choice that a GPU has."""
+    """Triton's interpreter gives a CPU the choice that a GPU has."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     settings = ("model.activation_checkpointing=ops", "run.steps=2", "schedule.warmup_steps=1")
     said = finish(command("python", tmp_path, "slower", *settings))
@@ -323,7 +323,7 @@ def test_a_machine_that_triton_cannot_compile_on_says_so(monkeypatch: pytest.Mon
     assert kernels.uncompilable_reason(torch.device("cpu")) is None
     monkeypatch.setattr(kernels, "which", lambda name: "/usr/bin/gcc" if name == "gcc" else None)
     monkeypatch.setattr(kernels.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    assert "Python.h, which is not there; apt-get install python3-dev" in str(kernels.uncompilable_reason(gpu))
+    assert "Python.h, which is missing; apt-get install python3-dev" in str(kernels.uncompilable_reason(gpu))
     (tmp_path / "Python.h").touch()
     assert kernels.uncompilable_reason(gpu) is None
     monkeypatch.setattr(kernels, "which", lambda name: None)

@@ -42,7 +42,7 @@ def interpreted(monkeypatch):
     [(torch.bfloat16, 7, 1.0, None), (torch.float32, 1, 1 / 3, None), (torch.float16, 5, 1.0, 2.0)],
 )
 def test_value_and_gradients_are_those_of_fp64(interpreted, dtype, chunk: int, scale: float, cap: float | None) -> None:
-    """In chunks, with masked labels, weights, a scale and a soft cap; the vocabulary is no multiple of a block."""
+    """Computed in chunks, with masked labels, weights, a scale and a soft cap, for an odd vocabulary."""
     tensors, labels = draw(dtype, bias=False, seed=chunk)
     hidden, weight, _ = tensors
     weights = torch.rand(labels.shape, generator=torch.Generator().manual_seed(chunk)) if chunk != 1 else None
@@ -65,7 +65,7 @@ def test_value_and_gradients_are_those_of_fp64(interpreted, dtype, chunk: int, s
 
 
 def test_it_is_as_close_to_fp64_as_torch_operators(interpreted) -> None:
-    """With logits up to 60, and rows of a single logit that is not minus infinity."""
+    """Inputs have logits up to 60, and rows of a single logit that is not minus infinity."""
     generator = torch.Generator().manual_seed(0)
     logits = 20 * torch.randn(9, 50, generator=generator)
     logits[0, :40], logits[1, 10:] = -float("inf"), -float("inf")

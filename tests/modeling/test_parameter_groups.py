@@ -1,4 +1,4 @@
-"""What decays and what Muon orthogonalizes, for the architectures of docs/models.md and some of unusual parameters."""
+"""Parameters that decay or that Muon orthogonalizes, for the architectures of docs/models.md and unusual ones."""
 
 import re
 

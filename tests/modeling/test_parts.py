@@ -130,7 +130,7 @@ def test_a_group_of_the_config_has_its_own_rate_and_decay_and_the_last_match_cou
 
 def test_a_group_of_the_config_that_matches_nothing_is_refused():
     groups = (ParameterGroupSection(match="model.layer.*"),)
-    with pytest.raises(UserError, match=r"'model.layer.\*' is the last match of no parameter.*model.embed_tokens"):
+    with pytest.raises(UserError, match=r"'model.layer.\*' is the last match of no trained.*model.embed_tokens"):
         parameter_groups(llama(), OptimizerSection(groups=groups))
 
 

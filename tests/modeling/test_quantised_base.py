@@ -92,6 +92,6 @@ def test_a_missing_library_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_adapter_on_a_base_that_is_not_quantised_is_silent_of_its_kernels(caplog: pytest.LogCaptureFixture) -> None:
-    """Where bitsandbytes is installed peft imports it, which warns on CPUs with AVX512-BF16."""
+    """peft imports bitsandbytes where it is installed, which warns on CPUs with AVX512-BF16."""
     logging.getLogger("bitsandbytes.backends.cpu.ops").warning("Failed")
     assert not caplog.records

@@ -33,7 +33,7 @@ SECTION = ModelSection(balance_loss=0.1)
 
 
 def small(kind: str) -> Any:
-    """In training mode, with routers that prefer some experts, by weights and by a bias of the choice if it has one."""
+    """A model in training mode whose routers prefer some experts, by weights and by a choice bias if any."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **EACH | MORE.get(kind, {}))).train()
     for name, values in [*model.named_parameters(), *model.named_buffers()]:
@@ -87,5 +87,5 @@ def test_what_is_counted_went_to_the_experts(kind: str) -> None:
 def test_a_balance_that_is_not_defined_is_refused(kind: str) -> None:
     config = SimpleNamespace(model_type=kind, get_text_config=lambda: SimpleNamespace(model_type=kind))
     model: Any = SimpleNamespace(config=config)
-    with pytest.raises(UserError, match=f"model.balance_loss = 0.1: cannot be had for model {kind}: its routers"):
+    with pytest.raises(UserError, match=f"model.balance_loss = 0.1: not supported for model {kind}: no router"):
         router_balance(model, SECTION)

@@ -73,7 +73,7 @@ def check(results: list[dict[str, Any]]) -> None:
             "sdpa",
             "its 6 attention heads do not divide among 4 ranks",
         ),
-        ("gemma2", {}, "eager", "its attention is eager, and this is verified with sdpa"),
+        ("gemma2", {}, "eager", "its attention is eager, and only sdpa is verified"),
         ("qwen3_next", {}, "sdpa", "it has layers of linear_attention, which need the whole sequence"),
         ("mamba", {}, "sdpa", "its config names no attention heads"),
         ("llama4_text", {"num_attention_heads": 4}, "sdpa", "it has layers of chunked_attention"),
@@ -113,11 +113,11 @@ def test_what_cannot_be_shared_is_known(family: str, shape: dict[str, Any], atte
 def test_a_model_whose_attention_sees_slices_only_is_found(pair: ProcessGroup) -> None:
     """The ranks trade nothing here, as where a model's code does not call the attention it is told to."""
     for found in pair.run(sequence_parallel_cases.refused, family="llama", shape={}, idle=True):
-        assert re.match("parallel.sequence = 2: cannot be had for model llama: on slices .* differ by .*e-0[12]", found)
+        assert re.match("parallel.sequence = 2: not supported for model llama: on slices .* differ by .*e-0[12]", found)
     assert pair.run(sequence_parallel_cases.refused, family="llama", shape={}) == ["", ""]
 
 
 @pytest.mark.slow
 def test_a_model_that_makes_its_own_masks_is_refused(pair: ProcessGroup) -> None:
     for found in pair.run(sequence_parallel_cases.refused, family="falcon", shape={"ffn_hidden_size": 48}):
-        assert found.startswith("parallel.sequence = 2: cannot be had for model falcon: it cannot run on slices"), found
+        assert found.startswith("parallel.sequence = 2: not supported for model falcon: it cannot run on slices"), found

@@ -1,4 +1,4 @@
-"""Which models may share their matrices among ranks, and where a slice lies in the whole."""
+"""Models that may share their matrices among ranks, and the place of a slice in the whole."""
 
 from typing import Any
 
@@ -20,10 +20,10 @@ SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "
         ("llama", {}, 4, "its 2 key and value heads do not divide among 4 ranks"),
         ("llama", {}, 3, "its 4 attention heads do not divide among 3 ranks"),
         ("llama", {"intermediate_size": 49}, 2, "the 49 inner values of its MLP do not divide among 2 ranks"),
-        ("llama", {"attention_dropout": 0.1}, 2, "attention_dropout = 0.1 would drop the same of each rank's heads"),
+        ("llama", {"attention_dropout": 0.1}, 2, "attention_dropout = 0.1 would drop the same values of every"),
         ("cohere", {"use_qk_norm": True}, 2, "does not sum the gradients of the norms of use_qk_norm = true"),
         ("stablelm", {"qk_layernorm": True}, 2, "does not sum the gradients of the norms of qk_layernorm = true"),
-        ("mixtral", {}, 2, "cannot be had for model mixtral: it is verified for cohere, cohere2, "),
+        ("mixtral", {}, 2, "not supported for model mixtral: it is verified for cohere, cohere2, "),
     ],
 )
 def test_a_model_that_cannot_share_is_refused_by_name(
@@ -35,7 +35,7 @@ def test_a_model_that_cannot_share_is_refused_by_name(
         return
     with pytest.raises(UserError) as caught:
         require_shareable(shape, ranks)
-    assert str(caught.value).startswith(f"parallel.tensor = {ranks}: cannot be had for model {kind}: ")
+    assert str(caught.value).startswith(f"parallel.tensor = {ranks}: not supported for model {kind}: ")
     assert problem in str(caught.value)
 
 

@@ -1,4 +1,4 @@
-"""What is as close to the exact values as plain torch is, and what is not."""
+"""Results that are as close to the exact values as plain torch's pass; others do not."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Who is blamed for a flipped bit, and what a step that was run again says."""
+"""The rank blamed for a flipped bit, and the verdict of a repeated step."""
 
 import pytest
 
@@ -51,6 +51,6 @@ def test_what_a_step_says_that_was_run_again(case: str) -> None:
 
 def test_a_finding_in_words() -> None:
     flip = Flip("copies", (1,), "lm_head.weight", "weight", 7, bits=(14,))
-    assert flip.text == "weight of lm_head.weight on rank 1 (value 7, bit 14) is not the one of the other ranks"
+    assert flip.text == "weight of lm_head.weight on rank 1 (value 7, bit 14) differs from the other ranks' value"
     both = Flip("copies", (0, 1, 2), "a", "buffer", 7, bits=(1, 4)).text
     assert "one of ranks 0, 1 and 2" in both and "bits 1, 4" in both

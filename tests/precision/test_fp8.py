@@ -162,7 +162,7 @@ def test_the_product_is_that_of_torchs_scaled_matmul() -> None:
 @pytest.mark.parametrize("gradient", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("scaling", ["row", "block32"])
 def test_gradients_are_products_of_the_rounded_operands(scaling: Any, gradient: Any, weight_gradient: Any) -> None:
-    """In FP64, from operands that another function rounded, each over the dimension that is summed."""
+    """Computed in FP64, from operands that another function rounded, each over the dimension that is summed."""
     generator = torch.Generator().manual_seed(2)
     inputs = torch.randn(2, 7, 40, generator=generator).requires_grad_()
     weight = torch.randn(24, 40, generator=generator).requires_grad_()
@@ -274,7 +274,7 @@ CPU = torch.device("cpu")
 def test_each_reason_against_the_kernel_is_said() -> None:
     asked, auto = Fp8Section(kernel="scaled_mm"), Fp8Section()
     assert no_kernel((33, 40), CPU, torch.bfloat16, asked) == ""
-    assert "not faster" in no_kernel((32, 32), CPU, torch.bfloat16, auto)
+    assert "is no faster" in no_kernel((32, 32), CPU, torch.bfloat16, auto)
     assert "BF16 or FP32" in no_kernel((32, 32), CPU, torch.float16, asked)
     assert "by block" in no_kernel((32, 32), CPU, torch.bfloat16, Fp8Section(kernel="scaled_mm", scaling="block32"))
     assert "emulate" in no_kernel((32, 32), CPU, torch.bfloat16, Fp8Section(kernel="emulate"))

@@ -55,7 +55,7 @@ def test_other_dtypes_go_their_own_way() -> None:
 
 
 def products_and_gradients(world: World, *, dtype: torch.dtype) -> bool:
-    """In a process of their own: what is asked for holds until the process ends."""
+    """Results from a process of their own: the setting holds until the process ends."""
     if dtype not in multiply_through_fp32():
         return False
     a, b = (drawn(64, 64, dtype=dtype, seed=i).requires_grad_() for i in range(2))

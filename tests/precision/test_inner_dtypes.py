@@ -1,4 +1,4 @@
-"""Where the sums inside a step were rounded: sound models show no lower dtype, planted ones show it by name."""
+"""Rounding inside a step: sound models show no lower dtype, planted ones show it by name."""
 
 import functools
 from collections.abc import Callable
@@ -266,14 +266,14 @@ def test_the_losses_of_the_tasks_add_up_in_fp32(kind: str) -> None:
 
 
 def embedding_in_bf16(model: Any) -> None:
-    """What all blocks begin with is BF16, and so is what they add up."""
+    """The first block's input is BF16, and so is the residual stream."""
     embed = model.get_submodule("model.embed_tokens")
     own = embed.forward
     embed.forward = lambda ids: own(ids).bfloat16()
 
 
 def sum_in_bf16(model: Any) -> None:
-    """What one block returns is rounded, and the next one goes on with it."""
+    """One block's output is rounded, and the next block continues with it."""
     block = model.get_submodule("model.layers.0")
     own = block.forward
     block.forward = lambda *args, **rest: own(*args, **rest).bfloat16()
@@ -434,7 +434,7 @@ def test_what_shows_no_operator_is_said_and_not_guessed() -> None:
 
 
 def test_a_norm_may_follow_one_that_returns_16_bits() -> None:
-    """What one module narrowed as its own output is the next one's input, not narrowed for its statistic."""
+    """A value narrowed as one module's output is the next one's input; its statistic was not narrowed."""
     model, _ = sound("llama", "sdpa", "cast")
     norm: Any = model.get_submodule("model.layers.0.input_layernorm")
     embed: Any = model.get_submodule("model.embed_tokens")

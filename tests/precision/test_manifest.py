@@ -41,7 +41,7 @@ def rule(match: str | None, compute: str, module_class: str | None = None) -> Ru
 
 
 def schema_problems(value: Any, schema: dict[str, Any]) -> list[str]:
-    """What `value` breaks of the JSON Schema keywords that our schema uses; unknown keywords are an error."""
+    """Violations by `value` of the JSON Schema keywords that our schema uses; unknown keywords are an error."""
     known = {"$schema", "$defs", "title", "description", "type", "enum", "required", "additionalProperties"}
     assert schema.keys() <= known | {"properties", "items", "anyOf", "pattern", "$ref"}, schema.keys()
     if "$ref" in schema:

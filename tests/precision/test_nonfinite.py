@@ -79,7 +79,7 @@ class SpoiledGradient(torch.autograd.Function):
 
 
 def spoil_output(model: nn.Module, name: str, value: float) -> None:
-    """From now on the module computes 3 values wrong, in its forward, as a bug of its own would."""
+    """Make the module's forward compute 3 wrong values from now on, as a bug of its own would."""
     forward = model.get_submodule(name).forward
 
     def spoiled(*args, **kwargs):
@@ -94,7 +94,7 @@ def spoil_output(model: nn.Module, name: str, value: float) -> None:
 
 
 def spoil_gradient(model: nn.Module, name: str, value: float) -> None:
-    """From now on the module's backward makes a gradient of its input with 2 wrong values."""
+    """Make the module's backward return an input gradient with 2 wrong values from now on."""
     forward = model.get_submodule(name).forward
     model.get_submodule(name).forward = lambda hidden, *args, **kwargs: forward(
         SpoiledGradient.apply(hidden, value), *args, **kwargs

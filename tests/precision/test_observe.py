@@ -1,4 +1,4 @@
-"""What an observation sees, against torch's own FLOP counter and counts by hand; and what verification catches."""
+"""Observed matmuls against torch's own FLOP counter and counts by hand, and the errors that verification catches."""
 
 from collections.abc import Callable
 from typing import Any
@@ -211,7 +211,7 @@ def test_more_than_one_mismatch_is_counted() -> None:
 
 def test_a_region_that_never_computed_is_an_error() -> None:
     seen = observe_linear(None)
-    with pytest.raises(PrecisionMismatch, match="^absent: bf16 was promised, but it computed nothing"):
+    with pytest.raises(PrecisionMismatch, match="^absent: bf16 was promised, but no computation of it"):
         verify(seen, {"absent": "bf16"})
     verify(seen, {"absent": "bf16"}, may_idle={"absent"})
     with pytest.raises(PrecisionMismatch, match="^0: bf16"):

@@ -1,4 +1,4 @@
-"""How steps with FP8 in the plan are judged: beyond what its rounding makes, and by their layers' products."""
+"""Verdicts on steps with FP8 in the plan: beyond the error of its rounding, and by their layers' products."""
 
 import math
 from typing import Any
@@ -9,7 +9,7 @@ from tests.tools.parity.test_judge_steps import BOUNDS, step
 from tools.parity.judge_steps import FP8_MARGIN, Check, Walk, blamed, first_divergence, judge_steps
 
 AGREEMENT = {"relative_error": 0.2, "cosine": 0.98, "sign_agreement": 0.94}
-"""How FP32's gradients agree with those in FP8 alone: already beyond three of the bounds."""
+"""The agreement of FP32's gradients with those in FP8 alone: already beyond three of the bounds."""
 
 
 def product(off: float = 0.3, module: str = "a", part: str = "output") -> dict[str, Any]:

@@ -32,7 +32,7 @@ def manifest(default: str, *rules: tuple[str, str]) -> Manifest:
 
 
 def build(family: str, attention: str = "sdpa", *, tied: bool = True, **config: Any) -> PreTrainedModel:
-    """With weights large enough for each dtype's rounding to be seen."""
+    """A model with weights large enough for each dtype's rounding to be seen."""
     return small_model(family, attention, tie_word_embeddings=tied, initializer_range=0.1, **config)
 
 

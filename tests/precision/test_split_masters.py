@@ -61,7 +61,7 @@ def test_sixteen_bits_alone_confuse_ties() -> None:
 
 
 def test_nan_stays_nan() -> None:
-    """In master and weight, whichever bits of it are set."""
+    """Both master and weight stay NaN, whichever bits are set."""
     draw = torch.Generator().manual_seed(1)
     low, sign = torch.randint(1, 1 << 23, (10_000,), generator=draw), torch.randint(0, 2, (10_000,), generator=draw)
     master = floats(0x7F800000 + low - (sign << 31))

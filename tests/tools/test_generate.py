@@ -103,7 +103,7 @@ def test_it_loads_a_checkpoint(finished: Path, capsys: pytest.CaptureFixture[str
     ("arguments", "problem"),
     [
         (["{base}"], "--prompt: is missing"),
-        (["{empty}", "--prompt", "a"], "is no exported folder and no checkpoint; give one of them"),
+        (["{empty}", "--prompt", "a"], "is neither an exported folder nor a checkpoint; give one of them"),
         (["{broken}", "--prompt", "a"], "cannot be loaded ("),
         (["{bare}", "--chat", "--prompt", "a"], "has no chat template; leave it out"),
         (["{base}", "--prompt", "a", "--tokens", "0"], "0 is not a whole number of 1 or more"),

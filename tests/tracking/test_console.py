@@ -88,7 +88,7 @@ def test_the_dtypes_inside_the_modules_are_shown_when_they_change_and_a_low_one_
         record.event("precision", step=step, tokens=0, flop_share={"bf16": 1.0}, **({"inner": inner} if inner else {}))
     low = "softmax in bf16 where fp32 is promised: a, b, c and 2 more"
     assert stream.getvalue().splitlines() == [
-        "step 1: seen inside the modules: softmax fp32 and bf16; norm statistics fp32",
+        "step 1: dtypes observed: softmax fp32 and bf16; norm statistics fp32",
         f"step 1: {low}",
         f"step 2: {low}",
     ]
@@ -238,7 +238,7 @@ console.print_line('a [bold]line[/bold] above'); raise SystemError('crash')
 
 
 def _on_a_terminal(columns: int, folder: Path, **variables: str) -> str:
-    """What PLAYED writes on a real pseudo-terminal."""
+    """The output of PLAYED on a real pseudo-terminal."""
     master, slave = pty.openpty()
     known = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS")}
     known |= {"TERM": "xterm", "COLUMNS": str(columns), **variables}

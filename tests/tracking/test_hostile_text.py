@@ -98,7 +98,7 @@ def hostile_run(tmp_path: Path) -> Iterator[Any]:
 
 
 def _terminal(output: str) -> str:
-    """What was printed, without the colours of our own."""
+    """The printed text without the colours of our own."""
     assert not OBEYED.search(_STYLE.sub("", output).replace("\n", "")), "a control character reached the terminal"
     return output
 

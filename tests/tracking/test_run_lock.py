@@ -49,7 +49,7 @@ def test_a_second_job_is_refused_and_changes_nothing(tmp_path, fresh):
             pass
         text = str(caught.value)
         assert text.startswith(f"{tmp_path}/demo: a job (pid {process.pid} on ")
-        assert text.endswith("still writes this run; end it, or choose another run.name for this one")
+        assert text.endswith("is still writing this run; stop it or choose another run.name")
         assert [path.name for path in tmp_path.iterdir()] == ["demo"]
 
 
@@ -121,9 +121,7 @@ def test_on_a_shared_disk_another_machine_that_touches_its_lock_writes(tmp_path,
     toucher = threading.Thread(target=touch)
     toucher.start()
     try:
-        with pytest.raises(
-            UserError, match="end it, choose another run.name for this one, or remove .*/.run_lock if no"
-        ):
+        with pytest.raises(UserError, match="stop it, choose another run.name, or remove .*/.run_lock if no"):
             RunLock.take(tmp_path / "demo")
         assert json.loads(path.read_text())["pid"] == 7
     finally:

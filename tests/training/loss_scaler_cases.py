@@ -1,4 +1,4 @@
-"""What runs inside the process of test_loss_scaler.py (DeepSpeed's scaler asks for a rank)."""
+"""Code run inside the process of test_loss_scaler.py (DeepSpeed's scaler asks for a rank)."""
 
 import random
 import tempfile

@@ -1,4 +1,4 @@
-"""What runs inside the processes of test_observers.py: a short job, observed or not."""
+"""Code run inside the processes of test_observers.py: a short job, observed or not."""
 
 import random
 from collections.abc import Sequence

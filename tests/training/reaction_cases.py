@@ -1,4 +1,4 @@
-"""What runs inside the processes of the tests of attribution, reactions and the manifest path."""
+"""Code run inside the processes of the tests of attribution, reactions and the manifest path."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ HIT = "model.layers.1.mlp.down_proj"
 
 
 def attributed(world: World, *, stage: int, compute: str, kind: str, rank: int, checkpointing: str) -> dict[str, Any]:
-    """What attribution finds for a fault on one rank, and whether the run continues unchanged afterwards."""
+    """The attribution of a fault on one rank, and whether the run continues unchanged afterwards."""
     module = "" if kind == "nan_loss" else f", module: {HIT}"
     resolved = resolve(
         world,
@@ -101,7 +101,7 @@ def manifest_steps(world: World, *, stage: int, folder: str, manifest: dict, ove
 
 
 def poisoned_parameter(world: World, *, stage: int, compute: str) -> list[tuple]:
-    """What attribution finds for a weight that was NaN before the step, on every rank that holds it."""
+    """The attribution of a weight that was NaN before the step, on every rank that holds it."""
     with engine_of(world, resolve(world, stage=stage, compute=compute, micro=2)) as engine:
         parameter = dict(engine.model.named_parameters())[f"{HIT}.weight"]
         held = getattr(parameter, "ds_tensor", parameter)

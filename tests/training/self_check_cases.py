@@ -1,4 +1,4 @@
-"""What runs inside the processes of test_self_check.py: a short job with a defect planted into its engine, or sound."""
+"""Code run inside the processes of test_self_check.py: a short job with a defect planted into its engine, or sound."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What runs inside the processes of test_early_warnings.py: figures of the engine, and an oracle in FP64."""
+"""Code run inside the processes of test_early_warnings.py: figures of the engine, and an oracle in FP64."""
 
 import tempfile
 from collections import defaultdict
@@ -44,7 +44,7 @@ def figures(world: World, *, stage: int, compute: str) -> dict[str, Any]:
 
 
 def single_figures(world: World) -> dict[str, set[str]]:
-    """By figure, which of a step's fields have something where it alone is measured."""
+    """The fields of a step that have values when a figure alone is measured, by figure."""
     fields = {"attention": "attentions", "channels": "channels", "adam": "adam"}
     found = {}
     with engine_of(world, resolve(world, stage=2, compute="fp32", micro=2)) as engine:

@@ -1,4 +1,4 @@
-"""What runs inside the processes of test_telemetry.py."""
+"""Code run inside the processes of test_telemetry.py."""
 
 import json
 import math
@@ -128,7 +128,7 @@ def sent(world: World, **arguments: Any) -> dict[str, int]:
 
 
 def _oracle(engine: Any) -> dict[str, dict[str, float]]:
-    """By module, from whole gradients value by value."""
+    """The expected figures by module, from whole gradients value by value."""
     found: dict[str, dict[str, float]] = {}
     for module, group in groupby(engine.model.named_parameters(), key=lambda item: item[0].rpartition(".")[0]):
         whole = [(name, whole_gradient(engine, parameter)) for name, parameter in group]

@@ -1,4 +1,4 @@
-"""What a process builds and leaves at its start, and which cores it takes."""
+"""A process at its start: what it builds and leaves behind, and the cores it takes."""
 
 import json
 import math
@@ -48,7 +48,7 @@ def begin(rank: int, port: int, name: str, **environment: str) -> subprocess.Pop
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory) -> list[str]:
-    """What two ranks print where nothing can be built; they are killed then."""
+    """The output of two ranks where nothing can be built; they are killed then."""
     folder = tmp_path_factory.mktemp("nothing")
     port = free_port()
     name = f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{port}_"

@@ -1,4 +1,4 @@
-"""Who looks at a step never changes it: losses, norms, masters, moments and generators are equal bit for bit."""
+"""Observers never change a step: losses, norms, masters, moments and generators are equal bit for bit."""
 
 import json
 import os

@@ -2,16 +2,16 @@
 
     python -m tools.analyze --config FILE --out manifest.json [--steps 30] [--fp8 ERROR] [key.sub=value ...]
 
-A job of its own trains the config's first steps in FP32 on the config's own data and measures each region: the range of
-its activations, gradients and weights, and how far the gradient moves when it alone computes in BF16 or FP16; and the
-largest value that is stored in 16 bits, with its module and token. The manifest that follows is compared with FP32, and
-with uniform BF16 and FP16 as a run without a manifest computes them, on held-out batches. It has to be closer to FP32
-than both, else the better of them is the proposal; then it has to pass `tools.parity` over a few steps of the real job.
-Only then is it written, with its loss scale. With --fp8 the linear layers that bear it compute in FP8: the most that
-keep the gradient error within ERROR, which takes the place of that comparison. NAME.analysis.json has every number,
-NAME.png every region's range, NAME.parity/ the parity report. Exit code 0: a manifest is written, or a uniform dtype is
-proposed and none is needed; 3: rejected (see NAME.rejected.json), FP32 itself is not finite, or the config asks for
-FP16 and stores values beyond it; 2: the command line or the config is wrong.
+A separate job trains the config's first steps in FP32 on the config's own data and measures each region: the range of
+its activations, gradients and weights, and the change of the gradient when it alone computes in BF16 or FP16; and the
+largest value stored in 16 bits, with its module and token. The resulting manifest is compared with FP32, and with
+uniform BF16 and FP16 as a run without a manifest computes them, on held-out batches. It must be closer to FP32 than
+both (else the better of them is proposed) and pass `tools.parity` over a few steps of the real job. Only then is it
+written, with its loss scale. With --fp8 as many linear layers as possible compute in FP8 within a gradient error of
+ERROR, which replaces that comparison. NAME.analysis.json has every number, NAME.png every region's range, NAME.parity/
+the parity report. Exit code 0: a manifest is written, or a uniform dtype is proposed and none is needed; 3: rejected
+(see NAME.rejected.json), FP32 itself is not finite, or the config asks for FP16 and stores values beyond it; 2: the
+command line or the config is wrong.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def rejection_reason(result: dict[str, Any]) -> str | None:
         return "its gradients are not finite on held-out batches"
     allowed = result["limits"]["fp8"]
     if allowed and not result["proposal"]["fp8_share"] > 0:
-        return f"no module bears FP8 within a gradient error of {allowed:g}; give --fp8 a larger one"
+        return f"no module tolerates FP8 within a gradient error of {allowed:g}; give --fp8 a larger one"
     if allowed and not error <= allowed:
         return f"its gradient error {error:.3g} on held-out batches is beyond --fp8 {allowed:g}"
     if not uniform and not result["proposal"]["low_precision_share"] > 0:
@@ -184,7 +184,7 @@ def stored_lines(result: dict[str, Any]) -> list[str]:
     elif value.value * headroom > FP16_LARGEST:
         room = math.floor(10 * FP16_LARGEST / value.value) / 10
         fits = f"uniform FP16 has {room:g}x headroom, and is proposed only by --headroom {room:g} or less"
-    return [f"largest value {value}: {fits}", f"largest gradient {gradient}: bears a loss scale of {scale:.0f}"]
+    return [f"largest value {value}: {fits}", f"largest gradient {gradient}: allows a loss scale of {scale:.0f}"]
 
 
 def uniform_overrides(result: dict[str, Any]) -> str | None:
@@ -216,7 +216,7 @@ def verdict(result: dict[str, Any]) -> list[str]:
     return [
         *stored_lines(result),
         *lines,
-        f"BF16's regions one by one add up to {one_by_one:.3e}, together they have {together:.3e}, and "
+        f"the errors of BF16 regions one by one add up to {one_by_one:.3e}, together they have {together:.3e}, and "
         f"{uniform:.3e} with everything that is stored in BF16 too",
         compared,
         f"against uniform FP32: {proposal['low_precision_share']:.1%} of the matmul FLOPs in 16 bits{bits} for 0%",

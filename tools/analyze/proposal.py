@@ -235,7 +235,7 @@ def propose_fp8(
         bears = math.hypot(*with_it.values()) <= largest_error
         for name in unit.names:
             if bears:
-                choices[name] = Choice("fp8", f"bears FP8: {measured}", shares[name], unit.errors["fp8"])
+                choices[name] = Choice("fp8", f"tolerates FP8: {measured}", shares[name], unit.errors["fp8"])
             else:
                 choices[name] = Choice("bf16", f"too sensitive for FP8: {measured}", shares[name], unit.errors["bf16"])
         errors = with_it if bears else errors
@@ -292,7 +292,7 @@ def _sixteen_bits(
     if obstacle is not None:
         return otherwise, f"{obstacle[0]}; {errors}"
     if fp16 * limits.pays > bf16:
-        return "bf16", f"FP16's extra bits do not pay: {errors}"
+        return "bf16", f"FP16's extra bits do not help: {errors}"
     reach = max((found.maximum for kind, found in spreads.items() if kind not in SCALED), default=0.0)
     scaled = max((found.maximum for kind, found in spreads.items() if kind in SCALED), default=0.0) * scale
     return "fp16", f"fits FP16: values to {reach:.3g}, gradients to {scaled:.3g} at loss scale {scale:g}; {errors}"

@@ -127,7 +127,7 @@ def merge(
     parameters = dict(adapted.named_parameters())
     for key in trained(saved):
         if key not in parameters or parameters[key].shape != saved.tensors[key].shape:
-            raise UserError(f"{name}: has no {key} of the checkpoint's shape; it is another base than was trained on")
+            raise UserError(f"{name}: has no {key} of the checkpoint's shape; it is not the base that was trained on")
         parameters[key].copy_(saved.tensors[key].read())
     layers = [(layer, module) for layer, module in adapted.named_modules() if hasattr(module, "lora_A")]
     before = {layer: module.base_layer.weight.clone() for layer, module in layers}

@@ -4,13 +4,13 @@
         [--compare-logits [DATA]] [--largest-kl NATS] [--largest-difference NATS] [--push-to-hub REPO_ID]
 
 CHECKPOINT is a `checkpoints/step-N` folder of a run at any ZeRO stage and of any number of ranks; one process, no GPU.
-The masters are rounded once, to nearest even, to --dtype: by default to the one that the run computed in, since those
-are the weights that it evaluated. Every tensor is compared and read back. --compare-logits measures how far the written
-model's log-probabilities are from the masters'. OUT appears whole, by one rename; then it is uploaded where
---push-to-hub asks for it. docs/export.md says more.
+The masters are rounded once, to nearest even, to --dtype: by default the run's compute dtype, since these are the
+weights that it evaluated. Every tensor is compared and read back. --compare-logits measures how far the written model's
+log-probabilities are from the masters'. OUT appears complete, by one rename; --push-to-hub then uploads it. See
+docs/export.md.
 
-Exit code 0: done. 2: it cannot be done, and why; an OUT that only could not be uploaded stays. 3: a tensor differs or
-is not finite, or the gap is above its bound; nothing was exported.
+Exit code 0: done. 2: not possible, with the reason; if only the upload failed, OUT stays. 3: a tensor differs or is not
+finite, or the gap is above its bound; nothing was exported.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--private", action="store_true", help="the repository has to be private")
     options = parser.parse_args(arguments)
     if options.private and not options.push_to_hub:
-        raise UserError("--private: says how to upload, and --push-to-hub is not given; give it too")
+        raise UserError("--private: needs --push-to-hub; give it too")
     if options.merge_from and not options.merge_adapters:
-        raise UserError("--merge-from: is of --merge-adapters, which is not given; give it too")
+        raise UserError("--merge-from: needs --merge-adapters; give it too")
     if options.compare_logits is None:
         for name in ("compare_rows", "largest_kl", "largest_difference", "largest_ratio"):
             if getattr(options, name) is not None:
-                raise UserError(f"--{name.replace('_', '-')}: is of --compare-logits, which is not given; give it too")
+                raise UserError(f"--{name.replace('_', '-')}: needs --compare-logits; give it too")
     # Imported here so that --help and a mistyped option answer at once.
     import transformers
 

@@ -342,4 +342,4 @@ def _require_whole(checkpoint: Path) -> None:
 
     wrong = find_problem(checkpoint, check)
     if wrong:
-        raise UserError(f"{checkpoint}: {wrong}; give a whole checkpoints/step-N folder")
+        raise UserError(f"{checkpoint}: {wrong}; give a complete checkpoints/step-N folder")

@@ -159,13 +159,13 @@ def _require_same_model(saved: SavedModel, skeleton: PreTrainedModel) -> None:
     known = dict(skeleton.named_parameters(remove_duplicate=False))
     for name, value in wanted.items():
         if name not in saved.tensors:
-            raise UserError(f"the checkpoint is of another model: it has no {name}, which the run's config asks for")
+            raise UserError(f"the checkpoint is from another model: it has no {name}, which the run's config asks for")
         if saved.tensors[name].shape != value.shape:
             there, here = tuple(saved.tensors[name].shape), tuple(value.shape)
-            raise UserError(f"the checkpoint is of another model: {name} is {there}, by the run's config {here}")
+            raise UserError(f"the checkpoint is from another model: {name} is {there}, by the run's config {here}")
     for name in saved.tensors:
         if name not in known:
-            raise UserError(f"the checkpoint is of another model: it has {name}, which the run's config does not")
+            raise UserError(f"the checkpoint is from another model: it has {name}, which the run's config does not")
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

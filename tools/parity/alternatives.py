@@ -1,4 +1,4 @@
-"""How far sound alternatives are apart on the machine at hand: bounds on rounding are no tighter than these.
+"""Distances between sound alternatives on this machine: bounds on rounding are no tighter than these.
 
 The reference's gradients in the run's dtype are computed again with linear layers that sum in halves, with the other of
 eager and fused attention, and with another number of threads. Each rounds at other places and is as right.

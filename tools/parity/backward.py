@@ -7,7 +7,7 @@ inside contribute what they did in the run: their outputs, and the gradients tha
 
 The loss is one more module, `(loss)`: the model's own code after its output embedding, and the objective. Where the
 engine computes it in chunks the embedding is part of it, since no logits are kept. The run's own model and loss are
-called once more in FP32, too (`tools.parity.own_code`).
+called again in FP32 (`tools.parity.own_code`).
 
 Gradients of parameters are those of the whole micro-batch, so that one that several modules share, or one module in
 several calls, is left out. Everything that was seen is kept until the pass is over: about as much memory as the

@@ -1,4 +1,4 @@
-"""Which constant of the config is another one, read back from what a run computed with it.
+"""Find the constant of the config that a run computed with another value, and that value.
 
 One constant after another is fitted, the others as they are asked for: where the run's numbers are those of another
 value, that value is named. A defect that is no constant is left by every fit about as far off as before.

@@ -23,7 +23,7 @@ _USUAL = 400
 def settings(arguments: Sequence[str], launched: Mapping[str, str], whole: int) -> list[str]:
     """The overrides with which a run compares its steps, without those that its config cannot take.
 
-    whole: one of so many steps is compared whole; 0: a run compares nothing beside what its config says.
+    whole: one step in this many is compared in full; 0: a run compares only what its config says.
     """
     wanted = [f"guard.self_check_every={whole}", "guard.gradient_checks=1", "guard.replica_checks=1"]
     found: list[str] = []

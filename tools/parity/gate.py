@@ -1,4 +1,4 @@
-"""Does half precision train the same model? Run a config and its FP32 twin, compare, and give an exit code.
+"""Does half precision train the same model? Run a config and its FP32 twin, and compare them.
 
     python -m tools.parity --config config/recipes/demo.yaml [--steps N] [--report DIR] [key.sub=value ...]
     python -m tools.parity --config FILE --effect 0.5% [--power 0.9] [--report DIR]
@@ -7,13 +7,13 @@
 Both run as real jobs through `train.py`: the same data, seed and schedule; the twin differs in precision only. Then
 single steps of the half-precision run are compared with FP32 from the same masters (`tools.parity.steps`), and all
 measurements are judged by the bounds in the config's `parity:` section. The report folder gets `parity.json`,
-`parity.md` and plots. Exit code 0: parity; 3: no parity; 2: it cannot be done.
+`parity.md` and plots. Exit code 0: parity; 3: no parity; 2: not possible.
 
-With --effect nothing is run: a report that is there says how far runs scatter, and so how many pairs find that shift
-of the validation loss with probability --power.
+With --effect nothing is run: from the scatter in an existing report it computes how many pairs detect that shift of the
+validation loss with probability --power.
 
-With --oracle the first steps of a run that is there are recomputed in plain torch and FP64 from its config alone, and
-compared with what it recorded (`tools.parity.oracle`).
+With --oracle the first steps of an existing run are recomputed in plain torch and FP64 from its config alone, and
+compared with its record (`tools.parity.oracle`).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def gate(chosen: Plan, log: Log = print, *, references: References | None = None
     references: finished runs to share. keep: leave the checkpoints of the first half-precision run.
     """
     bounds = chosen.resolved.config.parity
-    if (chosen.folder / "parity.json").exists():  # judged before: whatever is made now is made anew
+    if (chosen.folder / "parity.json").exists():  # judged before: start over
         shutil.rmtree(chosen.folder / "runs", ignore_errors=True)
         (chosen.folder / "parity.json").unlink()
     shared = references is not None
@@ -262,9 +262,9 @@ def _planned(report: Path, effect: float, power: float) -> str:
     try:
         known = json.loads(report.read_text(encoding="utf-8"))["confidence"]
     except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"{report}: no report of the gate that says how far runs scatter; {fix}") from None
+        raise UserError(f"{report}: no report of the gate on how far runs scatter; {fix}") from None
     if known["scatter"] is None:
-        raise UserError(f"{report}: one pair without controls says nothing of how far runs scatter; {fix}")
+        raise UserError(f"{report}: one pair without controls says nothing about how far runs scatter; {fix}")
     scatter, controls = float(known["scatter"]), int(known["controls"])
     needed = pairs_needed(scatter, effect, controls=controls, power=power)
     shown = f"{report}: one delta scatters by {scatter:.3%} ({known['degrees']} degrees of freedom)"
@@ -299,7 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Arguments("python -m tools.parity", __doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--config", help="run config to judge")
-    what.add_argument("--oracle", type=Path, metavar="RUN", help="recompute a run's first steps outside of the engine")
+    what.add_argument("--oracle", type=Path, metavar="RUN", help="recompute a run's first steps outside the engine")
     parser.add_argument(
         "--steps", type=positive_int, help=f"run this many steps; the warm-up shrinks with them (oracle: {STEPS})"
     )
@@ -308,17 +308,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--launch", default="", help="launcher, such as 'deepspeed --hostfile hosts' (default: torchrun)"
     )
-    parser.add_argument(
-        "--keep-checkpoints", action="store_true", help="leave those of the first candidate, to resume from"
-    )
+    parser.add_argument("--keep-checkpoints", action="store_true", help="keep the first candidate's, to resume from")
     parser.add_argument("overrides", nargs="*", help="key.sub=value")
     parser.add_argument(
         "--effect",
         type=_effect,
-        help="say how many pairs find a shift of the validation loss of this size, such as 0.5%%",
+        help="print how many pairs detect a shift of the validation loss of this size, such as 0.5%%",
     )
     parser.add_argument(
-        "--power", type=_probability, default=POWER, help="with which probability (default: %(default)s)"
+        "--power", type=_probability, default=POWER, help="probability of finding it (default: %(default)s)"
     )
     options = parser.parse_intermixed_args(arguments)
     if options.oracle is not None:

@@ -207,7 +207,7 @@ def _train(chosen: Plan, name: str, seed: int, overrides: Sequence[str], log: Lo
     output, energy = _log(chosen, name), None
     command = job_command(program, processes=chosen.processes, launcher=chosen.launcher)
     if _is_kept(folder, command, output):
-        log(f"{name}: kept from an earlier start, which was ended before it had judged")
+        log(f"{name}: kept from an earlier start that ended before its verdict")
     else:
         if folder.path.exists():
             shutil.rmtree(folder.path)

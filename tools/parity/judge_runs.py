@@ -186,7 +186,7 @@ def confidence_line(found: Mapping[str, Any]) -> str:
     line = (
         f"Validation loss {found['delta']:+.3%} from FP32's, {1 - 2 * ALPHA:.0%} interval {low:+.3%} to {high:+.3%} "
         f"(Student's t, {found['degrees']} degrees of freedom, {found['pairs']} pairs, {found['controls']} controls), "
-        f"which {state} within {found['bound']:.3%}. So many runs would find a shift of {found['detectable']:.2%} "
+        f"which {state} within {found['bound']:.3%}. This many runs detect a shift of {found['detectable']:.2%} "
         f"with probability {POWER:g}"
     )
     needed = found["pairs_needed"]

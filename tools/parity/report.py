@@ -25,24 +25,24 @@ _WORDS = {
     "loss_gap": "training loss, largest distance of running medians",
     "grad_norm_ratio": "gradient norm over FP32's, median",
     "skipped_share": "skipped steps, once the loss scale has settled",
-    "nonfinite_events": "non-finite values not answered by the loss scale",
+    "nonfinite_events": "non-finite values not handled by the loss scale",
     "fp8_products": "products of an FP8 layer against FP8's definition, in roundings",
     "module_error": "a module's own error, on the inputs it got",
-    "accumulation_error": "known gradients added up, relative error",
+    "accumulation_error": "sum of known gradients, relative error",
     "task_loss": "the task's loss and its gradient against FP64 from the same logits, in units of FP32's rounding",
-    "dropout": "modules that drop another share in training than is declared",
-    "every_step": "what both runs said of their own steps, compared with plain torch as they were taken",
+    "dropout": "modules whose dropout differs from the declared rate",
+    "every_step": "self-checks of both runs against plain torch, step by step",
     "by_rule": "learning rate and loss scale, replayed by the config's rules",
     "oracle": "steps of the FP32 run recomputed outside of the engine, in bounds",
     "evaluation": "reported evaluations recomputed in plain torch and this dtype, in bounds",
     "fp32_evaluation": "reported evaluations of the FP32 run recomputed in plain torch, in bounds",
-    "weighting_error": "gradients against every label counting the same",
+    "weighting_error": "gradients against equal weight for every label",
     "loss_error": "reported loss against the mean over all labels",
     "evaluation_error": "loss of a batch that is evaluated twice",
     "gradient_error": "weight gradients, relative error",
     "gradient_excess": "weight gradients, error in units of plain torch's in this dtype",
     "gradient_cosine": "weight gradients, cosine",
-    "sign_agreement": "weight gradients, equal signs",
+    "sign_agreement": "weight gradients, sign agreement",
     "update_error": "update against FP64 on its own gradient",
     "update_rounding": "masters and moments beyond FP32's rounding of FP64's",
     "grad_norm_error": "reported gradient norm against the gradient's",
@@ -60,7 +60,7 @@ _UNITS = {
     "tokens_per_second": ("throughput", "tokens/s"),
     "memory_bytes": ("peak memory of the largest rank", "bytes"),
     "energy_joules": ("energy, start-up included", "J"),
-    "cost_per_million_tokens": ("cost of a million tokens", ""),
+    "cost_per_million_tokens": ("cost per million tokens", ""),
 }
 
 
@@ -127,7 +127,7 @@ def _checks(checks: Sequence[dict[str, Any]]) -> Table:
 def _divergence(found: dict[str, Any]) -> str:
     step, module = found["first_departure"], found["first_parting"]
     lines = [
-        f"The running medians of the loss are further apart than the bound from step {step} on."
+        f"The running medians of the loss exceed the bound from step {step} on."
         if step is not None
         else "The running medians of the loss stay within the bound from the first step to the last."
     ]

@@ -12,7 +12,7 @@ With r the error of one of them, x the exact values, and their rows being tokens
 
 In a pretrained model one token can hold nearly all of a tensor's energy (Sun et al. 2024, "Massive activations in large
 language models"), and its few roundings, which have no scatter to be judged by, would be the tensor's bias and size. So
-where the run is held against the plan's dtype, r and x are first divided by the error that is expected of each value,
+where the run is compared with the plan's dtype, r and x are first divided by the error that is expected of each value,
 e^2 = (u x)^2 + m^2, m the root mean square of the plan's errors in its row, or in a usual row where that is more
 (`_expected`): weighted least squares, in which a value counts by how well it is known and none of them by more than
 1 / u^2.

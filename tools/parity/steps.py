@@ -308,7 +308,7 @@ class StepParity:
         """The error of adding up the gradients of a micro-batch and of an eighth of its loss, by parameter.
 
         Each is had alone first, as the sum with nothing. FP32 adds them up but for its own last rounding; what adds up
-        in 16 bits rounds their sum once more. Where passes differ from run to run, it may be off by four times as much.
+        in 16 bits rounds their sum again. Where passes differ from run to run, it may be off by four times as much.
         Empty where gradients are reduced in less than FP32 by the config, and where any is not finite. Changes no
         weight.
         """

@@ -51,7 +51,7 @@ class _Loss(NamedTuple):
     size: float
     """The sum of the magnitudes of the terms that it is made of."""
     condition: float = 0.0
-    """How many times the roundings of those terms are in the gradient, as in the factor that a margin gives to all."""
+    """The factor by which the gradient amplifies the roundings of those terms, such as a margin's."""
 
 
 class _Passed(NamedTuple):
@@ -216,7 +216,7 @@ def _of_teacher(
 def _of_noise(
     engine: Engine, config: Config, inputs: dict[str, Any], labels: torch.Tensor
 ) -> tuple[dict[str, float], str]:
-    """How far the noise on embeddings is from its definition, in standard errors of its size; and that size."""
+    """The distance of the noise on embeddings from its definition, in standard errors of its size; and that size."""
     made: list[torch.Tensor] = []
     embedding, asked = engine.model.get_input_embeddings(), config.sft.neftune_alpha
     hook = embedding.register_forward_hook(lambda module, args, output: made.append(output.detach().double()))

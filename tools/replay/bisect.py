@@ -51,7 +51,7 @@ class Leaving:
         where = f", in {self.module}" if self.module else ", in the whole step"
         note = f" ({self.note})" if self.note else ""
         numbers = f"{self.check} {self.measured:.4g}, bound {self.bound:.4g}"
-        return f"the run leaves its FP32 twin at step {self.step}{where}: {numbers}{note}"
+        return f"the run departs from its FP32 twin at step {self.step}{where}: {numbers}{note}"
 
 
 def leaving(measured: Mapping[str, Any], bounds: ParitySection) -> Leaving | None:
@@ -116,7 +116,7 @@ class Walker:
         batches, applied = self._run.batches, self._run.restored(point).applied
         for number in range(point + 1, last + 1):
             if number not in self._steps:
-                raise UserError(f"--bisect: the record has no step {number}, and it has to be made again")
+                raise UserError(f"--bisect: the record has no step {number}, which has to be repeated")
             recorded = self._steps[number]
             batches.restore(recorded["position"])
             measured = self._run.parity.step(
@@ -129,7 +129,7 @@ class Walker:
             if "loss_with_dropout" in measured:
                 text += f", with dropout {loss:.6g}"
             if abs(loss - then) > SAME_LOSS * abs(then):
-                text += f", recorded {then:.6g}: not as the run made it"
+                text += f", recorded {then:.6g}: not reproduced"
             self._log(f"{text}; {'within the bounds' if found is None else found.check + ' beyond its bound'}")
             yield measured, found
 
@@ -170,8 +170,8 @@ def bisect(run_dir: RunDir, resolved: Resolved, recorded: Recorded, log: Log) ->
         log(line(found.text()))
         return LEFT
     if left is not None:
-        log(f"step {left} leaves the bounds from a later checkpoint, not from step {start}: what was saved is wrong")
+        log(f"step {left} exceeds the bounds from a later checkpoint, not from step {start}: the saved state is wrong")
         return LEFT
     within = f"{len(points)} checkpoints, and steps {start + 1} to {last}, are within the bounds"
-    log(f"the run stays with its FP32 twin: {within}")
+    log(f"the run matches its FP32 twin: {within}")
     return HELD

@@ -1,15 +1,15 @@
-"""Run a step of a finished, crashed or running job again, and print the causes of its non-finite values.
+"""Repeat a step of a finished, crashed or running job, and print the causes of its non-finite values.
 
     python -m tools.replay runs/NAME --step N
     python -m tools.replay runs/NAME --step N --what-if key.sub=value ... [--steps M]
     python -m tools.replay runs/NAME --bisect
 
-Restores the nearest checkpoint before step N (or starts from the seed), repeats the steps up to N on the samples that
-the run took, and compares each with the run's record; on a CPU the numbers repeat bit for bit. Nothing is written into
-the run folder. Exit code 0: reproduced; 3: a step is different (1 for a run of several processes, whose launcher turns
-every failure into 1); 2: it cannot be done. --what-if makes the same steps, and M after N, under another precision (any
-key of `precision:`, and model.attention): 0: the run would have survived; 3 or 1: not. --bisect finds the first step at
-which the run leaves its FP32 twin, by the bounds of `parity:`, and the first module within it: 0: never; 3 or 1: it
+Restores the nearest checkpoint before step N (or starts from the seed), repeats the steps up to N on the run's samples,
+and compares each with the run's record; on a CPU the numbers repeat bit for bit. Nothing is written into the run
+folder. Exit code 0: reproduced; 3: a step differs (1 for a run of several processes, whose launcher turns every failure
+into 1); 2: not possible. --what-if repeats these steps, and M after N, under another precision (any key of
+`precision:`, and model.attention): 0: the run would have survived; 3 or 1: it would not. --bisect finds the first step
+that departs from the FP32 twin by the bounds of `parity:`, and the first such module in it: 0: none does; 3 or 1: one
 does.
 """
 
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("run", type=Path, help="run folder, such as runs/demo")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--step", type=int, help="attempted step, counted from 1")
-    which.add_argument("--bisect", action="store_true", help="find the first step that leaves the FP32 twin")
+    which.add_argument("--bisect", action="store_true", help="find the first step that departs from the FP32 twin")
     parser.add_argument("--what-if", nargs="+", action="extend", metavar="key.sub=value", help="another precision")
     parser.add_argument("--steps", type=positive_int, help=f"with --what-if: steps after N, {AFTER} unless given")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher passes it

@@ -80,7 +80,7 @@ def require_layout(session: Event, resolved: Resolved) -> None:
     if (session["zero_stage"], session["compute"]) != (resolved.zero_stage, resolved.compute):
         raise UserError(
             f"{later}, ZeRO-{resolved.zero_stage} in {resolved.compute}; the step was made at "
-            f"ZeRO-{session['zero_stage']} in {session['compute']}, and with another config it is another step"
+            f"ZeRO-{session['zero_stage']} in {session['compute']}, and another config makes another step"
         )
     for key, field, now, why in (
         *(

@@ -124,7 +124,7 @@ def verdict(tried: Sequence[Tried], recorded: Recorded) -> tuple[bool, str]:
             text += "; the guard has no reaction left there but to go back to a checkpoint"
         return False, text + _following(tried, number)
     assert at is not None, "without an incident every step was tried"
-    outcome = "is applied" if at.event["applied"] else "overflows, which the loss scale answers"
+    outcome = "is applied" if at.event["applied"] else "overflows, which the loss scale handles"
     refused = recorded.incident["verdict"] if recorded.incident is not None else _applied(before)
     text = f"the run would have survived: step {target} {outcome} ({numbers(at.event)}); recorded: {refused} "
     return True, text + f"({numbers(before)}){_following(tried, target)}"
@@ -140,7 +140,7 @@ def compared(step: Tried) -> str:
     """One line: a step beside the record's."""
     text = f"step {step.event['step']}: {numbers(step.event)}, {_applied(step.event)}"
     if step.judgement.routine:
-        text += " for an overflow that the loss scale answers"
+        text += " for an overflow that the loss scale handles"
     elif step.incident:
         text += f" ({step.judgement.verdict.value})"
     then = step.recorded

@@ -36,7 +36,7 @@ def caveats(runs: Sequence[RunFacts], found: Sequence[Difference]) -> list[Cavea
             known.append(Caveat(f"{consequence}: {values}", voids))
     rates = [item for item in found if item.key in _RATES]
     if rates and not rates_are_compared(found):
-        text = "different learning rate: losses compare the rates as well as what else differs"
+        text = "different learning rate: losses reflect the rates as well as the other differences"
         known.append(Caveat(f"{text}: {'; '.join(f'{item.key} {side_by_side(item.values)}' for item in rates)}"))
     scheduled = rates or any(item.key.startswith(("schedule.", "run.steps", "batch.")) for item in found)
     return known + [Caveat(text) for text in _event_caveats(runs, scheduled=bool(scheduled))]
@@ -67,7 +67,7 @@ _CONSEQUENCES: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
     ),
     (
         ("(fingerprint)", "data.source", "data.path", "data.name", "data.validation_fraction"),
-        "different data: training and validation losses are not of the same text",
+        "different data: training and validation losses are on different text",
         _LOSSES,
     ),
     (("data.sequence_length",), "different sequence length: longer contexts have lower losses", _LOSSES),
@@ -89,7 +89,7 @@ _CONSEQUENCES: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
     ),
     (
         ("evaluate.batches",),
-        "different share of the validation set: validation losses are not of the same text",
+        "different share of the validation set: validation losses are on different text",
         _VALIDATION,
     ),
     (
@@ -112,7 +112,7 @@ def _event_caveats(runs: Sequence[RunFacts], *, scheduled: bool) -> Iterator[str
             yield f"different data order: {run.label} sees other sequences than {first.label} from step {step}"
         step = None if scheduled else first_difference(first, run, "lr")
         if step is not None:
-            yield f"different learning rate: {run.label} has another one than {first.label} from step {step}"
+            yield f"different learning rate: {run.label} differs from {first.label} from step {step}"
     for run in runs:
         if cut := [event["step"] for event in run.rare_events.get("incident", ()) if event["verdict"] == "CUT_LR"]:
             yield f"different learning rate: that of {run.label} was cut after step {cut[0]}"

@@ -1,7 +1,7 @@
 """Compare runs: `python -m tracking.compare RUN RUN [RUN ...]`; the first is the baseline.
 
-What differs between them, where they first diverge and why, and which is better. A RUN is a run folder (finished,
-crashed or still running), a glob of them, or wandb:entity/project/run. A single run is shown without a comparison.
+Shows differences, where and why runs first diverge, and which is better. A RUN is a run folder (finished, crashed or
+still running), a glob of them, or wandb:entity/project/run. A single run is shown without a comparison.
 """
 
 from __future__ import annotations

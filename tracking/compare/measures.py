@@ -81,11 +81,11 @@ def measures(runs: Sequence[RunFacts], *, price: float | None) -> list[Measure]:
         Measure("nonfinite", "non-finite tensors", "count", "lower", _each(runs, lambda run: run.counts["nonfinite"])),
         Measure("incidents", "incidents", "count", "lower", _each(runs, lambda run: run.counts["incident"])),
         _median("tokens_per_second", "tokens/s (median)", "rate", "higher", runs),
-        _median("step_seconds", "seconds a step (median)", "seconds", "lower", runs),
-        _median("data_seconds", "data wait a step (median)", "seconds", "lower", runs),
+        _median("step_seconds", "seconds per step (median)", "seconds", "lower", runs),
+        _median("data_seconds", "data wait per step (median)", "seconds", "lower", runs),
         Measure("memory_bytes", "peak memory", "bytes", "lower", _each(runs, lambda run: run.peak_memory_bytes)),
         Measure("sessions", "sessions", "count", "", _each(runs, lambda run: max(1, run.counts["run_start"]))),
-        Measure("abandoned", "steps done again", "count", "lower", _each(runs, lambda run: run.abandoned)),
+        Measure("abandoned", "repeated steps", "count", "lower", _each(runs, lambda run: run.abandoned)),
         Measure("running_seconds", "time in steps", "seconds", "", _each(runs, lambda run: run.running_seconds)),
         Measure("wall_seconds", "wall time", "seconds", "", _each(runs, lambda run: run.wall_seconds)),
         _to_reach(runs),
@@ -95,7 +95,7 @@ def measures(runs: Sequence[RunFacts], *, price: float | None) -> list[Measure]:
 
 
 def _whose(runs: Sequence[RunFacts], tokens: float) -> str:
-    """Which of the runs came no further than a point that the longest has left far behind."""
+    """A clause naming the runs that ended at a point that the longest has left far behind."""
     if not tokens or max(last_tokens(run) for run in runs) * _FAR <= tokens:
         return ""
     there = [run for run in runs if last_tokens(run) == tokens]
@@ -265,7 +265,7 @@ def _costs(runs: Sequence[RunFacts], price: float | None) -> list[Measure]:
         each = tuple(
             hour * price / count * 1e6 if count else math.nan for hour, count in zip(hours, tokens, strict=True)
         )
-        rows.append(Measure("cost_per_million_tokens", "cost of a million tokens", "money", "lower", each))
+        rows.append(Measure("cost_per_million_tokens", "cost per million tokens", "money", "lower", each))
     return rows
 
 

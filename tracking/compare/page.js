@@ -104,7 +104,7 @@ function drawPoints() {
   const [settings, measure] = [data.scatter.settings[across.value], data.scatter.measures[Number(up.value)]];
   const shown = visible().filter((run) => measure.values[run] !== null);
   plot.dataset.points = shown.length;
-  if (!shown.length) return void shape("text", { x: width / 2, y: height / 2, "text-anchor": "middle" }, "no run has a value of this");
+  if (!shown.length) return void shape("text", { x: width / 2, y: height / 2, "text-anchor": "middle" }, "no run has a value for this");
   const [x, y] = [shown.map((run) => settings[run]), shown.map((run) => measure.values[run])];
   const wide = typeof x[0] === "number" && Math.min(...x) > 0 && Math.max(...x) / Math.min(...x) >= 8;
   const [places, heights] = [axisOf(x, left + 16, width - 16, wide), axisOf(y, height - bottom - 12, 26, logup.checked)];

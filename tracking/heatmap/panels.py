@@ -32,7 +32,7 @@ PANELS = {
     "underflow": Panel("Gradient values below their dtype's smallest normal number", False, "largest", 0.0, 1.0, True),
     "drift": Panel("Distance of 16-bit weights from their rounded masters, relative", True, "largest"),
     "update": Panel("Update over weights, ratio of norms", True, "mean"),
-    "lost": Panel("Updates that changed no bit of the weight that computes", False, "average", 0.0, 1.0, percent=True),
+    "lost": Panel("Updates lost to 16-bit rounding", False, "average", 0.0, 1.0, percent=True),
     "nonfinite": Panel("Values that were inf or nan", True, "sum"),
     # The largest code is the narrowest dtype, which is the one that can overflow.
     "dtype": Panel("Dtype in force", False, "largest", 0.0, len(DTYPES) - 1.0),

@@ -84,15 +84,15 @@ def still_sentence(heat: Heat, *, after: int = 0) -> str:
         return ""
     parts = [
         f"{percent(kind.share)} of the updates of {in_words(kind.modules)}"
-        f"{'' if index else ' changed no bit of the weight that computes,'} since step {kind.since:,}"
+        f"{'' if index else ' were lost to rounding,'} since step {kind.since:,}"
         for index, kind in enumerate(kinds[:_SHOWN])
     ]
     modules = sum(len(kind.modules) for kind in kinds)
     more = f" ({modules} modules in all)" if len(kinds) > _SHOWN else ""
     dtypes = " and ".join(dict.fromkeys(kind.dtype.upper() for kind in kinds if kind.dtype)) or "rounded"
     return (
-        f"the model hardly moves, {dtypes} weights: {', '.join(parts)}{more}; said from {percent(STILL)} on. "
-        "The FP32 masters keep these updates until they add up"
+        f"the model hardly moves, {dtypes} weights: {', '.join(parts)}{more}; reported from {percent(STILL)} on. "
+        "The FP32 masters accumulate these updates"
     )
 
 

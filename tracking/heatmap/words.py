@@ -18,7 +18,7 @@ from tracking.numbers import number, percent
 
 NEAR = 0.25
 """Share of FP16's range from which an activation is worth a word, growing or not."""
-_FAR = 2.0  # a forecast reaches so many times as far as the steps that were measured
+_FAR = 2.0  # a forecast reaches this many times as far as the measured steps
 _ALIKE = 1.5  # members of one sentence: their values lie within this factor
 _CHANGED = 10.0  # a gradient that changed by this factor is worth a word
 MUCH = 0.01  # share of values below the smallest normal number that is worth a word
@@ -189,17 +189,17 @@ def _drift(heat: Heat) -> str:
     values = heat.panels["drift"]
     rows = np.flatnonzero(np.nan_to_num(np.nanmax(np.nan_to_num(values), axis=1)) > 0)
     if not rows.size:
-        return "every 16-bit weight is its master rounded, at every step that was measured."
+        return "every 16-bit weight equals its rounded master, at every measured step."
     first = int(np.flatnonzero(np.nan_to_num(values[rows]).max(axis=0) > 0)[0])
     names = in_words([heat.rows[row] for row in rows])
     largest = float(np.nanmax(values[rows]))
-    return f"{names}: not their masters rounded since {_step(heat, first)}, up to {number(largest, 2)} away."
+    return f"{names}: differ from their rounded masters since {_step(heat, first)}, up to {number(largest, 2)} away."
 
 
 def _updates(heat: Heat) -> str:
     column, newest, low, high = _extremes(heat, "update")
     least, most = (f"{_name(heat, row)} by {number(newest[row], 2)}" for row in (low, high))
-    usual = f"{number(float(np.nanmedian(newest)), 2)} of the weights per step in the median module"
+    usual = f"median update/weight ratio {number(float(np.nanmedian(newest)), 2)} per step"
     return f"{usual}; {most}, {least} ({_step(heat, column)}){changed_modules(heat, 'update')}."
 
 

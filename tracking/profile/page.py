@@ -42,7 +42,7 @@ def _verdict(summary: dict[str, Any]) -> tuple[str, list[str]]:
         points.append(f"Unintended matmuls in FP32: {_modules(unintended)}.")
     misaligned = merge_blocks([row for row in summary["misfits"] if row["multiple_of"] < GOOD])
     if misaligned:
-        points.append(f"Sizes that are no multiple of {GOOD}: {_modules(misaligned)}.")
+        points.append(f"Sizes that are not multiples of {GOOD}: {_modules(misaligned)}.")
     return f"**{largest_parts(summary)}** of the time.", points
 
 

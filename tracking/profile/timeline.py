@@ -120,7 +120,7 @@ def merged(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def overlap(start: float, end: float, intervals: list[tuple[float, float]]) -> float:
-    """How much of start..end is in `intervals`, which come from `merged`."""
+    """The part of start..end that `intervals` cover, which come from `merged`."""
     total = 0.0
     for index in range(max(0, bisect.bisect_right(intervals, (start, start)) - 1), len(intervals)):
         low, high = intervals[index]

@@ -29,7 +29,7 @@ LONGEST_SECONDS = 5.0
 """Lifetime of a connection."""
 MOST_REQUEST_BYTES = 8192
 """Size limit of request line and headers together."""
-_IDLE_SHARE = 9  # so many times what collecting took passes before the next one
+_IDLE_SHARE = 9  # the next collection waits this many times the duration of the last
 _ACCEPT_PAUSE_S = 0.01  # at most a hundred connections a second
 _RETRY_S = 1.0  # before the next attempt when a connection could not be accepted
 
@@ -42,7 +42,7 @@ class MetricsServer(ThreadingMixIn, TCPServer):
     request_queue_size = 16
 
     def __init__(self, address: str, port: int, registry: CollectorRegistry) -> None:
-        """Open the port. Raises OSError, OverflowError or UnicodeError: it cannot be had."""
+        """Open the port. Raises OSError, OverflowError or UnicodeError: it is not available."""
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family, _, _, _, place = found[0]
         self._registry = registry
@@ -87,7 +87,7 @@ class MetricsServer(ThreadingMixIn, TCPServer):
         except OSError as error:
             if not self._complained:
                 self._complained = True
-                text = f"metrics for Prometheus cannot be asked for ({error.strerror or error}); training continues"
+                text = f"metrics for Prometheus are not available ({error.strerror or error}); training continues"
                 print(f"mantissa: {text}", file=sys.stderr, flush=True)
             time.sleep(_RETRY_S)
             raise

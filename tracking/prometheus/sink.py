@@ -21,7 +21,7 @@ from tracking.prometheus.metrics import Metrics
 from tracking.prometheus.server import PATH, MetricsServer
 
 LONGEST_WAIT_S = 30.0
-_SLACK = 1.5  # a scrape may take so many times the interval before it
+_SLACK = 1.5  # a scrape may take this many times the interval before it
 _ANSWERED_S = 0.2  # from collecting to the last byte of the response
 
 

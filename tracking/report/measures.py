@@ -98,7 +98,7 @@ def epoch_time(context: MeasureContext) -> Measured:
     tokens, what = _amount(context.run)
     how = f"seconds for {what} ({tokens:,} tokens) at the median tokens/s of all steps, against the baseline's speed"
     if context.run.epoch_tokens is None:
-        how += "; how many tokens an epoch has was not recorded, the ratio is the same as for an epoch"
+        how += "; the tokens per epoch were not recorded, the ratio is the same as for an epoch"
     speed = context.run.tokens_per_second
     if not speed > 0:
         raise NotMeasured("no step was recorded", how)
@@ -121,7 +121,7 @@ def utilisation(context: MeasureContext) -> Measured:
     parameters = int(run.facts.start["parameters"])
     trained = int(run.facts.start.get("trained_parameters", parameters))
     if trained < parameters:
-        how += f"; {parameters - trained:,} frozen parameters count 4, since nobody needs gradients of them"
+        how += f"; {parameters - trained:,} frozen parameters count 4, since they need no gradients"
     peak = context.peak or peak_flops(run.device)
     if peak is None:
         no_peak = (

@@ -108,7 +108,7 @@ def sections(run_dir: RunDir, summary: Summary, resume_command: str = "") -> dic
 
 
 def sample_title(run_dir: RunDir, summary: Summary) -> str:
-    """Where the sample stands in the training, and whether text can be expected to make sense there."""
+    """The sample's place in the training, and whether text can be expected to make sense there."""
     config = read_inputs(run_dir)[0]
     few = summary.tokens < _TOKENS_PER_PARAMETER * summary.start["parameters"]
     untrained = few and config.get("model") and setting(config, "model.name_or_path") is None

@@ -23,7 +23,7 @@ PORT = 8600
 
 @entry_point()
 def main(arguments: list[str] | None = None) -> int:
-    """Serve until Ctrl-C; 2 when the folder does not exist or the port cannot be had."""
+    """Serve until Ctrl-C; 2 when the folder does not exist or the port is not available."""
     options = _parser().parse_args(arguments)
     library = Library(options.runs)
     try:
@@ -64,6 +64,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--edit",
         action=argparse.BooleanOptionalAction,
-        help="let notes and tags be edited on the page, in notes.json of the run folders (default: on 127.0.0.1 alone)",
+        help="allow editing notes and tags on the page, in notes.json of the run folders (default: on 127.0.0.1 alone)",
     )
     return parser

@@ -99,7 +99,7 @@ class Spark:
     band: str
     """Band from the lowest to the highest curve of a group, as the points of a polygon; empty for one run."""
     mark: float | None
-    """Where on the x axis the verdict of a run that went wrong begins."""
+    """The x position where the verdict of a run that went wrong begins."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Line:
     own: dict[str, str]
     """Values of the settings that are columns of their own."""
     found: tuple[tuple[str, str], ...]
-    """Where the words that are searched for occur, if not in the name or a tag: what it is, and the text around."""
+    """Occurrences of the searched words outside of name and tags: the kind of text, and the text around."""
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class PageServer(ThreadingHTTPServer):
     def __init__(self, host: str, port: int, library: Library, *, editable: bool | None = None) -> None:
         """Open the port. editable: whether notes may be written; None: on a loopback address alone.
 
-        Raises OSError, OverflowError or UnicodeError where the port cannot be had.
+        Raises OSError, OverflowError or UnicodeError if the port is not available.
         """
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family = found[0][0]

@@ -39,9 +39,9 @@ class Skim:
     """The newest `step` event; empty before the first."""
     evals: list[Event] = field(default_factory=list)
     evidence: Evidence = field(default_factory=Evidence)
-    """What the verdict rests on; it grows with the file."""
+    """The verdict's evidence, which grows with the file."""
     followed: str = "loss"
-    """What the run is followed by, of which `curve` is."""
+    """The metric that `curve` has."""
     curve: list[tuple[int, float]] = field(default_factory=list)
     """(step, value) at about POINTS places, in step order; a value that is not finite is nan."""
 

@@ -36,7 +36,7 @@ def named_checkpoint_facts(folder: Path, config: dict[str, Any], parity: dict[st
     """Facts to record about a checkpoint folder, with a parity verdict. Raises UserError for any other folder."""
     step = re.fullmatch(r"step-(\d+)", folder.resolve().name)
     if step is None or not (folder / "manifest.json").is_file():
-        raise UserError(f"--checkpoint {folder}: is not a whole checkpoint; give a checkpoints/step-N folder")
+        raise UserError(f"--checkpoint {folder}: is not a complete checkpoint; give a checkpoints/step-N folder")
     facts = _checkpoint(str(folder.resolve()), int(step[1]), config)
     return facts | {"parity": parity}
 

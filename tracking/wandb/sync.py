@@ -1,10 +1,10 @@
-"""Send wandb what it does not have of a run yet, and record checkpoints and exports of the run as models.
+"""Sync a run to wandb (safe to repeat), and record its checkpoints and exports as models.
 
     python -m tracking.wandb.sync runs/demo --online [--export exported/demo]
         [--checkpoint runs/demo/checkpoints/step-400] [--parity parity.json]
 
 All of it goes to the wandb run that the run folder names. Without --online an offline run is written, for `wandb sync`.
-The last line says how much was new and where it is. Exit code 0: done; 1: wandb failed, or --online was recorded
+The last line says how much was new and where it went. Exit code 0: done; 1: wandb failed, or --online was recorded
 offline; 2: wrong arguments.
 """
 

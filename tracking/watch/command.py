@@ -1,8 +1,8 @@
-"""Show a run in the terminal, live or when it has ended: `python -m tracking.watch RUN`.
+"""Show a running or finished run in the terminal: `python -m tracking.watch RUN`.
 
 Reads only the run folder, so it works for a run on any machine that shares its disk, and does not affect it. Keys: q
 quits, x toggles a logarithmic step axis, h shows the heat maps of the layers one after another. With --once, or when
-the output is no terminal, one frame is printed.
+the output is not a terminal, one frame is printed.
 """
 
 from __future__ import annotations

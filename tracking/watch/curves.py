@@ -12,7 +12,7 @@ from tracking.watch.series import Bucket, Series
 
 LABEL = 9  # characters left of a curve
 _DOT = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # bit of a braille character by row and column
-# A value further out than so many heights of the middle 96% is cut off, so that it does not flatten the curve.
+# A value further out than this many heights of the middle 96% is cut off, so that it does not flatten the curve.
 _FAR = 2.0
 _MARK = "not dim bold red"
 

@@ -94,7 +94,7 @@ def _layers(state: WatchState, view: View) -> list[RenderableType]:
     heat, title = view.heat, PANELS[view.panel].title
     log_lines = min(6, max(0, view.room // 5 - 2))
     if not heat or not heat.has(view.panel):
-        text = Text("nothing was measured yet; telemetry.every_steps says how often", style="dim")
+        text = Text("nothing was measured yet; telemetry.every_steps sets the interval", style="dim")
         return [_panel(text, title, view, width=view.width)]
     wrapped = textwrap.wrap(shown(sentences(heat)[view.panel]), view.width - 6)[:3]
     height = max(3, view.room - len(wrapped) - 3 - (log_lines + 2 if log_lines else 0))

@@ -40,7 +40,7 @@ class WatchState:
         self.skips = Series()
         self.nonfinite_losses = 0
         self.evidence = Evidence()
-        """What the verdict rests on."""
+        """The verdict's evidence."""
         self.counts: Counter[tuple[str, str]] = Counter()
         """Events over all sessions, by (event, kind): ("incident", "SKIP"), ("scale", "overflow") and so on."""
         self.causes: Counter[str] = Counter()

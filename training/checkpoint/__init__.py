@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there: `python -m training.checkpoint verify|list|inspect|prune`.
+"""Checkpoints, complete or absent: `python -m training.checkpoint verify|list|inspect|prune`.
 
 Read checkpoints.py (save, find, load), contents.py (what is saved), writer.py, commit.py, manifest.py and seal.py (how
 it becomes a checkpoint), save.py and outcome.py (in the background), choice.py (which is the newest), lineage.py and

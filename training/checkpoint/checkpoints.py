@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there.
+"""Checkpoints that are complete or absent.
 
     checkpoints/step-60/
         manifest.json    every file with its SHA-256, size and tensors; sealed with a hash of its own
@@ -56,7 +56,7 @@ from training.engine.rng import load_generators
 from training.progress import Progress
 
 if TYPE_CHECKING:
-    from training.checkpoint.store.remote import Remote  # brings fsspec, which most runs do not need
+    from training.checkpoint.store.remote import Remote  # imports fsspec, which most runs do not need
 
 
 class Checkpoints:
@@ -75,14 +75,14 @@ class Checkpoints:
         opener: Opener | None = None,
         remote: Remote | None = None,
     ) -> None:
-        """identity: what a checkpoint must share with the run that loads it, as plain types by name.
-        run_name: sealed into every manifest, for messages. opener: None: plain files.
+        """identity: settings that a checkpoint must share with the run that loads it, as plain types by name. run_name:
+        sealed into every manifest, for messages. opener: None: plain files.
         """
         self.folder, self.keep, self.identity, self.world = folder, keep, identity, world
         self.background, self.verify_after_save = background, verify_after_save
         self._opener, self._remote = opener, remote
         self.any_saved = False
-        """Whether there is a checkpoint to roll back to; one that is being written counts."""
+        """Whether there is a checkpoint to roll back to, or one is being written."""
         self.failures = 0
         """Saves that failed since the last successful one."""
         self.last_failure = ""
@@ -97,7 +97,7 @@ class Checkpoints:
     def start_save(self, engine: Engine, state: dict[str, Any], validation_loss: float | None = None) -> None:
         """Copy the state, then write, publish and prune in the background; `outcomes` has the result.
 
-        Waits first for a save that is in progress. state: plain types, which `load` returns; `progress` is one of them.
+        Waits first for a save in progress. state: plain types, returned by `load`; `progress` is one of them.
         validation_loss: nats, of exactly these weights.
         """
         self._collect_outcome()
@@ -125,14 +125,14 @@ class Checkpoints:
             started=started,
         )
         self._save = Save(request, files, self._save_world, self.reached)
-        self.any_saved = True  # already now: what the guard may do must not depend on the speed of a disk
+        self.any_saved = True  # already now: the guard's choices must not depend on the speed of a disk
         if not self.background:
             self._save.wait_until_published()
         self._save.stall_seconds = time.perf_counter() - started
 
     @property
     def save_ended(self) -> bool:
-        """Whether this rank's part of a save has finished since the last call of `outcomes`."""
+        """Whether this rank's part of a save has finished since the last `outcomes` call."""
         return self._save is not None and self._save.ended
 
     def outcomes(self) -> list[Saved | SaveFailed]:
@@ -142,7 +142,7 @@ class Checkpoints:
         return ended
 
     def save(self, engine: Engine, state: dict[str, Any]) -> Saved:
-        """`start_save`, and wait for it. Raises SaveFailed on every rank when any of them cannot write."""
+        """Save and wait. Raises SaveFailed on every rank when any of them cannot write."""
         self.start_save(engine, state)
         outcome = self.outcomes()[-1]
         if isinstance(outcome, SaveFailed):
@@ -150,15 +150,15 @@ class Checkpoints:
         return outcome
 
     def take_notes(self) -> list[str]:
-        """Lines for the record since the last call: which checkpoints were passed over, which layout was converted."""
+        """Lines for the record since the last call: checkpoints passed over, layouts converted."""
         lines, self._notes = self._notes, []
         return lines
 
     def find(self, resume: str) -> Path | None:
         """The checkpoint that `run.resume` asks for, or None to start from scratch. The same on every rank.
 
-        Where `run.resume` leaves a choice, one that is damaged or of another run is passed over, with a line that says
-        why. Raises UserError when there are some and none is usable.
+        If `run.resume` leaves a choice, damaged checkpoints and those of other runs are passed over, with a line that
+        says why. Raises UserError when there are some and none is usable.
         """
         self._collect_outcome()
         if resume == "never":
@@ -166,7 +166,7 @@ class Checkpoints:
                 self._remote.require_empty(self.world)
             return None
         if resume == "auto" and self._remote is not None and not self._fetched:
-            self._fetched = True  # once: later the folder has what this session saved itself
+            self._fetched = True  # once: later the folder has this session's own saves
             self._remote.fetch(self.world, self.folder, lambda text: self._notes.append(self._log(text)))
         refused: dict[Path, str] = {}
         chosen, paths = self.world.on_main(lambda: self._candidates(resume))
@@ -186,12 +186,12 @@ class Checkpoints:
             raise UserError(next(iter(refused.values())) + further)
         if resume != "auto":
             raise UserError(
-                f"run.resume = {resume}: no whole checkpoint there; give a checkpoints/step-N folder, auto or never"
+                f"run.resume = {resume}: no complete checkpoint there; give a checkpoints/step-N folder, auto or never"
             )
         return None
 
     def load(self, path: Path, engine: Engine) -> dict[str, Any]:
-        """Restore the engine and the random generators, but not the loss scaler; what `save` got. Raises UserError."""
+        """Restore engine and random generators, but not the loss scaler; returns the saved state. Raises UserError."""
         problem = None if path in self._verified else self._check(path)[0]
         if problem is not None:
             raise UserError(f"{path}: {problem}")
@@ -199,7 +199,7 @@ class Checkpoints:
         difference = parameter_difference(state["parameters"], parameter_shapes(engine.model))
         if difference is not None:
             raise UserError(f"{path}: {difference}")
-        # those of the same sequences: ranks that share matrices have equal ones
+        # per sequence: ranks that share matrices have equal ones
         rank, step = self.world.zero_rank, state["progress"]["step"]
         source = rank * int(state["identity"].get("parallel.tensor", 1))
         with read_lock(path):
@@ -221,7 +221,7 @@ class Checkpoints:
         """Called on each rank when a save reaches `phase` (listed in docs/checkpoints.md); tests kill it here."""
 
     def _candidates(self, resume: str) -> tuple[bool, list[Path]]:
-        """The checkpoints that may be taken, best first; and whether there is a choice, or one is given by its path."""
+        """The candidates, best first; and whether there is a choice, or one is given by its path."""
         commit.recover(self.folder)
         if resume == "auto":
             return True, candidates(self.folder)
@@ -231,10 +231,10 @@ class Checkpoints:
         return True, candidates(given) or candidates(given / "checkpoints")
 
     def _continue_from(self, path: Path, passed_over: dict[Path, str] | None, *, record: bool) -> None:
-        """Note that the run continues from `path`, and whether it goes back by that. A collective.
+        """Note that the run continues from `path`, and whether that goes back. A collective.
 
-        passed_over: where `path` was chosen, those that were not; None where it was given. record: also in the folder,
-        so that it holds when the run ends before its next save. Raises UserError when that cannot be written.
+        passed_over: the newer candidates if `path` was chosen; None if it was given. record: also in the folder, in
+        case the run ends before its next save. Raises UserError when that cannot be written.
         """
         in_store = self._remote.orders(self.world) if self._remote is not None and record else []
 
@@ -256,7 +256,7 @@ class Checkpoints:
         self._lineage.begin_save()
 
     def _check(self, path: Path, *, of_any_run: bool = True) -> tuple[str | None, bool]:
-        """Why the run cannot resume from `path`, or None; and whether it is damaged. Remembers one that can be used."""
+        """Why the run cannot resume from `path`, or None; and whether it is damaged. Remembers usable ones."""
         world, found = self.world, dict[str, Any]()
 
         def read(manifest: dict[str, Any]) -> None:
@@ -291,7 +291,7 @@ class Checkpoints:
             return
         self.failures, self.last_failure = self.failures + 1, str(outcome)
         self.any_saved = bool(self.world.from_main(self._is_any_there() if self.world.is_main else None))
-        self._log(f"{outcome}; the checkpoints before it are as they were")
+        self._log(f"{outcome}; earlier checkpoints are unchanged")
 
     def _is_any_there(self) -> bool:
         try:

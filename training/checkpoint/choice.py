@@ -1,4 +1,4 @@
-"""Which checkpoint of a folder is the newest: manifests decide, which are sealed; LATEST is a hint for people."""
+"""Choice of the newest checkpoint of a folder: by sealed manifests; LATEST is only a hint for people."""
 
 import contextlib
 import os
@@ -20,9 +20,9 @@ def step_of(path: Path) -> int:
 
 
 def by_step(folder: Path) -> list[Path]:
-    """Every published checkpoint in a checkpoints folder, whole or not, the highest step first.
+    """Every published checkpoint in a checkpoints folder, complete or not, the highest step first.
 
-    Raises UserError when the folder is there and cannot be read: a run must not start from scratch because of that.
+    Raises UserError when the folder exists but cannot be read: a run must not start from scratch because of that.
     """
     try:
         names = [path.name for path in folder.iterdir()]
@@ -35,14 +35,14 @@ def by_step(folder: Path) -> list[Path]:
 
 
 def candidates(folder: Path) -> list[Path]:
-    """What to resume from, the newest first; see `newest_first`."""
+    """Checkpoints to resume from, the newest first; see `newest_first`."""
     found = {step_of(path): _manifest(path) for path in by_step(folder)}
     named = NAME.fullmatch(latest_name(folder) or "")
     return [folder / f"step-{step}" for step in newest_first(found, named and int(named[1]), read_record(folder))]
 
 
 def newest_first(found: Mapping[int, dict[str, Any] | None], named: int | None, record: Record | None) -> list[int]:
-    """The steps in the order in which they are tried: by how often the run had gone back, then by step.
+    """The steps in the order of trial: by how often the run had gone back, then by step.
 
     Those that the run left when it went back come last. Where no manifest tells (they are from before manifests did),
     the checkpoint that LATEST names comes first if it was also written last.
@@ -61,17 +61,17 @@ def newest_first(found: Mapping[int, dict[str, Any] | None], named: int | None, 
 
 
 def newest(folder: Path) -> Path | None:
-    """The first of `candidates` that is whole; None if there is none."""
+    """The first complete one of `candidates`; None without one."""
     return next((path for path in candidates(folder) if is_whole(path)), None)
 
 
 def orders_in(folder: Path) -> list[Order]:
-    """Steps of the checkpoints in a folder, whole or not."""
+    """Steps of the checkpoints in a folder, complete or not."""
     return [_order(step_of(path), _manifest(path)) for path in by_step(folder)]
 
 
 def latest_name(folder: Path) -> str | None:
-    """The name in LATEST; None where there is no such file, or what it holds is no checkpoint's name."""
+    """The name in LATEST; None without the file, or if it holds no checkpoint's name."""
     try:
         handle = os.open(folder / LATEST, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with os.fdopen(handle, "rb") as file:
@@ -82,7 +82,7 @@ def latest_name(folder: Path) -> str | None:
 
 
 def choice_remark(chosen: Path, passed_over: Collection[Path]) -> str | None:
-    """What of LATEST and of higher steps is not followed by taking `chosen`, in one line; None where they agree."""
+    """One line on why `chosen` is neither LATEST's nor the highest step; None where it is both."""
     folder, name, why = chosen.parent, latest_name(chosen.parent), []
     there = {step_of(path): path for path in by_step(folder)}
     step = step_of(chosen)
@@ -95,11 +95,11 @@ def choice_remark(chosen: Path, passed_over: Collection[Path]) -> str | None:
     later = [path.name for other, path in there.items() if other > step and path not in passed_over]
     if later:
         why.append(f"{', '.join(later)}: from before the run went back")
-    return f"took {chosen}, the newest whole checkpoint: {'; '.join(why)}" if why else None
+    return f"took {chosen}, the newest complete checkpoint: {'; '.join(why)}" if why else None
 
 
 def _order(step: int, manifest: dict[str, Any] | None) -> Order:
-    """By the folder's name, not the manifest's step: one under another name is passed over when it is its turn."""
+    """Order by the folder's name, not the manifest's step: a renamed folder is passed over when it is its turn."""
     return (order_in(manifest)[0] if manifest is not None else 0, step)
 
 

@@ -1,4 +1,4 @@
-"""How a checkpoint is published: written to a hidden folder, flushed, renamed once; a kill leaves no half of one.
+"""Publishing a checkpoint: written to a hidden folder, flushed, renamed once; a kill leaves no half-written one.
 
     .step-60.partial     being written; names with a dot are never chosen
     .step-60.replaced    the old step-60 while a new one takes its name
@@ -23,7 +23,7 @@ Reached = Callable[[str], None]
 
 
 def partial_of(final: Path) -> Path:
-    """Where a checkpoint is written."""
+    """The folder in which a checkpoint is written."""
     return final.with_name(f".{final.name}.partial")
 
 
@@ -45,7 +45,7 @@ def add_unlisted_files(partial: Path, files: dict[str, Written]) -> None:
 
 
 def seal_folder(partial: Path, manifest: dict[str, Any], reached: Reached = lambda phase: None) -> int:
-    """Write the manifest of files that are on disk already, and flush the folders; the manifest's size in bytes."""
+    """Write the manifest of files already on disk, and flush the folders; returns the manifest's size in bytes."""
     reached("manifest")
     text = sealed(manifest)
     write_flushed(partial / MANIFEST, text.encode())
@@ -84,7 +84,7 @@ def name_latest(final: Path, reached: Reached = lambda phase: None) -> None:
 
 
 def drop(path: Path, reached: Reached = lambda phase: None) -> None:
-    """Delete a checkpoint, renamed first so that no half of it is ever seen. One that is locked for reading stays."""
+    """Delete a checkpoint, renamed first so that it never appears half deleted. One locked for reading stays."""
     if is_read_locked(path):
         return
     hidden = path.with_name(f".{path.name}.dropped")
@@ -97,7 +97,7 @@ def drop(path: Path, reached: Reached = lambda phase: None) -> None:
 
 
 def rename_damaged(path: Path) -> Path | None:
-    """Rename a damaged checkpoint so that it is never chosen again; its new path, or None where that fails."""
+    """Rename a damaged checkpoint so that it is never chosen again; returns its new path, or None on failure."""
     for number in range(100):
         target = path.with_name(f"{path.name}.damaged" + (f".{number}" if number else ""))
         if not target.exists():

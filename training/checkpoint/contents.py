@@ -1,4 +1,4 @@
-"""What goes into a checkpoint: every rank's files, the manifest, and what two runs must share to resume."""
+"""The contents of a checkpoint: every rank's files, the manifest, and settings that must match on resume."""
 
 import json
 import math
@@ -24,7 +24,7 @@ _VERSIONS = {name: version(name) for name in ("torch", "deepspeed", "transformer
 
 
 def save_state(files: Files, folder: Path, engine: Engine, state: dict[str, Any]) -> None:
-    """Hand this rank's state, the run's, its parameters' shapes and checksums to `files`. A collective."""
+    """Write this rank's state, the run's, parameter shapes and checksums to `files`. A collective."""
     world, checksums = engine.world, checksums_of(engine)
     engine.save(folder, TAG, files)
     files.save(generators(world.device), folder / f"rng-rank-{world.rank}.pt")
@@ -38,7 +38,7 @@ def save_state(files: Files, folder: Path, engine: Engine, state: dict[str, Any]
 
 
 def manifest_of(engine: Engine, progress: Progress, validation_loss: float | None, key: Key | None) -> dict[str, Any]:
-    """All of the manifest but its files, and which run it is of (`training.checkpoint.lineage.Lineage`)."""
+    """The manifest without its files and without the run's identity (`training.checkpoint.lineage.Lineage`)."""
     regions = dict(engine.regions.dtypes) if engine.regions is not None else None
     finite = validation_loss is None or math.isfinite(validation_loss)
     return {
@@ -58,9 +58,9 @@ def manifest_of(engine: Engine, progress: Progress, validation_loss: float | Non
 _START_ANEW = "start anew with run.resume=never or another run.name"
 _PARALLEL = ("parallel.sequence", "parallel.tensor", "parallel.expert")
 LAYOUT = ("world size", *_PARALLEL, "ZeRO stage", "precision.compute", "offload")
-"""What may change on resume: how masters and sequences are shared out, and the compute dtype (docs/elastic.md)."""
+"""Settings that may change on resume: how masters and sequences are split, and the compute dtype (docs/elastic.md)."""
 ATTENTION = "model.attention"
-"""May change on resume too, and is noted: another implementation rounds differently. Older checkpoints do not say."""
+"""May also change on resume, with a note: implementations round differently. Older checkpoints lack it."""
 _DEFAULTS = dict.fromkeys(_PARALLEL, 1) | {
     "data.document_masking": False,
     "task": "pretrain",
@@ -82,14 +82,14 @@ def identity_difference(saved: dict[str, Any], current: dict[str, Any]) -> str |
 
 
 def layout_difference(saved: dict[str, Any], current: dict[str, Any]) -> str | None:
-    """How the layout differs, such as "world size 2 -> 4"; None where it does not."""
+    """The difference in layout, such as "world size 2 -> 4"; None where there is none."""
     saved = {**_DEFAULTS, **saved}
     changed = [key for key in LAYOUT if key in current and saved.get(key) != current[key]]
     return ", ".join(f"{key} {saved.get(key)} -> {current[key]}" for key in changed) or None
 
 
 def attention_difference(saved: dict[str, Any], current: dict[str, Any]) -> str | None:
-    """How the attention implementation differs, in words; None where it does not or is not known."""
+    """The difference in attention implementation, human-readable; None where there is none or it is not known."""
     before, now = saved.get(ATTENTION), current.get(ATTENTION)
     if before is None or now is None or before == now:
         return None
@@ -106,5 +106,5 @@ def parameter_difference(saved: dict[str, list[int]], current: dict[str, list[in
     for name in [*current, *saved]:
         if saved.get(name) != current.get(name):
             shapes = f"{name} has shape {saved.get(name)} there and {current.get(name)} in this run"
-            return f"{shapes}; it is of another model; {_START_ANEW}"
+            return f"{shapes}; it belongs to another model; {_START_ANEW}"
     return None

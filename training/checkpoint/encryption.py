@@ -66,7 +66,7 @@ class DecryptedFile(io.RawIOBase):
         """Raises UserError when the file was encrypted with another key, Damaged when it was changed or truncated,
         OSError when it cannot be read."""
         self.damage: Damaged | None = None
-        """The error that a read raised; C readers may replace it with one of their own."""
+        """The error that a read raised; C readers may replace it with their own."""
         self._path, self._file = path, path.open("rb", buffering=0)
         try:
             header = self._file.read(HEADER)
@@ -76,7 +76,7 @@ class DecryptedFile(io.RawIOBase):
             self._chunks = max(1, -(-stored // (self._chunk + TAG)))
             self._size = stored - self._chunks * TAG
             if self._chunk == 0 or self._size < (self._chunks - 1) * self._chunk:
-                raise Damaged(f"{path.name}: is not whole, or its header is not as it was written")
+                raise Damaged(f"{path.name}: is cut off, or its header was changed")
             self._header = header
             self._cipher, self._prefix = key.cipher(header)
             self._decrypted = lru_cache(_CACHED)(self._decrypt)
@@ -125,7 +125,7 @@ class DecryptedFile(io.RawIOBase):
         try:
             self._cipher.decrypt_into(_nonce(self._prefix, number, last), sealed, self._header, plain)
         except InvalidTag:
-            self.damage = Damaged(f"{self._path.name}: chunk {number} is not what was encrypted, or the file is cut")
+            self.damage = Damaged(f"{self._path.name}: chunk {number} was changed, or the file is cut off")
             raise self.damage from None
         return plain
 
@@ -133,8 +133,8 @@ class DecryptedFile(io.RawIOBase):
 def open_file(path: Path, key: Key | None, *, plain: bool = False) -> BinaryIO:
     """Open a file of a checkpoint for reading, decrypted where it is encrypted.
 
-    plain: with a key, also accept a file that is not encrypted. Otherwise that is refused, since anyone with write
-    access could put anything there, code included. Raises UserError, else like DecryptedFile.
+    plain: with a key, also accept a file that is not encrypted. Otherwise it is refused, since anyone with write access
+    could have put anything there, code included. Raises UserError, else like DecryptedFile.
     """
     if key is None:
         if is_encrypted(path):

@@ -1,4 +1,4 @@
-"""Which run this session's checkpoints are of, and whether it went back to an older one. On the main process."""
+"""The run behind this session's checkpoints, and whether it went back to an older one. On the main process."""
 
 import uuid
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from training.checkpoint.run_record import Order, Record, order_in, read_record,
 
 
 class Lineage:
-    """What every manifest of a session seals about its run, and the RUN beside the checkpoints."""
+    """The run's identity, which every manifest of a session seals, and the file RUN beside the checkpoints."""
 
     def __init__(self, folder: Path, name: str) -> None:
         """folder: of the checkpoints, with or without a RUN yet. name: of the run, for messages."""
@@ -42,7 +42,7 @@ class Lineage:
             self._run.write(self._folder)
 
     def begin_save(self) -> None:
-        """Before a checkpoint is written, so that none is published in a folder without RUN. Raises OSError."""
+        """Write RUN before a checkpoint, so that none is published in a folder without it. Raises OSError."""
         if self._in_folder:
             return
         found = read_record(self._folder)
@@ -52,5 +52,5 @@ class Lineage:
         self._in_folder = True
 
     def fields(self) -> dict[str, Any]:
-        """For the manifest."""
+        """The fields for the manifest."""
         return {"run": {"id": self._run.id, "name": self._run.name}, "went_back": self._went_back}

@@ -32,7 +32,7 @@ _FIELDS = {
     "files": dict,
     "layouts": dict,
 }
-"""What every manifest has, and of which type."""
+"""The fields of every manifest, with their types."""
 _STATE_FIELDS = ("progress", "identity", "parameters", "reactions")
 
 # Tensor name to its dtype and shape.
@@ -40,7 +40,7 @@ Tensors = dict[str, tuple[str, list[int]]]
 
 
 class Unusable(Exception):
-    """A checkpoint cannot be used. One line: the file, and what is wrong with it."""
+    """A checkpoint cannot be used. One line: the file, and its problem."""
 
 
 class Damaged(Unusable):
@@ -55,7 +55,7 @@ class Written:
     bytes: int
     rank: int
     layout: str = ""
-    """`layout_of` its tensors; the manifest lists those once for all files that have the same."""
+    """`layout_of` its tensors; the manifest lists each layout once for all files that have it."""
 
 
 def layout_of(tensors: Tensors) -> str:
@@ -73,12 +73,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def parse_manifest(text: bytes) -> dict[str, Any]:
-    """The content of a manifest, as of format 3. Raises Damaged when its seal does not match, Unusable for another
-    format."""
+    """The content of a manifest, in format 3. Raises Damaged when its seal does not match, Unusable for other
+    formats."""
     try:
         manifest, intact = unsealed(text)
     except ValueError:
-        raise Damaged(f"{MANIFEST} is not a whole manifest") from None
+        raise Damaged(f"{MANIFEST} is not a complete manifest") from None
     if manifest.get("format") not in _READABLE:
         reads = f"this version reads formats {' and '.join(map(str, _READABLE))}"
         raise Unusable(f"{MANIFEST} has format {manifest.get('format')}; {reads}")
@@ -91,7 +91,7 @@ def parse_manifest(text: bytes) -> dict[str, Any]:
             raise Damaged(f"{MANIFEST} has no {field} as docs/checkpoints.md describes it")
     for name, entry in manifest["files"].items():
         if not _is_file_entry(name, entry):
-            raise Damaged(f"{MANIFEST} has an entry {name!r} that is no file of a checkpoint")
+            raise Damaged(f"{MANIFEST} has an entry {name!r} that is not a checkpoint file")
         if "layout" not in entry:
             tensors = entry.pop("tensors", {})
             entry["layout"] = layout_of(tensors)
@@ -100,7 +100,7 @@ def parse_manifest(text: bytes) -> dict[str, Any]:
 
 
 def _is_file_entry(name: str, entry: Any) -> bool:
-    """Whether it names a file inside the checkpoint, its hash, its size and its rank."""
+    """Whether an entry names a file inside the checkpoint, with hash, size and rank."""
     path = PurePosixPath(name)
     inside = bool(path.parts) and not path.is_absolute() and ".." not in path.parts
     fields = {"sha256": str, "bytes": int, "rank": int}
@@ -115,14 +115,14 @@ def read_state(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise Damaged(f"{STATE} is missing") from None
     except (ValueError, AttributeError):
-        raise Damaged(f"{STATE} is not JSON as it was written") from None
+        raise Damaged(f"{STATE} is not the JSON that was written") from None
     if missing:
         raise Damaged(f"{STATE} has no {missing[0]}")
     return state
 
 
 def check_sizes(path: Path, manifest: dict[str, Any]) -> None:
-    """Raises Damaged for the first file that is missing or has another size; OSError when it cannot be checked."""
+    """Raises Damaged for the first file that is missing or has the wrong size; OSError when it cannot be checked."""
     if STATE not in manifest["files"]:
         raise Damaged(f"{MANIFEST} does not list {STATE}")
     for name, entry in manifest["files"].items():
@@ -135,7 +135,7 @@ def check_sizes(path: Path, manifest: dict[str, Any]) -> None:
 
 
 def check_hashes(path: Path, manifest: dict[str, Any], names: Iterable[str]) -> None:
-    """Raises Damaged for the first of `names` with another SHA-256; OSError when a file cannot be read."""
+    """Raises Damaged for the first of `names` with a wrong SHA-256; OSError when a file cannot be read."""
     for name in names:
         expected, found = manifest["files"][name]["sha256"], file_sha256(path / name)
         if found != expected:
@@ -143,7 +143,7 @@ def check_hashes(path: Path, manifest: dict[str, Any], names: Iterable[str]) -> 
 
 
 def shares_of(manifest: dict[str, Any], world_size: int) -> list[list[str]]:
-    """The files that each of `world_size` ranks hashes: about the same bytes on each rank, every file once."""
+    """The files for each of `world_size` ranks to hash: about the same bytes on each rank, every file once."""
     loads, shares = [(0, rank) for rank in range(world_size)], [list[str]() for _ in range(world_size)]
     for name, entry in sorted(manifest["files"].items(), key=lambda item: (-item[1]["bytes"], item[0])):
         load, rank = loads[0]
@@ -162,7 +162,7 @@ def find_problem(
 ) -> Unusable | None:
     """Why the checkpoint at `path` is unusable, or None. `further` checks its manifest, and may raise Unusable.
 
-    of_any_run: also the checkpoint of another run than the folder's it lies in can be used.
+    of_any_run: accept checkpoints of another run than the folder's.
     """
 
     def check() -> None:
@@ -177,7 +177,7 @@ def find_problem(
 
 
 def problem_of(check: Callable[[], None], path: Path) -> Unusable | None:
-    """The Unusable that `check` of the checkpoint at `path` raises, or a file that it cannot read; else None."""
+    """The Unusable that `check` raises for the checkpoint at `path`, or for an unreadable file; else None."""
     try:
         check()
     except Unusable as problem:
@@ -188,15 +188,15 @@ def problem_of(check: Callable[[], None], path: Path) -> Unusable | None:
 
 
 def _check_name(path: Path, manifest: dict[str, Any]) -> None:
-    """Raises Unusable when the folder is named after another step than the one that the manifest seals."""
+    """Raises Unusable when the folder's name has another step than the manifest."""
     named = NAME.fullmatch(path.name)
     if named and int(named[1]) != manifest["step"]:
         right = f"step-{manifest['step']}"
-        raise Unusable(f"{MANIFEST} is of step {manifest['step']}; rename the folder to {right} where that is right")
+        raise Unusable(f"{MANIFEST} is of step {manifest['step']}; rename the folder to {right} if that is right")
 
 
 def _check_run(path: Path, manifest: dict[str, Any]) -> None:
-    """Raises Unusable when the manifest seals another run than the one whose folder it lies in."""
+    """Raises Unusable when the manifest belongs to another run than its folder."""
     own, run = read_record(path.parent), run_in(manifest)
     if own and run and own.id != run[0]:
         raise Unusable(f"{MANIFEST} is of another run, {run[1]} ({run[0]}); run.resume={path} starts from it")

@@ -23,7 +23,7 @@ class Saved:
 
     path: Path
     url: str | None
-    """In the object store, where there is one."""
+    """The URL in the object store, where there is one."""
     step: int
     tokens: int
     seconds: float
@@ -32,11 +32,11 @@ class Saved:
     """[s] How long the training thread was blocked: copying to host memory, and any wait for the end."""
     bytes: int
     verified: bool
-    """Whether every file was read back, from the disk or the store, with the hash of what was written."""
+    """Whether every file was read back, from the disk or the store, with the written hash."""
 
 
 def on_main(world: World, act: Callable[[], Any], path: Path | str) -> Any:
-    """The result of `act` on the main process, on every rank; SaveFailed on all when it raises OSError or UserError."""
+    """Return main's result of `act` on every rank; raises SaveFailed on all when it raises OSError or UserError."""
     try:
         return world.on_main(act, catch=(OSError, UserError))
     except UserError as problem:

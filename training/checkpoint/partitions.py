@@ -40,7 +40,7 @@ class SavedTensor:
     read: Read
     """The whole FP32 master; of a frozen parameter, which has none, its weight in the dtype it was saved in."""
     second_copy: Read | None = None
-    """Reads the tensor's other copy in the checkpoint, in that copy's dtype; None where there is no other."""
+    """Reads the tensor's second copy in the checkpoint, in that copy's dtype; None without one."""
     master: AnyPieces | None = None
     """The FP32 master by parts; None for a frozen parameter."""
     state: OptimizerState | None = None
@@ -81,7 +81,7 @@ def open_saved_model(folder: Path, opener: Opener = PLAIN) -> SavedModel:
 
 
 def _open_slices(folder: Path, opener: Opener, rank: int, *, of: int) -> SavedModel:
-    """The part of one of the ranks that share matrices; everything where none do."""
+    """The part of one rank that shares matrices; everything where none do."""
     shards = _optimizer_files(folder, rank)
 
     def read(path: Path) -> dict[str, Any]:
@@ -185,7 +185,7 @@ def _open_stages_1_and_2(folder: Path, states: list[dict[str, Any]], read: ReadF
 
 
 def _sharing_experts(states: list[dict[str, Any]], index: int) -> int:
-    """How many ranks share a group's parameters (`parallel.expert`): it is partitioned over so many times fewer."""
+    """The number of ranks that share a group's experts (`parallel.expert`): it has fewer partitions by this factor."""
     partitions = states[0].get("partition_count", len(states))
     return len(states) // partitions[index] if isinstance(partitions, list) else 1
 
@@ -251,7 +251,7 @@ def _open_stage_3(
             else:
                 saved.tensors[name] = _join_tensor(slices, Cut(0, (shape[0],) * sharing))
         if any(flat.numel() != start for flat in flats):
-            raise UserError(f"{folder}: group {index} holds more than its {len(shapes)} parameters; use another save")
+            raise UserError(f"{folder}: group {index} holds more than its {len(shapes)} parameters; use another one")
     for name, shape in (models[0]["frozen_param_shapes"] or {}).items():
         parts = [model["frozen_param_fragments"][name] for model in models]
         _require_size(folder, name, shape, sum(part.numel() for part in parts))

@@ -34,7 +34,7 @@ ALLOWED: list[Callable | tuple[Callable, str]] = [
 
 @dataclass(frozen=True)
 class Opener:
-    """How to open the files: with which key, and whether plain ones are accepted although there is one."""
+    """The key to open files with, and whether plain files are accepted although there is a key."""
 
     key: Key | None = None
     accept_plain: bool = False
@@ -48,7 +48,7 @@ class Opener:
     def read(self, path: Path, *, map_location: Any = "cpu", mmap: bool = False) -> Any:
         """The content of a file. mmap: map tensors from the disk where the file is not encrypted.
 
-        Raises UserError when the file is missing, damaged, of another key, or names code that is not allowed.
+        Raises UserError when the file is missing, damaged, of another key, or refers to code that is not allowed.
         """
         try:
             with torch.serialization.safe_globals(ALLOWED):
@@ -57,13 +57,13 @@ class Opener:
                 options = {"map_location": map_location, "weights_only": True}
                 return encryption.load(path, self.key, plain=self.accept_plain, **options)
         except FileNotFoundError as error:
-            raise UserError(f"{path}: is missing; the checkpoint is not whole") from error
+            raise UserError(f"{path}: is missing; the checkpoint is not complete") from error
         except Damaged as error:
             raise UserError(f"{path.parent}: {error}; use another checkpoint") from error
         except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
             global_name = re.search(r"GLOBAL ([\w.]+)", str(error))
             if global_name:
-                reason = f"names code that is not allowed in a checkpoint ({global_name[1]}); do not load it"
+                reason = f"refers to code that is not allowed in a checkpoint ({global_name[1]}); do not load it"
             else:
                 reason = f"cannot be read ({' '.join(str(error).split())[:120]}); use another checkpoint"
             raise UserError(f"{path}: {reason}") from error

@@ -123,8 +123,8 @@ def require_same_checksums(engine: Engine, where: Path, recorded: Checksums) -> 
 
 
 def _group_difference(engine: Engine, folder: Path, opener: Opener) -> str | None:
-    """In words that the optimizer's groups have other parameters, or an order, than those saved at the same ZeRO stage;
-    None where they are the same. Raises UserError at ZeRO-0, whose files do not name parameters.
+    """The difference between the optimizer's groups, or their order, and those saved at the same ZeRO stage,
+    human-readable; None where there is none. Raises UserError at ZeRO-0, whose files do not name parameters.
     """
     of_rank = "zero_pp_rank_0_" if engine.stage == 3 else ""
     state = opener.read(folder / f"{of_rank}mp_rank_00_model_states.pt", mmap=True)
@@ -144,7 +144,7 @@ def _group_difference(engine: Engine, folder: Path, opener: Opener) -> str | Non
 
 
 def _optimizer_difference(engine: Engine, parameter: Any, where: Path, saved: Collection[str]) -> str | None:
-    """An error message where the saved state tensors of a parameter, by name, are not this run's; else None."""
+    """An error message if a parameter's saved state tensors differ from this run's by name; else None."""
     mine = states_of(engine, parameter)
     if set(saved) == set(mine):
         return None
@@ -169,7 +169,7 @@ def _with_named_states(engine: Engine, saved: SavedModel, folder: Path) -> Saved
         if tensor is None:
             continue
         if state is not None and any(piece.numel != tensor.shape.numel() for piece in state.tensors.values()):
-            raise UserError(f"{folder}: the state that should be of {name} has another size; use its own layout")
+            raise UserError(f"{folder}: the state of {name} has the wrong size; use its own layout")
         saved.tensors[name] = replace(tensor, state=state)
     for name in (set(saved.tensors) - set(order)) & set(names.values()):
         saved.tensors[name] = replace(saved.tensors[name], master=None)
@@ -185,7 +185,7 @@ def _mismatch(engine: Engine, saved: SavedModel, folder: Path) -> str | None:
             continue  # no checkpoint has it
         if tensor is None or tensor.shape != shape:
             there = "is missing" if tensor is None else f"has shape {list(tensor.shape)}"
-            return f"{folder}: {name} {there}, and shape {list(shape)} in this run; it is of another model"
+            return f"{folder}: {name} {there}, and shape {list(shape)} in this run; it belongs to another model"
         if parameter.requires_grad is (tensor.master is None):
             here = "trains" if parameter.requires_grad else "is frozen"
             return f"{folder}: {name} {here} in this run and not there; freeze the same parameters"
@@ -277,14 +277,14 @@ def _checksums_of_files(engine: Engine, saved: SavedModel) -> Checksums:
 
 
 def _difference(folder: Path, recorded: Checksums, found: Checksums) -> str | None:
-    """An error message for the first master or state tensor that is not what was saved; None when all are."""
+    """An error message for the first master or state tensor that differs from the saved one, or None."""
     for kind, texts in recorded.items():
         for name, text in texts.items():
             here = found.get(kind, {}).get(name)
             if here != text:
                 what = "the master" if kind == "master" else f"the optimizer's {kind}"
                 return (
-                    f"{folder}: {what} of {name} is not the one that was saved (checksum {here} here, {text} when "
+                    f"{folder}: {what} of {name} differs from the saved one (checksum {here} here, {text} when "
                     "saved); use another checkpoint"
                 )
     return None

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept: the newest, those at an interval, the best by validation loss, and those being read."""
+"""Retention of checkpoints: the newest, those at an interval, the best by validation loss, and those being read."""
 
 import fcntl
 import math
@@ -18,11 +18,11 @@ class Retention:
     """A checkpoint is kept when any of these rules selects it."""
 
     newest: int
-    """How many of the highest steps."""
+    """The number of highest steps to keep."""
     every: int = 0
     """[steps] Those whose step is a multiple of it; 0: none."""
     best: int = 0
-    """How many of the lowest validation loss, of those that were evaluated at their step."""
+    """The number of steps to keep with the lowest validation loss, of those evaluated at their step."""
 
     def to_delete(self, folder: Path, final: Path) -> list[Path]:
         """Checkpoints in `folder` to delete, among those up to `final`, the one just published."""
@@ -33,7 +33,7 @@ class Retention:
     def expired(self, steps: Sequence[int], final: int, loss_of: Callable[[int], float | None]) -> list[int]:
         """Steps to delete among `steps` up to `final`. loss_of: called only where `best` is set.
 
-        Later steps are from before a rollback; they are replaced when the run reaches them again.
+        Later steps are from before a rollback and are replaced when the run reaches them again.
         """
         steps_until = sorted((step for step in steps if step <= final), reverse=True)
         kept = {final, *steps_until[: self.newest]}
@@ -61,7 +61,7 @@ def loss_in(manifest: dict[str, Any]) -> float | None:
 
 @contextmanager
 def read_lock(path: Path) -> Iterator[None]:
-    """Keep `path` from being deleted meanwhile, where the file system has locks: a shared one on its manifest."""
+    """Context in which `path` is not deleted, if the file system has locks: a shared one on its manifest."""
     handle = None
     with suppress(OSError):
         handle = os.open(path / MANIFEST, os.O_RDONLY)

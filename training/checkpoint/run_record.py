@@ -1,4 +1,4 @@
-"""Which run a checkpoints folder is of, and how often that run went back to an older checkpoint: its file RUN.
+"""The run that a checkpoints folder belongs to, and how often it went back to an older checkpoint: the file RUN.
 
 Every manifest seals the id, the name, the step and that number too. A step that was saved after the run went back is
 newer than a higher step from before, whatever the clocks and LATEST say.
@@ -17,7 +17,7 @@ RUN = "RUN"
 _ID = re.compile(r"[0-9a-f]{16}")
 
 Order = tuple[int, int]
-"""How often the run had gone back, and the step: the larger, the newer."""
+"""The number of times that the run had gone back, and the step: the larger, the newer."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class Record:
     name: str
     went_back: int = 0
     back_to: int = 0
-    """Step that it went back to the last time."""
+    """The step that the run last went back to."""
 
     def left(self, order: Order) -> bool:
-        """Whether a checkpoint is of the steps that the run left when it went back."""
+        """Whether a checkpoint is of steps that the run abandoned when it went back."""
         return order[0] < self.went_back and order[1] > self.back_to
 
     def write(self, folder: Path) -> None:
-        """Put it into a checkpoints folder. Raises OSError."""
+        """Write it to a checkpoints folder. Raises OSError."""
         folder.mkdir(parents=True, exist_ok=True)
         content = {"id": self.id, "name": self.name, "went_back": self.went_back, "back_to": self.back_to}
         write_atomically(folder / RUN, sealed(content).encode())

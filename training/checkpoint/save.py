@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """What to do with the files of one save."""
+    """How to treat the files of one save."""
 
     final: Path
     manifest: dict[str, Any]
-    """All of it but `files`."""
+    """The manifest without `files`."""
     retention: Retention
     verify: bool
     remote: Remote | None
@@ -38,10 +38,10 @@ class SaveRequest:
 
 
 class Save:
-    """Carries out a request in a daemon thread, which does not keep a dying process alive."""
+    """Runs a request in a daemon thread, which does not keep a dying process alive."""
 
     def __init__(self, request: SaveRequest, files: Files, world: World, reached: Callable[[str], None]) -> None:
-        """world: on a process group that nothing else uses meanwhile. reached: called with each phase on each rank."""
+        """world: with a process group of its own. reached: called with each phase on each rank."""
         self.stall_seconds = 0.0
         """[s] How long the save has blocked the training thread so far."""
         self._request, self._files, self._world, self._reached = request, files, world, reached
@@ -121,20 +121,20 @@ class Save:
         return size + sum(file.bytes for file in files.values())
 
     def _read_back(self, files: dict[str, Written]) -> None:
-        """Hash what this rank wrote again, from the disk. Where it differs, the checkpoint is renamed: never chosen."""
+        """Hash this rank's files again, from the disk. If any differs, the checkpoint is renamed and never chosen."""
         final = self._request.final
         mine = {name: file.sha256 for name, file in files.items() if file.rank == self._world.rank}
         problem = next((text for text in self._world.gather_objects(_read_problem(final, mine)) if text), None)
         if problem is not None:
             on_main(self._world, lambda: _rename_damaged(final), final)
-            raise SaveFailed(f"checkpoint {final} is not what was written and is set aside: {problem}")
+            raise SaveFailed(f"checkpoint {final} differs from what was written and is set aside: {problem}")
 
 
 def agree_on_files(world: World, files: Files, final: Path) -> tuple[dict[str, Written], dict[str, Tensors]]:
-    """On rank 0 the files of all ranks and their layouts, elsewhere those of this rank. A collective.
+    """The files and layouts of all ranks on rank 0, of this rank elsewhere. A collective.
 
-    Ranks have the same few layouts; one that rank 0 has not is sent by the first rank that has it. Raises SaveFailed on
-    every rank where any could not write, NotFinite where what it was to write is not finite.
+    Ranks have the same few layouts; the first rank with one that rank 0 lacks sends it. Raises SaveFailed on every rank
+    if any could not write, NotFinite if its state is not finite.
     """
     layouts = files.layouts
     everyone = world.to_main((files.written, files.error, files.finite))

@@ -34,7 +34,7 @@ class Pieces:
 
 @dataclass(frozen=True)
 class JoinedPieces:
-    """A tensor that several ranks share: each run of `sum(widths)` values has one of each rank's slice, in order."""
+    """A tensor that several ranks share: each run of `sum(widths)` values holds a piece per rank, in order."""
 
     slices: Sequence[AnyPieces]
     widths: Sequence[int]
@@ -42,7 +42,7 @@ class JoinedPieces:
     numel: int
 
     def slice(self, start: int, length: int) -> torch.Tensor:
-        """(length,) the values from `start` on, of the runs that they are in."""
+        """(length,) the values from `start` on."""
         whole = sum(self.widths)
         if whole == self.numel:
             return self._within_the_run(start, length)

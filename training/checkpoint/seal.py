@@ -1,4 +1,4 @@
-"""JSON that is sealed with a hash of its own, so that it is known whether it is as it was written."""
+"""JSON sealed with its own hash, so that changes show."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ def sealed(content: dict[str, Any]) -> str:
 
 
 def unsealed(text: bytes) -> tuple[dict[str, Any], bool]:
-    """The content of a sealed file, and whether it is as it was sealed. Raises ValueError when it is no such file."""
+    """The content of a sealed file, and whether the seal matches. Raises ValueError for other files."""
     try:
         content = json_text.parse(text)
         seal = content.pop("sha256")

@@ -2,12 +2,12 @@
 
 verify PATH            hash every file, then compare its tensors with the manifest; exit code 3 when anything differs.
                        The tensors of an encrypted one are compared with --key env:NAME or file:PATH
-list RUN               what is in a run's checkpoints folder
-inspect PATH           what a checkpoint holds: dtype by dtype, rank by rank
-prune RUN --keep N     delete all but the newest N whole ones, and what is damaged or was set aside as such
+list RUN               the contents of a run's checkpoints folder
+inspect PATH           the contents of a checkpoint: dtype by dtype, rank by rank
+prune RUN --keep N     delete all but the newest N complete ones, and damaged ones and those set aside
 
-PATH is a checkpoint, or a run or checkpoints folder for all of them (verify) or the newest (inspect). No code that a
-checkpoint names is run. Exit codes: 0, 2 when the command line is wrong, 3 when a checkpoint is not what was written.
+PATH is a checkpoint, or a run or checkpoints folder for all of them (verify) or the newest (inspect). Code in a
+checkpoint is never run. Exit codes: 0, 2 when the command line is wrong, 3 when a checkpoint changed since its save.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def verify(given: argparse.Namespace, say: Say) -> int:
             tensors = f"{sum(len(_recorded(manifest, name)) for name in manifest['files'])} tensors"
             if needed and key is None:
                 tensors = f"encrypted with the key {needed}: give it with --key to compare tensors as well"
-            say(f"{path}: whole; {_size(manifest)} in {len(manifest['files'])} files, {tensors}")
+            say(f"{path}: complete; {_size(manifest)} in {len(manifest['files'])} files, {tensors}")
         else:
             say(f"{path}: {found}")
             worst = DAMAGED
@@ -112,7 +112,7 @@ def inspect(given: argparse.Namespace, say: Say) -> int:
     """Describe a checkpoint's content by dtype and by rank."""
     path = given.path if _is_checkpoint(given.path) else newest(_folder(given.path))
     if path is None:
-        raise UserError(f"{given.path}: no whole checkpoint there; `verify` says what is wrong with those there are")
+        raise UserError(f"{given.path}: no complete checkpoint there; `verify` says what is wrong with the others")
     found = find_problem(path, partial(_check_state, path), of_any_run=True)
     if found is not None:
         say(f"{path}: {found}")
@@ -155,14 +155,14 @@ def inspect(given: argparse.Namespace, say: Say) -> int:
 
 
 def prune(given: argparse.Namespace, say: Say) -> int:
-    """Delete all but the newest N whole checkpoints, and those that are damaged. Not while the run saves."""
+    """Delete all but the newest N complete checkpoints, and damaged ones. Not while the run saves."""
     if given.keep < 1:
         raise UserError(f"--keep {given.keep}: at least 1 checkpoint has to stay")
     folder = _folder(given.path)
     problems = {path: find_problem(path) for path in candidates(folder)}
     whole = [path for path, problem in problems.items() if problem is None]
     if not whole:
-        raise UserError(f"{folder}: no whole checkpoint there, so nothing is deleted; `verify` says what is wrong")
+        raise UserError(f"{folder}: no complete checkpoint there, so nothing is deleted; `verify` says what is wrong")
     stay = whole[: given.keep]
     for path in [*by_step(folder), *sorted(folder.glob("step-*.damaged*"))]:
         problem = problems.get(path)
@@ -181,7 +181,7 @@ def _encryption(manifest: dict[str, Any]) -> str | None:
 
 
 def _check_state(path: Path, manifest: dict[str, Any]) -> None:
-    """Raises Damaged where the state is not what was written, or cannot be used."""
+    """Raises Damaged if the state was changed or cannot be used."""
     check_hashes(path, manifest, [STATE])
     read_state(path)
 
@@ -205,13 +205,13 @@ def _check_everything(path: Path, manifest: dict[str, Any], key: Key | None) -> 
 
 
 def _recorded(manifest: dict[str, Any], name: str) -> Tensors:
-    """The tensors that a file has by the manifest."""
+    """The tensors of a file by the manifest."""
     listed = manifest["layouts"].get(manifest["files"][name]["layout"], {})
     return {tensor: (dtype, list(shape)) for tensor, (dtype, shape) in listed.items()}
 
 
 def tensors_in(path: Path, key: Key | None = None) -> Tensors:
-    """The tensors of a .pt file, of which neither values are loaded nor any code is run. Raises Damaged."""
+    """The tensors of a .pt file, without loading values or running code. Raises Damaged."""
     import torch
 
     from training.checkpoint.encryption import open_file

@@ -28,7 +28,7 @@ _PARALLEL_FROM = 1 << 20
 
 
 class HashedFile(io.RawIOBase):
-    """A new file whose SHA-256 is of the bytes in memory, so that it also detects a disk that wrote others.
+    """A new file whose SHA-256 is that of the bytes in memory, so that it also detects a disk that wrote others.
 
     torch's archive writer cannot handle an exception, so an error is kept until `finish` and later writes do nothing.
     """
@@ -73,7 +73,7 @@ class HashedFile(io.RawIOBase):
                 raise self.error
             self._reached("flush")
             os.fsync(self._file.fileno())
-            if hasattr(os, "posix_fadvise"):  # reading back is then from the disk, not from the page cache
+            if hasattr(os, "posix_fadvise"):  # so that reading back is from the disk, not the page cache
                 os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             self._file.close()
@@ -93,12 +93,12 @@ class Files(TorchCheckpointEngine):
         super().__init__()
         self.name = "Mantissa"
         self.written: dict[str, Written] = {}
-        """By path inside the checkpoint."""
+        """Written files by path inside the checkpoint."""
         self.layouts: dict[str, Tensors] = {}
         """The tensors of these files, by their layout."""
         self.error: str | None = None
         self.finite = True
-        """Whether the masters and moments among them are; if not, `error` names the first that is not."""
+        """Whether masters and moments are finite; if not, `error` names the first that is not."""
         self._folder, self._rank, self._reached = folder, rank, reached
         self._copied, self._key = copied, key
         self._queued: list[Callable[[], None]] = []
@@ -113,12 +113,12 @@ class Files(TorchCheckpointEngine):
         self._queue(path, lambda file: file.write(text.encode()), None)
 
     def write_all(self) -> None:
-        """Write what is queued, and free each copy when it is on disk."""
+        """Write the queued files, and free each copy when it is on disk."""
         while self._queued:
             self._queued.pop(0)()
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """For DeepSpeed."""
+        """Called by DeepSpeed."""
         try:
             Path(path).mkdir(parents=True, exist_ok=exist_ok)
         except OSError as error:

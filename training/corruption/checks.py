@@ -97,7 +97,7 @@ class Checks:
             # the other rank's answer alone was another one: it, too, may have been a transient fault
             twice = run_again(self._engine, batch, run.outcome, run.last)
             if twice.judge(suspicious=False, healthy=True).kind == "none":
-                found = Reexecution("transient", found.ranks, "another answer the second time, on another rank")
+                found = Reexecution("transient", found.ranks, "a different answer the second time, on another rank")
             run, last = replace(twice, parameters=run.parameters), again(twice.outcome)
         if flips:
             found = self._after_repair(flips, found)
@@ -178,4 +178,4 @@ class Checks:
         return listed if len(ranks) == 1 else f"one of {listed}"
 
     def _advice(self, ranks: Sequence[int]) -> str:
-        return f"drain {' or '.join(self._hosts_of(ranks)) or 'the hosts one by one'}, then go on with run.resume=auto"
+        return f"drain {' or '.join(self._hosts_of(ranks)) or 'the hosts one by one'}, then resume with run.resume=auto"

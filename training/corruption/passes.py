@@ -62,7 +62,7 @@ class _Call(NamedTuple):
 
 
 class Passes:
-    """What is seen of one step: `watching` around its passes, then `compared`, between backward and step."""
+    """The record of one step: `watching` around its passes, then `compared`, between backward and step."""
 
     def __init__(self, engine: Engine, resolved: Resolved, batch: Batch, *, turn: int, whole: bool) -> None:
         """turn: how many steps were checked before, which decides what is drawn; the same on all ranks. whole: compare
@@ -70,7 +70,7 @@ class Passes:
         self._engine, self._resolved, self._batch, self._turn = engine, resolved, batch, turn
         self._drawn, self._micro = turn % len(batch.input_ids), -1
         self.skipped: dict[str, str] = {}
-        """What was not compared, and why."""
+        """Parts that were not compared, each with the reason."""
         self._head: Any = engine.model.get_output_embeddings()
         blocks = (item for item in engine.model.modules() if isinstance(item.__dict__.get("forward"), CompiledBlock))
         self._hidden = {inner for block in blocks for inner in block.modules() if inner is not block}
@@ -119,7 +119,7 @@ class Passes:
         kinds, regions = find_regions(self._engine.model), self._engine.regions
         found: dict[str, nn.Module] = {}
         if regions is not None:
-            self.skipped["manifest"] = "of its regions linear layers and norms are compared, and none in FP8"
+            self.skipped["manifest"] = "of its regions only linear layers and norms are compared, none in FP8"
         plans = {} if regions is None else regions.dtypes
         attentions = [name for name, kind in kinds.items() if kind == "attention"]
         blocks = list(dict.fromkeys(name.rpartition(".")[0] for name in attentions))
@@ -135,9 +135,9 @@ class Passes:
             inside = [key for key in kinds if f"{key}.".startswith(f"{name}.")]
             attention = self._resolved.config.model.attention
             if any("expert" in key or kinds[key] == "functional" for key in inside):
-                self.skipped["experts"] = "which tokens they get is decided in the run"
+                self.skipped["experts"] = "the run itself routes their tokens"
             elif is_random(module) or has_noise(module):
-                self.skipped["dropout"] = "modules that drop values, or get noise, are not compared"
+                self.skipped["dropout"] = "modules with dropout or noise are not compared"
             elif name in self._of_samples and (attention not in ("sdpa", "eager") or self._resolved.batch.sequence > 1):
                 self.skipped["attention"] = f"{attention}, or ranks that share sequences, cannot be recomputed"
             else:
@@ -258,9 +258,9 @@ class Passes:
     def _can_judge_loss(self) -> bool:
         config: Any = self._engine.model.config.get_text_config()
         if type(self._engine.objective) is not LabelPrediction or self._resolved.batch.sequence > 1:
-            self.skipped["loss"] = "it is no cross-entropy of whole sequences"
+            self.skipped["loss"] = "it is not a cross-entropy of whole sequences"
         elif self._engine.regions is not None or not isinstance(self._head, nn.Linear):
-            self.skipped["loss"] = "its output embedding is no linear layer in the run's dtype"
+            self.skipped["loss"] = "its output embedding is not a linear layer in the run's dtype"
         elif any(getattr(config, name, None) not in (None, 1.0) for name in ("logits_scaling", "logit_scale")):
             self.skipped["loss"] = "the model scales its logits"
         return "loss" not in self.skipped
@@ -307,7 +307,7 @@ def _in_forward() -> bool:
 
 
 def _spread(count: int, wanted: int, turn: int) -> slice:
-    """At most so many of `count` places, evenly spread; others in each turn."""
+    """At most this many of `count` places, evenly spread; different ones in each turn."""
     every = max(1, count // wanted)
     start = turn % every
     return slice(start, start + every * wanted, every)

@@ -39,7 +39,7 @@ def is_exact(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one rank computed, as integers that are equal only where the bits are; of FP64 numbers their bits."""
+    """One rank's results, as integers that are equal only where the bits are; of FP64 numbers their bits."""
 
     own: torch.Tensor
     """(2,) int64: the summed loss, and the state in which the random generators were left."""
@@ -83,18 +83,18 @@ class Again:
     first: Answer
     last: Answer
     disagreed: list[bool] | None
-    """By rank, whether another rank answered to its inputs otherwise; None where there is one rank."""
+    """Whether another rank computed a different answer from its inputs, by rank; None where there is one rank."""
     finite: list[tuple[bool, bool]]
-    """By rank, whether its last answer, and the other rank's to its inputs, were."""
+    """Whether its last answer was finite, and the other rank's from its inputs, by rank."""
     changed: list[bool]
-    """By rank, whether its last answer is another one than its first."""
+    """Whether its last answer differs from its first, by rank."""
     named: list[bool]
     """The same of its gradient before the reduction, and its loss."""
     parameters: list[str]
     """Whose reduced gradient is another one, first in the order of the backward pass."""
 
     def judge(self, *, suspicious: bool, healthy: bool) -> Reexecution:
-        """What it says. healthy: the last run is."""
+        """The verdict on the repeated step. healthy: whether the last run was."""
         return judge_reexecution(
             suspicious=suspicious,
             changed=self.changed,
@@ -163,7 +163,7 @@ def _run(engine: Engine, batch: Batch, start: Any) -> tuple[Answer, Outcome]:
 
 
 def _disagreed(engine: Engine, here: Answer, there: Answer) -> list[bool]:
-    """By rank b, whether it and the rank before it gave different answers to the inputs of rank b."""
+    """Whether rank b and the rank before it gave different answers to the inputs of rank b, by b."""
     assert here.local is not None and there.local is not None
     mine = gather_words(engine, torch.cat([here.own, here.local]))
     theirs = gather_words(engine, torch.cat([there.own, there.local]))

@@ -1,4 +1,4 @@
-"""When a step is compared with plain torch while the run trains, and what is said of it.
+"""Comparison of steps with plain torch while the run trains: when it is due, and its verdict.
 
 A step that is not checked pays for a comparison of integers. A checked one is the same step bit for bit: hooks copy
 what passes by (passes.py), and what is computed again is computed beside it (plain.py, updates.py, copies.py).
@@ -30,12 +30,12 @@ _VALUES = 32
 _NORM = 1e-4
 """[fraction] Tolerated error of the gradient norm: FP32 sums in two orders, 8.8e-8 apart in a sound run."""
 _WORDS = {
-    "modules": "what it computes is further from FP32 than plain torch in its dtype",
-    "gradients": "its reduced gradient is not that of its inputs and outputs over all ranks and micro-batches",
-    "loss": "the gradient that the loss sends back is not that of the labels' mean cross-entropy",
+    "modules": "its output is further from FP32 than plain torch's in its dtype",
+    "gradients": "its reduced gradient does not follow from its inputs and outputs over all ranks and micro-batches",
+    "loss": "the loss's gradient is not that of the mean cross-entropy over labels",
     "norm": "the gradient norm is not that of the reduced gradients",
-    "updates": "the step is not what the optimizer's rule gives",
-    "copies": "its values differ between ranks, or from its master rounded",
+    "updates": "the update is not the result of the optimizer's rule",
+    "copies": "its values differ between ranks, or from its rounded master",
 }
 _OF_ALL = ("gradients", "norm")
 """Checks of sums over ranks, which blame none of them."""
@@ -72,7 +72,7 @@ class SelfCheck:
         return self._passes.watching()
 
     def after_passes(self, health: Health) -> list[EarlyWarning]:
-        """What the passes say, before the step is judged. A collective."""
+        """Judge the passes before the step is judged. A collective."""
         assert self._passes is not None
         passes, self._passes = self._passes, None
         if not health.finite:

@@ -171,7 +171,7 @@ class UpdateCheck:
         return found
 
     def _explain(self, done: Compared, index: int) -> tuple[str, tuple[int, ...]]:
-        """Which tensor, and which bit of it: the one that, flipped in what was kept, gives what was found."""
+        """The tensor and bit that, flipped in the kept values, give the observed ones."""
         kinds = ("master", *states_of(self._engine, self._parameters[done.slice.name]))
         found = [values[index].expand(32) for values in done.found]
         kept = [values[index].expand(32) for values in done.slice.kept]

@@ -1,4 +1,4 @@
-"""What Adam's averages say about the next steps, of each module (healthy ranges: docs/early-warnings.md).
+"""Signals in Adam's averages about the next steps, by module (healthy ranges: docs/early-warnings.md).
 
 RMS_t of g / sqrt(v), with v corrected and g in it, is about 1 and 1 / sqrt(1 - beta2) at most (Wortsman et al. 2023,
 section 3.4). The signal's share of a gradient (Kingma and Ba 2015, section 2.1): for gradients mu + noise of variance

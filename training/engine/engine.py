@@ -1,13 +1,13 @@
-"""THE seam to DeepSpeed: every use of its engine is here, and so are workarounds for upstream's gaps.
+"""The interface to DeepSpeed: every use of its engine is here, with workarounds for gaps upstream.
 
 Loss. The loss is the mean over all label tokens (or pairs, or whatever the task counts) of the global batch. Each
 micro-batch contributes the sum over its own labels, divided by the label count of all ranks and micro-batches of the
-step. DeepSpeed averages gradients over ranks, so the sum is multiplied by the number of ranks first. So neither
-accumulation, nor the number of ranks, nor unevenly masked labels change the gradient. Ranks that share matrices compute
-the same micro-batches: they count as one rank in all of this, and their sums have to be equal.
+step. DeepSpeed averages gradients over ranks, so the sum is first multiplied by the number of ranks. Accumulation, the
+number of ranks and unevenly masked labels therefore do not change the gradient. Ranks that share matrices compute the
+same micro-batches: they count as one rank, and their sums must be equal.
 
 Gradient norm. `Health.grad_norm` is the global norm of the unscaled gradient before clipping, at every ZeRO stage. It
-is known before the optimizer step, so that a step can still be discarded (`training.engine.gradients`).
+is known before the optimizer step, so a step can still be discarded (`training.engine.gradients`).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Engine:
         teacher: Teacher | None = None,
         attention: SequenceAttention | None = None,
     ) -> None:
-        """teacher: what a student learns from while it trains. attention: the model's, of sequences that ranks share.
+        """teacher: run live while the student trains. attention: the model's, for sequences split over ranks.
 
         Both are closed with the engine.
         """
@@ -95,13 +95,13 @@ class Engine:
         self.optimizer_spec = OPTIMIZERS[optimizer_section.name]
         """The optimizer's state tensors and settings."""
         self.group_of = group_of_each(model, optimizer_section)
-        """id of each trainable parameter to what its group has in common, in the order of the groups."""
+        """id of each trainable parameter to its group's settings, in the order of the groups."""
         self.has_frozen_base = resolved.config.adapter.kind != "none"
-        """Whether the weights that are not trained are those of a base: they are in no checkpoint."""
+        """Whether frozen weights belong to a base model, which checkpoints leave out."""
         self.clipping = optimizer_section.gradient_clipping
         held = model.named_buffers()
         self.buffer_dtypes = {name: buffer.dtype for name, buffer in held if buffer.is_floating_point()}
-        """Name to dtype, as the model's own code has them."""
+        """Dtypes by buffer name, as set by the model's own code."""
         allow_fp16_on_cpu()
         import_muon_uncompiled()
         with shared_experts(model, world, stage=self.stage):
@@ -118,33 +118,33 @@ class Engine:
             )
         attach_slices(self.model, world.tensor)
         self.split_masters: SplitMasters | None = None
-        """How the masters are held that are no FP32 tensors; None where they are."""
+        """The masters that are split; None where they are FP32 tensors."""
         if resolved.config.precision.masters == "split":
             self.split_masters = SplitMasters(self.deepspeed, stage=self.stage, world=world)
         self.start: Start | None = None
-        """What the masters started from; None until they have their values."""
+        """The masters' starting values; None until they have them."""
         self.gradients = ReducedGradients(self.deepspeed, stage=self.stage, tensor=world.tensor)
         self.counted_states: Callable[[str], list[torch.Tensor]] = lambda name: local_states(
             self.deepspeed.basic_optimizer, name
         )
-        """This rank's partition of a state tensor, as it counts in sums over ranks."""
+        """This rank's partition of a state tensor, each value counted once over all ranks."""
         self._replicas = Replicas(self.model, world) if world.tensor is not None else None
         self._work = WorkTime(world.device)
         self.objective = objective_of(resolved.config, self.model, teacher)
         """The loss that the task minimises."""
         self.teacher = teacher
-        """The teacher of a student that trains; None without one."""
+        """The live teacher; None without one."""
         self._attention = attention
         self.router = router_balance(model, resolved.config.model)
-        """The terms of routers that are added to the objective; None without."""
+        """Router losses added to the objective; None without any."""
         softmax, notes = choose_softmax(resolved, world)
         self.loss_path = LossPath(
             self.deepspeed, self.objective, resolved, world.device, self.router, world.tensor, softmax
         )
         """Whether the loss is chunked, and how it is computed."""
         problem = self.loss_path.unchunked_reason
-        self.notes = [f"the loss makes all logits at once: {problem}"] if problem is not None else []
-        """Decisions made while it was built, for the record."""
+        self.notes = [f"the loss computes all logits at once: {problem}"] if problem is not None else []
+        """Decisions made while building, for the record."""
         self.notes += notes if self.loss_path.chunked else []
         self.notes += untrained_balance(model, resolved.config.model)
         self.regions = regions_of(model, resolved, stage=self.stage)
@@ -155,7 +155,7 @@ class Engine:
         self._scale_section = resolved.config.precision.loss_scale
         self._scaler: LossScaler | None = None
         self.install_scaler(None)
-        self.deepspeed.train()  # transformers loads a model for inference
+        self.deepspeed.train()  # transformers loads models in eval mode
 
     @property
     def model(self) -> PreTrainedModel:
@@ -179,20 +179,20 @@ class Engine:
 
     @property
     def has_torch_adamw(self) -> bool:
-        """Whether torch's own AdamW updates the masters, whose roundings `optimizers.adamw.after` counts."""
+        """Whether torch's own AdamW updates the masters; `optimizers.adamw.after` counts its roundings."""
         return isinstance(self.deepspeed.basic_optimizer, torch.optim.AdamW)
 
     def masters(self) -> list[torch.Tensor]:
-        """This rank's partition of the masters, FP32; of split masters copies. Not a collective."""
+        """This rank's partition of the masters, FP32; copies where masters are split. Not a collective."""
         flats = local_masters(self.deepspeed.optimizer)
         if self.split_masters is None:
             return flats
         return [self.split_masters.of[flat].values(0, len(flat)) for flat in flats]
 
     def whole_masters(self) -> AbstractContextManager[None]:
-        """Inside, the masters are FP32 tensors that may be written; split masters take more memory there.
+        """Context in which the masters are writable FP32 tensors; split masters take more memory in it.
 
-        A collective. Raises UserError at the end where weights are not their masters, rounded.
+        A collective. Raises UserError at the end if weights differ from their rounded masters.
         """
         return nullcontext() if self.split_masters is None else self.split_masters.made_whole()
 
@@ -202,8 +202,8 @@ class Engine:
         """Gradients of the mean loss over the global batch.
 
         batch.input_ids and batch.labels: (accumulation, micro-batch, sequence) int64. step: attempted, from 1; read by
-        what is wrapped around this method, such as faults. on_loss: called with each micro-batch's summed loss before
-        its backward pass.
+        wrappers of this method, such as faults. on_loss: called with each micro-batch's summed loss before its backward
+        pass.
         """
         before = generators(self.world.device)
         label_tokens = label_tokens_of_all(batch, self.world)
@@ -221,9 +221,9 @@ class Engine:
         sums: StepSums,
         on_loss: Callable[[torch.Tensor], Any] | None = None,
     ) -> None:
-        """Forward and backward pass of the micro-batch of that index, which adds its part to the sums of the step.
+        """Run one micro-batch forward and backward, and add its part to the sums of the step.
 
-        share: () float64, the factor of its summed loss in the loss of the step.
+        share: () float64, the weight of its summed loss in the loss of the step.
         """
         share = share.float()
         with self._work.measured():
@@ -235,7 +235,7 @@ class Engine:
             experts = self.world.sum(self.router.counts()) if sums.experts is None else sums.experts
             balance, parts = self.router.loss(experts)
             loss = loss + balance * self.world.world_size
-            # all micro-batches of all ranks have the same number of the whole step in their sums
+            # every micro-batch of every rank adds the same number, that of the whole step
             equal_parts = self.world.world_size * sums.micro_batches
             sums.routed += torch.cat([parts, self.router.load(experts) / equal_parts])
         self.backward(loss, last=index == sums.micro_batches - 1)
@@ -247,13 +247,13 @@ class Engine:
             sums.by_source[0] += _by_source(scored.parts, sums.sources[index], len(sums.by_source[0]))
 
     def forward_beside(self, batch: Batch) -> None:
-        """A training forward pass of the step's first micro-batch, for its observers: nothing of it remains."""
+        """Run the step's first micro-batch forward for observers, without side effects."""
         before = generators(self.world.device)
         self.loss_path.score(*next(iter(batch.micro_batches(self.world.device))), 0.0)
         restore_generators(before, self.world.device)
 
     def _sums_of(self, batch: Batch) -> StepSums:
-        """The sums of a step before its first micro-batch."""
+        """The initial sums of a step."""
         device, counts, sources = self.world.device, batch.counts_by_source, batch.sources
         zeros = partial(torch.zeros, dtype=torch.float64, device=device)
         micro_batches, by_source, experts = len(batch.input_ids), zeros(2, 0), None
@@ -267,9 +267,9 @@ class Engine:
 
     @torch.no_grad()
     def _tokens_by_expert(self, batch: Batch) -> torch.Tensor:
-        """(layers, experts) of the whole step, by forward passes: no gradient can be had before all counts are known.
+        """(layers, experts) counts of the whole step, by forward passes: gradients need all counts first.
 
-        A step of one micro-batch needs none, its own counts are all.
+        A step of one micro-batch does without: its own counts are all.
         """
         assert self.router is not None
         before = generators(self.world.device)
@@ -281,8 +281,8 @@ class Engine:
         return self.world.sum(found)
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
-        """Add a micro-batch's gradients; with the `last` one of a step they are reduced over ranks. loss: () of any
-        dtype, already divided by the label tokens of the step."""
+        """Add a micro-batch's gradients; after the `last` one of a step, reduce them over ranks. loss: () of any dtype,
+        already divided by the label tokens of the step."""
         self.deepspeed.set_gradient_accumulation_boundary(last)
         self.deepspeed.backward(loss, scale_wrt_gas=False)
 
@@ -306,12 +306,12 @@ class Engine:
         checks: torch.Tensor | None = None,
         repeats: bool = False,
     ) -> Health:
-        """The gradient norm, and one small gather, so that every rank decides the same.
+        """Measure the gradient norm, and gather a few numbers so that every rank decides alike.
 
-        It has the only device sync of its own in a step. progress: before the step. data_seconds: how long this rank
-        waited for the batch. checks: (n,) float64 of this rank, which all get with the rest. repeats: the step can be
-        run again. Raises RanksDisagree, naming the ranks, when scale or counters differ, or the norm of a step that
-        cannot.
+        This is the only device sync that a step adds. progress: before the step. data_seconds: this rank's wait for the
+        batch. checks: (n,) float64 of this rank, gathered with the rest. repeats: whether the step can be repeated.
+        Raises RanksDisagree, naming the ranks, when scale or counters differ, or norms in a step that cannot be
+        repeated.
         """
         empty = outcome.loss_sum.new_empty(0)
         scalars = {
@@ -349,7 +349,7 @@ class Engine:
         require_equal("the loss scale", ranks.numbers("loss scale"))
         require_equal("the count of applied steps", ranks.numbers("applied"))
         require_equal("the count of skipped steps", ranks.numbers("skipped"))
-        # of ranks that share matrices one counts, since they have the same sums
+        # ranks that share matrices have the same sums, so one of them counts
         every, label_tokens = self.world.tensor.size if self.world.tensor else 1, ranks.numbers("label tokens")[0]
         metrics = self.objective.metrics(ranks.sums("metrics", every), label_tokens)
         by_source = dict(zip(outcome.sources, map(int, ranks.sums("count by source", every)), strict=True))
@@ -376,11 +376,10 @@ class Engine:
     def step(self, health: Health, lr: float, *, apply: bool = True) -> Update:
         """Clip the gradients that `health` measured and apply them at learning rate `lr`, or discard them.
 
-        A group of `optimizer.groups` with a rate of its own takes it in proportion.
+        A group of `optimizer.groups` with its own rate is scaled in proportion.
 
-        Gradients that are not finite are never applied. The loss scaler sees their overflow, but neither a finite step
-        that is discarded nor a forward pass that is not finite. The ratio of the update to the weights is measured,
-        which copies the masters, where the guard bounds it.
+        Non-finite gradients are never applied. The loss scaler sees their overflow, but neither a discarded finite step
+        nor a non-finite forward pass. If the guard bounds the update ratio, it is measured, which copies the masters.
         """
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = lr * group["lr_factor"]
@@ -423,7 +422,7 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, batches: Any) -> Evaluation:
-        """Mean loss over everything that counts in `batches` on all ranks, and the objective's metrics."""
+        """Mean loss over all labels of `batches` on all ranks, and the objective's metrics."""
         self.deepspeed.eval()
         totals = torch.zeros(2 + len(self.objective.sums), dtype=torch.float64, device=self.world.device)
         for batch in batches:
@@ -443,7 +442,7 @@ class Engine:
     def infer(
         self, compute: Callable[[Forward, dict[str, Any]], torch.Tensor], batches: Iterable[Batch]
     ) -> Iterator[torch.Tensor]:
-        """The results of `compute` on each micro-batch's inputs, with the present weights and without dropout."""
+        """The results of `compute` on each micro-batch's inputs, with the current weights and without dropout."""
         self.deepspeed.eval()
         try:
             for batch in batches:
@@ -462,22 +461,22 @@ class Engine:
             )
 
     def _module_state(self, **options: Any) -> dict[str, Any]:
-        """DeepSpeed's, which would keep a frozen embedding under its second name, that of the output head."""
+        """DeepSpeed's state dict without frozen weights, of which it would keep a tied embedding as the output head."""
         state: dict[str, Any] = type(self.deepspeed).module_state_dict(self.deepspeed, **options)
         every = self.model.named_parameters(remove_duplicate=False) if self.has_frozen_base else ()
         frozen = {name for name, parameter in every if not parameter.requires_grad}
         return {name: value for name, value in state.items() if name not in frozen}
 
     def load(self, folder: Path, tag: str, reader: CheckpointEngine) -> None:
-        """Restore weights, masters and the optimizer's state, from files that `reader` reads.
+        """Restore weights, masters and optimizer state through `reader`.
 
-        DeepSpeed also restores the optimizer's settings and a pickled loss scaler; they are replaced by the config's
-        settings and a new scaler of ours (`install_scaler` gives it the state that Mantissa saved).
+        DeepSpeed also restores the optimizer's settings and a pickled loss scaler; the config's settings and a new
+        scaler replace them (`install_scaler` gives it the state that Mantissa saved).
         """
         groups = self.deepspeed.optimizer.param_groups
         keys = (*self.optimizer_spec.settings, "weight_decay", "lr_factor", "matrix")
         settings = [{key: group[key] for key in keys} for group in groups]
-        # DeepSpeed would list the folder, and look for the files of all ranks, on each of them; it reads its own.
+        # On each rank DeepSpeed would list the folder and look for the files of all ranks; each reads only its own.
         of, own = self.deepspeed, self.deepspeed.checkpoint_mp_rank
         of._get_all_ckpt_names = lambda path, tag: [
             of._get_ckpt_name(path, tag, mp_placeholder=f"{rank:02d}") for rank in range(of.mp_world_size)
@@ -489,20 +488,20 @@ class Engine:
             path, _ = self.deepspeed.load_checkpoint(
                 str(folder), tag=tag, load_lr_scheduler_states=False, load_module_strict=not self.has_frozen_base
             )
-        if self.world.experts is not None and self.stage < 3:  # the file of weights has the experts of rank 0
+        if self.world.experts is not None and self.stage < 3:  # the weights file has rank 0's experts
             self.deepspeed.optimizer.update_lp_params()
         if path is None:
             raise RuntimeError(f"DeepSpeed found no checkpoint in {folder / tag}")
         for group, setting in zip(self.deepspeed.optimizer.param_groups, settings, strict=True):
             group.update(setting)
-        if hasattr(self.deepspeed.optimizer, "clip_grad"):  # ZeRO-1 and 2 took the saved run's
+        if hasattr(self.deepspeed.optimizer, "clip_grad"):  # ZeRO-1 and 2 loaded the saved run's
             self.deepspeed.optimizer.clip_grad = self.clipping
         self.install_scaler(None)
 
     @contextmanager
     def _checkpoints_through(self, files: CheckpointEngine) -> Iterator[None]:
         original, self.deepspeed.checkpoint_engine = self.deepspeed.checkpoint_engine, files
-        # of its own layers, DeepSpeed would save each expert in a file by the layer's name
+        # with MoE layers of its own, DeepSpeed would save each expert in a file named after the layer
         experts, self.deepspeed.has_moe_layers = self.deepspeed.has_moe_layers, False
         try:
             yield

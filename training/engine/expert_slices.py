@@ -1,4 +1,4 @@
-"""How DeepSpeed learns that ranks share experts (`parallel.expert`).
+"""Telling DeepSpeed that ranks share experts (`parallel.expert`).
 
 ZeRO partitions such a parameter over the ranks that have the same slice, and sums its gradient over these; it divides
 by the number of all ranks, so that the sum is that of the global batch. ZeRO-1 and 2 know the parameter by `allreduce =

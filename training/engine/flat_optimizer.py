@@ -92,7 +92,7 @@ class WholeParameterOptimizer(FlatOptimizer):
 
     @property
     def pieces(self) -> Pieces:
-        """Where parameters begin and end. Raises RuntimeError before `attach_pieces`: a guess would be wrong."""
+        """The bounds of the parameters. Raises RuntimeError before `attach_pieces`: a guess would be wrong."""
         if self.attached is None:
             raise RuntimeError("the optimizer does not know where parameters begin and end: call attach_pieces first")
         return self.attached

@@ -111,7 +111,7 @@ class ReducedGradients:
         self._given_norm = torch.tensor(norm, dtype=torch.float32)
 
     def _clip(self) -> None:
-        """ZeRO-0's clipping, for which DeepSpeed measures the norm once more."""
+        """ZeRO-0's clipping, for which DeepSpeed measures the norm again."""
         assert self._given_norm is not None
         clip = (self._engine.gradient_clipping() / (self._given_norm + 1e-6)).clamp(max=1.0)
         for parameter in self._engine.module.parameters():

@@ -19,7 +19,7 @@ class Outcome:
     loss_sum: torch.Tensor
     """() float64: summed loss of this rank's labels, in nats."""
     label_tokens: torch.Tensor
-    """() float64: labels that count, over all ranks."""
+    """() float64: counted labels over all ranks."""
     generators: Any
     """States of the random generators before the step, to run it again exactly."""
     metrics: torch.Tensor
@@ -29,13 +29,13 @@ class Outcome:
     sources: tuple[str, ...]
     """Names of a mixture's sources; empty where there is one."""
     by_source: torch.Tensor
-    """(2, len(sources)) float64, of this rank: each source's summed loss, then how many of its labels (or whatever
-    the task counts) count."""
+    """(2, len(sources)) float64, of this rank: each source's summed loss, then its number of counted labels (or
+    whatever the task counts)."""
 
 
 @dataclass
 class StepSums:
-    """Sums over the micro-batches of one step on this rank, and what each of them adds its part by."""
+    """Sums over the micro-batches of one step on this rank, and the inputs of these sums."""
 
     micro_batches: int
     experts: torch.Tensor | None
@@ -49,7 +49,7 @@ class StepSums:
     routed: torch.Tensor
     """(len(METRICS),) float64, where routers are balanced; else empty."""
     by_source: torch.Tensor
-    """(2, sources) float64: summed losses, then how many labels count on this rank."""
+    """(2, sources) float64: summed losses, then counted labels, of this rank."""
 
 
 class Evaluation(NamedTuple):
@@ -74,7 +74,7 @@ class Update:
     loss_scale: float
     """Loss scale this step ran at; 1 where nothing is scaled."""
     scale_change: ScaleChange | None
-    """How the scale changed after it, or None."""
+    """The change of the scale after it, or None."""
     update_ratio: float | None
     """Norm of the update over that of the weights; None when it was not measured, or nothing was applied."""
 
@@ -103,11 +103,11 @@ class Columns:
 
 
 class RanksDisagree(RuntimeError):
-    """Ranks hold different values of what must be one; training on would let their weights diverge silently."""
+    """Ranks differ where they must agree; training on would let their weights diverge silently."""
 
 
 NORM_ROUNDING = 2.0**-17
-"""[fraction] How far two devices of other models may be apart in a norm of the same gradients: a sum of squares in
+"""[fraction] The allowed difference between two device models in a norm of the same gradients: a sum of squares in
 which each value is rounded at most 128 times is within 128 x 2^-24 of the exact one, its root within half of that. 128
 is an estimate of torch's reduction, two levels of about 41 for 65,536 values each; no GPU was measured."""
 

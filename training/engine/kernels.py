@@ -1,4 +1,4 @@
-"""Which kernels a run computes with: `model.kernels` and `precision.fp8.kernel`, the same on every rank."""
+"""The kernels of a run: `model.kernels` and `precision.fp8.kernel`, the same on every rank."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +17,7 @@ from precision.regions import Regions
 from training.distributed import World
 
 FALLEN_BACK = "on every rank, because of rank"
-"""Part of each note on kernels that a GPU has to do without."""
+"""Text in each note on a kernel that is not available on a GPU."""
 
 
 def choose_kernels(model: PreTrainedModel, resolved: Resolved, world: World) -> list[str]:
@@ -77,9 +77,9 @@ def choose_softmax(resolved: Resolved, world: World) -> tuple[Callable[..., torc
 def choose_fp8_kernel(regions: Regions | None, world: World) -> list[str]:
     """Try torch._scaled_mm on the shapes of the FP8 layers that can have it, before anything is computed with it.
 
-    Where it does not compute what FP8's definition says on any rank, `auto` becomes `emulate` on all. Returns the
-    decision, for the record; nothing where there is no choice, as with `auto` on a CPU. A collective. Raises UserError
-    where `scaled_mm` is asked for and a layer cannot have it.
+    If it departs from FP8's definition on any rank, `auto` becomes `emulate` on all. Returns the decision, for the
+    record; nothing where there is no choice, as with `auto` on a CPU. A collective. Raises UserError where `scaled_mm`
+    is asked for and a layer cannot have it.
     """
     if regions is None:
         return []
@@ -97,7 +97,7 @@ def choose_fp8_kernel(regions: Regions | None, world: World) -> list[str]:
         problem = problem or (f"torch._scaled_mm for {name} on {device}: {wrong}" if wrong else None)
     where, first = _first_problem(problem, world)
     if first is None:
-        shapes = f"it computes what FP8's definition says on {len(tried)} shapes of weights"
+        shapes = f"it matches FP8's definition on {len(tried)} weight shapes"
         return [f"precision.fp8.kernel: torch._scaled_mm; {shapes}"] if tried else []
     if asked:
         raise UserError(f"precision.fp8.kernel = scaled_mm: rank {where}: {first}; set it to auto or emulate")

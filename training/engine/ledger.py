@@ -14,7 +14,7 @@ from training.engine.tensors import checksums_of, shape_of
 
 
 class PrecisionError(UserError):
-    """Something is not in the dtype the config promised; training on would be silently wrong."""
+    """A tensor is not in the dtype that the config promises; training on would be silently wrong."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Entry:
     what: str
     dtype: str
     bytes: int
-    """On this rank; 0 where nothing is held yet."""
+    """Bytes on this rank; 0 where nothing is held yet."""
 
 
 def read_ledger(engine: Engine, *, reduce: str) -> list[Entry]:
@@ -81,7 +81,7 @@ def read_start(engine: Engine) -> Entry:
     found = checksums_of(engine)["master"]
     other = next((name for name, text in engine.start.checksums.items() if found[name] != text), None)
     if other is not None:
-        raise PrecisionError(f"{other}: its master is not what it started from ({engine.start.source})")
+        raise PrecisionError(f"{other}: its master differs from its initial value ({engine.start.source})")
     return Entry("masters at the start", str(engine.start), 0)
 
 
@@ -92,7 +92,7 @@ def _require_no_state_of_frozen(engine: Engine) -> None:
         return
     for name, parameter in engine.model.named_parameters():
         if id(parameter) in frozen and (parameter.grad is not None or getattr(parameter, "_hp_mapping", None)):
-            raise PrecisionError(f"{name} is frozen, and has a gradient or a master")
+            raise PrecisionError(f"{name} is frozen, but has a gradient or a master")
     trained = sum(shape_of(p).numel() for p in engine.model.parameters() if p.requires_grad)
     held = sum(master.numel() for master in local_masters(engine.deepspeed.optimizer))
     ranks = engine.world.world_size if engine.stage else 1
@@ -101,7 +101,7 @@ def _require_no_state_of_frozen(engine: Engine) -> None:
 
 
 _LARGEST_PADDING = 1024
-"""[values] A rank's partition may be so much larger than its share, at least."""
+"""[values] Allowed excess of a rank's partition over its share, at least."""
 
 
 def _require(what: str, tensors: list[torch.Tensor], dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""How the engine computes its loss: as the task's objective does, or from chunks of logits that are not kept."""
+"""The engine's loss: as the task's objective computes it, or from chunks of logits that are not kept."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ from training.engine.tensor_slices import shared_vocabulary
 
 
 def label_tokens_of_all(batch: Batch, world: World) -> torch.Tensor:
-    """() float64: what the step's mean is taken over, 1 at least. A collective where `batch` knows only its own."""
+    """() float64: the divisor of the step's mean, at least 1. A collective if `batch` knows only its own labels."""
     if batch.label_tokens_of_all is None:
         found = world.sum(world.numbers([batch.label_tokens]))[0] * world.zero_ranks / world.world_size
         return found.clamp_(min=1.0)
@@ -67,7 +67,7 @@ class LossPath:
             self.unchunked_reason = f"model {model.config.model_type}: {problem}"
             if section.loss == "chunked":
                 fix = "set model.loss=auto or full"
-                raise UserError(f"model.loss = chunked: cannot be had for {self.unchunked_reason}; {fix}") from problem
+                raise UserError(f"model.loss = chunked: not supported for {self.unchunked_reason}; {fix}") from problem
 
     @property
     def chunked(self) -> bool:

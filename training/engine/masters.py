@@ -13,7 +13,7 @@ from training.distributed import World
 
 @dataclass(frozen=True)
 class Start:
-    """What the masters were before the first step of this session."""
+    """The masters before the first step of this session."""
 
     source: str
     """Human-readable: where their values are from."""

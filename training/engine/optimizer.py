@@ -42,7 +42,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 
 
 def rounding(name: str, given: UpdateInputs) -> float:
-    """How far, as a norm, an optimizer's roundings below FP32 may take it from `update`; 0.0 where it has none."""
+    """A bound, as a norm, on the distance from `update` that roundings below FP32 cause; 0.0 where there are none."""
     own: Callable[[UpdateInputs], float] | None = getattr(IMPLEMENTATIONS[name], "rounding", None)
     return 0.0 if own is None else own(given)
 

@@ -1,4 +1,4 @@
-"""Whole parameters for an optimizer of ZeRO's flat tensors: each rank's pieces, and matrices put together."""
+"""Whole parameters for an optimizer of ZeRO's flat tensors: each rank's pieces, and reassembled matrices."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

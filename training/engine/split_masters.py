@@ -187,7 +187,7 @@ class SplitMasters:
 
     def _split(self) -> None:
         odd = sum(split.split() for split in self.of.values())
-        problem = f"precision.masters = split: {odd:,} weights are not their FP32 masters, rounded"
+        problem = f"precision.masters = split: {odd:,} weights differ from their rounded FP32 masters"
         self._world.raise_first(problem if odd else None, UserError)
         self._link()
 

@@ -70,7 +70,7 @@ class Teacher:
 
     @property
     def weights(self) -> list[torch.Tensor]:
-        """What this rank holds of them."""
+        """This rank's part of the weights."""
         return [getattr(parameter, "ds_tensor", parameter).data for parameter in self._forward.parameters()]
 
     def close(self) -> None:

@@ -126,10 +126,10 @@ class Replicas:
         )
         rank, name = next(parted, (None, None))
         losses = ", ".join(repr(row[0]) for row in rows)
-        what = f"their losses are {losses}" if rank is None else f"{name} is another on rank {rank}"
+        what = f"their losses are {losses}" if rank is None else f"{name} differs on rank {rank}"
         raise RanksDisagree(
             f"ranks that share matrices (parallel.tensor = {size}) no longer compute the same: {what}; their replicas "
-            "part while the gradient norm stays equal; resume from the last checkpoint"
+            "diverge while the gradient norm stays equal; resume from the last checkpoint"
         )
 
     def _held(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -38,7 +38,7 @@ class Shard:
     start: int
     length: int
     split: SplitMaster | None = None
-    """How the master is held where `flat` has no values."""
+    """The split master where `flat` has no values."""
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """(length,) view of the part's values in a state tensor of the size of `flat`.

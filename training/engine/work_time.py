@@ -1,4 +1,4 @@
-"""How long this rank computed in a step without waiting for others, to find the slowest rank; and its peak memory.
+"""This rank's computing time in a step without waiting for others, to find the slowest; and its peak memory.
 
 Forward passes at ZeRO 0 to 2 have no collective: a slow rank shows there and in its wait for data. At ZeRO-3 parameters
 are gathered inside the forward pass, and a slow rank is partly hidden by the others' waiting.

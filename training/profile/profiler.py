@@ -129,7 +129,7 @@ class Profiling:
         self._note(text)
 
     def _facts(self) -> dict[str, Any]:
-        """What is not in the trace."""
+        """Facts that the trace lacks."""
         engine, world = self._engine, self._engine.world
         cuda = world.device.type == "cuda"
         return {

@@ -1,1 +1,1 @@
-"""What happens before a process group exists: the process, its cores, builds of DeepSpeed's ops, the rendezvous."""
+"""Start-up before a process group exists: the process, its cores, builds of DeepSpeed's ops, the rendezvous."""

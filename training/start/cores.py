@@ -1,4 +1,4 @@
-"""How the ranks of a machine divide its cores, and which of them a rank is bound to. The standard library only.
+"""Division of a machine's cores among its ranks, and the cores a rank is bound to. The standard library only.
 
 Linux lists in /sys/devices/system which hardware threads make up a core and which NUMA node a core or a GPU is at
 (Documentation/ABI/stable/sysfs-devices-node, sysfs-devices-system-cpu). Cores are never split. A CPU is a hardware
@@ -24,8 +24,8 @@ T = TypeVar("T")
 OPENMP_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 """Variables that make OpenMP bind its threads itself, the main one included."""
 LEAST_CORES, LEAST_CORES_WITH_GPU = 2, 4
-"""With auto a rank whose own share is smaller is bound to its NUMA node or its GPU's socket, shared with the ranks
-there: threads beside its step (autograd, gloo or NCCL, reading and saving) must not wait for the step's own core."""
+"""With `auto`, a rank whose own share is smaller is bound to its NUMA node or its GPU's socket, shared with the ranks
+there: threads beside its step (autograd, gloo or NCCL, reading and saving) must not wait for the step's core."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def gpu_node(address: str, root: Path = _SYS) -> int:
 
 
 def divide_cores(nodes: dict[int, list[Core]], ranks: int, near: Sequence[Sequence[int]] | None = None) -> list[Share]:
-    """How `ranks` ranks divide the cores of `nodes`: disjoint, contiguous, equal but for one core among the same nodes.
+    """`nodes`' cores divided among `ranks` ranks: disjoint, contiguous, equal but for one core on the same nodes.
 
     near: the result of `near_gpus`. Without it nodes get ranks in proportion to their cores; a rank stays within a
     node, or gets several whole ones where there are more nodes than ranks.

@@ -1,4 +1,4 @@
-"""Where DeepSpeed's ops are built, one at a time, and the locks of builds that were killed. The standard library only.
+"""The folder where DeepSpeed's ops are built, one at a time, and locks of killed builds. The standard library only.
 
 torch builds an op under a lock file, and waits for an existing one for ever and silently. A building process keeps the
 file open (`torch.utils.file_baton`), so a lock that no process has open was left by a killed build; but processes of
@@ -19,7 +19,7 @@ from config.machine import processes
 
 
 def extensions_folder() -> Path:
-    """Where this environment's ops are built: TORCH_EXTENSIONS_DIR, else a folder of its own in torch's cache.
+    """The folder for this environment's ops: TORCH_EXTENSIONS_DIR, else a folder of its own in torch's cache.
 
     Ops of two environments in one folder would replace each other at every start, a minute of building each time: the
     paths of the compiler's command line, and the libraries that an op is linked with, are an environment's own.

@@ -1,4 +1,4 @@
-"""How the ranks of one job, and no others, find each other: the store that its process group is made through.
+"""The store through which the ranks of one job, and no others, find each other and make the process group.
 
 torchrun's agent keeps that store, else rank 0 at MASTER_PORT, which may be another job's: so the store says whose it
 is. Ranks that one launcher started on this machine agree on a free port in a file instead.
@@ -51,7 +51,7 @@ def open_store(*, rank: int, world_size: int, timeout: timedelta, job: str) -> d
         if found != job:
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             raise UserError(
-                f"environment: at MASTER_ADDR and MASTER_PORT, {where}, is another job, {found}, and not this one, "
+                f"environment: at MASTER_ADDR and MASTER_PORT, {where}, is another job, {found}, not this one, "
                 f"{job}; {_another_port()}"
             )
     return store
@@ -98,7 +98,7 @@ def forget_port() -> None:
 
 
 def _port_file(world_size: int) -> Path | None:
-    """Where the ranks of this launcher agree on a port; None where they have not one that started all of them."""
+    """The file in which the ranks of this launcher agree on a port; None where it did not start all of them."""
     if world_size == 1 or os.environ.get("LOCAL_SIZE") != str(world_size):
         return None
     above = launchers()

@@ -1,4 +1,4 @@
-"""What the noise on embeddings is made from, beside each batch: a key and the length of its row for every token."""
+"""The inputs of the noise on embeddings, beside each batch: a key and the length of its row for every token."""
 
 from dataclasses import replace
 

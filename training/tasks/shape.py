@@ -77,7 +77,7 @@ def shape_of_model(config: Config, corpus: Corpus) -> PretrainedConfig:
 
 
 def empty_model_of(config: Config, vocabulary: int) -> Any:
-    """The model to train on the meta device, without its adapter, for so many tokens. Raises UserError."""
+    """The model to train on the meta device, without its adapter, for this many tokens. Raises UserError."""
     if config.task == "classify" and not config.classify.labels:
         config = replace(config, classify=replace(config.classify, labels=_UNKNOWN_LABELS))
     section, model_class = config.model, model_class_of(config)
@@ -126,6 +126,6 @@ def given_by_task(config: Config, tokenizer: Any) -> dict[str, Any]:
 
 
 def documents_of(config: Config, corpus: Corpus) -> Documents | None:
-    """How a run's batches keep documents apart; None where they do not."""
+    """The separation of documents in a run's batches; None where there is none."""
     one_row = config.model.attention.startswith("flash_attention")  # whose kernels take documents of any length
     return Documents(corpus.end_of_document, one_row=one_row) if config.keeps_documents_apart else None

@@ -27,7 +27,7 @@ class Task(Protocol):
         """The loss and its metrics. model: the one that is trained, whole or partitioned."""
 
     def make_batch(self, config: Config, corpus: Corpus) -> MakeBatch | None:
-        """How samples become inputs and labels; None: each token is a label of those before it."""
+        """Turns samples into inputs and labels; None: each token is a label of those before it."""
 
 
 def task_of(config: Config) -> Task:

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 
 CLOSE_SECONDS = 5.0
-"""How long the end of a run waits for the last spans to be sent."""
+"""The longest wait at the end of a run for the last spans to be sent."""
 _PATH = "/v1/traces"
 _LOGGERS = ("opentelemetry.exporter", "opentelemetry.sdk._shared_internal", "opentelemetry.sdk.trace")
 
@@ -105,7 +105,7 @@ class Ids(RandomIdGenerator):
 
 
 def derived_id(bits: int, *parts: str | int) -> int:
-    """A number above 0 of so many bits, derived from `parts` by a hash."""
+    """A number above 0 of this many bits, derived from `parts` by a hash."""
     digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[: bits // 8], "big") or 1
 

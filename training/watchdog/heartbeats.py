@@ -21,11 +21,11 @@ from training.watchdog.process import Member
 LISTED = 16
 """Ranks of which a survey tells, however many there are."""
 LEFT = "left"
-"""In place of the number of a beat: the rank is done, and waits for the others."""
+"""Replaces the number of a beat: the rank is done, and waits for the others."""
 
 
 class Heartbeats:
-    """What this rank has read; `store` is also for other messages to the ranks of this run."""
+    """The heartbeats that this rank has read; `store` also carries other messages to the ranks of this run."""
 
     def __init__(
         self,
@@ -67,13 +67,13 @@ class Heartbeats:
             self.store.set("survey", json.dumps({"beat": beat, "ranks": self._take_survey()}))
 
     def read(self) -> str:
-        """Which rank is lost, as another rank published it; empty while none is. Raises RuntimeError."""
+        """The lost rank, as another rank published it; empty while there is none. Raises RuntimeError."""
         if self._speaks:
             self.read_survey()
         return self.store.get("lost").decode() if self.store.check(["lost"]) else ""
 
     def read_survey(self) -> None:
-        """What rank 0 says of all ranks; for one rank of each machine in every beat, else to look for a culprit."""
+        """Rank 0's survey of all ranks; read by one rank of each machine at every beat, by others to find a culprit."""
         with suppress(RuntimeError):  # the store's host may be what was lost
             survey = json.loads(self.store.get("survey"))
             if survey["beat"] != self._survey["beat"]:

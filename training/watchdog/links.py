@@ -28,7 +28,7 @@ SILENT_MACHINE_SECONDS = 60.0
 """Without an answer for so long, a machine counts as lost. A network with spanning tree may take 50 s to find another
 path (IEEE 802.1D: 20 s until the old one ages out, twice 15 s until the new one forwards); gloo and NCCL survive it."""
 JOIN_SECONDS = 30.0
-"""How long rank 0 accepts the others' connections, and they try to connect."""
+"""The time for which rank 0 accepts the others' connections, and they try to connect."""
 _PROBES = 5
 _BYE = b"bye"
 
@@ -128,7 +128,7 @@ class Links:
         if missing and not self._over.is_set():
             sys.stderr.write(
                 f"{len(missing)} of {len(self._remote)} ranks of other machines made no connection with "
-                f"{self._me.host}, port chosen by the system: if their machine goes, that is noticed only after "
+                f"{self._me.host}, port chosen by the system: if their machine goes down, that is noticed only after "
                 "run.timeout_minutes\n"
             )
 

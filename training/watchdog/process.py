@@ -65,7 +65,7 @@ class Member:
 
 @dataclass(frozen=True)
 class MemoryKills:
-    """How many processes the kernel's out-of-memory killer has ended: in this process's cgroup, and on the machine."""
+    """The number of processes that the kernel's out-of-memory killer has ended: in this cgroup, and on the machine."""
 
     group: int | None
     machine: int | None
@@ -122,7 +122,7 @@ def _code(status: int) -> int:
 
 def describe_status(status: int | None) -> str:
     """An exit status in words."""
-    return "has ended, how is not known" if status is None else processes.describe_exit(status)
+    return "has ended for an unknown reason" if status is None else processes.describe_exit(status)
 
 
 def describe_exit(member: Member, status: int | None, before: MemoryKills) -> str:

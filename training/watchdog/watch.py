@@ -34,9 +34,9 @@ from training.watchdog.links import Links
 from training.watchdog.process import Member, MemoryKills, describe_exit, exit_status
 
 GRACE_SECONDS = 10.0
-"""How long the main thread has to stop by itself once a rank is lost; then the process is ended."""
+"""The time that the main thread has to stop by itself once a rank is lost; then the process is ended."""
 BEAT_SECONDS = 5.0
-"""How often a rank writes a heartbeat to the store, and reads there whether a rank is lost."""
+"""The interval at which a rank writes a heartbeat to the store, and reads whether a rank is lost."""
 SILENCE_SECONDS = 60.0
 """After how long a rank that hangs is reported. It may wake up, so no rank ends before a collective times out."""
 _PYTHON = get_path("stdlib")
@@ -140,7 +140,7 @@ class Watch:
             self._reported = True
 
     def find_culprit(self, error: Exception) -> str | None:
-        """Which rank a collective failed for, in words; None when the others look healthy, or report this very error.
+        """The rank that made a collective fail, human-readable; None when the others look healthy, or report this.
 
         Takes up to 15 seconds, in which reports of other ranks still arrive: 10 on rank 0, whose end takes the store
         along, so that the others still read there whether it is about to report the same error.

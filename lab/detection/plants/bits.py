@@ -66,7 +66,7 @@ second_moment = _held(lambda engine, parameter: _shard(engine, parameter).tensor
 
 
 def _computed(site: Site, watch: Callable[[Engine, Callable[[torch.Tensor], torch.Tensor]], None]) -> None:
-    """In the first micro-batch of the step, once."""
+    """The plant, once, in the first micro-batch of the step."""
 
     def strike(engine: Engine) -> None:
         state = {"armed": False, "done": False}

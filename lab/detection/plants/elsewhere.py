@@ -237,7 +237,7 @@ def end_token_without_a_gradient(engine: Engine, size: float) -> None:
 
 
 def z_loss_summed_over_micro_batches(engine: Engine, size: float) -> None:
-    """In place of their mean (Megatron-LM 1532)."""
+    """The sum replaces the mean (Megatron-LM 1532)."""
 
     def summed(right: Callable[..., Any]) -> Callable[..., Any]:
         def forward_backward(batch: Batch, **options: Any) -> Any:
@@ -254,7 +254,7 @@ def z_loss_summed_over_micro_batches(engine: Engine, size: float) -> None:
 
 
 def gradient_of_the_step_before(engine: Engine, size: float) -> None:
-    """In one step alone, of one matrix: a bucket that was reduced before it was filled (DeepSpeed 5545, 8061).
+    """One step uses one matrix's old gradient: a bucket that was reduced before it was filled (DeepSpeed 5545, 8061).
 
     size: [steps] the one in which it is.
     """

@@ -170,7 +170,7 @@ def approximate_activation(engine: Engine, size: float) -> None:
 
 
 def dropped_residual(engine: Engine, size: float) -> None:
-    """What the second half of a block adds itself to is left out."""
+    """Drop the residual of the second half of a block."""
     kept: list[torch.Tensor] = []
     norm, block = engine.model.get_submodule(f"{LAYER}.post_attention_layernorm"), engine.model.get_submodule(LAYER)
     norm.register_forward_pre_hook(lambda module, args: kept.append(args[0]))

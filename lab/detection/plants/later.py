@@ -146,7 +146,7 @@ def dropout_while_evaluated(site: Site) -> None:
 
 
 def shifted_labels_of_some(site: Site) -> None:
-    """In one row of `size`, each label is the token after the next one."""
+    """Labels of one row of `size` are each the token after the next one."""
 
     def change(batch: Batch) -> Batch:
         rows, labels = batch.labels.shape[0] * batch.labels.shape[1], batch.labels.clone()

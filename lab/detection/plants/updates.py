@@ -14,7 +14,7 @@ from training.engine import Engine
 
 @dataclass
 class Given:
-    """What an engine's step knows and its optimizer does not."""
+    """Values that an engine's step knows and its optimizer does not."""
 
     norm: float = 0.0
     scale: float = 1.0
@@ -58,7 +58,7 @@ def _clip(given: Given, clipping: float) -> float:
 
 
 def clipped_by_own_norm(gradients: list[torch.Tensor], given: Given, clipping: float) -> float:
-    """By the norm of what this rank holds of the group."""
+    """Clip by the norm of this rank's part of the group."""
     right = _clip(given, clipping)
     norm = sum(float(gradient.double().square().sum()) for gradient in gradients) ** 0.5 / right
     return min(1.0, clipping / (norm + 1e-6)) / right

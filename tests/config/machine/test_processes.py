@@ -1,4 +1,4 @@
-"""Which launchers a process stands under, by their command lines; and that it does not outlive them."""
+"""The launchers above a process, by their command lines, and that it does not outlive them."""
 
 import json
 import os

@@ -56,10 +56,10 @@ def test_the_canary_has_the_whole_runs_schedule(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["canary.steps=24"], "canary.steps = 24 leaves nothing of run.steps = 24"),
-        (["canary.steps=null", "canary.data_share=0.99"], "canary.data_share = 0.99 leaves nothing of run.steps = 24"),
-        (["canary.data_share=0.5"], "canary.data_share = 0.5 says how many steps the canary has, as canary.steps = 6"),
-        (["checkpoint.dir=memory://there"], "checkpoint.dir: the canary goes back in the run folder only"),
+        (["canary.steps=24"], "canary.steps = 24 leaves none of run.steps = 24"),
+        (["canary.steps=null", "canary.data_share=0.99"], "canary.data_share = 0.99 leaves none of run.steps = 24"),
+        (["canary.data_share=0.5"], "canary.data_share = 0.5 sets the canary's length, as canary.steps = 6"),
+        (["checkpoint.dir=memory://there"], "checkpoint.dir: the canary goes back only within the run folder"),
         (["canary.bounds={module_eror: 1}"], "canary.bounds.module_eror is no key of parity:"),
         (["parallel.tensor=2", "canary.ranks=1"], "parallel.tensor = 2 does not divide 1 process;"),
         (["parallel.tensor=2", "canary.ranks=4", *WITHOUT_ZERO], "canary.ranks = 4: ranks that share matrices without"),

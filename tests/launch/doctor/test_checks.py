@@ -1,4 +1,4 @@
-"""What the doctor makes of facts that this machine cannot be given: GPUs, InfiniBand, many hosts, wrong sums."""
+"""The doctor's verdicts on facts that this machine cannot produce: GPUs, InfiniBand, many hosts, wrong sums."""
 
 import copy
 import random

@@ -49,7 +49,7 @@ def doctor(
 
 
 def bad(findings: list[dict]) -> dict[tuple[str, str], dict]:
-    """What is red, by check and host."""
+    """The checks that failed, by check and host."""
     return {(item["check"], item["host"]): item for item in findings if item["level"] == "red"}
 
 

@@ -87,7 +87,7 @@ def test_a_rollout_server_fits_into_the_pod_of_a_run():
 
 
 def test_every_key_that_is_misspelt_is_found():
-    """In free maps every key, by what depends on it; elsewhere a random choice, by the schemas."""
+    """Every key of free maps is tried, by what depends on it; elsewhere a random choice, by the schemas."""
     found = manifests()
     everything = [(document, *key) for documents in found.values() for document in documents for key in keys(document)]
     free = [item for item in everything if len(item[3]) > 1 and item[3][-2] in FREE]
@@ -186,7 +186,7 @@ def test_the_liveness_probe_strikes_only_when_something_is_wrong(capsys, monkeyp
 
 
 def scrapes(sink: PrometheusSink) -> int:
-    """How many it has counted before this one."""
+    """The number of scrapes before this one."""
     text = urllib.request.urlopen(str(sink.url), timeout=10).read().decode()
     return int(float(text.split("\nmantissa_exporter_scrapes ")[1].split()[0]))
 

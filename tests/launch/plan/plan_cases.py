@@ -1,4 +1,4 @@
-"""What a rank really allocates and sends, to hold the planner's formulas against."""
+"""Bytes that a rank really allocates and sends, to compare the planner's formulas with."""
 
 import gc
 import math
@@ -33,7 +33,7 @@ from training.engine import build_engine
 
 DEMO = ["--config", str(REPOSITORY / "config/recipes/demo.yaml")]
 LINEAR = torch._C._nn.linear
-"""What `torch.nn.functional.linear` is."""
+"""The function behind `torch.nn.functional.linear`."""
 
 
 def peak_of(world: World, *, overrides: Sequence[str], vocabulary: int, steps: int = 2) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def resolve(overrides: Sequence[str], world: World) -> tuple[Resolved, World]:
 
 
 def planned(overrides: Sequence[str], *, world: int = 2, on_cpu: bool = True) -> tuple[Shape, Layout]:
-    """What the planner reads of the demo with these overrides."""
+    """The planner's reading of the demo with these overrides."""
     resolved = read_command_line([*DEMO, *overrides], as_launched(world))
     layout = layout_of(resolved, world=world, on_cpu=on_cpu)
     return read_shape(resolved.config, layout), layout

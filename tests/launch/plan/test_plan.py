@@ -35,7 +35,7 @@ def big():
 
 
 def planner_of(shape, device=DEVICES["h100"]) -> Planner:
-    """With 72 GiB of an H100 and nothing reserved."""
+    """The planner for 72 GiB of an H100 with nothing reserved."""
     return Planner(shape, 72 * GIB, 0.0, partial(speed, shape, device=device))
 
 

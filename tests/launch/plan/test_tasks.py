@@ -445,7 +445,7 @@ def test_an_encoder_is_the_model_of_its_task() -> None:
             ["task=distill", "distill.teacher=BASE", "model.config.vocab_size=600"],
             "has a vocabulary of 512 tokens, the",
         ),
-        (["optimizer.groups=[{match: nope, learning_rate: 1}]"], "match 'nope' is the last match of no parameter"),
+        (["optimizer.groups=[{match: nope, learning_rate: 1}]"], "match 'nope' is the last match of no trained"),
     ],
 )
 def test_a_mistake_is_one_line(refusal, base: Path, overrides: list[str], problem: str) -> None:

@@ -29,7 +29,7 @@ MIXTURE = (
     "num_attention_heads: 4, num_key_value_heads: 4, num_local_experts: 8}}"
 )
 VOCABULARY = 1024
-"""Of the demo's tokenizer."""
+"""The vocabulary size of the demo's tokenizer."""
 
 
 def given(
@@ -42,7 +42,7 @@ def given(
 
 
 def sent_by(group: ProcessGroup, overrides: Sequence[str], **how: Any) -> list[dict[str, float]]:
-    """By rank, as `plan_cases.counted`."""
+    """Bytes sent by each rank, as `plan_cases.counted` gives them."""
     return group.run(plan_cases.traffic_of, overrides=overrides, vocabulary=VOCABULARY, **how)
 
 
@@ -55,7 +55,7 @@ def tokens_of(sent: dict[str, float]) -> float:
 
 
 def test_traffic_is_the_zero_papers() -> None:
-    """Of eight ranks, nothing staying gathered."""
+    """Eight ranks, with no parameter kept gathered."""
     resolved = read_command_line(BIG, as_launched(8))
     layout = layout_of(resolved, world=8, on_cpu=False)
     shape = read_shape(resolved.config, layout)
@@ -168,7 +168,7 @@ def test_what_a_busy_rank_sends_and_what_routers_choose(pair, tmp_path, stage: i
     ("experts", "chosen", "ranks"), [(4, 1, 2), (4, 2, 2), (4, 3, 2), (4, 2, 4), (6, 2, 3), (6, 4, 3)]
 )
 def test_the_most_that_routers_can_make_of_it(experts: int, chosen: int, ranks: int) -> None:
-    """By hand: a token of each rank, every choice of experts; rank 0 sends its own away and gives others' back."""
+    """Computed by hand: a token of each rank, every choice of experts; rank 0 sends its own away, returns others'."""
     own, sent = experts // ranks, []
     for picked in product(combinations(range(experts), chosen), repeat=ranks):
         owners = [[expert // own for expert in one] for one in picked]

@@ -17,7 +17,7 @@ LONG = ["run.steps=300", "checkpoint.every_steps=40", "tracking.log_every_steps=
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory) -> Path:
-    """Where all runs and their corpus are."""
+    """The folder of all runs and their corpus."""
     return tmp_path_factory.mktemp("work")
 
 
@@ -87,7 +87,7 @@ def test_a_torchrun_on_each_node(cluster, work):
 
 
 def warned(cluster: Cluster, number: int) -> None:
-    """What --signal=B:USR1@300 does, 300 s before the limit."""
+    """Send the signal of --signal=B:USR1@300, which Slurm sends 300 s before the limit."""
     cluster.ask("scancel", "--batch", "--signal=USR1", str(number), check=True)
 
 

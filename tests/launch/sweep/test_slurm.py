@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(SKIP), reason=SKIP)]
 
 
 def status(folder: Path, index: int) -> str:
-    """What is put down of a trial."""
+    """The recorded status of a trial."""
     try:
         return record(folder, index)["status"]
     except FileNotFoundError:

@@ -32,7 +32,7 @@ _COLLECTIVES = {
 
 
 class Counts:
-    """What was counted while `counting` was entered."""
+    """Operations counted while `counting` was entered."""
 
     def __init__(self) -> None:
         self.waits: Counter[str] = Counter()

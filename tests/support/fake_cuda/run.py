@@ -33,8 +33,8 @@ COUNTS, PINNED = Counts(), dict[int, Any]()
 
 
 def take_steps(arguments: list[str], ranks: int, extras: list[str]) -> dict[str, Any]:
-    """What the third step did to the device. The first is observed, the second has telemetry. extras: of
-    _EXTRAS, after them."""
+    """The device operations of the third step. The first is observed, the second has telemetry. extras: more steps, by
+    name in _EXTRAS."""
     from config.command_line import read_command_line
     from training.build import build
     from training.session import locked_run_dir, session

@@ -63,7 +63,7 @@ class KilledCheckpoints(Checkpoints):
 
 @dataclass(frozen=True)
 class JobReport:
-    """What a job sent back."""
+    """The report that a job sent back."""
 
     step: int
     """The step it resumed from."""

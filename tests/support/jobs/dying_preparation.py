@@ -24,7 +24,7 @@ PHASES: dict[str, tuple[str, ...]] = {
     "worker": ("starting", "tokenizing"),
 }
 SLOW_SECONDS = 8.0
-"""How much longer the holder tokenizes where another rank dies that waits for it."""
+"""The extra time for which the holder tokenizes while another rank, waiting for it, dies."""
 _holds = False
 
 

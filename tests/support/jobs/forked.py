@@ -55,7 +55,7 @@ class Job:
 
     @property
     def exit_codes(self) -> list[int | None]:
-        """By rank; None for one that runs."""
+        """Exit codes by rank; None for one that runs."""
         return [process.exitcode for process in self._processes]
 
     @property

@@ -37,7 +37,7 @@ ENDS_NOTHING = ("wandb worker",)
 
 @dataclass
 class Figures:
-    """What was seen."""
+    """The figures measured."""
 
     kills: Counter[str] = field(default_factory=Counter)
     ended: Counter[str] = field(default_factory=Counter)
@@ -145,12 +145,12 @@ class Supervised:
         return bool(ends) and ends[-1]["step"] == STEPS and ends[-1]["exit_code"] == 0
 
     def trace(self) -> list[dict]:
-        """What each step was; the later one of a repeated step counts."""
+        """The record of each step; for a repeated step, the later one."""
         return last_attempts(self.folder, self.name)
 
 
 def kind_of(process: psutil.Process) -> str:
-    """Which part of the job a process is."""
+    """The process's part in the job."""
     words, environment = process.cmdline(), process.environ()
     line = " ".join(words)
     if "launch.supervise" in words:
@@ -227,7 +227,7 @@ def end(run: Supervised) -> None:
 
 
 def wait_for(found, *, unless, seconds: float = 120.0):
-    """What `found` gives as soon as it gives something; None when that is `unless`, or after so many seconds."""
+    """The first true value of `found`; None once `unless` is true, or after this many seconds."""
     ends = time.monotonic() + seconds
     while time.monotonic() < ends:
         if value := found():
@@ -239,7 +239,7 @@ def wait_for(found, *, unless, seconds: float = 120.0):
 
 
 def shared_memory() -> set[str]:
-    """What is in /dev/shm and mapped by no process."""
+    """Files in /dev/shm that no process has mapped."""
     mapped = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):

@@ -23,7 +23,7 @@ SMALL = [
 ]
 """A model of a few thousand parameters on Mantissa's own source."""
 EXACT = ("step", "loss", "grad_norm", "lr", "sample_ids_sha256", "tokens", "applied")
-"""What is recorded of a step that does not depend on the machine's speed."""
+"""Fields of a step event that do not depend on the machine's speed."""
 
 LAUNCHERS = {
     "deepspeed": [*deepspeed_program(), "--num_gpus", "2", "--master_port", "{port}"],
@@ -109,12 +109,12 @@ def events(folder: Path, name: str, kind: str) -> list[dict]:
 
 
 def trace(folder: Path, name: str) -> list[dict[str, Any]]:
-    """What each attempt at a step of a job was, without times and memory."""
+    """Every attempt at a step of a job, without times and memory."""
     return [{key: event[key] for key in EXACT} for event in events(folder, name, "step")]
 
 
 def last_attempts(folder: Path, name: str) -> list[dict[str, Any]]:
-    """What each step of a job was in the end."""
+    """The last attempt at each step of a job."""
     latest = {attempt["step"]: attempt for attempt in trace(folder, name)}
     return [latest[step] for step in sorted(latest)]
 

@@ -1,4 +1,4 @@
-"""What the fork server imports, once for all processes that it starts."""
+"""Imports of the fork server, made once for all processes that it starts."""
 
 import gc
 import importlib

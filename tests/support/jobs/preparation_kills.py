@@ -9,7 +9,7 @@ from tests.support.jobs.forked import Job
 from tests.support.jobs.launches import command, finish, start
 
 WITHIN_SECONDS = 40.0
-"""From the start of the job to the end of its last rank; of that up to 15 s are from the death to the end."""
+"""The limit from the start of the job to the end of its last rank; up to 15 s of it follow the death."""
 
 
 def check(folder: Path, who: str, phase: str, *, grace: float) -> float:
@@ -31,7 +31,7 @@ def check(folder: Path, who: str, phase: str, *, grace: float) -> float:
     assert "Traceback" not in output, output
     if who == "worker":
         assert CONFIG_ERROR in job.exit_codes and set(job.exit_codes) <= {CONFIG_ERROR, LOST}, output
-        advice = "data.workers=2: a worker process was killed by SIGKILL while it tokenized"
+        advice = "data.workers=2: a worker process was killed by SIGKILL while tokenizing"
         assert any(advice in line and "Use fewer workers" in line for line in errors), output
     else:
         assert sorted(job.exit_codes) == [-9, LOST], output

@@ -24,7 +24,7 @@ _DROPOUT = {
 
 @dataclass(frozen=True)
 class TaskJob:
-    """What a job of two ranks trains, and how."""
+    """A training job of two ranks."""
 
     task: str
     model: str

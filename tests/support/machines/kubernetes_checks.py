@@ -1,4 +1,4 @@
-"""What the manifests have to keep that no schema knows: ports, grace periods, exit codes, secrets, command lines."""
+"""Rules for manifests that no schema knows: ports, grace periods, exit codes, secrets, command lines."""
 
 import tempfile
 from collections.abc import Iterator
@@ -69,7 +69,7 @@ def pods(manifests: Manifests) -> Iterator[Pod]:
 
 
 def problems(manifests: Manifests, *, uid: int) -> list[str]:
-    """What is wrong with them together. uid: the user of the image."""
+    """The faults of these manifests taken together. uid: the user of the image."""
     try:
         run = _read(manifests["config.yaml"][0]["data"]["run.yaml"])
         found = [f"{pod.name}: {problem}" for pod in pods(manifests) for problem in _pod(pod, manifests, run, uid)]

@@ -29,7 +29,7 @@ def last_stage(word: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """What ENV sets."""
+    """The variables that ENV sets."""
     return dict(item.split("=", 1) for rest in last_stage("ENV") for item in rest.split())
 
 

@@ -54,7 +54,7 @@ def _all_documents() -> str:
 
 
 def schema_problems(document: Document) -> Iterator[str]:
-    """What the schemas say is wrong; nothing when they allow it."""
+    """The violations of the schemas; empty when there are none."""
     kind = document.get("kind")
     return _custom(document, kind) if kind in API_VERSIONS else _built_in(document)
 

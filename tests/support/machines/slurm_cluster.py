@@ -94,7 +94,7 @@ class Cluster:
         return subprocess.Popen(command, env=self.environment, stdout=log, stderr=log)
 
     def ask(self, *words: str, check: bool = False) -> str:
-        """What a command says, run on `left`."""
+        """The output of a command run on `left`."""
         command = self.machines["left"].command(*words)
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60, check=False)
         assert not (check and done.returncode), (words, done.stderr)
@@ -106,7 +106,7 @@ class Cluster:
         return int(self.ask("sbatch", "--parsable", *output, *words, check=True).strip())
 
     def job(self, number: int | str) -> dict[str, str]:
-        """What `scontrol show job` says of a job, by its names."""
+        """The fields that `scontrol show job` prints for a job."""
         text = self.ask("scontrol", "show", "job", "-o", str(number), check=True)
         return dict(part.split("=", 1) for part in text.split() if "=" in part)
 

@@ -40,10 +40,10 @@ USER = 23456
 
 @dataclass(frozen=True)
 class Place:
-    """Where and how the demo is started; what is not given is as on an ordinary machine."""
+    """A machine and folder to start the demo on; values that are not given are those of an ordinary machine."""
 
     folder: Path
-    """Where the runs and the prepared data go; made by `start`."""
+    """The folder for the runs and the prepared data; made by `start`."""
     code: Path = REPOSITORY
     """Mantissa's folder."""
     cwd: Path | None = None
@@ -199,12 +199,12 @@ def copy_of_code(folder: Path) -> Path:
 
 
 def mounted(*script: str) -> tuple[str, ...]:
-    """What starts a command behind mounts of its own, made by `script`."""
+    """The prefix that starts a command behind mounts of its own, made by `script`."""
     return ("unshare", "--mount", "sh", "-e", "-c", f'{"; ".join(script)}; exec "$@"', "sh")
 
 
 def as_plain_user(*needed_too: Path) -> tuple[str, ...]:
-    """What starts a command as a user who may do nothing special; it can reach the interpreter and `needed_too`."""
+    """The prefix that starts a command as an unprivileged user, who can reach the interpreter and `needed_too`."""
     needed = {Path(sys.base_prefix).resolve(), Path(sys.prefix).resolve(), *needed_too}
     script = []
     for closed in sorted({closed for path in needed if (closed := _closed_above(path))}):
@@ -240,7 +240,7 @@ def why_no_mounts() -> str:
 
 
 def umask(mask: str) -> tuple[str, ...]:
-    """What starts a command with that umask."""
+    """The prefix that starts a command with that umask."""
     return ("sh", "-c", f'umask {mask}; exec "$@"', "sh")
 
 

@@ -39,7 +39,7 @@ class Case:
     """As its authors write it."""
     config: dict[str, Any] = field(default_factory=lambda: dict(_GROUPED))
     refusal: str = ""
-    """What training refuses it with; empty: it trains."""
+    """The error that training refuses it with; empty: it trains."""
 
 
 CASES = (
@@ -89,7 +89,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a case came to."""
+    """The outcome of a case."""
 
     case: Case
     stage: int
@@ -97,7 +97,7 @@ class Outcome:
     refusal: str = ""
     """The line that training was refused with."""
     problems: tuple[str, ...] = ()
-    """What did not hold."""
+    """Properties that did not hold."""
 
 
 def run_case(case: Case, folder: Path, *, stage: int) -> Outcome:

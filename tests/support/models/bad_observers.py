@@ -15,7 +15,7 @@ GET = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
 
 @dataclass
 class Seen:
-    """What the observers did."""
+    """The observers' calls."""
 
     held: int = 0
     """Connections to the metrics that were opened and held until the run closed them."""

@@ -1,4 +1,4 @@
-"""What 16 bits lose of whole gradients, value by value in FP64: the reference of telemetry's fast statistics."""
+"""The loss of 16 bits on whole gradients, value by value in FP64: the reference of telemetry's fast statistics."""
 
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ class GradientStatistics(NamedTuple):
 
 
 def underflow_share(values: torch.Tensor, dtype: torch.dtype) -> Underflow:
-    """What rounding `values` (any shape, floating) to `dtype` would lose. inf and nan do not underflow."""
+    """The share of values (any shape, floating) that underflow in `dtype`; inf and nan do not underflow."""
     info = torch.finfo(dtype)
     # In FP64, where neither limit is subnormal: a device may flush those.
     magnitude = values.detach().double().abs()

@@ -13,7 +13,7 @@ import torch
 
 
 def why_not() -> str:
-    """What keeps Liger's kernels from running here, for a skipped test; empty where nothing does."""
+    """The reason why Liger's kernels cannot run here, for a skipped test; empty where they can."""
     for package in ("liger_kernel", "triton"):
         if find_spec(package) is None:
             return f"{package} is not installed"

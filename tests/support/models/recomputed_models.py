@@ -59,7 +59,7 @@ class _Made(TorchDispatchMode):
 
 
 def bytes_kept(model: torch.nn.Module, ids: torch.Tensor) -> int:
-    """What is still in memory after a forward pass, parameters and buffers aside: no matter who keeps it, and how."""
+    """Bytes still in memory after a forward pass, parameters and buffers aside, whoever keeps them."""
     stay = {StorageWeakRef(tensor.untyped_storage()) for tensor in (*model.parameters(), *model.buffers())}
     with _Made() as made:
         loss = loss_of(model, ids)

@@ -18,11 +18,11 @@ class Shape:
     jinja: str
     before: dict[str, str]
     end: str
-    """What ends an answer: trained."""
+    """The end of an answer: trained."""
     after: str = ""
-    """What follows an answer: not trained."""
+    """The text that follows an answer: not trained."""
     other_end: dict[str, str] = field(default_factory=dict)
-    """What ends turns of other roles where it is not `end` + `after`."""
+    """The end of turns of other roles where it is not `end` + `after`."""
     opening: str = ""
     strip: bool = False
     special: tuple[str, ...] = ()
@@ -31,7 +31,7 @@ class Shape:
     lead: str = ""
     """Between the prompt to generate and an answer's content: trained."""
     only_between: bool = False
-    """What follows a turn is not there after the last one."""
+    """Whether the text that follows a turn is missing after the last one."""
     appended: bool = False
     """Whether the end of the document is appended, since the template ends its answers with no control token."""
 

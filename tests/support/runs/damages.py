@@ -72,11 +72,11 @@ COMMON = {
     "nested": holding(NESTED),
     "nested and closed": holding(NESTED_AND_CLOSED),
 }
-"""What may happen to any file."""
+"""Damage that may happen to any file."""
 
 
 def common(files: dict[str, str]) -> dict[str, tuple[str, Act]]:
-    """By what it is called, each file with each of these of COMMON."""
+    """Each file with each of these kinds of COMMON damage, by the name of both."""
     return {f"{name}: {how}": (name, COMMON[how]) for name, hows in files.items() for how in hows.split(", ")}
 
 

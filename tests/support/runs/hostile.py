@@ -23,7 +23,7 @@ HOSTILE = {
 }
 
 OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-"""What a terminal or a page would obey; line breaks and tabs are the writers' own."""
+"""Characters that a terminal or a page would obey; line breaks and tabs are the writers' own."""
 
 SECRETS = {
     "hugging face": "hf_" + "aBcDeFgHiJ" * 3 + "kLmN",

@@ -13,7 +13,7 @@ from tests.support.servers.threads import answering
 
 
 class Collector:
-    """What arrived so far."""
+    """The requests that arrived so far."""
 
     def __init__(self, status: int) -> None:
         self.status = status

@@ -26,7 +26,7 @@ def needs(program: str) -> pytest.MarkDecorator:
 
 
 class PrometheusServer:
-    """What one asks a server over HTTP."""
+    """A server that is queried over HTTP."""
 
     def __init__(self, url: str) -> None:
         self._url = url

@@ -37,7 +37,7 @@ DENIED = ("AccessDenied", "Access Denied")
 
 @dataclass
 class Fault:
-    """What happens to the next `times` requests whose "METHOD /path?query" matches `pattern`."""
+    """A fault for the next `times` requests whose "METHOD /path?query" matches `pattern`."""
 
     pattern: str
     kind: int | str

@@ -23,7 +23,7 @@ PROJECT = {"id": "p1", "name": "p", "entity": {"id": "e1", "name": "team"}}
 
 
 class StandIn(ThreadingHTTPServer):
-    """What the client has sent so far, as attributes."""
+    """The client's requests so far, as attributes."""
 
     daemon_threads = True
 

@@ -106,7 +106,7 @@ def test_what_bears_no_fp8_is_rejected():
         "proposal": {"low_precision_share": 1.0, "fp8_share": 0.5},
     }
     assert analyze.rejection_reason(tree) is None
-    assert "no module bears FP8" in analyze.rejection_reason(
+    assert "no module tolerates FP8" in analyze.rejection_reason(
         tree | {"proposal": {"low_precision_share": 1, "fp8_share": 0}}
     )
     assert "beyond --fp8 0.02" in analyze.rejection_reason(tree | {"limits": {"fp8": 0.02}})

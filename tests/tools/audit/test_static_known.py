@@ -169,7 +169,7 @@ def test_an_entry_says_where_it_is_from(name: str) -> None:
 
 @pytest.mark.parametrize("script", sorted((REPOSITORY / "docs/upstream").glob("*.py")), ids=lambda path: path.stem)
 def test_every_measured_defect_of_deepspeed_is_an_entry(script: Path) -> None:
-    """Those that no config of another trainer can name are the exception."""
+    """Defects that no other trainer's config can name are the exception."""
     text = (REPOSITORY / "tools/audit/known.yaml").read_text(encoding="utf-8")
     assert (script.name in text) != (script.name in ("fp8_cast_hides_inf.py", "fp8_tensorwise_depends_on_cut.py"))
 
@@ -184,7 +184,7 @@ NAMES = {str(one): one for one in combinations() if one.path == "cast"}
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: " ".join(cell[:3]))
 def test_a_verdict_is_that_of_the_matrix(cell: tuple[str, ...]) -> None:
-    """Where bare DeepSpeed was measured right nothing is blamed, and where its masters are off something is."""
+    """Nothing is blamed where bare DeepSpeed was measured right, and something is where its masters are off."""
     name, clipping, accumulation, *_, norm, masters = cell
     combination: Combination = NAMES[name]
     dtypes = {one: {"enabled": True} for one in (combination.compute,) if one != "fp32"}

@@ -201,7 +201,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(job, tmp_path, refusal):
     (tmp_path / "1.txt").write_text("")
     whole = str(checkpoint_of(job))
     for arguments, message in (
-        ([str(damaged), f"{tmp_path}/out"], rf"error: {damaged}: deepspeed/{shard.name} has SHA-256 .*; give a whole"),
+        ([str(damaged), f"{tmp_path}/out"], rf"error: {damaged}: deepspeed/{shard.name} has SHA-256 .*; give a comp"),
         ([whole, f"{tmp_path}/taken"], "taken: exists already; choose another OUT, or replace it with --force"),
         ([whole, f"{tmp_path}/taken", "--force"], "taken: is not an exported model"),
         ([whole, f"{whole}/out"], "must not contain each other"),
@@ -211,10 +211,10 @@ def test_a_mistake_is_one_line_and_leaves_nothing(job, tmp_path, refusal):
         ([whole, f"{tmp_path}/out", "--tokenizer", str(tmp_path)], "holds no tokenizer.json"),
         ([whole, f"{tmp_path}/out", "--parity", f"{whole}/state.json"], "state.json: not a parity.json"),
         ([whole, f"{tmp_path}/out", "--push-to-hub", "a--b"], "--push-to-hub a--b: not a repository's name"),
-        ([whole, f"{tmp_path}/out", "--largest-kl", "1"], "--largest-kl: is of --compare-logits, which is not given"),
+        ([whole, f"{tmp_path}/out", "--largest-kl", "1"], "--largest-kl: needs --compare-logits"),
         ([whole, f"{tmp_path}/out", "--compare-logits", "a.txt"], "--compare-logits a.txt: is not there; give a run"),
         ([whole, f"{tmp_path}/out", "--compare-logits", f"{tmp_path}/1.txt"], "1.txt: holds no document with text"),
-        ([whole, f"{tmp_path}/out", "--private"], "--private: says how to upload, and --push-to-hub is not given"),
+        ([whole, f"{tmp_path}/out", "--private"], "--private: needs --push-to-hub"),
     ):
         assert re.search(message, refusal(main, [*arguments, "--dtype", "bf16"]))
         assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
@@ -299,7 +299,7 @@ def test_a_missing_shard_foreign_code_and_another_model_are_refused(pair, tmp_pa
     config = AutoConfig.for_model("gpt2", n_embd=32, n_layer=2, n_head=2, vocab_size=64)
     with torch.device("meta"):
         other = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(UserError, match="checkpoint is of another model: it has no transformer.wte.weight"):
+    with pytest.raises(UserError, match="checkpoint is from another model: it has no transformer.wte.weight"):
         Tensors(saved, other, torch.float32)
     second = sorted(folder.glob("*optim_states.pt"))[1]
     content = second.read_bytes()
@@ -307,7 +307,7 @@ def test_a_missing_shard_foreign_code_and_another_model_are_refused(pair, tmp_pa
     with pytest.raises(UserError, match="has 1 of 2 .*optim_states.pt files"):
         open_saved_model(folder)
     torch.save({"optimizer_state_dict": Path("/tmp")}, second)
-    with pytest.raises(UserError, match=f"{second.name}: names code that is not allowed .*pathlib"):
+    with pytest.raises(UserError, match=f"{second.name}: refers to code that is not allowed .*pathlib"):
         open_saved_model(folder)
     second.write_bytes(content[: len(content) // 2])
     with pytest.raises(UserError, match=f"{second.name}: cannot be read"):

@@ -29,7 +29,7 @@ from training.engine.rng import generators, restore_generators
 
 
 def step_parity(engine: Engine, resolved: Resolved, world: World) -> StepParity:
-    """What compares an engine's steps with FP32."""
+    """The comparison of an engine's steps with FP32."""
     shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
     return StepParity(engine, Reference(resolved, shape, world), resolved)
 
@@ -185,7 +185,7 @@ def weighted(world: World, *, planted: str = "", **how: Any) -> dict[str, Any]:
 
 
 def dropped(world: World, *, planted: str = "", **how: Any) -> dict[str, str]:
-    """What a model with dropout drops otherwise than declared. planted: on the last rank, a rate of 0.11 for 0.1,
+    """A model's dropout where it departs from the declared one. planted: on the last rank, a rate of 0.11 for 0.1,
     attention that drops nothing, or a mask of its own."""
     rates = "resid_pdrop: 0.1, attn_pdrop: 0.1, embd_pdrop: 0.1"
     gpt2 = ["model.architecture=gpt2", f"model.config={{n_embd: 64, n_layer: 2, n_head: 4, {rates}}}"]
@@ -203,7 +203,7 @@ def dropped(world: World, *, planted: str = "", **how: Any) -> dict[str, str]:
 
 
 def evaluated(world: World, *, planted: str = "", **how: Any) -> dict[str, Any]:
-    """What is measured of an evaluation. planted: the head is in training mode, or in FP32, while it is evaluated."""
+    """Measurements of an evaluation. planted: the head is in training mode, or in FP32, while it is evaluated."""
     with compared(world, **how) as (engine, parity):
         head: Any = engine.model.lm_head
         right, forward = engine.evaluate, head.forward

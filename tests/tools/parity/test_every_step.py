@@ -1,4 +1,4 @@
-"""What the gate makes of comparisons of every step, and the probabilities that it states."""
+"""The gate's verdicts on comparisons of every step, and the probabilities that it states."""
 
 import json
 import random
@@ -17,7 +17,7 @@ DEMO = ["--config", f"{REPOSITORY}/config/recipes/demo.yaml"]
 def test_the_stated_power_is_the_share_of_runs_in_which_the_error_is_found(
     steps: int, every: int, chance: float
 ) -> None:
-    """In simulated runs, where each of `every` steps from a drawn one on is wrong."""
+    """Each of `every` simulated steps is wrong from a random one on."""
     dice, runs, found = random.Random(0), 4000, 0
     for _ in range(runs):
         wrong = range(dice.randrange(every), steps, every)

@@ -83,7 +83,7 @@ def wrong(objective: Any, place: str) -> Any:
 
 
 def losses(world: World, *, arguments: list[str], planted: list[str]) -> list[dict[str, Any]]:
-    """What is measured of the first step's loss: as it is, then with each planted constant."""
+    """Measurements of the first step's loss: as it is, then with each planted constant."""
     resolved = read_command_line(["--config", DEMO, *arguments])
     with session(resolved, world=world) as opened:
         steps, batch = Recomputed(opened, run_dir_of(resolved)).parity, opened.batches.next_step()

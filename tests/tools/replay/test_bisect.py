@@ -1,4 +1,4 @@
-"""The step at which a run leaves its FP32 twin, and the module: real runs with a defect that begins at a step."""
+"""The step at which a run departs from its FP32 twin, and the module: real runs with a defect that begins at a step."""
 
 import math
 
@@ -29,10 +29,10 @@ def bisected(folder, name, *overrides, defect="", exit_code=3, ranks=1):
 def test_a_defect_that_begins_at_a_step_is_found_there_and_in_its_module(tmp_path):
     defect = f"{{kind: coarse_output, module: {MODULE}, from_step: 6}}"
     lines = bisected(tmp_path, "coarse", defect=defect)
-    assert lines[-1].startswith(f"the run leaves its FP32 twin at step 6, in {MODULE}: module_error 0.0")
+    assert lines[-1].startswith(f"the run departs from its FP32 twin at step 6, in {MODULE}: module_error 0.0")
     probed = [int(text.split()[-1][:-1]) for text in lines if text.startswith("checkpoint of step")]
     assert probed == [4, 2] or probed == [4, 6] or probed == [4]
-    assert not any("not as the run made it" in text for text in lines)
+    assert not any(": not reproduced" in text for text in lines)
     walked = lines[lines.index("every step from the checkpoint of step 2 on, to step 6:") + 1 : -1]
     assert [text.split(":")[0] for text in walked] == ["step 3", "step 4", "step 5", "step 6"]
 
@@ -48,10 +48,10 @@ def test_a_run_with_dropout_is_made_again_with_the_values_it_dropped(tmp_path):
     module = "transformer.h.1.mlp.c_proj"
     defect = f"{{kind: coarse_output, module: {module}, from_step: 6}}"
     lines = bisected(tmp_path, "drops", *GPT2, "checkpoint.every_steps=4", "run.steps=6", defect=defect)
-    assert lines[-1].startswith(f"the run leaves its FP32 twin at step 6, in {module}: module_error 0.0")
+    assert lines[-1].startswith(f"the run departs from its FP32 twin at step 6, in {module}: module_error 0.0")
     made = [text for text in lines if text.startswith("step ")]
     assert [text.split(":")[0] for text in made] == [f"step {number}" for number in (5, 6, 1, 2, 3, 4, 5, 6)]
-    assert all(", with dropout " in text and "not as the run made it" not in text for text in made)
+    assert all(", with dropout " in text and ": not reproduced" not in text for text in made)
 
 
 @pytest.mark.parametrize(("stage", "compute"), [(2, "fp16"), slow(3, "bf16")])
@@ -85,7 +85,7 @@ def test_every_kind_is_found_at_its_step(tmp_path, defect, at, ranks):
     given = {"defect": defect, "exit_code": 3 if defect else 0, "ranks": ranks}
     lines = bisected(tmp_path, "it", "optimizer.gradient_clipping=0.5", **given)
     assert lines[-1].startswith(
-        f"the run leaves its FP32 twin at {at}" if defect else "the run stays with its FP32 twin"
+        f"the run departs from its FP32 twin at {at}" if defect else "the run matches its FP32 twin"
     )
 
 
@@ -99,13 +99,13 @@ def test_updates_of_a_run_with_dropout_are_judged_through_its_overflows(tmp_path
     scale = ["precision.loss_scale.initial=1048576", "precision.loss_scale.window=2", "precision.compute=fp16"]
     fp16 = [*GPT2, *scale, "deepspeed.config=ds_configs/zero2_fp16.json", "optimizer.gradient_clipping=0.5"]
     lines = bisected(tmp_path, "sound", *fp16, exit_code=0, ranks=2)
-    assert lines[-1].startswith("the run stays with its FP32 twin")
+    assert lines[-1].startswith("the run matches its FP32 twin")
     steps = events(tmp_path, "sound", "step")
     assert sum(not event["applied"] for event in steps) > 1
     at = max(event["step"] for event in steps if event["applied"] and event["grad_norm"] > 0.5)
     lines = bisected(tmp_path, "it", *fp16, defect=f"{{kind: {kind}, from_step: {at - before}}}", ranks=2)
-    assert lines[-1].startswith(f"the run leaves its FP32 twin at step {at}, in the whole step: update_error")
-    assert not any("not as the run made it" in text for text in lines)
+    assert lines[-1].startswith(f"the run departs from its FP32 twin at step {at}, in the whole step: update_error")
+    assert not any(": not reproduced" in text for text in lines)
 
 
 def test_checkpoints_are_searched_by_halves():
@@ -154,7 +154,7 @@ def test_the_first_in_the_order_of_a_step_is_named_and_not_the_worst():
     found = leaving(step(grad_norm=2.0), BOUNDS)
     assert found is not None and (found.check, found.module) == ("grad_norm_error", "(gradient norm)")
     found = leaving(step(update_error={"a.weight": 1.0, "b.weight": 1.0, "c.weight": 1.0}), BOUNDS)
-    assert found is not None and found.text().startswith("the run leaves its FP32 twin at step 7, in the whole step")
+    assert found is not None and found.text().startswith("the run departs from its FP32 twin at step 7, in the whole")
 
 
 def test_the_verdict_on_a_checkpoint_blames_what_is_wrong_first():

@@ -1,4 +1,4 @@
-"""What replay takes for the recorded step: the same bits, or, where sums have no fixed order, nearly the same sums."""
+"""Replay accepts as the recorded step the same bits or, where sums have no fixed order, nearly the same sums."""
 
 from typing import Any
 

@@ -49,10 +49,10 @@ def bisected(folder: Path, name: str, *overrides: str, exit_code: int) -> list[s
 
 @pytest.mark.slow
 def test_a_sound_run_stays_with_its_fp32_twin_and_a_flipped_bit_of_one_slice_is_found(tmp_path):
-    assert bisected(tmp_path, "sound", exit_code=0)[-1].startswith("the run stays with its FP32 twin")
+    assert bisected(tmp_path, "sound", exit_code=0)[-1].startswith("the run matches its FP32 twin")
     flip = "faults=[{kind: flipped_bit, place: weight, bit: 14, step: 3, rank: 1, module: model.layers.1.mlp.up_proj}]"
     lines = bisected(tmp_path, "flipped", flip, "checkpoint.every_steps=0", exit_code=3)
-    assert "leaves its FP32 twin at step 3, in model.layers.1.mlp.up_proj" in lines[-1]
+    assert "departs from its FP32 twin at step 3, in model.layers.1.mlp.up_proj" in lines[-1]
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ GROWS = [
     "checkpoint.keep=9",
     "run.steps=4",
 ]
-"""From its second step on the outputs of MODULE exceed 65504, which FP32 and BF16 hold."""
+"""Overrides under which MODULE's outputs exceed 65504 from its second step on; FP32 and BF16 can hold them."""
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,7 @@ REFUSED = Judgement(Verdict.SKIP, "the step is not finite")
         ([FINE, FINE, FINE], True, True, "step 2 is applied"),
         ([FINE, REFUSED, FINE], True, False, "step 2 is still not finite"),
         ([FINE, FINE, REFUSED], True, False, "step 3 is not finite"),
-        ([ROUTINE, ROUTINE, FINE], True, True, "step 2 overflows, which the loss scale answers"),
+        ([ROUTINE, ROUTINE, FINE], True, True, "step 2 overflows, which the loss scale handles"),
         ([FINE, ROUTINE, FINE], False, False, "step 2 is still not finite"),
         ([FINE, FINE, ROUTINE], True, False, "step 3 is not finite"),
     ],
@@ -172,7 +172,7 @@ def test_mistakes_are_one_line(overflowed, capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_a_run_with_dropout_is_repeated_and_tried_with_the_values_it_dropped(tmp_path):
-    """From a checkpoint and from the seed; under a key of `precision:` that changes no number all steps are equal."""
+    """Replayed from a checkpoint and from the seed; a key of `precision:` that changes no number changes no step."""
     dropout = "model.config={n_embd: 32, n_layer: 2, n_head: 2, resid_pdrop: 0.1, attn_pdrop: 0.1, embd_pdrop: 0.1}"
     bf16 = ["precision.compute=bf16", "deepspeed.config=ds_configs/zero2_bf16.json", "evaluate.every_steps=3"]
     every = ["run.steps=8", "checkpoint.every_steps=4", "checkpoint.keep=9", "telemetry.every_steps=2"]

@@ -50,7 +50,7 @@ def _only(step: int, **fields: Any) -> Any:
 
 
 def _reordered(step: int) -> Any:
-    """From `step` on other sequences, which the baseline never sees."""
+    """A run that reads other sequences from `step` on, which the baseline never sees."""
     return lambda at, _: {"sample_ids_sha256": f"{at + 900:064x}"[::-1], "loss": 9.0} if at >= step else None
 
 
@@ -483,7 +483,7 @@ def test_a_run_that_ended_early_does_not_cut_the_others_short(tmp_path: Path) ->
 
 
 def test_each_run_that_came_less_far_is_compared_at_its_own_last_point(tmp_path: Path) -> None:
-    """Of 40, 40, 20, 20 and 10 steps: the short ones did all of theirs, the last is also the baseline."""
+    """Runs of 40, 40, 20, 20 and 10 steps: the short ones finished theirs, the last is also the baseline."""
     lengths = {"ten": 10, "a": 40, "b": 40, "c": 20, "d": 20}
     runs = [write_run(tmp_path, name, steps=steps, config={"run.steps": steps}) for name, steps in lengths.items()]
     comparison = _compared(*runs)
@@ -518,7 +518,7 @@ def test_a_caveat_that_voids_losses_voids_them_where_a_run_ended_too(tmp_path: P
 @pytest.mark.parametrize(
     ("change", "config", "caveat"),
     [
-        (_from(9, lr=1e-5), {}, "different learning rate: run has another one than base from step 9"),
+        (_from(9, lr=1e-5), {}, "different learning rate: run differs from base from step 9"),
         ({"after": {9: [_incident("CUT_LR")]}}, {}, "different learning rate: that of run was cut after step 9"),
         (None, {"schedule.final_ratio": 0.5}, "different schedule: at equal tokens the learning rates differ"),
         (

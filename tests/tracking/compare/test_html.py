@@ -43,7 +43,7 @@ def comparison(tmp_path: Path) -> Comparison:
 
 
 class _Reader(HTMLParser):
-    """What a browser would load, and the text of each script."""
+    """The URLs that a browser would load, and the text of each script."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -110,7 +110,7 @@ def test_the_columns_of_what_wandb_holds_are_those_of_the_run_folder(recorded: R
 
 
 def test_the_server_s_run_is_its_run_folder(recorded: RunDir, server: Serving, tmp_path: Path) -> None:
-    """In a process of its own, which holds the only login."""
+    """The test runs in a process of its own, which holds the only login."""
     variables = {**os.environ, "HOME": str(tmp_path), "WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": server.url}
     variables |= {"WANDB_CACHE_DIR": str(tmp_path / "cache"), "WANDB_ERROR_REPORTING": "false"}
     command = [sys.executable, "-m", "tracking.compare", str(recorded.path)]

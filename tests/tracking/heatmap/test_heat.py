@@ -173,7 +173,7 @@ def test_a_run_in_bf16_is_told_what_fp16_would_do(tmp_path):
 def test_a_healthy_run_is_said_to_be_one(tmp_path):
     lines = sentences(read_heat(write_heat_run(tmp_path, "a", layers=2) / "events.jsonl"))
     assert "none is near it" in lines["activation"]
-    assert lines["drift"] == "every 16-bit weight is its master rounded, at every step that was measured."
+    assert lines["drift"] == "every 16-bit weight equals its rounded master, at every measured step."
     assert lines["nonfinite"] == "none." and lines["dtype"] == "fp16 everywhere."
 
 
@@ -186,7 +186,7 @@ def test_a_weight_that_left_its_master_is_named():
         [start(), measured(10, gradients=gradients, drift=clean), measured(20, gradients=gradients, drift=apart)]
     )
     lines = sentences(heat)
-    assert lines["drift"] == "layer 1 down_proj: not their masters rounded since step 20, up to 0.5 away."
+    assert lines["drift"] == "layer 1 down_proj: differ from their rounded masters since step 20, up to 0.5 away."
     assert lines["underflow"] == "lm_head: 25% of the gradient values at step 20."
 
 
@@ -240,10 +240,8 @@ def test_a_run_that_does_not_move_is_named_module_by_module_worst_first():
     ]
     assert [kind.share for kind in still_modules(heat)] == pytest.approx([0.998, 0.995])
     line = sentences(heat)["lost"]
-    assert (
-        "BF16 weights: 99.8% of the updates of lm_head changed no bit of the weight that computes, since step" in line
-    )
-    assert "99.5% of the updates of layers 0-1 up since step 50; said from 99% on." in line
+    assert "BF16 weights: 99.8% of the updates of lm_head were lost to rounding, since step" in line
+    assert "99.5% of the updates of layers 0-1 up since step 50; reported from 99% on." in line
 
 
 @pytest.mark.parametrize(
@@ -265,7 +263,7 @@ def test_a_run_that_moves_is_left_alone(shares, after):
 
 
 def test_report_and_watch_say_that_a_run_does_not_move(tmp_path, capsys):
-    """In Markdown, on the page, on the console, and live; nothing of a run that warms up."""
+    """Markdown, page, console and live view agree; a run that warms up is not named."""
 
     def lost(name, step):
         return 0.996 if step > 20 else 0.2
@@ -276,7 +274,7 @@ def test_report_and_watch_say_that_a_run_does_not_move(tmp_path, capsys):
     shown = " ".join(capsys.readouterr().out.split())
     measures = (still / "report.md").read_text(encoding="utf-8").partition("## Measures")[2]
     warned = page.read_text(encoding="utf-8").partition("<h2>Measures")[2].partition("<h2>Config")[0]
-    line = "99.6% of the updates of embed_tokens changed no bit of the weight that computes, since step 30"
+    line = "99.6% of the updates of embed_tokens were lost to rounding, since step 30"
     for text, times in ((shown, 2), (measures.replace("\\", ""), 1), (warned, 1)):
         assert text.count("the model hardly moves") == text.count(line) == times
     warm = {"schedule.warmup_steps": 50}

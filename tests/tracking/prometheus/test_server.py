@@ -171,7 +171,7 @@ def test_no_descriptor_left_is_said_once_costs_no_time_and_passes(server, capsys
         client.sendall(GET)
         assert b"height_metres 3.0" in said(client), "it was kept waiting, and is answered"
     errors = capsys.readouterr().err.splitlines()
-    assert errors == ["mantissa: metrics for Prometheus cannot be asked for (Too many open files); training continues"]
+    assert errors == ["mantissa: metrics for Prometheus are not available (Too many open files); training continues"]
 
 
 def _full() -> bool:

@@ -1,4 +1,4 @@
-"""What a run minimises is said as its task has it, from the config that is recorded, and losses have their own unit."""
+"""A run's objective is described as its task defines it, from the recorded config, and losses have their own unit."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the overview says of runs: what tells them apart, what was found, what is noted, and the same as CSV."""
+"""The overview's description of runs: their differences, findings and notes, and the same as CSV."""
 
 import csv
 import io

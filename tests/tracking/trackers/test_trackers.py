@@ -1,4 +1,4 @@
-"""What each tracker's own reader finds is what events.jsonl holds, over sessions, crashes and broken clients."""
+"""Each tracker's own reader finds what events.jsonl holds, over sessions, crashes and broken clients."""
 
 import csv
 import json

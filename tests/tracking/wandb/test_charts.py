@@ -1,4 +1,4 @@
-"""What wandb draws of the events: rows on an axis that never goes back, tables, alerts, histograms."""
+"""Charts that wandb draws of the events: rows on an axis that never goes back, tables, alerts, histograms."""
 
 import math
 from pathlib import Path

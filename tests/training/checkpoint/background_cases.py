@@ -1,4 +1,4 @@
-"""What runs inside the processes of test_background.py."""
+"""Code run inside the processes of test_background.py."""
 
 import hashlib
 import threading

@@ -1,4 +1,4 @@
-"""What runs inside the processes of test_checkpoints.py."""
+"""Code run inside the processes of test_checkpoints.py."""
 
 import contextlib
 import math
@@ -249,7 +249,7 @@ def read_back(world: World, *, folder: str, corrupt: bool) -> dict[str, Any]:
 
 
 def flushes_and_renames(world: World, *, folder: str) -> list[tuple[str, ...]]:
-    """What the first save asks the operating system for, in order; paths inside the folder."""
+    """The first save's requests to the operating system, in order; paths inside the folder."""
     asked: list[tuple[str, ...]] = []
     fsync, renamed, replaced = os.fsync, Path.rename, Path.replace
 

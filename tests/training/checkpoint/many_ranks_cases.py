@@ -1,4 +1,4 @@
-"""What runs inside the processes of test_many_ranks.py."""
+"""Code run inside the processes of test_many_ranks.py."""
 
 import os
 import sys
@@ -57,7 +57,7 @@ def _touched() -> _Touched:
 
 
 def resumed(world: World, *, folder: str, stage: int) -> dict[str, Counter[tuple[str, str]]]:
-    """What a rank touches of its checkpoint while it is chosen, and while it is loaded."""
+    """The files of its checkpoint that a rank touches while it is chosen, and while it is loaded."""
     with engine_of(world, resolve(world, stage=stage, compute="bf16")) as engine:
         checkpoints = Checkpoints(Path(folder), keep=Retention(2), identity={"stage": stage}, world=world)
         with _touched().within(Path(folder) / "step-1") as choosing:

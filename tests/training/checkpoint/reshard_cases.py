@@ -1,4 +1,4 @@
-"""What runs inside the processes of test_reshard.py. Every function is called on every rank."""
+"""Code run inside the processes of test_reshard.py. Every function is called on every rank."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -78,7 +78,7 @@ def trained_and_saved(
 
 
 def resumed_with_groups(world: World, *, folder: str, stage: int, recorded: Checksums) -> tuple[str | None, Any]:
-    """What is said of a checkpoint of the same layout whose optimizer had no groups of its own; and what is held."""
+    """The error for a checkpoint of the same layout whose optimizer had no groups, and the state then held."""
     own = ('optimizer.groups=[{match: "*.down_proj.weight", weight_decay: 0.0}]',)
     with engine(world, stage=stage, compute="fp32", seed=1, overrides=own) as running:
         try:
@@ -96,7 +96,7 @@ def resumed(
     first: int = SAVED_AFTER,
     trained_before: bool = False,
 ) -> dict[str, Any]:
-    """What an engine of another layout and other weights holds after the load, and the steps that follow.
+    """The state that an engine of another layout and other weights holds after the load, and the steps that follow.
 
     trained_before: it has trained a step before the load, as at a rollback.
     """

@@ -1,4 +1,4 @@
-"""What runs inside the processes of test_resume.py: a whole job that is interrupted."""
+"""Code run inside the processes of test_resume.py: a whole job that is interrupted."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -151,7 +151,7 @@ def ends_as_whole(
 
 
 def sessions_resumed(folder: str, name: str) -> int:
-    """How often the run resumed from a checkpoint."""
+    """The number of times that the run resumed from a checkpoint."""
     events = read_events(Path(folder) / "runs" / name / "events.jsonl")
     return sum(event["event"] == "run_start" and event["resumed_from"] is not None for event in events)
 

@@ -1,4 +1,4 @@
-"""Which checkpoint is chosen, which is passed over, and the messages about it."""
+"""Checkpoints that are chosen or passed over, and the messages about it."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ def saved(original, tmp_path):
 
 
 def found(pair, folder, resume="auto", **arguments):
-    """What both ranks choose, and the lines for the record."""
+    """The choice of both ranks, and the lines for the record."""
     here, there = pair.run(checkpoint_cases.find, folder=str(folder), resume=resume, **arguments)
     assert here == there
     return here
@@ -62,7 +62,7 @@ def test_what_resume_asks_for_is_what_is_loaded(pair, saved, tmp_path):
     assert not leftover.exists()
     assert found(pair, tmp_path / "empty") == ("", [])
     text, _ = found(pair, saved, f"{tmp_path}/empty")
-    assert text.startswith(f"error: run.resume = {tmp_path}/empty: no whole checkpoint there; give ")
+    assert text.startswith(f"error: run.resume = {tmp_path}/empty: no complete checkpoint there; give ")
 
 
 def test_a_damaged_checkpoint_is_passed_over_by_name_and_set_aside(pair, saved):
@@ -174,7 +174,7 @@ def test_latest_is_a_hint_and_one_line_says_where_it_is_not_followed(pair, saved
     mutate(saved / "LATEST")
     name, lines = found(pair, saved)
     assert name == "step-3" and len(lines) == 1
-    assert lines[0].startswith(f"took {saved}/step-3, the newest whole checkpoint: {reason}")
+    assert lines[0].startswith(f"took {saved}/step-3, the newest complete checkpoint: {reason}")
 
 
 def test_a_run_that_went_back_stays_there_before_and_after_its_next_save(pair, saved):
@@ -236,14 +236,14 @@ def test_a_checkpoint_without_a_run_is_of_any_run(pair, saved):
 def test_a_deeply_nested_manifest_is_damage(pair, saved, content):
     (saved / "step-3" / MANIFEST).write_bytes(content)
     name, lines = found(pair, saved)
-    assert name == "step-2" and lines[0].endswith("step-3: manifest.json is not a whole manifest")
+    assert name == "step-2" and lines[0].endswith("step-3: manifest.json is not a complete manifest")
 
 
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"files": {"../LATEST": {"sha256": "0" * 64, "bytes": 7, "rank": 0}}}, "an entry '../LATEST' that is no file"),
-        ({"files": {"state.json": {"bytes": 7}}}, "an entry 'state.json' that is no file"),
+        ({"files": {"../LATEST": {"sha256": "0" * 64, "bytes": 7, "rank": 0}}}, "an entry '../LATEST' that is not a"),
+        ({"files": {"state.json": {"bytes": 7}}}, "an entry 'state.json' that is not a"),
         ({"files": {}}, "does not list state.json"),
         ({"step": "3"}, "has no step as docs/checkpoints.md describes it"),
     ],

@@ -1,4 +1,4 @@
-"""What a checkpoint costs by the number of ranks, counted in bytes, entries and files; and manifests from before."""
+"""Costs of a checkpoint by the number of ranks, counted in bytes, entries and files; and older manifests."""
 
 import json
 import re
@@ -59,7 +59,7 @@ def test_layouts_that_rank_0_has_not_are_sent_to_it_alone(pair):
 
 
 def test_a_manifest_of_format_2_is_read_by_all_that_reads_one(pair, tmp_path):
-    """Which lists the tensors of each file."""
+    """Such a manifest lists the tensors of each file."""
     folder = tmp_path / "checkpoints"
     pair.run(checkpoint_cases.save_steps, folder=str(folder), stage=3, compute="bf16", steps=1)
     path = folder / "step-1" / MANIFEST

@@ -185,7 +185,7 @@ def test_a_value_that_is_not_what_was_held_is_found_by_name(pair, solo, tmp_path
     saved = pair.run(cases.trained_and_saved, folder=str(tmp_path), layout=layout(stage, "bf16"), corrupt=corrupt)[0]
     arguments = {"folder": str(tmp_path), "layout": layout(2, "bf16")}
     text = solo.run(cases.refused, **arguments, recorded=saved["checksums"])[0]
-    names = [name for name in saved["masters"] if f": {what} of {name} is not the one that was saved" in text]
+    names = [name for name in saved["masters"] if f": {what} of {name} differs from the saved one" in text]
     assert len(names) == 1 and "use another checkpoint" in text
     for group in (solo, pair):  # what the files hold is what the engine gets: without the record nothing is seen
         assert group.run(cases.refused, **arguments, recorded=None)[0] == ""

@@ -44,7 +44,7 @@ def tool(*arguments):
 def test_whole_checkpoints_verify_and_are_listed(run):
     code, lines = tool("verify", run)
     assert code == 0
-    assert [": whole; " in line for line in lines] == [True] * 3
+    assert [": complete; " in line for line in lines] == [True] * 3
     code, lines = tool("list", run)
     assert [line.split()[0] for line in lines] == ["step-3", "step-2", "step-1"]
     assert lines[0].endswith("2 ranks, ZeRO-3, bf16  LATEST")
@@ -62,7 +62,7 @@ def test_the_command_runs_on_its_own(run):
         str(run / "checkpoints" / "step-2"),
     ]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, env={**os.environ})
-    assert done.returncode == 0 and ": whole; " in done.stdout
+    assert done.returncode == 0 and ": complete; " in done.stdout
     assert "deepspeed" not in done.stderr and "transformers" not in done.stderr
 
 

@@ -1,4 +1,4 @@
-"""What runs inside the processes of test_corruption.py: a few steps of a small run into which a bit is flipped."""
+"""Code run inside the processes of test_corruption.py: a few steps of a small run into which a bit is flipped."""
 
 import statistics
 import tempfile

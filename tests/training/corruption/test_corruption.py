@@ -164,7 +164,7 @@ def test_a_flip_in_shared_experts_is_named_in_the_whole_parameter(pair: ProcessG
 
 
 def test_a_split_master_is_no_witness_of_the_weight_that_it_is_made_of(pair: ProcessGroup) -> None:
-    """With two ranks the owner would always be right, even when its own weight has flipped: nothing is overwritten."""
+    """The owner of two ranks would always be right, even when its own weight has flipped: nothing is overwritten."""
     planted = (*ON, "precision.masters=split", f"faults=[{fault('weight', 14, step=3, rank=0)}]")
     found = pair.run(cases.trained, stage=2, compute="bf16", overrides=planted)[0]
     (event,) = (event for event in found["corruption"] if event["found_by"] == "copies")
@@ -225,7 +225,7 @@ def test_a_healthy_step_waits_for_no_device_and_no_rank_more_often(pair: Process
 
 @pytest.mark.slow
 def test_the_figures_of_the_page(pair: ProcessGroup) -> None:
-    """What docs/corruption.md says of flips found by place and bit, of steps until found, and of cost; -s prints it."""
+    """Figures of docs/corruption.md: flips found by place and bit, steps until found, and cost; -s prints them."""
     bits = {"weight": range(16), "gradient": range(16), "activation": range(16), "collective": range(0, 32, 2)}
     layer = "model.layers.0.mlp.down_proj"
     for stage, (place, tried) in [(stage, item) for stage in (2, 3) for item in bits.items()]:

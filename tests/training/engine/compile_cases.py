@@ -1,4 +1,4 @@
-"""What the tests of compiled blocks run in real processes: the same work compiled and not."""
+"""Code that the tests of compiled blocks run in real processes: the same work compiled and not."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ SICK = "model.layers.1.mlp.up_proj"
 
 
 def parity(world: World, *, stage: int, compute: str, overrides: Sequence[str] = ()) -> dict[str, float]:
-    """How far a compiled run is from the same run as it is, relative; in 16 bits also how far both are from FP32.
+    """The distance of a compiled run from the eager one, relative; in 16 bits also the distance of both from FP32.
 
     loss, norm: the largest of the steps. masters: root mean square, of how far they moved. kept: elements that its
     forward pass keeps for the backward pass, as a share of those of the run as it is.
@@ -74,7 +74,7 @@ def resume(world: World, *, folder: str, overrides: Sequence[str]) -> dict[str, 
 
 
 def looks(world: World, *, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """What observation, evaluation and attribution find with and without compiled blocks."""
+    """The results of observation, evaluation and attribution with and without compiled blocks."""
     found: dict[str, Any] = {}
     for word in _WORDS:
         with _engine(world, 2, "bf16", [*overrides, f"model.compile={word}"]) as engine:

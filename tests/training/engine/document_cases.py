@@ -85,7 +85,7 @@ def against_separate_documents(
 
 
 def of_an_architecture(world: World, *, name: str, config: dict[str, Any]) -> str:
-    """What building an engine of this architecture with document masking is refused for; empty when it is not."""
+    """The error for an engine of this architecture with document masking; empty when it is accepted."""
     given = ", ".join(f"{key}: {value}" for key, value in config.items())
     overrides = ["data.document_masking=true", f"model.architecture={name}", f"model.config={{{given}}}"]
     return refusal(world, resolve(world, stage=3, compute="bf16", overrides=overrides))

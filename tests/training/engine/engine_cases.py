@@ -1,4 +1,4 @@
-"""What runs inside the processes of test_engine.py. Every function is called on every rank."""
+"""Code run inside the processes of test_engine.py. Every function is called on every rank."""
 
 import math
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ def reference_step(world: World, *, mask: str, clipping: float, manifest: str | 
 
 
 def norms_over_steps(world: World, *, stage: int, compute: str, steps: int, overrides: list[str]) -> list[dict]:
-    """What `steps` steps on different batches report."""
+    """The reports of `steps` steps on different batches."""
     resolved = resolve(world, stage=stage, compute=compute, overrides=overrides)
     rows = []
     with engine_of(world, resolved) as engine:
@@ -114,7 +114,7 @@ def struck_step(world: World, *, stage: int, compute: str, kind: str, rank: int)
 
 
 def partitioned_build(world: World) -> dict[str, Any]:
-    """How much of the model this rank holds after a ZeRO-3 build, and the weights it drew."""
+    """The number of parameters that this rank holds after a ZeRO-3 build, and the weights it drew."""
     resolved = resolve(world, stage=3, compute="fp32", overrides=["model.config.tie_word_embeddings=false"])
     with engine_of(world, resolved) as engine:
         parameters = list(engine.model.parameters())
@@ -152,7 +152,7 @@ def ledger(world: World, *, stage: int, compute: str, reduce: str, promise: str)
 
 
 def complaint(engine: Engine, *, reduce: str = "fp32") -> str:
-    """What the ledger says is not as promised; empty when all is."""
+    """The ledger's complaint about what is not as promised; empty when there is none."""
     try:
         read_ledger(engine, reduce=reduce)
     except PrecisionError as error:
@@ -208,7 +208,7 @@ def rounded_buffer(world: World, *, stage: int) -> tuple[dict[str, str], str]:
 
 
 def broken_master(world: World, *, stage: int) -> str:
-    """What the ledger says when an optimizer's master has been cast to 16 bits behind its back."""
+    """The ledger's complaint when an optimizer's master has been cast to 16 bits behind its back."""
     resolved = resolve(world, stage=stage, compute="bf16")
     with engine_of(world, resolved) as engine:
         optimizer = engine.deepspeed.optimizer

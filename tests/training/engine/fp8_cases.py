@@ -1,4 +1,4 @@
-"""What runs inside the processes of test_fp8.py. Every function is called on every rank."""
+"""Code run inside the processes of test_fp8.py. Every function is called on every rank."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from training.engine import kernels
 
 
 def chosen_kernels(world: World, *, folder: str, manifest: dict[str, Any]) -> dict[str, str]:
-    """What is said of torch's scaled matmul for FP8 layers: sound, not to be had, and wrong on the last rank."""
+    """The remarks on torch's scaled matmul for FP8 layers: sound, not available, and wrong on the last rank."""
     path = Path(folder) / f"kernels-{world.rank}.json"
     path.write_text(json.dumps(manifest))
     overrides = ["precision.path=manifest", f"precision.manifest={path}", "precision.fp8.kernel=scaled_mm"]

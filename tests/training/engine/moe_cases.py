@@ -1,4 +1,4 @@
-"""What runs inside the processes of test_moe.py. Every function is called on every rank."""
+"""Code run inside the processes of test_moe.py. Every function is called on every rank."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def one_step(world: World, *, family: str, stage: int, micro: int, overrides: tu
 
 
 def routed(world: World, *, family: str, stage: int, compute: str, routers: str) -> dict[str, Any]:
-    """By router, how far its scores are from FP64's on the same inputs; whether each moved in a step; the notes."""
+    """Each router's distance from FP64's scores on the same inputs; whether each moved in a step; the notes."""
     overrides = (f"precision.routers={routers}", "optimizer.weight_decay=0", "model.activation_checkpointing=full")
     resolved = _resolved(world, family, stage=stage, micro=2, overrides=overrides, compute=compute)
     errors: dict[str, float] = {}
@@ -111,5 +111,5 @@ def plain_step(world: World, *, family: str) -> dict[str, Any]:
 
 
 def refused(world: World) -> str:
-    """What a model without routers is refused with."""
+    """The error for a model without routers."""
     return refusal(world, resolve(world, stage=1, compute="fp32", overrides=ON))

@@ -83,7 +83,7 @@ def _laid_out(
 
 
 def _plants(engine: Engine, *, reduced: bool) -> list[tuple[str, Callable[[float], Callable[[], None]]]]:
-    """What spoils a gradient of this rank, before it is reduced and after: each gives what to do after the passes."""
+    """Ways to spoil a gradient of this rank, before it is reduced and after: each gives what to do after the passes."""
     found: list[tuple[str, Callable[[float], Callable[[], None]]]] = []
     for kind in KINDS:
         chosen = next(((n, p) for n, p in trainable_parameters(engine).items() if kind in n), None)
@@ -105,7 +105,7 @@ def _in_backward(parameter: torch.nn.Parameter, value: float) -> Callable[[], No
 
 
 def _in_reduced(engine: Engine, parameter: torch.nn.Parameter, value: float) -> Callable[[], None]:
-    """In this rank's part of the reduced gradient; of a parameter that it has no part of, in the backward pass."""
+    """Spoil this rank's part of the reduced gradient or, where it has no part, the gradient in the backward pass."""
     shard = shard_of(engine, parameter)
     if shard is None:
         return _in_backward(parameter, value)

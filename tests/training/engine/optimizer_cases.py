@@ -104,7 +104,7 @@ def sharded_steps(
 
 
 def shared_work(world: World, *, stage: int, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """Who computed how many matrices in one step of Muon, and how many values of them went where."""
+    """Each rank's number of matrices computed in one step of Muon, and the number of values sent, by destination."""
     settings = ["optimizer.name=muon", *overrides]
     computed, sent, exchange = [], [], World.exchange
 

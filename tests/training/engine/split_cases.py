@@ -1,4 +1,4 @@
-"""What runs inside the processes of test_split_masters.py. Every function is called on every rank."""
+"""Code run inside the processes of test_split_masters.py. Every function is called on every rank."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,7 +43,7 @@ def trained(
 
 
 def held(world: World, *, stage: int) -> dict[str, Any]:
-    """Where the masters are, and what reads them, after two steps."""
+    """The tensors that hold the masters, and their readers, after two steps."""
     with engine_of(world, _resolved(world, stage, "split")) as engine:
         take(engine, batch_of(world, 2, seed=1), step=1, lr=0.01)
         rows = {entry.what: entry for entry in read_ledger(engine, reduce="fp32")}

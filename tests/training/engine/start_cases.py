@@ -1,4 +1,4 @@
-"""What runs inside the processes of test_start.py. Every function is called on every rank."""
+"""Code run inside the processes of test_start.py. Every function is called on every rank."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +24,7 @@ Cell = tuple[str, list[str]]
 
 
 def start(world: World, *, stage: int, compute: str, cells: list[Cell], variant: str = "") -> dict[str, dict[str, Any]]:
-    """By cell: what differs from an FP32 model that was made without ZeRO, the ledger's row, and how much it tells."""
+    """Differences from an FP32 model built without ZeRO, the ledger's row, and counts of masters, cell by cell."""
     found = {}
     for name, overrides in cells:
         resolved = resolve(world, stage=stage, compute=compute, variant=variant, overrides=overrides)
@@ -46,7 +46,7 @@ def start(world: World, *, stage: int, compute: str, cells: list[Cell], variant:
 
 
 def changed(world: World, *, stage: int) -> str:
-    """What the ledger says when one rank's master was changed between its start and the first step."""
+    """The ledger's complaint when one rank's master was changed between its start and the first step."""
     with engine_of(world, resolve(world, stage=stage, compute="bf16")) as engine:
         if world.rank == 1:
             local_masters(engine.deepspeed.optimizer)[0].data[5] += 1e-6

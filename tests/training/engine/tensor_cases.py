@@ -180,7 +180,7 @@ def blamed(world: World, *, stage: int, compute: str) -> list[list[tuple[int, st
 
 
 def with_a_changed_replica(world: World, *, stage: int) -> str:
-    """What the check says of a value that is changed on rank 1, of a token that is in no batch."""
+    """The check's finding for a value that is changed on rank 1, of a token that is in no batch."""
     world = world.sharing_tensors(2, timeout_minutes=2)
     with engine_of(world, resolve(world, stage=stage, compute="fp32", micro=8, overrides=OVERRIDES)) as engine:
         _steps(engine, 1)

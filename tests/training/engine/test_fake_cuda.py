@@ -24,7 +24,7 @@ EACH = pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK e
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
-    """What the third step of each case that is asked for did, by its name: one process takes all of them."""
+    """The third step's operations in each requested case, by its name: one process takes all of them."""
     if shutil.which("g++") is None:
         pytest.skip("the fake device is built with g++")
     items = [item for item in request.session.items if item.path == request.path and isinstance(item, pytest.Function)]

@@ -88,15 +88,13 @@ def test_what_computes_in_it_is_observed_and_can_change(pair, tmp_path, stage):
 
 
 def test_a_kernel_is_tried_before_it_is_used(pair, tmp_path):
-    """What is wrong with it on one rank is an error of all where it was asked for, and emulated with `auto`."""
+    """A fault on one rank is an error of all where the kernel was requested, and emulated with `auto`."""
     results = pair.run(fp8_cases.chosen_kernels, folder=str(tmp_path), manifest={"default": "bf16", "rules": RULES})
     assert results[0] == results[1]
     found = results[0]
     if "it fails" in found["asked"]:
         pytest.skip(f"torch has no such kernel for this CPU: {found['asked']}")
-    assert found["asked"].startswith(
-        "precision.fp8.kernel: torch._scaled_mm; it computes what FP8's definition says on 3"
-    )
+    assert found["asked"].startswith("precision.fp8.kernel: torch._scaled_mm; it matches FP8's definition on 3")
     refused, layer = (
         "precision.fp8.kernel = scaled_mm: rank {}: torch._scaled_mm for ",
         "model.layers.0.self_attn.q_proj",

@@ -84,7 +84,7 @@ def test_that_a_models_own_loss_is_not_trained_is_said(solo):
                 "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 2},
             },
             "(ffn_config.moe_loss_weight = 0.01) is not trained",
-            "model.balance_loss cannot be had for model dbrx either: its routers, if it has any, were not seen to",
+            "model.balance_loss is not supported for model dbrx either: no router was seen to",
         ),
     ],
 )
@@ -108,7 +108,7 @@ def test_a_router_counts_once():
 
 def test_a_model_without_routers_is_refused(solo):
     message = solo.run(cases.refused)[0]
-    assert message.startswith("model.balance_loss = 0.5: cannot be had for model llama: its routers, if it has any,")
+    assert message.startswith("model.balance_loss = 0.5: not supported for model llama: no router")
 
 
 @pytest.mark.parametrize(("stage", "compute"), [(3, "bf16"), slow(2, "fp16"), slow(1, "bf16")])

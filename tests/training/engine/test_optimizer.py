@@ -198,7 +198,7 @@ def test_muons_step_is_the_quintic_of_the_singular_values(shape: tuple[int, int]
 
 @pytest.mark.parametrize("rank", [1, 32])
 def test_two_iterations_in_bf16_are_as_far_apart_as_muon_says(rank: int) -> None:
-    """From directions that are an FP32 rounding apart. In FP32 there is nothing to say."""
+    """The directions start one FP32 rounding apart. In FP32 there is nothing to say."""
     generator = torch.Generator().manual_seed(5)
     apart, allowed = [], []
     for _ in range(5):

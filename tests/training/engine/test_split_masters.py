@@ -154,7 +154,7 @@ def test_the_masters_are_held_once(pair, stage: int) -> None:
 
 def test_masters_that_are_written_wrong_are_an_error_on_every_rank(pair) -> None:
     for text, after in pair.run(split_cases.written_wrong):
-        assert text == "precision.masters = split: 1 weights are not their FP32 masters, rounded"
+        assert text == "precision.masters = split: 1 weights differ from their rounded FP32 masters"
         assert after["same"]
 
 

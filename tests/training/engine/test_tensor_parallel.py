@@ -165,7 +165,7 @@ def test_dropout_is_drawn_alike_and_a_step_finds_where_it_is_not(pair: ProcessGr
 @pytest.mark.parametrize("stage", [1, slow(3)])
 def test_a_replica_that_parts_is_named_though_loss_and_norm_are_equal(pair: ProcessGroup, stage: int) -> None:
     for found in pair.run(tensor_cases.with_a_changed_replica, stage=stage):
-        assert "model.embed_tokens.weight is another on rank 1" in found
+        assert "model.embed_tokens.weight differs on rank 1" in found
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What runs inside the processes of test_growing.py."""
+"""Code run inside the processes of test_growing.py."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""What one step does beside the work itself, counted: run on real ranks by test_step_costs.py."""
+"""Work that one step does beside training itself, counted: run on real ranks by test_step_costs.py."""
 
 import os
 import sys

@@ -87,11 +87,11 @@ def test_tools_that_plan_with_steps_learn_them_from_the_data(tmp_path: Path, cap
     assert "run.steps=22" in canary.whole_command([], "never")
     with suppress(SystemExit, UserError):
         main(["--config", str(path), "--gpus", "1", *given])
-    assert "run.epochs = 4: how many steps that is shows once the data are prepared; give" in capsys.readouterr().err
+    assert "run.epochs = 4: the number of steps is known once the data are prepared; give" in capsys.readouterr().err
 
 
 def test_each_pair_comes_once_an_epoch_over_a_resume_on_fewer_ranks(tmp_path: Path) -> None:
-    """Of 43 pairs in batches of 8: stopped after step 6, in the middle of which the first epoch ends."""
+    """There are 43 pairs in batches of 8: the job stops after step 6, in which the first epoch ends."""
     write_base(tmp_path / "base")
     write_pairs(tmp_path / "pairs.jsonl", 43)
     job = [f"model={{name_or_path: {tmp_path}/base, architecture: null, config: {{}}}}", "task=dpo", "data.source=auto"]

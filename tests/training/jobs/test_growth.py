@@ -1,4 +1,4 @@
-"""What Mantissa itself does, keeps and writes does not grow: with the parameters of a model, with the length of a run.
+"""Mantissa's own work, memory and files do not grow with a model's parameters or the length of a run.
 
 Counted in lines of Python, tensor operators and bytes; the times are in docs/performance.md.
 """
@@ -79,7 +79,7 @@ def cost(what: str, model: PreTrainedModel) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def models() -> dict[tuple[int, int], PreTrainedModel]:
-    """By width and blocks."""
+    """Models by width and blocks."""
     return {(width, layers): llama(width=width, layers=layers) for width, layers in [(128, 4), (1280, 4), (4096, 4)]}
 
 
@@ -105,7 +105,7 @@ def healthy(step: int) -> Health:
 
 
 def test_what_the_guard_saves_does_not_grow_once_its_window_is_full() -> None:
-    """With incidents on the way, as many as their budgets allow."""
+    """Incidents occur on the way, as many as their budgets allow."""
     guard, sizes = Guard(GuardSection(spike_sigmas=6.0)), {}
     for step in range(1, 2001):
         refused = step % 100 == 0 and guard.used["skip"] < GuardSection().skip_budget

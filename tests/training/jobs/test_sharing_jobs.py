@@ -107,7 +107,7 @@ def test_a_value_that_is_not_finite_is_blamed_on_the_rank_and_slice_where_it_beg
 
 @only("tensor", "expert")
 def test_an_export_has_all_of_it_and_starts_another_run(jobs: Jobs, tmp_path: Path) -> None:
-    """In BF16; the vocabulary is odd, so that a head's slices differ."""
+    """The run is in BF16; the vocabulary is odd, so that a head's slices differ."""
     jobs.assert_equal_exports("one", "two", tmp_path)
     given = [f"model={{name_or_path: {tmp_path}/two, architecture: null, config: {{}}}}", "precision.compute=bf16"]
     given += ["deepspeed.config=ds_configs/zero1_bf16.json", "evaluate.every_steps=0"]
@@ -182,7 +182,7 @@ def test_a_replay_makes_the_steps_again_to_the_bit(jobs: Jobs) -> None:
 
 def test_a_model_without_experts_is_refused_in_one_line(tmp_path: Path) -> None:
     output = finish(command("python", tmp_path, "dense", EXPERT), ranks=2, exit_code=2)
-    assert "parallel.expert = 2: cannot be had for model llama: it is verified for " in output
+    assert "parallel.expert = 2: not supported for model llama: it is verified for " in output
 
 
 def test_a_manifest_is_kept_promoted_from_resumed_and_replayed(tmp_path: Path) -> None:

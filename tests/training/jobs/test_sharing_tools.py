@@ -128,7 +128,7 @@ def test_recorded_steps_of_ranks_that_share_are_tried_under_another_precision(ke
     said = finish([*run, "--step", "3", "--steps", "1", "--what-if", "precision.compute=fp32"], ranks=2)
     assert "the run would have survived" in said
     if key == "sequence":
-        assert "the run stays with its FP32 twin" in finish([*run, "--bisect"], ranks=2)
+        assert "the run matches its FP32 twin" in finish([*run, "--bisect"], ranks=2)
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ def test_a_job_finds_a_free_port_keeps_its_folder_and_ends_with_its_launcher(fol
             why=lambda: job.poll() is not None and job.stdout.read(),
         )
     second = finish(command("python", folder, "lone"), exit_code=CONFIG_ERROR)
-    assert re.search(r"error: .*/runs/lone: a job \(pid \d+ on .*\) still writes this run; end it", second)
+    assert re.search(r"error: .*/runs/lone: a job \(pid \d+ on .*\) is still writing this run; stop it", second)
     assert "Traceback" not in second
     processes = ranks_of(job.pid)
     assert len(processes) == 3

@@ -1,4 +1,4 @@
-"""What runs inside the processes of test_profiler.py."""
+"""Code run inside the processes of test_profiler.py."""
 
 import gc
 import json
@@ -124,7 +124,7 @@ def _step(engine: Engine, batches: Repeated, watch: Callable[[int], Any], step: 
 
 
 def _compute_in_fp32(module: torch.nn.Module) -> None:
-    """What a careless `.float()` in model code does."""
+    """The effect of a careless `.float()` in model code."""
 
     def forward(inputs: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", enabled=False):

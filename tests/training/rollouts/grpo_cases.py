@@ -1,4 +1,4 @@
-"""What runs inside the processes of test_grpo.py, and the oracle in plain torch on recorded answers."""
+"""Code run inside the processes of test_grpo.py, and the oracle in plain torch on recorded answers."""
 
 import json
 from collections.abc import Callable

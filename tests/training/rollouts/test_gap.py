@@ -9,7 +9,7 @@ PROMPTS, TOKENS = 16, 96
 
 
 def gap_of(apart: np.ndarray, own: np.ndarray, gap: Gap | None = None) -> dict[str, float]:
-    """Of a step's prompts (PROMPTS, TOKENS), beside the trainer's distance from itself."""
+    """The gap over a step's prompts (PROMPTS, TOKENS), beside the trainer's distance from itself."""
     return (gap or Gap(bound=3.0, one_sided=0.3)).measure(list(apart), [[own * 0.5, own, own]])
 
 

@@ -10,7 +10,7 @@ GROUP = 2
 
 
 def rollouts_of(samples: list[int]) -> Rollouts:
-    """Of each prompt number n, n + 1 tokens and answers of n + 1 and n + 2 tokens, that are n times 10 and on."""
+    """For each prompt number n, n + 1 tokens and answers of n + 1 and n + 2 tokens that count up from n times 10."""
     answers = [10 * n + np.arange(n + 1 + k) for n in samples for k in range(GROUP)]
     tokens = np.concatenate([np.empty(0, np.int64), *answers]).astype(np.int64)
     return Rollouts(

@@ -1,4 +1,4 @@
-"""Which rank is bound to which cores, by what the ranks of a machine say of themselves."""
+"""Cores that each rank is bound to, by what the ranks of a machine report of themselves."""
 
 import json
 import os

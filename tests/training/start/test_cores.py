@@ -1,4 +1,4 @@
-"""How the cores of recorded machines are divided, and of random ones."""
+"""The division of cores of recorded machines, and of random ones."""
 
 import random
 from pathlib import Path

@@ -27,7 +27,7 @@ def place() -> Iterator[Path]:
 
 
 def ask(place: Path, *, user: int | None = None, **variables: str) -> list[str]:
-    """What a process of that user answers: the line about caches, and where they are; or the error."""
+    """The answer of a process of that user: the line about caches, and where they are; or the error."""
     if user is not None and os.getuid() != 0:
         pytest.skip("only root can start a process of another user")
     reading, writing = os.pipe()
@@ -67,7 +67,7 @@ def test_a_home_that_cannot_be_written_keeps_its_credentials_and_loses_its_cache
 def test_a_user_without_a_home_gets_one(place: Path) -> None:
     line, paths = ask(place, user=NOBODY)
     cache = f"{place}/mantissa-{NOBODY}"
-    assert line == f"there is no HOME: libraries keep their caches in {cache}"
+    assert line == f"HOME is not set: libraries keep their caches in {cache}"
     assert paths == f"{cache}/torch_extensions {cache}"
 
 

@@ -52,6 +52,6 @@ def test_a_rank_does_not_join_the_store_of_another_job(monkeypatch, port):
     monkeypatch.setenv("MASTER_PORT", "0")
     theirs = open_store(rank=0, world_size=2, timeout=TIMEOUT, job="theirs")
     where = f"127.0.0.1:{theirs.port}"
-    with pytest.raises(UserError, match=f"{where}, is another job, theirs, and not this one, ours; set MASTER_PORT="):
+    with pytest.raises(UserError, match=f"{where}, is another job, theirs, not this one, ours; set MASTER_PORT="):
         open_store(rank=1, world_size=2, timeout=TIMEOUT, job="ours")
     assert open_store(rank=1, world_size=2, timeout=TIMEOUT, job="theirs").get("mantissa/job") == b"theirs"

@@ -1,4 +1,4 @@
-"""What runs inside the processes of test_classify.py, and the oracle in plain torch."""
+"""Code run inside the processes of test_classify.py, and the oracle in plain torch."""
 
 import json
 from functools import partial
@@ -127,7 +127,7 @@ def generators_after_the_reference(world: World, *, folder: Path, **options: Any
 
 
 def surveyed(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
-    """What `tools.analyze` measures and proposes."""
+    """The measurements and proposal of `tools.analyze`."""
     from tools.analyze.proposal import Limits
     from tools.analyze.survey import Plan, survey
 

@@ -1,4 +1,4 @@
-"""What the tests of several tasks share."""
+"""Fixtures that the tests of several tasks share."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What runs inside the processes of test_distill.py, and the oracle in plain torch."""
+"""Code run inside the processes of test_distill.py, and the oracle in plain torch."""
 
 import json
 from pathlib import Path
@@ -67,7 +67,7 @@ NAMES = ("base", "teacher")
 
 
 def first_metrics(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
-    """What the first step and the validation set measure, and the sum of squares of the gradient."""
+    """The metrics of the first step and the validation set, and the sum of squares of the gradient."""
     with session(resolve(folder, **options), world=world) as opened:
         engine = opened.engine
         health = engine.health(engine.forward_backward(opened.batches.next_step(), step=1))

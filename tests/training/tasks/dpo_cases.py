@@ -1,4 +1,4 @@
-"""What runs inside the processes of test_dpo.py, and the oracle in plain torch."""
+"""Code run inside the processes of test_dpo.py, and the oracle in plain torch."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""What runs inside the processes of test_seq2seq.py, and the oracle in plain torch."""
+"""Code run inside the processes of test_seq2seq.py, and the oracle in plain torch."""
 
 import json
 from functools import partial

@@ -1,4 +1,4 @@
-"""What runs inside the processes of test_sft.py, and the oracle in plain torch."""
+"""Code run inside the processes of test_sft.py, and the oracle in plain torch."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -59,7 +59,7 @@ def saved(world: World, *, folder: Path, to: Path, **options: Any) -> dict[str, 
 
 
 def taken(resolved: Resolved, world: World, step: Callable[[Session], dict[str, Any]]) -> dict[str, Any]:
-    """What `step` gives of each of some steps, the masters before and after, and whether the loss is chunked."""
+    """The results of `step` for some steps, the masters before and after each, and whether the loss is chunked."""
     with session(resolved, world=world, shares=("sequence", "expert")) as opened:
         before = masters(opened)
         found = [step(opened) for _ in range(STEPS)]
@@ -216,7 +216,7 @@ def parity_steps(
 
 
 def telemetry(world: World, *, resolve: Resolve = resolve, folder: Path, **options: Any) -> dict[str, Any]:
-    """What is measured on the first step, with the probe."""
+    """The telemetry of the first step, with the probe."""
     from training.telemetry import Telemetry
 
     with session(resolve(folder, **options), world=world) as opened:
@@ -229,7 +229,7 @@ def telemetry(world: World, *, resolve: Resolve = resolve, folder: Path, **optio
 
 
 def causes(world: World, *, resolve: Resolve = resolve, folder: Path, **options: Any) -> list[tuple[int, Any]]:
-    """Who made the first step not finite."""
+    """The causes of a first step that is not finite."""
     from training.attribution import attribute
 
     with session(resolve(folder, **options), world=world) as opened:
@@ -249,7 +249,7 @@ def ledger(world: World, *, folder: Path, **options: Any) -> list[Any]:
 
 
 def with_a_frozen_gradient(world: World, *, folder: Path, **options: Any) -> str:
-    """What the ledger says when a frozen weight has a gradient."""
+    """The ledger's complaint when a frozen weight has a gradient."""
     from training.engine.ledger import PrecisionError, read_ledger
 
     with session(resolve(folder, **options), world=world) as opened:
@@ -321,7 +321,7 @@ def mean_loss(model: Any, rows: list[tuple[Any, Any]], *, by_row: bool = False) 
 
 
 def lost_updates(world: World, *, folder: Path, rate: float, **options: Any) -> dict[str, Any]:
-    """What the meter says of the second step, and the whole masters before and after it."""
+    """The meter's report on the second step, and the whole masters before and after it."""
     from training.telemetry import Telemetry
 
     with session(resolve(folder, **options), world=world) as opened:

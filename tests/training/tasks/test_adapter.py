@@ -60,7 +60,7 @@ def test_the_base_is_held_once_in_the_compute_dtype(pair: ProcessGroup, folder: 
         assert entry["masters"].bytes // 4 == pytest.approx(held / share, abs=64)
         assert entry["moments"].bytes // 8 == pytest.approx(held / share, abs=64)
     assert (
-        "is frozen, and has a gradient"
+        "is frozen, but has a gradient"
         in pair.run(cases.with_a_frozen_gradient, folder=folder, stage=stage, compute=compute, overrides=(LORA,))[0]
     )
 

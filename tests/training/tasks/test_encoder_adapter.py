@@ -77,7 +77,7 @@ def test_single_steps_are_compared_with_fp32_head_and_all(pair: ProcessGroup, en
 def test_a_head_that_would_stay_as_drawn_is_refused_or_trained(solo: ProcessGroup, encoders: Path) -> None:
     """Files of a model without a head, whose output bias shares its module with a tied embedding."""
     bare = (*mlm_cases.mlm(encoders), f"model.name_or_path={encoders}/bare")
-    with pytest.raises(AssertionError, match="has no cls.predictions.bias, which an adapter would leave as it was"):
+    with pytest.raises(AssertionError, match="has no cls.predictions.bias, which stays at random values"):
         solo.run(cases.start, folder=encoders, overrides=(*bare, LORA))
     named = LORA[:-1] + ", modules_to_save: [cls.predictions]}"
     [started] = solo.run(cases.start, folder=encoders, overrides=(*bare, named))
@@ -98,7 +98,7 @@ HEADS = {"sequence": 3, "regression": 1}
 def test_an_export_is_a_folder_of_plain_peft_and_a_merged_model(
     pair: ProcessGroup, encoders: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From the masters of adapter and head: equal logits in plain `peft` and in plain transformers."""
+    """The masters of adapter and head are exported: equal logits in plain `peft` and in plain transformers."""
     overrides, name = job(encoders, JOBS[kind])
     overrides += ["run.steps=3", "optimizer.learning_rate=0.05", "guard.spike_sigmas=0", "faults=[]"]
     overrides += ["schedule={name: constant, warmup_steps: 0}", "checkpoint.every_steps=0"]

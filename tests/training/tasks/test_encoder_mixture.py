@@ -91,5 +91,5 @@ def test_a_source_may_have_one_label(solo: ProcessGroup, encoders: Path) -> None
     given = ("data.path=null", f"data.sources=[{{path: {first}}}, {{path: {second}}}]")
     [found] = solo.run(cases.mixture, folder=encoders, overrides=given)
     assert found["names"] == ["no", "yes"]
-    with pytest.raises(AssertionError, match="all rows have one label, so there is nothing to learn"):
+    with pytest.raises(AssertionError, match="all rows have the same label, which teaches nothing"):
         solo.run(cases.start, folder=encoders, overrides=(f"data.path={first}",))

@@ -1,4 +1,4 @@
-"""What makes Mantissa worth having works for encoders: resume, export, attribution, parity, telemetry, manifests."""
+"""Encoders get what causal models get: resume, export, attribution, parity, telemetry, manifests."""
 
 import json
 from pathlib import Path
@@ -105,14 +105,14 @@ def test_an_export_loads_in_transformers_with_equal_logits(
 def test_it_starts_from_the_folder_and_draws_only_what_that_lacks(
     pair: ProcessGroup, encoders: Path, kind: str
 ) -> None:
-    """In BF16: the masters are the folder's numbers, unrounded; the head is the same at every stage, on every rank."""
+    """The masters are the folder's numbers, unrounded, in BF16; the head is the same at every stage, on every rank."""
     found = []
     for stage in (2, 3):
         given = mlm(encoders) if kind == "mlm" else ()
         overrides = (*given, f"model.name_or_path={encoders}/bare")
         started = pair.run(cases.start, folder=encoders, stage=stage, compute="bf16", overrides=overrides)
         assert started[0]["notes"] == started[1]["notes"]
-        [note] = [line for line in started[0]["notes"] if "drawn by run.seed" in line]
+        [note] = [line for line in started[0]["notes"] if "initialised with run.seed" in line]
         assert ("classifier.weight" if kind == "sequence" else "cls.predictions") in note
         assert "encoder.layer" not in note
         found.append(started[0]["masters"])

@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def off(found: dict[str, Any], exact: dict[str, Any]) -> float:
-    """How far the updates of the experts' masters are apart, in units of these updates."""
+    """The distance between updates of the experts' masters, in units of these updates."""
     experts = {name for name in found["after"] if ".experts." in name}
     assert len(experts) == 4
     return distance_of_updates(

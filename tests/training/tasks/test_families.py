@@ -18,7 +18,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"tie_word_embeddings": True},
     "mixtral": {},
 }
-"""With what their public models have: tied embeddings, windows shorter than a row."""
+"""Features of their public models: tied embeddings, windows shorter than a row."""
 LORA = "adapter={kind: lora, r: 4, alpha: 8}"
 GIVEN = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 

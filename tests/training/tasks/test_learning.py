@@ -1,4 +1,4 @@
-"""What fine-tuning is for: questions that the model answered wrongly it answers to the letter afterwards, and stops."""
+"""Fine-tuning teaches: the model answers questions exactly that it answered wrongly before, and stops."""
 
 import json
 import random

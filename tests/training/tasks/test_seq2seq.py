@@ -114,7 +114,7 @@ def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair: ProcessGroup, sid
     evaluated = [row for row in events if row["event"] == "eval"]
     assert all(row["perplexity"] > 1 for row in evaluated) and len(evaluated) == 2
     notes = [row["text"] for row in events if row["event"] == "note" and "evaluate.batches" in row["text"]]
-    assert len(notes) == 1 and "evaluate.batches = 1: an evaluation is of 8 of the 9 sequences held out" in notes[0]
+    assert len(notes) == 1 and "evaluate.batches = 1: an evaluation uses 8 of the 9 held-out sequences" in notes[0]
 
 
 @pytest.mark.one_in(3)

@@ -99,7 +99,7 @@ def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair: ProcessGroup, sid
 def test_an_export_is_a_folder_of_plain_peft_and_a_merged_model(
     pair: ProcessGroup, sides: Path, tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From the masters: equal logits in plain `peft` and in plain transformers, and the same answers."""
+    """The masters are exported: equal logits in plain `peft` and in plain transformers, and the same answers."""
     (overrides, name), family = job(sides, what, JOBS), what.partition(",")[0]
     overrides += ["run.steps=2", "optimizer.learning_rate=0.05", "guard.spike_sigmas=0", "faults=[]"]
     pair.run(resume_cases.job, folder=str(sides), name=f"{name}-export", overrides=overrides, passes=None)

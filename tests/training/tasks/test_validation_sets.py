@@ -151,7 +151,7 @@ def test_a_job_records_each_set_and_names_what_it_left_out(pair: ProcessGroup, f
     accuracy = [event["metrics"]["token_accuracy"] for event in evaluated]
     assert 0 <= accuracy[0] <= accuracy[-1] <= 1
     said = "\n".join(prepare(cases.resolve(folder, overrides=(sets_of(folder, "easy"),)).config, progress=False).notes)
-    assert "validation set easy: 9 rows in " in said and "none of them trained, 1 dropped" in said
+    assert "validation set easy: 9 rows in " in said and "not trained on, 1 dropped" in said
 
 
 def test_a_set_without_a_row_that_fits_is_one_line(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What runs inside the processes of test_tracing.py."""
+"""Code run inside the processes of test_tracing.py."""
 
 import os
 import random

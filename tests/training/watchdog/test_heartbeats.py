@@ -45,7 +45,7 @@ class _World(World):
     said: Any = None
 
     def from_main(self, value: Any) -> Any:
-        """What rank 0 said."""
+        """The answer of rank 0."""
         if self.is_main:
             _World.said = value
         return _World.said
@@ -86,7 +86,7 @@ class Ranks:
 
 
 def cost(count: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Of one beat of all ranks, each at a line of its own."""
+    """The store's traffic for one beat of all ranks, each at a different source line."""
     ranks = Ranks(count, monkeypatch, machines=count // 8)
     lines = {rank: f"in step.py:{rank:04} wait" for rank in range(count)}
     ranks.beat(1, lines)

@@ -102,7 +102,7 @@ class Run:
         return self.process.returncode
 
     def seconds_until(self, pattern: str, since: float, *, within: float) -> float:
-        """When the first line with `pattern` came."""
+        """The time of the first line with `pattern`."""
         ends = since + within
         while True:
             for moment, text in list(self.lines):

@@ -1,4 +1,4 @@
-"""What the ranks of test_watch.py do: each scenario in processes of its own, since some do not live."""
+"""Scenarios of test_watch.py, each in processes of its own, since some ranks do not survive."""
 
 import contextlib
 import os

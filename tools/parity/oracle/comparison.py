@@ -1,4 +1,4 @@
-"""What a run recorded, compared with what was recomputed."""
+"""A run's records, compared with the recomputed ones."""
 
 from __future__ import annotations
 

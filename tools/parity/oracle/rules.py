@@ -172,7 +172,7 @@ class Mixed:
         return next((a, b) for a, b in pairwise(borders) if a <= place < b)
 
     def _begun(self, start: int, span: int) -> list[int]:
-        """Where in a window a source begins a pass, and the window's own ends."""
+        """The places in a window where a source begins a pass, and the window's two ends."""
         ends, given, found = list(accumulate(self._sizes)), self._given(start), {start, start + span}
         for place in range(start, start + span):
             owner = next(number for number, end in enumerate(ends) if self.sample(place) < end)

@@ -48,7 +48,7 @@ class Task:
         self._config, self._corpus, self._model = config, corpus, model
         self._shards: Any = corpus.train
         self._seen: list[tuple[Any, ...]] = []
-        """What `metrics` are made of, a row for each part that was computed without gradients."""
+        """The inputs of `metrics`, a row for each part that was computed without gradients."""
         self.frozen: tuple[Any, str | None] | None = None
         """A second model, whose weights stay as they are, and the name of its dtype; None is the run's."""
         self.order = self._order(by_source=corpus.mixture.samples if corpus.mixture is not None else ())
@@ -61,7 +61,7 @@ class Task:
         return found
 
     def metrics(self) -> dict[str, float]:
-        """What an evaluation may report beside its loss, over all parts that were computed without gradients."""
+        """Metrics that an evaluation may report beside its loss, over all parts computed without gradients."""
         right, losses, labels = (sum(column) for column in zip(*self._seen, strict=True))
         return {"token_accuracy": right / labels, "token_loss": losses / labels}
 

@@ -1,4 +1,4 @@
-"""Which errors of an object store are transient, and how to describe the others without secrets.
+"""Transient errors of an object store, and descriptions of the others without secrets.
 
 None of the libraries that raise them (botocore, aiohttp, gcsfs, adlfs) has to be installed, so they are classified by
 HTTP status, S3's error code and names of the transport's exceptions.
@@ -31,7 +31,7 @@ _NETWORK = "check the network and checkpoint.storage_options.endpoint_url"
 _ADVICE_FOR = {
     401: f"check the credentials: {ADVICE}",
     403: "check that these credentials may read, write, list and delete there, and use the key named for encryption",
-    "NoSuchBucket": "make the bucket, or correct checkpoint.dir",
+    "NoSuchBucket": "create the bucket, or correct checkpoint.dir",
     "NoCredentialsError": ADVICE,
     "ProfileNotFound": "check AWS_PROFILE and storage_options.profile",
     "EndpointConnectionError": _NETWORK,

@@ -34,7 +34,7 @@ class Missing(StoreError):
 
 
 class _ContentDiffers(Exception):
-    """What is in the store is not what was sent; a retry may help."""
+    """The store's content differs from the content sent; a retry may help."""
 
 
 class StoreFiles:
@@ -69,7 +69,7 @@ class StoreFiles:
         self._fs, self._root = self._connect()
 
     def upload(self, local: Path, name: str, *, sha256: str, size: int) -> None:
-        """Store a file under `name` and read it back: its SHA-256 and size [bytes] have to be these."""
+        """Store a file under `name` and read it back: its SHA-256 and size [bytes] must match."""
 
         def send_and_read_back() -> None:
             self._fs.put_file(str(local), self._path(name), **self._in_parts(size))
@@ -77,7 +77,7 @@ class StoreFiles:
                 self._require(name, sha256, size)
             except _ContentDiffers:
                 if file_sha256(local) != sha256:
-                    raise StoreError(f"{local}: is no longer what was written, so it is not uploaded") from None
+                    raise StoreError(f"{local}: changed since it was written, so it is not uploaded") from None
                 raise
 
         self._retried("upload", name, send_and_read_back)
@@ -88,7 +88,7 @@ class StoreFiles:
         def send_and_read_back() -> None:
             self._fs.pipe_file(self._path(name), text.encode())
             if self._fs.cat_file(self._path(name)) != text.encode():
-                raise _ContentDiffers("reads back with another content")
+                raise _ContentDiffers("reads back with different content")
 
         self._retried("upload", name, send_and_read_back)
 
@@ -101,7 +101,7 @@ class StoreFiles:
         return cast(bytes, content).decode(errors="replace") or None
 
     def download(self, name: str, local: Path, *, sha256: str, size: int, private: bool = False) -> None:
-        """Fetch a file, hashed on its way; `local` appears whole or not at all.
+        """Fetch a file, hashed on the way; `local` appears complete or not at all.
 
         private: only this user may read it. Raises Damaged when it is not there, or, fetched twice, has another
         SHA-256; OSError when the disk does not take it.

@@ -42,7 +42,7 @@ class Remote:
         on_main(world, lambda: self._publish(folder, step), there)
 
     def fetch(self, world: World, folder: Path, log: Callable[[str], Any]) -> None:
-        """Bring the newest checkpoint of the store into the run's checkpoints folder, unless what is there is newer.
+        """Fetch the store's newest checkpoint into the run's checkpoints folder, unless that has a newer one.
 
         log: called on every rank for each one that is passed over. Raises UserError, on every rank, when the store
         cannot be reached: a run must not start from scratch because a network is down.
@@ -94,7 +94,7 @@ class Remote:
                 self.store.delete(old)
 
     def _find_newer(self, folder: Path) -> tuple[list[tuple[int, dict[str, Any]]], list[str]]:
-        """Steps and manifests that are newer than those in the run folder, best first; why others are passed over."""
+        """Steps and manifests newer than those in the run folder, best first; and why others are passed over."""
         newer, passed_over = list[tuple[int, dict[str, Any]]](), list[str]()
         local, record = newest(folder), read_record(folder)
         mine = read_manifest(local) if local is not None else None
@@ -132,7 +132,7 @@ class Remote:
 
 
 def _asked(world: World, ask: Callable[[], T]) -> T:
-    """What the store answers rank 0, on every rank. Raises UserError, on every rank, when it cannot be reached."""
+    """Rank 0's answer from the store, on every rank. Raises UserError, on every rank, when it cannot be reached."""
     try:
         return world.on_main(ask, catch=(StoreError,))
     except UserError as error:
@@ -140,7 +140,7 @@ def _asked(world: World, ask: Callable[[], T]) -> T:
 
 
 def _of_another_run(manifest: dict[str, Any], step: int, record: Record | None) -> Unusable | None:
-    """Why a checkpoint in the store is not what it lies there as, or None."""
+    """Why a checkpoint in the store does not match its place, or None."""
     if manifest["step"] != step:
         return Unusable(f"{MANIFEST} is of step {manifest['step']}")
     run = run_in(manifest)

@@ -21,11 +21,11 @@ class Store(StoreFiles):
     """The checkpoints of one run in a store. Nothing here is a collective."""
 
     def steps(self) -> list[int]:
-        """The steps of which there is a manifest, in order."""
+        """The steps with a manifest, in order."""
         return sorted(step for step, names in self._listing().items() if MANIFEST in names)
 
     def unfinished(self) -> list[int]:
-        """The steps of which there are files but no manifest: half uploaded, or half deleted."""
+        """The steps with files but no manifest: half uploaded, or half deleted."""
         return sorted(step for step, names in self._listing().items() if MANIFEST not in names)
 
     def candidates(self, record: Record | None = None) -> list[tuple[int, dict[str, Any] | Unusable]]:
@@ -51,7 +51,7 @@ class Store(StoreFiles):
             return problem
 
     def publish(self, step: int, manifest: str) -> None:
-        """After all files of `step`: upload its sealed manifest, then LATEST."""
+        """Upload the sealed manifest of `step`, after all its files, then LATEST."""
         self.upload_text(f"step-{step}/{MANIFEST}", manifest)
         self.name_latest(step)
 
@@ -60,7 +60,7 @@ class Store(StoreFiles):
         self.upload_text(LATEST, f"step-{step}\n")
 
     def delete(self, step: int) -> None:
-        """Delete a checkpoint, its manifest first, so that a kill leaves nothing that is chosen."""
+        """Delete a checkpoint, its manifest first, so that a half-deleted one is never chosen."""
         self.remove(f"step-{step}/{MANIFEST}")
         for name in self.find(f"step-{step}"):
             self.remove(name)

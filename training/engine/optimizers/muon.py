@@ -67,7 +67,7 @@ def update(given: UpdateInputs) -> torch.Tensor:
 
 
 def rounding(given: UpdateInputs) -> float:
-    """How far, as a norm, an iteration in BF16 may be from `update`, which rounds differently; 0.0 in FP32.
+    """A bound, as a norm, on the distance of a BF16 iteration from `update`, which rounds differently; 0.0 in FP32.
 
     Two that start one rounding in FP32 apart are as far from each other as from the iteration in FP64, less where the
     direction has hardly any rank: there BF16's roundings are amplified until they are most of the step. Measured on

@@ -1,4 +1,4 @@
-"""What every optimizer's rule is computed from, and the averages of Adam, which several rules start with."""
+"""The inputs of every optimizer's rule, and the averages of Adam, which several rules start with."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class UpdateInputs:
     gradient: torch.Tensor
     """Unscaled and clipped."""
     states: Sequence[torch.Tensor]
-    """In the order of `OptimizerSpec.states_of`."""
+    """State tensors in the order of `OptimizerSpec.states_of`."""
     section: OptimizerSection
     weight_decay: float
     lr: float

@@ -71,7 +71,7 @@ def test_a_store_that_is_away_fails_saves_and_not_training(store: S3Server, tmp_
     store.direct.create_bucket(Bucket="away")
     given = settings(store, "away")
     output = finish(command("python", tmp_path, "none", *given, "checkpoint.dir=s3://nowhere/x"), exit_code=2)
-    assert "NoSuchBucket" in output.splitlines()[-1] and "make the bucket" in output
+    assert "NoSuchBucket" in output.splitlines()[-1] and "create the bucket" in output
     store.proxy.fail("PUT .*step-2/state.json", 403, times=100)
     finish(command("python", tmp_path, "denied", *given))
     notes = [event["text"] for event in events(tmp_path, "denied", "note")]

@@ -254,7 +254,7 @@ def test_what_never_arrives_whole_is_reported(s3: S3Server, tmp_path: Path) -> N
 def test_a_file_that_rotted_on_the_local_disk_is_not_sent_again_and_again(s3: S3Server, tmp_path: Path) -> None:
     path, sha256 = made(tmp_path, size=1000)
     path.write_bytes(bytes(1000))
-    with pytest.raises(StoreError, match="is no longer what was written, so it is not uploaded"):
+    with pytest.raises(StoreError, match="changed since it was written, so it is not uploaded"):
         store_of(s3).upload(path, "one", sha256=sha256, size=1000)
     assert s3.proxy.count("PUT") == 1
 
@@ -295,7 +295,7 @@ def test_permanent_errors_are_reported_at_once(s3: S3Server, tmp_path: Path) -> 
         assert not [value for value in list(CREDENTIALS.values())[:2] if value in str(error.value)]
 
     store, nowhere = store_of(s3), store_of(s3, "s3://no-such-bucket/demo")
-    no_bucket = r"s3://no-such-bucket/demo/.*NoSuchBucket: .*make the bucket, or correct checkpoint.dir"
+    no_bucket = r"s3://no-such-bucket/demo/.*NoSuchBucket: .*create the bucket, or correct checkpoint.dir"
     problem(lambda: nowhere.upload(path, "one", sha256=sha256, size=10), no_bucket, 1)
     problem(nowhere.candidates, no_bucket, 1)
     problem(nowhere.steps, no_bucket, 1)
@@ -338,7 +338,7 @@ def test_a_usable_store_is_left_as_it_was(s3: S3Server) -> None:
 
 
 def cut_off(s3: S3Server, after: int) -> None:
-    """From the request after so many on, nothing reaches the store: what a kill of the process leaves."""
+    """Let nothing reach the store after this many requests, as when the process is killed."""
     s3.proxy.clear()
     s3.proxy.fail("", "none", times=after)
     s3.proxy.fail("", 403, times=10_000)
@@ -423,7 +423,7 @@ def test_a_manifest_that_is_not_as_it_was_sealed(s3: S3Server, tmp_path: Path) -
     with pytest.raises(Damaged, match="does not have the SHA-256"):
         store.manifest(4)
     store.upload_text("step-4/manifest.json", sealed(manifest)[:-40])
-    with pytest.raises(Damaged, match="is not a whole manifest"):
+    with pytest.raises(Damaged, match="is not a complete manifest"):
         store.manifest(4)
     store.upload_text("step-4/manifest.json", sealed(manifest | {"format": 99}))
     with pytest.raises(Unusable, match="format 99"):
