@@ -113,7 +113,7 @@ class Guard:
         elif "skip" in trouble.helps and streak + 1 >= limit:
             trouble = too_many_skips(skips + 1, limit, trouble)
         elif trouble.routine:
-            return Judgement(Verdict.SKIP, f"{trouble.what}; {trouble.look_at}", routine=True)
+            return Judgement(Verdict.SKIP, trouble.tell(), routine=True)
         return self._react(trouble, {"promote": can_promote, "rollback": can_roll_back})
 
     def suspicion(self, health: Health) -> str | None:
@@ -210,9 +210,9 @@ class Guard:
             elif not possible.get(name, True):
                 passed_over.append(f"{name} has no {'module to promote' if name == 'promote' else 'checkpoint'}")
             else:
-                return Judgement(Verdict(name.upper()), f"{trouble.what}; {self._describe(name)}; {trouble.look_at}")
+                return Judgement(Verdict(name.upper()), trouble.tell(self._describe(name)))
         left = "no recovery left in guard.reactions" + (f" ({'; '.join(passed_over)})" if passed_over else "")
-        return Judgement(Verdict.ABORT, f"{trouble.what}; {left}; {trouble.look_at}")
+        return Judgement(Verdict.ABORT, trouble.tell(left))
 
     def _describe(self, name: str) -> str:
         section = self._section

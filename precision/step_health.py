@@ -96,11 +96,15 @@ class Trouble:
     what: str
     """The problem, with the numbers."""
     look_at: str
-    """The advice: a key to change, or where to read more."""
+    """The advice: a key to change, or where to read more; empty for none."""
     helps: tuple[str, ...]
     """The reactions of guard.reactions that can help."""
     routine: bool = False
     """An FP16 overflow that the loss scale handles."""
+
+    def tell(self, done: str = "") -> str:
+        """The problem, what is done about it, and the advice, in one line."""
+        return "; ".join(filter(None, (self.what, done, self.look_at)))
 
 
 def corrupted(health: Health) -> Trouble | None:
@@ -138,8 +142,7 @@ def not_finite(health: Health) -> Trouble | None:
     if health.routine_overflow:
         advice = "nothing to do unless it keeps happening"
         return Trouble(f"FP16 overflow, handled by the loss scale: {what}", advice, _ANY, routine=True)
-    advice = f"see the nonfinite events of step {health.step} in events.jsonl for rank, module and tensor"
-    return Trouble(what, advice, _ANY)
+    return Trouble(what, "", _ANY)  # the attribution says where
 
 
 def spike(health: Health, losses: RobustWindow, log_norms: RobustWindow, sigmas: float) -> Trouble | None:
@@ -199,10 +202,10 @@ def early_warning(reason: str) -> Trouble | None:
 def too_many_skips(skips: int, limit: int, last: Trouble | None) -> Trouble:
     """Too many skipped steps in a row. last: what is wrong with the present step; None: it looks healthy."""
     cause = last.what if last else "the optimizer refused steps that looked healthy"
-    look_at = last.look_at if last and not last.routine else "lower the learning rate or look at the data"
+    advice = last.look_at if last and not last.routine else ""
     return Trouble(
         f"{skips} steps in a row were skipped (guard.max_consecutive_skips = {limit}), the last one because: {cause}",
-        look_at,
+        advice or "lower the learning rate or look at the data",
         ("promote", "rollback"),
     )
 

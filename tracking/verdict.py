@@ -122,7 +122,9 @@ class Evidence:
         self.warned: dict[str, list[Any]] = {}
         """The first of what is counted in `warnings`, and how many, by the signal or else the kind of event."""
         self.refused: Event | None = None
-        """The newest incident."""
+        """The newest incident, with its first cause."""
+        self._cause: Event | None = None
+        """The first tensor of the newest step that was not finite."""
         self.rewarded = False
         """Whether `curve` is of the rewards of sampled answers, and not of the loss, which is about 0 there."""
         self.without_signal = self.spread = 0.0
@@ -136,8 +138,12 @@ class Evidence:
     def add(self, event: Event) -> None:
         """Take one event; a step may hold numbers as the strings "inf", "-inf" and "nan"."""
         kind = event["event"]
+        if kind == "incident" and self._cause and self._cause["step"] == event["step"]:
+            event = event | {"reason": f"{event['reason']}; {describe_event(self._cause)}"}
         if kind == "step":
             self._add_step(event)
+        elif kind == "nonfinite" and (self._cause or {}).get("step") != event["step"]:
+            self._cause = event
         elif kind == "run_start":
             self.start = self.start or event
             self._cut(event["step"] + 1)

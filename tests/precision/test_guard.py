@@ -90,7 +90,6 @@ def test_what_is_not_finite_is_skipped_with_its_numbers(health: Step) -> None:
     assert judgement.verdict is Verdict.SKIP and not judgement.routine
     for word in (f"loss {health.loss:g}", f"gradient norm {health.grad_norm:g}", "1 of 100", "guard.skip_budget"):
         assert word in judgement.reason
-    assert "nonfinite events of step 1" in judgement.reason
 
 
 def test_an_fp16_overflow_is_routine_and_uses_no_budget_until_it_persists() -> None:

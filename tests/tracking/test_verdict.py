@@ -87,6 +87,11 @@ def test_a_real_run_has_its_verdict(tmp_path: Path, kind: str) -> None:
     assert found.cause.startswith(cause) and command in found.command and bool(command) == bool(found.command)
 
 
+def test_an_incident_is_told_with_the_tensor_that_began_it(tmp_path: Path) -> None:
+    cause = read_run_folder(folder_of(tmp_path, "nan_at_24"), "nan_at_24").verdict.cause
+    assert " nan in the activation of model.layers.1.mlp on rank " in cause
+
+
 @pytest.mark.parametrize("kind", REAL)
 def test_every_reader_shows_the_same_verdict(tmp_path: Path, kind: str) -> None:
     run_dir = folder_of(tmp_path, kind)
