@@ -19,6 +19,7 @@ from config.deepspeed.document import write_in_fp32
 from config.errors import UserError
 from config.launcher import as_launched
 from config.resolved import Resolved
+from config.schema import SAMPLING_TASKS
 from launch.job import (
     TRAIN,
     default_processes,
@@ -114,8 +115,10 @@ def plan(
     launched = as_launched(processes)
     arguments = ["--config", config, *overrides]
     resolved = read_command_line(arguments, launched)
-    if resolved.config.task == "grpo":
-        raise UserError("task = grpo: two runs sample other answers, so that only their single steps can be compared")
+    if (task := resolved.config.task) in SAMPLING_TASKS:
+        raise UserError(
+            f"task = {task}: two runs sample other answers, so that only their single steps can be compared"
+        )
     length = with_steps(resolved) if steps is None else shorten(resolved.config, steps)
     if length:
         arguments += length

@@ -15,7 +15,7 @@ import torch
 from training.engine import Engine
 from training.engine.ledger import PrecisionError
 from training.engine.tensors import whole_weight
-from training.rollouts.sampler import Sampler
+from training.rollouts.transformers_sampler import TransformersSampler, digest
 
 _ATTEMPTS = 2
 _NAMED = 5
@@ -34,14 +34,7 @@ class Synced(NamedTuple):
     seconds: float
 
 
-def digest(tensor: torch.Tensor) -> str:
-    """SHA-256 of a tensor's dtype, shape and values, -0.0 as 0.0, which kernels may write for it."""
-    values = (tensor.detach() + 0.0).contiguous().cpu()
-    head = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
-    return hashlib.sha256(head + values.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
-
-
-def synchronise(engine: Engine, sampler: Sampler) -> Synced:
+def synchronise(engine: Engine, sampler: TransformersSampler) -> Synced:
     """Send the trainer's weights and prove that the sampler computes with them. A collective. Raises NotSynced."""
     started, wrong = time.perf_counter(), list[str]()
     for _ in range(_ATTEMPTS):

@@ -15,7 +15,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,8 +28,7 @@ from config.printable import printable
 from config.schema import GrpoSection
 from tracking.file_lock import exclusive_lock
 from training.distributed import World
-from training.rollouts.sampler import Answer, Request, Weights
-from training.rollouts.transformers_sampler import TransformersSampler
+from training.rollouts.transformers_sampler import Answer, Request, TransformersSampler, Weights
 
 T = TypeVar("T")
 
@@ -42,50 +40,41 @@ class ServerError(RuntimeError):
     """A server did not answer, or did not answer what it was asked."""
 
 
-class VllmSampler:
-    """The servers that a run samples from; this rank asks one of them."""
+class VllmSampler(TransformersSampler):
+    """The servers that a run samples from; this rank asks one of them.
 
-    def __init__(
-        self,
-        section: GrpoSection,
-        world: World,
-        copy: TransformersSampler,
-        *,
-        ends: Sequence[int],
-    ) -> None:
-        """copy: has the weights in this process, from which the file is written, and in which the trainer is measured
-        against itself. ends: tokens that end an answer.
+    The copy in this process has the weights that the file is written from; the trainer is measured against it.
+    """
 
-        Raises UserError where a server cannot be reached or cannot take weights.
-        """
-        self.folder = Path()
-        """Folder of the file of weights, which the servers have to see under the same path."""
-        self._section, self._world, self._copy, self._ends = section, world, copy, list(ends)
+    def __init__(self, model: PreTrainedModel, section: GrpoSection, world: World, *, ends: Sequence[int]) -> None:
+        """Raises UserError where a server cannot be reached or cannot take weights."""
+        super().__init__(model, section, world, ends=ends)
         self._urls = [url.rstrip("/") for url in section.urls]
         self._own = self._urls[world.rank % len(self._urls)]
         self._label, self._proven = "", dict[str, str]()
-        self.identity = world.on_main(self._started)
 
-    @property
-    def _file(self) -> Path:
-        return self.folder / "weights.safetensors"
-
-    def _started(self) -> str:
-        def ask(url: str) -> str:
+        def start(url: str) -> str:
             version = _call(url, "/version")["version"]
             self._initialise(url)
             return f"vllm {version}"
 
-        return ", ".join(sorted({self._patiently(url, ask, _wait) for url in self._urls}))
+        self.identity = world.on_main(
+            lambda: ", ".join(sorted({self._patiently(url, start, lambda url: None) for url in self._urls}))
+        )
+
+    @property
+    def _file(self) -> Path:
+        """The file of weights, which the servers have to see under the same path."""
+        return self.folder / "weights.safetensors"
 
     def receive(self, weights: Weights) -> None:
         """Have every server read the weights from a new file. A collective."""
-        self._copy.receive(weights)
+        super().receive(weights)
         self._label = self._world.from_main(secrets.token_hex(16))
 
         def send() -> None:
             self._file.parent.mkdir(exist_ok=True)
-            own = self._copy.model.named_parameters()
+            own = self.model.named_parameters()
             save_file({name: value.detach().cpu().contiguous() for name, value in own}, self._file)
             for url in self._urls:
                 self._patiently(url, self._send, self._initialise)
@@ -94,13 +83,16 @@ class VllmSampler:
 
     def _send(self, url: str) -> None:
         """Have one server read the file, between two requests."""
-        _call(url, "/pause?mode=wait", {})
-        _call(url, "/start_weight_update", {})
-        _call(url, "/update_weights", {"update_info": {"path": str(self._file.resolve())}})
-        _call(url, "/finish_weight_update", {"weight_version": self._label})
-        _call(url, "/collective_rpc", {"method": "repack_tied_head"})
-        _call(url, "/reset_prefix_cache", {})
-        _call(url, "/resume", {})
+        for path, body in (
+            ("/pause?mode=wait", {}),
+            ("/start_weight_update", {}),
+            ("/update_weights", {"update_info": {"path": str(self._file.resolve())}}),
+            ("/finish_weight_update", {"weight_version": self._label}),
+            ("/collective_rpc", {"method": "repack_tied_head"}),
+            ("/reset_prefix_cache", {}),
+            ("/resume", {}),
+        ):
+            _call(url, path, body)
 
     def digests(self) -> dict[str, str]:
         """The servers' digests; "servers differ" for a tensor in which they do. A collective."""
@@ -172,7 +164,7 @@ class VllmSampler:
             "top_p": 1.0,
             "top_k": 0,
             "min_p": 0.0,
-            "seed": _seed(request.key),
+            "seed": int.from_bytes(blake2b(request.key.encode(), digest_size=7).digest(), "little"),
             "logprobs": 0,
             "detokenize": False,
             "ignore_eos": True,
@@ -189,23 +181,10 @@ class VllmSampler:
         ids, log_probs = np.array(choice["token_ids"], np.int64), np.array(scores, np.float32)
         return Answer(ids, log_probs, choice["finish_reason"] == "stop")
 
-    def in_fp32(self) -> AbstractContextManager[PreTrainedModel]:
-        """The copy, computing in FP32 until the context ends."""
-        return self._copy.in_fp32()
-
     def close(self) -> None:
         """Remove the weights. The servers belong to the user."""
-        if self._world.is_main:
+        if self._world.is_main and self._label:
             self._file.unlink(missing_ok=True)
-
-
-def _seed(key: str) -> int:
-    """vLLM's seed of an answer."""
-    return int.from_bytes(blake2b(key.encode(), digest_size=7).digest(), "little")
-
-
-def _wait(url: str) -> None:
-    """Nothing helps a server that has not started yet."""
 
 
 def _effective_hashes(url: str) -> dict[str, str]:

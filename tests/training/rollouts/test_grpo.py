@@ -3,13 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import GenerationConfig
 
 from config.task import ALGORITHMS
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.models.plain_steps import require_equal
-from tests.support.rows.chats import write_base
+from tests.support.rows.chats import write_base, write_teacher
 from tests.support.rows.prompts import write_prompts
 from tests.training.checkpoint import resume_cases
 from tests.training.rollouts import grpo_cases as cases
@@ -23,11 +24,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, tied in (("base", False), ("tied", True)):
         write_base(made / name, tie_word_embeddings=tied)
         GenerationConfig(eos_token_id=list(range(60))).save_pretrained(made / name)  # so that answers end
+    write_teacher(made / "teacher")
     write_prompts(made / "prompts.jsonl", 40)
     return made
 
 
 def require_same(found: dict[str, Any], folder: Path, *overrides: str) -> None:
+    if "task=opd" in overrides:
+        exact = cases.taught_oracle(folder, found["steps"], cases.resolve(folder, overrides=overrides).config)
+        require_equal(found, exact)
+        assert [step["metrics"]["kl"] for step in found["steps"]] == pytest.approx(
+            [step["kl"] for step in exact["steps"]], rel=1e-5
+        )
+        return
     exact = cases.oracle(folder, found["steps"], cases.resolve(folder, overrides=overrides).config)
     require_equal(found, exact, loss_error=1e-6)  # advantages of a group add up to 0
     for mine, theirs in zip(found["steps"], exact["steps"], strict=True):
@@ -46,7 +55,19 @@ def test_one_and_two_ranks_equal_plain_torch(pair: ProcessGroup, solo: ProcessGr
             first = found["steps"][0]["answers"]
             answers = answers if answers is not None else first
             assert first.answers.tolist() == answers.answers.tolist()
-            assert len(set(first.lengths.tolist())) > 2
+            assert len(np.unique(first.lengths)) > 2
+            assert max(step["metrics"]["gap/of_bound"] for step in found["steps"]) < 1
+
+
+@pytest.mark.parametrize("loss", ["reverse_kl, temperature: 1.5", "forward_kl", "jsd, beta: 0.3, sharded: true"])
+def test_a_teacher_on_own_answers_equals_plain_torch(
+    pair: ProcessGroup, solo: ProcessGroup, folder: Path, loss: str
+) -> None:
+    given = ("task=opd", "grpo.rewards=[]", f"distill={{teacher: {folder}/teacher, loss: {loss}}}")
+    for group, stages in ((pair, (0, 3) if loss == "forward_kl" else (1, 2)), (solo, (2,))):
+        for stage in stages:
+            found = group.run(cases.steps, folder=folder, stage=stage, overrides=given)[0]
+            require_same(found, folder, *given)
             assert max(step["metrics"]["gap/of_bound"] for step in found["steps"]) < 1
 
 
@@ -121,4 +142,4 @@ def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair: ProcessGroup, fol
     given = resume_cases.task_job(folder, *cases.TASK[1:], *JOB, task="grpo", rows="prompts")
     resume_cases.ends_as_whole(pair, folder, "answers", given, breaks=(19, 13), seconds=300)
     kept = files.read(files.path_of(folder / "runs/answers/rollouts", 3))
-    assert kept is not None and len(kept.samples) == 4 and kept.group == cases.GROUP
+    assert kept is not None and kept.lengths.shape == (4, cases.GROUP)
