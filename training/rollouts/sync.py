@@ -1,8 +1,8 @@
 """Guarantee 1: before a token is sampled, what the sampler computes with equals the trainer's weights, by hash.
 
-The trainer's side of the comparison is hashed from the weights that its own modules compute with, tensor by tensor, and
-under every name that a tied tensor has. A difference is answered by sending everything once more, and then ends the
-run, naming the tensors.
+The trainer's side of the comparison is the weights that its own modules compute with, tensor by tensor, and under every
+name that a tied tensor has. Each rank hashes a share of them; a copy in this process is compared bit for bit. A
+difference is answered by sending everything once more, and then ends the run, naming the tensors.
 """
 
 import hashlib
@@ -36,13 +36,13 @@ class Synced(NamedTuple):
 
 def synchronise(engine: Engine, sampler: TransformersSampler) -> Synced:
     """Send the trainer's weights and prove that the sampler computes with them. A collective. Raises NotSynced."""
-    started, wrong = time.perf_counter(), list[str]()
+    started, world, wrong = time.perf_counter(), engine.world, list[str]()
     for _ in range(_ATTEMPTS):
-        expected: dict[str, str] = {}
-        sampler.receive(_weights(engine, expected))
-        held = sampler.digests()
-        own = sorted(name for name in expected if held.get(name) != expected[name])
-        wrong = sorted({name for names in engine.world.gather_objects(own) for name in names})
+        share: dict[str, str] = {}
+        sampler.receive(_weights(engine, share))
+        expected = {name: known for part in world.gather_objects(share) for name, known in part.items()}
+        own = sampler.differing(_weights(engine), expected)
+        wrong = sorted({name for names in world.gather_objects(own) for name in names})
         if not wrong:
             break
     else:
@@ -56,10 +56,15 @@ def synchronise(engine: Engine, sampler: TransformersSampler) -> Synced:
     return Synced(version, len(expected), time.perf_counter() - started)
 
 
-def _weights(engine: Engine, expected: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter's whole weight under each of its names, whose digest goes into `expected`."""
-    known: dict[int, str] = {}
-    for name, parameter in engine.model.named_parameters(remove_duplicate=False):
-        whole = whole_weight(engine, parameter)
-        expected[name] = known[id(parameter)] = known.get(id(parameter)) or digest(whole)
+def _weights(engine: Engine, share: dict[str, str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter's whole weight under each of its names. share: takes the digests that this rank computes."""
+    named = list(engine.model.named_parameters(remove_duplicate=False))
+    names: dict[int, list[str]] = {}
+    for name, parameter in named:
+        names.setdefault(id(parameter), []).append(name)
+    mine = list(names)[engine.world.rank :: engine.world.world_size]
+    for name, parameter in named:
+        whole, tied = whole_weight(engine, parameter), names[id(parameter)]
+        if share is not None and id(parameter) in mine and name == tied[0]:
+            share.update(dict.fromkeys(tied, digest(whole)))
         yield name, whole

@@ -6,7 +6,7 @@ has another, in servers. Token ids go in and come out, never text; every rank as
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
@@ -58,6 +58,12 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(head + values.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether dtype, shape and every bit are equal."""
+    alike = one.dtype == other.dtype and one.shape == other.shape
+    return alike and torch.equal(*(x.detach().reshape(-1).view(torch.uint8) for x in (one, other)))
+
+
 def copy_of_model(resolved: Resolved, shape: PretrainedConfig, engine: Engine) -> PreTrainedModel:
     """The model of a run with its start weights, in the trainer's dtypes, in evaluation mode, whole on this rank."""
     config, seed = resolved.config, resolved.config.run.seed
@@ -96,9 +102,11 @@ class TransformersSampler:
         for name, tensor in weights:
             own[name].copy_(tensor)
 
-    def digests(self) -> dict[str, str]:
-        """`digest` of every tensor that it computes with now, by the trainer's name: not of what it received."""
-        return {name: digest(value) for name, value in self.model.named_parameters(remove_duplicate=False)}
+    def differing(self, weights: Weights, expected: Mapping[str, str]) -> list[str]:
+        """The trainer's names of the tensors that it computes with now, whatever it received, that are not the
+        trainer's. expected: `digest` of each."""
+        own = dict(self.model.named_parameters(remove_duplicate=False))
+        return [name for name, tensor in weights if not _same(own[name], tensor)]
 
     def sample(self, requests: Sequence[Request], *, version: str) -> list[Answer]:
         """Answers in the order of the requests, by the weights of that version (`Synced.version`)."""

@@ -13,7 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
@@ -94,17 +94,15 @@ class VllmSampler(TransformersSampler):
         ):
             _call(url, path, body)
 
-    def digests(self) -> dict[str, str]:
-        """The servers' digests; "servers differ" for a tensor in which they do. A collective."""
+    def differing(self, weights: Weights, expected: Mapping[str, str]) -> list[str]:
+        """Tensors in which any server computes with other weights, by their digests. A collective."""
 
-        def ask() -> dict[str, str]:
-            found = [self._patiently(url, _effective_hashes, self._send_again) for url in self._urls]
-            names = {name for one in found for name in one}
-            said = {name: {one.get(name, "missing") for one in found} for name in names}
-            return {name: values.pop() if len(values) == 1 else "servers differ" for name, values in said.items()}
+        def ask() -> list[dict[str, str]]:
+            return [self._patiently(url, _effective_hashes, self._send_again) for url in self._urls]
 
-        self._proven = self._world.on_main(ask)
-        return self._proven
+        self._proven = dict(expected)
+        found = self._world.on_main(ask)
+        return [name for name, known in expected.items() if any(one.get(name) != known for one in found)]
 
     def sample(self, requests: Sequence[Request], *, version: str) -> list[Answer]:
         """Answers in the order of the requests. Raises UserError where the server stays away."""
@@ -154,7 +152,8 @@ class VllmSampler(TransformersSampler):
         """Give a server the weights that were proven, one rank at a time, and prove them again."""
         with exclusive_lock(self._file.with_suffix(".lock"), wait_s=self._section.server_seconds):
             self._send_again(url)
-            if _effective_hashes(url) != self._proven:
+            held = _effective_hashes(url)
+            if any(held.get(name) != known for name, known in self._proven.items()):
                 raise ServerError("it computes with other weights than those that were proven")
 
     def _answer(self, request: Request, version: str) -> Answer:

@@ -24,7 +24,7 @@ from tests.support.jobs.launches import wait_until
 from training.distributed import World
 from training.rollouts import vllm_sampler
 from training.rollouts.gap import FLOOR
-from training.rollouts.transformers_sampler import Request, TransformersSampler
+from training.rollouts.transformers_sampler import Request, digest
 from training.rollouts.vllm_sampler import VllmSampler
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
@@ -103,8 +103,8 @@ def changed(sampler: VllmSampler) -> dict[str, torch.Tensor]:
 
 
 def differing(sampler: VllmSampler) -> list[str]:
-    held, expected = sampler.digests(), TransformersSampler.digests(sampler)
-    return [name for name in expected if held.get(name) != expected[name]]
+    expected = {name: digest(value) for name, value in sampler.model.named_parameters(remove_duplicate=False)}
+    return sampler.differing((), expected)
 
 
 def requests(length: int = 4, count: int = 16) -> list[Request]:
