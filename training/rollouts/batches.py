@@ -122,7 +122,8 @@ class RolloutBatches(Batches):
         synced = synchronise(self._engine, self.sampler)
         kept = self._kept(step)
         midway = self._position - 1 >= step  # of a step that is not the first on its answers
-        if kept is not None and (midway or kept.version == synced.version):
+        fits = kept is not None and kept.rewards.shape[-1] == len(self._rewards.names)
+        if kept is not None and fits and (midway or kept.version == synced.version):
             self._gap.usual = files.facts_of(kept).get("gap/self_usual")
             return kept
         if self._gap.usual is None and (before := self._kept(step - self._section.updates)) is not None:

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,21 +38,14 @@ class _Worker:
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         """The answer to a request; {"error": why} where there is none in time."""
         if self._process is None:
-            command = [sys.executable, str(REPOSITORY / "training/rollouts/reward_worker.py")]
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-            )
-            self.ask({"function": request["function"]}, _START_SECONDS)  # its import is not on the clock
-        process, late = self._process, list[bool]()
-        if process is None:  # its import ended it
-            return {"error": "the process ended while it imported the function"}
+            command, pipe = [sys.executable, str(REPOSITORY / "training/rollouts/reward_worker.py")], subprocess.PIPE
+            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)
+            found = self.ask({"function": request["function"]}, _START_SECONDS)  # its import is not on the clock
+            if self._process is None:
+                return found
+        process, started = self._process, time.monotonic()
         assert process.stdin is not None and process.stdout is not None
-
-        def end() -> None:
-            late.append(True)
-            self._kill(process)
-
-        timer = Timer(seconds, end)
+        timer = Timer(seconds, os.killpg, (process.pid, signal.SIGKILL))
         timer.start()
         try:
             process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -59,21 +53,18 @@ class _Worker:
             answer: dict[str, Any] = json.loads(process.stdout.readline())
             return answer
         except (OSError, ValueError):
+            late = time.monotonic() - started >= seconds
+            timer.cancel()
             self.close()
             return {"error": "no answer in time" if late else f"the process ended with code {process.returncode}"}
         finally:
             timer.cancel()
 
-    @staticmethod
-    def _kill(process: subprocess.Popen[bytes]) -> None:
-        """End a process and whatever its functions started."""
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-
     def close(self) -> None:
-        """End the process."""
+        """End the process and whatever its functions started."""
         if self._process is not None:
-            self._kill(self._process)
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.communicate()
             self._process = None
 

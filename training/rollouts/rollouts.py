@@ -76,9 +76,9 @@ def padded(rows: Sequence[np.ndarray], width: int, dtype: Any = np.int64) -> np.
 def interleaved(parts: Sequence[Rollouts]) -> Rollouts:
     """The answers of all ranks in the order of the global batch, whose prompt n is the rank n modulo ranks's."""
     joined: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _ARRAYS}
-    longest = {"prompts": joined["prompt_lengths"].max(), **dict.fromkeys(("answers", "sampler", "old"))}
-    for name, width in longest.items():
-        joined[name] = joined[name][..., : joined["lengths"].max() if width is None else width]
+    for name in ("prompts", "answers", "sampler", "old"):
+        lengths = joined["prompt_lengths" if name == "prompts" else "lengths"]
+        joined[name] = joined[name][..., : lengths.max()]
     places = [np.arange(len(part.samples)) * len(parts) + rank for rank, part in enumerate(parts)]
     return replace(parts[0], **joined).of(np.argsort(np.concatenate(places)))
 

@@ -39,7 +39,7 @@ def synchronise(engine: Engine, sampler: TransformersSampler) -> Synced:
     started, world, wrong = time.perf_counter(), engine.world, list[str]()
     for _ in range(_ATTEMPTS):
         share: dict[str, str] = {}
-        sampler.receive(_weights(engine, share))
+        sampler.receive(_weights(engine, share, sampler.frozen))
         expected = {name: known for part in world.gather_objects(share) for name, known in part.items()}
         own = sampler.differing(_weights(engine), expected)
         wrong = sorted({name for names in world.gather_objects(own) for name in names})
@@ -56,8 +56,13 @@ def synchronise(engine: Engine, sampler: TransformersSampler) -> Synced:
     return Synced(version, len(expected), time.perf_counter() - started)
 
 
-def _weights(engine: Engine, share: dict[str, str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter's whole weight under each of its names. share: takes the digests that this rank computes."""
+def _weights(
+    engine: Engine, share: dict[str, str] | None = None, frozen: dict[str, str] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter's whole weight under each of its names.
+
+    share: takes the digests that this rank computes. frozen: those of weights that are not trained, once computed.
+    """
     named = list(engine.model.named_parameters(remove_duplicate=False))
     names: dict[int, list[str]] = {}
     for name, parameter in named:
@@ -65,6 +70,8 @@ def _weights(engine: Engine, share: dict[str, str] | None = None) -> Iterator[tu
     mine = list(names)[engine.world.rank :: engine.world.world_size]
     for name, parameter in named:
         whole, tied = whole_weight(engine, parameter), names[id(parameter)]
-        if share is not None and id(parameter) in mine and name == tied[0]:
-            share.update(dict.fromkeys(tied, digest(whole)))
+        if share is not None and frozen is not None and id(parameter) in mine and name == tied[0]:
+            known = frozen.get(name) or digest(whole)
+            frozen |= {} if parameter.requires_grad else {name: known}
+            share |= dict.fromkeys(tied, known)
         yield name, whole

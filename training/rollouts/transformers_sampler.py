@@ -60,8 +60,9 @@ def digest(tensor: torch.Tensor) -> str:
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether dtype, shape and every bit are equal."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
     alike = one.dtype == other.dtype and one.shape == other.shape
-    return alike and torch.equal(*(x.detach().reshape(-1).view(torch.uint8) for x in (one, other)))
+    return alike and torch.equal(*(x.detach().reshape(-1).view(bits) for x in (one, other)))
 
 
 def copy_of_model(resolved: Resolved, shape: PretrainedConfig, engine: Engine) -> PreTrainedModel:
@@ -92,6 +93,8 @@ class TransformersSampler:
         """Where the run keeps its answers."""
         self.identity = f"transformers {transformers.__version__}, torch {torch.__version__}"
         """Name and version, for the record."""
+        self.frozen: dict[str, str] = {}
+        """`digest` of weights that are not trained."""
         self._takes_positions = "position_ids" in signature(model.forward).parameters
 
     @torch.no_grad()
@@ -116,11 +119,11 @@ class TransformersSampler:
 
     @torch.no_grad()
     def _drawn(self, requests: Sequence[Request]) -> list[Answer]:
-        device, rows, longest_answer = self.model.device, len(requests), self._section.max_new_tokens
-        numbers = torch.from_numpy(np.stack([uniforms(request.key, longest_answer) for request in requests])).to(device)
+        device, rows, most = self.model.device, len(requests), self._section.max_new_tokens
+        numbers = torch.from_numpy(np.stack([uniforms(request.key, most) for request in requests])).to(device)
         longest = max(len(request.prompt) for request in requests)
         ids = torch.zeros(rows, longest, dtype=torch.int64)
-        seen = torch.zeros(rows, longest + longest_answer, dtype=torch.int64, device=device)
+        seen = torch.zeros(rows, longest + most, dtype=torch.int64, device=device)
         for row, request in enumerate(requests):  # padded at the left, so that all go on at one place
             start = longest - len(request.prompt)
             ids[row, start:] = torch.from_numpy(request.prompt)
@@ -131,8 +134,8 @@ class TransformersSampler:
         open_rows = torch.ones(rows, dtype=torch.bool, device=device)
         ends = torch.tensor(self._ends, dtype=torch.int64, device=device)
         drawn, found = [], []
-        lengths = torch.full((rows,), longest_answer, device=device)
-        for step in range(longest_answer):
+        lengths = torch.full((rows,), most, device=device)
+        for step in range(most):
             last = first + ids.shape[1]
             given: dict[str, Any] = {"attention_mask": seen[:, :last]} if padded else {}
             given |= {"position_ids": positions[:, first:last]} if self._takes_positions else {}

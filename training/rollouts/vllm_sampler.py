@@ -34,6 +34,7 @@ T = TypeVar("T")
 
 _ASK_SECONDS = 600.0
 """Time limit of one request, after which the server counts as hung."""
+_ALL_TOKENS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 
 
 class ServerError(RuntimeError):
@@ -54,13 +55,10 @@ class VllmSampler(TransformersSampler):
         self._label, self._proven = "", dict[str, str]()
 
         def start(url: str) -> str:
-            version = _call(url, "/version")["version"]
             self._initialise(url)
-            return f"vllm {version}"
+            return f"vllm {_call(url, '/version')['version']}"
 
-        self.identity = world.on_main(
-            lambda: ", ".join(sorted({self._patiently(url, start, lambda url: None) for url in self._urls}))
-        )
+        self.identity = world.on_main(lambda: ", ".join(sorted({self._patiently(url, start) for url in self._urls})))
 
     @property
     def _file(self) -> Path:
@@ -106,33 +104,30 @@ class VllmSampler(TransformersSampler):
 
     def sample(self, requests: Sequence[Request], *, version: str) -> list[Answer]:
         """Answers in the order of the requests. Raises UserError where the server stays away."""
-        answers: dict[int, Answer] = {}
+        answers: list[Answer] = []
 
         def ask(url: str) -> None:
-            left = [place for place in range(len(requests)) if place not in answers]
             with ThreadPoolExecutor(self._section.at_once) as pool:
-                found = pool.map(lambda place: self._answer(requests[place], version), left)
-                for place, answer in zip(left, found, strict=True):
-                    answers[place] = answer
+                for answer in pool.map(lambda request: self._answer(request, version), requests[len(answers) :]):
+                    answers.append(answer)
 
         self._patiently(self._own, ask, self._restore)
-        return [answers[place] for place in range(len(requests))]
+        return answers
 
-    def _patiently(self, url: str, act: Callable[[str], T], recover: Callable[[str], None]) -> T:
+    def _patiently(self, url: str, act: Callable[[str], T], recover: Callable[[str], None] | None = None) -> T:
         """The answer of a server, which is asked again for as long as the run waits for it, after `recover` each time.
 
         Raises UserError.
         """
-        seconds = self._section.server_seconds
-        until, failed = time.monotonic() + seconds, False
+        until, failed = time.monotonic() + self._section.server_seconds, False
         while True:
             try:
-                if failed:
+                if failed and recover is not None:
                     recover(url)
                 return act(url)
             except ServerError as error:
                 if time.monotonic() > until:
-                    why = f"grpo.server_seconds = {seconds:g} are over"
+                    why = f"grpo.server_seconds = {self._section.server_seconds:g} are over"
                     raise UserError(f"grpo.urls: {url}: {error}; {why}") from None
                 if not failed:
                     said = f"rank {self._world.rank}: waiting for {url}: {error}"
@@ -140,7 +135,8 @@ class VllmSampler(TransformersSampler):
                 failed = True
                 time.sleep(1.0)
 
-    def _initialise(self, url: str) -> None:
+    @staticmethod
+    def _initialise(url: str) -> None:
         """Let a server that was started anew take weights."""
         _call(url, "/init_weight_transfer_engine", {"init_info": {}})
 
@@ -157,25 +153,21 @@ class VllmSampler(TransformersSampler):
                 raise ServerError("it computes with other weights than those that were proven")
 
     def _answer(self, request: Request, version: str) -> Answer:
+        section, seed = self._section, int.from_bytes(blake2b(request.key.encode(), digest_size=7).digest(), "little")
         sampling = {
-            "max_tokens": self._section.max_new_tokens,
-            "temperature": self._section.temperature,
-            "top_p": 1.0,
-            "top_k": 0,
-            "min_p": 0.0,
-            "seed": int.from_bytes(blake2b(request.key.encode(), digest_size=7).digest(), "little"),
-            "logprobs": 0,
-            "detokenize": False,
-            "ignore_eos": True,
-            "stop_token_ids": self._ends,
+            "max_tokens": section.max_new_tokens,
+            "temperature": section.temperature,
+            "seed": seed,
+            **_ALL_TOKENS,
         }
+        sampling |= {"logprobs": 0, "detokenize": False, "ignore_eos": True, "stop_token_ids": self._ends}
         asked = {"token_ids": request.prompt.tolist(), "sampling_params": sampling, "cache_salt": version}
         (choice,) = _call(self._own, "/inference/v1/generate", asked)["choices"]
         labels = {span["version"] for span in choice.get("weight_versions") or [{"version": None}]}
         scores = [token["logprob"] for token in (choice["logprobs"] or {}).get("content", [])]
         if labels != {self._label}:
             raise ServerError(f"it answered with weights labelled {labels}, not those that were proven")
-        if not 0 < len(choice["token_ids"]) == len(scores) <= self._section.max_new_tokens:
+        if not 0 < len(choice["token_ids"]) == len(scores) <= section.max_new_tokens:
             raise ServerError(f"it answered {len(choice['token_ids'])} tokens and {len(scores)} log-probabilities")
         ids, log_probs = np.array(choice["token_ids"], np.int64), np.array(scores, np.float32)
         return Answer(ids, log_probs, choice["finish_reason"] == "stop")

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from config.errors import UserError
 from config.resolved import Resolved
 from tests.training.tasks import sft_cases
 from tests.training.tasks.sft_cases import taken, trained_plainly
 from training.distributed import World
 from training.rollouts.rollouts import Rollouts
-from training.rollouts.sync import NotSynced
 from training.session import Session, session
 
 GROUP, LONGEST = 2, 12
@@ -165,13 +165,22 @@ def first_metrics(world: World, *, folder: Path, fault: str = "", **options: Any
         for _ in range(2):
             try:
                 batch = opened.batches.next_step()
-            except NotSynced as problem:
+            except UserError as problem:  # one line, exit code 2
                 return {"stopped": str(problem), "steps": found}
             health = opened.engine.health(opened.engine.forward_backward(batch, step=batch.position + 1))
             judgement = guard.judge(health)
             opened.engine.step(health, 0.05)
             found.append({"metrics": health.metrics, "verdict": judgement.verdict.name, "reason": judgement.reason})
         return {"steps": found}
+
+
+def refused(world: World, *, folder: Path, **options: Any) -> str:
+    """Why the session does not open."""
+    try:
+        with session(resolve(folder, **options), world=world):
+            return ""
+    except UserError as error:
+        return str(error)
 
 
 def _never_synced(opened: Session) -> None:

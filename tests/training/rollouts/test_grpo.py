@@ -1,5 +1,7 @@
 """Steps on sampled answers equal plain torch on the recorded ones, and a sampler that is not the trainer is found."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,17 @@ def test_a_teacher_on_own_answers_equals_plain_torch(
             assert max(step["metrics"]["gap/of_bound"] for step in found["steps"]) < 1
 
 
+def test_a_teacher_of_other_tokens_is_refused_in_one_line(solo: ProcessGroup, folder: Path) -> None:
+    shutil.copytree(folder / "teacher", foreign := folder / "foreign")
+    vocabulary = json.loads((foreign / "tokenizer.json").read_text(encoding="utf-8"))
+    ids = vocabulary["model"]["vocab"]
+    ids["a"], ids["b"] = ids["b"], ids["a"]
+    (foreign / "tokenizer.json").write_text(json.dumps(vocabulary), encoding="utf-8")
+    given = ("task=opd", f"distill={{teacher: {foreign}}}")
+    [said] = solo.run(cases.refused, folder=folder, overrides=given)
+    assert "its tokenizer is not that of the data" in said and "\n" not in said
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_each_algorithm_equals_plain_torch(solo: ProcessGroup, folder: Path, algorithm: str) -> None:
     given = (f"grpo.algorithm={algorithm}", "grpo.updates=2", "grpo.correction=truncate")
@@ -78,6 +91,20 @@ def test_each_algorithm_equals_plain_torch(solo: ProcessGroup, folder: Path, alg
     require_same(found, folder, *given)
     if algorithm == "gspo":
         assert any(step["metrics"]["clip_share"] > 0 for step in found["steps"])
+
+
+def test_groups_without_signal_are_sampled_again(solo: ProcessGroup, folder: Path) -> None:
+    rewards = "grpo.rewards=[tests.support.rows.prompts:even]"
+    once, again = (
+        solo.run(cases.steps, folder=folder, overrides=(rewards, f"grpo.resamples={times}"))[0]["steps"][0]
+        for times in (0, 9)
+    )
+    before, after = once["answers"], again["answers"]
+    silent = before.rewards[:, 0, 0] == before.rewards[:, 1, 0]
+    assert once["metrics"]["reward/no_signal"] == silent.mean() > 0
+    assert again["metrics"]["reward/no_signal"] == 0 and (after.rewards[:, 0, 0] != after.rewards[:, 1, 0]).all()
+    for n in np.flatnonzero(~silent):
+        assert after.answers[n][after.mask[n]].tolist() == before.answers[n][before.mask[n]].tolist()
 
 
 TIED = ("model.name_or_path={folder}/tied", "data.tokenizer={folder}/base")
@@ -143,3 +170,20 @@ def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair: ProcessGroup, fol
     resume_cases.ends_as_whole(pair, folder, "answers", given, breaks=(19, 13), seconds=300)
     kept = files.read(files.path_of(folder / "runs/answers/rollouts", 3))
     assert kept is not None and kept.lengths.shape == (4, cases.GROUP)
+
+
+@pytest.mark.slow
+def test_fewer_ranks_go_on_with_the_same_answers(pair: ProcessGroup, solo: ProcessGroup, folder: Path) -> None:
+    given = (*cases.TASK[1:], *JOB[:2], "deepspeed.stage=2", "model.config={}")
+    overrides = resume_cases.task_job(folder, *given, task="grpo", rows="prompts")
+    how: dict[str, Any] = {"folder": str(folder), "overrides": overrides, "seconds": 300}
+    pair.run(resume_cases.job, name="two", passes=None, **how)
+    pair.run(resume_cases.job, name="fewer", passes=30, **how)
+    [ended] = solo.run(resume_cases.job, name="fewer", passes=None, **how)
+    assert ended["exit_code"] == 0 and resume_cases.sessions_resumed(str(folder), "fewer") == 1
+    two, fewer = (resume_cases.last_by_step(str(folder), name) for name in ("two", "fewer"))
+    assert [step["loss"] for step in fewer] == pytest.approx([step["loss"] for step in two], abs=1e-5)
+    for step in range(1, len(two) + 1, 2):
+        kept, other = (files.read(files.path_of(folder / f"runs/{name}/rollouts", step)) for name in ("two", "fewer"))
+        assert kept is not None and other is not None
+        assert kept.answers.tolist() == other.answers.tolist()
