@@ -45,7 +45,7 @@ REFUSED = [
     ([*GRPO, "parallel.tensor=2"], "task = grpo is not verified with parallel.tensor = 2; set parallel.tensor to 1"),
     ([*GRPO, "data.format=preference"], "data.format = preference"),
     ([*GRPO, "task=opd"], "distill.teacher is missing for task = opd; name a model folder or a hub id"),
-    ([*GRPO, "task=opd", "distill.teacher=a", "grpo.beta=1"], "grpo.beta = 1.0 is only read by task = grpo; remove it, or set task=grpo"),
+    ([*GRPO, "task=opd", "distill.teacher=a", "grpo.beta=1"], "grpo.beta = 1.0 is only read by task = grpo"),
     ([*GRPO, "task=opd", "distill={teacher: a, top_k: 3}"], "distill.top_k = 3 is only read by task = distill"),
     (["data.validation=[{path: no.jsonl}]"], "data.validation[0].path = 'no.jsonl' matches no file; give a file"),
     (["data.validation=[{source: jsonl}]"], "data.validation[0].path is missing; data.validation[0].source = jsonl"),

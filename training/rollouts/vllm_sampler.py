@@ -154,7 +154,7 @@ class VllmSampler(TransformersSampler):
 
     def _answer(self, request: Request, version: str) -> Answer:
         section, seed = self._section, int.from_bytes(blake2b(request.key.encode(), digest_size=7).digest(), "little")
-        sampling = {
+        sampling: dict[str, Any] = {
             "max_tokens": section.max_new_tokens,
             "temperature": section.temperature,
             "seed": seed,
