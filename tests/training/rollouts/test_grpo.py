@@ -16,6 +16,7 @@ from tests.support.rows.chats import write_base, write_teacher
 from tests.support.rows.prompts import write_prompts
 from tests.training.checkpoint import resume_cases
 from tests.training.rollouts import grpo_cases as cases
+from tests.training.tasks import distill_cases
 from training.rollouts import rollouts as files
 
 
@@ -71,6 +72,15 @@ def test_a_teacher_on_own_answers_equals_plain_torch(
             found = group.run(cases.steps, folder=folder, stage=stage, overrides=given)[0]
             require_same(found, folder, *given)
             assert max(step["metrics"]["gap/of_bound"] for step in found["steps"]) < 1
+
+
+def test_a_student_that_is_its_teacher_has_nothing_to_learn(solo: ProcessGroup, folder: Path) -> None:
+    given = (*cases.TASK, f"data.path={folder}/prompts.jsonl", "data.validation_fraction=0.2", "task=opd")
+    given = (*given, f"distill={{teacher: {folder}/base}}")
+    [found] = solo.run(distill_cases.first_metrics, folder=folder, overrides=given)
+    assert found["loss"] == found["metrics"]["kl"] == found["held out"].loss == 0 and found["norm"] < 1e-6
+    assert found["metrics"]["teacher_agreement"] == found["held out"].metrics["teacher_agreement"] == 1
+    assert found["metrics"]["reward/none"] == 0 and found["metrics"]["reward/mean"] > 0
 
 
 def test_a_teacher_of_other_tokens_is_refused_in_one_line(solo: ProcessGroup, folder: Path) -> None:
