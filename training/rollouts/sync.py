@@ -69,7 +69,8 @@ def _weights(
         names.setdefault(id(parameter), []).append(name)
     mine = list(names)[engine.world.rank :: engine.world.world_size]
     for name, parameter in named:
-        whole, tied = whole_weight(engine, parameter), names[id(parameter)]
+        tied = names[id(parameter)]
+        whole = whole_weight(engine, parameter) if engine.stage == 3 else parameter.data  # whole_weight copies
         if share is not None and frozen is not None and id(parameter) in mine and name == tied[0]:
             known = frozen.get(name) or digest(whole)
             frozen |= {} if parameter.requires_grad else {name: known}
