@@ -75,7 +75,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
             [*command, "--port", str(port)], cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT
         )
     try:
-        wait_until(lambda: "--model" in (folder / "log").read_text(), seconds=120.0, why=(folder / "log").read_text)
+        wait_until(lambda: "--model" in (folder / "log").read_text(), seconds=300.0, why=(folder / "log").read_text)
         yield url, Path(re.search(r"--model (\S+)", (folder / "log").read_text())[1]), watcher
     finally:
         watcher.send_signal(signal.SIGTERM)
@@ -181,7 +181,7 @@ def test_a_cached_prefix_of_other_weights_answers_nothing(sampler, monkeypatch):
     """Blocks of 128 tokens: the same long prompts, before and after an update that leaves the cache as it is."""
     sampler.receive(changed(sampler).items())
     asked = requests(length=200, count=4)
-    assert differing(sampler) == [] and apart(sampler, asked, version="old") < 1e-3
+    assert differing(sampler) == [] and apart(sampler, asked, version="old") < 3e-3
     call = vllm_sampler._call
 
     def without_reset(url: str, path: str, body=None):
@@ -190,7 +190,7 @@ def test_a_cached_prefix_of_other_weights_answers_nothing(sampler, monkeypatch):
 
     monkeypatch.setattr(vllm_sampler, "_call", without_reset)
     sampler.receive(changed(sampler).items())
-    assert differing(sampler) == [] and apart(sampler, asked, version="new") < 1e-3
+    assert differing(sampler) == [] and apart(sampler, asked, version="new") < 3e-3
     assert apart(sampler, asked, version="old") > 1e-2  # what the salt keeps away
 
 
