@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
@@ -18,6 +18,7 @@ from config.optimizers import OPTIMIZERS
 from config.printable import line
 from config.redact import redact
 from config.schema import (
+    SAMPLING_TASKS,
     Config,
     DataSection,
     DistillSection,
@@ -29,7 +30,7 @@ from config.schema import (
     ValidationSection,
 )
 from config.secrets import ADVICE, WITH_PASSWORD
-from config.task import CAUSAL_LM, ENCODER_TASKS, OWN, ROW_FORMATS, is_url, model_class_of
+from config.task import CAUSAL_LM, DECIDED, ENCODER_TASKS, OWN, ROW_FORMATS, is_url, model_class_of
 
 # Arguments of a Hugging Face config that a key of the run config decides.
 _OWNED_MODEL_ARGUMENTS = {
@@ -205,10 +206,10 @@ def _kernels(config: Config) -> Iterator[Problem]:
 
 
 _READ_BY = {
-    **dict.fromkeys(("format", "on_bad_row", "too_long"), ("sft", "seq2seq", "dpo", "classify", "grpo")),
-    **dict.fromkeys(("chat_template", "packing"), ("sft", "seq2seq", "dpo", "grpo")),
+    **dict.fromkeys(("format", "on_bad_row", "too_long"), ("sft", "seq2seq", "dpo", "classify", *SAMPLING_TASKS)),
+    **dict.fromkeys(("chat_template", "packing"), ("sft", "seq2seq", "dpo", *SAMPLING_TASKS)),
     "train_on": ("sft", "dpo"),
-    "target_length": ("seq2seq", "grpo"),
+    "target_length": ("seq2seq", *SAMPLING_TASKS),
     **dict.fromkeys(("text_pair_field", "label_field", "tokens_field", "tags_field"), ("classify",)),
 }
 """Keys of the data section that not every task reads."""
@@ -238,11 +239,11 @@ def _task(config: Config) -> Iterator[Problem]:
         yield "data.chat_template", f"= '{data.chat_template}' is not a file; give one with a Jinja template"
 
 
-def _only_read_by(reader: str, name: str, section: Any) -> Iterator[Problem]:
-    """Refuse keys of a section that were set though only `reader`, such as `task = sft`, reads them."""
+def _only_read_by(reader: str, name: str, section: Any, keys: Collection[str] | None = None) -> Iterator[Problem]:
+    """Refuse keys of a section, or `keys`, that were set though only `reader`, such as `task = sft`, reads them."""
     for item in fields(section):
         value = getattr(section, item.name)
-        if value != getattr(type(section)(), item.name):
+        if value != getattr(type(section)(), item.name) and (keys is None or item.name in keys):
             fix = f"remove it, or set {reader.replace(' ', '')}"
             yield f"{name}.{item.name}", f"= {scalar(value)} is only read by {reader}; {fix}"
 
@@ -250,8 +251,16 @@ def _only_read_by(reader: str, name: str, section: Any) -> Iterator[Problem]:
 def _sections(config: Config) -> Iterator[Problem]:
     for name in ("sft", "preference", "grpo", "distill", "classify", "mlm"):
         task = "dpo" if name == "preference" else name
+        unread = _NOT_OF_OPD.get(name) if config.task == "opd" else None
         if config.task != task:
-            yield from _only_read_by(f"task = {task}", name, getattr(config, name))
+            yield from _only_read_by(f"task = {task}", name, getattr(config, name), unread)
+
+
+_NOT_OF_OPD = {
+    "grpo": ("algorithm", *DECIDED, "beta", "correction", "correction_high", "resamples"),
+    "distill": ("ce_weight", "top_k"),
+}
+"""Keys of sections that task opd shares with another one, and does not read."""
 
 
 def _preference(config: Config) -> Iterator[Problem]:
@@ -278,14 +287,14 @@ def _preference(config: Config) -> Iterator[Problem]:
 
 def _grpo(config: Config) -> Iterator[Problem]:
     section, data, batch = config.grpo, config.data, config.batch
-    if config.task != "grpo":
+    if config.task not in SAMPLING_TASKS:
         return
-    if not section.rewards:
+    if not section.rewards and config.task == "grpo":
         yield "grpo.rewards", "is empty; name a function, such as my_rewards:correct, or exact_match"
     if section.reward_weights and len(section.reward_weights) != len(section.rewards):
         yield "grpo.reward_weights", f"has {len(section.reward_weights)} for {len(section.rewards)} grpo.rewards"
     if section.top_p != 1.0:
-        why = "the sampler would draw from another distribution than the trainer scores, unseen by k3; leave it at 1"
+        why = "the sampler would draw from another distribution than the trainer scores; leave it at 1"
         yield "grpo.top_p", f"= {section.top_p:g}: {why}"
     if section.max_new_tokens >= data.sequence_length:
         fix = f"leaves a prompt no token of data.sequence_length = {data.sequence_length}; raise that"
@@ -314,15 +323,15 @@ def _grpo(config: Config) -> Iterator[Problem]:
     yield from _beside(config, "task", verified)
     for key, format in _formats(data):
         if format not in ("auto", "messages", "sharegpt", "alpaca", "prompt_completion"):
-            yield f"{key}.format", f"= {format} has no prompt, which task = grpo needs; remove it"
+            yield f"{key}.format", f"= {format} has no prompt, which task = {config.task} needs; remove it"
 
 
 def _distill(config: Config) -> Iterator[Problem]:
     section, name = config.distill, config.distill.teacher
-    if config.task != "distill":
+    if config.task not in ("distill", "opd"):
         return
     if name is None:
-        yield "distill.teacher", "is missing for task = distill; name a model folder or a hub id"
+        yield "distill.teacher", f"is missing for task = {config.task}; name a model folder or a hub id"
     if section.loss != "jsd" and section.beta != DistillSection.beta:
         yield "distill.beta", f"= {section.beta:g} is only read by distill.loss = jsd; remove it, or set that"
     for key, used in (
@@ -334,7 +343,7 @@ def _distill(config: Config) -> Iterator[Problem]:
             yield key, f"{problem}; remove it, or set distill.top_k=0"
     if len({item.format == "auto" for item in config.data.sources}) > 1:
         yield "data.sources", "has sources with a format and others without, which are documents; name all, or none"
-    for index, item in enumerate(config.data.validation):
+    for index, item in enumerate(config.data.validation if config.task == "distill" else ()):
         if (item.format == "auto") == config.learns_rows:
             fix = "name a format here and there, or in neither"
             yield f"data.validation[{index}].format", f"= {item.format}: one of it and the data are documents; {fix}"

@@ -162,7 +162,7 @@ class PreferenceSection:
 
 @dataclass(frozen=True)
 class DistillSection:
-    """The teacher of task distill, and what is learned from it (docs/finetuning.md)."""
+    """The teacher of tasks distill and opd, and what is learned from it (docs/finetuning.md, docs/rl.md)."""
 
     teacher: str | None = None
     """[path or hub id] Teacher model, with the same vocabulary. It is never trained."""
@@ -187,7 +187,7 @@ class DistillSection:
 
 @dataclass(frozen=True)
 class GrpoSection:
-    """How task grpo samples answers, rewards them and learns from them (docs/rl.md)."""
+    """How tasks grpo and opd sample answers, and how grpo learns from their rewards (docs/rl.md)."""
 
     rewards: tuple[str, ...] = ()
     """[names] Functions that reward answers: your own, as file.py:function or module:function, or exact_match, regex,
@@ -203,31 +203,23 @@ class GrpoSection:
     algorithm: Literal["grpo", "dapo", "dr_grpo", "rloo", "gspo", "cispo"] = "grpo"
     """[choice] Decides each key below that is null, as its paper does (modeling/objectives/policy.py has them)."""
     advantage: Literal["group_std", "group_mean", "rloo"] | None = None
-    """[choice] An answer's reward less the mean of its group, divided by the group's standard deviation, or not;
-    rloo: less the mean of the others."""
+    """[choice] Reward less the group's mean, divided by its standard deviation or not; rloo: less the others' mean."""
     loss: Literal["sequence", "token", "constant"] | None = None
-    """[choice] Mean over answers of each answer's mean over tokens; mean over all tokens; sum over tokens, divided by
-    answers times max_new_tokens. Always of the global batch."""
+    """[choice] Mean over answers of means over tokens; mean over all tokens; or sum / (answers x max_new_tokens)."""
     ratio: Literal["token", "sequence"] | None = None
     """[choice] Ratio of the policies: of each token, or of an answer, its tokens' geometric mean."""
     surrogate: Literal["clip", "cispo"] | None = None
-    """[choice] clip: of ratio and clipped ratio the smaller gain. cispo: log-probabilities, weighted by a capped ratio
-    without gradient."""
+    """[choice] clip: the smaller gain of ratio and clipped ratio. cispo: log-probabilities times a capped ratio."""
     clip_low: float | None = limit(None, at_least=0.0, at_most=1.0)
     """[fraction] The ratio is clipped below 1 - clip_low."""
     clip_high: float | None = limit(None, at_least=0.0)
-    """[fraction] The ratio is clipped above 1 + clip_high."""
-    cap: float = limit(5.0, above=0.0)
-    """[factor] Largest weight of cispo."""
+    """[fraction] The ratio is clipped above 1 + clip_high; the largest weight of cispo."""
     beta: float = limit(0.0, at_least=0.0)
     """[per nat] Weight of the KL divergence from the start weights; 0: they are not kept."""
     correction: Literal["none", "truncate", "mask"] = "truncate"
-    """[choice] Weight of a token for what sampler and trainer round differently, pi / mu: none; cut off at
-    correction_high; or left out outside of correction_low and correction_high."""
-    correction_low: float = limit(0.5, above=0.0, at_most=1.0)
-    """[factor] Smallest weight that mask keeps."""
+    """[choice] Weight of a token, pi / mu of trainer and sampler: none, cut off at correction_high, or 0 beyond it."""
     correction_high: float = limit(2.0, at_least=1.0)
-    """[factor] Largest weight."""
+    """[factor] Largest weight; mask keeps those from 1 / correction_high on."""
     group_size: int = limit(8, at_least=2)
     """[answers] Answers to each prompt. batch.global_size counts answers."""
     max_new_tokens: int = limit(128, at_least=1)
@@ -241,16 +233,15 @@ class GrpoSection:
     engine: Literal["transformers", "vllm"] = "transformers"
     """[choice] The sampler. transformers: a copy of the model in every rank's process. vllm: servers (grpo.urls)."""
     urls: tuple[str, ...] = ()
-    """[addresses] Servers of engine vllm, which python -m launch.rollouts starts, such as http://127.0.0.1:8105. They
-    read the weights from the run folder."""
+    """[addresses] Servers of engine vllm, such as http://127.0.0.1:8105; they read weights from the run folder."""
     server_seconds: float = limit(600.0, above=0.0)
     """[seconds] How long a server that died or hangs is waited for before the run ends."""
     at_once: int = limit(64, at_least=1)
     """[answers] How many the sampler draws at a time."""
+    resamples: int = limit(0, at_least=0)
+    """[times] How often groups whose answers all have one reward are sampled again at most (DAPO)."""
     max_gap: float = limit(3.0, above=1.0)
     """[factor] Largest healthy k3 of sampler and trainer, in units of the trainer's distance from itself."""
-    max_one_sided: float = limit(0.3, above=0.0, below=1.0)
-    """[fraction] Largest healthy |k1| over the mean difference; 1 is a sampler that draws from a part of the tokens."""
 
 
 RowFormat = Literal[
@@ -979,7 +970,9 @@ class CanarySection:
     stops with exit code 3."""
 
 
-UNPACKED_TASKS = ("seq2seq", "dpo", "grpo")
+SAMPLING_TASKS = ("grpo", "opd")
+"""Tasks that learn from the model's own answers to prompts."""
+UNPACKED_TASKS = ("seq2seq", "dpo", *SAMPLING_TASKS)
 """Tasks that learn from rows and put each into a sequence of its own."""
 
 
@@ -1001,12 +994,12 @@ class GenerateSection:
 class Config:
     """A whole run config."""
 
-    task: Literal["pretrain", "sft", "seq2seq", "dpo", "grpo", "distill", "classify", "mlm"] = "pretrain"
+    task: Literal["pretrain", "sft", "seq2seq", "dpo", "grpo", "opd", "distill", "classify", "mlm"] = "pretrain"
     """[choice] Training objective. pretrain: the next token of documents that fill every sequence. sft: the answers in
     rows of chats, instructions or texts. seq2seq: the same answers, by an encoder-decoder such as T5 or BART. dpo: to
-    prefer the chosen answer of a pair. grpo: what rewards ask of the model's own answers (docs/rl.md). distill: a
-    teacher's distributions, on rows where data.format names their form, else on documents. classify: labels or numbers
-    of texts or of their words, by an encoder. mlm: hidden tokens of documents, by an encoder (docs/finetuning.md)."""
+    prefer the chosen answer of a pair. grpo: what rewards ask of the model's own answers; opd: what a teacher says to
+    them (docs/rl.md). distill: a teacher's distributions, on rows where data.format names their form, or on documents.
+    classify: labels of texts or words, by an encoder. mlm: hidden tokens, by an encoder (docs/finetuning.md)."""
     run: RunSection = field(default_factory=RunSection)
     model: ModelSection = field(default_factory=ModelSection)
     adapter: AdapterSection = field(default_factory=AdapterSection)
@@ -1049,7 +1042,7 @@ class Config:
     @property
     def group_size(self) -> int:
         """[sequences] What one sample of the data becomes in a batch: answers to a prompt, or itself."""
-        return self.grpo.group_size if self.task == "grpo" else 1
+        return self.grpo.group_size if self.task in SAMPLING_TASKS else 1
 
     @property
     def keeps_documents_apart(self) -> bool:
@@ -1061,4 +1054,4 @@ class Config:
     def learns_rows(self) -> bool:
         """Whether the data are rows with labels of their own, and not documents end to end."""
         formats: list[str] = [item.format for item in self.data.sources] or [self.data.format]
-        return self.task in ("sft", "seq2seq", "dpo", "grpo") or (self.task == "distill" and set(formats) != {"auto"})
+        return self.task in ("sft", *UNPACKED_TASKS) or (self.task == "distill" and set(formats) != {"auto"})

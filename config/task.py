@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import Any, TypeVar
 
-from config.schema import UNPACKED_TASKS, Config, DataSection, ValidationSection
+from config.schema import SAMPLING_TASKS, UNPACKED_TASKS, Config, DataSection, ValidationSection
 
 T = TypeVar("T", bound=ValidationSection)
 
@@ -16,7 +16,7 @@ SEQ2SEQ_LM = "AutoModelForSeq2SeqLM"
 SEQUENCE_CLASSIFICATION = "AutoModelForSequenceClassification"
 TOKEN_CLASSIFICATION = "AutoModelForTokenClassification"
 MODEL_CLASSES = {
-    **dict.fromkeys(("pretrain", "sft", "dpo", "grpo", "distill"), CAUSAL_LM),
+    **dict.fromkeys(("pretrain", "sft", "dpo", *SAMPLING_TASKS, "distill"), CAUSAL_LM),
     "seq2seq": SEQ2SEQ_LM,
     "classify": SEQUENCE_CLASSIFICATION,
     "mlm": MASKED_LM,
@@ -37,7 +37,7 @@ ALGORITHMS: dict[str, tuple[str, str, str, str, float, float]] = {
     "dr_grpo": ("group_mean", "constant", "token", "clip", 0.2, 0.2),
     "rloo": ("rloo", "constant", "token", "clip", 0.2, 0.2),
     "gspo": ("group_std", "sequence", "sequence", "clip", 3e-4, 4e-4),
-    "cispo": ("group_std", "token", "token", "cispo", 0.2, 0.2),
+    "cispo": ("group_std", "token", "token", "cispo", 0.0, 5.0),
 }
 """grpo.algorithm to the keys that it decides, in the order of `DECIDED`."""
 DECIDED = ("advantage", "loss", "ratio", "surrogate", "clip_low", "clip_high")
@@ -65,7 +65,7 @@ def loss_unit(config: Config) -> str:
     if config.task == "classify":
         units = {"sequence": "nats per row", "token": "nats per label", "regression": "mean squared error"}
         return units[config.classify.kind]
-    if config.task in ("dpo", "grpo", "distill"):
+    if config.task in ("dpo", *SAMPLING_TASKS, "distill"):
         return ""
     by_row = config.task == "sft" and config.sft.loss == "row"
     return "nats per token, mean over rows" if by_row else "nats per token"
@@ -83,6 +83,7 @@ def settle_task(config: Config) -> Config:
         chosen = zip(DECIDED, ALGORITHMS[config.grpo.algorithm], strict=True)
         given: Any = {key: value for key, value in chosen if getattr(config.grpo, key) is None}
         config = replace(config, grpo=replace(config.grpo, **given))
+    if config.task in SAMPLING_TASKS:
         data = replace(data, target_length=config.grpo.max_new_tokens)
     if config.task == "seq2seq":
         data = replace(data, target_length=data.label_length)

@@ -244,7 +244,7 @@ def train(
     arguments: Sequence[str], folder: Path, name: str, *, processes: int, seconds: float | None = None
 ) -> tuple[int, Path, list[Event]]:
     """Run train.py to its end as the run `folder`/runs/`name`: its exit code, its log and its events. As `launch`."""
-    from tracking.jsonl import read_events
+    from tracking.compare.surviving import read_events
 
     log, events = folder / "logs" / f"{name}.log", folder / "runs" / name / "events.jsonl"
     code = launch(training_program(arguments, folder, name), processes=processes, log=log, seconds=seconds)

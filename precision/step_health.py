@@ -187,7 +187,7 @@ def other_policy(metrics: Mapping[str, float]) -> Trouble | None:
     k1, k3, own, side = (metrics[f"gap/{name}"] for name in ("k1", "k3", "self_k3", "one_sided"))
     return Trouble(
         f"the sampler's policy is not the trainer's: k3 {k3:.3g} nats a token, k1 {k1:.3g}, one-sidedness {side:.2g}, "
-        f"where the trainer is {own:.3g} from itself (grpo.max_gap, grpo.max_one_sided)",
+        f"where the trainer is {own:.3g} from itself (grpo.max_gap)",
         "compare temperature, dtype and vocabulary of both sides (docs/rl.md)",
         ("skip", "rollback"),
     )

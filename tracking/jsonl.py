@@ -235,18 +235,3 @@ class Follower:
         """Raise UserError: the line that is looked at is damaged. An incomplete last one is left out without a word."""
         if not self.at_end:
             raise UserError(f"{self.path}: line {self.number} is not {what}: {line[:60]!r}; remove that line")
-
-
-def read_events(path: Path) -> Iterator[Event]:
-    """Every event of `path` in file order, in bounded memory; floats that were not finite are floats again.
-
-    An incomplete last line (a crash, or a run that is writing) is left out. Raises UserError when the file cannot be
-    read or another line is damaged.
-    """
-    file = Follower(path)
-    for line in file.lines(whole=True):
-        event = decode(line)
-        if event is not None:
-            yield event
-        else:
-            file.refuse(line, "a JSON object")

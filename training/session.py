@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 from config.batch import refuse_sharing
 from config.errors import UserError
 from config.resolved import Resolved
-from config.schema import AdapterSection, Config
+from config.schema import SAMPLING_TASKS, AdapterSection, Config
 from config.task import ENCODER_TASKS
 from data.batches.loader import Batch, Batches, next_tokens, validation_batches
 from data.batches.sequence_slices import sliced
@@ -169,7 +169,7 @@ def session(
         config = settle_orthogonalization(config, on_gpu=world.device.type == "cuda" and resolved.compute != "fp32")
         resolved = replace(resolved, config=config)
         shape = shape_of_model(config, corpus)
-        quiet = without_dropout(shape, kept=config.model.config) if config.task in ("dpo", "grpo") else []
+        quiet = without_dropout(shape, kept=config.model.config) if config.task in ("dpo", *SAMPLING_TASKS) else []
         if trains:
             check_validation(resolved, corpus)  # before the slow part
             ends.enter_context(locked_run_dir(resolved, world))
@@ -199,12 +199,11 @@ def session(
         if config.precomputes_reference:
             engine.notes += answers("references").add_references(corpus, engine, resolved, base=base)
         cut |= {"seed": config.run.seed, "mixture": corpus.mixture}
-        if config.task == "grpo":
-            batches: Batches = answers("rollouts.batches").RolloutBatches(corpus, resolved, engine, shape, **cut)
-        else:
-            batches = Batches(corpus.train, **cut)
+        sampled = None
+        if config.task in SAMPLING_TASKS:
+            sampled = answers("rollouts.batches").RolloutBatches(corpus, resolved, engine, shape, **cut)
+        batches: Batches = sampled or Batches(corpus.train, **cut)
         ends.callback(batches.close)
-        sampled = batches if config.task == "grpo" else None
         yield Session(resolved, corpus, shape, world, engine, batches, base, teacher, sampled)
 
 

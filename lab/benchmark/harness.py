@@ -30,8 +30,9 @@ from config.redact import redact_arguments
 from config.resolved import Resolved
 from lab.benchmark.spec import Result
 from launch.job import TRAIN, add_processes_option, error_line_of, in_turn, launch, training_program
+from tracking.compare.surviving import read_events
 from tracking.environment import environment
-from tracking.jsonl import plain, read_events
+from tracking.jsonl import plain
 
 if TYPE_CHECKING:
     import numpy as np

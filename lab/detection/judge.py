@@ -14,7 +14,7 @@ from tools.parity.jobs import Run, inner_dtypes, trajectory, walks_of
 from tools.parity.judge_runs import judge_trajectories, unless_chaotic
 from tools.parity.judge_steps import Check, Walk, judge_dtypes, judge_steps
 from tools.parity.oracle.judge import judge
-from tracking.jsonl import read_events
+from tracking.compare.surviving import read_events
 from tracking.run_dir import RunDir
 
 

@@ -17,8 +17,8 @@ from lab.envelope.plot import draw_envelope, envelope_page
 from lab.envelope.search import CONTROL, RISE, Bounds, Cell, Setting, Trial, explore, window_of
 from lab.envelope.worker import TRIALS, Study, device_name, read_trials, trial_key
 from tools.parity.judge_runs import NUDGE
+from tracking.compare.surviving import read_events
 from tracking.environment import environment
-from tracking.jsonl import read_events
 from tracking.pages.document import write_document
 from training.tasks.task import prepare
 

@@ -27,8 +27,9 @@ from config.resolved import Resolved, resolve_run
 from lab.benchmark.harness import SHARES
 from lab.envelope.search import CONTROL, Bounds, DivergenceWatch, Setting, Trial, explore, window_of
 from tools.parity.judge_runs import NUDGE
+from tracking.compare.surviving import read_events
 from tracking.environment import environment
-from tracking.jsonl import JsonlSink, read_events
+from tracking.jsonl import JsonlSink
 
 if TYPE_CHECKING:
     from data.corpora.corpus import Corpus

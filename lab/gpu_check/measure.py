@@ -19,9 +19,8 @@ from typing import Any
 
 from lab.gpu_check.bench import Bench, ItemFailed, newest_log
 from launch.job import kill
-from tracking.compare.surviving import surviving
+from tracking.compare.surviving import read_events, surviving
 from tracking.events import Event
-from tracking.jsonl import read_events
 from tracking.report.measures import peak_flops
 
 Figures = dict[str, Any]

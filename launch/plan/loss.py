@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from config.schema import SAMPLING_TASKS
 from launch.plan.layout import ZERO_DEFAULTS, Layout
 from launch.plan.model import Shape
 from modeling import log_probs
@@ -23,7 +24,7 @@ def loss_bytes(shape: Shape, layout: Layout) -> float:
     if layout.config.task in ("dpo", "grpo"):
         # the logits and their gradient, and a chunk in FP32, beside which 16 bits are widened
         return 2 * width * logits + (8 if width == 2 else 4) * min(logits, log_probs.CHUNK_VALUES)
-    if layout.config.task == "distill":
+    if layout.config.task in ("distill", "opd"):
         return _distillation(shape, layout)
     return _label_prediction(shape, layout)
 
@@ -69,7 +70,7 @@ def _distillation(shape: Shape, layout: Layout) -> float:
 def sampler_bytes(shape: Shape, layout: Layout) -> float:
     """[bytes] Size of the copies of the weights that answers are sampled from, and that the KL divergence is from."""
     config = layout.config
-    if config.task != "grpo":
+    if config.task not in SAMPLING_TASKS:
         return 0.0
     copies = 2 if config.grpo.beta and config.adapter.kind == "none" else 1
     return float(copies * layout.width * shape.parameters)

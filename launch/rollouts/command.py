@@ -28,6 +28,7 @@ from config.errors import UserError
 from config.launcher import as_launched
 from config.options import positive_int
 from config.resolved import Resolved
+from config.schema import SAMPLING_TASKS
 from launch.job import log
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -45,8 +46,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--vllm", default="", help="further options of vLLM's server, as one word")
     options, rest = parser.parse_known_args(list(arguments))
     resolved = read_command_line(rest, as_launched(1))
-    if resolved.config.task != "grpo":
-        raise UserError(f"{resolved.config_path}: task = {resolved.config.task}: only grpo samples from a server")
+    if resolved.config.task not in SAMPLING_TASKS:
+        raise UserError(f"{resolved.config_path}: task = {resolved.config.task} samples no answers")
     if not Path(options.python).is_file():
         raise UserError(f"--python {options.python}: no such file; docs/rl.md makes vLLM's environment")
     with tempfile.TemporaryDirectory(prefix="mantissa-rollouts-") as folder:

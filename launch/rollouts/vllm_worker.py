@@ -83,23 +83,18 @@ def _computed_weight(name: str, module: Any) -> torch.Tensor | None:
 
 
 @dataclass
-class _Start(WeightTransferInitInfo):
-    """Nothing is agreed on before the first file."""
-
-
-@dataclass
 class _File(WeightTransferUpdateInfo):
     """A safetensors file with the tensors of a Hugging Face checkpoint."""
 
     path: str
 
 
-class _FileTransfer(WeightTransferEngine[_Start, _File]):
+class _FileTransfer(WeightTransferEngine[WeightTransferInitInfo, _File]):
     """Weights from a file; the transfers of vLLM 0.32 itself need CUDA."""
 
-    init_info_cls, update_info_cls = _Start, _File
+    init_info_cls, update_info_cls = WeightTransferInitInfo, _File
 
-    def init_transfer_engine(self, init_info: _Start) -> None:
+    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
         pass
 
     def start_weight_update(self) -> None:

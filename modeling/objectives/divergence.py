@@ -13,6 +13,7 @@ tokens at a time. Where only the teacher's k likeliest tokens are known, all oth
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -32,15 +33,12 @@ CHUNK_VALUES = 1 << 22
 
 def divergence(p: torch.Tensor, q: torch.Tensor, *, kind: Kind, beta: float = 0.5) -> torch.Tensor:
     """Divergence of q from p in nats. p, q: (..., outcomes) log-probabilities, FP32 or FP64 -> (...)."""
-    if kind == "forward_kl":
-        return functional.kl_div(q, p, reduction="none", log_target=True).sum(dim=-1)
-    if kind == "reverse_kl":
-        return functional.kl_div(p, q, reduction="none", log_target=True).sum(dim=-1)
+    kl = partial(functional.kl_div, reduction="none", log_target=True)  # kl(q, p) is p (log p - log q)
+    if kind != "jsd":
+        return (kl(q, p) if kind == "forward_kl" else kl(p, q)).sum(dim=-1)
     shares = torch.tensor([beta, 1 - beta], dtype=p.dtype, device=p.device).log()
     middle = torch.logaddexp(p + shares[0], q + shares[1])
-    ours = functional.kl_div(middle, p, reduction="none", log_target=True).sum(dim=-1)
-    theirs = functional.kl_div(middle, q, reduction="none", log_target=True).sum(dim=-1)
-    return beta * ours + (1 - beta) * theirs
+    return beta * kl(middle, p).sum(dim=-1) + (1 - beta) * kl(middle, q).sum(dim=-1)
 
 
 def on_likeliest(log_probs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -70,6 +68,7 @@ class Distillation:
         self._kind, self._beta, self._temperature, self._ce_weight = kind, beta, temperature, ce_weight
         self.teacher: Forward | None = None
         """Its forward pass, without gradients; None where batches bring cached log-probabilities."""
+        self.facts: dict[str, float] = {}  # metrics of a step's answers, in task opd
 
     def score(self, forward: Forward, inputs: dict[str, Any], labels: torch.Tensor) -> Scored:
         """Forward passes of both. The sums are of KL(p || q), of the cross-entropy at temperature 1, and of labels
@@ -77,8 +76,7 @@ class Distillation:
         inputs = dict(inputs)
         ids, log_probs = inputs.pop(IDS, None), inputs.pop(LOG_PROBS, None)
         if ids is None:
-            if self.teacher is None:
-                raise RuntimeError("there is neither a teacher nor what one said")
+            assert self.teacher is not None, "there is neither a teacher nor what one said"
             with torch.no_grad():
                 known: tuple[torch.Tensor, ...] = (self.teacher(**inputs, use_cache=False).logits.flatten(0, 1),)
         else:
@@ -98,7 +96,7 @@ class Distillation:
 
     def metrics(self, sums: Sequence[float], count: float) -> dict[str, float]:
         """Means over the labels."""
-        return {name: total / max(count, 1.0) for name, total in zip(self.sums, sums, strict=True)}
+        return {name: total / max(count, 1.0) for name, total in zip(self.sums, sums, strict=True)} | self.facts
 
     def _of_chunk(
         self, logits: torch.Tensor, labels: torch.Tensor, known: torch.Tensor, ids: torch.Tensor | None = None

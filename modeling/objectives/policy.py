@@ -10,7 +10,7 @@ answers, mu the sampler's, each of softmax(logits / temperature); rho = pi / pi_
 - RLOO (Ahmadian et al. 2024, equation 8): A = r less the mean of the others = G / (G - 1) (r - mean); divided as
   Dr. GRPO, which is the paper's sum over tokens but for the constant max_new_tokens.
 - GSPO (Zheng et al. 2025, equation 5): rho is exp of the mean of log rho over the answer's tokens.
-- CISPO (MiniMax 2025, equation 4): -sg(min(rho, cap)) A log pi, mean over all tokens.
+- CISPO (MiniMax 2025, equation 4): -sg(min(rho, high)) A log pi, mean over all tokens.
 
 `correction` multiplies a token's loss by w = pi_old / mu, cut off above (truncated importance sampling, Yao et al.
 2025) or left out outside of two bounds (IcePop, Ling Team 2025). `beta` adds beta rho k3, with k3 = exp(-k1) - 1 + k1
@@ -66,7 +66,7 @@ def corrections(gap: torch.Tensor, section: GrpoSection) -> torch.Tensor:
     weight = gap.exp()
     if section.correction == "truncate":
         return weight.clamp(max=section.correction_high)
-    kept = (weight >= section.correction_low) & (weight <= section.correction_high)
+    kept = (weight >= 1 / section.correction_high) & (weight <= section.correction_high)
     return torch.where(kept, weight, 0.0)
 
 
@@ -120,7 +120,7 @@ class PolicyGradient:
         assert section.clip_low is not None and section.clip_high is not None
         weight = corrections(torch.where(mask, old - inputs[SAMPLER].to(now.dtype), 0.0), section)
         if section.surrogate == "cispo":
-            loss, clipped = -ratio.detach().clamp(max=section.cap) * advantage * now, ratio > section.cap
+            loss, clipped = -ratio.detach().clamp(max=section.clip_high) * advantage * now, ratio > section.clip_high
         else:
             bounded = ratio.clamp(1 - section.clip_low, 1 + section.clip_high)
             loss = -torch.minimum(ratio * advantage, bounded * advantage)

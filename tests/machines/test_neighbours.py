@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.jobs.launches import wait_until
 from tests.support.machines.strange import STEPS, Place, ended, look_at, losses_of, start
-from tracking.jsonl import read_events
+from tracking.compare.surviving import read_events
 
 pytestmark = pytest.mark.machines
 

@@ -16,7 +16,7 @@ from tests.support.jobs.launches import command, events, start, trace
 from tests.support.models import bad_observers
 from tests.support.models.bad_observers import Seen
 from tests.support.servers.store_server import CREDENTIALS, s3_server
-from tracking.jsonl import read_events
+from tracking.compare.surviving import read_events
 
 STEPS = 1000
 MOST_DESCRIPTORS = 128

@@ -72,7 +72,7 @@ def plain(given: GrpoSection, model: Model, inputs: dict[str, Any], labels: torc
         for t in range(len(places)):
             ratio = mean if given.ratio == "sequence" else rhos[t]
             if given.surrogate == "cispo":
-                loss = -min(float(ratio.detach()), given.cap) * advantage * log_probs[t]
+                loss = -min(float(ratio.detach()), given.clip_high) * advantage * log_probs[t]
             else:
                 low, high = 1 - given.clip_low, 1 + given.clip_high
                 bounded = low + 0 * ratio if ratio < low else high + 0 * ratio if ratio > high else ratio
@@ -82,7 +82,7 @@ def plain(given: GrpoSection, model: Model, inputs: dict[str, Any], labels: torc
             if given.correction == "truncate":
                 loss = loss * min(weight, given.correction_high)
             if given.correction == "mask":
-                loss = loss * (weight if given.correction_low <= weight <= given.correction_high else 0.0)
+                loss = loss * (weight if 1 / given.correction_high <= weight <= given.correction_high else 0.0)
             k1 = log_probs[t] - ref[t]
             losses.append(loss + given.beta * rhos[t] * ((-k1).exp() - 1 + k1))
         total = total + (sum(losses) / len(losses) if given.loss == "sequence" else sum(losses))
@@ -96,7 +96,7 @@ CASES = [
         {"algorithm": name, "correction": correction, "beta": 0.3, "temperature": 0.7, "clip_low": 0.1}
         for name, correction in product(("grpo", "dapo", "gspo"), ("none", "mask"))
     ),
-    {"surrogate": "cispo", "cap": 1.1, "loss": "token"},
+    {"surrogate": "cispo", "clip_high": 1.1, "loss": "token"},
 ]
 
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from config.errors import UserError
 from tests.support.runs.synthetic_events import step_fields
 from tracking import jsonl
-from tracking.compare.surviving import surviving
-from tracking.jsonl import Follower, JsonlSink, encode, read_events
+from tracking.compare.surviving import read_events, surviving
+from tracking.jsonl import Follower, JsonlSink, encode
 
 _FLOATS = st.floats(allow_nan=True, allow_infinity=True, width=64)
 _WORDS = st.text(max_size=8).filter(lambda word: word not in ("inf", "-inf", "nan"))

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from tests.support.runs.synthetic_events import SCALE, start_fields, step_fields, ticking_clock
+from tracking.compare.surviving import read_events
 from tracking.events import COMMON_FIELDS, REQUIRED_FIELDS, Event
-from tracking.jsonl import JsonlSink, read_events
+from tracking.jsonl import JsonlSink
 from tracking.record import Record
 
 

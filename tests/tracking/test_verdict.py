@@ -17,8 +17,9 @@ from rich.console import Console
 from tests.support.runs.synthetic_events import start_fields, step_fields
 from tests.support.servers.serving import served
 from tracking.compare.command import main as compare
+from tracking.compare.surviving import read_events
 from tracking.console import ConsoleSink
-from tracking.jsonl import JsonlSink, read_events
+from tracking.jsonl import JsonlSink
 from tracking.prometheus.metrics import Metrics
 from tracking.report.page import results, write_report
 from tracking.run_dir import RunDir

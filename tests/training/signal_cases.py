@@ -10,7 +10,7 @@ import torch
 
 from tests.support.models.small_run import batch_of, engine_of, masters_of, plain_model, resolve
 from tests.training.jobs.step_cost_cases import parts_of
-from tracking.jsonl import read_events
+from tracking.compare.surviving import read_events
 from training.distributed import World
 from training.progress import Progress
 from training.step import train_step

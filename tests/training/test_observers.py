@@ -12,7 +12,7 @@ from data.text.prepare import prepare
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.marks import slow
 from tests.training import observer_cases as cases
-from tracking.jsonl import read_events
+from tracking.compare.surviving import read_events
 
 PATHS = {
     **{f"fp32 {stage}": cases.cast("fp32", stage) for stage in range(4)},

@@ -14,7 +14,7 @@ from tests.support.jobs.process_group import ProcessGroup
 from tests.support.marks import slow
 from tests.training import observer_cases, self_check_cases
 from tests.training.observer_cases import cast
-from tracking.jsonl import read_events
+from tracking.compare.surviving import read_events
 from training.corruption.self_check import SelfCheck
 
 

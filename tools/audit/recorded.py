@@ -11,7 +11,7 @@ import torch
 
 from config import json_text
 from config.errors import UserError
-from tracking.jsonl import read_events
+from tracking.compare.surviving import read_events
 
 Tensors = dict[str, torch.Tensor]
 """By the parameter's name, or by that of an input."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from launch.job import refusal
 from tools.parity.judge_steps import MOST_NAMED, Check
-from tracking.jsonl import read_events
+from tracking.compare.surviving import read_events
 
 _VALUES = 65536
 """Masters of each rank whose update is recomputed in every step."""

@@ -67,8 +67,8 @@ from tools.parity.oracle.rules import loss_scale, schedule
 from tools.parity.power import MOST_PAIRS, POWER, pairs_needed
 from tools.parity.report import verdict_lines, write_report
 from tools.parity.room import shortages
-from tracking.compare.surviving import surviving
-from tracking.jsonl import encode, read_events
+from tracking.compare.surviving import read_events, surviving
+from tracking.jsonl import encode
 from tracking.summary import read_inputs
 
 PARITY, NO_PARITY = 0, 3

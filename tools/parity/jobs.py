@@ -19,6 +19,7 @@ from config.deepspeed.document import write_in_fp32
 from config.errors import UserError
 from config.launcher import as_launched
 from config.resolved import Resolved
+from config.schema import SAMPLING_TASKS
 from launch.job import (
     TRAIN,
     default_processes,
@@ -33,9 +34,9 @@ from tools.parity.energy import joules, used
 from tools.parity.every_step import settings
 from tools.parity.judge_runs import A_BIT, Settling, Trajectory, control_factor, settling_of
 from tools.parity.judge_steps import COMPARED, Walk
-from tracking.compare.surviving import surviving
+from tracking.compare.surviving import read_events, surviving
 from tracking.environment import git_state
-from tracking.jsonl import Follower, read_events
+from tracking.jsonl import Follower
 from tracking.numbers import duration
 from tracking.run_dir import RunDir
 from tracking.summary import Summary, read_inputs, summarise
@@ -115,8 +116,10 @@ def plan(
     launched = as_launched(processes)
     arguments = ["--config", config, *overrides]
     resolved = read_command_line(arguments, launched)
-    if resolved.config.task == "grpo":
-        raise UserError("task = grpo: two runs sample other answers, so that only their single steps can be compared")
+    if (task := resolved.config.task) in SAMPLING_TASKS:
+        raise UserError(
+            f"task = {task}: two runs sample other answers, so that only their single steps can be compared"
+        )
     length = with_steps(resolved) if steps is None else shorten(resolved.config, steps)
     if length:
         arguments += length

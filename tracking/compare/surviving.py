@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from tracking.events import Event
-from tracking.jsonl import Follower, event_on
+from tracking.jsonl import Follower, decode, event_on
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """Every JSON object of a file in order, in bounded memory; floats that were not finite are floats again.
+
+    An incomplete last line (a crash, or a run that is writing) is left out. Raises UserError when the file cannot be
+    read or another line is damaged.
+    """
+    return _read(path, decode, "a JSON object")
 
 
 def read_run_events(path: Path) -> Iterator[Event]:
     """Events of a run, as `read_events` has them. Raises UserError also for a line that is no event (run-folder.md)."""
+    return _read(path, event_on, "an event as docs/run-folder.md has them")
+
+
+def _read(path: Path, understand: Callable[[bytes], Event | None], what: str) -> Iterator[Event]:
     file = Follower(path)
     for line in file.lines(whole=True):
-        event = event_on(line)
+        event = understand(line)
         if event is not None:
             yield event
         else:
-            file.refuse(line)
+            file.refuse(line, what)
 
 
 def surviving(events: Iterable[Event]) -> list[Event]:

@@ -21,6 +21,8 @@ import numpy as np
 FLOOR = 1e-9
 """Smallest self-gap that is believed: FP32's was 5e-11, and a tiny model may repeat itself bit for bit."""
 OF_SAMPLER = 4.0
+ONE_SIDED = 0.3
+"""Largest healthy |mean d| / mean |d|."""
 _ERRORS = 3.0
 _MEMORY = 0.9
 """Share of the self-gap's average that a step leaves: a step measures it on few tokens."""
@@ -29,17 +31,13 @@ _MEMORY = 0.9
 class Gap:
     """Measures the answers of each step, before anything is truncated."""
 
-    def __init__(self, *, bound: float, one_sided: float) -> None:
-        """bound, one_sided: grpo.max_gap and grpo.max_one_sided."""
-        self._bound, self._one_sided = bound, one_sided
+    def __init__(self, bound: float) -> None:
+        """bound: grpo.max_gap."""
+        self._bound = bound
         self.usual: float | None = None
         """The self-gap's average; a resumed run takes it from the last step's file."""
 
-    def measure(
-        self,
-        apart: Sequence[np.ndarray],
-        self_gaps: Sequence[Sequence[np.ndarray]],
-    ) -> dict[str, float]:
+    def measure(self, apart: Sequence[np.ndarray], self_gaps: Sequence[Sequence[np.ndarray]]) -> dict[str, float]:
         """Metrics of a step. apart: d of the tokens of each prompt's answers. self_gaps: by rank, d of the trainer and
         both recomputations, and of the sampler and FP32. All ranks measure the same."""
         tokens = np.concatenate(apart).astype(np.float64)
@@ -62,7 +60,7 @@ class Gap:
             "gap/outside": float((np.abs(np.expm1(tokens)) > 0.1).mean()),
         }
         further = max(0.0, k3 - _error(excess, k3)) / (self._bound * reference)
-        return found | {"gap/of_bound": max(further, beyond / self._one_sided)}
+        return found | {"gap/of_bound": max(further, beyond / ONE_SIDED)}
 
 
 def by_position(apart: Sequence[np.ndarray], bins: int = 4) -> list[float]:

@@ -6,7 +6,8 @@ no function ends the run, or makes it wait for longer than `grpo.reward_seconds`
 
 import json
 import math
-import select
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,12 +16,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from queue import SimpleQueue
+from threading import Timer
 from typing import Any
 
 import numpy as np
 
 from config.cli import REPOSITORY
-from config.errors import UserError, one_line
+from config.errors import UserError
 from config.schema import GrpoSection
 
 _START_SECONDS = 60.0
@@ -35,38 +37,34 @@ class _Worker:
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         """The answer to a request; {"error": why} where there is none in time."""
-        try:
+        if self._process is None:
+            command, pipe = [sys.executable, str(REPOSITORY / "training/rollouts/reward_worker.py")], subprocess.PIPE
+            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)
+            found = self.ask({"function": request["function"]}, _START_SECONDS)  # its import is not on the clock
             if self._process is None:
-                command = [sys.executable, str(REPOSITORY / "training/rollouts/reward_worker.py")]
-                self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
-                self.ask({"function": request["function"]}, _START_SECONDS)  # its import is not on the clock
-            return self._answer(self._process, json.dumps(request).encode() + b"\n", time.monotonic() + seconds)
-        except (OSError, ValueError, TimeoutError) as error:
-            self.close()
-            return {"error": one_line(error)}
-
-    def _answer(self, process: subprocess.Popen[bytes], request: bytes, deadline: float) -> dict[str, Any]:
+                return found
+        process, started = self._process, time.monotonic()
         assert process.stdin is not None and process.stdout is not None
-        view = memoryview(request)
-        while view:
-            if not select.select([], [process.stdin], [], max(0.0, deadline - time.monotonic()))[1]:
-                raise TimeoutError("no answer in time")
-            view = view[process.stdin.write(view[: select.PIPE_BUF]) or 0 :]
-        found = b""
-        while not found.endswith(b"\n"):
-            if not select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise TimeoutError("no answer in time")
-            part = process.stdout.read(1 << 16)
-            if not part:
-                raise OSError(f"the process ended with code {process.wait()}")
-            found += part
-        answer: dict[str, Any] = json.loads(found)
-        return answer
+        timer = Timer(seconds, os.killpg, (process.pid, signal.SIGKILL))
+        timer.start()
+        try:
+            process.stdin.write(json.dumps(request).encode() + b"\n")
+            process.stdin.flush()
+            answer: dict[str, Any] = json.loads(process.stdout.readline())
+            return answer
+        except (OSError, ValueError):
+            late = time.monotonic() - started >= seconds
+            timer.cancel()
+            self.close()
+            return {"error": "no answer in time" if late else f"the process ended with code {process.returncode}"}
+        finally:
+            timer.cancel()
 
     def close(self) -> None:
-        """End the process."""
+        """End the process and whatever its functions started."""
         if self._process is not None:
-            self._process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.communicate()
             self._process = None
 
@@ -100,12 +98,12 @@ class Rewards:
         """(answers, functions) float64, NaN for none. groups: the arguments for the answers to each prompt."""
         asked = [(name, group) for name in self.names for group in groups]
         found = np.concatenate(list(self._pool.map(self._of_group, asked))) if asked else np.empty(0)
-        return found.reshape(len(self.names), -1).T
+        return found.reshape(len(self.names), sum(len(group["completions"]) for group in groups)).T
 
     def total(self, rewards: np.ndarray) -> np.ndarray:
-        """(answers,) weighted sum over the functions that gave one; NaN where none did."""
-        found = np.nansum(rewards * self.weights, axis=1)
-        return np.where(np.isnan(rewards).all(1), np.nan, found)
+        """(..., functions) -> (...): weighted sum over the functions that gave one; NaN where none did."""
+        found = np.nansum(rewards * self.weights, axis=-1)
+        return np.where(np.isnan(rewards).all(-1), np.nan, found)
 
     def _of_group(self, asked: tuple[str, dict[str, Any]]) -> np.ndarray:
         name, arguments = asked

@@ -23,61 +23,64 @@ _ARRAYS = ("samples", "prompts", "prompt_lengths", "answers", "lengths", "ended"
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Answers to some prompts, group by group."""
+    """Answers to some prompts; every array has a row for each prompt, with zeros after the end of its tokens."""
 
     samples: np.ndarray
     """(prompts,) int64: numbers of the prompts in the corpus."""
     prompts: np.ndarray
-    """(n,) int64: tokens of the prompts, end to end."""
+    """(prompts, tokens) int64"""
     prompt_lengths: np.ndarray
     """(prompts,) int64"""
     answers: np.ndarray
-    """(m,) int64: tokens of the answers, end to end."""
+    """(prompts, group, tokens) int64"""
     lengths: np.ndarray
-    """(prompts x group,) int64"""
+    """(prompts, group) int64"""
     ended: np.ndarray
-    """(prompts x group,) bool"""
+    """(prompts, group) bool"""
     sampler: np.ndarray
-    """(m,) float32: the sampler's log-probabilities."""
+    """(prompts, group, tokens) float32: the sampler's log-probabilities."""
     old: np.ndarray
-    """(m,) float32: the trainer's."""
+    """(prompts, group, tokens) float32: the trainer's."""
     rewards: np.ndarray
-    """(prompts x group, functions) float64, NaN for none."""
+    """(prompts, group, functions) float64, NaN for none."""
     version: str = ""
     """`Synced.version` of the weights that they were sampled with."""
     facts: str = "{}"
     """Metrics of the step as JSON."""
 
     @property
-    def group(self) -> int:
-        """Answers to a prompt."""
-        return len(self.lengths) // max(len(self.samples), 1)
+    def mask(self) -> np.ndarray:
+        """(prompts, group, tokens) bool: where an answer has a token."""
+        found: np.ndarray = np.arange(self.answers.shape[-1]) < self.lengths[..., None]
+        return found
 
-    def parts(self, name: str) -> list[np.ndarray]:
-        """`prompts`, `answers`, `sampler` or `old` by prompt or answer."""
-        lengths = self.prompt_lengths if name == "prompts" else self.lengths
-        return np.split(getattr(self, name), np.cumsum(lengths)[:-1])
-
-    def of(self, numbers: Sequence[int]) -> "Rollouts":
+    def of(self, numbers: Sequence[int] | np.ndarray) -> "Rollouts":
         """The answers to some of the prompts, by their place here."""
-        chosen = np.array(numbers, dtype=np.int64)
-        groups = (chosen[:, None] * self.group + np.arange(self.group)).reshape(-1)
-        picked: dict[str, Any] = {name: getattr(self, name)[chosen] for name in ("samples", "prompt_lengths")}
-        picked |= {name: getattr(self, name)[groups] for name in ("lengths", "ended", "rewards")}
-        for name, own in (("prompts", chosen), ("answers", groups), ("sampler", groups), ("old", groups)):
-            parts = self.parts(name)
-            picked[name] = np.concatenate([getattr(self, name)[:0], *(parts[number] for number in own)])
-        return replace(self, **picked)
+        chosen: Any = np.asarray(numbers, dtype=np.int64)
+        return replace(self, **{name: getattr(self, name)[chosen] for name in _ARRAYS})
+
+    def put(self, numbers: Sequence[int], others: "Rollouts") -> None:
+        """Replace the answers to some of the prompts. Both have room for equally many tokens."""
+        for name in _ARRAYS:
+            getattr(self, name)[list(numbers)] = getattr(others, name)
+
+
+def padded(rows: Sequence[np.ndarray], width: int, dtype: Any = np.int64) -> np.ndarray:
+    """(rows, width): rows of uneven length."""
+    found = np.zeros((len(rows), width), dtype=dtype)
+    for place, row in zip(found, rows, strict=True):
+        place[: len(row)] = row
+    return found
 
 
 def interleaved(parts: Sequence[Rollouts]) -> Rollouts:
     """The answers of all ranks in the order of the global batch, whose prompt n is the rank n modulo ranks's."""
     joined: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _ARRAYS}
-    whole = replace(parts[0], **joined)
-    counts = [len(part.samples) for part in parts]
-    firsts = np.cumsum([0, *counts])
-    order = [(number, rank) for rank, count in enumerate(counts) for number in range(count)]
-    return whole.of([int(firsts[rank]) + number for number, rank in sorted(order)])
+    for name in ("prompts", "answers", "sampler", "old"):
+        lengths = joined["prompt_lengths" if name == "prompts" else "lengths"]
+        joined[name] = joined[name][..., : lengths.max()]
+    places = [np.arange(len(part.samples)) * len(parts) + rank for rank, part in enumerate(parts)]
+    return replace(parts[0], **joined).of(np.argsort(np.concatenate(places)))
 
 
 def path_of(folder: Path, step: int) -> Path:

@@ -1,8 +1,8 @@
 """Guarantee 1: before a token is sampled, what the sampler computes with equals the trainer's weights, by hash.
 
-The trainer's side of the comparison is hashed from the weights that its own modules compute with, tensor by tensor, and
-under every name that a tied tensor has. A difference is answered by sending everything once more, and then ends the
-run, naming the tensors.
+The trainer's side of the comparison is the weights that its own modules compute with, tensor by tensor, and under every
+name that a tied tensor has. Each rank hashes a share of them; a copy in this process is compared bit for bit. A
+difference is answered by sending everything once more, and then ends the run, naming the tensors.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ import torch
 from training.engine import Engine
 from training.engine.ledger import PrecisionError
 from training.engine.tensors import whole_weight
-from training.rollouts.sampler import Sampler
+from training.rollouts.transformers_sampler import TransformersSampler, digest
 
 _ATTEMPTS = 2
 _NAMED = 5
@@ -34,22 +34,15 @@ class Synced(NamedTuple):
     seconds: float
 
 
-def digest(tensor: torch.Tensor) -> str:
-    """SHA-256 of a tensor's dtype, shape and values, -0.0 as 0.0, which kernels may write for it."""
-    values = (tensor.detach() + 0.0).contiguous().cpu()
-    head = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
-    return hashlib.sha256(head + values.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
-
-
-def synchronise(engine: Engine, sampler: Sampler) -> Synced:
+def synchronise(engine: Engine, sampler: TransformersSampler) -> Synced:
     """Send the trainer's weights and prove that the sampler computes with them. A collective. Raises NotSynced."""
-    started, wrong = time.perf_counter(), list[str]()
+    started, world, wrong = time.perf_counter(), engine.world, list[str]()
     for _ in range(_ATTEMPTS):
-        expected: dict[str, str] = {}
-        sampler.receive(_weights(engine, expected))
-        held = sampler.digests()
-        own = sorted(name for name in expected if held.get(name) != expected[name])
-        wrong = sorted({name for names in engine.world.gather_objects(own) for name in names})
+        share: dict[str, str] = {}
+        sampler.receive(_weights(engine, share, sampler.frozen))
+        expected = {name: known for part in world.gather_objects(share) for name, known in part.items()}
+        own = sampler.differing(_weights(engine), expected)
+        wrong = sorted({name for names in world.gather_objects(own) for name in names})
         if not wrong:
             break
     else:
@@ -63,10 +56,23 @@ def synchronise(engine: Engine, sampler: Sampler) -> Synced:
     return Synced(version, len(expected), time.perf_counter() - started)
 
 
-def _weights(engine: Engine, expected: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter's whole weight under each of its names, whose digest goes into `expected`."""
-    known: dict[int, str] = {}
-    for name, parameter in engine.model.named_parameters(remove_duplicate=False):
-        whole = whole_weight(engine, parameter)
-        expected[name] = known[id(parameter)] = known.get(id(parameter)) or digest(whole)
+def _weights(
+    engine: Engine, share: dict[str, str] | None = None, frozen: dict[str, str] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter's whole weight under each of its names.
+
+    share: takes the digests that this rank computes. frozen: those of weights that are not trained, once computed.
+    """
+    named = list(engine.model.named_parameters(remove_duplicate=False))
+    names: dict[int, list[str]] = {}
+    for name, parameter in named:
+        names.setdefault(id(parameter), []).append(name)
+    mine = list(names)[engine.world.rank :: engine.world.world_size]
+    for name, parameter in named:
+        tied = names[id(parameter)]
+        whole = whole_weight(engine, parameter) if engine.stage == 3 else parameter.data  # whole_weight copies
+        if share is not None and frozen is not None and id(parameter) in mine and name == tied[0]:
+            known = frozen.get(name) or digest(whole)
+            frozen |= {} if parameter.requires_grad else {name: known}
+            share |= dict.fromkeys(tied, known)
         yield name, whole

@@ -13,9 +13,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,63 +28,51 @@ from config.printable import printable
 from config.schema import GrpoSection
 from tracking.file_lock import exclusive_lock
 from training.distributed import World
-from training.rollouts.sampler import Answer, Request, Weights
-from training.rollouts.transformers_sampler import TransformersSampler
+from training.rollouts.transformers_sampler import Answer, Request, TransformersSampler, Weights
 
 T = TypeVar("T")
 
 _ASK_SECONDS = 600.0
 """Time limit of one request, after which the server counts as hung."""
+_ALL_TOKENS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 
 
 class ServerError(RuntimeError):
     """A server did not answer, or did not answer what it was asked."""
 
 
-class VllmSampler:
-    """The servers that a run samples from; this rank asks one of them."""
+class VllmSampler(TransformersSampler):
+    """The servers that a run samples from; this rank asks one of them.
 
-    def __init__(
-        self,
-        section: GrpoSection,
-        world: World,
-        copy: TransformersSampler,
-        *,
-        ends: Sequence[int],
-    ) -> None:
-        """copy: has the weights in this process, from which the file is written, and in which the trainer is measured
-        against itself. ends: tokens that end an answer.
+    The copy in this process has the weights that the file is written from; the trainer is measured against it.
+    """
 
-        Raises UserError where a server cannot be reached or cannot take weights.
-        """
-        self.folder = Path()
-        """Folder of the file of weights, which the servers have to see under the same path."""
-        self._section, self._world, self._copy, self._ends = section, world, copy, list(ends)
+    def __init__(self, model: PreTrainedModel, section: GrpoSection, world: World, *, ends: Sequence[int]) -> None:
+        """Raises UserError where a server cannot be reached or cannot take weights."""
+        super().__init__(model, section, world, ends=ends)
         self._urls = [url.rstrip("/") for url in section.urls]
         self._own = self._urls[world.rank % len(self._urls)]
         self._label, self._proven = "", dict[str, str]()
-        self.identity = world.on_main(self._started)
+
+        def start(url: str) -> str:
+            self._initialise(url)
+            return f"vllm {_call(url, '/version')['version']}"
+
+        self.identity = world.on_main(lambda: ", ".join(sorted({self._patiently(url, start) for url in self._urls})))
 
     @property
     def _file(self) -> Path:
+        """The file of weights, which the servers have to see under the same path."""
         return self.folder / "weights.safetensors"
-
-    def _started(self) -> str:
-        def ask(url: str) -> str:
-            version = _call(url, "/version")["version"]
-            self._initialise(url)
-            return f"vllm {version}"
-
-        return ", ".join(sorted({self._patiently(url, ask, _wait) for url in self._urls}))
 
     def receive(self, weights: Weights) -> None:
         """Have every server read the weights from a new file. A collective."""
-        self._copy.receive(weights)
+        super().receive(weights)
         self._label = self._world.from_main(secrets.token_hex(16))
 
         def send() -> None:
             self._file.parent.mkdir(exist_ok=True)
-            own = self._copy.model.named_parameters()
+            own = self.model.named_parameters()
             save_file({name: value.detach().cpu().contiguous() for name, value in own}, self._file)
             for url in self._urls:
                 self._patiently(url, self._send, self._initialise)
@@ -94,55 +81,53 @@ class VllmSampler:
 
     def _send(self, url: str) -> None:
         """Have one server read the file, between two requests."""
-        _call(url, "/pause?mode=wait", {})
-        _call(url, "/start_weight_update", {})
-        _call(url, "/update_weights", {"update_info": {"path": str(self._file.resolve())}})
-        _call(url, "/finish_weight_update", {"weight_version": self._label})
-        _call(url, "/collective_rpc", {"method": "repack_tied_head"})
-        _call(url, "/reset_prefix_cache", {})
-        _call(url, "/resume", {})
+        for path, body in (
+            ("/pause?mode=wait", {}),
+            ("/start_weight_update", {}),
+            ("/update_weights", {"update_info": {"path": str(self._file.resolve())}}),
+            ("/finish_weight_update", {"weight_version": self._label}),
+            ("/collective_rpc", {"method": "repack_tied_head"}),
+            ("/reset_prefix_cache", {}),
+            ("/resume", {}),
+        ):
+            _call(url, path, body)
 
-    def digests(self) -> dict[str, str]:
-        """The servers' digests; "servers differ" for a tensor in which they do. A collective."""
+    def differing(self, weights: Weights, expected: Mapping[str, str]) -> list[str]:
+        """Tensors in which any server computes with other weights, by their digests. A collective."""
 
-        def ask() -> dict[str, str]:
-            found = [self._patiently(url, _effective_hashes, self._send_again) for url in self._urls]
-            names = {name for one in found for name in one}
-            said = {name: {one.get(name, "missing") for one in found} for name in names}
-            return {name: values.pop() if len(values) == 1 else "servers differ" for name, values in said.items()}
+        def ask() -> list[dict[str, str]]:
+            return [self._patiently(url, _effective_hashes, self._send_again) for url in self._urls]
 
-        self._proven = self._world.on_main(ask)
-        return self._proven
+        self._proven = dict(expected)
+        found = self._world.on_main(ask)
+        return [name for name, known in expected.items() if any(one.get(name) != known for one in found)]
 
     def sample(self, requests: Sequence[Request], *, version: str) -> list[Answer]:
         """Answers in the order of the requests. Raises UserError where the server stays away."""
-        answers: dict[int, Answer] = {}
+        answers: list[Answer] = []
 
         def ask(url: str) -> None:
-            left = [place for place in range(len(requests)) if place not in answers]
             with ThreadPoolExecutor(self._section.at_once) as pool:
-                found = pool.map(lambda place: self._answer(requests[place], version), left)
-                for place, answer in zip(left, found, strict=True):
-                    answers[place] = answer
+                for answer in pool.map(lambda request: self._answer(request, version), requests[len(answers) :]):
+                    answers.append(answer)
 
         self._patiently(self._own, ask, self._restore)
-        return [answers[place] for place in range(len(requests))]
+        return answers
 
-    def _patiently(self, url: str, act: Callable[[str], T], recover: Callable[[str], None]) -> T:
+    def _patiently(self, url: str, act: Callable[[str], T], recover: Callable[[str], None] | None = None) -> T:
         """The answer of a server, which is asked again for as long as the run waits for it, after `recover` each time.
 
         Raises UserError.
         """
-        seconds = self._section.server_seconds
-        until, failed = time.monotonic() + seconds, False
+        until, failed = time.monotonic() + self._section.server_seconds, False
         while True:
             try:
-                if failed:
+                if failed and recover is not None:
                     recover(url)
                 return act(url)
             except ServerError as error:
                 if time.monotonic() > until:
-                    why = f"grpo.server_seconds = {seconds:g} are over"
+                    why = f"grpo.server_seconds = {self._section.server_seconds:g} are over"
                     raise UserError(f"grpo.urls: {url}: {error}; {why}") from None
                 if not failed:
                     said = f"rank {self._world.rank}: waiting for {url}: {error}"
@@ -150,7 +135,8 @@ class VllmSampler:
                 failed = True
                 time.sleep(1.0)
 
-    def _initialise(self, url: str) -> None:
+    @staticmethod
+    def _initialise(url: str) -> None:
         """Let a server that was started anew take weights."""
         _call(url, "/init_weight_transfer_engine", {"init_info": {}})
 
@@ -162,50 +148,34 @@ class VllmSampler:
         """Give a server the weights that were proven, one rank at a time, and prove them again."""
         with exclusive_lock(self._file.with_suffix(".lock"), wait_s=self._section.server_seconds):
             self._send_again(url)
-            if _effective_hashes(url) != self._proven:
+            held = _effective_hashes(url)
+            if any(held.get(name) != known for name, known in self._proven.items()):
                 raise ServerError("it computes with other weights than those that were proven")
 
     def _answer(self, request: Request, version: str) -> Answer:
-        sampling = {
-            "max_tokens": self._section.max_new_tokens,
-            "temperature": self._section.temperature,
-            "top_p": 1.0,
-            "top_k": 0,
-            "min_p": 0.0,
-            "seed": _seed(request.key),
-            "logprobs": 0,
-            "detokenize": False,
-            "ignore_eos": True,
-            "stop_token_ids": self._ends,
+        section, seed = self._section, int.from_bytes(blake2b(request.key.encode(), digest_size=7).digest(), "little")
+        sampling: dict[str, Any] = {
+            "max_tokens": section.max_new_tokens,
+            "temperature": section.temperature,
+            "seed": seed,
+            **_ALL_TOKENS,
         }
+        sampling |= {"logprobs": 0, "detokenize": False, "ignore_eos": True, "stop_token_ids": self._ends}
         asked = {"token_ids": request.prompt.tolist(), "sampling_params": sampling, "cache_salt": version}
         (choice,) = _call(self._own, "/inference/v1/generate", asked)["choices"]
         labels = {span["version"] for span in choice.get("weight_versions") or [{"version": None}]}
         scores = [token["logprob"] for token in (choice["logprobs"] or {}).get("content", [])]
         if labels != {self._label}:
             raise ServerError(f"it answered with weights labelled {labels}, not those that were proven")
-        if not 0 < len(choice["token_ids"]) == len(scores) <= self._section.max_new_tokens:
+        if not 0 < len(choice["token_ids"]) == len(scores) <= section.max_new_tokens:
             raise ServerError(f"it answered {len(choice['token_ids'])} tokens and {len(scores)} log-probabilities")
         ids, log_probs = np.array(choice["token_ids"], np.int64), np.array(scores, np.float32)
         return Answer(ids, log_probs, choice["finish_reason"] == "stop")
 
-    def in_fp32(self) -> AbstractContextManager[PreTrainedModel]:
-        """The copy, computing in FP32 until the context ends."""
-        return self._copy.in_fp32()
-
     def close(self) -> None:
         """Remove the weights. The servers belong to the user."""
-        if self._world.is_main:
+        if self._world.is_main and self._label:
             self._file.unlink(missing_ok=True)
-
-
-def _seed(key: str) -> int:
-    """vLLM's seed of an answer."""
-    return int.from_bytes(blake2b(key.encode(), digest_size=7).digest(), "little")
-
-
-def _wait(url: str) -> None:
-    """Nothing helps a server that has not started yet."""
 
 
 def _effective_hashes(url: str) -> dict[str, str]:

@@ -19,7 +19,7 @@ from lab.benchmark.split import COLLECTIVES, Stages, time_deepspeed
 from lab.benchmark.telemetry import CHECKS, WARM_UP_BLOCKS, Kind, time_pairs
 from tests.support.jobs.launches import SMALL
 from tests.support.models.small_run import batch_of, engine_of, resolve
-from tracking.jsonl import read_events
+from tracking.compare.surviving import read_events
 from training.distributed import World
 
 RECIPE = str(REPOSITORY / "config/recipes/benchmark.yaml")

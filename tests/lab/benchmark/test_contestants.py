@@ -11,7 +11,7 @@ from lab.benchmark.harness import Jobs
 from lab.benchmark.report import STAGES, compare, page
 from lab.benchmark.spec import Result, Spec
 from tests.lab.benchmark.benchmark_cases import benchmarked
-from tracking.jsonl import read_events
+from tracking.compare.surviving import read_events
 
 pytestmark = pytest.mark.slow
 

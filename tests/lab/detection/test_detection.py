@@ -23,7 +23,7 @@ from lab.detection.plants.site import ATTENTION, BAD_RANK, on_engine, planted
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.models.architectures import CASES
 from tools.parity.jobs import TWIN
-from tracking.jsonl import read_events
+from tracking.compare.surviving import read_events
 from training import session
 
 SCALED = "attention of one layer times 1.01"

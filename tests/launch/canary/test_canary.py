@@ -18,7 +18,7 @@ from launch.canary.plan import read_plan
 from launch.canary.record import Journal
 from launch.job import job_command
 from tests.support.jobs.launches import SMALL, events, finish, start, wait_until, with_defect
-from tracking.jsonl import read_events
+from tracking.compare.surviving import read_events
 from training.schedule import scheduled_rate
 
 DEMO = str(REPOSITORY / "config/recipes/demo.yaml")

@@ -14,7 +14,7 @@ from config.cli import REPOSITORY
 from tests.launch.sweep.test_sweep import processes_of
 from tests.support.jobs import launches
 from tests.support.jobs.launches import events
-from tracking.jsonl import read_events
+from tracking.compare.surviving import read_events
 
 pytestmark = pytest.mark.slow
 

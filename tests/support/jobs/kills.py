@@ -26,7 +26,7 @@ import psutil
 
 from config.cli import REPOSITORY
 from tests.support.jobs.launches import command, last_attempts
-from tracking.jsonl import read_events
+from tracking.compare.surviving import read_events
 
 WITHIN_SECONDS = 60.0
 STEPS = 200

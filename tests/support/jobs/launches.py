@@ -12,7 +12,7 @@ from config.cli import REPOSITORY
 from config.launcher import deepspeed_program
 from config.machine.processes import free_port, stat_fields
 from tests.support.jobs.forked import Job
-from tracking.jsonl import read_events
+from tracking.compare.surviving import read_events
 
 BIN = Path(sys.executable).parent
 

@@ -19,8 +19,7 @@ from config.cli import REPOSITORY
 from config.machine.processes import free_port
 from launch.job import LAUNCHER_VARIABLES
 from tests.support.servers.wandb_server import stand_in
-from tracking.compare.surviving import surviving
-from tracking.jsonl import read_events
+from tracking.compare.surviving import read_events, surviving
 from tracking.run_dir import RunDir
 from training.checkpoint.tool import main as checkpoint_tool
 

@@ -14,6 +14,11 @@ def divided(completion_ids: Sequence[Sequence[int]], scale: Sequence[float], **_
     return [sum(ids) % 7 / by for ids, by in zip(completion_ids, scale, strict=True)]
 
 
+def even(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+    """A reward that half of the groups of two have twice."""
+    return [float(sum(ids) % 2 == 0) for ids in completion_ids]
+
+
 def write_prompts(path: Path, rows: int) -> Path:
     """Rows of a conversation to answer, and a column that the reward reads."""
     draw = random.Random(0)

@@ -14,9 +14,9 @@ from config.errors import UserError
 from tests.support.runs.compare_runs import RunWriter
 from tests.support.runs.synthetic_events import step_fields
 from tracking import run_facts
-from tracking.compare.surviving import surviving
+from tracking.compare.surviving import read_events, surviving
 from tracking.events import REQUIRED_FIELDS
-from tracking.jsonl import encode, read_events
+from tracking.jsonl import encode
 from tracking.run_facts import read_facts
 
 _SESSION = st.tuples(

@@ -19,7 +19,7 @@ from config.launcher import deepspeed_program
 from config.machine.processes import free_port
 from tests.support.runs.synthetic_events import SCALE, start_fields, step_fields
 from tests.support.servers.prometheus_server import MONITORING, needs, prometheus_server, wait_for
-from tracking.jsonl import read_events
+from tracking.compare.surviving import read_events
 from tracking.prometheus.metrics import METRICS, VERDICTS
 from tracking.prometheus.sink import PrometheusSink
 from tracking.record import Record

@@ -13,7 +13,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.runs.synthetic_events import start_fields, step_fields, ticking_clock
-from tracking.jsonl import JsonlSink, read_events
+from tracking.compare.surviving import read_events
+from tracking.jsonl import JsonlSink
 from tracking.prometheus.metrics import METRICS, VERDICTS, Metrics
 from tracking.prometheus.sink import PrometheusSink
 from tracking.record import Record

@@ -11,7 +11,7 @@ import pytest
 from config.errors import UserError
 from tests.support.runs.report_runs import CONFIG, ENVIRONMENT, session, simple_run
 from tests.support.runs.synthetic_events import TELEMETRY, TOKENS_PER_STEP
-from tracking.jsonl import read_events
+from tracking.compare.surviving import read_events
 from tracking.report.command import limits_from
 from tracking.report.context import LIMITS, Finding, MeasureContext
 from tracking.report.measures import all_measures, caveats, peak_flops, read_run

@@ -9,7 +9,7 @@ import pytest
 from config.errors import UserError
 from tests.support.runs.report_runs import SessionWriter, session
 from tests.support.runs.synthetic_events import TELEMETRY
-from tracking.jsonl import read_events
+from tracking.compare.surviving import read_events
 from tracking.report.sessions import RunHistory, read_history
 
 

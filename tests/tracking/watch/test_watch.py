@@ -28,9 +28,9 @@ from config.cli import REPOSITORY
 from config.machine.processes import machine, pid_namespace
 from tests.support.runs.heat_runs import growing, write_heat_run
 from tests.support.runs.synthetic_events import TOKENS_PER_STEP, start_fields, step_fields, ticking_clock
-from tracking.compare.surviving import surviving
+from tracking.compare.surviving import read_events, surviving
 from tracking.events import Event
-from tracking.jsonl import JsonlSink, encode, read_events
+from tracking.jsonl import JsonlSink, encode
 from tracking.ranks import spread
 from tracking.record import Record
 from tracking.run_dir import RunDir

@@ -11,7 +11,7 @@ from config.command_line import read_command_line
 from config.resolved import Resolved
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.models.small_run import checksum, masters_of
-from tracking.jsonl import read_events
+from tracking.compare.surviving import read_events
 from training.build import build
 from training.distributed import World
 from training.loop import train

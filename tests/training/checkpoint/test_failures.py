@@ -7,7 +7,7 @@ import pytest
 from tests.support.jobs.launches import command, finish
 from tests.support.marks import slow
 from tests.training.checkpoint import checkpoint_cases
-from tracking.jsonl import read_events
+from tracking.compare.surviving import read_events
 from training.checkpoint.choice import newest
 
 

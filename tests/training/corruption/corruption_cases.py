@@ -11,8 +11,8 @@ from typing import Any
 from tests.support.models.small_run import masters_of
 from tests.training.checkpoint import resume_cases
 from tests.training.jobs.step_cost_cases import parts_of
+from tracking.compare.surviving import read_events
 from tracking.events import describe_event
-from tracking.jsonl import read_events
 from tracking.report.page import write_report
 from tracking.run_dir import RunDir
 from training.distributed import World

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,12 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from config.errors import UserError
 from config.resolved import Resolved
 from tests.training.tasks import sft_cases
 from tests.training.tasks.sft_cases import taken, trained_plainly
 from training.distributed import World
 from training.rollouts.rollouts import Rollouts
-from training.rollouts.sync import NotSynced
 from training.session import Session, session
 
 GROUP, LONGEST = 2, 12
@@ -64,8 +65,10 @@ def oracle(folder: Path, recorded: list[dict[str, Any]], config: Any) -> dict[st
 
     def backward(step: dict[str, Any]) -> dict[str, Any]:
         found: Rollouts = step["answers"]
-        prompts = [ids for ids in found.parts("prompts") for _ in range(GROUP)]
-        rows = list(zip(prompts, found.parts("answers"), found.parts("sampler"), strict=True))
+        rows = [
+            (found.prompts[n, : found.prompt_lengths[n]], found.answers[n, k, :length], found.sampler[n, k, :length])
+            for (n, k), length in np.ndenumerate(found.lengths)
+        ]
         tokens = [np.concatenate([prompt, answer]) for prompt, answer, _ in rows]
         if held["position"] != step["position"]:
             with torch.no_grad():
@@ -90,13 +93,13 @@ def oracle(folder: Path, recorded: list[dict[str, Any]], config: Any) -> dict[st
             rho = (now - old).exp()
             ratio = (now - old).mean().exp().expand_as(rho) if section.ratio == "sequence" else rho
             if section.surrogate == "cispo":
-                loss = -ratio.detach().clamp(max=section.cap) * advantage * now
+                loss = -ratio.detach().clamp(max=section.clip_high) * advantage * now
             else:
                 bounded = ratio.clamp(1 - section.clip_low, 1 + section.clip_high)
                 loss = -torch.minimum(ratio * advantage, bounded * advantage)
             weight = (old - torch.from_numpy(sampler).double()).exp()
             if section.correction == "mask":
-                weight = weight * ((weight >= section.correction_low) & (weight <= section.correction_high))
+                weight = weight * ((weight >= 1 / section.correction_high) & (weight <= section.correction_high))
             loss = loss * (weight.clamp(max=section.correction_high) if section.correction != "none" else 1.0)
             if section.beta:
                 with torch.no_grad():
@@ -106,6 +109,41 @@ def oracle(folder: Path, recorded: list[dict[str, Any]], config: Any) -> dict[st
             share.backward()
             total += float(share.detach())
         return {"loss": total, "tokens": sum(len(own) - 1 for own in tokens), "reward": sum(reward) / len(rows)}
+
+    return trained_plainly(model, recorded, backward)
+
+
+def taught_oracle(folder: Path, recorded: list[dict[str, Any]], config: Any) -> dict[str, Any]:
+    """Steps of task opd in plain torch: a teacher's distribution on one recorded answer at a time, in FP64."""
+    model, teacher = (
+        AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32) for name in ("base", "teacher")
+    )
+    section = config.distill
+
+    def backward(step: dict[str, Any]) -> dict[str, Any]:
+        found: Rollouts = step["answers"]
+        total, kl, count = 0.0, 0.0, int(found.lengths.sum())
+        for (n, k), length in np.ndenumerate(found.lengths):
+            own = (found.prompts[n, : found.prompt_lengths[n]], found.answers[n, k, :length])
+            tokens = torch.from_numpy(np.concatenate(own))[None]
+            q, p = (
+                (of(input_ids=tokens, use_cache=False).logits[0, -length - 1 : -1].double() / section.temperature)
+                for of in (model, teacher)
+            )
+            q, p = q.softmax(-1), p.softmax(-1).detach()
+            m = section.beta * p + (1 - section.beta) * q
+            of_p, of_q = ((x * (x / m).log()).sum() for x in (p, q))
+            apart = {
+                "forward_kl": (p * (p / q).log()).sum(),
+                "reverse_kl": (q * (q / p).log()).sum(),
+                "jsd": section.beta * of_p + (1 - section.beta) * of_q,
+            }[section.loss]
+            share = section.temperature**2 * apart / count
+            share.backward()
+            total += float(share.detach())
+            kl += float((p * (p / q).log()).sum().detach()) / count
+        tokens_of_all = int((found.prompt_lengths[:, None] + found.lengths - 1).sum())
+        return {"loss": total, "tokens": tokens_of_all, "kl": kl}
 
     return trained_plainly(model, recorded, backward)
 
@@ -137,13 +175,22 @@ def first_metrics(world: World, *, folder: Path, fault: str = "", **options: Any
         for _ in range(2):
             try:
                 batch = opened.batches.next_step()
-            except NotSynced as problem:
+            except UserError as problem:  # one line, exit code 2
                 return {"stopped": str(problem), "steps": found}
             health = opened.engine.health(opened.engine.forward_backward(batch, step=batch.position + 1))
             judgement = guard.judge(health)
             opened.engine.step(health, 0.05)
             found.append({"metrics": health.metrics, "verdict": judgement.verdict.name, "reason": judgement.reason})
         return {"steps": found}
+
+
+def refused(world: World, *, folder: Path, **options: Any) -> str:
+    """Why the session does not open."""
+    try:
+        with session(resolve(folder, **options), world=world):
+            return ""
+    except UserError as error:
+        return str(error)
 
 
 def _never_synced(opened: Session) -> None:
@@ -166,7 +213,8 @@ def _stale_head(opened: Session) -> None:
 
 
 def _other_temperature(opened: Session) -> None:
-    opened.answers.sampler._temperature *= 0.7
+    sampler: Any = opened.answers.sampler
+    sampler._section = replace(sampler._section, temperature=0.7 * sampler._section.temperature)
 
 
 def _nucleus(opened: Session) -> None:

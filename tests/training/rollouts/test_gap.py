@@ -10,7 +10,7 @@ PROMPTS, TOKENS = 16, 96
 
 def gap_of(apart: np.ndarray, own: np.ndarray, gap: Gap | None = None) -> dict[str, float]:
     """The gap over a step's prompts (PROMPTS, TOKENS), beside the trainer's distance from itself."""
-    return (gap or Gap(bound=3.0, one_sided=0.3)).measure(list(apart), [[own * 0.5, own, own]])
+    return (gap or Gap(3.0)).measure(list(apart), [[own * 0.5, own, own]])
 
 
 def test_the_estimates_are_those_of_the_definition() -> None:
@@ -28,7 +28,7 @@ def test_the_estimates_are_those_of_the_definition() -> None:
 @pytest.mark.parametrize("size", [1e-7, 1e-5, 3e-3, 0.04])
 def test_two_hundred_sound_steps_of_any_dtype_are_within_the_bounds(size: float) -> None:
     """Tokens of a prompt are alike, as of a tiny model: their differences are drawn once for 8 of them."""
-    draw, gap = np.random.default_rng(1), Gap(bound=3.0, one_sided=0.3)
+    draw, gap = np.random.default_rng(1), Gap(3.0)
     largest = 0.0
     for _ in range(200):
         apart = draw.normal(0, size, (PROMPTS, TOKENS // 8)).repeat(8, axis=1)
@@ -49,7 +49,7 @@ def test_noise_in_the_trainer_alone_does_not_hide_itself() -> None:
     """As dropout in its log-probabilities: the trainer is as far from itself as from the sampler."""
     draw = np.random.default_rng(3)
     noise, rounding = draw.normal(0, 0.04, 64), draw.normal(0, 0.001, 64)
-    gap = Gap(bound=3.0, one_sided=0.3)
+    gap = Gap(3.0)
     found = gap.measure(list(draw.normal(0, 0.04, (PROMPTS, TOKENS))), [[noise, noise, rounding]])
     assert found["gap/of_bound"] > 1
 

@@ -1,19 +1,23 @@
 """Steps on sampled answers equal plain torch on the recorded ones, and a sampler that is not the trainer is found."""
 
+import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import GenerationConfig
 
 from config.task import ALGORITHMS
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.models.plain_steps import require_equal
-from tests.support.rows.chats import write_base
+from tests.support.rows.chats import write_base, write_teacher
 from tests.support.rows.prompts import write_prompts
 from tests.training.checkpoint import resume_cases
 from tests.training.rollouts import grpo_cases as cases
+from tests.training.tasks import distill_cases
 from training.rollouts import rollouts as files
 
 
@@ -24,11 +28,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, tied in (("base", False), ("tied", True)):
         write_base(made / name, tie_word_embeddings=tied)
         GenerationConfig(eos_token_id=list(range(60))).save_pretrained(made / name)  # so that answers end
+    write_teacher(made / "teacher")
     write_prompts(made / "prompts.jsonl", 40)
     return made
 
 
 def require_same(found: dict[str, Any], folder: Path, *overrides: str) -> None:
+    if "task=opd" in overrides:
+        exact = cases.taught_oracle(folder, found["steps"], cases.resolve(folder, overrides=overrides).config)
+        require_equal(found, exact)
+        assert [step["metrics"]["kl"] for step in found["steps"]] == pytest.approx(
+            [step["kl"] for step in exact["steps"]], rel=1e-5
+        )
+        return
     exact = cases.oracle(folder, found["steps"], cases.resolve(folder, overrides=overrides).config)
     require_equal(found, exact, loss_error=1e-6)  # advantages of a group add up to 0
     for mine, theirs in zip(found["steps"], exact["steps"], strict=True):
@@ -47,7 +59,7 @@ def test_one_and_two_ranks_equal_plain_torch(pair: ProcessGroup, solo: ProcessGr
             first = found["steps"][0]["answers"]
             answers = answers if answers is not None else first
             assert first.answers.tolist() == answers.answers.tolist()
-            assert len(set(first.lengths.tolist())) > 2
+            assert len(np.unique(first.lengths)) > 2
             assert max(step["metrics"]["gap/of_bound"] for step in found["steps"]) < 1
 
 
@@ -60,6 +72,39 @@ def test_an_evaluation_shows_prompts_with_answers_and_rewards(pair: ProcessGroup
     assert len(first[0]) < 4 * 900
 
 
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("loss", ["reverse_kl, temperature: 1.5", "forward_kl", "jsd, beta: 0.3, sharded: true"])
+def test_a_teacher_on_own_answers_equals_plain_torch(
+    pair: ProcessGroup, solo: ProcessGroup, folder: Path, loss: str
+) -> None:
+    given = ("task=opd", "grpo.rewards=[]", f"distill={{teacher: {folder}/teacher, loss: {loss}}}")
+    for group, stages in ((pair, (0, 3) if loss == "forward_kl" else (1, 2)), (solo, (2,))):
+        for stage in stages:
+            found = group.run(cases.steps, folder=folder, stage=stage, overrides=given)[0]
+            require_same(found, folder, *given)
+            assert max(step["metrics"]["gap/of_bound"] for step in found["steps"]) < 1
+
+
+def test_a_student_that_is_its_teacher_has_nothing_to_learn(solo: ProcessGroup, folder: Path) -> None:
+    given = (*cases.TASK, f"data.path={folder}/prompts.jsonl", "data.validation_fraction=0.2", "task=opd")
+    given = (*given, f"distill={{teacher: {folder}/base}}")
+    [found] = solo.run(distill_cases.first_metrics, folder=folder, overrides=given)
+    assert found["loss"] == found["metrics"]["kl"] == found["held out"].loss == 0 and found["norm"] < 1e-6
+    assert found["metrics"]["teacher_agreement"] == found["held out"].metrics["teacher_agreement"] == 1
+    assert found["metrics"]["reward/none"] == 0 and found["metrics"]["reward/mean"] > 0
+
+
+def test_a_teacher_of_other_tokens_is_refused_in_one_line(solo: ProcessGroup, folder: Path) -> None:
+    shutil.copytree(folder / "teacher", foreign := folder / "foreign")
+    vocabulary = json.loads((foreign / "tokenizer.json").read_text(encoding="utf-8"))
+    ids = vocabulary["model"]["vocab"]
+    ids["a"], ids["b"] = ids["b"], ids["a"]
+    (foreign / "tokenizer.json").write_text(json.dumps(vocabulary), encoding="utf-8")
+    given = ("task=opd", f"distill={{teacher: {foreign}}}")
+    [said] = solo.run(cases.refused, folder=folder, overrides=given)
+    assert "its tokenizer is not that of the data" in said and "\n" not in said
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_each_algorithm_equals_plain_torch(solo: ProcessGroup, folder: Path, algorithm: str) -> None:
     given = (f"grpo.algorithm={algorithm}", "grpo.updates=2", "grpo.correction=truncate")
@@ -67,6 +112,20 @@ def test_each_algorithm_equals_plain_torch(solo: ProcessGroup, folder: Path, alg
     require_same(found, folder, *given)
     if algorithm == "gspo":
         assert any(step["metrics"]["clip_share"] > 0 for step in found["steps"])
+
+
+def test_groups_without_signal_are_sampled_again(solo: ProcessGroup, folder: Path) -> None:
+    rewards = "grpo.rewards=[tests.support.rows.prompts:even]"
+    once, again = (
+        solo.run(cases.steps, folder=folder, overrides=(rewards, f"grpo.resamples={times}"))[0]["steps"][0]
+        for times in (0, 9)
+    )
+    before, after = once["answers"], again["answers"]
+    silent = before.rewards[:, 0, 0] == before.rewards[:, 1, 0]
+    assert once["metrics"]["reward/no_signal"] == silent.mean() > 0
+    assert again["metrics"]["reward/no_signal"] == 0 and (after.rewards[:, 0, 0] != after.rewards[:, 1, 0]).all()
+    for n in np.flatnonzero(~silent):
+        assert after.answers[n][after.mask[n]].tolist() == before.answers[n][before.mask[n]].tolist()
 
 
 TIED = ("model.name_or_path={folder}/tied", "data.tokenizer={folder}/base")
@@ -131,4 +190,22 @@ def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair: ProcessGroup, fol
     given = resume_cases.task_job(folder, *cases.TASK[1:], *JOB, task="grpo", rows="prompts")
     resume_cases.ends_as_whole(pair, folder, "answers", given, breaks=(19, 13), seconds=300)
     kept = files.read(files.path_of(folder / "runs/answers/rollouts", 3))
-    assert kept is not None and len(kept.samples) == 4 and kept.group == cases.GROUP
+    assert kept is not None and kept.lengths.shape == (4, cases.GROUP)
+
+
+@pytest.mark.slow
+def test_fewer_ranks_go_on_with_the_same_answers(pair: ProcessGroup, solo: ProcessGroup, folder: Path) -> None:
+    """Losses differ by the order of sums, which the second update on the same answers magnifies: 6e-5 were seen."""
+    given = (*cases.TASK[1:], *JOB[:2], "deepspeed.stage=2", "model.config={}")
+    overrides = resume_cases.task_job(folder, *given, task="grpo", rows="prompts")
+    how: dict[str, Any] = {"folder": str(folder), "overrides": overrides, "seconds": 300}
+    pair.run(resume_cases.job, name="two", passes=None, **how)
+    pair.run(resume_cases.job, name="fewer", passes=30, **how)
+    [ended] = solo.run(resume_cases.job, name="fewer", passes=None, **how)
+    assert ended["exit_code"] == 0 and resume_cases.sessions_resumed(str(folder), "fewer") == 1
+    two, fewer = (resume_cases.last_by_step(str(folder), name) for name in ("two", "fewer"))
+    assert [step["loss"] for step in fewer] == pytest.approx([step["loss"] for step in two], abs=3e-4)
+    for step in range(1, len(two) + 1, 2):
+        kept, other = (files.read(files.path_of(folder / f"runs/{name}/rollouts", step)) for name in ("two", "fewer"))
+        assert kept is not None and other is not None
+        assert kept.answers.tolist() == other.answers.tolist()

@@ -46,7 +46,7 @@ def theirs(section: GrpoSection, table: torch.Tensor, rows: dict[str, Any]) -> t
         args=SimpleNamespace(use_bias_correction_kl=True, delta=None, steps_per_generation=1),
         loss_type=NAMES[section.algorithm],
         epsilon_low=section.clip_low,
-        epsilon_high=section.cap if section.surrogate == "cispo" else section.clip_high,
+        epsilon_high=section.clip_high,
         use_vllm=True,
         vllm_importance_sampling_correction=True,
         model=SimpleNamespace(training=True),

@@ -24,8 +24,7 @@ from tests.support.jobs.launches import wait_until
 from training.distributed import World
 from training.rollouts import vllm_sampler
 from training.rollouts.gap import FLOOR
-from training.rollouts.sampler import Request
-from training.rollouts.transformers_sampler import TransformersSampler
+from training.rollouts.transformers_sampler import Request, digest
 from training.rollouts.vllm_sampler import VllmSampler
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
@@ -76,7 +75,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
             [*command, "--port", str(port)], cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT
         )
     try:
-        wait_until(lambda: "--model" in (folder / "log").read_text(), seconds=120.0, why=(folder / "log").read_text)
+        wait_until(lambda: "--model" in (folder / "log").read_text(), seconds=300.0, why=(folder / "log").read_text)
         yield url, Path(re.search(r"--model (\S+)", (folder / "log").read_text())[1]), watcher
     finally:
         watcher.send_signal(signal.SIGTERM)
@@ -89,10 +88,8 @@ def sampler(server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmSa
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(architecture)).to(torch.bfloat16).eval()
-    copy = TransformersSampler(model, length=LENGTH, temperature=1.0, ends=[END], at_once=16)
     section = replace(GrpoSection(), engine="vllm", urls=(url,), max_new_tokens=LENGTH, server_seconds=300.0)
-    world = World(0, 1, 0, torch.device("cpu"))
-    found = VllmSampler(section, world, copy, ends=[END])
+    found = VllmSampler(model, section, World(0, 1, 0, torch.device("cpu")), ends=[END])
     found.folder = tmp_path_factory.mktemp("run") / "rollouts"
     yield found
     dist.destroy_process_group()
@@ -100,14 +97,14 @@ def sampler(server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmSa
 
 def changed(sampler: VllmSampler) -> dict[str, torch.Tensor]:
     """Other weights than the sampler has, under every name."""
-    model = sampler._copy.model
+    model = sampler.model
     new = {name: value + 0.05 * torch.randn_like(value) for name, value in model.named_parameters()}
     return new | {"lm_head.weight": new["model.embed_tokens.weight"]}
 
 
 def differing(sampler: VllmSampler) -> list[str]:
-    held, expected = sampler.digests(), sampler._copy.digests()
-    return [name for name in expected if held.get(name) != expected[name]]
+    expected = {name: digest(value) for name, value in sampler.model.named_parameters(remove_duplicate=False)}
+    return sampler.differing((), expected)
 
 
 def requests(length: int = 4, count: int = 16) -> list[Request]:
@@ -121,7 +118,7 @@ def apart(sampler: VllmSampler, asked: list[Request], version: str = "v") -> flo
     for request, answer in zip(asked, sampler.sample(asked, version=version), strict=True):
         ids = torch.tensor(np.concatenate([request.prompt, answer.ids]))[None]
         with torch.no_grad():
-            scores = torch.log_softmax(sampler._copy.model(input_ids=ids).logits[0].float(), -1)
+            scores = torch.log_softmax(sampler.model(input_ids=ids).logits[0].float(), -1)
         own = scores[len(request.prompt) - 1 : -1].gather(1, ids[0, len(request.prompt) :, None])[:, 0].double()
         found.append(own - torch.from_numpy(answer.log_probs).double())
     whole = torch.cat(found)
@@ -140,7 +137,7 @@ def test_what_it_computes_with_is_what_was_sent_and_answers_repeat(sampler):
 def test_weights_that_never_arrive_are_named(sampler, monkeypatch):
     monkeypatch.setattr(sampler, "_send", lambda url: None)
     sampler.receive(changed(sampler).items())
-    assert set(differing(sampler)) == {name for name, _ in sampler._copy.model.named_parameters(remove_duplicate=False)}
+    assert set(differing(sampler)) == {name for name, _ in sampler.model.named_parameters(remove_duplicate=False)}
 
 
 def test_one_tensor_left_out_is_named(sampler, monkeypatch):
@@ -184,7 +181,7 @@ def test_a_cached_prefix_of_other_weights_answers_nothing(sampler, monkeypatch):
     """Blocks of 128 tokens: the same long prompts, before and after an update that leaves the cache as it is."""
     sampler.receive(changed(sampler).items())
     asked = requests(length=200, count=4)
-    assert differing(sampler) == [] and apart(sampler, asked, version="old") < 1e-3
+    assert differing(sampler) == [] and apart(sampler, asked, version="old") < 3e-3
     call = vllm_sampler._call
 
     def without_reset(url: str, path: str, body=None):
@@ -193,7 +190,7 @@ def test_a_cached_prefix_of_other_weights_answers_nothing(sampler, monkeypatch):
 
     monkeypatch.setattr(vllm_sampler, "_call", without_reset)
     sampler.receive(changed(sampler).items())
-    assert differing(sampler) == [] and apart(sampler, asked, version="new") < 1e-3
+    assert differing(sampler) == [] and apart(sampler, asked, version="new") < 3e-3
     assert apart(sampler, asked, version="old") > 1e-2  # what the salt keeps away
 
 

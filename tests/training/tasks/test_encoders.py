@@ -17,7 +17,7 @@ from tests.training.checkpoint.resume_cases import FP16, OVERFLOW
 from tests.training.tasks import classify_cases as cases
 from tests.training.tasks.mlm_cases import mlm
 from tools.generate import main as generate
-from tracking.jsonl import read_events
+from tracking.compare.surviving import read_events
 from training.checkpoint.partitions import open_saved_model
 
 JOB = ["model.architecture=null", "model.name_or_path={folder}/bert", "data.source=auto", "data.tokenizer=model"]

@@ -43,7 +43,7 @@ def test_the_order_is_that_of_every_layout(pair: ProcessGroup, solo: ProcessGrou
 
 
 def test_a_job_on_a_mixture_records_each_source(pair: ProcessGroup, folder: Path) -> None:
-    from tracking.jsonl import read_events
+    from tracking.compare.surviving import read_events
 
     write_chats(folder / "more.jsonl", 40, seed=1)
     sources = f"[{{path: {folder}/chats.jsonl, name: a}}, {{path: {folder}/more.jsonl, epochs: 2, name: b}}]"

@@ -17,7 +17,7 @@ from tests.training.checkpoint import resume_cases
 from tests.training.checkpoint.resume_cases import FP16, OVERFLOW
 from tests.training.tasks import seq2seq_cases as cases
 from tools.generate import main as generate
-from tracking.jsonl import read_events
+from tracking.compare.surviving import read_events
 from training.checkpoint.partitions import open_saved_model
 
 CELLS = [

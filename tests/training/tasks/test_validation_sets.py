@@ -19,7 +19,7 @@ from tests.training.checkpoint import resume_cases
 from tests.training.tasks import classify_cases, dpo_cases
 from tests.training.tasks import sft_cases as cases
 from tests.training.tasks.mlm_cases import mlm, write_text
-from tracking.jsonl import read_events
+from tracking.compare.surviving import read_events
 from training.session import check_validation
 from training.tasks.task import prepare
 

@@ -10,8 +10,9 @@ from config.cli import LOST, REPOSITORY
 from tests.support.jobs.launches import command, events, start
 from tests.support.marks import slow
 from tests.support.runs.synthetic_events import TOKENS_PER_STEP, start_fields, step_fields
+from tracking.compare.surviving import read_events
 from tracking.crash import Crash
-from tracking.jsonl import JsonlSink, read_events
+from tracking.jsonl import JsonlSink
 from tracking.record import Record
 from tracking.status import run_status
 

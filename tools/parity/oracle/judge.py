@@ -25,7 +25,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from config.errors import UserError
 from config.load import load_config
-from config.schema import Config
+from config.schema import SAMPLING_TASKS, Config
 from config.task import model_class_of
 from data.corpora.corpus import Corpus
 from modeling.build import build_model, dropout_keys
@@ -189,7 +189,7 @@ def _require_known(config: Config, *, recomputes: bool) -> None:
     """Raises Unknown, naming the key, for what the oracle does not compute. recomputes: whether it computes steps."""
     model, adapter, optimizer = config.model, config.adapter, config.optimizer
     in_any_pass = (
-        ("task", config.task, config.task != "grpo"),
+        ("task", config.task, config.task not in SAMPLING_TASKS),
         ("adapter.kind", adapter.kind, adapter.kind != "dora"),
         ("adapter.modules_to_save", ", ".join(adapter.modules_to_save), not adapter.modules_to_save),
     )
