@@ -1,4 +1,4 @@
-"""What a run is followed by, and which metrics of its task share a chart: one table for console, pages and verdict."""
+"""The headline metric of a run, and which metrics of its task share a chart: for console, pages and verdict."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Figure(NamedTuple):
     log: bool = False
 
     def of(self, metrics: Iterable[str]) -> list[str]:
-        """Those of some metrics that it shows, in its own order."""
+        """The given metrics that it shows, in its own order."""
         return [name for pattern in self.names for name in metrics if fnmatchcase(name, pattern)]
 
 

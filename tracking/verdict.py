@@ -68,7 +68,7 @@ ERRORS = 3.0
 NO_SIGNAL = 0.95
 """Mean share of prompts whose answers all have one reward from which a run whose reward has not risen had no signal."""
 SOLVED = 0.25
-"""What is left to gain over what was gained up to which answers that are all alike show that the prompts are solved."""
+"""Prompts count as solved when the reward left to gain is at most this share of the reward gained."""
 _SETTLING_SIGNALS = ("answer_entropy", "no_signal")
 SKIPPED = 0.05
 """Share of skipped steps from which they are a warning, where there are more than a loss scale needs to settle."""

@@ -43,7 +43,7 @@ LOW = {"BF16": torch.bfloat16, "FP16": torch.float16}
 _NAMED = {str(dtype): name for name, dtype in LOW.items()}
 _SHARED = {"weights": "weights", "gradients": "gradients", "norm": "gradient norm", "scale": "loss scale"}
 _SHARED |= {"groups": "optimizer settings", "applied": "skip decisions"}
-"""What all ranks record alike, in words. gradients: without ZeRO alone."""
+"""Readable names of the fields that all ranks record alike. gradients: only without ZeRO."""
 
 
 def audit_folder(folder: Path, options: argparse.Namespace) -> int:
@@ -73,7 +73,7 @@ class Judge:
         """The checkpoint's weights."""
         why = "its files are incomplete, as a crash leaves them"
         self.unchecked = {f"step {number}": why for number in recorded.incomplete}
-        """What could not be checked, and why."""
+        """Checks that could not be made, and why."""
         self.measured: list[dict[str, Any]] = []
         """Figures of each step."""
         self._found: dict[str, dict[str, Any]] = {}

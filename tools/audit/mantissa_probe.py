@@ -72,7 +72,7 @@ class Probe:
         self._seconds, self._failed, self._step, self._applied = 0.0, False, 1, 0
         self._micros: list[dict[str, Any]] = []
         self._calls: list[dict[str, Any]] = []
-        """Of the model, since the last backward pass."""
+        """Calls of the model since the last backward pass."""
         self._hooks: list[Any] = []
         self._inner: dict[str, str] = {}
         if self._most(self.rank == 0 and (self.folder / "probe.json").exists()):
@@ -188,7 +188,7 @@ class Probe:
         return 0
 
     def _guarded(self, record: Any, *given: Any) -> Any:
-        """What a method records in a step that is chosen; None where it is not, or the recording has ended."""
+        """The result of a method in a chosen step; None in other steps, or once the recording has ended."""
         if self._failed or self._step not in self.steps:
             return None
         started = time.monotonic()

@@ -37,7 +37,7 @@ def means(run: RunFacts) -> dict[str, list[float | None]]:
 
 
 def drawn(metrics: Iterable[str]) -> list[str]:
-    """Those of some metrics that a figure shows, as a curve or as the band around one."""
+    """The given metrics that a figure shows, as a curve or as the band around one."""
     shown = {name for figure in FIGURES for name in (*figure.of(metrics), figure.spread)}
     return [name for name in metrics if name in shown]
 

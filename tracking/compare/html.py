@@ -128,7 +128,7 @@ def run_data(run: RunFacts) -> dict[str, Any]:
 
 
 def _charts(runs: Sequence[RunFacts]) -> dict[str, Any]:
-    """What is drawn of each run; the unit of the loss where all have one, the metric that all are followed by in its
+    """The values drawn for each run; the unit of the loss where all have one, the metric that all are followed by in its
     place, and the charts of metrics."""
     drawn = [_drawn(run) for run in runs]
     units = {run.start.get("loss_unit", "nats per token") for run in runs}

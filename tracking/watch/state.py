@@ -34,7 +34,7 @@ class WatchState:
         """[seconds since the epoch] Time of the newest event."""
         self.session_time: float | None = None
         self.followed = "loss"
-        """What is drawn as "loss"."""
+        """The name of the curve: the loss, or the headline metric."""
         self.curves = {name: Series() for name in _CURVES}
         self.validation = Series()
         self.skips = Series()

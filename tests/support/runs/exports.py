@@ -13,7 +13,7 @@ from training.checkpoint.partitions import open_saved_model
 
 
 def source_of(checkpoint: Path) -> Any:
-    """What an export of this checkpoint is made from."""
+    """The sources of an export of this checkpoint."""
     return find_source(checkpoint, run=None, tokenizer=None, parity=None)
 
 

@@ -156,7 +156,7 @@ def largest_gap(world: World, *, folder: Path, count: int, **options: Any) -> fl
 
 
 def examples(world: World, *, folder: Path) -> list[str]:
-    """What two evaluations show of their answers, and what is left of it."""
+    """The answers that two evaluations show, and a third reading, which is empty."""
     with session(resolve(folder, overrides=("data.validation_fraction=0.2",)), world=world) as opened:
         found = []
         for _ in range(2):
