@@ -128,8 +128,8 @@ def run_data(run: RunFacts) -> dict[str, Any]:
 
 
 def _charts(runs: Sequence[RunFacts]) -> dict[str, Any]:
-    """The values drawn for each run; the unit of the loss where all have one, the metric that all are followed by in its
-    place, and the charts of metrics."""
+    """The values drawn for each run, the charts of metrics, and the unit of the loss where all have the same, or the
+    headline metric in its place."""
     drawn = [_drawn(run) for run in runs]
     units = {run.start.get("loss_unit", "nats per token") for run in runs}
     metrics = list(dict.fromkeys(name for run in drawn for part in (run["curve"], run["validation"]) for name in part))
