@@ -316,4 +316,6 @@ def test_the_site_builds_with_every_page_key_and_command(tmp_path):
     assert all(f'id="{item.key.replace("[]", "")}"' in keys for item in config_keys())
     commands = (tmp_path / "reference" / "commands.html").read_text(encoding="utf-8")
     assert all(f"python -m {name}" in commands for name in ("tools.audit", "launch.plan", "tracking.serve"))
+    walk = (tmp_path / "architecture.html").read_text(encoding="utf-8")
+    assert "flowchart" not in walk and "<td>train.py</td>" in walk
     assert 'src="http' not in keys and 'href="http' not in (tmp_path / "index.html").read_text(encoding="utf-8")

@@ -27,7 +27,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Name files outside of docs/ by their path, and lead to the home page where docs/README.md is meant."""
+    """Name files outside of docs/ by their path, lead to the home page where docs/README.md is meant, and show pictures
+    in Mermaid as tables: their script would come from the network."""
 
     def named(link: re.Match[str]) -> str:
         depth, text, path = page.file.src_uri.count("/"), link[1], link[3]
@@ -35,7 +36,19 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             return link[0]
         return text if text.strip("`") == path else f"{text} (`{path}`)"
 
+    markdown = re.sub(r"```mermaid\n(.*?)```\n", lambda found: _as_table(found[1]), markdown, flags=re.DOTALL)
     return re.sub(r"\]\((?:\./)?README\.md(#[^)]*)?\)", r"](index.md\1)", _OUTSIDE.sub(named, markdown))
+
+
+def _as_table(picture: str) -> str:
+    """A flowchart as a table: each box, what it holds, and the boxes that its arrows lead to."""
+    boxes = {name: text.split("<br/>") for name, text in re.findall(r'(\w+)\["([^"]+)"\]', picture)}
+    arrows = re.findall(r"(\w+) --> (\w+)", picture)
+    rows = ["| | holds | imports |", "|---|---|---|"]
+    for name, (title, *held) in boxes.items():
+        imports = (boxes[other][0] for one, other in arrows if one == name)
+        rows.append(f"| {title} | {', '.join(held)} | {'; '.join(imports)} |")
+    return "\n".join(rows) + "\n"
 
 
 def key_reference() -> str:
