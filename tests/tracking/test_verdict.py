@@ -67,6 +67,7 @@ REAL = {
     "fp16_overflows": ("healthy", None, "", "", 0),
     "learning_rate_x_1000": ("diverged", 1, "its loss rose from 5.362 (step 1) to 46.6", "learning_rate=3e-4", 2),
     "planted_nan": ("finished with warnings", 20, "SKIP: the step is not finite", "replay runs/nan --step 20", 1),
+    "nan_at_24": ("finished with warnings", 24, "SKIP: the step is not finite", "replay runs/nan_at_24 --step 24", 1),
     "aborted": ("failed", 21, "2 steps in a row were skipped", "tools.replay runs/aborted --step 21", 2),
     "sigkill": ("killed", 20, "no process has the run folder", "run.resume=auto", 0),
     "every_step_skipped": ("not learning", 1, "none of its 12 steps was applied", "loss_scale.policy=adaptive", 12),

@@ -24,7 +24,7 @@ POINTS = 60
 _NEAR = 1 << 14
 _FAR = 1 << 20  # telemetry of a large model lies between two steps
 (_STEP,) = beginnings("step")
-_RARE = ("run_start", "run_end", "incident", "eval", "warning", "corruption", "note")
+_RARE = ("run_start", "run_end", "nonfinite", "incident", "eval", "warning", "corruption", "note")
 _MOST_EVENTS = 2000  # of one kind that are kept
 
 
