@@ -326,11 +326,12 @@ def optimizers_section(cells: Sequence[Cell], results: Results, _conditions: dic
         "Other optimizers",
         "With accumulation 4. Each optimizer is compared with its rule in plain torch and FP64 on whole parameters"
         " (`tools/parity/oracle/optimizers.py`; Muon's by singular values). The reference model is in FP64 as well,"
-        " except its norms and the softmax of the loss. A rule rounds more than a gradient does, so each has its own bound.",
+        " except its norms and the softmax of the loss. A rule rounds more than a gradient does, so each has"
+        " its own bound.",
         "Bare DeepSpeed steps the same rule in FP32 on the tensors that it hands to an optimizer: from ZeRO-1 on, flat"
         " shards that hold many parameters. That is right for rules that treat each value by itself, and wrong for"
-        " LAMB's trust ratio and StableAdamW's mean. Muon's rule needs matrices, so it cannot step on shards; DeepSpeed's own"
-        " Muon was measured by [scripts](#wrong-upstream).",
+        " LAMB's trust ratio and StableAdamW's mean. Muon's rule needs matrices, so it cannot step on shards;"
+        " DeepSpeed's own Muon was measured by [scripts](#wrong-upstream).",
         Table(columns, rows),
     )
 
