@@ -90,7 +90,7 @@ gate ([parity.md](parity.md)), the oracle that recomputes steps outside of the e
 corruption ([corruption.md](corruption.md)).
 
 The defects live in `lab/detection/`; no check knows about them. `lab.detection.gate` also plants the nine at the
-end. The command writes this page, so edit `lab/detection/page.py` instead. 50 more defects, tried after this list
+end. The command writes this page, so edit `lab/detection/page.py` instead. More defects, tried after this list
 was finished, are in [detection_later.md](detection_later.md).""",
         f"""**{len(tried)} of {len(DEFECTS)} defects were planted, in {len(run)} runs;
 {len(tried) - len(missed)} were found, in {len(found)} runs. A defect in one module or on one rank was named in
