@@ -154,8 +154,9 @@ def check_versions(folder: Path, page: Path) -> int:
 
 _COMPATIBILITY = """# Versions that were tested
 
-Rows are written by `make compatibility` on the versions that are installed: the demo to its end, the tests that start
-no process, and one cell of the [precision matrix](precision-matrix.md) at each ZeRO stage. `requirements.txt` pins the
+Which versions of Python, torch, transformers and DeepSpeed Mantissa was tried on. `make compatibility` adds a row for
+the installed versions: it runs the demo to its end, the tests that start no process, and one cell of the
+[precision matrix](precision-matrix.md) at each ZeRO stage. Without rows it has not run. `requirements.txt` pins the
 versions that [the suites](tested.md) run on.
 
 | Python | torch | transformers | DeepSpeed | demo | fast tests | matrix | date |

@@ -83,15 +83,18 @@ def _opening(planted: Sequence[Cell], healthy: Sequence[Cell], results: Results,
     alarms = sum(is_found(results[cell.name]) for cell in done)
     left = len(planted) - len(run)
     lines = [
-        "# What the judge finds of defects that it does not know",
-        """`make detection` plants defects into small runs and writes down what Mantissa's own checks say: the parity
-gate ([parity.md](parity.md)), the oracle outside of the engine, and the checks for silent corruption
-([corruption.md](corruption.md)). Nothing in the product knows the names of the defects, which are in
-`lab/detection/`; the nine at the end are planted by `lab.detection.gate`, too. Do not edit this page. What came after
-it, 50 defects that nobody had listed and what they changed: [detection_later.md](detection_later.md).""",
+        "# Which defects the checks find",
+        f"""Which of {len(DEFECTS)} planted defects Mantissa's checks find, by which check, and how often a healthy
+run is blamed. `make detection` plants each defect into small runs and records what the checks report: the parity
+gate ([parity.md](parity.md)), the oracle that recomputes steps outside of the engine, and the checks for silent
+corruption ([corruption.md](corruption.md)).
+
+The defects live in `lab/detection/`; no check knows about them. `lab.detection.gate` also plants the nine at the
+end. The command writes this page, so edit `lab/detection/page.py` instead. More defects, tried after this list
+was finished, are in [detection_later.md](detection_later.md).""",
         f"""**{len(tried)} of {len(DEFECTS)} defects were planted, in {len(run)} runs;
-{len(tried) - len(missed)} were found, in {len(found)} runs. Where there was a module or a rank to name, it was named in
-{sum(named)} of {len(named)}. {alarms} of {len(done)} healthy runs raised an alarm.**""",
+{len(tried) - len(missed)} were found, in {len(found)} runs. A defect in one module or on one rank was named in
+{sum(named)} of {len(named)} runs. {alarms} of {len(done)} healthy runs raised an alarm.**""",
         f"Not found: {', '.join(never) or 'none'}."
         + (f" Found in some of their runs only: {', '.join(sometimes)}." if sometimes else ""),
     ]
@@ -109,16 +112,14 @@ def _false_alarms(healthy: Sequence[Cell], results: Results) -> str:
     rows = [
         (variant, *(f"{wrong[variant, path]} of {counts[variant, path]}" for path in PATHS)) for variant in variants
     ]
-    bound = (
-        f" No alarm in {len(done)} means at most {1 - 0.05 ** (1 / len(done)):.0%} at 95% confidence." if done else ""
-    )
+    bound = f" So the rate is at most {1 - 0.05 ** (1 / len(done)):.0%} at 95% confidence." if done else ""
     return section(
         "False alarms",
-        f"{len(alarms)} in {len(done)} healthy runs, judged by all that judges the others; the plain ones of "
-        "the last seed with the checks for silent corruption on." + (bound if not alarms else ""),
-        """The oracle's bound on the loss in 16 bits was widened after two of the first 31 of these
-runs, in BF16, had been beyond it, the worse of them by 1.6 times; FP32's bound on gradients of attention after one, in
-FP16, had been 1.1 times beyond it. For these checks they are no independent evidence.""",
+        f"{len(alarms)} in {len(done)} healthy runs. All checks judged them; the checks for silent corruption "
+        "were on in the plain runs of the last seed." + (bound if not alarms else ""),
+        """Two bounds were widened because of these runs, so for those checks the runs are no independent evidence:
+the oracle's bound on the loss in 16 bits, which two of the first 31 runs exceeded (BF16, the worse by a factor of 1.6),
+and FP32's bound on gradients of attention, which one run exceeded (FP16, by a factor of 1.1).""",
         Table(("runs", *(path.upper() for path in PATHS)), rows),
         [f"{cell.name}: {'; '.join(results[cell.name]['said'])}" for cell in alarms],
     )
@@ -138,12 +139,12 @@ def wide_alarms(results: Results) -> str:
     return section(
         "False alarms over all architectures",
         f"{len(alarms)} of {len(cells)} healthy set-ups raised an alarm: {len(alarms) / len(cells):.1%}, 95% interval "
-        f"{low:.1%} to {high:.1%} (Wilson). {chaotic} whole runs were not judged, as chaotic at their rate. "
-        f"{COUNT - len(cells)} of the {COUNT} have not been made yet.",
-        f"""{COUNT} are drawn (`lab/detection/healthy.py`, seed {SEED}): every architecture of
+        f"{low:.1%} to {high:.1%} (Wilson). {chaotic} whole runs were too chaotic at their learning rate to be judged. "
+        f"{COUNT - len(cells)} of the {COUNT} set-ups have not run yet.",
+        f"""{COUNT} set-ups are drawn (`lab/detection/healthy.py`, seed {SEED}): every architecture of
 [models.md](models.md), 2 to 48 layers of width 32, learning rates from 1e-6 to 3e-2, BF16, FP16 or a manifest, ZeRO-1
-to 3, {WIDE_STEPS} steps on two processes. Each is judged by all checks of the gate, those outside of the engine
-included. `python -m lab.detection --wide` makes them, and `make detection` with the rest.""",
+to 3, {WIDE_STEPS} steps on two processes. All checks of the gate judge each of them, including those outside of the
+engine. `python -m lab.detection --wide` runs them, and `make detection` runs them with the rest.""",
         Table(("architecture", "set-ups", "alarms"), rows),
         [f"{cell.name}: {'; '.join(results[cell.name]['said'])}" for cell in alarms],
     )
@@ -216,9 +217,9 @@ def _smallest(results: Results) -> str:
         )
     return section(
         "The smallest that is found",
-        """By halving, in BF16 at ZeRO-2, from the first two steps compared with FP32 alone (128 tokens a rank and
-micro-batch); of a flipped bit the lowest position, in a whole run. A size that rounds to nothing in BF16 cannot be
-found.""",
+        """The smallest size of each defect that a check still finds. The size is halved until nothing finds it, in
+BF16 at ZeRO-2, using only the first two steps' comparison with FP32 (128 tokens per rank and micro-batch). For a
+flipped bit it is the lowest bit position, in a whole run. A size that rounds to nothing in BF16 cannot be found.""",
         Table(("planted", "smallest found", "not found", "found by"), rows),
     )
 
@@ -229,25 +230,33 @@ def _how(conditions: dict[str, Any]) -> str:
     minutes = conditions["minutes"]
     return f"""## How it is measured
 
-- Every run is a Llama of 2 layers of width 64 (4 heads, 2 of keys) on 64 tokens, global batch 8 in micro-batches of
-  2, {STEPS} steps, two gloo processes; `documents`: packed documents that are kept apart, uneven numbers of labels;
-  `tied`: one matrix for embedding and head; `dropout`: a GPT-2 with dropout 0.1, under a manifest with its attention in
-  FP32, which a CPU widens to; `qwen3`, `gemma3`: these families.
-- What runs is what `train.py` and `tools.parity` run (session, build, train, restore, single steps, the gate's
-  checks with their default bounds), in processes that stay up instead of new ones. Single steps are compared after
-  step {last}, restored from its checkpoint, and of healthy runs at the start as well; the gate has three points unless
-  it is told otherwise. The oracle recomputes the first {recomputed} steps. The checks for silent
-  corruption are on where a bit flips and in nine healthy runs: slices of the update as long as a rank's part, every
-  fourth step made again, copies compared once in four steps, where a bit flips in each.
-- A defect is planted by patching the built engine, or a name of a module, in the run only; where *both* is said in its
-  FP32 twin as well. FP16 starts at a scale of 1024 that grows after 4 steps; where steps are to be skipped, at 262,144.
-- Each defect has one run in BF16, one in FP16 and one under a BF16 manifest, each at another of ZeRO 1, 2 and 3; which
-  stage goes with which goes round from defect to defect, so that every stage sees every kind. One FP32 twin, at ZeRO-2,
-  serves all of a seed and model. ZeRO-3 partitions all but the norms.
-- A check that a healthy run of the same model and precision failed as well has found nothing in the others.
-- *Named*: a check that failed names the module, and of a flipped bit the rank. *Refused*: the run ended itself.
-- `python -m lab.detection --only TEXT` runs part of it, `--jobs N` N cells side by side; results are kept in
-  `runs/detection/results.jsonl`, and what the same code has made there is not made again, nor are FP32 twins.
+- **The runs.** A Llama of 2 layers of width 64 (4 heads, 2 of keys) on 64 tokens, global batch 8 in micro-batches
+  of 2, {STEPS} steps, two gloo processes. Variants: `documents` has packed documents that are kept apart, and
+  uneven numbers of labels; `tied` shares one matrix between embedding and head; `dropout` is a GPT-2 with dropout
+  0.1 (under a manifest its attention is in FP32, because a CPU kernel widens to it); `qwen3` and `gemma3` are these
+  families.
+- **What runs** is the code of `train.py` and `tools.parity`: session, build, train, restore, single steps, the
+  gate's checks with their default bounds. The processes stay up between runs. Single steps are compared after step
+  {last}, restored from its checkpoint, and in healthy runs at the start as well; the gate's own default is three
+  points. The oracle recomputes the first {recomputed} steps.
+- **The checks for silent corruption** are on where a bit flips and in nine healthy runs: slices of the update as
+  long as a rank's part, every fourth step executed again, copies compared once in four steps, where a bit flips in
+  each.
+- **Planting.** A defect patches the built engine, or a name in a module, in the run only; *both* means in its FP32
+  twin as well. FP16 starts at a scale of 1,024 that grows after 4 steps, or at 262,144 where steps are to be
+  skipped.
+- **Precision and stage.** Each defect has one run in BF16, one in FP16 and one under a BF16 manifest, each at a
+  different one of ZeRO 1, 2 and 3. The pairing rotates from defect to defect, so every stage sees every kind of
+  defect. One FP32 twin at ZeRO-2 serves all runs of a seed and model. ZeRO-3 partitions everything except the
+  norms.
+- **What counts as found.** A check that also failed in a healthy run of the same model and precision does not
+  count. *Named*: a check that failed names the module, and for a flipped bit the rank. *Refused*: the run ended
+  itself.
+- **Running part of it.** `python -m lab.detection --only TEXT` selects runs, `--jobs N` runs N of them side by
+  side. Results are kept in `runs/detection/results.jsonl`; results and FP32 twins of the same code are reused.
 
 Measured at commit {conditions["commit"]} with torch {conditions["torch"]}, DeepSpeed {conditions["deepspeed"]} and
-transformers {conditions["transformers"]} on {conditions["machine"]}: {minutes:.0f} minutes, the runs one by one."""
+transformers {conditions["transformers"]} on {conditions["machine"]}: {minutes:.0f} minutes, one run after the
+other.
+
+Next: [the defects tried later](detection_later.md), [what the parity gate compares](parity.md)."""

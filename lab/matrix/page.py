@@ -103,32 +103,33 @@ def _opening(cells: Sequence[Cell], results: Results, conditions: dict[str, Any]
     return f"""# The precision matrix
 
 Which combinations of precision, ZeRO stage, offload, accumulation, clipping and activation checkpointing train as FP32
-does, which are refused, and where DeepSpeed alone is wrong. `make matrix` writes this page from measurements and from
-[config/deepspeed/combinations.py](../config/deepspeed/combinations.py), the table by which the config refuses: do not
-edit it.
+does, which Mantissa refuses, and where DeepSpeed alone is wrong. `make matrix` writes this page from measurements and
+from [config/deepspeed/combinations.py](../config/deepspeed/combinations.py), the table that the config check uses. Do
+not edit it.
 
 {counted}
 
-Each cell trains a Llama of 2 layers and 20 thousand parameters, or with `parallel.expert` or `model.balance_loss` a
-Qwen3-MoE, for {conditions["steps"]} AdamW steps on different
-batches on {conditions["processes"]} processes, through the real config and engine. It is compared with **one process of
-plain torch in FP32** with the whole batch at once: no DeepSpeed, none of Mantissa's engine. Labels are masked unevenly,
-the learning rate changes at every step, and FP16's loss scale grows every second step. Both start from the same
-FP32 weights; bare DeepSpeed, whose masters start rounded on the cast path, is compared from the rounded ones.
+Each cell trains a Llama of 2 layers and 20 thousand parameters (a Qwen3-MoE with `parallel.expert` or
+`model.balance_loss`) for {conditions["steps"]} AdamW steps
+on {conditions["processes"]} processes, through the real config and engine. The reference is **one process of plain
+torch in FP32** on the whole batch at once, without DeepSpeed and without Mantissa's engine. Every step has another
+batch and learning rate, labels are masked unevenly, and FP16's loss scale grows every second step. Both start from the
+same FP32 weights. Bare DeepSpeed starts its masters from rounded weights on the cast path, so its reference starts from
+those, too.
 
-Errors are the largest over the steps and, in a row of several cells, over those:
+Each error is the largest over the steps, and over the cells where a row has several:
 
 | | |
 |---|---|
 | loss | relative error of a step's loss |
 | norm | relative error of a step's gradient norm, unscaled, before clipping |
-| masters | distance of the FP32 masters from the reference's after the last step, over how far the reference moved |
+| masters | distance of the FP32 masters from the reference's after the last step, over the reference's movement |
 
 A cell is verified when all three are below the bound for {ROUNDINGS} roundings in a row (`precision/tolerance.py`):
 {bounds}. MIXED counts as BF16.
 
-Adam's eps is 0.01, about as large as the root of its second moment, so that updates follow the size of the gradient.
-With 1e-8 they follow little more than its sign, and a halved gradient hides in rounding noise.
+Adam's eps is 0.01, about as large as the root of its second moment, so updates depend on the size of the gradient. With
+1e-8 they depend on little more than its sign, and a halved gradient would not stand out from rounding.
 
 Measured with DeepSpeed {conditions["deepspeed"]}, torch {conditions["torch"]} and transformers
 {conditions["transformers"]} on {conditions["machine"]}, in {minutes:.0f} minutes."""
@@ -146,8 +147,8 @@ def _summary(cells: Sequence[Cell], results: Results) -> str:
             rows.append(row)
     return section(
         "Summary",
-        "Largest error of the masters over accumulation 1 and 4, clipping off and on, activation checkpointing none and"
-        " full, and every offload of that stage. In brackets: bare DeepSpeed, where it is wrong.",
+        "The largest error of the masters over accumulation 1 and 4, clipping off and on, activation checkpointing none"
+        " and full, and every offload of that stage. Bare DeepSpeed is given in brackets where it is wrong.",
         Table(["", *(f"ZeRO-{stage}" for stage in STAGES)], rows),
     )
 
@@ -188,7 +189,7 @@ def _upstream_section(cells: Sequence[Cell], results: Results) -> str:
     return section("Wrong upstream", Table(["where", "what", "bare DeepSpeed", "Mantissa"], rows))
 
 
-_BY_SCRIPTS = "What else "
+_BY_SCRIPTS = "Some features below "
 """The opening words of the part that `by_scripts` writes."""
 _SCRIPTS = {
     "`optimizer.name = muon`": ("muon_zero2_drops_gradients", "muon_clipping_shrinks_update"),
@@ -212,8 +213,8 @@ def by_scripts() -> str:
         for name in names
     ]
     return markdown.page(
-        f"{_BY_SCRIPTS}Mantissa verifies in cells below has a way of its own upstream, of DeepSpeed, or of torch and"
-        " torchao in FP8. That is measured by a script for each error, as [upstream/](upstream/README.md) says:",
+        f"{_BY_SCRIPTS}have an implementation in DeepSpeed (FP8: in torch and torchao) that differs from Mantissa's. A"
+        " script measures each error of those, as described in [upstream/](upstream/README.md):",
         Table(["instead of", "upstream", "expected", "got", "script"], rows),
     )
 
@@ -226,7 +227,7 @@ def _path_section(path: str, cells: Sequence[Cell], results: Results) -> str:
     }[path]
     columns = ["", "clipping", "accumulation", "loss", "norm", "masters"]
     columns += ["upstream loss", "upstream norm", "upstream masters"] if path == "cast" else []
-    note = "Errors are the larger of the two without and with activation checkpointing."
+    note = "Each error is the larger of two, without and with activation checkpointing."
     if path == "manifest":
         note += " MIXED is `config/manifests/llama_mixed.json`: BF16 with FP16 queries and keys and an FP32 head."
     rows = []
@@ -263,12 +264,12 @@ def fp8_section(cells: Sequence[Cell], results: Results, conditions: dict[str, A
                 rows.append([*place, *found, f"{corner[0].bound:.1e}"])
     return section(
         "FP8",
-        "All linear layers of the blocks compute in [FP8](fp8.md), emulated. The plain torch of one process that they"
-        " are compared with multiplies FP8 operands in these layers, made by FP8's definition in FP64"
-        " (`precision/fp8_reference.py`), and rounds nothing else below FP32: so these are not FP8's errors, but those"
-        " of everything else. With FP32 around it nothing may depend on ranks, stage and micro-batches, but for single"
-        " values that sums in another order move across the middle between two FP8 numbers. Errors are the largest"
-        " without and with clipping, and on several ranks without and with activation checkpointing.",
+        "All linear layers of the blocks compute in emulated [FP8](fp8.md). The reference, plain torch in one process,"
+        " multiplies FP8 operands in these layers, made by FP8's definition in FP64 (`precision/fp8_reference.py`), and"
+        " rounds nothing else below FP32. So the table does not show FP8's own error, but every other one. Where the"
+        " rest is FP32, nothing may depend on ranks, stage and micro-batches, except single values that lie halfway"
+        " between two FP8 numbers and round differently when sums are taken in another order. Each error is the largest"
+        " without and with clipping and, on several ranks, without and with activation checkpointing.",
         Table(["", "ranks", "accumulation", "loss", "norm", "masters", "bound"], rows),
     )
 
@@ -290,9 +291,9 @@ def settings_section(cells: Sequence[Cell], results: Results, _conditions: dict[
     refused = [(f"`{each}`", ", ".join(map(str, each.stages)), each.refused) for each in SETTINGS if each.refused]
     return section(
         "Other settings",
-        "Each differs in this one setting from the cells above, with accumulation 4 and clipping off. Bare DeepSpeed is"
-        " run with the same JSON where it knows the setting: ok and its error of the masters, or what is wrong, for the"
-        " reasons of [these tables](#wrong-upstream).",
+        "Each row changes one setting of the cells above, with accumulation 4 and clipping off. Where bare DeepSpeed"
+        " has the setting, it runs with the same JSON: the last column has ok and its error of the masters, or what is"
+        " wrong, for the reasons in [these tables](#wrong-upstream).",
         Table(["setting", "ZeRO", "verdict", "loss", "norm", "masters", "bare DeepSpeed"], rows),
         "Refused:",
         Table(["setting", "ZeRO", "reason"], refused),
@@ -323,15 +324,14 @@ def optimizers_section(cells: Sequence[Cell], results: Results, _conditions: dic
             rows.append([*row, *_numbers([found]), f"{cell.bound:.1e}", _bare_entry([cell], results)])
     return section(
         "Other optimizers",
-        "With accumulation 4, each compared with its rule in plain torch and FP64 on whole parameters"
-        " (`tools/parity/oracle/optimizers.py`; Muon's by singular values); the model is in FP64, too, but for its"
-        " norms and the"
-        " softmax of the loss."
-        " A rule rounds more than a gradient does, so its bound is its own.",
-        "Bare DeepSpeed steps the same rule, in FP32, on what it hands to an optimizer, from ZeRO-1 on flat shards of"
-        " many parameters: right where a rule looks at one value at a time, wrong for LAMB's trust ratio and"
-        " StableAdamW's mean. Muon's cannot be stepped so, since a shard is no matrix; DeepSpeed's own was measured by"
-        " [scripts](#wrong-upstream).",
+        "With accumulation 4. Each optimizer is compared with its rule in plain torch and FP64 on whole parameters"
+        " (`tools/parity/oracle/optimizers.py`; Muon's by singular values). The reference model is in FP64 as well,"
+        " except its norms and the softmax of the loss. A rule rounds more than a gradient does, so each has"
+        " its own bound.",
+        "Bare DeepSpeed steps the same rule in FP32 on the tensors that it hands to an optimizer: from ZeRO-1 on, flat"
+        " shards that hold many parameters. That is right for rules that treat each value by itself, and wrong for"
+        " LAMB's trust ratio and StableAdamW's mean. Muon's rule needs matrices, so it cannot step on shards;"
+        " DeepSpeed's own Muon was measured by [scripts](#wrong-upstream).",
         Table(columns, rows),
     )
 
@@ -347,10 +347,12 @@ _BY_THEMSELVES: dict[str, tuple[Callable[[Cell], bool], Callable[[Sequence[Cell]
 def _limits() -> str:
     return """## Limits
 
-It ran on the machine named above. Without a GPU there are no streams for `overlap_comm` to race on, no pinned copies
-that an offload could read too early, and no NCCL, and a GPU's kernels round differently. Run `make matrix` on the
-machine you train on. The model is tiny: buckets and ZeRO-3's thresholds are small accordingly, but there are no
-thousands of ranks or terms."""
+- Without a GPU there are no streams for `overlap_comm` to race on, no pinned copies that an offload could read too
+  early, and no NCCL. A GPU's kernels also round differently. Run `make matrix` on the machine you train on.
+- The model is tiny. Buckets and ZeRO-3's thresholds are scaled down with it, but there are no thousands of ranks, and
+  no sums of thousands of terms.
+
+Next: [scripts for each error of DeepSpeed](upstream/README.md), [which dtype is used where](numerics.md)."""
 
 
 def _numbers(judged: Sequence[dict[str, Any]]) -> list[str]:
