@@ -40,8 +40,8 @@ def tools() -> dict[str, Path]:
                 package = path.parent if path.name == "__main__.py" else path.with_suffix("")
                 name = ".".join(package.relative_to(REPOSITORY).parts)
                 if path.name == "__main__.py":
-                    [source] = [node for node in ast.parse(text).body if is_import_of_main(node)]
-                    path = (REPOSITORY / source.module.replace(".", "/")).with_suffix(".py")
+                    for source in filter(is_import_of_main, ast.parse(text).body):
+                        path = (REPOSITORY / source.module.replace(".", "/")).with_suffix(".py")
                 found[name] = path
     return {name: path for name, path in found.items() if name not in PARTS_OF_TOOLS}
 

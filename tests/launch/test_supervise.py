@@ -72,7 +72,7 @@ def test_what_died_is_started_again_and_its_end_is_ours(tmp_path, first):
 
 def test_a_job_that_gets_no_further_is_given_up(tmp_path):
     output = ended(tmp_path, DIED, code=1, count=3)
-    assert "2 starts in a row did not get beyond step 3: given up" in output.splitlines()[-1]
+    assert "2 starts in a row did not get beyond step 3: giving up" in output.splitlines()[-1]
 
 
 def test_restarts_are_bounded_also_when_each_gets_further(tmp_path):

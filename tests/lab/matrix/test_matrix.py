@@ -17,7 +17,7 @@ from lab.matrix.page import by_scripts, expected_upstream, page, unexpected, upd
 from tests.lab.matrix import matrix_cases
 
 HPZ = "zero_optimization.zero_hpz_partition_size"
-PAGE, README = REPOSITORY / "docs" / "precision-matrix.md", REPOSITORY / "README.md"
+PAGE = REPOSITORY / "docs" / "precision-matrix.md"
 
 
 def covering(cells: Sequence[Cell]) -> list[Cell]:
@@ -222,7 +222,6 @@ def test_the_committed_page_and_the_table_agree() -> None:
     compared = f"Bare DeepSpeed, compared in {len(bare)} of them, is wrong in {bare.count('wrong')}."
     assert f"\n{counted} {compared}\n" in text
     assert f"\n{by_scripts()}\n" in text, "docs/upstream/README.md has other rows"
-    assert f"{verdicts.count(False)} verified, {verdicts.count(True)} refused" in README.read_text(encoding="utf-8")
     places = {(row[0], row[1].lower(), row[2], row[3]) for row in rows if row[0] in OPTIMIZERS}
     assert places == {
         (c.optimizer, c.combination.compute, str(c.combination.stage), "on" if c.clipping else "off")

@@ -157,7 +157,7 @@ def look_at(run: Path, output: str, losses: Sequence[float]) -> None:
     assert (last["event"], last["status"], last["exit_code"]) == ("run_end", "done", 0), last
     said: list[str] = []
     assert checkpoint_tool(["verify", str(run)], said.append) == 0, said
-    assert any(f"step-{steps}: whole" in line for line in said), said
+    assert any(f"step-{steps}: complete" in line for line in said), said
     assert imread(run_dir.plots / "run.png").shape[:2] == (975, 1560)
     report = run_dir.report.read_text(encoding="utf-8")
     assert report.startswith("# demo\n") and "**healthy" in report and "plots/run.png" in report
