@@ -280,6 +280,15 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 90
 
 
+def test_the_pages_to_read_have_at_most_70000_words() -> None:
+    """As `wc -w` counts, the README included; neither evidence nor generated pages."""
+    listed, _, evidence = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("- Evidence:")
+    pages = [ROOT / "docs" / name for name in re.findall(r": (\S+\.md)$", listed, re.MULTILINE)]
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(page for page in pages if page.is_file())]
+    assert len(pages) > 50 and "performance.md" in evidence
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= 70_000
+
+
 def test_the_index_links_every_page() -> None:
     index = ROOT / "docs/README.md"
     linked = {(index.parent / link.partition("#")[0]).resolve() for link in _LINK.findall(index.read_text("utf-8"))}
