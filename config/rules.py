@@ -224,7 +224,8 @@ def _task(config: Config) -> Iterator[Problem]:
             reader, fix = f"task = {several}{tasks[-1]}", f"set task={tasks[0]}"
             if of_rows:
                 reader, fix = "task = distill on rows", "name their form as data.format"
-            yield f"data.{key}", f"= '{value}' is only read by {reader}; remove it, or {fix}"
+            given = f"'{value}'" if isinstance(value, str) else scalar(value)
+            yield f"data.{key}", f"= {given} is only read by {reader}; remove it, or {fix}"
     if not config.learns_rows:
         return
     pairs = "preference" in (format for _, format in _formats(data))

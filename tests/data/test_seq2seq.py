@@ -180,7 +180,7 @@ BAD: list[tuple[Any, str, str]] = [
     (
         GOOD,
         "task=sft data.target_length=9",
-        "data.target_length = '9' is only read by task = seq2seq, grpo and opd; remove it",
+        "data.target_length = 9 is only read by task = seq2seq, grpo and opd; remove it",
     ),
     (GOOD, "data.target_length=1", "data.target_length = 1 is out of range"),
     (GOOD, "model.compile=true", "model.compile = true is not verified with task = seq2seq; remove it"),
