@@ -159,7 +159,7 @@ class RolloutBatches(Batches):
     def _sampled(self, prompts: Batch, shards: RowShards, synced: Synced, of: str, *, resamples: int = 0) -> Rollouts:
         """Answers of this rank with their rewards. of: the part of their seeds that names the step.
 
-        resamples: how often groups whose answers all have one reward are sampled again.
+        resamples: how many times at most groups whose answers all have the same reward are sampled again.
         """
         real = [(place, int(n)) for place, n in enumerate(prompts.input_ids.flatten()) if n != NO_SAMPLE]
         rows = [(self._rank + place * self._world_size, number, *row_of(shards, number)) for place, number in real]
@@ -221,7 +221,7 @@ class RolloutBatches(Batches):
         return "\n".join(parts)
 
     def _advantages(self, found: Rollouts) -> np.ndarray:
-        """(prompts, group) float64"""
+        """The advantage of each answer: (prompts, group) float64."""
         totals = torch.from_numpy(self._rewards.total(found.rewards))
         return advantages(totals, str(self._section.advantage)).numpy()
 
@@ -332,7 +332,7 @@ class RolloutBatches(Batches):
 
 
 def _mean(values: np.ndarray) -> float:
-    """Mean of what is not NaN; 0 of nothing."""
+    """Mean of the values that are not NaN; 0 if there are none."""
     known = values[~np.isnan(values)]
     return float(known.mean()) if len(known) else 0.0
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from config.errors import UserError
 from config.resolved import Resolved
 from tests.training.tasks import sft_cases
+from tests.training.tasks.distill_cases import why_refused
 from tests.training.tasks.sft_cases import taken, trained_plainly
 from training.distributed import World
 from training.rollouts.rollouts import Rollouts
@@ -186,11 +187,7 @@ def first_metrics(world: World, *, folder: Path, fault: str = "", **options: Any
 
 def refused(world: World, *, folder: Path, **options: Any) -> str:
     """Why the session does not open."""
-    try:
-        with session(resolve(folder, **options), world=world):
-            return ""
-    except UserError as error:
-        return str(error)
+    return why_refused(resolve(folder, **options), world)
 
 
 def _never_synced(opened: Session) -> None:

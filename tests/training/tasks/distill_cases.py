@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from config.errors import UserError
+from config.resolved import Resolved
 from tests.training.tasks.sft_cases import labelled, resolve, trained_plainly
 from training.distributed import World
 from training.engine.ledger import read_ledger
@@ -86,10 +88,13 @@ def first_metrics(world: World, *, folder: Path, **options: Any) -> dict[str, An
 
 def refused(world: World, *, folder: Path, **options: Any) -> str:
     """Why the session does not open."""
-    from config.errors import UserError
+    return why_refused(resolve(folder, **options), world)
 
+
+def why_refused(resolved: Resolved, world: World) -> str:
+    """The error of a session that does not open; empty where it does."""
     try:
-        with session(resolve(folder, **options), world=world):
+        with session(resolved, world=world):
             return ""
     except UserError as error:
         return str(error)
