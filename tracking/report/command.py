@@ -30,8 +30,8 @@ from tracking.numbers import number, percent
 from tracking.pages.markdown import Table
 from tracking.report.context import LIMITS, Finding, Limit, MeasureContext, Verdict
 from tracking.report.files import write_page
-from tracking.report.measures import all_measures, caveats, count_verdicts, read_run
-from tracking.report.page import resume_command_of, summary_table, write_report
+from tracking.report.measures import all_measures, caveats, count_verdicts
+from tracking.report.page import summary_table, write_report
 from tracking.report.service_levels import (
     Level,
     ServiceLevels,
@@ -41,8 +41,7 @@ from tracking.report.service_levels import (
     run_folders,
     service_levels,
 )
-from tracking.run_dir import RunDir
-from tracking.summary import Summary
+from tracking.summary import read_run
 from tracking.terminal import console, words
 
 FAILED = 3
@@ -80,9 +79,8 @@ def limits_from(arguments: Sequence[str]) -> dict[str, Limit]:
 
 def _one(options: argparse.Namespace) -> bool:
     """Whether a measure of the run fails."""
-    run_dir = RunDir(options.run)
     context = MeasureContext(
-        run=read_run(run_dir.path),
+        run=read_run(options.run),
         baseline=read_run(options.baseline) if options.baseline is not None else None,
         limits=limits_from(options.limit),
         price=options.price,
@@ -90,25 +88,22 @@ def _one(options: argparse.Namespace) -> bool:
     )
     findings, remarks = all_measures(context), caveats(context)
     failed = any(item.verdict == "fail" for item in findings)
-    summary, command = Summary(context.run.facts), resume_command_of(run_dir)
     report = None
     try:
-        report = write_report(
-            run_dir, sample=None, resume_command=command, findings=findings, remarks=remarks, summary=summary
-        )
+        report = write_report(context)
     except OSError as error:  # a run folder that may only be read
         print(shown(f"report.md was not written: {error.filename}: {error.strerror}"), file=sys.stderr)
     if options.html is not None:
         from tracking.serve.run_page import printed  # brings Jinja2
 
-        write_page(options.html, printed(context, findings, remarks))
+        write_page(options.html, printed(context))
     if options.json:
         baseline = None if options.baseline is None else str(options.baseline)
         content = {"run": str(options.run), "baseline": baseline, "caveats": remarks, "failed": failed}
         _print_json(content | {"measures": [asdict(item) for item in findings]})
         return failed
     screen = console(columns=_COLUMNS)
-    screen.print(summary_table(run_dir, summary))
+    screen.print(summary_table(context.run))
     show_findings(findings, remarks, screen)
     screen.print(count_verdicts(findings))
     for path in filter(None, (report, options.html)):

@@ -17,9 +17,7 @@ from markupsafe import Markup
 from config.errors import UserError
 from config.printable import shown
 from tracking.pages.render import render, script_json
-from tracking.report.context import Finding, MeasureContext, Run
-from tracking.report.measures import all_measures, caveats
-from tracking.report.sessions import read_history
+from tracking.report.context import MeasureContext
 from tracking.run_dir import RunDir
 from tracking.run_facts import RunFacts
 from tracking.serve import overview, run_page
@@ -179,9 +177,9 @@ class Pages:
         return _json(run_page.heat(heat, one(query, "panel"), one(query, "fold"), query.get("open", [])))
 
     def _report(self, query: Query) -> Reply:
-        entry, judged = self._entry(query), self._judged(query)
+        entry, context = self._entry(query), self._measured(query)
         changed = run_page.changes(entry, self._library.entries())
-        page = run_page.whole(entry, changed, *judged, root=self._library.root)
+        page = run_page.whole(entry, changed, context, root=self._library.root)
         return Reply(page.encode(errors="replace"), _HTML, policy="single")
 
     def _incidents(self, query: Query) -> Reply:
@@ -190,20 +188,18 @@ class Pages:
         )
 
     def _sections(self, query: Query) -> Reply:
-        entry = self._entry(query)
         try:
-            found = run_page.sections(entry, *self._judged(query), root=self._library.root)
+            found = run_page.sections(self._measured(query), root=self._library.root)
         except (UserError, ValueError) as problem:
             return Reply(Markup('<p class="note warn">{}</p>').format(shown(problem)).encode(), _HTML)
         return self._render("report/sections.html", **found)
 
-    def _judged(self, query: Query) -> tuple[Run, list[Finding], list[str]]:
-        """The whole run with its measures and what limits them."""
+    def _measured(self, query: Query) -> MeasureContext:
+        """The whole run, to be measured."""
         facts = self._facts(one(query, "key"))
         if not facts.start:
             raise ValueError("nothing was recorded in this run folder")
-        context = MeasureContext(Run(facts, read_history(self._live(one(query, "key")).folder / "events.jsonl")))
-        return context.run, all_measures(context), caveats(context)
+        return MeasureContext(facts)
 
     def _compare(self, query: Query) -> Reply:
         from tracking.compare.divergence import Tolerance

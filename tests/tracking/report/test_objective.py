@@ -9,10 +9,9 @@ from matplotlib.figure import Figure
 
 from config.load import load_config, to_dict
 from config.task import loss_unit, settle_task
-from tests.support.runs.report_runs import session
+from tests.support.runs.report_runs import report_of, session
 from tests.support.runs.synthetic_events import start_fields, step_fields
 from tracking.plots import _draw_loss
-from tracking.report.page import resume_command_of, write_report
 from tracking.run_dir import RunDir
 from tracking.run_facts import Collector
 from tracking.watch.screen import _loss_title
@@ -62,7 +61,7 @@ def test_the_report_says_what_was_minimised(
         run.steps(2)
         run.event("eval", loss=900.5, perplexity=None)
     folder.write_inputs(to_dict(config), {}, {})
-    page = write_report(folder, sample=None, resume_command=resume_command_of(folder)).read_text()
+    page = report_of(folder)
     assert said in page and batch in page
     assert f"| training loss{f' ({unit})' if unit else ''} |" in page
     assert f"| 900.5000{f' {unit}' if unit else ''} at " in page

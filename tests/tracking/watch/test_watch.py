@@ -36,7 +36,7 @@ from tracking.record import Record
 from tracking.run_dir import RunDir
 from tracking.run_lock import LOCK
 from tracking.status import Status, run_status
-from tracking.summary import summarise
+from tracking.summary import read_run
 from tracking.verdict import judge
 from tracking.watch.command import Watch, main
 from tracking.watch.curves import Axes, Line, draw
@@ -116,12 +116,12 @@ def test_the_curves_are_the_surviving_history(run_dir: RunDir) -> None:
 
 
 def test_the_numbers_are_those_of_the_report(fp16_run: RunDir) -> None:
-    state, summary = state_of(read_events(fp16_run.events)), summarise(fp16_run)
+    state, run = state_of(read_events(fp16_run.events)), read_run(fp16_run.path)
     assert state.newest is not None and state.validated is not None and state.checkpoint is not None
-    assert (state.step, state.tokens, state.newest["skipped_total"]) == (summary.steps, summary.tokens, summary.skipped)
-    assert state.validated["loss"] == summary.eval_loss and state.checkpoint["path"] == summary.checkpoint
-    assert {what: n for (kind, what), n in state.counts.items() if kind == "scale"} == summary.scale_reasons
-    assert state.memory_bytes == summary.memory_bytes
+    assert (state.step, state.tokens, state.newest["skipped_total"]) == (60, run.columns.tokens[-1], 2)
+    assert (state.validated, state.checkpoint) == tuple(run.rare_events[kind][-1] for kind in ("eval", "checkpoint"))
+    assert {what: n for (kind, what), n in state.counts.items() if kind == "scale"} == run.scale_reasons
+    assert state.memory_bytes == run.peak_memory_bytes
     text = shown(state, status=run_status(fp16_run.path))
     for words in ("healthy", "step 60 of 100", "2 (3.3%)", "2 down, 1 up", "2^15 -> 2^16 (growth)", "at 60"):
         assert words in text, words
