@@ -20,10 +20,10 @@ import orjson
 
 from config.errors import UserError
 from tracking.crash import CRASHED
-from tracking.events import Event, describe_event
+from tracking.events import Event, describe_event, fault_in
 from tracking.figures import headline_of
 from tracking.heatmap.grid import Heat, HeatCollector, read_heat
-from tracking.jsonl import Follower, beginnings, event_on
+from tracking.jsonl import Follower, beginnings, event_on, restored
 from tracking.status import Status, ended
 from tracking.verdict import Evidence, Verdict, judge
 
@@ -167,6 +167,8 @@ class RunFacts:
     broken: list[Broken]
     running_seconds: float
     evidence: Evidence
+    newest: Event
+    """The newest `step`; empty before the first, and for one that lacks a field."""
     config: dict[str, Any] = field(default_factory=dict)
     deepspeed: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
@@ -297,6 +299,7 @@ class Collector:
         self.scale_reasons: Counter[str] = Counter()
         self.abandoned = 0
         self.evidence = Evidence()
+        self._newest: Event = {}
         self.last: Event = {}
         """The newest event."""
 
@@ -378,7 +381,7 @@ class Collector:
                 self._metrics[name] = array("d", [math.nan]) * (len(self._step) - 1)
             self._metrics[name].append(metrics.get(name, math.nan))
         self._serials.append(self._serial)
-        self._open = None
+        self._open, self._newest = None, event
         finite = [math.isfinite(row[name]) or event.get(name) is None for name in ("loss", "grad_norm")]
         if not all(finite):
             self._open = Broken(step, loss_finite=finite[0])
@@ -421,6 +424,7 @@ class Collector:
             broken=[replace(attempt) for attempt in self._broken],
             running_seconds=self._running,
             evidence=self.evidence,
+            newest={} if fault_in(newest := restored(self._newest)) else newest,
         )
 
 

@@ -29,7 +29,6 @@ from tracking.status import Status, ended, run_status
 from tracking.summary import read_run, read_run_folder
 from tracking.verdict import FEWEST, TONES, WORDS, Evidence, Verdict, judge
 from tracking.watch.command import Watch, once
-from tracking.watch.state import WatchState
 
 RECORDED = Path(__file__).parent.parent / "support" / "runs" / "verdicts"
 CONFIG: dict[str, Any] = {
@@ -129,16 +128,16 @@ def test_a_run_that_gained_no_reward_is_not_learning(tmp_path: Path, kind: str) 
 
 def test_console_dashboard_report_and_comparison_follow_the_reward(tmp_path: Path, capsys: Any) -> None:
     runs = [folder_of(tmp_path, kind) for kind in ("rewards_learned", "rewards_collapsed")]
-    stream, state = io.StringIO(), WatchState()
+    stream = io.StringIO()
     sink = ConsoleSink(60, log_every_steps=60, stream=stream)
     for event in read_events(runs[0].events):
         sink.write(event)
-        state.add(event)
     lines = stream.getvalue().splitlines()
     assert lines[1].startswith("step 0: validation reward 0.0046, length 5.932")
     assert "  reward  0.9245 from 0.007161  " in lines[-3] and not any("loss" in line for line in lines)
-    assert state.followed == "reward" and state.validation.buckets[-1].high == 0.860026
-    run = read_run(runs[0].path)
+    run, screen = read_run(runs[0].path), Console(file=io.StringIO(), width=160, height=40, color_system=None)
+    once(Watch(runs[0]), screen)
+    assert "╭─ reward 0.92" in screen.file.getvalue() and "0.8600 at 60" in screen.file.getvalue()
     rows, samples = dict(results(run)), {event["step"]: event["sample"] for event in run.rare_events["eval"]}
     assert rows["training reward"] == "0.0072 -> 0.9245 (best 0.9583 at step 49)"
     assert rows["validation reward"] == "0.0046 -> 0.8600" and "validation reward/mean" not in rows

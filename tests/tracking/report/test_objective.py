@@ -15,7 +15,6 @@ from tracking.plots import _draw_loss
 from tracking.run_dir import RunDir
 from tracking.run_facts import Collector
 from tracking.watch.screen import _loss_title
-from tracking.watch.state import WatchState
 
 TASKS = [
     ("pretrain", {}, "nats per token", "pretrain", "sequences of 1024 tokens"),
@@ -73,8 +72,7 @@ def test_curves_have_the_unit_of_the_loss(unit: str, title: str) -> None:
     collector, start = Collector(), {"event": "run_start", "step": 0, "time": 0.0, "tokens": 0}
     collector.add(start | start_fields(loss_unit=unit))
     collector.add({"event": "step", "step": 1, "time": 1.0, "tokens": 1, **step_fields(1)})
-    _draw_loss(axis, collector.facts("demo", "demo", None))
+    run = collector.facts("demo", "demo", None)
+    _draw_loss(axis, run)
     assert axis.get_title("left") + axis.get_title() == title
-    state = WatchState()
-    state.add(start | start_fields(loss_unit=unit))
-    assert _loss_title(state) == (f"loss, {unit}" if unit else "loss")
+    assert _loss_title(run) == (f"loss, {unit}" if unit else "loss")
