@@ -19,14 +19,13 @@ from rich.table import Table
 from rich.text import Text
 
 from config.printable import line, shown
-from tracking.events import Event, describe_event
+from tracking.events import Event, describe_event, spread
 from tracking.figures import HEADLINES, followed
 from tracking.heatmap.blocks import draw_blocks, legend
 from tracking.heatmap.grid import Heat
 from tracking.heatmap.panels import PANELS
 from tracking.heatmap.words import sentences
 from tracking.numbers import duration, human, loss, mib, number, percent, rate, scale
-from tracking.ranks import spread
 from tracking.run_facts import RunFacts
 from tracking.status import Status
 from tracking.summary import setting
