@@ -205,7 +205,7 @@ def heat(found: Heat, panel: str, fold: str, opened: Sequence[str]) -> dict[str,
 def sections(context: MeasureContext, *, root: Path) -> dict[str, Any]:
     """Values for `report/sections.html`, below the curves and layers. root: nothing outside of it is shown."""
     facts, findings = context.run, all_measures(context)
-    run_dir = RunDir(Path(facts.source))
+    run_dir, newest = RunDir(Path(facts.source)), newest_events(facts)
     return {
         "incidents": incidents(facts),
         "findings": sorted(findings, key=lambda item: _ORDER.index(item.verdict)),
@@ -223,7 +223,7 @@ def sections(context: MeasureContext, *, root: Path) -> dict[str, Any]:
         "fragment": fragment,
         "logs": [
             *((path.name, fenced(last_lines(path))) for path in log_files(run_dir) if is_inside(path, root)),
-            ("the newest events", fenced("\n".join(newest_events(facts)))),
+            ("the newest events", fenced("\n".join(f"step {event['step']}: {text}" for event, text in newest))),
         ],
     }
 

@@ -19,13 +19,14 @@ from rich.table import Table
 from rich.text import Text
 
 from config.printable import line, shown
-from tracking.events import Event, describe_event, spread
+from tracking.events import Event, spread
 from tracking.figures import HEADLINES, followed
 from tracking.heatmap.blocks import draw_blocks, legend
 from tracking.heatmap.grid import Heat
 from tracking.heatmap.panels import PANELS
 from tracking.heatmap.words import sentences
 from tracking.numbers import duration, human, loss, mib, number, percent, rate, scale
+from tracking.report.log import newest_events
 from tracking.run_facts import RunFacts
 from tracking.status import Status
 from tracking.summary import setting
@@ -33,13 +34,12 @@ from tracking.verdict import STYLES
 from tracking.watch.curves import Axes, Line, draw
 
 _RECENT_STEPS = 50  # the speed and the ETA are medians over these
-_LOGGED = {
-    **dict.fromkeys(("run_start", "scale"), ""),
-    **dict.fromkeys(("nonfinite", "incident"), "bold red"),
-    **dict.fromkeys(("fault", "note", "warning"), "yellow"),
-    **dict.fromkeys(("eval", "checkpoint", "run_end"), "green"),
+_STYLES = {
+    **dict.fromkeys(("nonfinite", "incident", "corruption"), "bold red"),
+    **dict.fromkeys(("fault", "note", "warning", "reexecution"), "yellow"),
+    **dict.fromkeys(("eval", "checkpoint"), "green"),
 }
-"""Style by event of those that are logged, in the order in which a step records them."""
+"""Style by event of those that are logged in colour."""
 _TWO_COLUMNS = 100  # characters from which curves stand side by side
 _FACTS = 42  # characters of the column of numbers
 _SLOW = 1.3  # times the median from which the slowest rank is highlighted
@@ -320,7 +320,7 @@ def _ranks(newest: Event, most: int) -> list[tuple[str, str, str]]:
 
 def _log_panel(run: RunFacts, view: View, height: int) -> Panel:
     text = Text(no_wrap=True, overflow="crop" if view.ascii else "ellipsis")
-    newest = _log(run, height)
+    newest = [(event["step"], *_logged(event, words)) for event, words in newest_events(run, height)]
     for index, (step, words, style) in enumerate([(0, "", "")] * (height - len(newest)) + newest):
         text.append("\n" if index else "")
         text.append(f"{step:>8,}  " if words else "", style="dim")
@@ -328,22 +328,11 @@ def _log_panel(run: RunFacts, view: View, height: int) -> Panel:
     return _panel(text, "what happened", view, width=view.width)
 
 
-def _log(run: RunFacts, most: int) -> list[tuple[int, str, str]]:
-    """(step, text, style) of the newest notable events, oldest first."""
-    kept = {kind: run.rare_events.get(kind, []) for kind in _LOGGED}
-    kept["run_start"] = kept["run_start"][1:]
-    kept["scale"] = [event for event in kept["scale"] if event["from"] != event["to"]]
-    newest, found = [event for events in kept.values() for event in events[-most:]], []
-    for event in sorted(newest, key=lambda event: event["time"]):
-        kind, text = event["event"], event.get("text") or describe_event(event)
-        style = _LOGGED[kind]
-        if kind == "run_start":
-            text = f"restarted, session {1 + sum(session.began < event['time'] for session in run.sessions)}"
-        elif kind == "scale":
-            style = "yellow" if event["to"] < event["from"] else ""
-        elif kind == "run_end":
-            style = style if event["exit_code"] == 0 else "bold red"
-        found.append((event["step"], " ".join(line(text).split()), style))
-        if "rolled_back_to" in event:
-            found.append((event["step"], f"rolled back to {line(Path(event['rolled_back_to']).name)}", "yellow"))
-    return found[-most:] if most else []
+def _logged(event: Event, words: str) -> tuple[str, str]:
+    """Text and style of an event."""
+    style = _STYLES.get(event["event"], "")
+    if event["event"] == "run_end":
+        style = "green" if event["exit_code"] == 0 else "bold red"
+    if "rolled_back_to" in event:
+        words += f"; rolled back to {Path(event['rolled_back_to']).name}"
+    return " ".join(line(words).split()), style
