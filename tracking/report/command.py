@@ -26,17 +26,15 @@ from config.options import positive_number
 from config.printable import shown
 from config.redact import redact
 from tracking.jsonl import encode
-from tracking.numbers import number, percent
 from tracking.pages.markdown import Table
 from tracking.report.context import LIMITS, Finding, Limit, MeasureContext, Verdict
 from tracking.report.files import write_page
 from tracking.report.measures import all_measures, caveats, count_verdicts
 from tracking.report.page import summary_table, write_report
 from tracking.report.service_levels import (
-    Level,
     ServiceLevels,
-    format_budget,
-    format_level,
+    levels_page,
+    levels_tables,
     objectives_from,
     run_folders,
     service_levels,
@@ -118,8 +116,6 @@ def _many(options: argparse.Namespace) -> bool:
     objectives = objectives_from(options.objective)
     found = service_levels(run_folders(options.runs), objectives=objectives, now=now, since=since)
     if options.html is not None:
-        from tracking.report.html import levels_page
-
         write_page(options.html, levels_page(found))
     if options.json:
         _print_json(found.as_dict())
@@ -145,33 +141,14 @@ def show_findings(findings: Sequence[Finding], remarks: Sequence[str], console: 
 
 def show_levels(found: ServiceLevels, console: Console) -> None:
     """Print service levels, the weeks, and what went wrong."""
-    head = ("level", "objective", "good", "level reached", "error budget left", "verdict")
-    table = Table(head, title=f"Service levels of {found.ended} ended runs")
-    for level in found.levels:
-        verdict = Text(level.verdict, style=STYLES[level.verdict])
-        good = f"{level.total.good:,} of {level.total.count:,}"
-        objective = f"at least {percent(level.objective)}"
-        table.add(level.title, objective, good, format_level(level), format_budget(level), verdict)
-    console.print(table.grid())
-    weeks = sorted({week for level in found.levels for week in level.weeks})
-    rows = [(week, *(_week(level, week) for level in found.levels)) for week in weeks]
-    by_week = Table(("week", *(level.title for level in found.levels)), rows, title="By week (UTC, of a run's end)")
-    console.print(by_week.grid())
+    for table in levels_tables(found, lambda verdict: Text(verdict, style=STYLES[verdict])):
+        console.print(table.grid())
     for failure in found.failures:
         console.print(words(f"{failure.when}  {failure.run}: {failure.what}"), soft_wrap=True)
     if found.more_failures:
         console.print(Text(f"and {found.more_failures:,} more; the newest are shown", style="dim"))
     for remark in found.remarks:
         console.print(words(f"! {remark}", "yellow"), soft_wrap=True)
-
-
-def _week(level: Level, week: str) -> str:
-    tally = level.weeks.get(week)
-    if tally is None:
-        return "-"
-    burn = level.burn_rate(tally)
-    rate = "" if burn is None or not tally.bad else f", burn rate {number(burn, 3)}"
-    return f"{tally.good:,} of {tally.count:,}{rate}"
 
 
 def _print_json(content: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 from config.cli import DIVERGED
 from config.errors import UserError
 from tracking.numbers import number, percent
+from tracking.pages.markdown import Table, code, page, section, text
 from tracking.report.context import Verdict as Passed
 from tracking.report.files import matching
 from tracking.report.measures import GOOD_ENDINGS
@@ -36,6 +37,7 @@ TITLES = {
     "restore_success": "restores that succeeded",
 }
 _MAX_FAILURES = 20
+_MARKS: dict[Passed, str] = {"pass": "✓ pass", "fail": "**✗ fail**", "not measured": "not measured"}
 
 
 @dataclass
@@ -274,9 +276,58 @@ def objectives_from(arguments: Sequence[str]) -> dict[str, float]:
     return objectives
 
 
-def format_level(level: Level) -> str:
-    """The share of good events as text."""
-    return "-" if level.total.level is None else percent(level.total.level)
+def levels_tables(found: ServiceLevels, mark: Callable[[Passed], object]) -> list[Table]:
+    """The levels, and the same by week. mark: makes the cell of a verdict."""
+    head = ("level", "objective", "good", "level reached", "error budget left", "verdict")
+    rows = [
+        (
+            level.title,
+            f"at least {percent(level.objective)}",
+            f"{level.total.good:,} of {level.total.count:,}",
+            "-" if level.total.level is None else percent(level.total.level),
+            format_budget(level),
+            mark(level.verdict),
+        )
+        for level in found.levels
+    ]
+    weeks = sorted({week for level in found.levels for week in level.weeks})
+    by_week = [(week, *(_week(level, week) for level in found.levels)) for week in weeks]
+    titles = ("week", *(level.title for level in found.levels))
+    return [
+        Table(head, rows, title=f"Service levels of {found.ended:,} ended runs"),
+        Table(titles, by_week, title="By week (UTC, of a run's end)"),
+    ]
+
+
+def levels_page(found: ServiceLevels) -> str:
+    """The whole page about many runs, UTF-8 text."""
+    from tracking.pages.document import document  # brings Jinja2
+
+    levels, weeks = levels_tables(found, _MARKS.__getitem__)
+    failures = [(failure.when, code(failure.run), text(failure.what)) for failure in found.failures]
+    missed = sum(level.verdict == "fail" for level in found.levels)
+    content = page(
+        f"# {levels.title}",
+        f"**{f'{missed} of {len(found.levels)} objectives missed' if missed else 'No objective is missed'}**",
+        [text(remark) for remark in found.remarks],
+        section("Levels", levels),
+        section(weeks.title, weeks),
+        section(
+            "What went wrong",
+            Table(("day", "run", "what"), failures) if failures else "",
+            f"And {found.more_failures:,} older ones." if found.more_failures else "",
+        ),
+    )
+    return document(content, Path(), tone="bad" if missed else "good")
+
+
+def _week(level: Level, week: str) -> str:
+    tally = level.weeks.get(week)
+    if tally is None:
+        return "-"
+    burn = level.burn_rate(tally)
+    rate = "" if burn is None or not tally.bad else f", burn rate {number(burn, 3)}"
+    return f"{tally.good:,} of {tally.count:,}{rate}"
 
 
 def format_budget(level: Level) -> str:

@@ -31,7 +31,6 @@ from tracking.pages.document import PARSER, Renderer
 from tracking.pages.markdown import fenced
 from tracking.pages.render import render
 from tracking.report.context import MeasureContext, find
-from tracking.report.html import mark
 from tracking.report.log import last_lines, log_files, newest_events
 from tracking.report.measures import all_measures, caveats, count_verdicts, utilisation
 from tracking.report.page import sections as report_sections
@@ -43,7 +42,8 @@ from tracking.serve.overview import scale_text
 _MOST_INCIDENTS = 200
 _MOST_OPEN = 50
 _LONGEST = 300  # characters of a setting
-_ORDER = ("fail", "pass", "not measured")
+_MARKS = {"fail": "✗ fail", "pass": "✓ pass", "not measured": "not measured"}
+"""Marks of verdicts, in the order of the page."""
 
 
 @dataclass(frozen=True)
@@ -208,10 +208,10 @@ def sections(context: MeasureContext, *, root: Path) -> dict[str, Any]:
     run_dir, newest = RunDir(Path(facts.source)), newest_events(facts)
     return {
         "incidents": incidents(facts),
-        "findings": sorted(findings, key=lambda item: _ORDER.index(item.verdict)),
+        "findings": sorted(findings, key=lambda item: [*_MARKS].index(item.verdict)),
         "counted": count_verdicts(findings),
         "remarks": caveats(context),
-        "mark": mark,
+        "mark": _mark,
         "sections": report_sections(facts),
         "config": _config(facts.config),
         "environment": [
@@ -226,6 +226,11 @@ def sections(context: MeasureContext, *, root: Path) -> dict[str, Any]:
             ("the newest events", fenced("\n".join(f"step {event['step']}: {text}" for event, text in newest))),
         ],
     }
+
+
+def _mark(verdict: str) -> Markup:
+    kind = "dim" if verdict == "not measured" else verdict
+    return Markup('<span class="mark {}">{}</span>').format(kind, _MARKS[verdict])
 
 
 @dataclass(frozen=True)
