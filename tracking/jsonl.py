@@ -54,14 +54,14 @@ def _text(value: Any) -> str:
     raise TypeError(f"{type(value).__name__} cannot be part of an event: {value!r}; pass plain numbers and text")
 
 
-def _restore_floats(value: Any) -> Any:
+def restored(value: Any) -> Any:
     """The inverse of `plain`; the fields in TEXT_FIELDS stay strings."""
     if isinstance(value, str):
         return _NON_FINITE.get(value, value)
     if isinstance(value, list):
-        return [_restore_floats(item) for item in value]
+        return [restored(item) for item in value]
     if isinstance(value, dict):
-        return {key: item if key in TEXT_FIELDS else _restore_floats(item) for key, item in value.items()}
+        return {key: item if key in TEXT_FIELDS else restored(item) for key, item in value.items()}
     return value
 
 
@@ -129,7 +129,7 @@ def decode(line: bytes) -> Event | None:
     """The JSON object on `line`, with floats that were not finite as floats again; None when there is none."""
     try:
         event = json_text.parse(line)
-        return _restore_floats(event) if isinstance(event, dict) else None
+        return restored(event) if isinstance(event, dict) else None
     except (ValueError, RecursionError):
         return None
 
@@ -143,7 +143,7 @@ def event_on(line: bytes) -> Event | None:
     try:
         event = orjson.loads(line)
         if b'nan"' in line or b'inf"' in line:
-            event = _restore_floats(event)
+            event = restored(event)
     except (ValueError, RecursionError):
         event = decode(line)  # orjson refuses half a surrogate, which the name of a file may have
     return event if isinstance(event, dict) and fault_in(event) is None else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,11 @@ import numpy as np
 import orjson
 
 from config.errors import UserError
-from tracking.events import Event
+from tracking.crash import CRASHED
+from tracking.events import Event, describe_event, fault_in
 from tracking.figures import headline_of
-from tracking.jsonl import Follower, beginnings, event_on
+from tracking.heatmap.grid import Heat, HeatCollector, read_heat
+from tracking.jsonl import Follower, beginnings, event_on, restored
 from tracking.status import Status, ended
 from tracking.verdict import Evidence, Verdict, judge
 
@@ -35,6 +37,10 @@ _NUMBERS = (
 _TYPES = dict.fromkeys((*_NUMBERS, "seconds"), "d") | dict.fromkeys(("step", "order", "offset"), "q") | {"applied": "b"}
 _STATE = ("scale", "eval", "checkpoint")  # dropped with the attempt that recorded them
 _STEP, _TELEMETRY = beginnings("step", "telemetry")
+_RESCALED = ("overflow", "hysteresis")  # reasons of scale events that follow an overflow
+_PASSED_OVER = "passed over checkpoint"  # opens the note about a checkpoint that a resuming session did not take
+WIDE = frozenset({"fp32", "fp64"})
+"""Dtypes that are not low precision."""
 _HASH_DIGITS = 15  # of sample_ids_sha256: 60 bits, so that they fit a signed 64-bit integer
 
 
@@ -71,17 +77,82 @@ class Columns:
         return len(self.step)
 
 
+@dataclass
+class Session:
+    """One start of the run. Times in seconds since the epoch."""
+
+    began: float
+    resumed_from: str | None
+    could_resume: bool
+    """Whether an earlier session had recorded a checkpoint."""
+    last: float
+    """Time of its newest event."""
+    skipped_checkpoints: int = 0
+    """Checkpoints that it did not take because they were damaged or of another run."""
+    rollbacks: int = 0
+    end: Event | None = None
+    aborted: str | None = None
+    """Reason of its first ABORT incident."""
+
+    def add(self, event: Event) -> None:
+        """Take one event of the session."""
+        self.last = event["time"]
+        match event["event"]:
+            case "run_end":
+                self.end = event
+            case "incident" if event["verdict"] == "ABORT" and self.aborted is None:
+                self.aborted = event["reason"]
+            case "incident":
+                self.rollbacks += event["verdict"] == "ROLLBACK" and event.get("rolled_back_to") is not None
+            case "note":
+                self.skipped_checkpoints += event["text"].startswith(_PASSED_OVER)
+
+    @property
+    def crashed(self) -> bool:
+        """Whether it ended without a `run_end`, or with one written by another rank. Meaningless while it runs."""
+        return self.end is None or self.end["status"] == CRASHED
+
+    @property
+    def should_restore(self) -> bool:
+        """Whether it had a checkpoint to resume from."""
+        return self.could_resume or self.resumed_from is not None or self.skipped_checkpoints > 0
+
+    @property
+    def restored(self) -> bool:
+        """Whether it resumed from the newest checkpoint that it found."""
+        return self.resumed_from is not None and self.skipped_checkpoints == 0
+
+
+@dataclass(slots=True)
+class Broken:
+    """An attempt at a step that was not finite, with what followed from it."""
+
+    step: int
+    loss_finite: bool = True
+    rescaled: bool = False
+    """Whether the loss scale was changed for it, or kept by its hysteresis."""
+    overflowed: bool = False
+    """Whether an activation exceeded FP16's largest number, which no loss scale handles."""
+    cause: str = ""
+
+    @property
+    def handled(self) -> bool:
+        """Whether it was an overflow that the dynamic loss scale handled: a finite loss, a gradient that is not."""
+        return self.rescaled and self.loss_finite
+
+
 @dataclass(frozen=True)
 class RunFacts:
-    """A run as recorded in its events; the files beside them are added by `tracking.compare.sources`.
+    """A run as recorded in its events, and the files beside them (`tracking.summary.read_run_folder`): what every page,
+    table and figure is made from.
 
     rare_events: events by kind, in file order: `scale`, `eval` and `checkpoint` of the surviving history, all others
     (`run_start`, `run_end`, `incident`, `nonfinite`, `fault`, `precision`, `note`) of every session.
     counts: events of each kind over all sessions, including those no longer in `rare_events`. scale_reasons: the same
     for scale events, by reason.
-    abandoned: step attempts that a later attempt replaced. wall_seconds: from the first to the last event of each
-    session, summed. running_seconds: the sum of step_seconds over every attempt. evidence: what the verdict rests on.
-    checked: of a run folder, its status with a look at its process.
+    abandoned: step attempts that a later attempt replaced. sessions, broken: over all attempts, those included.
+    running_seconds: the sum of step_seconds over every attempt. evidence: what the verdict rests on. checked: of a run
+    folder, its status with a look at its process.
     """
 
     label: str
@@ -92,9 +163,12 @@ class RunFacts:
     counts: Counter[str]
     scale_reasons: Counter[str]
     abandoned: int
-    wall_seconds: float
+    sessions: list[Session]
+    broken: list[Broken]
     running_seconds: float
     evidence: Evidence
+    newest: Event
+    """The newest `step`; empty before the first, and for one that lacks a field."""
     config: dict[str, Any] = field(default_factory=dict)
     deepspeed: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
@@ -108,10 +182,41 @@ class RunFacts:
     @property
     def end(self) -> Event | None:
         """The `run_end` of the newest session; None while it runs, or when it crashed."""
-        ends, starts = self.rare_events.get("run_end"), self.rare_events.get("run_start")
-        if not ends or (starts and ends[-1]["time"] < starts[-1]["time"]):
-            return None
-        return ends[-1]
+        return self.sessions[-1].end if self.sessions else None
+
+    @property
+    def wall_seconds(self) -> float:
+        """Time from the first to the last event of each session, summed."""
+        return sum(session.last - session.began for session in self.sessions)
+
+    @property
+    def restores(self) -> tuple[int, int]:
+        """(restored, should have been): sessions with a checkpoint to resume from, and rollbacks."""
+        rollbacks = sum(session.rollbacks for session in self.sessions)
+        due = [session for session in self.sessions if session.should_restore]
+        return rollbacks + sum(session.restored for session in due), rollbacks + len(due)
+
+    @property
+    def nonfinite(self) -> list[Broken]:
+        """Attempts whose loss or gradient norm was not finite, without overflows that the loss scale handled."""
+        return [attempt for attempt in self.broken if not attempt.handled]
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the loss was scaled: the scale changed, or was not 1."""
+        scales = self.columns.loss_scale
+        return self.counts["scale"] > 0 or bool((np.isfinite(scales) & (scales != 1.0)).any())
+
+    @property
+    def low_precision(self) -> str | None:
+        """The dtype below FP32 that matmuls are configured to compute in; None for an FP32 run."""
+        dtypes = [self.start.get("compute"), *(self.start.get("regions") or {}).values()]
+        return next((dtype for dtype in dtypes if dtype and dtype not in WIDE), None)
+
+    @cached_property
+    def heat(self) -> Heat:
+        """Its heat maps; empty for a run without a file. Raises UserError when its events cannot be read."""
+        return HeatCollector().heat() if self.events is None else read_heat(self.events)
 
     @cached_property
     def verdict(self) -> Verdict:
@@ -122,6 +227,11 @@ class RunFacts:
         resume = str(self.environment.get("resume_command") or "")
         status = self.checked or unchecked
         return judge(self.evidence, status, folder=folder, config=self.config, resume_command=resume)
+
+    @cached_property
+    def tokens_per_second(self) -> float:
+        """Median over the surviving steps, all ranks together; nan without a step."""
+        return median(self.columns.tokens_per_second)
 
     @property
     def world_size(self) -> int:
@@ -180,12 +290,16 @@ class Collector:
         self._events: dict[str, list[Event]] = {}
         self._serial = self._began = 0  # events so far; the step that the session started from
         self._serials = array("q")  # position of each step among them
-        self._running = self._wall = self._last_time = 0.0
-        self._session_began: float | None = None
+        self._running = 0.0
+        self._sessions: list[Session] = []
+        self._broken: list[Broken] = []
+        self._open: Broken | None = None
+        """The newest attempt, if it was not finite."""
         self.counts: Counter[str] = Counter()
         self.scale_reasons: Counter[str] = Counter()
         self.abandoned = 0
         self.evidence = Evidence()
+        self._newest: Event = {}
         self.last: Event = {}
         """The newest event."""
 
@@ -213,13 +327,18 @@ class Collector:
         self._serial += 1
         self.counts[kind] += 1
         self.last = event
-        self._clock(kind, event["time"])
+        if kind == "run_start" or not self._sessions:
+            saved, resumed_from = self.counts["checkpoint"] > 0, event.get("resumed_from")
+            self._sessions.append(Session(event["time"], resumed_from, saved, event["time"]))
+        self._sessions[-1].add(event)
         self.evidence.add(event)
         if kind == "step":
             self._add_step(event, offset)
         elif kind in _STATE:
             if kind == "scale":
                 self.scale_reasons[event["reason"]] += 1
+                if self._open is not None and self._open.step == event["step"]:
+                    self._open.rescaled |= event["reason"] in _RESCALED
             _keep(self._state[kind], (self._serial, event))
         elif kind == "precision":
             kept = self._events.setdefault(kind, [])
@@ -227,9 +346,20 @@ class Collector:
                 _keep(kept, event)
         else:
             if kind == "run_start":
-                self._began = event["step"]
+                self._began, self._open = event["step"], None
                 self._drop_steps(event["step"] + 1, also_newest=True)
+            elif kind == "nonfinite":
+                self._explain(event)
             _keep(self._events.setdefault(kind, []), event)
+
+    def _explain(self, event: Event) -> None:
+        """Add a `nonfinite` event to the attempt that it is about, whose loss and gradient norm may be finite."""
+        if self._open is None:
+            self._open = Broken(event["step"])
+            self._broken.append(self._open)
+        what = (event["tensor"], event["kind"], event.get("dtype"))
+        self._open.overflowed |= what == ("activation", "inf", "float16")
+        self._open.cause = self._open.cause or describe_event(event)
 
     def _add_step(self, event: Event, offset: int) -> None:
         step = event["step"]
@@ -251,6 +381,11 @@ class Collector:
                 self._metrics[name] = array("d", [math.nan]) * (len(self._step) - 1)
             self._metrics[name].append(metrics.get(name, math.nan))
         self._serials.append(self._serial)
+        self._open, self._newest = None, event
+        finite = [math.isfinite(row[name]) or event.get(name) is None for name in ("loss", "grad_norm")]
+        if not all(finite):
+            self._open = Broken(step, loss_finite=finite[0])
+            self._broken.append(self._open)
 
     def _drop_steps(self, step: int, *, also_newest: bool) -> None:
         """Drop steps from `step` on and what they recorded.
@@ -270,20 +405,12 @@ class Collector:
                 if event["step"] < step + (not also_newest and serial > newest)
             ]
 
-    def _clock(self, kind: str, time: float) -> None:
-        if kind == "run_start" and self._session_began is not None:
-            self._wall += self._last_time - self._session_began
-        if kind == "run_start" or self._session_began is None:
-            self._session_began = time
-        self._last_time = time
-
     def facts(self, label: str, source: str, events: Path | None) -> RunFacts:
         """The run so far; nothing may be added afterwards."""
         columns = {name: np.frombuffer(column, column.typecode) for name, column in self._columns.items()}
         columns["applied"] = columns["applied"].astype(bool)
         metrics = {name: np.frombuffer(column) for name, column in self._metrics.items()}
         state = {kind: [event for _, event in kept] for kind, kept in self._state.items()}
-        began = self._last_time if self._session_began is None else self._session_began
         return RunFacts(
             label=label,
             source=source,
@@ -293,9 +420,11 @@ class Collector:
             counts=self.counts,
             scale_reasons=self.scale_reasons,
             abandoned=self.abandoned,
-            wall_seconds=self._wall + self._last_time - began,
+            sessions=[replace(session) for session in self._sessions],
+            broken=[replace(attempt) for attempt in self._broken],
             running_seconds=self._running,
             evidence=self.evidence,
+            newest={} if fault_in(newest := restored(self._newest)) else newest,
         )
 
 

@@ -1,4 +1,4 @@
-"""The summary of a run in numbers, from its folder alone (finished, crashed or still running)."""
+"""Read a run folder, finished, crashed or still running: its events as facts, and the files beside them."""
 
 from __future__ import annotations
 
@@ -7,95 +7,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from config import json_text, yaml_text
 from config.errors import UserError, one_line
-from tracking.events import Event
-from tracking.figures import HEADLINES, followed
 from tracking.run_dir import RunDir
 from tracking.run_facts import RunFacts, read_facts
 from tracking.status import run_status
 
 
-class Summary:
-    """One run in numbers. Losses in nats, times in seconds, memory in bytes; None where nothing was recorded.
-
-    `steps` and everything counted per step are of the surviving history (see `tracking.compare.surviving`);
-    scale events, incidents and non-finite tensors are counted over all sessions. `nonfinite` holds at most
-    `tracking.run_facts.MAX_RARE_EVENTS` events.
-    """
-
-    def __init__(self, facts: RunFacts) -> None:
-        steps, rare = facts.columns, facts.rare_events
-        course = steps.metrics.get(facts.headline, steps.loss)  # what it is followed by
-        finite = np.flatnonzero(np.isfinite(course))
-        losses = course[finite]
-        best = int(np.argmax(losses) if facts.headline else np.argmin(losses)) if losses.size else None
-        norms = steps.grad_norm[np.isfinite(steps.grad_norm)]
-        evals, checkpoints = rare.get("eval", []), rare.get("checkpoint", [])
-        corruption = [*rare.get("corruption", []), *rare.get("reexecution", [])]
-
-        self.facts = facts
-        self.name = facts.label
-        self.verdict = facts.verdict
-        self.exit_code: int | None = facts.end["exit_code"] if facts.end else None
-        self.standstill: str = (facts.end or {}).get("standstill") or ""
-        """Sentence about modules whose updates rounding lost, as the run's end recorded it."""
-        self.sessions = facts.counts["run_start"]
-        self.start = facts.start
-        self.steps = len(steps)
-        self.applied = int(np.count_nonzero(steps.applied))
-        self.skipped = self.steps - self.applied
-        self.tokens = int(steps.tokens.max()) if len(steps) else 0
-        self.first_loss = float(losses[0]) if losses.size else None
-        self.last_loss = float(losses[-1]) if losses.size else None
-        self.best_loss = None if best is None else float(losses[best])
-        self.best_loss_step = None if best is None else int(steps.step[finite[best]])
-        self.nonfinite_losses = len(steps) - int(np.count_nonzero(np.isfinite(steps.loss)))
-        self.first_eval_loss: float | None = followed(evals[0])[1] if evals else None
-        self.eval_loss: float | None = followed(evals[-1])[1] if evals else None
-        self.samples = [(event["step"], str(event["sample"])) for event in evals if event.get("sample")]
-        """(step, text) of the samples at evaluations."""
-        self.perplexity: float | None = evals[-1]["perplexity"] if evals else None
-        self.metrics = _metrics(evals)
-        """First and last value, by name, of the task's metrics on the validation set and of the loss of its parts."""
-        self.grad_norm_median = float(np.median(norms)) if norms.size else None
-        self.grad_norm_max = float(norms.max()) if norms.size else None
-        self.clipped = int(np.count_nonzero((steps.clip_coefficient < 1.0) & (steps.clip_coefficient != 0.0)))
-        self.scale_reasons = dict(facts.scale_reasons)
-        self.first_scale = float(steps.loss_scale[0]) if len(steps) else None
-        self.last_scale = float(steps.loss_scale[-1]) if len(steps) else None
-        self.incidents = facts.counts["incident"]
-        self.nonfinite = rare.get("nonfinite", [])
-        self.warnings = rare.get("warning", [])
-        self.corruption = sorted(corruption, key=lambda event: (event["step"], event["time"]))
-        """Faults of the machine: `corruption` and `reexecution` events, in the order of their steps."""
-        self.notes = list(dict.fromkeys(event["text"] for event in rare.get("note", [])))  # which each session repeats
-        self.tokens_per_second = float(np.median(steps.tokens_per_second)) if len(steps) else None
-        self.step_seconds = float(np.median(steps.step_seconds)) if len(steps) else None
-        self.wall_seconds = facts.wall_seconds
-        self.memory_bytes = int(facts.peak_memory_bytes) if facts.peak_memory_bytes > 0 else None
-        self.checkpoint: str | None = checkpoints[-1]["path"] if checkpoints else None
-        self.precision: Event | None = rare["precision"][-1] if rare.get("precision") else None
-        """The newest `precision` event."""
-
-
-def summarise(run_dir: RunDir) -> Summary:
-    """Summarise the run folder in one pass. Raises UserError when nothing was recorded."""
-    facts = read_run_folder(run_dir, run_dir.name)
+def read_run(folder: Path, now: float | None = None) -> RunFacts:
+    """`read_run_folder` under its own name. Raises UserError also for a run that did not start."""
+    run_dir = RunDir(folder)
+    facts = read_run_folder(run_dir, run_dir.name, now)
     if not facts.start:
         raise UserError(f"{run_dir.events}: no run_start event; nothing was recorded in this run folder")
-    return Summary(facts)
-
-
-def _metrics(evals: list[Event]) -> dict[str, list[float]]:
-    both = [
-        {**(event.get("metrics") or {}), **{f"loss, {part}": loss for part, loss in event.get("by_source", {}).items()}}
-        for event in (evals[:1] + evals[-1:])
-    ]
-    names = [name for name in (both[-1] if both else ()) if name not in HEADLINES]
-    return {name: [metrics[name] for metrics in both if name in metrics] for name in names}
+    return facts
 
 
 def read_run_folder(run_dir: RunDir, label: str, now: float | None = None) -> RunFacts:

@@ -9,11 +9,11 @@ from typing import Any
 from config.cli import BROKEN, DIVERGED, DONE, PREEMPTED, UNSAVED
 from config.errors import UserError, one_line
 from config.printable import printable, shown
-from tracking.heatmap.grid import read_heat
-from tracking.heatmap.still import still_sentence
+from tracking.heatmap.still import still_of_run
+from tracking.report.context import MeasureContext
 from tracking.report.page import sample_title, summary_table, write_report
 from tracking.status import ended
-from tracking.summary import read_run_folder, summarise
+from tracking.summary import read_run
 from tracking.terminal import console, paragraph, words
 from tracking.verdict import STYLES, Verdict
 from training.loop import Ending
@@ -49,8 +49,8 @@ def _judge(parts: Parts, end: dict[str, Any]) -> tuple[Verdict | None, dict[str,
     """The verdict on a run that is about to record `end`, and more fields for it; none if events are damaged."""
     run_dir = run_dir_of(parts.resolved)
     try:
-        facts = read_run_folder(run_dir, run_dir.name)
-        lost = still_sentence(read_heat(run_dir.events), after=parts.resolved.config.schedule.warmup_steps)
+        facts = read_run(run_dir.path)
+        lost = still_of_run(facts)
     except UserError:
         return None, {}
     final = end | {"time": time.time(), "standstill": lost}
@@ -70,15 +70,15 @@ def _report(parts: Parts, sample: str, ending: Ending, verdict: Verdict | None) 
     command = parts.resolved.resume_command
     screen = console(soft_wrap=True)
     try:
-        report = write_report(run_dir, sample=sample or None, resume_command=command)
-        summary = summarise(run_dir)
-        table = summary_table(run_dir, summary)
-        table.title = words(summary.name)  # the verdict is the last line
+        run = read_run(run_dir.path)
+        report = write_report(MeasureContext(run), sample=sample or None, resume_command=command)
+        table = summary_table(run)
+        table.title = words(run.label)  # the verdict is the last line
         screen.print(table)
-        if summary.standstill:
-            screen.print(paragraph(shown(f"! {summary.standstill}"), screen, "yellow"))
+        if lost := (run.end or {}).get("standstill"):
+            screen.print(paragraph(shown(f"! {lost}"), screen, "yellow"))
         if sample:
-            screen.print(words(f"{sample_title(run_dir, summary)}:"))
+            screen.print(words(f"{sample_title(run)}:"))
             screen.print(printable(sample.strip()), style="dim")
         screen.print(words(f"report   {os.path.relpath(report)}"))
         screen.print(words(f"plot     {os.path.relpath(run_dir.plots / 'run.png')}"))

@@ -16,7 +16,7 @@ from tracking.record import Record
 from tracking.report.page import results
 from tracking.run_dir import RunDir
 from tracking.run_facts import read_facts
-from tracking.summary import summarise
+from tracking.summary import read_run
 
 
 def _size(png: Path) -> tuple[int, int]:
@@ -76,7 +76,7 @@ def test_metrics_of_a_task_are_drawn_and_reported(run_dir: RunDir) -> None:
     run_dir.events.write_text("".join(json.dumps(event) + "\n" for event in more))
     assert _size(plot_run(read_facts(run_dir.events, "demo"), png)) == (1560, 1885)
     assert (0x2C, 0xA0, 0x2C) in _colours(png), "rewards have a panel"
-    rows = dict(results(summarise(run_dir)))
+    rows = dict(results(read_run(run_dir.path)))
     assert rows["validation rewards/accuracy"] == "0.0000 -> 0.8000"
     assert rows["validation kl_k1/chosen"] == "0.2500 -> -"
     assert rows["validation loss, chats"] == "0.0000 -> 8.0000"

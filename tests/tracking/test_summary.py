@@ -11,13 +11,15 @@ from rich.console import Console
 
 from config.cli import REPOSITORY
 from config.errors import UserError
+from tests.support.runs.report_runs import report_of
 from tests.support.runs.synthetic_events import TOKENS_PER_STEP, start_fields, step_fields, ticking_clock
 from tracking.jsonl import JsonlSink
+from tracking.numbers import loss
 from tracking.record import Record
 from tracking.report.command import main
-from tracking.report.page import summary_table, write_report
+from tracking.report.page import results, summary_table
 from tracking.run_dir import RunDir
-from tracking.summary import summarise
+from tracking.summary import read_run
 
 _CONFIG = {
     "run": {"hypothesis": "FP16 with our scaler\nfollows FP32"},
@@ -53,7 +55,7 @@ def test_the_report_has_the_dtypes_seen_inside_the_modules_by_the_newest_observa
         inner = {"computed": {"norm statistics": {"fp32": count, "bf16": 1}}, "lower": [low], "unobserved": [blind]}
         record.event("precision", step=step, tokens=0, flop_share={"bf16": 1.0}, inner=inner)
     record.close()
-    page = write_report(told_run, sample=None, resume_command="train").read_text(encoding="utf-8")
+    page = report_of(told_run, resume_command="train")
     section = page.partition("### Inside the modules")[2].partition("## Resume")[0]
     assert "Seen in step 62" in section
     assert "| norm statistics | fp32 (1); bf16 (1) |" in section
@@ -62,23 +64,24 @@ def test_the_report_has_the_dtypes_seen_inside_the_modules_by_the_newest_observa
 
 
 def test_the_numbers_are_those_of_the_events(fp16_run: RunDir) -> None:
-    summary = summarise(fp16_run)
-    losses = [step_fields(step)["loss"] for step in range(1, 61)]
-    assert (summary.steps, summary.applied, summary.skipped) == (60, 58, 2)
-    assert (summary.first_loss, summary.last_loss, summary.best_loss) == (losses[0], losses[-1], min(losses))
-    assert losses[summary.best_loss_step - 1] == min(losses)
-    assert summary.tokens == 60 * TOKENS_PER_STEP
-    assert summary.scale_reasons == {"overflow": 2, "growth": 1}
-    assert (summary.first_scale, summary.last_scale) == (65536.0, 32768.0)
-    assert summary.grad_norm_max < 10, "the norm of an overflowed step is not the largest"
-    assert summary.wall_seconds == pytest.approx(0.5 * (len(fp16_run.events.read_text().splitlines()) - 1))
-    assert (summary.verdict.word, summary.exit_code, summary.sessions) == ("healthy", 0, 1)
+    run, losses = read_run(fp16_run.path), [step_fields(step)["loss"] for step in range(1, 61)]
+    rows, best = dict(results(run)), losses.index(min(losses)) + 1
+    assert (
+        rows["training loss (nats)"]
+        == f"{loss(losses[0])} -> {loss(losses[-1])} (best {loss(min(losses))} at step {best})"
+    )
+    assert rows["steps"] == "60 attempted, 58 applied, 2 skipped" and rows["tokens"] == f"{60 * TOKENS_PER_STEP:,}"
+    assert rows["loss scale"] == "2^16 -> 2^15 (1 x growth, 2 x overflow)"
+    assert float(rows["gradient norm"].partition("largest ")[2].partition(";")[0]) < 10, (
+        "not that of an overflowed step"
+    )
+    assert run.wall_seconds == pytest.approx(0.5 * (len(fp16_run.events.read_text().splitlines()) - 1))
+    assert (run.verdict.word, run.end["exit_code"], len(run.sessions)) == ("healthy", 0, 1)
 
 
 def test_the_report_holds_the_page_a_reader_needs(told_run: RunDir) -> None:
     sample = "def f():\n```\n    return 1\n"
-    path = write_report(told_run, sample=sample, resume_command="deepspeed train.py --config demo.yaml")
-    text = path.read_text()
+    text = report_of(told_run, sample=sample, resume_command="deepspeed train.py --config demo.yaml")
     for part in (
         *("# demo", "> Hypothesis: FP16 with our scaler follows FP32", "**healthy**", "llama, 12,345,678 parameters"),
         *("8 sequences of 512 tokens, micro-batch 2, accumulation 2", "fp16 compute, FP32 masters", "stage 2, 2 proc"),
@@ -97,12 +100,12 @@ def test_the_report_names_the_sources_of_a_mixture(told_run: RunDir) -> None:
     sources = [{"path": "a.jsonl", "name": "chats", "source": "jsonl"}, {"path": "b", "name": "facts", "source": "hub"}]
     given = {"task": "sft", "data": {"source": "stdlib", "sources": sources}}
     (told_run.path / "config.yaml").write_text(json.dumps(given))
-    text = write_report(told_run, sample="", resume_command="x").read_text()
+    text = report_of(told_run, sample="", resume_command="x")
     assert "| task | sft |" in text and "| data | chats, jsonl, a.jsonl; facts, hub, b |" in text
 
 
 def test_a_later_report_keeps_the_sample(told_run: RunDir) -> None:
-    write_report(told_run, sample="def sampled(): ...", resume_command="x")
+    report_of(told_run, sample="def sampled(): ...", resume_command="x")
     assert main([str(told_run.path)]) == 0
     text = told_run.report.read_text()
     assert "def sampled(): ..." in text and _ENVIRONMENT["resume_command"] in text
@@ -115,7 +118,7 @@ def test_samples_at_evaluations_are_shown_in_order(run_dir: RunDir) -> None:
         record.event("step", step=step, tokens=step, **step_fields(step))
         record.event("eval", step=step, tokens=step, loss=2.0, perplexity=7.4, sample=text)
     record.close()
-    text = write_report(run_dir, sample="def g(y):", resume_command="x").read_text()
+    text = report_of(run_dir, sample="def g(y):", resume_command="x")
     places = [
         text.index(part) for part in ("def g(y):", "Samples at evaluations", "At step 2:", "def aaaa", "def f(x):")
     ]
@@ -124,7 +127,7 @@ def test_samples_at_evaluations_are_shown_in_order(run_dir: RunDir) -> None:
 
 def test_the_table_for_the_console(fp16_run: RunDir) -> None:
     console = Console(width=100, record=True, file=io.StringIO())
-    console.print(summary_table(fp16_run))
+    console.print(summary_table(read_run(fp16_run.path)))
     text = console.export_text()
     assert "demo: healthy" in text and "58 applied" in text and "7.5943 -> 3.6796" in text
 
@@ -141,16 +144,16 @@ def test_a_crashed_and_resumed_run_is_summarised_as_one(run_dir: RunDir) -> None
             record.event("step", step=step, tokens=step * 10, **step_fields(step, loss=10.0 - step + pause / 1e6))
         with run_dir.events.open("a") as file:
             file.write('{"event":"step","st')
-    summary = summarise(run_dir)
-    assert (summary.sessions, summary.steps, summary.tokens) == (2, 12, 120)
-    assert summary.notes == ["data: 4 rows"], "what every session says is said once"
-    assert summary.wall_seconds == pytest.approx(8 + 8 + 2)
-    assert summary.last_loss == pytest.approx(10.0 - 12 + 0.005)
-    text = write_report(run_dir, sample=None, resume_command="python train.py").read_text()
+    run = read_run(run_dir.path)
+    assert (len(run.sessions), len(run.columns), run.columns.tokens[-1]) == (2, 12, 120)
+    assert run.wall_seconds == pytest.approx(8 + 8 + 2)
+    assert run.columns.loss[-1] == pytest.approx(10.0 - 12 + 0.005)
+    text = report_of(run_dir, resume_command="python train.py")
     assert (
         "**killed** since step 12: no process has the run folder" in text
         and "In 2 sessions." in text
         and "python train.py" in text
+        and text.count("data: 4 rows") == 1
     )
 
 
@@ -165,4 +168,4 @@ def test_the_command_line_runs_and_names_a_folder_without_a_run(told_run: RunDir
 def test_a_run_without_a_start_is_a_user_error(run_dir: RunDir) -> None:
     run_dir.events.write_text("")
     with pytest.raises(UserError, match="nothing was recorded"):
-        summarise(run_dir)
+        read_run(run_dir.path)

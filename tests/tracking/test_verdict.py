@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from tests.support.runs.report_runs import report_of
 from tests.support.runs.synthetic_events import start_fields, step_fields
 from tests.support.servers.serving import served
 from tracking.compare.command import main as compare
@@ -21,14 +22,13 @@ from tracking.compare.surviving import read_events
 from tracking.console import ConsoleSink
 from tracking.jsonl import JsonlSink
 from tracking.prometheus.metrics import Metrics
-from tracking.report.page import results, write_report
+from tracking.report.page import results
 from tracking.run_dir import RunDir
 from tracking.serve.skim import Skimmer
 from tracking.status import Status, ended, run_status
-from tracking.summary import read_run_folder, summarise
+from tracking.summary import read_run, read_run_folder
 from tracking.verdict import FEWEST, TONES, WORDS, Evidence, Verdict, judge
 from tracking.watch.command import Watch, once
-from tracking.watch.state import WatchState
 
 RECORDED = Path(__file__).parent.parent / "support" / "runs" / "verdicts"
 CONFIG: dict[str, Any] = {
@@ -104,7 +104,7 @@ def test_every_reader_shows_the_same_verdict(tmp_path: Path, kind: str) -> None:
     status = run_status(run_dir.path)
     known: dict[str, Any] = {"folder": run_dir.path, "config": CONFIG, "resume_command": RESUME}
     assert judge(skimmer.skim.evidence, status, **known) == expected
-    report = write_report(run_dir, sample=None, resume_command=RESUME).read_text(encoding="utf-8").splitlines()
+    report = report_of(run_dir, resume_command=RESUME).splitlines()
     assert report[2].startswith(f"**{word}**")
     screen = Console(file=io.StringIO(), width=160, color_system=None)
     once(Watch(run_dir), screen)
@@ -128,21 +128,21 @@ def test_a_run_that_gained_no_reward_is_not_learning(tmp_path: Path, kind: str) 
 
 def test_console_dashboard_report_and_comparison_follow_the_reward(tmp_path: Path, capsys: Any) -> None:
     runs = [folder_of(tmp_path, kind) for kind in ("rewards_learned", "rewards_collapsed")]
-    stream, state = io.StringIO(), WatchState()
+    stream = io.StringIO()
     sink = ConsoleSink(60, log_every_steps=60, stream=stream)
     for event in read_events(runs[0].events):
         sink.write(event)
-        state.add(event)
     lines = stream.getvalue().splitlines()
     assert lines[1].startswith("step 0: validation reward 0.0046, length 5.932")
     assert "  reward  0.9245 from 0.007161  " in lines[-3] and not any("loss" in line for line in lines)
-    assert state.followed == "reward" and state.validation.buckets[-1].high == 0.860026
-    summary = summarise(runs[0])
-    rows = dict(results(summary))
+    run, screen = read_run(runs[0].path), Console(file=io.StringIO(), width=160, height=40, color_system=None)
+    once(Watch(runs[0]), screen)
+    assert "╭─ reward 0.92" in screen.file.getvalue() and "0.8600 at 60" in screen.file.getvalue()
+    rows, samples = dict(results(run)), {event["step"]: event["sample"] for event in run.rare_events["eval"]}
     assert rows["training reward"] == "0.0072 -> 0.9245 (best 0.9583 at step 49)"
     assert rows["validation reward"] == "0.0046 -> 0.8600" and "validation reward/mean" not in rows
-    assert [step for step, _ in summary.samples] == [0, 15, 30, 45, 60]
-    assert summary.samples[-1][1].count(" -> ") == 4 and all(len(text) < 4 * 900 for _, text in summary.samples)
+    assert list(samples) == [0, 15, 30, 45, 60]
+    assert samples[60].count(" -> ") == 4 and all(len(text) < 4 * 900 for text in samples.values())
     assert compare([str(run.path) for run in runs]) == 0
     text = capsys.readouterr().out
     assert "training loss (minus the reward) at 138,125 tokens: rewards_learned is best: -0.8" in text

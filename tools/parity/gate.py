@@ -25,7 +25,7 @@ import math
 import shlex
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,7 @@ from tools.parity.report import verdict_lines, write_report
 from tools.parity.room import shortages
 from tracking.compare.surviving import read_events, surviving
 from tracking.jsonl import encode
+from tracking.run_facts import median
 from tracking.summary import read_inputs
 
 PARITY, NO_PARITY = 0, 3
@@ -210,28 +211,31 @@ def _thinned(run: Trajectory) -> dict[str, Any]:
 
 def _resources(candidate: Run, twin: Run, *, price: float, devices: int) -> dict[str, Any]:
     """Time, memory, energy and cost of both runs, and their ratios where both were measured."""
-    mine, other = candidate.summary, twin.summary
-    quantities = {
-        "step_seconds": (mine.step_seconds, other.step_seconds),
-        "tokens_per_second": (mine.tokens_per_second, other.tokens_per_second),
-        "memory_bytes": (mine.memory_bytes, other.memory_bytes),
-        "energy_joules": (candidate.energy, twin.energy),
-    }
-    if price:
-        costs = [
-            price * devices / 3600 * 1e6 / run.tokens_per_second if run.tokens_per_second else None
-            for run in (mine, other)
-        ]
-        quantities["cost_per_million_tokens"] = (costs[0], costs[1])
+    mine, other = ({name: _known(value) for name, value in _used(run, price * devices)} for run in (candidate, twin))
     return {
         name: {"candidate": a, "fp32": b, "ratio": a / b if a is not None and b else None}
-        for name, (a, b) in quantities.items()
+        for (name, a), b in zip(mine.items(), other.values(), strict=True)
     }
+
+
+def _used(run: Run, hourly: float) -> Iterator[tuple[str, float | None]]:
+    """Medians over the steps, peak memory, energy, and where an hour has a price the cost."""
+    yield "step_seconds", median(run.facts.columns.step_seconds)
+    yield "tokens_per_second", run.facts.tokens_per_second
+    yield "memory_bytes", run.facts.peak_memory_bytes
+    yield "energy_joules", run.energy
+    if hourly:
+        speed = run.facts.tokens_per_second
+        yield "cost_per_million_tokens", hourly / 3600 * 1e6 / speed if speed else None
+
+
+def _known(value: float | None) -> float | None:
+    return None if value is None or math.isnan(value) else value
 
 
 def _conditions(chosen: Plan, run: Run) -> dict[str, Any]:
     config, deepspeed, environment = read_inputs(run.folder)
-    start, resolved, program = run.summary.start, chosen.resolved, ("python", "-m", "tools.parity")
+    start, resolved, program = run.facts.start, chosen.resolved, ("python", "-m", "tools.parity")
     compute = resolved.config.precision.manifest or resolved.compute
     return {
         "hypothesis": redact(resolved.config.run.hypothesis),
@@ -249,7 +253,7 @@ def _conditions(chosen: Plan, run: Run) -> dict[str, Any]:
         "accumulation": resolved.batch.accumulation,
         "sequence_length": resolved.config.data.sequence_length,
         "data": environment.get("data", {}).get("fingerprint"),
-        "tokens": run.summary.tokens,
+        "tokens": int(run.facts.columns.tokens.max(initial=0)),
         "epoch_tokens": environment.get("data", {}).get("train_tokens"),
         "bounds": config.get("parity", {}),
         "environment": {key: environment.get(key) for key in ("accelerator", "cpu", "versions", "git")},

@@ -39,7 +39,8 @@ from tracking.environment import git_state
 from tracking.jsonl import Follower
 from tracking.numbers import duration
 from tracking.run_dir import RunDir
-from tracking.summary import Summary, read_inputs, summarise
+from tracking.run_facts import RunFacts
+from tracking.summary import read_inputs, read_run
 
 TWIN = "fp32-"
 """Prefix of the names of the FP32 runs."""
@@ -87,9 +88,9 @@ class Run:
     energy: float | None
 
     @cached_property
-    def summary(self) -> Summary:
-        """Aggregates of its events."""
-        return summarise(self.folder)
+    def facts(self) -> RunFacts:
+        """Its events as columns."""
+        return read_run(self.folder.path)
 
 
 @dataclass(frozen=True)

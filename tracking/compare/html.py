@@ -24,7 +24,6 @@ from tracking.compare.text import (
 from tracking.compare.winners import MAIN_MEASURES
 from tracking.figures import FIGURES
 from tracking.heatmap.difference import differences_of
-from tracking.heatmap.grid import read_heat
 from tracking.heatmap.page import static_heat
 from tracking.numbers import change, rate, scale
 from tracking.pages.render import render
@@ -72,10 +71,7 @@ def page(comparison: Comparison) -> str:
 
 def _layers(comparison: Comparison) -> list[dict[str, Any]]:
     """Heat maps: of a single run, or of the first run as its difference from the baseline."""
-    events = [run.events for run in comparison.runs[:2]]
-    if None in events:
-        return []
-    heats = [read_heat(path) for path in events if path is not None]
+    heats = [run.heat for run in comparison.runs[:2]]
     return differences_of(heats[1], heats[0]) if len(heats) > 1 else static_heat(heats[0])
 
 

@@ -44,6 +44,8 @@ class Heat:
     """Telemetry events of the surviving history."""
     nonfinite: tuple[tuple[int, str, float], ...] = ()
     """(step, module, values) of what was not finite, in file order."""
+    drift: tuple[int, float] = (0, 0.0)
+    """Telemetry events, of all attempts, that have a distance of 16-bit weights from their masters; the largest one."""
 
     @property
     def steps(self) -> np.ndarray:
@@ -153,6 +155,7 @@ class HeatCollector:
         self._changes: list[tuple[int, dict[str, str]]] = []  # step, module to dtype from then on
         self._default = ""
         self._regions = False
+        self._drift = (0, 0.0)
 
     def add(self, event: Event) -> None:
         """Add one event of any kind. Unknown or damaged values become nan."""
@@ -196,6 +199,9 @@ class HeatCollector:
             "lost": self._spread("lost", lost, list(lost.values())),
         }
         drift = _mapping(event.get("drift"))
+        if drift:
+            count, largest = self._drift
+            self._drift = count + 1, float(np.maximum(largest, _number(drift.get("maximum"))))  # nan stays
         if "by_module" in drift:  # has only the modules whose weights are not their rounded masters
             apart = _mapping(drift["by_module"])
             names = dict.fromkeys([*gradients, *apart])
@@ -260,7 +266,7 @@ class HeatCollector:
         used = np.unique(panels["dtype"][np.isfinite(panels["dtype"])]) if "dtype" in panels else ()
         computes = tuple(DTYPES[int(code)] for code in used if code)
         measured = sum(column.measured for column in self._columns)
-        return Heat(names, edges, panels, computes, measured, tuple(self._nonfinite))
+        return Heat(names, edges, panels, computes, measured, tuple(self._nonfinite), self._drift)
 
     def _ordered(self) -> tuple[str, ...]:
         """Rows in the order of the forward pass; modules that were never measured come last."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tracking.heatmap.grid import Heat, read_heat
+from tracking.heatmap.grid import Heat
 from tracking.heatmap.modules import folded_name, in_words
 from tracking.heatmap.panels import DTYPES
 from tracking.numbers import percent
@@ -97,8 +97,8 @@ def still_sentence(heat: Heat, *, after: int = 0) -> str:
 
 
 def still_of_run(facts: RunFacts) -> str:
-    """`still_sentence` of a run folder; empty of a run without one. Raises UserError when its events cannot be read."""
-    return "" if facts.events is None else still_sentence(read_heat(facts.events), after=warmup_of(facts.config))
+    """`still_sentence` of a run. Raises UserError when its events cannot be read."""
+    return still_sentence(facts.heat, after=warmup_of(facts.config))
 
 
 def warmup_of(config: Mapping[str, Any]) -> int:

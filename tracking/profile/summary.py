@@ -11,6 +11,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from tracking.pages.document import write_document
 from tracking.profile.matmul import NAMES, Matmul, fp32_matmuls, matmul_of, misaligned_sizes, table
 from tracking.profile.page import largest_parts, profile_page, which_steps
 from tracking.profile.timeline import Event, Timeline, build_timeline, merged, overlap, read_trace
@@ -47,8 +48,6 @@ def summarise(timeline: Timeline, facts: dict[str, Any]) -> dict[str, Any]:
 
 def write_summary(trace: Path, facts: dict[str, Any]) -> str:
     """Write .json, .md and .html next to the trace. Returns the headline. Raises ValueError: no step in the trace."""
-    from tracking.pages.document import write_document  # brings Jinja2, which a run without a profile does not need
-
     summary = summarise(build_timeline(read_trace(trace)), facts)
     stem = trace.parent / trace.name.partition(".")[0]
     stem.with_suffix(".json").write_text(json.dumps(summary, indent=1), encoding="utf-8")

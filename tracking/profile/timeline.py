@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-STEP, STAGE, MODULE = "mantissa step ", "mantissa stage ", "mantissa module "
-"""Prefixes of the ranges that Mantissa adds to a trace."""
+from tracking.profile.ranges import MODULE, STAGE, STEP
+
 _BACKWARD = "autograd::engine::evaluate_function"
 _HOST = {"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"}
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}

@@ -13,8 +13,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
 from prometheus_client.metrics import MetricWrapperBase
 
-from tracking.events import Event
-from tracking.ranks import spread
+from tracking.events import Event, spread
 from tracking.verdict import WORDS
 
 STEP_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0)

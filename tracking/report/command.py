@@ -26,23 +26,20 @@ from config.options import positive_number
 from config.printable import shown
 from config.redact import redact
 from tracking.jsonl import encode
-from tracking.numbers import number, percent
 from tracking.pages.markdown import Table
 from tracking.report.context import LIMITS, Finding, Limit, MeasureContext, Verdict
 from tracking.report.files import write_page
-from tracking.report.measures import all_measures, caveats, count_verdicts, read_run
-from tracking.report.page import resume_command_of, summary_table, write_report
+from tracking.report.measures import all_measures, caveats, count_verdicts
+from tracking.report.page import summary_table, write_report
 from tracking.report.service_levels import (
-    Level,
     ServiceLevels,
-    format_budget,
-    format_level,
+    levels_page,
+    levels_tables,
     objectives_from,
     run_folders,
     service_levels,
 )
-from tracking.run_dir import RunDir
-from tracking.summary import Summary
+from tracking.summary import read_run
 from tracking.terminal import console, words
 
 FAILED = 3
@@ -80,9 +77,8 @@ def limits_from(arguments: Sequence[str]) -> dict[str, Limit]:
 
 def _one(options: argparse.Namespace) -> bool:
     """Whether a measure of the run fails."""
-    run_dir = RunDir(options.run)
     context = MeasureContext(
-        run=read_run(run_dir.path),
+        run=read_run(options.run),
         baseline=read_run(options.baseline) if options.baseline is not None else None,
         limits=limits_from(options.limit),
         price=options.price,
@@ -90,25 +86,22 @@ def _one(options: argparse.Namespace) -> bool:
     )
     findings, remarks = all_measures(context), caveats(context)
     failed = any(item.verdict == "fail" for item in findings)
-    summary, command = Summary(context.run.facts), resume_command_of(run_dir)
     report = None
     try:
-        report = write_report(
-            run_dir, sample=None, resume_command=command, findings=findings, remarks=remarks, summary=summary
-        )
+        report = write_report(context)
     except OSError as error:  # a run folder that may only be read
         print(shown(f"report.md was not written: {error.filename}: {error.strerror}"), file=sys.stderr)
     if options.html is not None:
         from tracking.serve.run_page import printed  # brings Jinja2
 
-        write_page(options.html, printed(context, findings, remarks))
+        write_page(options.html, printed(context))
     if options.json:
         baseline = None if options.baseline is None else str(options.baseline)
         content = {"run": str(options.run), "baseline": baseline, "caveats": remarks, "failed": failed}
         _print_json(content | {"measures": [asdict(item) for item in findings]})
         return failed
     screen = console(columns=_COLUMNS)
-    screen.print(summary_table(run_dir, summary))
+    screen.print(summary_table(context.run))
     show_findings(findings, remarks, screen)
     screen.print(count_verdicts(findings))
     for path in filter(None, (report, options.html)):
@@ -123,8 +116,6 @@ def _many(options: argparse.Namespace) -> bool:
     objectives = objectives_from(options.objective)
     found = service_levels(run_folders(options.runs), objectives=objectives, now=now, since=since)
     if options.html is not None:
-        from tracking.report.html import levels_page
-
         write_page(options.html, levels_page(found))
     if options.json:
         _print_json(found.as_dict())
@@ -150,33 +141,14 @@ def show_findings(findings: Sequence[Finding], remarks: Sequence[str], console: 
 
 def show_levels(found: ServiceLevels, console: Console) -> None:
     """Print service levels, the weeks, and what went wrong."""
-    head = ("level", "objective", "good", "level reached", "error budget left", "verdict")
-    table = Table(head, title=f"Service levels of {found.ended} ended runs")
-    for level in found.levels:
-        verdict = Text(level.verdict, style=STYLES[level.verdict])
-        good = f"{level.total.good:,} of {level.total.count:,}"
-        objective = f"at least {percent(level.objective)}"
-        table.add(level.title, objective, good, format_level(level), format_budget(level), verdict)
-    console.print(table.grid())
-    weeks = sorted({week for level in found.levels for week in level.weeks})
-    rows = [(week, *(_week(level, week) for level in found.levels)) for week in weeks]
-    by_week = Table(("week", *(level.title for level in found.levels)), rows, title="By week (UTC, of a run's end)")
-    console.print(by_week.grid())
+    for table in levels_tables(found, lambda verdict: Text(verdict, style=STYLES[verdict])):
+        console.print(table.grid())
     for failure in found.failures:
         console.print(words(f"{failure.when}  {failure.run}: {failure.what}"), soft_wrap=True)
     if found.more_failures:
         console.print(Text(f"and {found.more_failures:,} more; the newest are shown", style="dim"))
     for remark in found.remarks:
         console.print(words(f"! {remark}", "yellow"), soft_wrap=True)
-
-
-def _week(level: Level, week: str) -> str:
-    tally = level.weeks.get(week)
-    if tally is None:
-        return "-"
-    burn = level.burn_rate(tally)
-    rate = "" if burn is None or not tally.bad else f", burn rate {number(burn, 3)}"
-    return f"{tally.good:,} of {tally.count:,}{rate}"
 
 
 def _print_json(content: dict[str, Any]) -> None:

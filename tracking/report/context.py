@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 from tracking.numbers import number, percent
-from tracking.report.sessions import RunHistory
-from tracking.run_facts import RunFacts, median
-from tracking.summary import setting
-
-WIDE = frozenset({"fp32", "fp64"})
-"""Dtypes that are not low precision."""
+from tracking.run_facts import RunFacts
 
 Verdict = Literal["pass", "fail", "not measured"]
 
@@ -77,52 +71,14 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run read from its folder. facts: with config and environment."""
-
-    facts: RunFacts
-    history: RunHistory
-
-    @property
-    def name(self) -> str:
-        """Name of the run folder."""
-        return self.facts.label
-
-    @cached_property
-    def tokens_per_second(self) -> float:
-        """Median over the surviving steps, all ranks together; nan without a step."""
-        return median(self.facts.columns.tokens_per_second)
-
-    @property
-    def epoch_tokens(self) -> int | None:
-        """Tokens of the training set that are part of a full sequence; None where that was not recorded."""
-        return (self.facts.environment.get("data") or {}).get("train_tokens")
-
-    @property
-    def device(self) -> str:
-        """Name of the accelerator, or cpu."""
-        return str((self.facts.environment.get("accelerator") or {}).get("device", "unknown"))
-
-    @property
-    def low_precision(self) -> str | None:
-        """The dtype below FP32 that matmuls are configured to compute in; None for an FP32 run."""
-        dtypes = [self.facts.start.get("compute"), *(self.facts.start.get("regions") or {}).values()]
-        return next((dtype for dtype in dtypes if dtype and dtype not in WIDE), None)
-
-    def setting(self, dotted: str) -> Any:
-        """A value of the resolved config; None when it is not there."""
-        return setting(self.facts.config, dotted)
-
-
-@dataclass(frozen=True)
 class MeasureContext:
     """A run, and everything that its measures are compared with.
 
     price: money per device and hour; None leaves costs out. peak: FLOP/s of one device; None uses the data sheet's.
     """
 
-    run: Run
-    baseline: Run | None = None
+    run: RunFacts
+    baseline: RunFacts | None = None
     limits: Mapping[str, Limit] = field(default_factory=lambda: LIMITS)
     price: float | None = None
     peak: float | None = None

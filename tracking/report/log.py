@@ -8,7 +8,7 @@ from pathlib import Path
 
 from config.printable import printable
 from config.redact import redact
-from tracking.events import describe_event
+from tracking.events import Event, describe_event
 from tracking.run_dir import RunDir
 from tracking.run_facts import RunFacts
 
@@ -42,8 +42,10 @@ def last_lines(path: Path) -> str:
     return "\n".join(printable(redact(line)) for line in [line for line in lines if line][-_LINES:])
 
 
-def newest_events(facts: RunFacts) -> list[str]:
-    """The newest events but steps, one a line, the newest last."""
-    kept = [event for kind, events in facts.rare_events.items() if kind not in _NUMBERS for event in events[-_LINES:]]
-    newest = sorted(kept, key=lambda event: (event["time"], event["step"]))[-_LINES:]
-    return [f"step {event['step']}: {event.get('text') or describe_event(event)}" for event in newest]
+def newest_events(facts: RunFacts, most: int = _LINES) -> list[tuple[Event, str]]:
+    """The newest events but steps, each with its line of text, the newest last."""
+    if not most:
+        return []
+    kept = [event for kind, events in facts.rare_events.items() if kind not in _NUMBERS for event in events[-most:]]
+    newest = sorted(kept, key=lambda event: (event["time"], event["step"]))[-most:]
+    return [(event, event.get("text") or describe_event(event)) for event in newest]

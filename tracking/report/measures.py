@@ -9,19 +9,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from config.errors import UserError
 from tracking.heatmap.still import still_of_run
 from tracking.numbers import change, human, loss, mib, number, percent, precise_duration
-from tracking.report.context import WIDE, Finding, MeasureContext, Measured, NotMeasured, Run, find
-from tracking.report.sessions import read_history
-from tracking.run_dir import RunDir
-from tracking.run_facts import RunFacts
-from tracking.summary import read_run_folder
+from tracking.report.context import Finding, MeasureContext, Measured, NotMeasured, find
+from tracking.run_facts import WIDE, RunFacts
+from tracking.summary import setting
 
 GOOD_ENDINGS = frozenset({"healthy", "finished with warnings", "stopped"})
 """Verdicts on a run that ended as it should: all steps done, or stopped on request with its state saved."""
@@ -44,31 +40,21 @@ def count_verdicts(findings: Sequence[Finding]) -> str:
 
 def caveats(context: MeasureContext) -> list[str]:
     """Sentences that limit the verdicts: about a run that hardly moves, or a baseline that is none."""
-    still = still_of_run(context.run.facts)
+    still = still_of_run(context.run)
     found = [still] if still else []
     baseline = context.baseline
     if baseline is None:
         return found
     if baseline.low_precision is not None:
-        found.append(f"the baseline {baseline.name} computes in {baseline.low_precision}, not in FP32")
-    if baseline.history.end is None:
-        found.append(f"the baseline {baseline.name} has not ended")
+        found.append(f"the baseline {baseline.label} computes in {baseline.low_precision}, not in FP32")
+    if baseline.end is None:
+        found.append(f"the baseline {baseline.label} has not ended")
     return found
 
 
-def read_run(folder: Path, now: float | None = None) -> Run:
-    """Read a run folder as it is at `now`, seconds since the epoch; None is the present.
-
-    Raises UserError when nothing was recorded there, or when it is damaged.
-    """
-    run_dir = RunDir(folder)
-    facts = read_run_folder(run_dir, run_dir.name, now)
-    if not facts.start:
-        raise UserError(f"{run_dir.events}: no run_start event; nothing was recorded in this run folder")
-    return Run(facts, read_history(run_dir.events))
-
-
-def comparable_baseline(context: MeasureContext, *, same: tuple[str, ...], how: str, shown: str, hint: str = "") -> Run:
+def comparable_baseline(
+    context: MeasureContext, *, same: tuple[str, ...], how: str, shown: str, hint: str = ""
+) -> RunFacts:
     """The baseline. Raises NotMeasured: there is none, or it differs from the run in one of `same`."""
     baseline = context.baseline
     if baseline is None:
@@ -76,17 +62,17 @@ def comparable_baseline(context: MeasureContext, *, same: tuple[str, ...], how: 
     for what in same:
         mine, its = _COMPARED[what](context.run), _COMPARED[what](baseline)
         if mine is not None and its is not None and mine != its:
-            raise NotMeasured(f"{baseline.name} has a different {what}: {its}, not {mine}{hint}", how, shown)
+            raise NotMeasured(f"{baseline.label} has a different {what}: {its}, not {mine}{hint}", how, shown)
     return baseline
 
 
-_COMPARED: dict[str, Callable[[Run], Any]] = {
-    "number of parameters": lambda run: run.facts.start.get("parameters"),
-    "training set": lambda run: (run.facts.environment.get("data") or {}).get("fingerprint"),
-    "sequence length": lambda run: run.setting("data.sequence_length"),
-    "micro-batch": lambda run: run.setting("batch.micro_size"),
-    "number of processes": lambda run: run.facts.world_size,
-    "device": lambda run: run.facts.environment.get("accelerator") and run.device,
+_COMPARED: dict[str, Callable[[RunFacts], Any]] = {
+    "number of parameters": lambda run: run.start.get("parameters"),
+    "training set": lambda run: (run.environment.get("data") or {}).get("fingerprint"),
+    "sequence length": lambda run: setting(run.config, "data.sequence_length"),
+    "micro-batch": lambda run: setting(run.config, "batch.micro_size"),
+    "number of processes": lambda run: run.world_size,
+    "device": lambda run: run.environment.get("accelerator") and _device(run),
 }
 SAME_SPEED = ("number of parameters", "sequence length", "number of processes", "device")
 SAME_MEMORY = (*SAME_SPEED, "micro-batch")
@@ -97,7 +83,7 @@ def epoch_time(context: MeasureContext) -> Measured:
     """Time per epoch against the baseline's."""
     tokens, what = _amount(context.run)
     how = f"seconds for {what} ({tokens:,} tokens) at the median tokens/s of all steps, against the baseline's speed"
-    if context.run.epoch_tokens is None:
+    if what != "an epoch":
         how += "; the tokens per epoch were not recorded, the ratio is the same as for an epoch"
     speed = context.run.tokens_per_second
     if not speed > 0:
@@ -106,7 +92,7 @@ def epoch_time(context: MeasureContext) -> Measured:
     baseline = comparable_baseline(context, same=SAME_SPEED, how=how, shown=own)
     base = baseline.tokens_per_second
     if not base > 0:
-        raise NotMeasured(f"{baseline.name} recorded no step", how, own)
+        raise NotMeasured(f"{baseline.label} recorded no step", how, own)
     shown = f"{base / speed:.3f}x ({own}; baseline {precise_duration(tokens / base)})"
     return Measured(base / speed, shown, how)
 
@@ -118,58 +104,57 @@ def utilisation(context: MeasureContext) -> Measured:
         "model FLOPs utilisation (PaLM, appendix B): tokens/s of one device x (6 x parameters + 12 x layers x hidden "
         "size x sequence length), over the device's dense 16-bit peak; recomputed activations do not count"
     )
-    parameters = int(run.facts.start["parameters"])
-    trained = int(run.facts.start.get("trained_parameters", parameters))
+    parameters = int(run.start["parameters"])
+    trained = int(run.start.get("trained_parameters", parameters))
     if trained < parameters:
         how += f"; {parameters - trained:,} frozen parameters count 4, since they need no gradients"
-    peak = context.peak or peak_flops(run.device)
+    peak = context.peak or peak_flops(_device(run))
     if peak is None:
-        no_peak = (
-            "the peak FLOP/s of a CPU are unknown" if run.device == "cpu" else f"no peak FLOP/s known for {run.device}"
-        )
+        device = _device(run)
+        no_peak = "the peak FLOP/s of a CPU are unknown" if device == "cpu" else f"no peak FLOP/s known for {device}"
         raise NotMeasured(f"{no_peak}; give --peak-tflops", how)
     if run.low_precision is None:
         raise NotMeasured("the run computes in FP32, whose peak depends on TF32", how)
     if not run.tokens_per_second > 0:
         raise NotMeasured("no step was recorded", how)
-    layers, hidden = run.setting("model.config.num_hidden_layers"), run.setting("model.config.hidden_size")
-    length = run.setting("data.sequence_length")
+    keys = ("model.config.num_hidden_layers", "model.config.hidden_size", "data.sequence_length")
+    layers, hidden, length = (setting(run.config, key) for key in keys)
     attention = 0 if None in (layers, hidden, length) else 12 * layers * hidden * length
     if not attention:
         how += "; the attention term is left out, since the config does not name layers and hidden size"
-    flops = run.tokens_per_second / run.facts.world_size * (4 * parameters + 2 * trained + attention)
+    flops = run.tokens_per_second / run.world_size * (4 * parameters + 2 * trained + attention)
     return Measured(flops / peak, f"{percent(flops / peak, 3)} ({number(flops / 1e12, 3)} TFLOP/s a device)", how)
 
 
 def peak_memory(context: MeasureContext) -> Measured:
     """Peak memory against the baseline's."""
     how = "peak of the largest rank: device memory allocated by torch, or the process's resident set on a CPU"
-    own = context.run.facts.peak_memory_bytes
+    own = context.run.peak_memory_bytes
     if not own > 0:
         raise NotMeasured("no step recorded its memory", how)
     baseline = comparable_baseline(context, same=SAME_MEMORY, how=how, shown=mib(own))
-    base = baseline.facts.peak_memory_bytes
+    base = baseline.peak_memory_bytes
     if not base > 0:
-        raise NotMeasured(f"{baseline.name} recorded no memory", how, mib(own))
+        raise NotMeasured(f"{baseline.label} recorded no memory", how, mib(own))
     return Measured(own / base, f"{own / base:.3f}x ({mib(own)}; baseline {mib(base)})", how)
 
 
 def validation_delta(context: MeasureContext) -> Measured:
     """Validation loss against the baseline's at equal tokens."""
     how = "validation loss over the baseline's, at the most tokens at which both were evaluated, interpolated between"
-    _, tokens, _, losses = context.run.facts.evaluations
+    _, tokens, _, losses = context.run.evaluations
     if not len(losses):
         raise NotMeasured("no evaluation was recorded", how)
-    unit = context.run.facts.start.get("loss_unit", "nats")
+    unit = context.run.start.get("loss_unit", "nats")
     unit = f" {unit}" if unit else ""
     own = f"{loss(losses[-1])}{unit} at {human(tokens[-1])} tokens"
     baseline = comparable_baseline(context, same=SAME_DATA, how=how, shown=own)
-    _, its_tokens, _, its_losses = baseline.facts.evaluations
+    _, its_tokens, _, its_losses = baseline.evaluations
     if not len(its_losses):
-        raise NotMeasured(f"{baseline.name} recorded no evaluation", how, own)
+        raise NotMeasured(f"{baseline.label} recorded no evaluation", how, own)
     place = min(tokens[-1], its_tokens[-1])
     if place < max(tokens[0], its_tokens[0]):
-        raise NotMeasured(f"{baseline.name} has no evaluation within the range of the run's", how, own)
+        raise NotMeasured(f"{baseline.label} has no evaluation within the range of the run's", how, own)
     mine, base = float(np.interp(place, tokens, losses)), float(np.interp(place, its_tokens, its_losses))
     delta = (mine - base) / abs(base) if base else math.nan
     shown = f"{change(delta)} ({loss(mine)}, baseline {loss(base)}{unit} at {human(place)} tokens)"
@@ -179,15 +164,15 @@ def validation_delta(context: MeasureContext) -> Measured:
 def norm_variance(context: MeasureContext) -> Measured:
     """Relative variance of gradient norms against the baseline's."""
     how = "variance of the finite gradient norms over their squared mean, over the second half of the applied steps"
-    own, count = _relative_variance(context.run.facts)
+    own, count = _relative_variance(context.run)
     if count < _FEWEST_NORMS:
         reason = f"the second half of the run has {count} applied steps; {_FEWEST_NORMS} are the fewest"
         raise NotMeasured(reason, how)
     same = (*SAME_DATA, "number of parameters")
     baseline = comparable_baseline(context, same=same, how=how, shown=number(own, 3))
-    base, its = _relative_variance(baseline.facts)
+    base, its = _relative_variance(baseline)
     if its < _FEWEST_NORMS or not base > 0:
-        raise NotMeasured(f"{baseline.name} has too few applied steps", how, number(own, 3))
+        raise NotMeasured(f"{baseline.label} has too few applied steps", how, number(own, 3))
     return Measured(own / base, f"{own / base:.3f}x ({number(own, 3)}; baseline {number(base, 3)})", how)
 
 
@@ -218,21 +203,27 @@ def epoch_cost(context: MeasureContext) -> Measured:
     baseline = comparable_baseline(context, same=same, how=how, shown=shown, hint=hint)
     base = _hours_a_token(baseline) * tokens
     if not base > 0:
-        raise NotMeasured(f"{baseline.name} recorded no step", how, shown)
+        raise NotMeasured(f"{baseline.label} recorded no step", how, shown)
     if price is None:
         how += "; without --price, hours stand for money"
     its = number(base * (price or 1.0), 3)
     return Measured(own / base, f"{own / base:.3f}x ({shown}; baseline {its})", how)
 
 
-def _hours_a_token(run: Run) -> float:
-    tokens = run.facts.columns.tokens
-    return run.facts.wall_seconds / 3600 * run.facts.world_size / float(tokens[-1]) if len(tokens) else math.nan
+def _hours_a_token(run: RunFacts) -> float:
+    tokens = run.columns.tokens
+    return run.wall_seconds / 3600 * run.world_size / float(tokens[-1]) if len(tokens) else math.nan
 
 
-def _amount(run: Run) -> tuple[int, str]:
+def _amount(run: RunFacts) -> tuple[int, str]:
     """Tokens that times and costs are given for: those of an epoch, where they were recorded."""
-    return (run.epoch_tokens, "an epoch") if run.epoch_tokens else (_MILLION, "a million tokens")
+    tokens = (run.environment.get("data") or {}).get("train_tokens")
+    return (tokens, "an epoch") if tokens else (_MILLION, "a million tokens")
+
+
+def _device(run: RunFacts) -> str:
+    """Name of the accelerator, or cpu."""
+    return str((run.environment.get("accelerator") or {}).get("device", "unknown"))
 
 
 _PEAK_TFLOPS = (
@@ -261,15 +252,15 @@ def peak_flops(device: str) -> float | None:
 
 def nonfinite(context: MeasureContext) -> Measured:
     """Steps that were not finite, without overflows that the loss scale handled."""
-    history = context.run.history
+    run = context.run
     how = (
         "attempted steps whose loss or gradient norm was not finite, over all sessions, except overflows: steps with "
         "a finite loss that the dynamic loss scale handled"
     )
-    if not history.attempts:
+    if not run.counts["step"]:
         raise NotMeasured("no step was recorded", how)
-    why = f"the first: {history.first_nonfinite}" if history.first_nonfinite else ""
-    return Measured(history.nonfinite, f"{history.nonfinite:,}", how, why)
+    why = [f"the first: step {first.step}{first.cause and f': {first.cause}'}" for first in run.nonfinite[:1]]
+    return Measured(len(run.nonfinite), f"{len(run.nonfinite):,}", how, *why)
 
 
 def restore_success(context: MeasureContext) -> Measured:
@@ -278,7 +269,7 @@ def restore_success(context: MeasureContext) -> Measured:
         "rollbacks, and sessions that had a checkpoint to resume from; one succeeds that resumes from the newest "
         "without skipping a damaged one or another run's. A start that fails before its first event is not seen"
     )
-    restored, due = context.run.history.restores
+    restored, due = context.run.restores
     if not due:
         raise NotMeasured("nothing had to be restored", how)
     return Measured(restored / due, f"{percent(restored / due, 3)} ({restored} of {due})", how)
@@ -287,25 +278,25 @@ def restore_success(context: MeasureContext) -> Measured:
 def overflow_rate(context: MeasureContext) -> Measured:
     """Share of steps that the loss scale had to skip."""
     how = "attempts whose overflow the dynamic loss scale handled, or that no scale helps, over all attempts at a step"
-    history = context.run.history
-    if not history.attempts:
+    run, attempts = context.run, context.run.counts["step"]
+    if not attempts:
         raise NotMeasured("no step was recorded", how)
-    if not history.scaled:
+    if not run.scaled:
         raise NotMeasured("the loss is not scaled", how)
-    overflows = history.overflows + history.forward_overflows
-    rate = overflows / history.attempts
-    return Measured(rate, f"{percent(rate, 3)} ({overflows:,} of {history.attempts:,})", how)
+    overflows = sum(attempt.handled or attempt.overflowed for attempt in run.broken)
+    rate = overflows / attempts
+    return Measured(rate, f"{percent(rate, 3)} ({overflows:,} of {attempts:,})", how)
 
 
 def job_success(context: MeasureContext) -> Measured:
     """Whether the run ended as it should."""
     how = "the run's verdict (docs/verdict.md): how it ended, and what became of its loss"
-    history, verdict = context.run.history, context.run.facts.verdict
-    lost = sum(session.crashed for session in history.sessions[:-1])
-    earlier = f"; {lost} of {len(history.sessions) - 1} earlier sessions crashed" if lost else ""
+    verdict, end, (*before, _) = context.run.verdict, context.run.end, context.run.sessions
+    lost = sum(session.crashed for session in before)
+    earlier = f"; {lost} of {len(before)} earlier sessions crashed" if lost else ""
     if not verdict.over:
         raise NotMeasured(f"it has not ended: {verdict.text}", how)
-    code = f" (exit code {history.end['exit_code']})" if history.end is not None else ""
+    code = f" (exit code {end['exit_code']})" if end is not None else ""
     return Measured(float(verdict.word in GOOD_ENDINGS), f"{verdict.word}{code}{earlier}", how, verdict.cause)
 
 
@@ -317,7 +308,7 @@ def low_precision(context: MeasureContext) -> Measured:
     )
     if context.run.low_precision is None:
         raise NotMeasured("the run is configured to compute in FP32", how)
-    seen = [event["flop_share"] for event in context.run.facts.rare_events.get("precision", []) if event["flop_share"]]
+    seen = [event["flop_share"] for event in context.run.rare_events.get("precision", []) if event["flop_share"]]
     if not seen:
         raise NotMeasured("no precision event was recorded", how)
     share = 1.0 - sum(part for dtype, part in seen[-1].items() if dtype in WIDE)
@@ -330,11 +321,11 @@ def drift(context: MeasureContext) -> Measured:
     how = (
         "largest relative distance of a 16-bit parameter from its master rounded to 16 bits, over all telemetry events"
     )
-    history = context.run.history
-    if history.drift is not None:
-        shown = f"{number(history.drift, 3)} ({history.telemetry:,} samples)"
-        return Measured(history.drift, shown, how, "16-bit parameters are not their rounded masters")
-    if context.run.facts.start.get("compute") in WIDE:
+    samples, largest = context.run.heat.drift
+    if samples:
+        shown = f"{number(largest, 3)} ({samples:,} samples)"
+        return Measured(largest, shown, how, "16-bit parameters are not their rounded masters")
+    if context.run.start.get("compute") in WIDE:
         raise NotMeasured("the parameters are the FP32 masters themselves", how)
     raise NotMeasured("no telemetry event has it; set telemetry.every_steps", how)
 

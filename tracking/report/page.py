@@ -5,17 +5,19 @@ from __future__ import annotations
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from config import json_text
 from config.files import write_atomically
 from config.redact import redact
 from tracking.events import Event, describe_event
-from tracking.figures import HEADLINES
-from tracking.heatmap.grid import drawn_panels, read_heat
+from tracking.figures import HEADLINES, followed
+from tracking.heatmap.grid import drawn_panels
 from tracking.heatmap.panels import PANELS
 from tracking.heatmap.picture import draw_heat
 from tracking.heatmap.words import sentences
@@ -25,10 +27,11 @@ from tracking.pages.markdown import Table, code, fenced, page, section
 from tracking.pages.markdown import text as escaped
 from tracking.plots import plot_run
 from tracking.report.context import Finding, MeasureContext
-from tracking.report.measures import all_measures, caveats, count_verdicts, read_run
+from tracking.report.measures import all_measures, caveats, count_verdicts
 from tracking.report.objective import adapter_in_words, samples_in_words, task_in_words
 from tracking.run_dir import RunDir
-from tracking.summary import Summary, read_inputs, setting, summarise
+from tracking.run_facts import RunFacts
+from tracking.summary import setting
 from tracking.terminal import words
 
 if TYPE_CHECKING:
@@ -39,80 +42,72 @@ _MOST_SAMPLES = 20
 _TOKENS_PER_PARAMETER = 20  # from which a model from random weights is trained (Hoffmann et al., 2022)
 
 
-def write_report(
-    run_dir: RunDir,
-    *,
-    sample: str | None,
-    resume_command: str,
-    findings: Sequence[Finding] | None = None,
-    remarks: Sequence[str] = (),
-    summary: Summary | None = None,
-) -> Path:
-    """Draw the plot, write `report.md` and return its path.
+def write_report(context: MeasureContext, *, sample: str | None = None, resume_command: str = "") -> Path:
+    """Draw the plots, write `report.md` and return its path.
 
-    sample: text from the trained model, written to `sample.txt`; None uses the one already there. findings: the twelve
-    measures; None measures without a baseline. remarks: sentences that limit the verdicts, of findings that are given.
-    summary: None reads it.
-    Raises UserError when nothing has been recorded in the run folder, OSError when the page itself cannot be written.
+    sample: text from the trained model, written to `sample.txt`; None uses the one already there. resume_command: where
+    another one is known than that of the run folder. Raises UserError where its events cannot be read any more, OSError
+    when the page itself cannot be written.
     """
-    if findings is None:
-        alone = MeasureContext(read_run(run_dir.path))
-        findings, remarks, summary = all_measures(alone), caveats(alone), Summary(alone.run.facts)
-    summary = summary or summarise(run_dir)
+    run, findings = context.run, all_measures(context)
+    run_dir, verdict = RunDir(Path(run.source)), run.verdict
     if sample is not None:
         _attempt(run_dir.sample, lambda: write_atomically(run_dir.sample, redact(sample).encode(errors="replace")))
-    hypothesis = setting(read_inputs(run_dir)[0], "run.hypothesis")
-    verdict, plot = summary.verdict, run_dir.plots / "run.png"
-    drawn = summary.steps and _attempt(plot, lambda: plot_run(summary.facts, plot))
-    parts = {title: section(title, body) for title, body in sections(run_dir, summary, resume_command).items()}
+    hypothesis, plot = setting(run.config, "run.hypothesis"), run_dir.plots / "run.png"
+    drawn = len(run.columns) and _attempt(plot, lambda: plot_run(run, plot))
+    parts = {title: section(title, body) for title, body in sections(run, resume_command).items()}
     content = page(
-        f"# {escaped(summary.name)}",
+        f"# {escaped(run.label)}",
         f"**{verdict.word}**{escaped(verdict.text.removeprefix(verdict.word))}",
         fenced(verdict.command, "bash") if verdict.command else "",
         f"> Hypothesis: {escaped(hypothesis)}" if hypothesis else "",
-        f"In {summary.sessions} sessions." if summary.sessions > 1 else "",
+        f"In {run.counts['run_start']} sessions." if run.counts["run_start"] > 1 else "",
         parts.pop("What ran"),
         parts.pop("Results"),
         "![loss or reward, gradient norm, learning rate, loss scale or speed](plots/run.png)" if drawn else "",
-        _layers(run_dir),
-        section("Measures", f"{count_verdicts(findings)}.", _measures(findings, remarks)),
+        _layers(run, run_dir.plots / "heatmap.png"),
+        section("Measures", f"{count_verdicts(findings)}.", _measures(findings, caveats(context))),
         *parts.values(),
     )
     write_atomically(run_dir.report, content.encode())
     return run_dir.report
 
 
-def sections(run_dir: RunDir, summary: Summary, resume_command: str = "") -> dict[str, str]:
+def sections(run: RunFacts, resume_command: str = "") -> dict[str, str]:
     """The parts of a report that are text, in Markdown by their titles: those of `report.md` and of the page."""
-    config, deepspeed, environment = read_inputs(run_dir)
-    ledger = [(escaped(row["what"]), row["dtype"], mib(row["bytes"])) for row in environment.get("ledger") or ()]
-    left_out = len(summary.warnings) - _MOST_WARNINGS
+    run_dir, rare = RunDir(Path(run.source)), run.rare_events
+    ledger = [(escaped(row["what"]), row["dtype"], mib(row["bytes"])) for row in run.environment.get("ledger") or ()]
+    warned, saved, seen = (rare.get(kind, []) for kind in ("warning", "checkpoint", "precision"))
+    left_out = len(warned) - _MOST_WARNINGS
     sample = run_dir.sample.read_text(encoding="utf-8", errors="replace") if run_dir.sample.is_file() else ""
-    newest = [f"{sample_title(run_dir, summary)}:", fenced(sample)] if sample else []
-    earlier = [part for step, text in summary.samples[-_MOST_SAMPLES:] for part in (f"At step {step:,}:", fenced(text))]
-    resume = fenced(resume_command or resume_command_of(run_dir), "bash")
+    newest = [f"{sample_title(run)}:", fenced(sample)] if sample else []
+    sampled = [event for event in rare.get("eval", []) if event.get("sample")][-_MOST_SAMPLES:]
+    earlier = [part for event in sampled for part in (f"At step {event['step']:,}:", fenced(str(event["sample"])))]
+    notes = dict.fromkeys(event["text"] for event in rare.get("note", []))  # which each session repeats
     return {
-        "What ran": page(_facts(_what_ran(summary, config, deepspeed, environment))),
-        "Results": page(_facts(results(summary))),
-        "Faults of the machine": page(_points(summary.corruption, describe_event)),
-        "Dtypes": page(Table(("what", "dtype", "size"), ledger), _observed(summary.precision or {})),
+        "What ran": page(_facts(_what_ran(run))),
+        "Results": page(_facts(results(run))),
+        "Faults of the machine": page(_points(_faults(run), describe_event)),
+        "Dtypes": page(Table(("what", "dtype", "size"), ledger), *map(_observed, seen[-1:])),
         "Early warnings": page(
             f"{left_out} earlier ones are in events.jsonl." if left_out > 0 else "",
-            _points(summary.warnings[-_MOST_WARNINGS:], lambda event: event["reason"]),
+            _points(warned[-_MOST_WARNINGS:], lambda event: event["reason"]),
         ),
-        "Notes": page([escaped(note) for note in summary.notes]),
+        "Notes": page([escaped(note) for note in notes]),
         "Canary": page(_canary(run_dir)),
         "Sample": page(*newest, earlier and "### Samples at evaluations", *earlier),
-        "Resume": page(f"Newest checkpoint: {code(summary.checkpoint or 'none')}", resume),
+        "Resume": page(
+            f"Newest checkpoint: {code(saved[-1]['path'] if saved else 'none')}",
+            fenced(resume_command or resume_command_of(run), "bash"),
+        ),
     }
 
 
-def sample_title(run_dir: RunDir, summary: Summary) -> str:
+def sample_title(run: RunFacts) -> str:
     """The sample's place in the training, and whether text can be expected to make sense there."""
-    config = read_inputs(run_dir)[0]
-    few = summary.tokens < _TOKENS_PER_PARAMETER * summary.start["parameters"]
-    untrained = few and config.get("model") and setting(config, "model.name_or_path") is None
-    return f"Sample after {summary.steps:,} steps{', untrained text is expected' if untrained else ''}"
+    few = run.columns.tokens.max(initial=0) < _TOKENS_PER_PARAMETER * run.start["parameters"]
+    untrained = few and run.config.get("model") and setting(run.config, "model.name_or_path") is None
+    return f"Sample after {len(run.columns):,} steps{', untrained text is expected' if untrained else ''}"
 
 
 def _measures(findings: Sequence[Finding], remarks: Sequence[str]) -> str:
@@ -132,16 +127,15 @@ def _verdict(item: Finding) -> str:
     return f"{word}: {escaped(item.reason)}" if item.reason else word
 
 
-def _layers(run_dir: RunDir) -> str:
-    """The heat maps, drawn to `plots/heatmap.png`, and what stands out in them; nothing without telemetry."""
-    heat, png = read_heat(run_dir.events), run_dir.plots / "heatmap.png"
-    if not drawn_panels(heat):
+def _layers(run: RunFacts, png: Path) -> str:
+    """The heat maps, drawn to `png`, and what stands out in them; nothing without telemetry."""
+    if not drawn_panels(run.heat):
         return ""
-    drawn = _attempt(png, lambda: draw_heat(heat, png, title=run_dir.name))
+    drawn = _attempt(png, lambda: draw_heat(run.heat, png, title=run.label))
     return section(
         "Layers over time",
         "![heat maps of the modules over the steps](plots/heatmap.png)" if drawn else "",
-        [f"**{PANELS[key].title}**: {escaped(line)}" for key, line in sentences(heat).items()],
+        [f"**{PANELS[key].title}**: {escaped(line)}" for key, line in sentences(run.heat).items()],
     )
 
 
@@ -168,65 +162,81 @@ def _attempt(path: Path, write: Callable[[], object]) -> bool:
     return True
 
 
-def summary_table(run_dir: RunDir, summary: Summary | None = None) -> Grid:
-    """The results as a table for the console; summary: the run's, None reads it.
-
-    Raises UserError when nothing has been recorded.
-    """
-    summary = summary or summarise(run_dir)
-    rows = [(words(what, "dim"), value) for what, value in results(summary)]
-    return Table(("", ""), rows, title=f"{summary.name}: {summary.verdict.text}").grid()
+def summary_table(run: RunFacts) -> Grid:
+    """The results as a table for the console."""
+    rows = [(words(what, "dim"), value) for what, value in results(run)]
+    return Table(("", ""), rows, title=f"{run.label}: {run.verdict.text}").grid()
 
 
-def results(summary: Summary) -> list[tuple[str, str]]:
+def results(run: RunFacts) -> list[tuple[str, str]]:
     """The results as (measure, value) rows; a measure that does not apply is left out."""
-    best = "never finite"
-    if summary.best_loss_step is not None:
-        best = f"best {loss(summary.best_loss)} at step {summary.best_loss_step}"
-    older = "nats" if summary.eval_loss is None or summary.perplexity is not None else ""
-    unit = summary.start.get("loss_unit", older)
-    what = HEADLINES.get(summary.facts.headline, "loss") + (f" ({unit})" if unit else "")
+    steps, rare, start, attempted = run.columns, run.rare_events, run.start, len(run.columns)
+    course = steps.metrics.get(run.headline, steps.loss)
+    finite = np.flatnonzero(np.isfinite(course))
+    losses, best = course[finite], "never finite"
+    if losses.size:
+        at = int(np.argmax(losses) if run.headline else np.argmin(losses))
+        best = f"best {loss(losses[at])} at step {steps.step[finite[at]]}"
+    evals = [rare["eval"][at] for at in (0, -1)] if rare.get("eval") else []
+    older = "nats" if not evals or evals[-1]["perplexity"] is not None else ""
+    unit = start.get("loss_unit", older)
+    what = HEADLINES.get(run.headline, "loss") + (f" ({unit})" if unit else "")
+    ends = [losses[at] if losses.size else None for at in (0, -1)]
     found: dict[str, str] = {
-        f"training {what}": f"{loss(summary.first_loss)} -> {loss(summary.last_loss)} ({best})",
-        "losses that were not finite": str(summary.nonfinite_losses or ""),
+        f"training {what}": f"{' -> '.join(map(loss, ends))} ({best})",
+        "losses that were not finite": str(attempted - np.count_nonzero(np.isfinite(steps.loss)) or ""),
     }
-    if summary.eval_loss is not None:
-        exponential = "" if summary.perplexity is None else f" (perplexity {perplexity(summary.perplexity)})"
-        found[f"validation {what}"] = f"{loss(summary.first_eval_loss)} -> {loss(summary.eval_loss)}{exponential}"
-        found |= {f"validation {name}": " -> ".join(map(loss, both)) for name, both in summary.metrics.items()}
-    found["steps"] = f"{summary.steps} attempted, {summary.applied} applied, {summary.skipped} skipped"
-    if summary.start["compute"] == "fp16" and summary.first_scale is not None:
-        reasons = ", ".join(f"{count} x {reason}" for reason, count in sorted(summary.scale_reasons.items()))
-        both_scales = f"{scale(summary.first_scale)} -> {scale(summary.last_scale)}"
+    if evals:
+        exponential = evals[-1]["perplexity"]
+        further = "" if exponential is None else f" (perplexity {perplexity(exponential)})"
+        found[f"validation {what}"] = " -> ".join(loss(followed(event)[1]) for event in evals) + further
+        both = [_measured(event) for event in evals]
+        for name in both[-1]:
+            found[f"validation {name}"] = " -> ".join(loss(values[name]) for values in both if name in values)
+    applied = int(np.count_nonzero(steps.applied))
+    found["steps"] = f"{attempted} attempted, {applied} applied, {attempted - applied} skipped"
+    if start["compute"] == "fp16" and attempted:
+        reasons = ", ".join(f"{count} x {reason}" for reason, count in sorted(run.scale_reasons.items()))
+        both_scales = " -> ".join(scale(float(steps.loss_scale[at])) for at in (0, -1))
         found["loss scale"] = f"{both_scales} ({reasons or 'never changed'})"
-    if summary.grad_norm_median is not None:
-        norms = f"median {number(summary.grad_norm_median, 3)}, largest {number(summary.grad_norm_max, 3)}"
-        found["gradient norm"] = f"{norms}; clipped on {summary.clipped} of {summary.steps} steps"
-    found["incidents"] = str(summary.incidents or "")
-    if summary.nonfinite:
-        first = f"{describe_event(summary.nonfinite[0])}, step {summary.nonfinite[0]['step']}"
-        found["non-finite tensors"] = f"{len(summary.nonfinite)} found; the first: {first}"
-    found |= {"faults of the machine": _faults_summary(summary), "tokens": f"{summary.tokens:,}"}
-    if summary.tokens_per_second is not None and summary.step_seconds is not None:
-        speed = f"{human(summary.tokens_per_second)} tokens/s, {precise_duration(summary.step_seconds)} per step"
-        found["speed (median)"] = speed
-    found["wall time"] = duration(summary.wall_seconds)
-    found |= {"peak memory (largest rank)": mib(summary.memory_bytes), "checkpoint": summary.checkpoint or ""}
+    if (norms := steps.grad_norm[np.isfinite(steps.grad_norm)]).size:
+        clipped = np.count_nonzero((steps.clip_coefficient < 1.0) & (steps.clip_coefficient != 0.0))
+        size = f"median {number(float(np.median(norms)), 3)}, largest {number(float(norms.max()), 3)}"
+        found["gradient norm"] = f"{size}; clipped on {clipped} of {attempted} steps"
+    found["incidents"] = str(run.counts["incident"] or "")
+    if tensors := rare.get("nonfinite"):
+        first = f"{describe_event(tensors[0])}, step {tensors[0]['step']}"
+        found["non-finite tensors"] = f"{len(tensors)} found; the first: {first}"
+    found |= {"faults of the machine": _faults_summary(run), "tokens": f"{steps.tokens.max(initial=0):,.0f}"}
+    if attempted:
+        seconds = precise_duration(float(np.median(steps.step_seconds)))
+        found["speed (median)"] = f"{human(run.tokens_per_second)} tokens/s, {seconds} per step"
+    found |= {"wall time": duration(run.wall_seconds), "peak memory (largest rank)": mib(run.peak_memory_bytes)}
+    found["checkpoint"] = rare["checkpoint"][-1]["path"] if rare.get("checkpoint") else ""
     return [row for row in found.items() if row[1]]
 
 
-def _faults_summary(summary: Summary) -> str:
-    ended = Counter(event["outcome"] for event in summary.corruption if event["event"] == "reexecution")
-    wrong = sum(event["event"] == "corruption" for event in summary.corruption)
+def _measured(event: Event) -> Mapping[str, float]:
+    """The metrics of an evaluation beside the one that is followed, and the losses of its parts."""
+    metrics = {name: value for name, value in (event.get("metrics") or {}).items() if name not in HEADLINES}
+    return metrics | {f"loss, {part}": value for part, value in event.get("by_source", {}).items()}
+
+
+def _faults(run: RunFacts) -> list[Event]:
+    found = [event for kind in ("corruption", "reexecution") for event in run.rare_events.get(kind, [])]
+    return sorted(found, key=lambda event: (event["step"], event["time"]))
+
+
+def _faults_summary(run: RunFacts) -> str:
+    ended = Counter(event["outcome"] for event in _faults(run) if event["event"] == "reexecution")
+    wrong = len(run.rare_events.get("corruption", []))
     found = [f"{wrong} wrong value{'s' * (wrong > 1)}"] if wrong else []
     found += [f"{count} {outcome}" for outcome, count in ended.items() if outcome != "numeric"]
     return ", ".join(found)
 
 
-def _what_ran(
-    summary: Summary, config: dict[str, Any], deepspeed: dict[str, Any], environment: dict[str, Any]
-) -> list[tuple[str, str]]:
-    start = summary.start
+def _what_ran(run: RunFacts) -> list[tuple[str, str]]:
+    start, config, environment = run.start, run.config, run.environment
     versions = environment.get("versions", {})
     git = environment.get("git") or {}
     global_size, micro = setting(config, "batch.global_size"), setting(config, "batch.micro_size")
@@ -240,7 +250,7 @@ def _what_ran(
         (
             "batch",
             f"{global_size} {samples_in_words(config)}, micro-batch {micro}, "
-            f"accumulation {start.get('accumulation') or deepspeed.get('gradient_accumulation_steps', '?')}",
+            f"accumulation {start.get('accumulation') or run.deepspeed.get('gradient_accumulation_steps', '?')}",
         ),
         ("precision", f"{start['compute']} compute, FP32 masters, {setting(config, 'precision.path') or 'cast'} path"),
         ("ZeRO", f"stage {start['zero_stage']}, {describe_event(start).rpartition(', ')[2]}"),
@@ -297,7 +307,6 @@ def _observed(event: dict[str, Any]) -> str:
     return page("### Inside the modules", f"Seen in step {event['step']}:", seen, lower)
 
 
-def resume_command_of(run_dir: RunDir) -> str:
+def resume_command_of(run: RunFacts) -> str:
     """The command that resumes the run: the one in environment.json, else the command line it was started with."""
-    environment = read_inputs(run_dir)[2]
-    return environment.get("resume_command") or shlex.join(environment.get("command_line", ["train.py"]))
+    return run.environment.get("resume_command") or shlex.join(run.environment.get("command_line", ["train.py"]))

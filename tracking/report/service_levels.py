@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,12 +20,13 @@ from typing import Any
 from config.cli import DIVERGED
 from config.errors import UserError
 from tracking.numbers import number, percent
+from tracking.pages.markdown import Table, code, page, section, text
 from tracking.report.context import Verdict as Passed
 from tracking.report.files import matching
-from tracking.report.measures import GOOD_ENDINGS, read_run
-from tracking.report.sessions import RunHistory
+from tracking.report.measures import GOOD_ENDINGS
 from tracking.run_dir import RunDir
-from tracking.verdict import Verdict
+from tracking.run_facts import RunFacts
+from tracking.summary import read_run
 
 OBJECTIVES = {"job_success": 0.99, "no_divergence": 0.99, "restore_success": 1.0}
 """Least share of good events by level. Job success and restores follow industry practice; the other was chosen."""
@@ -36,6 +37,7 @@ TITLES = {
     "restore_success": "restores that succeeded",
 }
 _MAX_FAILURES = 20
+_MARKS: dict[Passed, str] = {"pass": "✓ pass", "fail": "**✗ fail**", "not measured": "not measured"}
 
 
 @dataclass
@@ -185,19 +187,15 @@ def service_levels(
         except UserError as error:
             found.unreadable.append(str(error))
             continue
-        history, verdict = run.history, run.facts.verdict
-        if not history.sessions:
-            found.unreadable.append(f"{folder}: no run_start event; nothing was recorded")
-            continue
-        ended = history.sessions[-1].last
-        if not verdict.over:
+        ended = run.sessions[-1].last
+        if not run.verdict.over:
             found.running += 1
         elif ended < since:
             found.left_out += 1
         else:
             found.ended += 1
-            _count(found.levels, history, verdict, _utc(ended))
-            for what in _failures(history, verdict):
+            _count(found.levels, run, _utc(ended))
+            for what in _failures(run):
                 heapq.heappush(newest, Failure(ended, str(folder), what))
                 if len(newest) > _MAX_FAILURES:
                     heapq.heappop(newest)
@@ -206,44 +204,44 @@ def service_levels(
     return found
 
 
-def _count(levels: Sequence[Level], history: RunHistory, verdict: Verdict, ended: datetime) -> None:
+def _count(levels: Sequence[Level], run: RunFacts, ended: datetime) -> None:
     week = f"{ended.isocalendar().year}-W{ended.isocalendar().week:02d}"
     for level in levels:
-        good, count = _events(level.key, history, verdict)
+        good, count = _events(level.key, run)
         level.total.add(good, count)
         if count:
             level.weeks[week].add(good, count)
 
 
-def _events(key: str, history: RunHistory, verdict: Verdict) -> tuple[int, int]:
+def _events(key: str, run: RunFacts) -> tuple[int, int]:
     """(good, valid) events of one run."""
     match key:
         case "job_success":
-            return int(verdict.word in GOOD_ENDINGS), 1
+            return int(run.verdict.word in GOOD_ENDINGS), 1
         case "no_divergence":
-            return int(not _diverged(history, verdict)), 1
+            return int(not _diverged(run)), 1
         case _:
-            return history.restores
+            return run.restores
 
 
-def _diverged(history: RunHistory, verdict: Verdict) -> bool:
-    stopped = any(session.end is not None and session.end["exit_code"] == DIVERGED for session in history.sessions)
-    return verdict.word == "diverged" or _aborted(history) is not None or stopped
+def _diverged(run: RunFacts) -> bool:
+    stopped = any(session.end is not None and session.end["exit_code"] == DIVERGED for session in run.sessions)
+    return run.verdict.word == "diverged" or _aborted(run) is not None or stopped
 
 
-def _aborted(history: RunHistory) -> str | None:
+def _aborted(run: RunFacts) -> str | None:
     """Reason that the guard stopped any session of the run; None when it never did."""
-    return next((session.aborted for session in history.sessions if session.aborted is not None), None)
+    return next((session.aborted for session in run.sessions if session.aborted is not None), None)
 
 
-def _failures(history: RunHistory, verdict: Verdict) -> list[str]:
+def _failures(run: RunFacts) -> list[str]:
     """One line for each failure; a run that diverged gets one line."""
-    restored, due = history.restores
+    restored, due = run.restores
     lines = []
-    if verdict.word not in GOOD_ENDINGS:
-        lines.append(verdict.text)
-    elif _diverged(history, verdict):
-        lines.append(f"stopped on numerics in an earlier session: {_aborted(history) or 'no reason recorded'}")
+    if run.verdict.word not in GOOD_ENDINGS:
+        lines.append(run.verdict.text)
+    elif _diverged(run):
+        lines.append(f"stopped on numerics in an earlier session: {_aborted(run) or 'no reason recorded'}")
     if restored < due:
         lines.append(f"{due - restored} of {due} restores failed")
     return lines
@@ -278,9 +276,58 @@ def objectives_from(arguments: Sequence[str]) -> dict[str, float]:
     return objectives
 
 
-def format_level(level: Level) -> str:
-    """The share of good events as text."""
-    return "-" if level.total.level is None else percent(level.total.level)
+def levels_tables(found: ServiceLevels, mark: Callable[[Passed], object]) -> list[Table]:
+    """The levels, and the same by week. mark: makes the cell of a verdict."""
+    head = ("level", "objective", "good", "level reached", "error budget left", "verdict")
+    rows = [
+        (
+            level.title,
+            f"at least {percent(level.objective)}",
+            f"{level.total.good:,} of {level.total.count:,}",
+            "-" if level.total.level is None else percent(level.total.level),
+            format_budget(level),
+            mark(level.verdict),
+        )
+        for level in found.levels
+    ]
+    weeks = sorted({week for level in found.levels for week in level.weeks})
+    by_week = [(week, *(_week(level, week) for level in found.levels)) for week in weeks]
+    titles = ("week", *(level.title for level in found.levels))
+    return [
+        Table(head, rows, title=f"Service levels of {found.ended:,} ended runs"),
+        Table(titles, by_week, title="By week (UTC, of a run's end)"),
+    ]
+
+
+def levels_page(found: ServiceLevels) -> str:
+    """The whole page about many runs, UTF-8 text."""
+    from tracking.pages.document import document  # brings Jinja2
+
+    levels, weeks = levels_tables(found, _MARKS.__getitem__)
+    failures = [(failure.when, code(failure.run), text(failure.what)) for failure in found.failures]
+    missed = sum(level.verdict == "fail" for level in found.levels)
+    content = page(
+        f"# {levels.title}",
+        f"**{f'{missed} of {len(found.levels)} objectives missed' if missed else 'No objective is missed'}**",
+        [text(remark) for remark in found.remarks],
+        section("Levels", levels),
+        section(weeks.title, weeks),
+        section(
+            "What went wrong",
+            Table(("day", "run", "what"), failures) if failures else "",
+            f"And {found.more_failures:,} older ones." if found.more_failures else "",
+        ),
+    )
+    return document(content, Path(), tone="bad" if missed else "good")
+
+
+def _week(level: Level, week: str) -> str:
+    tally = level.weeks.get(week)
+    if tally is None:
+        return "-"
+    burn = level.burn_rate(tally)
+    rate = "" if burn is None or not tally.bad else f", burn rate {number(burn, 3)}"
+    return f"{tally.good:,} of {tally.count:,}{rate}"
 
 
 def format_budget(level: Level) -> str:

@@ -21,9 +21,9 @@ from typing import Any
 from config.errors import UserError, one_line
 from config.redact import redact
 from tracking.compare.differences import CHANGE_NO_NUMBER, flat
+from tracking.live import LiveRun
 from tracking.run_dir import RunDir
 from tracking.run_lock import LOCK
-from tracking.serve.live import LiveRun
 from tracking.serve.notes import NOTES, Notes, read_notes, write_notes
 from tracking.serve.skim import Skim, Skimmer
 from tracking.status import Status, run_status

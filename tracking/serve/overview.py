@@ -179,9 +179,6 @@ def table(entries: Sequence[Entry], asked: Asked, *, now: float) -> Table:
     }
     scales = [f"{loss(found[0])} to {loss(found[1])}" for found in edges.values() if found]
 
-    def spark(group: Sequence[Entry]) -> Spark | None:
-        return _sparkline(group, curves, edges[group[0].skim.followed])
-
     return Table(
         lines=[
             _line(group, keys, names, _sparkline(group, curves, edges[group[0].skim.followed]), asked, now)

@@ -6,8 +6,8 @@ import secrets
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -16,18 +16,14 @@ from markupsafe import Markup
 
 from config.errors import UserError
 from config.printable import shown
+from tracking.live import LiveRun
 from tracking.pages.render import render, script_json
-from tracking.report.context import Finding, MeasureContext, Run
-from tracking.report.measures import all_measures, caveats
-from tracking.report.sessions import read_history
-from tracking.run_dir import RunDir
+from tracking.report.context import MeasureContext
 from tracking.run_facts import RunFacts
 from tracking.serve import overview, run_page
 from tracking.serve.library import Entry, Library, require_inside
-from tracking.serve.live import LiveRun, sketch
 from tracking.serve.notes import parse, read_notes
-from tracking.status import run_status
-from tracking.summary import read_inputs
+from tracking.serve.skim import sketch
 
 MOST_COMPARED = 24
 Query = dict[str, list[str]]
@@ -168,42 +164,42 @@ class Pages:
 
     def _curves(self, query: Query) -> Reply:
         live = self._live(one(query, "key"))
-        ready = live.ready()
-        facts = live.facts() if ready else sketch(live.folder, live.label)
+        if ready := live.ready():
+            live.read()
+        facts = live.events() if ready else sketch(live.folder, live.label)
         with suppress(UserError):  # utilisation needs the files beside the events
             facts = self._facts(one(query, "key")) if ready else facts
         return _json({"drawn": run_page.curves(facts), "steps": len(facts.columns), "sketch": not ready})
 
     def _heat(self, query: Query) -> Reply:
-        heat = self._live(one(query, "key")).heat()
-        return _json(run_page.heat(heat, one(query, "panel"), one(query, "fold"), query.get("open", [])))
+        live = self._live(one(query, "key"))
+        live.read()
+        return _json(run_page.heat(live.heat(), one(query, "panel"), one(query, "fold"), query.get("open", [])))
 
     def _report(self, query: Query) -> Reply:
-        entry, judged = self._entry(query), self._judged(query)
+        entry, context = self._entry(query), self._measured(query)
         changed = run_page.changes(entry, self._library.entries())
-        page = run_page.whole(entry, changed, *judged, root=self._library.root)
+        page = run_page.whole(entry, changed, context, root=self._library.root)
         return Reply(page.encode(errors="replace"), _HTML, policy="single")
 
     def _incidents(self, query: Query) -> Reply:
-        return self._render(
-            "report/incidents.html", incidents=run_page.incidents(self._live(one(query, "key")).facts())
-        )
+        live = self._live(one(query, "key"))
+        live.read()
+        return self._render("report/incidents.html", incidents=run_page.incidents(live.events()))
 
     def _sections(self, query: Query) -> Reply:
-        entry = self._entry(query)
         try:
-            found = run_page.sections(entry, *self._judged(query), root=self._library.root)
+            found = run_page.sections(self._measured(query), root=self._library.root)
         except (UserError, ValueError) as problem:
             return Reply(Markup('<p class="note warn">{}</p>').format(shown(problem)).encode(), _HTML)
         return self._render("report/sections.html", **found)
 
-    def _judged(self, query: Query) -> tuple[Run, list[Finding], list[str]]:
-        """The whole run with its measures and what limits them."""
+    def _measured(self, query: Query) -> MeasureContext:
+        """The whole run, to be measured."""
         facts = self._facts(one(query, "key"))
         if not facts.start:
             raise ValueError("nothing was recorded in this run folder")
-        context = MeasureContext(Run(facts, read_history(self._live(one(query, "key")).folder / "events.jsonl")))
-        return context.run, all_measures(context), caveats(context)
+        return MeasureContext(facts)
 
     def _compare(self, query: Query) -> Reply:
         from tracking.compare.divergence import Tolerance
@@ -219,12 +215,8 @@ class Pages:
     def _facts(self, key: str) -> RunFacts:
         live = self._live(key)
         require_inside(live.folder, self._library.root)
-        run_dir = RunDir(live.folder)
-        files = (run_dir.config, run_dir.deepspeed_config, run_dir.environment)
-        seen = tuple(path.stat().st_mtime_ns if path.exists() else 0 for path in files)
-        config, deepspeed, environment = _inputs(run_dir, seen)
-        checked = run_status(live.folder)
-        return replace(live.facts(), config=config, deepspeed=deepspeed, environment=environment, checked=checked)
+        live.read()
+        return live.facts()
 
 
 def _quoted(key: str) -> str:
@@ -244,12 +236,6 @@ def one(query: Query, name: str) -> str:
 
 def _json(value: Any) -> Reply:
     return Reply(script_json(value).encode(), "application/json")
-
-
-@lru_cache(maxsize=MOST_COMPARED)
-def _inputs(run_dir: RunDir, seen: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The files beside the events, which a page that follows a run needs every few seconds. seen: their times."""
-    return read_inputs(run_dir)
 
 
 @cache

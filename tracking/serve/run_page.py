@@ -22,7 +22,7 @@ from tracking.compare.differences import flat, format_value
 from tracking.compare.html import run_data
 from tracking.events import describe_event
 from tracking.figures import FIGURES, followed
-from tracking.heatmap.grid import Heat, read_heat
+from tracking.heatmap.grid import Heat
 from tracking.heatmap.modules import FOLDS, Fold
 from tracking.heatmap.page import panel_data, panels_of, static_heat
 from tracking.heatmap.panels import PANELS
@@ -30,22 +30,20 @@ from tracking.numbers import duration, human, loss, mib, number, percent
 from tracking.pages.document import PARSER, Renderer
 from tracking.pages.markdown import fenced
 from tracking.pages.render import render
-from tracking.report.context import Finding, MeasureContext, Run, find
-from tracking.report.html import mark
+from tracking.report.context import MeasureContext, find
 from tracking.report.log import last_lines, log_files, newest_events
-from tracking.report.measures import count_verdicts, utilisation
+from tracking.report.measures import all_measures, caveats, count_verdicts, utilisation
 from tracking.report.page import sections as report_sections
-from tracking.report.sessions import RunHistory
 from tracking.run_dir import RunDir
 from tracking.run_facts import RunFacts
 from tracking.serve.library import Entry, Library, is_inside, read_entry
 from tracking.serve.overview import scale_text
-from tracking.summary import Summary
 
 _MOST_INCIDENTS = 200
 _MOST_OPEN = 50
 _LONGEST = 300  # characters of a setting
-_ORDER = ("fail", "pass", "not measured")
+_MARKS = {"fail": "✗ fail", "pass": "✓ pass", "not measured": "not measured"}
+"""Marks of verdicts, in the order of the page."""
 
 
 @dataclass(frozen=True)
@@ -155,10 +153,10 @@ def _setting(value: Any) -> str:
 
 def curves(run: RunFacts) -> dict[str, Any]:
     """The curves for charts.js, a few thousand points at most, as plain values."""
-    drawn, whole_run = run_data(run), Run(run, RunHistory())
-    share = find(utilisation, MeasureContext(whole_run)).value if run.start else None
+    drawn = run_data(run)
+    share = find(utilisation, MeasureContext(run)).value if run.start else None
     if share is not None:
-        factor = 100 * share / whole_run.tokens_per_second
+        factor = 100 * share / run.tokens_per_second
         for part in (drawn["runs"][0]["curve"], drawn["runs"][0]["means"]):
             speeds = part["tokens_per_second"]
             part["utilisation"] = [None if speed is None else round(factor * speed, 4) for speed in speeds]
@@ -204,19 +202,17 @@ def heat(found: Heat, panel: str, fold: str, opened: Sequence[str]) -> dict[str,
     return panel_data(found, panel, chosen, opened[:_MOST_OPEN])
 
 
-def sections(
-    entry: Entry, run: Run, findings: Sequence[Finding], remarks: Sequence[str], *, root: Path
-) -> dict[str, Any]:
+def sections(context: MeasureContext, *, root: Path) -> dict[str, Any]:
     """Values for `report/sections.html`, below the curves and layers. root: nothing outside of it is shown."""
-    facts, run_dir = run.facts, RunDir(entry.folder)
-    texts = report_sections(run_dir, Summary(facts))
+    facts, findings = context.run, all_measures(context)
+    run_dir, newest = RunDir(Path(facts.source)), newest_events(facts)
     return {
         "incidents": incidents(facts),
-        "findings": sorted(findings, key=lambda item: _ORDER.index(item.verdict)),
+        "findings": sorted(findings, key=lambda item: [*_MARKS].index(item.verdict)),
         "counted": count_verdicts(findings),
-        "remarks": remarks,
-        "mark": mark,
-        "sections": texts,
+        "remarks": caveats(context),
+        "mark": _mark,
+        "sections": report_sections(facts),
         "config": _config(facts.config),
         "environment": [
             (key, _setting(value))
@@ -227,9 +223,14 @@ def sections(
         "fragment": fragment,
         "logs": [
             *((path.name, fenced(last_lines(path))) for path in log_files(run_dir) if is_inside(path, root)),
-            ("the newest events", fenced("\n".join(newest_events(facts)))),
+            ("the newest events", fenced("\n".join(f"step {event['step']}: {text}" for event, text in newest))),
         ],
     }
+
+
+def _mark(verdict: str) -> Markup:
+    kind = "dim" if verdict == "not measured" else verdict
+    return Markup('<span class="mark {}">{}</span>').format(kind, _MARKS[verdict])
 
 
 @dataclass(frozen=True)
@@ -252,15 +253,7 @@ def _config(config: dict[str, Any]) -> list[_Setting]:
     return sorted(found, key=lambda item: not item.changed)
 
 
-def whole(
-    entry: Entry,
-    changed: Changes,
-    run: Run,
-    findings: Sequence[Finding],
-    remarks: Sequence[str],
-    *,
-    root: Path,
-) -> str:
+def whole(entry: Entry, changed: Changes, context: MeasureContext, *, root: Path) -> str:
     """The page as one file, UTF-8 text. root: as for `sections`."""
     return render(
         "report/run.html",
@@ -268,19 +261,19 @@ def whole(
         entry=entry,
         state=state(entry, now=time.time()),
         changes=changed,
-        data=curves(run.facts) if len(run.facts.columns) else None,
-        heat=static_heat(read_heat(entry.folder / "events.jsonl")),
+        data=curves(context.run) if len(context.run.columns) else None,
+        heat=static_heat(context.run.heat),
         repeats=False,
-        **sections(entry, run, findings, remarks, root=root),
+        **sections(context, root=root),
     )
 
 
-def printed(context: MeasureContext, findings: Sequence[Finding], remarks: Sequence[str]) -> str:
+def printed(context: MeasureContext) -> str:
     """The page of a run folder as one file, UTF-8 text. Raises UserError or OSError: it cannot be read."""
-    folder, *others = (Path(run.facts.source).resolve() for run in (context.run, context.baseline) if run)
+    folder, *others = (Path(run.source).resolve() for run in (context.run, context.baseline) if run)
     own, baseline = read_entry(folder), read_entry(others[0]) if others else None
     beside = Library(folder.parent, depth=1)
     if baseline is None:
         beside.look()
     changed = changes(own, beside.entries(), baseline=baseline)
-    return whole(own, changed, context.run, findings, remarks, root=Path(folder.anchor))
+    return whole(own, changed, context, root=Path(folder.anchor))

@@ -17,10 +17,11 @@ import orjson
 from tracking.events import Event
 from tracking.figures import followed
 from tracking.jsonl import Follower, beginnings, event_on, lines_backwards
+from tracking.run_facts import Collector, RunFacts
 from tracking.verdict import Evidence
 
-POINTS = 60
-"""Places at which the curve is read."""
+POINTS, PLACES = 60, 1000
+"""Places at which the curve of an overview, and of a sketch, is read."""
 _NEAR = 1 << 14
 _FAR = 1 << 20  # telemetry of a large model lies between two steps
 (_STEP,) = beginnings("step")
@@ -96,6 +97,14 @@ def _surviving(steps: Iterable[Event]) -> list[tuple[int, float]]:
             kept.pop()
         kept.append((event["step"], followed(event)[1]))
     return kept
+
+
+def sketch(folder: Path, label: str) -> RunFacts:
+    """A run from its steps at even places alone, without rare events: at once, whatever its length. Raises OSError."""
+    collector = Collector()
+    for event in steps_at(folder / "events.jsonl", PLACES):
+        collector.add(event)
+    return collector.facts(label, str(folder), None)
 
 
 def steps_at(path: Path, places: int) -> list[Event]:

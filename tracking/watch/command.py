@@ -12,28 +12,26 @@ import select
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 
 from config.cli import Arguments, entry_point
 from config.errors import UserError
 from config.printable import shown
-from config.redact import redact
 from tracking import terminal
-from tracking.heatmap.grid import USED, HeatCollector, drawn_panels
+from tracking.heatmap.grid import drawn_panels
 from tracking.heatmap.panels import PANELS
 from tracking.heatmap.still import still_sentence, warmup_of
-from tracking.jsonl import Follower
+from tracking.live import LiveRun
 from tracking.run_dir import RunDir
+from tracking.run_facts import RunFacts
 from tracking.status import run_status
-from tracking.summary import read_inputs, setting
-from tracking.verdict import judge
 from tracking.watch.screen import View, frame
-from tracking.watch.state import WatchState
 
 _REFRESH_S = 0.5
 _SLICE_S = 0.2  # reading time between two frames
@@ -45,75 +43,53 @@ class Watch:
     """Reads one run folder as it grows and draws it."""
 
     def __init__(self, run_dir: RunDir, *, log_steps: bool = False, ascii_only: bool = False) -> None:
-        self._run_dir = run_dir
-        self.folder = run_dir.path
+        self.run = LiveRun(run_dir.path, run_dir.name)
         self.log_steps, self._ascii = log_steps, ascii_only
-        self.state, self.heat = WatchState(), HeatCollector()
         self.panel = ""
         """The heat map that is shown; empty for the curves."""
-        self._file = Follower(run_dir.events)
-        self._config: dict[str, Any] = {}
-        self._resume = ""
+        self._read = 1.0
         self._still = (0, "")  # telemetry events so far, and what they say
 
     def read(self, seconds: float) -> bool:
         """Read new events for at most `seconds`; returns whether there is more to read."""
-        if self._file.replaced():
-            self.state, self.heat = WatchState(), HeatCollector()
-        for event in self._file.events(seconds=seconds):
-            self.state.add(event)
-            if event["event"] in USED:
-                self.heat.add(event)
-            if event["event"] == "run_start":
-                self._read_inputs()
-        return not self._file.at_end
+        self._read = self.run.read(seconds)
+        return self._read < 1.0
 
-    def view(self, width: int, height: int, *, keys: bool) -> View:
-        """Settings of the next frame."""
-        file = self._file
-        status = run_status(self.folder)
-        verdict = judge(
-            self.state.evidence,
-            status,
-            folder=self.folder,
-            config=self._config,
-            resume_command=self._resume,
-        )
-        size = 0 if file.at_end or not file.path.exists() else file.path.stat().st_size
-        return View(
-            name=self._run_dir.name,
-            planned_steps=steps if isinstance(steps := setting(self._config, "run.steps"), int) else None,
+    def facts(self) -> RunFacts:
+        """The run as read so far."""
+        try:
+            return self.run.facts()
+        except UserError:  # its config is being written, or damaged: the events are shown all the same
+            return replace(self.run.events(), checked=run_status(self.run.folder))
+
+    def frame(self, width: int, height: int, *, keys: bool) -> RenderableType:
+        """What is known now, for a terminal of this size. keys: whether they are read."""
+        run = self.facts()
+        view = View(
             width=width,
             height=height,
             now=time.time(),
             log_steps=self.log_steps,
             ascii=self._ascii,
-            read=min(1.0, file.offset / size) if size else 1.0,
-            damaged=file.damaged,
+            read=self._read,
+            damaged=self.run.damaged,
             keys=keys,
-            status=status,
-            verdict=verdict,
             panel=self.panel,
-            heat=self.heat.heat() if self.panel else None,
-            alert=self._alert(),
+            heat=self.run.heat() if self.panel else None,
+            alert=self._alert(run),
         )
+        return frame(run, view)
 
-    def _alert(self) -> str:
+    def _alert(self, run: RunFacts) -> str:
         """Warning about a run that hardly moves; recomputed after each telemetry event."""
-        measured = self.state.counts["telemetry", ""]
+        measured = run.counts["telemetry"]
         if measured != self._still[0]:
-            self._still = measured, still_sentence(self.heat.heat(), after=warmup_of(self._config))
+            self._still = measured, still_sentence(self.run.heat(), after=warmup_of(run.config))
         return self._still[1]
-
-    def _read_inputs(self) -> None:
-        """The config and the command that resumes the run, as far as they can be read."""
-        with suppress(UserError):  # being written, or damaged: the events are shown all the same
-            self._config, _, environment = read_inputs(self._run_dir)
-            self._resume = redact(str(environment.get("resume_command") or ""))
 
     def next_panel(self) -> None:
         """Show the next heat map that has anything to show; after the last the curves again."""
-        keys = ["", *drawn_panels(self.heat.heat())]
+        keys = ["", *drawn_panels(self.run.heat())]
         at = keys.index(self.panel) if self.panel in keys else 0
         self.panel = keys[(at + 1) % len(keys)]
 
@@ -122,9 +98,9 @@ def once(watch: Watch, console: Console, *, svg: Path | None = None) -> None:
     """Read everything and print one frame."""
     while watch.read(60.0):
         pass
-    console.print(frame(watch.state, watch.view(console.width, _ONCE_HEIGHT, keys=False)))
+    console.print(watch.frame(console.width, _ONCE_HEIGHT, keys=False))
     if svg is not None:
-        console.save_svg(str(svg), title=shown(f"python -m tracking.watch {watch.folder}"))
+        console.save_svg(str(svg), title=shown(f"python -m tracking.watch {watch.run.folder}"))
 
 
 def live(watch: Watch, console: Console) -> None:
@@ -133,7 +109,7 @@ def live(watch: Watch, console: Console) -> None:
         while True:
             behind = watch.read(_SLICE_S)
             width, height = console.size
-            screen.update(frame(watch.state, watch.view(width, height, keys=True)), refresh=True)
+            screen.update(watch.frame(width, height, keys=True), refresh=True)
             pressed = key(0.0 if behind else _REFRESH_S)
             if pressed in ("q", "Q", "\x03"):
                 return
@@ -148,8 +124,8 @@ def print_repeatedly(watch: Watch, console: Console) -> None:
     while True:
         while watch.read(_DUMB_REFRESH_S):
             pass
-        console.print(frame(watch.state, watch.view(console.width, _ONCE_HEIGHT, keys=False)))
-        if run_status(watch.folder).over:
+        console.print(watch.frame(console.width, _ONCE_HEIGHT, keys=False))
+        if run_status(watch.run.folder).over:
             return
         time.sleep(_DUMB_REFRESH_S)
 

@@ -6,9 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 from rich.text import Text
-
-from tracking.watch.series import Bucket, Series
 
 LABEL = 9  # characters left of a curve
 _DOT = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # bit of a braille character by row and column
@@ -21,10 +20,17 @@ _MARK = "not dim bold red"
 class Line:
     """One curve of a panel."""
 
-    series: Series
+    steps: np.ndarray
+    values: np.ndarray
+    """One per step, in step order; those that are not finite are left out."""
     style: str
     points: bool = False
-    """Whether to draw only points, one per bucket, for rare measurements."""
+    """Whether to draw only points, for rare measurements."""
+
+    def finite(self) -> Line:
+        """The line without what is not finite."""
+        known = np.isfinite(self.values)
+        return replace(self, steps=self.steps[known], values=self.values[known])
 
 
 @dataclass(frozen=True)
@@ -41,41 +47,43 @@ class Axes:
     ascii: bool = False
 
 
-def draw(lines: Sequence[Line], marks: Series, axes: Axes, label: Callable[[float], str]) -> Text:
+def draw(lines: Sequence[Line], marks: np.ndarray, axes: Axes, label: Callable[[float], str]) -> Text:
     """The panel as `axes.height` lines of text. marks: steps to mark on the axis below, such as skipped ones.
 
     Where several steps share a column of dots, the bright line is their mean and the dim band reaches from the lowest
     to the highest. A value far outside all others is cut off and marked.
     """
     columns, rows = max(4, axes.width - LABEL), max(1, axes.height - 1)
-    known = [bucket for line in lines for bucket in line.series.buckets]
-    if not known:
+    lines = [line.finite() for line in lines]
+    known = np.concatenate([line.values for line in lines])
+    if not known.size:
         return Text("no finite value yet" + "\n" * rows, style="dim")
-    log = axes.log_values and min(bucket.low for bucket in known) > 0
-    to, back = (math.log10, lambda height: 10.0**height) if log else (float, float)
-    low, high = _range(known, to)
-    canvas = _Canvas(columns, rows, axes, first=max(1, min(bucket.first for bucket in known)), span=(low, high), to=to)
+    log = axes.log_values and bool(known.min() > 0)
+    low, high = _range(np.log10(known) if log else known)
+    first = max(1, int(min(line.steps[0] for line in lines if line.steps.size)))
+    canvas = _Canvas(columns, rows, axes, first=first, span=(low, high), log=log)
     for line in lines:
         canvas.points(line) if line.points else canvas.curve(line)
     text = Text(no_wrap=True)
     for row in range(rows):
         shown = row in (0, rows - 1) or (row == rows // 2 and rows >= 5)
         at = high - (high - low) * (row / max(1, rows - 1))
-        text.append((label(back(at)) if shown else "")[: LABEL - 1].rjust(LABEL - 1) + " ", style="dim")
+        text.append((label(10.0**at if log else at) if shown else "")[: LABEL - 1].rjust(LABEL - 1) + " ", style="dim")
         canvas.write(row, text)
         text.append("\n")
     text.append(canvas.steps(marks))
     return text
 
 
-def _range(known: Sequence[Bucket], to: Callable[[float], float]) -> tuple[float, float]:
+def _range(known: np.ndarray) -> tuple[float, float]:
     """Lowest and highest value to show, never the same."""
-    lows, highs = sorted(to(bucket.low) for bucket in known), sorted(to(bucket.high) for bucket in known)
-    aside = len(known) // 50
-    bottom, top = lows[aside], highs[-1 - aside]
+    ordered = np.sort(known)
+    aside = len(ordered) // 50
+    bottom, top = float(ordered[aside]), float(ordered[-1 - aside])
+    lowest, highest = float(ordered[0]), float(ordered[-1])
     reach = _FAR * (top - bottom)
-    low = lows[0] if lows[0] >= bottom - reach or not reach else bottom
-    high = highs[-1] if highs[-1] <= top + reach or not reach else top
+    low = lowest if lowest >= bottom - reach or not reach else bottom
+    high = highest if highest <= top + reach or not reach else top
     if high - low > 1e-6 * max(abs(high), abs(low)):
         return low, high
     return low - 0.05 * (abs(low) or 1.0), high + 0.05 * (abs(high) or 1.0)
@@ -85,63 +93,54 @@ class _Canvas:
     """Dots over characters; a character has the style of what was drawn there last."""
 
     def __init__(
-        self,
-        columns: int,
-        rows: int,
-        axes: Axes,
-        *,
-        first: int,
-        span: tuple[float, float],
-        to: Callable[[float], float],
+        self, columns: int, rows: int, axes: Axes, *, first: int, span: tuple[float, float], log: bool
     ) -> None:
         self._columns, self._rows, self._axes, self._first = columns, rows, axes, first
-        self._low, self._high = span
-        self._to = to
+        self._low, self._high, self._log = *span, log
         self._bits = [[0] * columns for _ in range(rows)]
         self._styles = [[""] * columns for _ in range(rows)]
         self._signs: dict[tuple[int, int], str] = {}  # characters instead of dots
 
-    def _x(self, step: int) -> int:
-        """Column of dots of a step."""
+    def _x(self, steps: np.ndarray) -> np.ndarray:
+        """Columns of dots of steps."""
         first, last = self._first, max(self._axes.last_step, self._first + 1)
-        step = min(last, max(step, first))
-        place = (step - first) / (last - first)
+        steps = np.clip(steps, first, last)
+        places = (steps - first) / (last - first)
         if self._axes.log_steps:
-            place = math.log(step / first) / math.log(last / first)
-        return min(2 * self._columns - 1, int(place * (2 * self._columns - 1) + 0.5))
+            places = np.log(steps / first) / math.log(last / first)
+        return np.minimum(2 * self._columns - 1, (places * (2 * self._columns - 1) + 0.5).astype(int))
 
     def _y(self, value: float) -> int:
         """Row of dots of a value, from 0 at the top."""
         dots = 4 * self._rows
         return min(dots - 1, max(0, int((self._high - self._to(value)) / (self._high - self._low) * (dots - 1) + 0.5)))
 
+    def _to(self, value: float) -> float:
+        return math.log10(value) if self._log else value
+
     def points(self, line: Line) -> None:
-        """One point per bucket."""
-        for bucket in line.series.buckets:
-            place = self._y(bucket.total / bucket.count) // 4, self._x(bucket.last) // 2
+        """One point per value."""
+        for x, value in zip(self._x(line.steps).tolist(), line.values.tolist(), strict=True):
+            place = self._y(value) // 4, x // 2
             self._signs[place] = "o" if self._axes.ascii else "●"
             self._styles[place[0]][place[1]] = line.style
 
     def curve(self, line: Line) -> None:
         """The band of all values, and through it the line of the means."""
-        columns: dict[int, Bucket] = {}
-        for bucket in line.series.buckets:
-            x = self._x(bucket.last)
-            if x in columns:
-                columns[x].merge(bucket)
-            else:
-                columns[x] = replace(bucket)
-        for x, column in columns.items():
-            self._vertical(x, self._y(column.high), self._y(column.low), f"dim {line.style}")
-        before: tuple[int, int] | None = None
-        for x, column in sorted(columns.items()):
-            here = (x, self._y(column.total / column.count))
-            self._connect(before or here, here, line.style)
-            before = here
-        for x, column in columns.items():
-            if self._to(column.high) > self._high:
+        if not line.steps.size:
+            return
+        columns, starts, counts = np.unique(self._x(line.steps), return_index=True, return_counts=True)
+        lows, highs = (part.reduceat(line.values, starts).tolist() for part in (np.minimum, np.maximum))
+        means = (np.add.reduceat(line.values, starts) / counts).tolist()
+        for x, low, high in zip(columns.tolist(), lows, highs, strict=True):
+            self._vertical(x, self._y(high), self._y(low), f"dim {line.style}")
+        drawn = [(x, self._y(mean)) for x, mean in zip(columns.tolist(), means, strict=True)]
+        for before, here in zip([drawn[0], *drawn], drawn, strict=False):
+            self._connect(before, here, line.style)
+        for x, low, high in zip(columns.tolist(), lows, highs, strict=True):
+            if self._to(high) > self._high:
                 self._mark_cut_off(0, x // 2, "^" if self._axes.ascii else "▲")
-            if self._to(column.low) < self._low:
+            if self._to(low) < self._low:
                 self._mark_cut_off(self._rows - 1, x // 2, "v" if self._axes.ascii else "▼")
 
     def _mark_cut_off(self, row: int, column: int, sign: str) -> None:
@@ -166,11 +165,11 @@ class _Canvas:
             drawn = "*" if self._axes.ascii else chr(0x2800 + bits)
             text.append(self._signs.get((row, column), drawn if bits else " "), style=style or None)
 
-    def steps(self, marks: Series) -> Text:
+    def steps(self, marks: np.ndarray) -> Text:
         """The line below: first and last step, and a mark where a step was skipped."""
         left, right = f"{self._first:,}", f" {self._axes.last_step:,}"
         cells = list((left + right.rjust(self._columns - len(left)))[: self._columns])
-        marked = sorted({self._x(bucket.first) // 2 for bucket in marks.buckets})
+        marked = np.unique(self._x(marks) // 2).tolist()
         for column in marked:  # also over the step numbers: a skipped step matters more
             cells[column] = "!" if self._axes.ascii else "▾"
         line = Text(" " * LABEL + "".join(cells), style="dim", no_wrap=True)

@@ -4,30 +4,42 @@ from __future__ import annotations
 
 import math
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
 from typing import Any
 
+import numpy as np
 from rich.box import ASCII, ROUNDED
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from config.printable import shown
-from tracking.figures import followed
+from config.printable import line, shown
+from tracking.events import Event, spread
+from tracking.figures import HEADLINES, followed
 from tracking.heatmap.blocks import draw_blocks, legend
 from tracking.heatmap.grid import Heat
 from tracking.heatmap.panels import PANELS
 from tracking.heatmap.words import sentences
 from tracking.numbers import duration, human, loss, mib, number, percent, rate, scale
-from tracking.ranks import spread
+from tracking.report.log import newest_events
+from tracking.run_facts import RunFacts
 from tracking.status import Status
-from tracking.verdict import STYLES, Verdict
+from tracking.summary import setting
+from tracking.verdict import STYLES
 from tracking.watch.curves import Axes, Line, draw
-from tracking.watch.state import WatchState
 
-_LEVELS = {"good": "green", "plain": "", "warn": "yellow", "bad": "bold red"}
+_RECENT_STEPS = 50  # the speed and the ETA are medians over these
+_STYLES = {
+    **dict.fromkeys(("nonfinite", "incident", "corruption"), "bold red"),
+    **dict.fromkeys(("fault", "note", "warning", "reexecution"), "yellow"),
+    **dict.fromkeys(("eval", "checkpoint"), "green"),
+}
+"""Style by event of those that are logged in colour."""
 _TWO_COLUMNS = 100  # characters from which curves stand side by side
 _FACTS = 42  # characters of the column of numbers
 _SLOW = 1.3  # times the median from which the slowest rank is highlighted
@@ -35,10 +47,8 @@ _SLOW = 1.3  # times the median from which the slowest rank is highlighted
 
 @dataclass(frozen=True)
 class View:
-    """Settings of one frame besides the state."""
+    """Settings of one frame besides the run."""
 
-    name: str
-    planned_steps: int | None
     width: int
     height: int
     now: float
@@ -50,8 +60,6 @@ class View:
     damaged: int = 0
     keys: bool = False
     """Whether keys are read, so that the help for them is shown."""
-    status: Status = Status("running")
-    verdict: Verdict = Verdict("running", "", None, "", 0, over=False)
     panel: str = ""
     """The heat map to show instead of curves."""
     heat: Heat | None = None
@@ -59,104 +67,88 @@ class View:
     alert: str = ""
     """Warning about a run that has not failed."""
 
-    @property
-    def room(self) -> int:
-        """Lines below the head, which holds cause and alert as well."""
-        return self.height - 2 - len(self.cause) - len(self.alerts)
-
-    @property
-    def cause(self) -> list[str]:
-        """Lines of the verdict's cause and next command, whole unless one would fill a quarter of the screen."""
-        lines = self._wrapped(self.verdict.cause)
-        return lines + self._wrapped(self.verdict.command) if self.verdict.tone == "bad" else lines
-
-    @property
-    def alerts(self) -> list[str]:
-        """Lines of the alert, cut as those of the cause."""
-        return self._wrapped(self.alert)
-
-    def _wrapped(self, text: str) -> list[str]:
+    def wrapped(self, text: str) -> list[str]:
+        """A text of the head as lines, whole unless it would fill a quarter of the screen."""
         return textwrap.wrap(shown(text), self.width, max_lines=max(1, self.height // 4), placeholder=" ...")
 
 
-def frame(state: WatchState, view: View) -> RenderableType:
+def frame(run: RunFacts, view: View) -> RenderableType:
     """The run as it is, in at most `view.height` lines of `view.width` characters."""
-    head = _head(state, view)
-    if state.start is None:
-        return Group(head)
-    if view.panel:
-        return Group(head, *_layers(state, view))
-    return Group(head, *(_wide(state, view) if view.width >= _TWO_COLUMNS else _narrow(state, view)))
+    status, verdict = run.checked or Status("running"), run.verdict
+    cause = view.wrapped(verdict.cause) + (view.wrapped(verdict.command) if verdict.tone == "bad" else [])
+    alert = view.wrapped(view.alert)
+    style = STYLES[verdict.tone]
+    lines = [(text, style) for text in cause] + [(text, "yellow") for text in alert]
+    head = Group(_head(run, status, view), *(Text(*line, no_wrap=True) for line in lines), _progress(run, status, view))
+    if not run.start:
+        return head
+    room = view.height - 2 - len(lines)
+    layout = _layers if view.panel else _wide if view.width >= _TWO_COLUMNS else _narrow
+    return Group(head, *layout(run, status, view, room))
 
 
-def _layers(state: WatchState, view: View) -> list[RenderableType]:
+def _layers(run: RunFacts, status: Status, view: View, room: int) -> list[RenderableType]:
     """A heat map of the layers over the steps, what stands out in it, and what happened."""
     heat, title = view.heat, PANELS[view.panel].title
-    log_lines = min(6, max(0, view.room // 5 - 2))
+    log_lines = min(6, max(0, room // 5 - 2))
     if not heat or not heat.has(view.panel):
         text = Text("nothing was measured yet; telemetry.every_steps sets the interval", style="dim")
         return [_panel(text, title, view, width=view.width)]
     wrapped = textwrap.wrap(shown(sentences(heat)[view.panel]), view.width - 6)[:3]
-    height = max(3, view.room - len(wrapped) - 3 - (log_lines + 2 if log_lines else 0))
+    height = max(3, room - len(wrapped) - 3 - (log_lines + 2 if log_lines else 0))
     chosen = heat.by_kind(view.panel)
     drawn = draw_blocks(chosen, view.panel, width=view.width - 4, height=height, ascii_only=view.ascii)
     parts = [drawn, legend(chosen, view.panel, ascii_only=view.ascii), Text("\n".join(wrapped))]
     frames = [_panel(Group(*parts), title, view, width=view.width)]
-    return [*frames, *([_log_panel(state, view, log_lines)] if log_lines else [])]
+    return [*frames, *([_log_panel(run, view, log_lines)] if log_lines else [])]
 
 
-def _wide(state: WatchState, view: View) -> list[RenderableType]:
+def _wide(run: RunFacts, status: Status, view: View, room: int) -> list[RenderableType]:
     """Curves beside numbers, events below."""
-    room = view.room
     log_lines = min(10, max(1, room // 4 - 1))
     body = room - log_lines - 2
-    facts = _facts(state, view)[: body - 2]
-    ranks = _ranks(state, body - len(facts) - 4)
+    facts = _facts(run, status, view)[: body - 2]
+    ranks = _ranks(run.newest, body - len(facts) - 4)
     right = [_panel(_rows(facts, _FACTS - 4), "now", view)]
     if ranks:
         right.append(_panel(_rows(ranks, _FACTS - 4), "ranks: least / median / most", view))
     wide = view.width - _FACTS
     lower = max(3, body // 2 - 2)
-    log = _scaled(state)
+    log = _scaled(run)
     halves = Table.grid()
     halves.add_row(
-        _curve("grad_norm", "gradient norm", state, view, wide // 2, lower, log=True),
-        _curve("loss_scale", "loss scale", state, view, wide - wide // 2, lower, log=True)
+        _curve("grad_norm", "gradient norm", run, view, wide // 2, lower, log=True),
+        _curve("loss_scale", "loss scale", run, view, wide - wide // 2, lower, log=True)
         if log
-        else _curve("tokens_per_second", "tokens/s, all ranks", state, view, wide - wide // 2, lower),
+        else _curve("tokens_per_second", "tokens/s, all ranks", run, view, wide - wide // 2, lower),
     )
-    grid, title = Table.grid(), _loss_title(state)
+    grid, title = Table.grid(), _loss_title(run)
     grid.add_column(width=wide)
     grid.add_column(width=_FACTS)
-    grid.add_row(Group(_curve("loss", title, state, view, wide, max(3, body - lower - 4)), halves), Group(*right))
-    return [grid, _log_panel(state, view, log_lines)]
+    grid.add_row(Group(_curve("loss", title, run, view, wide, max(3, body - lower - 4)), halves), Group(*right))
+    return [grid, _log_panel(run, view, log_lines)]
 
 
-def _loss_title(state: WatchState) -> str:
-    unit = (state.start or {}).get("loss_unit", "nats per token")
-    return f"{state.followed}, {unit}" if unit else state.followed
+def _loss_title(run: RunFacts) -> str:
+    unit, name = run.start.get("loss_unit", "nats per token"), HEADLINES.get(run.headline, "loss")
+    return f"{name}, {unit}" if unit else name
 
 
-def _narrow(state: WatchState, view: View) -> list[RenderableType]:
+def _narrow(run: RunFacts, status: Status, view: View, room: int) -> list[RenderableType]:
     """The loss above numbers in two columns."""
-    room = view.room
     half = (view.width - 6) // 2
-    facts = _facts(state, view)[: 2 * max(1, min(6, (room - 7) // 2))]
+    facts = _facts(run, status, view)[: 2 * max(1, min(6, (room - 7) // 2))]
     rows = (len(facts) + 1) // 2
     log_lines = min(8, max(0, room - rows - 12))
-    title = _loss_title(state)
-    curve = _curve(
-        "loss", title, state, view, view.width, max(2, room - rows - 4 - (log_lines + 2 if log_lines else 0))
-    )
+    title = _loss_title(run)
+    curve = _curve("loss", title, run, view, view.width, max(2, room - rows - 4 - (log_lines + 2 if log_lines else 0)))
     numbers = Table.grid(padding=(0, 1, 0, 0))
     numbers.add_row(_rows(facts[:rows], half), _rows(facts[rows:], half))
-    return [curve, _panel(numbers, "now", view), *([_log_panel(state, view, log_lines)] if log_lines else [])]
+    return [curve, _panel(numbers, "now", view), *([_log_panel(run, view, log_lines)] if log_lines else [])]
 
 
-def _scaled(state: WatchState) -> bool:
-    assert state.start is not None
-    regions = set((state.start.get("regions") or {}).values())
-    return state.start["compute"] == "fp16" or "fp16" in regions
+def _scaled(run: RunFacts) -> bool:
+    return "fp16" in (run.start["compute"], *(run.start.get("regions") or {}).values())
 
 
 def _panel(content: RenderableType, title: str, view: View, *, width: int | None = None, style: str = "dim") -> Panel:
@@ -164,18 +156,34 @@ def _panel(content: RenderableType, title: str, view: View, *, width: int | None
     return Panel(content, title=title, title_align="left", box=box, border_style=style, width=width, padding=(0, 1))
 
 
-def _curve(
-    name: str, title: str, state: WatchState, view: View, width: int, height: int, *, log: bool = False
-) -> Panel:
+def _curve(name: str, title: str, run: RunFacts, view: View, width: int, height: int, *, log: bool = False) -> Panel:
     """height: of the curve alone, without its frame."""
-    lines = [Line(state.curves[name], "cyan")]
+    columns, newest = run.columns, run.newest.get(name)
+    lines = [Line(columns.step, getattr(columns, name), "cyan")]
     if name == "loss":
-        lines.append(Line(state.validation, "bold yellow", points=True))
-    axes = Axes(width - 4, height, max(1, state.step), log_steps=view.log_steps, log_values=log, ascii=view.ascii)
-    newest = (state.newest or {}).get(name) if name != "loss" or state.newest is None else followed(state.newest)[1]
+        evaluated, _, _, losses = run.evaluations
+        if run.headline:
+            lines = [Line(columns.step, columns.metrics.get(run.headline, columns.loss), "cyan")]
+            losses = run.evaluated.get(run.headline, losses)
+        lines.append(Line(evaluated, losses, "bold yellow", points=True))
+        newest = followed(run.newest)[1] if run.newest else None
+    last = max(1, _newest_step(run))
+    axes = Axes(width - 4, height, last, log_steps=view.log_steps, log_values=log, ascii=view.ascii)
     said, label = (scale, _power_of_two) if name == "loss_scale" else (number, number)
     shown = f"{title} {said(newest)}" if newest is not None else title
-    return _panel(draw(lines, state.skips, axes, label), shown, view, width=width)
+    return _panel(draw(lines, columns.step[~columns.applied], axes, label), shown, view, width=width)
+
+
+def _newest_step(run: RunFacts) -> int:
+    """The step that the run is at: its newest one, or the one that its newest session started from."""
+    return int(run.columns.step[-1]) if len(run.columns) else int(run.start.get("step", 0))
+
+
+def _recent(run: RunFacts, name: str) -> float | None:
+    """Median of a column over the newest steps of the newest session; None before the first."""
+    values = getattr(run.columns, name)[-_RECENT_STEPS:]
+    values = values[run.columns.time[-_RECENT_STEPS:] >= run.sessions[-1].began] if run.sessions else values
+    return median(values.tolist()) if values.size else None
 
 
 def _power_of_two(value: float) -> str:
@@ -183,45 +191,38 @@ def _power_of_two(value: float) -> str:
     return f"2^{number(math.log2(value), 3)}" if value > 0 else "0"
 
 
-def _head(state: WatchState, view: View) -> RenderableType:
-    status, style = _status(state, view)
-    first = Text.assemble(
-        (shown(view.name), "bold"),
-        "  ",
-        (shown(status), style),
-        no_wrap=True,
-        overflow="crop" if view.ascii else "ellipsis",
-    )
-    if state.start is not None:
-        start = state.start
+def _head(run: RunFacts, status: Status, view: View) -> Text:
+    said, style = _status(run, status, view)
+    overflow: Any = "crop" if view.ascii else "ellipsis"
+    head = Text.assemble((shown(run.label), "bold"), "  ", (shown(said), style), no_wrap=True, overflow=overflow)
+    if start := run.start:
         computes = sorted(set((start.get("regions") or {}).values())) or [start["compute"]]
         ranks = f"{start['world_size']} rank{'' if start['world_size'] == 1 else 's'}"
         what = f"{human(start['parameters'])} parameters, {'+'.join(computes)}, ZeRO-{start['zero_stage']}, {ranks}"
-        first.append(shown(f"  {what}"), style="dim")
-    cause = (Text(text, style=style, no_wrap=True) for text in view.cause)
-    alert = (Text(text, style="yellow", no_wrap=True) for text in view.alerts)
-    return Group(first, *cause, *alert, _progress(state, view))
+        head.append(shown(f"  {what}"), style="dim")
+    return head
 
 
-def _status(state: WatchState, view: View) -> tuple[str, str]:
+def _status(run: RunFacts, status: Status, view: View) -> tuple[str, str]:
     if view.read < 1.0:
         return f"reading {percent(view.read, 2)}", "cyan"
-    if state.start is None:
+    if not run.start:
         return "nothing recorded yet", "yellow"
-    verdict, code = view.verdict, view.status.exit_code
+    verdict, code = run.verdict, status.exit_code
     since = "" if verdict.step is None else f" since step {verdict.step:,}"
     return f"{verdict.word}{since}{f' (exit {code})' if code else ''}", STYLES[verdict.tone]
 
 
-def _progress(state: WatchState, view: View) -> Text:
-    planned = view.planned_steps
-    done = min(1.0, state.step / planned) if planned else None
-    eta = state.eta_seconds(planned)
-    words = [f"step {state.step:,}" + (f" of {planned:,}" if planned else "")]
-    if eta is not None and view.status.state == "running":
-        words.append(f"ETA {duration(eta)}")
-    if state.session_time is not None and state.time is not None:
-        words.append(f"session {state.sessions}: {duration(state.time - state.session_time)}")
+def _progress(run: RunFacts, status: Status, view: View) -> Text:
+    step, seconds, planned = _newest_step(run), _recent(run, "step_seconds"), setting(run.config, "run.steps")
+    planned = planned if isinstance(planned, int) else None
+    done = min(1.0, step / planned) if planned else None
+    words = [f"step {step:,}" + (f" of {planned:,}" if planned else "")]
+    if planned and seconds is not None and status.state == "running":
+        words.append(f"ETA {duration(max(0, planned - step) * seconds)}")
+    if run.start:
+        session = run.sessions[-1]
+        words.append(f"session {len(run.sessions)}: {duration(session.last - session.began)}")
     if view.damaged:
         words.append(f"{view.damaged} damaged lines")
     if view.keys:
@@ -238,35 +239,38 @@ def _progress(state: WatchState, view: View) -> Text:
     return bar
 
 
-def _facts(state: WatchState, view: View) -> list[tuple[str, str, str]]:
+def _facts(run: RunFacts, status: Status, view: View) -> list[tuple[str, str, str]]:
     """(name, value, style) of the current numbers, problems in colour; what does not apply is left out."""
-    newest: dict[str, Any] = state.newest or {}
-    count = state.counts
+    newest, rare, columns, step = run.newest, run.rare_events, run.columns, _newest_step(run)
     skipped = newest.get("skipped_total", 0)
-    share = f" ({percent(skipped / state.step, 2)})" if skipped and state.step else ""
-    incidents = ", ".join(f"{n} {what}" for (kind, what), n in count.items() if kind == "incident")
-    scales = f"{count['scale', 'overflow']} down, {count['scale', 'growth']} up" if _scaled(state) else ""
-    speed, seconds = state.tokens_per_second, state.step_seconds
-    saved = state.checkpoint
+    share = f" ({percent(skipped / step, 2)})" if skipped and step else ""
+    refused = Counter(event["verdict"] for event in rare.get("incident", []))
+    incidents = ", ".join(f"{count} {verdict}" for verdict, count in refused.items())
+    changes = run.scale_reasons
+    scales = f"{changes['overflow']} down, {changes['growth']} up" if _scaled(run) else ""
+    speed, seconds = _recent(run, "tokens_per_second"), _recent(run, "step_seconds")
+    saved, validated, observed = (rare.get(kind, [{}])[-1] for kind in ("checkpoint", "eval", "precision"))
+    broken = int(np.count_nonzero(~np.isfinite(columns.loss)))
+    causes = Counter(
+        "loss" if event["tensor"] == "loss" else line(event["module"]) for event in rare.get("nonfinite", [])
+    )
+    shares = (observed.get("flop_share") or {}).items()
+    memory, warnings = run.peak_memory_bytes, run.verdict.warnings
     rows = [
-        ("tokens", human(state.tokens), ""),
+        ("tokens", human(columns.tokens[-1] if len(columns) else 0), ""),
         ("speed", f"{human(speed)} tokens/s" if speed else "", ""),
         ("a step", f"{number(seconds, 3)} s{_waiting(newest)}" if seconds else "", ""),
-        ("memory", f"{mib(state.memory_bytes)}, peak" if state.memory_bytes else "", ""),
+        ("memory", f"{mib(memory)}, peak" if memory > 0 else "", ""),
         ("learning rate", rate(newest["lr"]) if newest else "", ""),
-        (
-            "validation",
-            f"{loss(followed(state.validated)[1])} at {state.validated['step']:,}" if state.validated else "",
-            "",
-        ),
+        ("validation", f"{loss(followed(validated)[1])} at {validated['step']:,}" if validated else "", ""),
         ("skipped", f"{skipped:,}{share}", "yellow" if skipped else ""),
         ("loss scale", scales, ""),
-        ("loss not finite", f"{state.nonfinite_losses:,} x" if state.nonfinite_losses else "", "bold red"),
+        ("loss not finite", f"{broken:,} x" if broken else "", "bold red"),
         ("incidents", incidents or "none", "bold red" if incidents else ""),
-        ("warnings", f"{view.verdict.warnings:,}" if view.verdict.warnings else "", "yellow"),
-        ("inf or nan", "; ".join(_tail(what, 22) for what, _ in state.causes.most_common(1)), "bold red"),
-        ("checkpoint", f"step {saved['step']:,}{_age(saved, view)}" if saved else "none", ""),
-        ("computed in", ", ".join(f"{k} {percent(v, 3)}" for k, v in state.flop_share.items() if v), ""),
+        ("warnings", f"{warnings:,}" if warnings else "", "yellow"),
+        ("inf or nan", "; ".join(_tail(what, 22) for what, _ in causes.most_common(1)), "bold red"),
+        ("checkpoint", f"step {saved['step']:,}{_age(saved, status, view)}" if saved else "none", ""),
+        ("computed in", ", ".join(f"{line(dtype)} {percent(part, 3)}" for dtype, part in shares if part), ""),
         *((name, number(value), "") for name, value in (newest.get("metrics") or {}).items()),
     ]
     return [row for row in rows if row[1]]
@@ -277,13 +281,13 @@ def _tail(text: str, width: int) -> str:
     return text if len(text) <= width else "..." + text[3 - width :]
 
 
-def _waiting(newest: dict[str, Any]) -> str:
+def _waiting(newest: Event) -> str:
     waited = newest.get("data_seconds")
     return f", {percent(waited / newest['step_seconds'], 2)} data wait" if waited is not None else ""
 
 
-def _age(event: dict[str, Any], view: View) -> str:
-    return "" if view.status.over else f", {duration(max(0.0, view.now - event['time']))} ago"
+def _age(event: Event, status: Status, view: View) -> str:
+    return "" if status.over else f", {duration(max(0.0, view.now - event['time']))} ago"
 
 
 def _rows(rows: Sequence[tuple[str, str, str]], width: int) -> Text:
@@ -295,9 +299,8 @@ def _rows(rows: Sequence[tuple[str, str, str]], width: int) -> Text:
     return text
 
 
-def _ranks(state: WatchState, most: int) -> list[tuple[str, str, str]]:
+def _ranks(newest: Event, most: int) -> list[tuple[str, str, str]]:
     """Own work and memory: least, median and most, and of every rank where that fits into `most` rows."""
-    newest: dict[str, Any] = state.newest or {}
     memory, work = spread(newest, "memory_bytes"), spread(newest, "work_seconds")
     rows = []
     if work is not None:
@@ -315,11 +318,21 @@ def _ranks(state: WatchState, most: int) -> list[tuple[str, str, str]]:
     return rows[: max(0, most)]
 
 
-def _log_panel(state: WatchState, view: View, height: int) -> Panel:
+def _log_panel(run: RunFacts, view: View, height: int) -> Panel:
     text = Text(no_wrap=True, overflow="crop" if view.ascii else "ellipsis")
-    newest = list(state.log)[-height:]
-    for index, (step, level, words) in enumerate([(0, "plain", "")] * (height - len(newest)) + newest):
+    newest = [(event["step"], *_logged(event, words)) for event, words in newest_events(run, height)]
+    for index, (step, words, style) in enumerate([(0, "", "")] * (height - len(newest)) + newest):
         text.append("\n" if index else "")
         text.append(f"{step:>8,}  " if words else "", style="dim")
-        text.append(words, style=_LEVELS[level])
+        text.append(words, style=style)
     return _panel(text, "what happened", view, width=view.width)
+
+
+def _logged(event: Event, words: str) -> tuple[str, str]:
+    """Text and style of an event."""
+    style = _STYLES.get(event["event"], "")
+    if event["event"] == "run_end":
+        style = "green" if event["exit_code"] == 0 else "bold red"
+    if "rolled_back_to" in event:
+        words += f"; rolled back to {Path(event['rolled_back_to']).name}"
+    return " ".join(line(words).split()), style

@@ -5,6 +5,9 @@ range in the trace. Hooks open the ranges, so that an operator's module is known
 autograd's sequence numbers in the backward pass.
 """
 
+import json
+import os
+import subprocess
 import sys
 import time
 from collections import deque
@@ -18,10 +21,10 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from config.cli import REPOSITORY
 from config.printable import shown
 from config.resolved import Resolved
-from tracking.profile.summary import write_summary
-from tracking.profile.timeline import MODULE, STAGE, STEP
+from tracking.profile.ranges import MODULE, STAGE, STEP
 from training.engine import Engine
 from training.tracing.follow import follow
 
@@ -118,7 +121,9 @@ class Profiling:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(trace))
-            headline = write_summary(trace, self._facts())
+            facts = folder / f"rank-{self._engine.world.rank}.json"
+            facts.write_text(json.dumps(self._facts()), encoding="utf-8")
+            headline = _summarise(trace)
         except OSError as error:
             self._report(f"the profile could not be written: {error}")
             return
@@ -145,6 +150,18 @@ class Profiling:
             "unprofiled_step_seconds": median(self._before) if self._before else None,
             "unprofiled_steps": len(self._before),
         }
+
+
+def _summarise(trace: Path) -> str:
+    """Have a process of its own summarise the trace, whose events may need more memory than there is room for beside a
+    model; returns the headline. Raises OSError when it fails."""
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    variables = {**os.environ, "PYTHONPATH": path}
+    command = [sys.executable, "-P", "-m", "training.profile", str(trace)]
+    done = subprocess.run(command, env=variables, capture_output=True, encoding="utf-8", errors="replace", check=False)
+    if done.returncode != 0:
+        raise OSError(done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}")
+    return done.stdout.partition("\n")[0]
 
 
 def _open_module_ranges(model: torch.nn.Module) -> list[Callable[[], None]]:

@@ -9,7 +9,10 @@ from typing import Any
 from tests.support.runs.synthetic_events import SCALE, TOKENS_PER_STEP, start_fields, step_fields, ticking_clock
 from tracking.jsonl import JsonlSink
 from tracking.record import Record
+from tracking.report.context import MeasureContext
+from tracking.report.page import write_report
 from tracking.run_dir import RunDir
+from tracking.summary import read_run
 
 CONFIG: dict[str, Any] = {
     "model": {"config": {"num_hidden_layers": 4, "hidden_size": 256}},
@@ -87,3 +90,8 @@ def simple_run(
         run.end("done")
     RunDir(folder).write_inputs(config, {}, environment)
     return folder
+
+
+def report_of(run_dir: RunDir, **given: Any) -> str:
+    """The text of the report that is written for a run folder. given: as for `write_report`."""
+    return write_report(MeasureContext(read_run(run_dir.path)), **given).read_text(encoding="utf-8")

@@ -17,7 +17,7 @@ from tracking.heatmap.still import still_modules, still_of_run, still_sentence
 from tracking.heatmap.trend import trend
 from tracking.heatmap.words import dangers, sentences
 from tracking.report.command import main as report
-from tracking.report.measures import read_run
+from tracking.summary import read_run
 from tracking.watch.command import main as watch
 
 
@@ -279,5 +279,5 @@ def test_report_and_watch_say_that_a_run_does_not_move(tmp_path, capsys):
         assert text.count("the model hardly moves") == text.count(line) == times
     warm = {"schedule.warmup_steps": 50}
     warms = write_heat_run(tmp_path, "warms", layers=1, steps=60, compute="bf16", lost=lost, config=warm)
-    assert still_of_run(read_run(warms).facts) == "" and watch([str(warms), "--once"]) == 0
+    assert still_of_run(read_run(warms)) == "" and watch([str(warms), "--once"]) == 0
     assert "hardly moves" not in capsys.readouterr().out

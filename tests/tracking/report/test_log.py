@@ -46,6 +46,6 @@ def test_the_newest_events_are_sentences(tmp_path: Path) -> None:
     incident = {"event": "incident", "verdict": "SKIP", "reason": "the loss is nan", "modules": [], "replay": ""}
     check = {"event": "self_check", "checks": {}, "skipped": []}
     run_dir = write_run(tmp_path, "a", after={20: [incident, check]})
-    found = newest_events(read_run_folder(run_dir, "a"))
-    assert "step 20: SKIP: the loss is nan" in found and not any("{" in line for line in found)
-    assert found[-1].startswith("step 40: done")
+    found = [(event["step"], text) for event, text in newest_events(read_run_folder(run_dir, "a"))]
+    assert (20, "SKIP: the loss is nan") in found and not any("{" in text for _, text in found)
+    assert found[-1][0] == 40 and found[-1][1].startswith("done")

@@ -14,8 +14,9 @@ from tests.support.runs.synthetic_events import TELEMETRY, TOKENS_PER_STEP
 from tracking.compare.surviving import read_events
 from tracking.report.command import limits_from
 from tracking.report.context import LIMITS, Finding, MeasureContext
-from tracking.report.measures import all_measures, caveats, peak_flops, read_run
+from tracking.report.measures import all_measures, caveats, peak_flops
 from tracking.run_dir import RunDir
+from tracking.summary import read_run
 
 NOW = 2e9
 

@@ -9,14 +9,12 @@ from matplotlib.figure import Figure
 
 from config.load import load_config, to_dict
 from config.task import loss_unit, settle_task
-from tests.support.runs.report_runs import session
+from tests.support.runs.report_runs import report_of, session
 from tests.support.runs.synthetic_events import start_fields, step_fields
 from tracking.plots import _draw_loss
-from tracking.report.page import resume_command_of, write_report
 from tracking.run_dir import RunDir
 from tracking.run_facts import Collector
 from tracking.watch.screen import _loss_title
-from tracking.watch.state import WatchState
 
 TASKS = [
     ("pretrain", {}, "nats per token", "pretrain", "sequences of 1024 tokens"),
@@ -62,7 +60,7 @@ def test_the_report_says_what_was_minimised(
         run.steps(2)
         run.event("eval", loss=900.5, perplexity=None)
     folder.write_inputs(to_dict(config), {}, {})
-    page = write_report(folder, sample=None, resume_command=resume_command_of(folder)).read_text()
+    page = report_of(folder)
     assert said in page and batch in page
     assert f"| training loss{f' ({unit})' if unit else ''} |" in page
     assert f"| 900.5000{f' {unit}' if unit else ''} at " in page
@@ -74,8 +72,7 @@ def test_curves_have_the_unit_of_the_loss(unit: str, title: str) -> None:
     collector, start = Collector(), {"event": "run_start", "step": 0, "time": 0.0, "tokens": 0}
     collector.add(start | start_fields(loss_unit=unit))
     collector.add({"event": "step", "step": 1, "time": 1.0, "tokens": 1, **step_fields(1)})
-    _draw_loss(axis, collector.facts("demo", "demo", None))
+    run = collector.facts("demo", "demo", None)
+    _draw_loss(axis, run)
     assert axis.get_title("left") + axis.get_title() == title
-    state = WatchState()
-    state.add(start | start_fields(loss_unit=unit))
-    assert _loss_title(state) == (f"loss, {unit}" if unit else "loss")
+    assert _loss_title(run) == (f"loss, {unit}" if unit else "loss")

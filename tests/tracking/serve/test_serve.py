@@ -19,8 +19,8 @@ from tests.support.runs.compare_runs import CONFIG, ENVIRONMENT, RunWriter, merg
 from tests.support.runs.heat_runs import growing, write_heat_run
 from tests.support.runs.hostile import HOSTILE, OBEYED
 from tests.support.servers.serving import served
-from tracking import jsonl
-from tracking.serve import library, live
+from tracking import jsonl, live
+from tracking.serve import library
 from tracking.serve.command import main
 from tracking.serve.overview import scale_text
 from tracking.serve.skim import Skimmer

@@ -9,9 +9,9 @@ from tests.support.servers.browser import tab
 from tests.support.servers.serving import served
 from tests.tracking.test_verdict import CONFIG, folder_of
 from tracking.report.context import MeasureContext
-from tracking.report.measures import all_measures, caveats, read_run
 from tracking.run_dir import RunDir
 from tracking.serve.run_page import printed
+from tracking.summary import read_run
 
 FIRST_LOOK = 600  # pixels
 RUNS = {
@@ -60,7 +60,7 @@ def test_the_served_page_and_the_printed_one_have_the_same_in_the_same_order(twe
     page, incidents, sections = (client.page(path, key=name) for path in ("/run", "/run/incidents", "/run/sections"))
     served_page = page.replace('<div id="incidents">', incidents).replace('<div id="sections">', sections)
     context = MeasureContext(read_run(twelve / name))
-    printed_page = printed(context, all_measures(context), caveats(context))
+    printed_page = printed(context)
     for found in (served_page, printed_page):
         assert headings(found) == [title for title in ORDER if title in headings(found)]
         assert set(ORDER) - set(headings(found)) <= {"Dtypes", "Notes"}
@@ -90,7 +90,7 @@ def test_the_baseline_of_a_group_and_a_run_without_one_say_so(client, tmp_path) 
     assert "What changed against seed_2" in page and "the nearest sound run; no other has the same" in page
     assert re.findall(r"<code>(.*?)</code></th><td>(.*?)</td>", page) == [("model.config.hidden_size", "128")]
     context = MeasureContext(read_run(tmp_path / "stopped"), baseline=read_run(tmp_path / "seed_0"))
-    assert "What changed against seed_0" in printed(context, all_measures(context), [])
+    assert "What changed against seed_0" in printed(context)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import pty
-import random
 import re
 import select
 import signal
@@ -16,10 +15,12 @@ import termios
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from fcntl import ioctl
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 from rich.text import Text
@@ -27,31 +28,27 @@ from rich.text import Text
 from config.cli import REPOSITORY
 from config.machine.processes import machine, pid_namespace
 from tests.support.runs.heat_runs import growing, write_heat_run
-from tests.support.runs.synthetic_events import TOKENS_PER_STEP, start_fields, step_fields, ticking_clock
-from tracking.compare.surviving import read_events, surviving
-from tracking.events import Event
+from tests.support.runs.synthetic_events import TOKENS_PER_STEP, start_fields, step_fields
+from tracking.events import Event, spread
 from tracking.jsonl import JsonlSink, encode
-from tracking.ranks import spread
 from tracking.record import Record
 from tracking.run_dir import RunDir
+from tracking.run_facts import Collector, RunFacts
 from tracking.run_lock import LOCK
 from tracking.status import Status, run_status
-from tracking.summary import summarise
-from tracking.verdict import judge
+from tracking.summary import read_run
 from tracking.watch.command import Watch, main
 from tracking.watch.curves import Axes, Line, draw
 from tracking.watch.screen import View, frame
-from tracking.watch.series import MOST_BUCKETS, Series
-from tracking.watch.state import WatchState
 
 _STYLE = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def state_of(events: Any) -> WatchState:
-    state = WatchState()
+def run_of(events: Any) -> RunFacts:
+    collector = Collector()
     for event in events:
-        state.add(event)
-    return state
+        collector.add(event)
+    return collector.facts("demo", "demo", None)
 
 
 def step_event(step: int, **changes: Any) -> Event:
@@ -60,69 +57,15 @@ def step_event(step: int, **changes: Any) -> Event:
     return where | step_fields(step) | changes
 
 
-def shown(state: WatchState, *, width: int = 130, height: int = 36, **changes: Any) -> str:
-    status = changes.setdefault("status", Status("running"))
-    verdict = judge(state.evidence, status)
-    fixed = {"name": "demo", "planned_steps": 100, "width": width, "height": height, "now": 1.7e9, "verdict": verdict}
-    view = View(**(fixed | changes))
+def shown(run: RunFacts, *, width: int = 130, height: int = 36, status: Status | None = None, **changes: Any) -> str:
     console = Console(file=io.StringIO(), width=width, height=height, color_system=None)
-    console.print(frame(state, view))
+    run = replace(run, checked=status or Status("running"), config={"run": {"steps": 100}})
+    console.print(frame(run, View(**({"width": width, "height": height, "now": 1.7e9} | changes))))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_a_long_series_keeps_every_extreme_and_every_sum_in_bounded_memory() -> None:
-    noise, series, values = random.Random(1), Series(), {}
-    step = 0
-    for _ in range(30_000):
-        step += noise.choice([1, 1, 1, 2, 50])
-        values[step] = noise.gauss(0, 1) if noise.random() > 0.001 else noise.choice([90.0, math.nan, math.inf])
-        series.add(step, values[step])
-        assert len(series.buckets) <= MOST_BUCKETS
-    finite = {step: value for step, value in values.items() if math.isfinite(value)}
-    assert sum(bucket.count for bucket in series.buckets) == len(finite)
-    for bucket in series.buckets:
-        mine = [value for step, value in finite.items() if bucket.first <= step <= bucket.last]
-        assert (min(mine), max(mine), len(mine)) == (bucket.low, bucket.high, bucket.count)
-        assert bucket.total == pytest.approx(sum(mine))
-        assert bucket.first // series.width == bucket.last // series.width
-    assert len(series.buckets) > MOST_BUCKETS // 4, "thinned out, but no more than needed"
-
-
-def test_a_cut_series_forgets_what_came_after() -> None:
-    series = Series()
-    for step in range(1, 50):
-        series.add(step, float(step))
-    series.cut(20)
-    assert [bucket.low for bucket in series.buckets] == [float(step) for step in range(1, 21)]
-
-
-def test_the_curves_are_the_surviving_history(run_dir: RunDir) -> None:
-    """A crash with repeated steps, a roll-back and a resumed run, as `tracking.compare.surviving` orders them."""
-    record, noise = Record([JsonlSink(run_dir.events)], clock=ticking_clock()), random.Random(3)
-    for first, last in ((0, 30), (20, 45), (40, 41), (41, 60), (10, 70)):
-        record.event("run_start", step=first, tokens=0, **start_fields())
-        for step in range(first + 1, last + 1):
-            loss = noise.gauss(3, 1) if noise.random() > 0.1 else math.nan
-            record.event("step", step=step, tokens=step, **step_fields(step, loss=loss, applied=noise.random() > 0.2))
-    for step in range(65, 80):  # rolled back within a session
-        record.event("step", step=step, tokens=step, **step_fields(step, loss=noise.gauss(3, 1)))
-    record.close()
-    state = state_of(read_events(run_dir.events))
-    steps = [event for event in surviving(read_events(run_dir.events)) if event["event"] == "step"]
-    curve = [(bucket.first, bucket.low) for bucket in state.curves["loss"].buckets]
-    assert curve == [(event["step"], event["loss"]) for event in steps if math.isfinite(event["loss"])]
-    assert [bucket.first for bucket in state.skips.buckets] == [e["step"] for e in steps if not e["applied"]]
-    assert (state.step, state.sessions) == (79, 5)
-
-
-def test_the_numbers_are_those_of_the_report(fp16_run: RunDir) -> None:
-    state, summary = state_of(read_events(fp16_run.events)), summarise(fp16_run)
-    assert state.newest is not None and state.validated is not None and state.checkpoint is not None
-    assert (state.step, state.tokens, state.newest["skipped_total"]) == (summary.steps, summary.tokens, summary.skipped)
-    assert state.validated["loss"] == summary.eval_loss and state.checkpoint["path"] == summary.checkpoint
-    assert {what: n for (kind, what), n in state.counts.items() if kind == "scale"} == summary.scale_reasons
-    assert state.memory_bytes == summary.memory_bytes
-    text = shown(state, status=run_status(fp16_run.path))
+def test_the_numbers_are_those_of_the_run(fp16_run: RunDir) -> None:
+    text = shown(read_run(fp16_run.path), status=run_status(fp16_run.path))
     for words in ("healthy", "step 60 of 100", "2 (3.3%)", "2 down, 1 up", "2^15 -> 2^16 (growth)", "at 60"):
         assert words in text, words
 
@@ -130,7 +73,7 @@ def test_the_numbers_are_those_of_the_report(fp16_run: RunDir) -> None:
 def test_trouble_is_named() -> None:
     where: dict[str, Any] = {"step": 7, "time": 1.7e9, "tokens": 7}
     cause = {"rank": 3, "module": "model.layers.1", "tensor": "activation", "kind": "nan", "count": 12}
-    state = state_of(
+    run = run_of(
         [
             {"event": "run_start", **where, **start_fields()},
             step_event(8, loss=math.nan, applied=False, skipped_total=1),
@@ -140,7 +83,7 @@ def test_trouble_is_named() -> None:
             {"event": "run_end", **where, "status": "aborted", "exit_code": 3, "reason": "nothing left"},
         ]
     )
-    text = shown(state, status=Status("aborted", "nothing left", 8, end={"exit_code": 3}))
+    text = shown(run, status=Status("aborted", "nothing left", 8, end={"exit_code": 3}))
     for words in (
         "not learning since step 8 (exit 3)",
         "12 nan in the activation of model.layers.1 on rank 3",
@@ -156,14 +99,13 @@ def test_trouble_is_named() -> None:
 
 def test_the_eta_is_the_median_of_recent_steps_and_is_of_a_run_that_runs() -> None:
     steps = [step_event(n, step_seconds=100.0 if n in (3, 60) else 2.0) for n in range(1, 61)]
-    state = state_of([{"event": "run_start", "step": 0, "time": 1.7e9, "tokens": 0, **start_fields()}, *steps])
-    assert state.eta_seconds(100) == 40 * 2.0
-    assert "running" in shown(state) and "ETA 1m20s" in shown(state)
-    silent = shown(state, status=Status("silent", "no event for 3m20s", 60))
+    run = run_of([{"event": "run_start", "step": 0, "time": 1.7e9, "tokens": 0, **start_fields()}, *steps])
+    assert "running" in shown(run) and "ETA 1m20s" in shown(run)
+    silent = shown(run, status=Status("silent", "no event for 3m20s", 60))
     assert "stalled since step 60" in silent and "no event for 3m20s" in silent and "ETA" not in silent
     why = "rank 1 (pid 7 on node-2) was killed by SIGKILL"
     for width in (130, 80):
-        crashed = shown(state, width=width, status=Status("crashed", why, 60, end={"exit_code": 69}))
+        crashed = shown(run, width=width, status=Status("crashed", why, 60, end={"exit_code": 69}))
         assert "killed since step 60 (exit 69)" in crashed and why in crashed
         assert "ETA" not in crashed and "running" not in crashed
         assert len(crashed.splitlines()) <= 36
@@ -196,51 +138,51 @@ def test_ranks_are_shown_one_by_one_or_by_their_spread() -> None:
     few = {"work_seconds": [0.5, 0.9, 0.5], "memory_bytes": [2**30, 2**31, 2**30]}
     many = {name: {"least": 1, "median": 2**30, "most": 2**31, "rank": 700} for name in few}
     start = {"event": "run_start", "step": 0, "time": 1.7e9, "tokens": 0, **start_fields()}
-    text = shown(state_of([start, step_event(1, by_rank=few)]), height=50)
+    text = shown(run_of([start, step_event(1, by_rank=few)]), height=50)
     assert "rank 1          2,048 MiB, 0.9 s" in text and re.search(r"slowest +rank 1", text)
-    text = shown(state_of([start, step_event(1, by_rank=many)]))
+    text = shown(run_of([start, step_event(1, by_rank=many)]))
     assert re.search(r"slowest +rank 700", text) and "0 / 1,024 / 2,048" in text
-    assert "slowest" not in shown(state_of([start, step_event(1)])), "not recorded, not shown"
+    assert "slowest" not in shown(run_of([start, step_event(1)])), "not recorded, not shown"
     assert spread({}, "work_seconds") is None
 
 
 @pytest.mark.parametrize("height", [20, 24, 36, 60])
 @pytest.mark.parametrize("width", [60, 80, 99, 100, 130, 250])
 def test_a_frame_fits_its_terminal(width: int, height: int, fp16_run: RunDir) -> None:
-    state = state_of(read_events(fp16_run.events))
-    state.newest = (state.newest or {}) | {"by_rank": {"work_seconds": [0.1] * 16, "memory_bytes": [1] * 16}}
+    run = read_run(fp16_run.path)
+    by_rank = {"work_seconds": [0.1] * 16, "memory_bytes": [1] * 16}
+    run = replace(run, newest=run.newest | {"by_rank": by_rank})
     why = "rank 3 (pid 4711 on node7) was killed by SIGKILL; it was the largest of the machine's processes, which had "
     why += "no memory left: 503 of 503 GiB; " + "see the kernel's log and docs/restarts.md; " * 2
-    crashed = shown(state, width=width, height=height, status=Status("crashed", why, 60, end={"exit_code": 69}))
+    crashed = shown(run, width=width, height=height, status=Status("crashed", why, 60, end={"exit_code": 69}))
     assert " ".join(why.split()) in " ".join(crashed.split())
-    texts = (shown(state, width=width, height=height), shown(WatchState(), width=width, height=height), crashed)
+    texts = (shown(run, width=width, height=height), shown(run_of([]), width=width, height=height), crashed)
     for text in texts:
         lines = text.rstrip("\n").split("\n")
         assert len(lines) <= height and max(len(line) for line in lines) <= width
-    assert "what happened" in shown(state, width=width, height=36)
+    assert "what happened" in shown(run, width=width, height=36)
 
 
 def test_the_loss_scale_is_shown_in_powers_of_two() -> None:
     start = {"event": "run_start", "step": 0, "time": 1.7e9, "tokens": 0, **start_fields(compute="fp16")}
-    state = state_of([start, *(step_event(step, loss_scale=2.0 ** (24 - step // 4)) for step in range(1, 33))])
-    lines = [line for line in shown(state, width=130).splitlines() if "2^" in line]
-    assert "loss scale 2^16" in shown(state) and "16.8M" not in shown(state)
+    run = run_of([start, *(step_event(step, loss_scale=2.0 ** (24 - step // 4)) for step in range(1, 33))])
+    lines = [line for line in shown(run, width=130).splitlines() if "2^" in line]
+    assert "loss scale 2^16" in shown(run) and "16.8M" not in shown(run)
     assert [re.findall(r"2\^[\d.]+", line) for line in lines] == [["2^16"], ["2^24"], ["2^20"], ["2^16"]], (
         "heading and axis"
     )
 
 
 def test_ascii_is_ascii(fp16_run: RunDir) -> None:
-    text = shown(state_of(read_events(fp16_run.events)), ascii=True)
+    text = shown(read_run(fp16_run.path), ascii=True)
     assert text.isascii() and "*" in text and "!" in text and "#" in text
 
 
 def test_a_curve_falls_where_its_values_fall_and_far_values_are_pointed_out() -> None:
-    series = Series()
-    for step in range(1, 1001):
-        series.add(step, 10.0 - step / 100 + (500.0 if step == 500 else 0.0))
+    steps = np.arange(1, 1001)
+    line = Line(steps, 10.0 - steps / 100 + np.where(steps == 500, 500.0, 0.0), "")
     axes = Axes(width=49, height=11, last_step=1000)
-    rows = [line[9:] for line in draw([Line(series, "")], Series(), axes, "{:.1f}".format).plain.split("\n")]
+    rows = [line[9:] for line in draw([line], np.array([]), axes, "{:.1f}".format).plain.split("\n")]
     heights = [next(row for row in range(10) if rows[row][column].strip()) for column in range(40)]
     spike = heights.index(0, 5)
     assert rows[0][spike] == "▲" and abs(spike - 20) <= 1, "one step of a thousand, cut off and still seen"
@@ -249,12 +191,9 @@ def test_a_curve_falls_where_its_values_fall_and_far_values_are_pointed_out() ->
 
 
 def test_steps_on_a_logarithmic_axis_give_the_start_more_room() -> None:
-    series, marks = Series(), Series()
-    for step in range(1, 1001):
-        series.add(step, 1.0)
-    marks.add(32, 1.0)  # half-way to 1000 in powers
+    line, marks = Line(np.arange(1, 1001), np.ones(1000), ""), np.array([32])  # half-way to 1000 in powers
     for log, place in ((False, 1), (True, 20)):
-        last = draw([Line(series, "")], marks, Axes(49, 5, 1000, log_steps=log), str).plain.split("\n")[-1]
+        last = draw([line], marks, Axes(49, 5, 1000, log_steps=log), str).plain.split("\n")[-1]
         assert abs(last[9:].index("▾") - place) <= 1
 
 
@@ -270,7 +209,7 @@ def test_the_layers_are_shown_over_time(tmp_path: Path, ascii_only: bool, width:
     assert watch.panel == ""
     watch.next_panel()
     console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True)
-    console.print(frame(watch.state, watch.view(width, height, keys=True)))
+    console.print(watch.frame(width, height, keys=True))
     lines = [Text.from_ansi(line).plain for line in console.file.getvalue().rstrip("\n").split("\n")]
     assert len(lines) <= height and max(len(line) for line in lines) <= width
     text = " ".join(" ".join(lines).split())
@@ -293,7 +232,8 @@ def test_a_run_started_afresh_in_the_same_folder_is_shown_from_its_start(run_dir
         (run_dir.path / "new").rename(run_dir.events)
         while watch.read(5.0):
             pass
-        assert watch.state.step == last and watch.state.sessions == 1
+        run = watch.facts()
+        assert run.columns.step[-1] == last and len(run.sessions) == 1
 
 
 def test_one_frame_goes_through_a_pipe_and_torch_is_not_needed(fp16_run: RunDir) -> None:
@@ -386,10 +326,14 @@ def test_a_dumb_terminal_gets_plain_frames(fp16_run: RunDir) -> None:
 
 def test_a_config_that_cannot_be_read_costs_only_the_eta(fp16_run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     fp16_run.config.write_text("run: [\n")
+    with fp16_run.events.open("a") as file:
+        file.write('{"event":"x"}\n')
     assert main([str(fp16_run.path), "--once"]) == 0
-    assert "step 60 " in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "step 60 " in text and "1 damaged lines" in text
 
 
-def test_an_event_without_its_fields_is_left_out() -> None:
-    state = state_of([step_event(1), {"event": "step", "step": 2, "time": 1.0, "tokens": 1}, {"event": "x"}])
-    assert state.step == 1 and state.counts["damaged", "step"] == 1
+def test_a_step_without_its_fields_is_no_newest_step() -> None:
+    start = {"event": "run_start", "step": 0, "time": 1.7e9, "tokens": 0, **start_fields()}
+    run = run_of([start, step_event(1), {"event": "step", "step": 2, "time": 1.7e9 + 1, "tokens": 1}])
+    assert run.newest == {} and "step 2 of 100" in shown(run) and "learning rate" not in shown(run)

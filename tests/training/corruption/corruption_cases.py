@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.models.small_run import masters_of
+from tests.support.runs.report_runs import report_of
 from tests.training.checkpoint import resume_cases
 from tests.training.jobs.step_cost_cases import parts_of
 from tracking.compare.surviving import read_events
 from tracking.events import describe_event
-from tracking.report.page import write_report
 from tracking.run_dir import RunDir
 from training.distributed import World
 from training.progress import Progress
@@ -61,8 +61,7 @@ def broken_job(world: World, *, folder: str, overrides: list[str]) -> dict[str, 
     run = Path(folder) / "runs" / "broken"
     report, console = "", []
     if world.is_main:
-        write_report(RunDir(run), sample=None, resume_command="again")
-        report = (run / "report.md").read_text(encoding="utf-8")
+        report = report_of(RunDir(run))
         console = [describe_event(event) for event in read_events(run / "events.jsonl")]
     saved = sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*"))
     return {**found, "report": report, "described": console, "saved": saved}

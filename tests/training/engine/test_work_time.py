@@ -13,7 +13,7 @@ from config.cli import REPOSITORY
 from data.text.prepare import prepare
 from tests.support.jobs.process_group import ProcessGroup
 from tests.training.checkpoint import resume_cases
-from tracking.ranks import spread
+from tracking.events import spread
 from training.distributed import World
 from training.engine.work_time import RANKS_LISTED, WorkTime, by_rank, peak_memory_bytes
 from training.session import session

@@ -10,7 +10,7 @@ from config.errors import UserError
 from tests.support.runs.report_runs import SessionWriter, session
 from tests.support.runs.synthetic_events import TELEMETRY
 from tracking.compare.surviving import read_events
-from tracking.report.sessions import RunHistory, read_history
+from tracking.run_facts import RunFacts, read_facts
 
 
 def _events(folder: Path) -> Path:
@@ -62,9 +62,10 @@ def test_steps_that_were_not_finite_are_counted_as_a_plain_reading_counts_them(t
         with session(tmp_path, step=start) as run:
             for _ in range(60):
                 _at_random(run, draw)
-    history = read_history(_events(tmp_path))
-    assert (history.attempts, history.overflows, history.nonfinite) == _plainly(_events(tmp_path))
-    assert history.overflows > 0 and history.nonfinite > 0
+    run = read_facts(_events(tmp_path), "run")
+    overflows, nonfinite = sum(attempt.handled for attempt in run.broken), len(run.nonfinite)
+    assert (run.counts["step"], overflows, nonfinite) == _plainly(_events(tmp_path))
+    assert overflows > 0 and nonfinite > 0
 
 
 def test_the_first_step_that_was_not_finite_is_named_with_its_cause(tmp_path: Path) -> None:
@@ -75,11 +76,12 @@ def test_the_first_step_that_was_not_finite_is_named_with_its_cause(tmp_path: Pa
         run.overflow(loss=math.nan, reason=None)
         run.event("nonfinite", rank=3, module="lm_head", tensor="activation", kind="nan", count=7)
         run.overflow(loss=math.nan, reason=None)
-    history = read_history(_events(tmp_path))
-    assert history.first_nonfinite == "step 7: 7 nan in the activation of lm_head on rank 3"
+    run = read_facts(_events(tmp_path), "run")
+    first = run.nonfinite[0]
+    assert (first.step, first.cause) == (7, "7 nan in the activation of lm_head on rank 3")
 
 
-def _restarted(folder: Path) -> RunHistory:
+def _restarted(folder: Path) -> RunFacts:
     """Four sessions: no checkpoint to go on from; restored; started anew by mistake; an older checkpoint taken."""
     with session(folder, time=1e9) as run:
         run.steps(2)
@@ -97,30 +99,29 @@ def _restarted(folder: Path) -> RunHistory:
     with session(folder, time=5e9, step=4, resumed_from="step-4") as run:
         run.event("note", text="passed over checkpoint step-9: rng-rank-1.pt is missing")
         run.event("note", text="a sink was lost")
-    return read_history(_events(folder))
+    return read_facts(_events(folder), "run")
 
 
 def test_sessions_and_restores(tmp_path: Path) -> None:
-    history = _restarted(tmp_path)
-    assert [item.should_restore for item in history.sessions] == [False, False, True, True, True]
-    assert [item.restored for item in history.sessions] == [False, False, True, False, False]
-    assert history.restores == (1 + 1, 1 + 3), "one rollback, and one of three sessions"
-    assert [item.end and item.end["status"] for item in history.sessions] == [None, None, "preempted", "aborted", None]
-    assert history.end is None and history.sessions[3].aborted == "the loss is nan"
-    assert [item.began for item in history.sessions] == [1e9, 2e9, 3e9, 4e9, 5e9]
-    assert [item.last for item in history.sessions] == [1e9 + 1, 2e9 + 2.5, 3e9 + 1.5, 4e9 + 1.5, 5e9 + 1]
+    run = _restarted(tmp_path)
+    assert [item.should_restore for item in run.sessions] == [False, False, True, True, True]
+    assert [item.restored for item in run.sessions] == [False, False, True, False, False]
+    assert run.restores == (1 + 1, 1 + 3), "one rollback, and one of three sessions"
+    assert [item.end and item.end["status"] for item in run.sessions] == [None, None, "preempted", "aborted", None]
+    assert run.end is None and run.sessions[3].aborted == "the loss is nan"
+    assert [item.began for item in run.sessions] == [1e9, 2e9, 3e9, 4e9, 5e9]
+    assert [item.last for item in run.sessions] == [1e9 + 1, 2e9 + 2.5, 3e9 + 1.5, 4e9 + 1.5, 5e9 + 1]
 
 
 def test_drift_is_the_largest_and_nan_stays(tmp_path: Path) -> None:
     with session(tmp_path) as run:
         for drift in (None, {"maximum": 0.0, "rms": 0.0}, {"maximum": 0.5, "rms": 0.1}, {"maximum": 0.25, "rms": 0.1}):
             run.event("telemetry", **TELEMETRY, drift=drift)
-    history = read_history(_events(tmp_path))
-    assert (history.telemetry, history.drift) == (3, 0.5)
+    assert read_facts(_events(tmp_path), "run").heat.drift == (3, 0.5)
     with session(tmp_path) as run:
         for drift in (math.nan, 0.75):
             run.event("telemetry", **TELEMETRY, drift={"maximum": drift, "rms": drift})
-    assert math.isnan(read_history(_events(tmp_path)).drift or 0.0)
+    assert math.isnan(read_facts(_events(tmp_path), "run").heat.drift[1])
 
 
 def test_a_static_loss_scale_is_seen_without_scale_events(tmp_path: Path) -> None:
@@ -128,8 +129,8 @@ def test_a_static_loss_scale_is_seen_without_scale_events(tmp_path: Path) -> Non
         run.steps(3, loss_scale=128.0)
     with session(tmp_path / "none") as run:
         run.steps(3)
-    assert read_history(_events(tmp_path / "static")).scaled
-    assert not read_history(_events(tmp_path / "none")).scaled
+    assert read_facts(_events(tmp_path / "static"), "run").scaled
+    assert not read_facts(_events(tmp_path / "none"), "run").scaled
 
 
 def test_a_torn_last_line_is_left_out_and_a_damaged_one_is_named(tmp_path: Path) -> None:
@@ -137,13 +138,13 @@ def test_a_torn_last_line_is_left_out_and_a_damaged_one_is_named(tmp_path: Path)
         run.steps(3)
     with _events(tmp_path).open("a") as file:
         file.write('{"event":"run_end","st')
-    assert read_history(_events(tmp_path)).end is None
+    assert read_facts(_events(tmp_path), "run").end is None
     with _events(tmp_path).open("a") as file:
         file.write("\n")
     with pytest.raises(UserError, match="line 5 is not an event"):
-        read_history(_events(tmp_path))
+        read_facts(_events(tmp_path), "run")
     with pytest.raises(UserError, match="is this a run folder"):
-        read_history(tmp_path / "absent.jsonl")
+        read_facts(tmp_path / "absent.jsonl", "run")
 
 
 def test_an_event_without_its_fields_is_a_user_error(tmp_path: Path) -> None:
@@ -152,4 +153,4 @@ def test_an_event_without_its_fields_is_a_user_error(tmp_path: Path) -> None:
     with _events(tmp_path).open("a") as file:
         file.write('{"event":"run_start"}\n')
     with pytest.raises(UserError, match="line 3 is not an event as docs/run-folder.md"):
-        read_history(_events(tmp_path))
+        read_facts(_events(tmp_path), "run")

@@ -1,0 +1,104 @@
+"""A whole run from its folder, read once and then as it grows: for the pages of a server and for the terminal."""
+
+from __future__ import annotations
+
+import math
+import threading
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from config.errors import UserError
+from tracking.heatmap.grid import USED, Heat, HeatCollector
+from tracking.jsonl import Follower, beginnings, event_on
+from tracking.run_dir import RunDir
+from tracking.run_facts import Collector, RunFacts
+from tracking.status import run_status
+from tracking.summary import read_inputs
+
+SOON = 1 << 26
+"""Bytes that are read while the reader of a page waits."""
+_MEASURED = beginnings(*USED)
+
+
+class LiveRun:
+    """The facts and heat maps of one run so far. May be used from several threads."""
+
+    def __init__(self, folder: Path, label: str) -> None:
+        self.folder, self.label = folder, label
+        self._file = Follower(folder / "events.jsonl")
+        self._lock = threading.Lock()
+        self._reader: threading.Thread | None = None
+        self._inputs: tuple[Any, ...] = ({}, {}, {})
+        self._inputs_seen: tuple[int, ...] = ()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._collector, self._heat = Collector(), HeatCollector()
+        self._facts: RunFacts | None = None
+        self._heat_now: Heat | None = None
+        self.damaged = 0
+        """Lines that were passed over because there is no event on them."""
+
+    def ready(self) -> bool:
+        """Whether all but the newest of its events were read; if not, they are being read from now on."""
+        if self._file.path.stat().st_size - self._file.offset <= SOON:
+            return True
+        if self._reader is None or not self._reader.is_alive():
+            self._reader = threading.Thread(target=self._read_quietly, daemon=True, name="reading a run")
+            self._reader.start()
+        return False
+
+    def _read_quietly(self) -> None:
+        with suppress(UserError):  # whoever asks for the facts is told
+            self.read()
+
+    def read(self, seconds: float = math.inf) -> float:
+        """Read what is new, for at most about `seconds`; the share of the file that was read so far.
+
+        Raises UserError when it cannot be read.
+        """
+        with self._lock:
+            if self._file.replaced():
+                self._reset()
+            for line in self._file.lines(seconds=seconds):
+                self.damaged += not self._collector.take(line, self._file.offset)
+                if line.startswith(_MEASURED) and (event := event_on(line)) is not None:
+                    self._heat.add(event)
+                self._facts = self._heat_now = None
+            path, offset = self._file.path, self._file.offset
+            return 1.0 if self._file.at_end or not path.exists() else min(1.0, offset / max(1, path.stat().st_size))
+
+    def events(self) -> RunFacts:
+        """The run as read so far, without config and environment."""
+        with self._lock:
+            if self._facts is None:
+                facts = self._collector.facts(self.label, str(self.folder), self._file.path)
+                columns = deepcopy(facts.columns)  # the arrays grow
+                rare = {kind: list(events) for kind, events in facts.rare_events.items()}
+                self._facts = replace(facts, columns=columns, rare_events=rare)
+            return self._facts
+
+    def facts(self) -> RunFacts:
+        """The run as read so far, with the files beside its events and its status.
+
+        Raises UserError when one of the files cannot be read; they are read again when they change.
+        """
+        run_dir = RunDir(self.folder)
+        files = (run_dir.config, run_dir.deepspeed_config, run_dir.environment)
+        seen = tuple(path.stat().st_mtime_ns if path.exists() else 0 for path in files)
+        if seen != self._inputs_seen:
+            self._inputs, self._inputs_seen = read_inputs(run_dir), seen
+        config, deepspeed, environment = self._inputs
+        return replace(
+            self.events(), config=config, deepspeed=deepspeed, environment=environment, checked=run_status(self.folder)
+        )
+
+    def heat(self) -> Heat:
+        """Its heat maps as read so far."""
+        with self._lock:
+            if self._heat_now is None:
+                self._heat_now = self._heat.heat()
+            return self._heat_now
