@@ -48,6 +48,20 @@ def test_offload_changes_nothing(pair, references, stage, micro):
         assert difference(result["after"], references["uneven"]["after"]) < 1e-5
 
 
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    ("stage", "compute", "variant"),
+    [(0, "fp32", ""), *((stage, compute, "") for stage, compute in SHARDED), (2, "bf16", "_offload")],
+)
+def test_one_rank_reduces_no_gradient_and_trains_to_the_same_bits(solo, stage, compute, variant):
+    options = {"stage": stage, "compute": compute, "variant": variant}
+    (expected, reductions), (found, large) = (
+        solo.run(engine_cases.masters_on_one_rank, reduces=reduces, **options)[0] for reduces in (True, False)
+    )
+    assert reductions > large == 0
+    assert difference(found, expected) == 0
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_batch_without_labels_neither_hangs_nor_makes_nan(pair, stage):
     for result in pair.run(engine_cases.one_step, stage=stage, compute="fp32", micro=2, mask="all"):
