@@ -29,7 +29,7 @@ from config.deepspeed.document import initializable
 from config.optimizers import OPTIMIZERS
 from config.resolved import Resolved
 from data.batches.loader import Batch
-from modeling.objectives.objective import Forward, Scored
+from modeling.objectives.objective import Forward
 from modeling.parameter_groups import group_of_each
 from modeling.router_balance import METRICS, router_balance, untrained_balance
 from modeling.sequence_parallel import SequenceAttention
@@ -280,10 +280,6 @@ class Engine:
         already divided by the label tokens of the step."""
         self.deepspeed.set_gradient_accumulation_boundary(last)
         self.deepspeed.backward(loss, scale_wrt_gas=False)
-
-    def score(self, inputs: dict[str, Any], labels: torch.Tensor) -> Scored:
-        """Forward pass and summed loss of a micro-batch as the objective defines them, all logits at once."""
-        return self.objective.score(self.deepspeed, inputs, labels)
 
     def logits(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """(micro-batch, sequence, vocabulary): a forward pass that materializes all logits."""
