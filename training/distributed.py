@@ -57,11 +57,6 @@ class SliceGroup:
 
 
 @dataclass(frozen=True)
-class SequenceGroup(SliceGroup):
-    """The ranks that share sequences."""
-
-
-@dataclass(frozen=True)
 class ExpertGroup(SliceGroup):
     """The ranks that share the experts of each layer, each with its own sequences."""
 
@@ -94,7 +89,7 @@ class World:
     device: torch.device
     group: dist.ProcessGroup | None = None
     """Process group of the collectives; None is training's."""
-    sequence: SequenceGroup | None = None
+    sequence: SliceGroup | None = None
     """The ranks that this one shares sequences with; None where none are shared."""
     tensor: TensorGroup | None = None
     """The ranks that this one shares matrices with; None where each has whole ones."""
@@ -205,7 +200,7 @@ class World:
     def sharing_sequences(self, ranks: int, *, timeout_minutes: float) -> Self:
         """This world with groups of `ranks` consecutive ranks that share each sequence. A collective."""
         group = self._consecutive(ranks, timeout_minutes)
-        return replace(self, sequence=SequenceGroup(self.rank % ranks, ranks, group)) if group else self
+        return replace(self, sequence=SliceGroup(self.rank % ranks, ranks, group)) if group else self
 
     def sharing_tensors(self, ranks: int, *, timeout_minutes: float) -> Self:
         """This world with groups of `ranks` consecutive ranks that share each matrix. A collective."""

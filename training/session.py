@@ -212,8 +212,7 @@ def refuse_unordered(kind: Any, problem: BaseException | None, traceback: Any) -
     """Raise a UserError in place of torch's error about an operator that has no deterministic form."""
     operator, found, _ = str(problem).partition(" does not have a deterministic implementation")
     if isinstance(problem, RuntimeError) and found:
-        what = f"{operator} has no deterministic form here; choose settings without it"
-        raise UserError(f"run.deterministic = true: {what}, or set it to false") from problem
+        raise UserError(f"run.deterministic = true: {operator} has no deterministic form; set it to false") from problem
 
 
 def _adapter(section: AdapterSection) -> str | None:

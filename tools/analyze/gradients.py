@@ -109,7 +109,7 @@ class Fp32Gradients:
         weight = float(scale * world.world_size / tokens)  # DeepSpeed averages over ranks
         total = torch.zeros((), dtype=torch.float64, device=world.device)
         for index, (inputs, labels) in enumerate(batch.micro_batches(world.device)):
-            loss = engine.objective.score(engine.deepspeed, inputs, labels).loss
+            loss = engine.score(inputs, labels).loss
             engine.backward(loss * weight, last=index == len(batch.input_ids) - 1)
             total += loss.detach().double()
         return float(world.sum(total) / tokens)

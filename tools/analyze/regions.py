@@ -65,7 +65,7 @@ def measure(
     ranges = Ranges(kinds, world.device)
     with torch.no_grad(), OperandMeter(model, kinds, ranges) as operands:
         for inputs, labels in batch.micro_batches(world.device):
-            engine.objective.score(engine.deepspeed, inputs, labels)
+            engine.score(inputs, labels)
     with gradients_counted(model, kinds, ranges), StoredPeaks(model, text_of) as peaks:
         reference = Fp32Gradients(engine, batch)
     stored = largest_of_each(world.gather_objects(peaks.found))

@@ -440,8 +440,7 @@ class StepParity:
                 continue
             decay, factor = self._rules[name]
             options: dict[str, Any] = {"section": section, "weight_decay": decay, "lr": lr * factor, "step": step}
-            # `optimizers.adamw.after` counts the roundings of torch's own AdamW
-            counted = isinstance(engine.deepspeed.basic_optimizer, torch.optim.AdamW)
+            counted = engine.has_torch_adamw
             now = [whole_state(engine, parameter, key) for key in states_of(engine, parameter)] if counted else []
             before = [self._reference.weight(name), gradients[name], *states[name]]
             # AdamW's values are each of their own: a part at a time, since FP64 takes ten times the parameter's memory

@@ -29,7 +29,7 @@ from config.deepspeed.document import initializable
 from config.optimizers import OPTIMIZERS
 from config.resolved import Resolved
 from data.batches.loader import Batch
-from modeling.objectives.objective import Forward
+from modeling.objectives.objective import Forward, Scored
 from modeling.parameter_groups import group_of_each
 from modeling.router_balance import METRICS, router_balance, untrained_balance
 from modeling.sequence_parallel import SequenceAttention
@@ -177,6 +177,11 @@ class Engine:
         """Whether an overflow of this step could not lower the loss scale."""
         return self.scales_dynamically and self.loss_scale <= self._scale_section.minimum
 
+    @property
+    def has_torch_adamw(self) -> bool:
+        """Whether torch's own AdamW updates the masters; `optimizers.adamw.after` counts its roundings."""
+        return isinstance(self.deepspeed.basic_optimizer, torch.optim.AdamW)
+
     def masters(self) -> list[torch.Tensor]:
         """This rank's partition of the masters, FP32; copies where masters are split. Not a collective."""
         flats = local_masters(self.deepspeed.optimizer)
@@ -280,6 +285,10 @@ class Engine:
         already divided by the label tokens of the step."""
         self.deepspeed.set_gradient_accumulation_boundary(last)
         self.deepspeed.backward(loss, scale_wrt_gas=False)
+
+    def score(self, inputs: dict[str, Any], labels: torch.Tensor) -> Scored:
+        """Forward pass and summed loss of a micro-batch as the objective defines them, all logits at once."""
+        return self.objective.score(self.deepspeed, inputs, labels)
 
     def logits(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """(micro-batch, sequence, vocabulary): a forward pass that materializes all logits."""
