@@ -26,7 +26,7 @@ from training.start.cores import RankCpus, choose_binding
 from training.start.rendezvous import forget_port, open_store
 
 T = TypeVar("T")
-_ALLOCATORS = "expandable_segments:True,pinned_max_round_threshold_mb:64"
+ALLOCATORS = "expandable_segments:True,pinned_max_round_threshold_mb:64"
 """Read by torch when CUDA starts: less fragmentation of device memory, and pinned copies for saves that are not rounded
 up to a power of two (4.96 GB would take 8.6)."""
 
@@ -286,7 +286,7 @@ def start(
         _use_one_order(strictly=deterministic)
     build_no_shared_memory_op()
     if accelerator.device_name() == "cuda" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", _ALLOCATORS)
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", ALLOCATORS)
     accelerator.set_device(local_rank)
     # FP32 is what 16 bits are compared with: TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which NVIDIA's images set, makes its
     # matmuls TF32, and cuDNN's convolutions are unless told otherwise.

@@ -14,6 +14,7 @@ import torch
 
 from config.errors import UserError
 from config.machine.processes import free_port
+from training.distributed import ALLOCATORS
 from training.engine.health import NORM_ROUNDING, difference
 from training.session import refuse_unordered
 from training.start.cores import cpus_text, divide_cores, read_cores
@@ -91,6 +92,13 @@ def test_fp32_is_no_tf32_whatever_the_image_sets(outputs):
 
 def test_a_run_sums_in_one_order_where_it_is_asked_to(outputs):
     assert "one order True None" in outputs[0] and "one order True :4096:8" in outputs[1]
+
+
+def test_torch_knows_the_options_of_its_allocators():
+    """It ignores a name that it does not know."""
+    library = (Path(torch.__file__).parent / "lib/libc10.so").read_bytes()
+    names = [option.partition(":")[0] for option in ALLOCATORS.split(",")]
+    assert names and all(name.encode() in library for name in names)
 
 
 def test_a_cpu_sums_in_one_order_by_itself(outputs):

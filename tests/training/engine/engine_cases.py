@@ -90,20 +90,24 @@ def masters_over_steps(
 
 
 class _Reductions(TorchDispatchMode):
-    """Counts reductions over ranks of more than one value."""
+    """Counts reductions over ranks, and those of more than one value."""
 
-    large = 0
+    all = large = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.namespace == "c10d" and "reduce" in function.name():
+            self.all += 1
             self.large += any(isinstance(leaf, torch.Tensor) and leaf.numel() > 1 for leaf in tree_leaves(args))
         return function(*args, **(kwargs or {}))
 
 
 def masters_on_one_rank(
     world: World, *, stage: int, compute: str, variant: str, reduces: bool
-) -> tuple[dict[str, torch.Tensor], int]:
-    """Masters after two steps, and the number of reductions of gradients. reduces: as DeepSpeed does on one rank."""
+) -> tuple[dict[str, torch.Tensor], int, int]:
+    """Masters after two steps, and the numbers of reductions, of gradients and in all.
+
+    reduces: as DeepSpeed does on one rank.
+    """
     with engine_of(world, resolve(world, stage=stage, compute=compute, micro=2, variant=variant)) as engine:
         if reduces:
             optimizer: Any = engine.deepspeed.optimizer
@@ -114,7 +118,7 @@ def masters_on_one_rank(
         with _Reductions() as counted:
             for step in (1, 2):
                 take(engine, batch_of(world, 2, seed=step), step=step, lr=0.01)
-        return masters_of(engine), counted.large
+        return masters_of(engine), counted.large, counted.all
 
 
 def norms_of_skipped(world: World, *, stage: int, compute: str) -> list[float]:

@@ -55,10 +55,11 @@ def test_offload_changes_nothing(pair, references, stage, micro):
 )
 def test_one_rank_reduces_no_gradient_and_trains_to_the_same_bits(solo, stage, compute, variant):
     options = {"stage": stage, "compute": compute, "variant": variant}
-    (expected, reductions), (found, large) = (
+    (expected, reductions, _), (found, large, every) = (
         solo.run(engine_cases.masters_on_one_rank, reduces=reduces, **options)[0] for reduces in (True, False)
     )
     assert reductions > large == 0
+    assert stage or every == 0, "DeepSpeed clips by a norm that it measures again and averages over ranks"
     assert difference(found, expected) == 0
 
 
