@@ -194,6 +194,17 @@ def complaint(engine: Engine, *, reduce: str = "fp32") -> str:
     return ""
 
 
+def sums_in_16_bits(world: World) -> str:
+    """The ledger's complaint where cuBLAS may add parts of a product in 16 bits."""
+    matmul = torch.backends.cuda.matmul
+    with engine_of(world, resolve(world, stage=2, compute="bf16")) as engine:
+        matmul.allow_bf16_reduced_precision_reduction = True
+        try:
+            return complaint(engine)
+        finally:
+            matmul.allow_bf16_reduced_precision_reduction = False
+
+
 def stepped_back(world: World, *, folder: str, compute: str, secondary: int) -> dict[str, Any]:
     """A saved step, two more with evaluations between, back to what was saved, two more; ZeRO-3, two engines in a row.
 

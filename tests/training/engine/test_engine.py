@@ -152,8 +152,13 @@ def test_the_ledger_is_what_the_config_promises(pair, stage, compute):
         for rows, error in pair.run(engine_cases.ledger, **arguments):
             assert rows["parameters"] == rows["gradients of a micro-batch"] == name
             assert rows["masters"] == rows["moments"] == rows["gradients accumulated"] == "float32"
+            assert rows["sums within a product"] == "float32"
             assert rows["gradients reduced"] == ("float32" if reduce == "fp32" else name)
             assert ("gradients are reduced" in error) is (compute != "fp32")
+
+
+def test_a_product_that_may_be_summed_in_16_bits_stops_the_run(solo):
+    assert solo.once(engine_cases.sums_in_16_bits)[0].startswith("torch lets cuBLAS add parts of a product in 16 bits")
 
 
 @pytest.mark.parametrize(("compute", "steps", "bound"), [("bf16", 2, 1e-6), ("fp32", 10, 1e-5)])
