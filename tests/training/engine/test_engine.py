@@ -59,7 +59,8 @@ def test_one_rank_reduces_no_gradient_and_trains_to_the_same_bits(solo, stage, c
         solo.run(engine_cases.masters_on_one_rank, reduces=reduces, **options)[0] for reduces in (True, False)
     )
     assert reductions > large == 0
-    assert stage or every == 0, "DeepSpeed clips by a norm that it measures again and averages over ranks"
+    # the sum of label tokens; DeepSpeed would clip by a norm that it measures again and averages over ranks
+    assert stage or every == 2
     assert difference(found, expected) == 0
 
 
