@@ -48,7 +48,7 @@ class RunSection:
     always: on every machine, unless a launcher has bound the ranks. never: no binding."""
     deterministic: bool = False
     """[true or false] Use only deterministic kernels and collectives, so that a repeated step has the same bits on GPUs
-    too. An operator without a deterministic kernel ends the run and is named. Not needed on CPUs."""
+    too. An operator without a deterministic kernel ends the run and is named. CPUs always use such kernels."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,13 +24,6 @@ MEASURED = frozenset({"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "d
 
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Keys of the number of experts of a layer."""
-
-
-class Group(Ranks, Protocol):
-    """The ranks that share experts, in the order of their slices."""
-
-    def exchange(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        """rows: (n, ...), first the `sent[0]` for rank 0, ... -> (m, ...), first the `received[0]` from rank 0, ..."""
 
 
 def expert_count(shape: PretrainedConfig) -> int | None:
@@ -51,7 +44,7 @@ def require_shareable_experts(shape: PretrainedConfig, ranks: int) -> None:
         raise UserError(f"parallel.expert = {ranks}: not supported for model {kind}: {reason}; set it to 1")
 
 
-def share_experts(model: nn.Module, group: Group, name: str) -> int:
+def share_experts(model: nn.Module, group: Ranks, name: str) -> int:
     """Keep this rank's experts of each layer, in place; the number of layers. name: DeepSpeed's of the group."""
     layers = 0
     for module in _layers_of_experts(model):
@@ -81,7 +74,7 @@ def _layers_of_experts(model: nn.Module) -> Iterator[Any]:
 
 
 def _dispatched(
-    experts: Any, group: Group, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    experts: Any, group: Ranks, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     """The experts' own forward pass, over the ranks of a group. A collective, as is its backward pass.
 
@@ -107,7 +100,7 @@ class _Exchange(torch.autograd.Function):
     """Send rows to the ranks of a group, and in the backward pass their gradients back."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: Group) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: Ranks) -> torch.Tensor:
         ctx.way = received, sent, group
         return group.exchange(rows, sent, received)
 

@@ -16,7 +16,7 @@ import itertools
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -38,17 +38,10 @@ _SLICE = 8
 _numbers = itertools.count(1)
 
 
-class Group(Ranks, Protocol):
-    """The ranks that share sequences, in the order of their slices."""
-
-    def exchange(self, parts: torch.Tensor) -> torch.Tensor:
-        """parts: (size, ...), contiguous, the i-th for rank i -> the same shape, the i-th from rank i."""
-
-
 class SequenceAttention:
     """Shared attention of one model. Changes the model in place until `close`."""
 
-    def __init__(self, model: PreTrainedModel, group: Group, *, apart: bool) -> None:
+    def __init__(self, model: PreTrainedModel, group: Ranks, *, apart: bool) -> None:
         """apart: documents that share a sequence do not see each other. Raises UserError, with the reason."""
         shape = model.config.get_text_config()
         reason = unshared_reason(shape, str(model.config._attn_implementation), group.size)
@@ -188,11 +181,11 @@ class _Trade(torch.autograd.Function):
     """Give each rank of a group its part of one dimension, and get its part of another."""
 
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, given: int, got: int, group: Group) -> torch.Tensor:
+    def forward(ctx: Any, values: torch.Tensor, given: int, got: int, group: Ranks) -> torch.Tensor:
         """given: the dimension that is cut, the i-th part for rank i. got: the one in which parts are joined."""
         ctx.way = given, got, group
-        parts = torch.stack(values.chunk(group.size, given))
-        return torch.cat(group.exchange(parts).unbind(), got)
+        parts, one_each = torch.stack(values.chunk(group.size, given)), [1] * group.size
+        return torch.cat(group.exchange(parts, one_each, one_each).unbind(), got)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
@@ -204,7 +197,7 @@ class _Trade(torch.autograd.Function):
 def require_equal_logits(
     forward: Callable[[dict[str, Any]], torch.Tensor],
     config: PretrainedConfig,
-    group: Group,
+    group: Ranks,
     device: torch.device,
     *,
     apart: bool,

@@ -37,6 +37,9 @@ class Ranks(Protocol):
     def size(self) -> int:
         """The number of slices."""
 
+    def exchange(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        """rows: (n, ...), first the `sent[0]` for rank 0, ... -> (m, ...), first the `received[0]` from rank 0, ..."""
+
 
 def unshared_reason(shape: PretrainedConfig, ranks: int) -> str | None:
     """Why a model's matrices cannot be shared among `ranks`; None where they can. shape: the model's config."""

@@ -143,12 +143,13 @@ class ConsoleSink:
     def _on_step(self, event: Event) -> None:
         self._remember(event)
         self._rates.append(event["tokens_per_second"])
-        speed, *cells = self._cells(event)
+        due = event["step"] % self._every == 0 or event["step"] == self._total
+        speed, *cells = self._cells(event) if due or self._progress is not None else ("",)
         if self._progress is not None and self._task is not None:
             width = self._console.width
             first, *self._progress.below = _pack([speed, *cells], width - _FIXED, width - len(_INDENT))
             self._progress.update(self._task, completed=event["step"], status=first)
-        if event["step"] % self._every == 0 or event["step"] == self._total:
+        if due:
             place = f"step {event['step']:>{len(str(self._total))}}/{self._total}  "
             if self._progress is not None:  # the live lines have the rest
                 _, memory, _, _, norm, rate, scale, skipped = cells

@@ -26,7 +26,7 @@ from training.start.cores import RankCpus, choose_binding
 from training.start.rendezvous import forget_port, open_store
 
 T = TypeVar("T")
-_ALLOCATORS = "expandable_segments:True,pinned_max_round_threshold_mb:64"
+ALLOCATORS = "expandable_segments:True,pinned_max_round_threshold_mb:64"
 """Read by torch when CUDA starts: less fragmentation of device memory, and pinned copies for saves that are not rounded
 up to a power of two (4.96 GB would take 8.6)."""
 
@@ -46,26 +46,6 @@ class SliceGroup:
         dist.all_gather(rows, values.contiguous(), group=self.group)
         return rows
 
-
-@dataclass(frozen=True)
-class SequenceGroup(SliceGroup):
-    """The ranks that share sequences."""
-
-    def exchange(self, parts: torch.Tensor) -> torch.Tensor:
-        """parts: (size, ...), the i-th for rank i of the group -> the same shape, the i-th from rank i. A collective
-        of the group."""
-        received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=self.group)
-        return received
-
-
-@dataclass(frozen=True)
-class ExpertGroup(SliceGroup):
-    """The ranks that share the experts of each layer, each with its own sequences."""
-
-    same: dist.ProcessGroup
-    """The ranks that have the same experts as this one, one of each group."""
-
     def exchange(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         """rows: (n, ...), first the `sent[0]` for rank 0, ... -> (m, ...), first the `received[0]` from rank 0, ...
 
@@ -74,6 +54,14 @@ class ExpertGroup(SliceGroup):
         result = rows.new_empty((sum(received), *rows.shape[1:]))
         dist.all_to_all_single(result, rows.contiguous(), received, sent, group=self.group)
         return result
+
+
+@dataclass(frozen=True)
+class ExpertGroup(SliceGroup):
+    """The ranks that share the experts of each layer, each with its own sequences."""
+
+    same: dist.ProcessGroup
+    """The ranks that have the same experts as this one, one of each group."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +89,7 @@ class World:
     device: torch.device
     group: dist.ProcessGroup | None = None
     """Process group of the collectives; None is training's."""
-    sequence: SequenceGroup | None = None
+    sequence: SliceGroup | None = None
     """The ranks that this one shares sequences with; None where none are shared."""
     tensor: TensorGroup | None = None
     """The ranks that this one shares matrices with; None where each has whole ones."""
@@ -212,7 +200,7 @@ class World:
     def sharing_sequences(self, ranks: int, *, timeout_minutes: float) -> Self:
         """This world with groups of `ranks` consecutive ranks that share each sequence. A collective."""
         group = self._consecutive(ranks, timeout_minutes)
-        return replace(self, sequence=SequenceGroup(self.rank % ranks, ranks, group)) if group else self
+        return replace(self, sequence=SliceGroup(self.rank % ranks, ranks, group)) if group else self
 
     def sharing_tensors(self, ranks: int, *, timeout_minutes: float) -> Self:
         """This world with groups of `ranks` consecutive ranks that share each matrix. A collective."""
@@ -294,11 +282,11 @@ def start(
     logger.setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=".*deprecated.*", module="torch.distributed.c10d_logger")
     accelerator = get_accelerator()
-    if deterministic:
-        _use_one_order()
+    if deterministic or accelerator.device_name() == "cpu":
+        _use_one_order(strictly=deterministic)
     build_no_shared_memory_op()
     if accelerator.device_name() == "cuda" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", _ALLOCATORS)
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", ALLOCATORS)
     accelerator.set_device(local_rank)
     # FP32 is what 16 bits are compared with: TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which NVIDIA's images set, makes its
     # matmuls TF32, and cuDNN's convolutions are unless told otherwise.
@@ -328,14 +316,18 @@ def start(
     return world
 
 
-def _use_one_order() -> None:
-    """Have kernels and collectives sum in an order that is the same each time; an operator without one raises a
-    RuntimeError that names it."""
-    os.environ.update(CUBLAS_WORKSPACE_CONFIG=":4096:8", NCCL_ALGO="Ring")  # both are read when CUDA and NCCL start
-    torch.use_deterministic_algorithms(True)
+def _use_one_order(*, strictly: bool) -> None:
+    """Have kernels sum in an order that is the same each time; by itself x[index] has none in its backward pass.
+
+    strictly: collectives too, and an operator without such an order raises a RuntimeError that names it.
+    """
+    torch.set_deterministic_debug_mode("warn")
+    if strictly:  # CUDA, NCCL and transformers read their variables when they start
+        os.environ.update(CUBLAS_WORKSPACE_CONFIG=":4096:8", NCCL_ALGO="Ring", FLASH_ATTENTION_DETERMINISTIC="1")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
     debugging: Any = torch.utils.deterministic
     debugging.fill_uninitialized_memory = False  # it would write to all new memory
-    torch.backends.cudnn.benchmark = False
 
 
 def allow_fp16_on_cpu() -> None:

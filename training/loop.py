@@ -1,5 +1,6 @@
 """The training loop: steps, evaluations and checkpoints."""
 
+import gc
 from dataclasses import dataclass
 
 from config.cli import BROKEN, DIVERGED, DONE, PREEMPTED, UNSAVED
@@ -30,6 +31,8 @@ def train(parts: Parts, progress: Progress) -> Ending:
     saving, evaluating = config.checkpoint, config.evaluate
     problem: SaveFailed | None = None
     planned = config.run.steps
+    gc.collect()
+    gc.freeze()  # each rank looked through half a million objects of libraries in another step, and the others waited
     if evaluating.at_start and evaluating.every_steps and progress.position == 0:
         evaluate(parts, progress)
     while progress.step < planned:

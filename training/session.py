@@ -162,6 +162,7 @@ def session(
                 return bool(owned) and crash.write(cause, exit_code)
 
             ends.enter_context(watch.watched(world, write_end))
+        ends.push(refuse_unordered)
         if corpus is None:
             require_model(config)
             corpus = prepare(config, progress=resolved.rank == 0)
@@ -205,6 +206,13 @@ def session(
         batches: Batches = sampled or Batches(corpus.train, **cut)
         ends.callback(batches.close)
         yield Session(resolved, corpus, shape, world, engine, batches, base, teacher, sampled)
+
+
+def refuse_unordered(kind: Any, problem: BaseException | None, traceback: Any) -> None:
+    """Raise a UserError in place of torch's error about an operator that has no deterministic form."""
+    operator, found, _ = str(problem).partition(" does not have a deterministic implementation")
+    if isinstance(problem, RuntimeError) and found:
+        raise UserError(f"run.deterministic = true: {operator} has no deterministic form; set it to false") from problem
 
 
 def _adapter(section: AdapterSection) -> str | None:

@@ -138,10 +138,10 @@ def describe_exit(code: int) -> str:
 def peak_resident_bytes(process: str) -> int:
     """Peak resident set of a process by id, or of this one as "self"; 0 when it has ended."""
     try:
-        lines = Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines()
+        _, _, peak = Path(f"/proc/{process}/status").read_text(encoding="utf-8").partition("VmHWM:")
     except OSError:
         return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
+    return int(peak.split(maxsplit=1)[0]) * 1024 if peak else 0
 
 
 def is_local(path: Path) -> bool:

@@ -172,12 +172,15 @@ def _kernel(kind: str, flops: float, size: float) -> Operation:
 def gradient_bytes(layout: Layout) -> float:
     """[bytes] What summing a micro-batch's gradients in FP32 moves, of one value; read in DeepSpeed 0.19.8.
 
-    BF16 at ZeRO-1: cast, add to the sum, set to zero. Else a copy into the bucket, its division, the sum of a part.
+    BF16 at ZeRO-1: cast, add to the sum, set to zero. Else a copy into the bucket, its division, the sum of a part;
+    on one rank a copy into the bucket, a cast and the sum.
     """
     if layout.bf16_optimizer:
         return (layout.width + 4) + 12 + layout.width
     if layout.stage == 0 or layout.stage == 1:
         return 12.0 if layout.accumulation > 1 else 0.0
+    if layout.zero_ranks == 1:
+        return 2.0 * layout.width + (layout.width + 4) + 12
     return (layout.width + 4) + 8 + 12 / layout.zero_ranks
 
 
@@ -186,12 +189,15 @@ def step_bytes(shape: Shape, layout: Layout) -> dict[str, float]:
     matrix = shape.hidden_matrix_parameters / max(shape.trained_parameters, 1)
     rule = OPTIMIZERS[layout.optimizer]
     state = rule.state_bytes(matrix=True) * matrix + rule.state_bytes(matrix=False) * (1 - matrix)
+    in_fp32 = layout.stage == 0 or layout.bf16_optimizer
+    # flattened for the reduction, divided and copied back, or flattened for the update; then set to zero, twice in BF16
+    flattened = 8.0 if layout.stage and not layout.bf16_optimizer else 24.0 if layout.zero_ranks > 1 else 0.0
     items = {
         "optimizer": 8 + state + 4 + state,
-        "norm, checks and clipping": 4 + (8 if layout.config.optimizer.gradient_clipping else 0),
+        # DeepSpeed's other optimizers square an FP64 copy
+        "norm, checks and clipping": (4 if in_fp32 else 20) + (8 if layout.config.optimizer.gradient_clipping else 0),
         "copies of weights": 4.0 + layout.width if layout.stage else 0.0,
-        # flattened for the reduction, divided and copied back
-        "copies of gradients": (24.0 if layout.bf16_optimizer else 8.0 if layout.stage else 0.0) + 4,
+        "copies of gradients": flattened + (8 if layout.bf16_optimizer else 4),
     }
     return {name: size for name, size in items.items() if size}
 

@@ -11,7 +11,7 @@ from config.batch import WHOLE_POSITIONS
 from config.errors import UserError
 from modeling.sequence_parallel import SequenceAttention, require_equal_logits
 from tests.support.models.small_models import distance, small_model
-from training.distributed import SequenceGroup, World
+from training.distributed import SliceGroup, World
 
 LENGTH = 22
 """[tokens] Longer than the windows."""
@@ -58,11 +58,11 @@ def against_the_whole(world: World, *, family: str, apart: bool, ranks: int, sha
     }
 
 
-class Idle(SequenceGroup):
+class Idle(SliceGroup):
     """Ranks that trade nothing."""
 
-    def exchange(self, parts: torch.Tensor) -> torch.Tensor:
-        return parts
+    def exchange(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        return rows
 
 
 def refused(world: World, *, family: str, shape: dict[str, Any], idle: bool = False) -> str:

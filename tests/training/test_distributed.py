@@ -6,12 +6,17 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 
+from config.errors import UserError
 from config.machine.processes import free_port
+from training.distributed import ALLOCATORS
 from training.engine.health import NORM_ROUNDING, difference
+from training.session import refuse_unordered
 from training.start.cores import cpus_text, divide_cores, read_cores
 
 PROGRAM = """
@@ -28,6 +33,9 @@ matmul = torch.backends.cuda.matmul
 sums = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
 print("fp32", torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, *sums)
 print("one order", torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+index, values = torch.arange(200_000) % 7, torch.randn(200_000)
+added = {tuple(torch.zeros(7).index_put_((index,), values, accumulate=True).tolist()) for _ in range(20)}
+print("added by index", len(added))
 print("cores", json.dumps([threads, list(masks.values())]))
 print("sum", int(world.sum(torch.ones(1))), os.path.exists(sys.argv[2]), flush=True)
 sys.stdin.read()
@@ -83,7 +91,33 @@ def test_fp32_is_no_tf32_whatever_the_image_sets(outputs):
 
 
 def test_a_run_sums_in_one_order_where_it_is_asked_to(outputs):
-    assert "one order False None" in outputs[0] and "one order True :4096:8" in outputs[1]
+    assert "one order True None" in outputs[0] and "one order True :4096:8" in outputs[1]
+
+
+def test_torch_knows_the_options_of_its_allocators():
+    """It ignores a name that it does not know."""
+    library = (Path(torch.__file__).parent / "lib/libc10.so").read_bytes()
+    names = [option.partition(":")[0] for option in ALLOCATORS.split(",")]
+    assert names and all(name.encode() in library for name in names)
+
+
+def test_a_cpu_sums_in_one_order_by_itself(outputs):
+    """torch adds what has the same index from several threads, as the backward pass of x[index] does."""
+    assert all("added by index 1\n" in output for output in outputs[:2])
+
+
+def test_an_operator_without_an_order_is_refused_by_name():
+    own = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("error")
+    try:
+        with pytest.raises(UserError, match="^run.deterministic = true: put_ has"), ExitStack() as ends:
+            ends.push(refuse_unordered)
+            torch.zeros(2).put_(torch.tensor([1, 1]), torch.ones(2))
+        with pytest.raises(RuntimeError, match="another"), ExitStack() as ends:
+            ends.push(refuse_unordered)
+            raise RuntimeError("another")
+    finally:
+        torch.set_deterministic_debug_mode(own)
 
 
 @pytest.mark.skipif(

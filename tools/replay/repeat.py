@@ -132,7 +132,8 @@ def _compare(now: Event, then: Event, log: Log, *, exact: bool) -> bool:
     sums = [] if exact else [key for key in different if key in _SUMS]
     near = [key for key in sums if math.isclose(now[key], then[key], rel_tol=TOLERANCE)]
     different = [key for key in different if key not in near]
-    verdict = "as recorded" if not different else "recorded: " + ", ".join(f"{k} {then[k]!r}" for k in different)
+    same = "as recorded" if near else "to the bit as recorded"
+    verdict = same if not different else "recorded: " + ", ".join(f"{k} {then[k]!r}" for k in different)
     if near:
         verdict += f" to {TOLERANCE:.0%} of {', '.join(near)}, since sums have no fixed order without run.deterministic"
     made = f"loss {now['loss']!r}, grad norm {now['grad_norm']!r}, applied {now['applied']}"

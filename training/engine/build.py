@@ -24,7 +24,7 @@ from modeling.kernels import require_liger
 from modeling.sequence_parallel import LARGEST_IN_16_BITS, LARGEST_IN_FP32, SequenceAttention, require_equal_logits
 from modeling.tensor_parallel import require_shareable
 from precision.routers import compute_routers_in_fp32
-from training.distributed import SequenceGroup, World
+from training.distributed import SliceGroup, World
 from training.engine.engine import Engine
 from training.engine.expert_slices import experts_name
 from training.engine.faults import attach_faults
@@ -132,7 +132,7 @@ def _require_documents_apart(engine: Engine) -> None:
     engine.model.train()
 
 
-def _require_equal_logits(engine: Engine, group: SequenceGroup, *, apart: bool) -> None:
+def _require_equal_logits(engine: Engine, group: SliceGroup, *, apart: bool) -> None:
     engine.model.eval()
     exact = engine.compute == "fp32" and engine.regions is None
     shape, device = engine.model.config, engine.world.device

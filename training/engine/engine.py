@@ -46,7 +46,6 @@ from training.engine.health import (
     StepSums,
     Update,
     difference,
-    require_equal,
 )
 from training.engine.kernels import choose_softmax
 from training.engine.loss import LossPath, label_tokens_of_all
@@ -346,9 +345,10 @@ class Engine:
         disagreement = difference("the gradient norm", ranks.numbers("norm"), most=NORM_ROUNDING)
         if disagreement and not repeats:
             raise RanksDisagree(disagreement)
-        require_equal("the loss scale", ranks.numbers("loss scale"))
-        require_equal("the count of applied steps", ranks.numbers("applied"))
-        require_equal("the count of skipped steps", ranks.numbers("skipped"))
+        equal = {"loss scale": "loss scale", "count of applied steps": "applied", "count of skipped steps": "skipped"}
+        for what, column in equal.items():
+            if text := difference(f"the {what}", ranks.numbers(column)):
+                raise RanksDisagree(text)
         # ranks that share matrices have the same sums, so one of them counts
         every, label_tokens = self.world.tensor.size if self.world.tensor else 1, ranks.numbers("label tokens")[0]
         metrics = self.objective.metrics(ranks.sums("metrics", every), label_tokens)

@@ -63,6 +63,13 @@ class ReducedGradients:
         self._given_norm: torch.Tensor | None = None
         """() FP32: the norm that DeepSpeed is given in the coming step, or infinity to discard it."""
         optimizer: Any = engine.optimizer
+        if engine.seq_data_parallel_group.size() == 1 and engine.communication_data_type == torch.float32:
+            # DeepSpeed would copy one rank's gradients, divide them by 1 and reduce them.
+            engine.allreduce_no_retain = lambda *given, **options: None
+            optimizer.reduce_scatter = stage == 3  # which at ZeRO-1 and 2 leads to the next function
+            optimizer.gradient_reduction_w_predivide = lambda gradients, dtype: gradients
+            scatter = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
+            setattr(optimizer, scatter, lambda parameters, dtype: [p.grad.reshape(-1) for p in parameters])
         if stage == 0:
             engine.clip_fp32_gradients = self._clip
             return

@@ -122,10 +122,3 @@ def difference(what: str, values: list[float], *, most: float = 0.0) -> str:
         if value != values[0] and not abs(value - values[0]) <= bound
     ]
     return f"{what} differs between ranks: rank 0 has {values[0]!r}, {', '.join(different)}" if different else ""
-
-
-def require_equal(what: str, values: list[float]) -> None:
-    """values: by rank. NaN never appears among them."""
-    text = difference(what, values)
-    if text:
-        raise RanksDisagree(text)

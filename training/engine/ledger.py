@@ -61,6 +61,9 @@ def read_ledger(engine: Engine, *, reduce: str) -> list[Entry]:
     promised = torch.float32 if reduce == "fp32" else compute
     if communication != promised:
         raise PrecisionError(f"gradients are reduced in {_name(communication)}, the config promises {_name(promised)}")
+    matmul = torch.backends.cuda.matmul
+    if matmul.allow_bf16_reduced_precision_reduction or matmul.allow_fp16_reduced_precision_reduction:
+        raise PrecisionError("torch lets cuBLAS add parts of a product in 16 bits, which a run turns off at its start")
     return [
         _entry("parameters", parameters),
         *([_entry("of these frozen", frozen)] if frozen else []),
@@ -72,6 +75,7 @@ def read_ledger(engine: Engine, *, reduce: str) -> list[Entry]:
         Entry("gradients of a micro-batch", _name(compute), 0),
         Entry("gradients accumulated", _name(accumulation), 0),
         Entry("gradients reduced", _name(communication), 0),
+        Entry("sums within a product", _name(torch.float32), 0),
     ]
 
 

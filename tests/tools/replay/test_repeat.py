@@ -33,3 +33,4 @@ def test_sums_alone_may_differ_where_they_have_no_order(changed: dict[str, Any],
     said: list[str] = []
     assert repeat._compare(STEP | changed, STEP, said.append, exact=exact) is same
     assert ("run.deterministic" in said[0]) is (same and bool(changed))
+    assert ("to the bit as recorded" in said[0]) is not bool(changed)

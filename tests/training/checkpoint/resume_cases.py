@@ -1,5 +1,6 @@
 """Code run inside the processes of test_resume.py: a whole job that is interrupted."""
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,10 @@ def trained(opened: Session, passes: int | None, *, observed: bool = True) -> di
             raise Interrupted
 
     handle = parts.engine.model.register_forward_pre_hook(count)
+    gc.unfreeze()
     try:
         ending = train(parts, progress)
+        assert gc.get_freeze_count() > 100_000, "each rank looks for garbage in all of its libraries' objects"
         parts.stop_watching()
         return {
             "exit_code": ending.exit_code,

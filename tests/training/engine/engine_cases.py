@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from modeling.linear_cross_entropy import label_loss_sum
 from modeling.parameter_groups import parameter_groups
@@ -87,6 +89,38 @@ def masters_over_steps(
         return found
 
 
+class _Reductions(TorchDispatchMode):
+    """Counts reductions over ranks, and those of more than one value."""
+
+    all = large = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "c10d" and "reduce" in function.name():
+            self.all += 1
+            self.large += any(isinstance(leaf, torch.Tensor) and leaf.numel() > 1 for leaf in tree_leaves(args))
+        return function(*args, **(kwargs or {}))
+
+
+def masters_on_one_rank(
+    world: World, *, stage: int, compute: str, variant: str, reduces: bool
+) -> tuple[dict[str, torch.Tensor], int, int]:
+    """Masters after two steps, and the numbers of reductions, of gradients and in all.
+
+    reduces: as DeepSpeed does on one rank.
+    """
+    with engine_of(world, resolve(world, stage=stage, compute=compute, micro=2, variant=variant)) as engine:
+        if reduces:
+            optimizer: Any = engine.deepspeed.optimizer
+            optimizer.reduce_scatter = True
+            for name in ("gradient_reduction_w_predivide", "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"):
+                delattr(optimizer, name)
+            del engine.deepspeed.allreduce_no_retain
+        with _Reductions() as counted:
+            for step in (1, 2):
+                take(engine, batch_of(world, 2, seed=step), step=step, lr=0.01)
+        return masters_of(engine), counted.large, counted.all
+
+
 def norms_of_skipped(world: World, *, stage: int, compute: str) -> list[float]:
     """The gradient norm of a batch, twice, where masters are in host memory and each step is discarded."""
     found = []
@@ -158,6 +192,17 @@ def complaint(engine: Engine, *, reduce: str = "fp32") -> str:
     except PrecisionError as error:
         return str(error)
     return ""
+
+
+def sums_in_16_bits(world: World) -> str:
+    """The ledger's complaint where cuBLAS may add parts of a product in 16 bits."""
+    matmul = torch.backends.cuda.matmul
+    with engine_of(world, resolve(world, stage=2, compute="bf16")) as engine:
+        matmul.allow_bf16_reduced_precision_reduction = True
+        try:
+            return complaint(engine)
+        finally:
+            matmul.allow_bf16_reduced_precision_reduction = False
 
 
 def stepped_back(world: World, *, folder: str, compute: str, secondary: int) -> dict[str, Any]:

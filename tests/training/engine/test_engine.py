@@ -48,6 +48,22 @@ def test_offload_changes_nothing(pair, references, stage, micro):
         assert difference(result["after"], references["uneven"]["after"]) < 1e-5
 
 
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    ("stage", "compute", "variant"),
+    [(0, "fp32", ""), *((stage, compute, "") for stage, compute in SHARDED), (2, "bf16", "_offload")],
+)
+def test_one_rank_reduces_no_gradient_and_trains_to_the_same_bits(solo, stage, compute, variant):
+    options = {"stage": stage, "compute": compute, "variant": variant}
+    (expected, reductions, _), (found, large, every) = (
+        solo.run(engine_cases.masters_on_one_rank, reduces=reduces, **options)[0] for reduces in (True, False)
+    )
+    assert reductions > large == 0
+    # the sum of label tokens; DeepSpeed would clip by a norm that it measures again and averages over ranks
+    assert stage or every == 2
+    assert difference(found, expected) == 0
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_batch_without_labels_neither_hangs_nor_makes_nan(pair, stage):
     for result in pair.run(engine_cases.one_step, stage=stage, compute="fp32", micro=2, mask="all"):
@@ -137,8 +153,13 @@ def test_the_ledger_is_what_the_config_promises(pair, stage, compute):
         for rows, error in pair.run(engine_cases.ledger, **arguments):
             assert rows["parameters"] == rows["gradients of a micro-batch"] == name
             assert rows["masters"] == rows["moments"] == rows["gradients accumulated"] == "float32"
+            assert rows["sums within a product"] == "float32"
             assert rows["gradients reduced"] == ("float32" if reduce == "fp32" else name)
             assert ("gradients are reduced" in error) is (compute != "fp32")
+
+
+def test_a_product_that_may_be_summed_in_16_bits_stops_the_run(solo):
+    assert solo.once(engine_cases.sums_in_16_bits)[0].startswith("torch lets cuBLAS add parts of a product in 16 bits")
 
 
 @pytest.mark.parametrize(("compute", "steps", "bound"), [("bf16", 2, 1e-6), ("fp32", 10, 1e-5)])
