@@ -1,6 +1,5 @@
 """A benchmark's work in torchtitan's terms, and the work that it cannot be given; torchtitan itself is not needed."""
 
-import math
 import re
 import sys
 from dataclasses import replace
@@ -8,22 +7,18 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, LlamaConfig
 
 from config.errors import UserError
-from config.schema import OptimizerSection
 from lab.benchmark.command import DEFAULT_CONTESTANTS, read_bounds
 from lab.benchmark.contestants import choose, skip_unsupported
 from lab.benchmark.peers.titan_terms import (
     LEAST_TORCH,
-    UNDECAYED,
-    largest_norm,
     require_llama,
     unavailable_reason,
     unsupported_reason,
 )
 from lab.benchmark.spec import Spec
-from modeling.parameter_groups import parameter_groups
 
 SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
 SIZES |= {"num_attention_heads": 4}
@@ -49,23 +44,6 @@ def work(folder, config, **changed) -> Spec:
         seed=0,
     )
     return replace(spec, **changed)
-
-
-def test_the_sizes_that_a_configuration_leaves_open_are_settled() -> None:
-    """`model_of` reads them."""
-    theta = {"rope_type": "default", "rope_theta": 500.0}
-    grouped = LlamaConfig(**SIZES, num_key_value_heads=2, rope_parameters=theta)
-    assert (grouped.num_key_value_heads, grouped.head_dim, grouped.tie_word_embeddings) == (2, 8, False)
-    assert require_llama(grouped) == {"theta": 500.0, "scaling": "none"}
-    other = LlamaConfig(**SIZES, head_dim=16, tie_word_embeddings=True)
-    assert (other.num_key_value_heads, other.head_dim, other.tie_word_embeddings) == (4, 16, True)
-
-
-def test_the_scaling_of_llama_3_keeps_its_numbers() -> None:
-    scaling = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
-    theirs = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, **scaling}
-    found = require_llama(LlamaConfig(**SIZES, rope_parameters=theirs))
-    assert found == {"theta": 100.0, "scaling": "llama", "scaling_factor": 4.0, **scaling}
 
 
 @pytest.mark.parametrize(
@@ -105,37 +83,6 @@ def test_work_that_it_cannot_be_given_is_left_to_the_others(changed, said, tmp_p
         read_bounds(["mantissa/torchtitan=1"], chosen, skipped)
     with pytest.raises(UserError, match="none of them can train this"):
         skip_unsupported(["torchtitan"], spec)
-
-
-@pytest.mark.parametrize("changed", [{}, {"activation_checkpointing": "full"}])
-def test_work_that_it_can_be_given_is_passed_on(changed, tmp_path) -> None:
-    spec = work(tmp_path, LlamaConfig(**SIZES), **changed)
-    assert unsupported_reason(spec) is None
-    assert skip_unsupported(["bare", "torchtitan"], spec) == (["bare", "torchtitan"], {})
-
-
-def test_no_clipping_is_a_norm_that_is_never_reached(tmp_path) -> None:
-    spec = work(tmp_path, LlamaConfig(**SIZES))
-    assert largest_norm(spec) == 1.0
-    for document in ({"gradient_clipping": 0.0}, {}):
-        assert largest_norm(replace(spec, deepspeed=document)) == math.inf
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_it_decays_what_mantissa_decays(tied) -> None:
-    """Both optimizers have equally many numbers in each group: its names, and ours for the same model."""
-    config = LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=tied)
-    model = LlamaForCausalLM(config)
-    ours = [
-        sum(each.numel() for each in group["params"])
-        for group in parameter_groups(model, OptimizerSection(weight_decay=0.1))
-    ]
-    block = {"attention.qkv_linear.wqkv": (4 + 2 * 2) * 8 * 32, "attention.wo": 32 * 32}
-    block |= {f"feed_forward.{name}": 32 * 48 for name in ("w1", "w2", "w3")} | {"attention_norm": 32, "ffn_norm": 32}
-    sizes = {f"layers.{index}.{name}.weight": size for index in range(3) for name, size in block.items()}
-    sizes |= {"tok_embeddings.weight": 40 * 32, "norm.weight": 32} | ({} if tied else {"lm_head.weight": 40 * 32})
-    undecayed = sum(size for name, size in sizes.items() if re.search(UNDECAYED, name))
-    assert [sum(sizes.values()) - undecayed, undecayed] == ours
 
 
 def test_where_it_is_not_installed_it_is_passed_over_with_the_reason() -> None:

@@ -10,11 +10,10 @@ import pytest
 
 from lab.detection import run
 from lab.detection.cells import FURTHER_VARIANTS, VARIANTS, Cell, all_cells, defect_of, later_cells, wide_cells
-from lab.detection.command import Cells, main, prepare_data, results
+from lab.detection.command import Cells, prepare_data, results
 from lab.detection.defects import DEFECTS, PATHS
 from lab.detection.healthy import drawn
 from lab.detection.later import LATER
-from lab.detection.made_of import made_of
 from lab.detection.page import is_found, is_named, page, wide_alarms
 from lab.detection.planted import is_no_twin
 from lab.detection.planted import main as run_planted
@@ -99,38 +98,6 @@ def test_results_of_other_code_and_lines_cut_short_are_not_used(tmp_path: Path) 
     path.write_text("\n".join(map(json.dumps, lines))[:-3], encoding="utf-8")
     assert results(path, "this") == ({"a": lines[1]}, 2)
     assert results(tmp_path / "none", "this") == ({}, 0)
-
-
-def test_what_a_result_is_made_of(tmp_path: Path) -> None:
-    for name in ("config/a.py", "lab/detection/cells.py", "lab/detection/page.py", "docs/b.md"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("1")
-    before = made_of(tmp_path)
-    for name, counts in (("docs/b.md", False), ("lab/detection/page.py", False), ("config/a.py", True)):
-        (tmp_path / name).write_text("2")
-        assert (made_of(tmp_path) != before) is counts
-    (tmp_path / "config/a.py").write_text("1")
-    (tmp_path / "lab/detection/cells.py").write_text("2")
-    assert made_of(tmp_path) != before
-
-
-@pytest.mark.slow
-def test_a_table_of_two_jobs_resumes_where_it_was_cut(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    line = ["--only", "one norm times 1.01 |", "--folder", str(folder), "--jobs", "2"]
-    path = folder / "results.jsonl"
-    assert main(line) == 0
-    assert len(results(path, made_of())[0]) == 3
-    kept = path.read_text(encoding="utf-8").splitlines()
-    path.write_text("\n".join([*kept[:2], kept[2][:40]]), encoding="utf-8")
-    capfd.readouterr()
-    assert main(line) == 0
-    assert "1/1, " in capfd.readouterr().out
-    again, others = results(path, made_of())
-    assert others == 0 and {name: found["found_by"] for name, found in again.items()} == {
-        found["cell"]: found["found_by"] for found in map(json.loads, kept)
-    }
-    assert main(line) == 0
-    assert "one norm" not in capfd.readouterr().out
 
 
 @pytest.mark.slow

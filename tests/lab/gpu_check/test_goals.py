@@ -4,14 +4,10 @@ from typing import Any
 
 import pytest
 
-from lab.gpu_check import measure
-from lab.gpu_check.bench import Bench
 from lab.gpu_check.goals import GOALS, HOLDS, MISSED, goals_table
 from lab.gpu_check.items import PARTS
 from lab.gpu_check.measure import planner_device
-from lab.gpu_check.page import all_goals
 from launch.plan.devices import find_device
-from tests.lab.gpu_check.test_run import check_in
 
 
 def done(figures: dict[str, Any]) -> dict[str, Any]:
@@ -80,17 +76,6 @@ def test_bounds_from_above_words_and_what_is_so_or_not() -> None:
     assert found["largest model on the device alone"][1] == "not measured"
 
 
-def test_a_rehearsal_reaches_no_goal() -> None:
-    results = {"guard": done({"tokens/s over a plain loop": 1.0})}
-    assert outcomes(6, results)["guarded steps over a plain loop's, tokens/s"] == ("1", "holds")
-    assert outcomes(6, results, tiny=True)["guarded steps over a plain loop's, tokens/s"] == ("1", "a rehearsal")
-
-
-def test_all_goals_are_on_one_page(tmp_path) -> None:
-    said = all_goals(check_in(tmp_path))
-    assert said.count("\n## Part ") == 6 and said.count("not measured") == len(GOALS)
-
-
 @pytest.mark.parametrize(
     ("device", "row"),
     [
@@ -107,17 +92,6 @@ def test_all_goals_are_on_one_page(tmp_path) -> None:
 def test_the_planner_is_asked_for_the_device_that_is_there(device, row) -> None:
     assert planner_device(device) == row
     assert row is None or find_device(row).name == row
-
-
-@pytest.mark.parametrize(("device", "mfu"), [("NVIDIA H200", 0.4 * 700 / 989.4), ("a device", 0.4)])
-def test_mfu_is_of_the_data_sheets_peak_where_it_is_known(device, mfu, tmp_path) -> None:
-    bench = Bench(tmp_path, tmp_path, 1, tiny=False, limit=1.0, device=device)
-    mine = {"tokens_per_second": {"median": 1.0}, "mfu": 0.4, "memory_bytes": 1, "first_step_seconds": {"median": 1.0}}
-    mine |= {"last_loss": 1.0, "loss_difference": 0.0, "trains_the_same": True, "ratio": None}
-    found = {"contestants": {"mantissa": mine}, "baseline": "mantissa", "passed_over": {}, "failed": {"bare": "why"}}
-    found |= {"peak": {"flops": 700e12, "how": "measured"}, "conditions": {"processes": 1}}
-    figures = measure._contestants(found, bench)
-    assert figures["mantissa"]["MFU"] == pytest.approx(mfu) and figures["bare"] == "failed"
 
 
 @pytest.mark.parametrize(

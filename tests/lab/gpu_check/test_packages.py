@@ -4,17 +4,13 @@ import base64
 import hashlib
 import json
 import os
-import re
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
-import pytest
-
 from config.cli import REPOSITORY
-from config.errors import UserError
-from lab.gpu_check.packages import NEEDED, normalised, wheels_of
+from lab.gpu_check.packages import NEEDED, normalised
 
 PROVIDE = """
 import json, os, subprocess, sys
@@ -81,25 +77,7 @@ def test_a_wheel_of_another_machine_is_one_line(tmp_path) -> None:
     assert done.stderr.startswith("error: --wheels: pip could not install them: ") and "a_small_one-1.0" in done.stderr
 
 
-def test_a_folder_that_is_not_there_and_two_wheels_of_one_package_are_refused(tmp_path) -> None:
-    with pytest.raises(UserError, match="there is no such folder"):
-        wheels_of(tmp_path / "none")
-    wheel(tmp_path, "a-small-one")
-    wheel(tmp_path, "a-small-one", version="2.0")
-    with pytest.raises(UserError, match=r"a_small_one-1.0-py3-none-any.whl and a_small_one-2.0.* keep one"):
-        wheels_of(tmp_path)
-
-
 def test_what_is_needed_is_in_the_requirements() -> None:
     lines = (REPOSITORY / "requirements.txt").read_text().splitlines()
     required = {normalised(line.partition("==")[0]) for line in lines if "==" in line}
     assert {normalised(name) for name in NEEDED} <= required | {"ninja"}
-
-
-def test_the_wheels_of_the_page_have_torchtitan_as_the_makefile_installs_it() -> None:
-    makefile, page = ((REPOSITORY / name).read_text(encoding="utf-8") for name in ("Makefile", "docs/gpu-check.md"))
-    named = re.search(r"^TITAN_ONLY := ((?:.*\\\n)*.*)", makefile, re.MULTILINE)
-    loop = re.search(r"for need in (.*?); do", page, re.DOTALL)
-    assert named and loop
-    pins = set(named[1].replace("\\", "").split())
-    assert len(pins) >= 6 and pins <= set(loop[1].replace("\\", "").split())
