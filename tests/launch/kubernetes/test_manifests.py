@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -12,13 +11,11 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import kubernetes_validate
 import pytest
@@ -35,11 +32,6 @@ from tests.support.machines.kubernetes_checks import Manifests, Pod, arguments, 
 from tests.support.machines.kubernetes_manifests import API_VERSIONS, NEWEST, Document, all_documents, schema_problems
 from tracking.prometheus.sink import PrometheusSink
 
-# Maps whose keys are free; of these labels nothing here depends on.
-FREE = {"labels", "annotations", "requests", "limits", "data", "stringData", "matchLabels", "pytorchReplicaSpecs"}
-INFORMATION = {"metadata.labels.app.kubernetes.io/name", "metadata.labels.trainer.kubeflow.org/framework"}
-RENAMED = 150  # keys that are renamed of those in maps that are not free
-
 
 def manifests() -> Manifests:
     """All of them, by file."""
@@ -47,17 +39,6 @@ def manifests() -> Manifests:
     for name, document in all_documents():
         found.setdefault(name, []).append(document)
     return found
-
-
-def keys(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Document, str, tuple[Any, ...]]]:
-    """(map, key, path) of every key at any depth."""
-    if isinstance(value, dict):
-        for key in list(value):
-            yield value, key, (*path, key)
-            yield from keys(value[key], (*path, key))
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            yield from keys(item, (*path, index))
 
 
 def test_the_schemas_allow_every_manifest():
@@ -84,20 +65,6 @@ def test_a_rollout_server_fits_into_the_pod_of_a_run():
     kubernetes_validate.validate(job, NEWEST, strict=True)
     assert {mount["name"] for mount in server["volumeMounts"]} <= {volume["name"] for volume in spec["volumes"]}
     assert server["securityContext"] == spec["containers"][0]["securityContext"]
-
-
-def test_every_key_that_is_misspelt_is_found():
-    """Every key of free maps is tried, by what depends on it; elsewhere a random choice, by the schemas."""
-    found = manifests()
-    everything = [(document, *key) for documents in found.values() for document in documents for key in keys(document)]
-    free = [item for item in everything if len(item[3]) > 1 and item[3][-2] in FREE]
-    bound = [item for item in everything if item not in free]
-    assert len(bound) > 800 and len(free) > 60
-    for document, parent, key, path in [*free, *random.sample(bound, RENAMED)]:
-        renamed = {f"{name}x" if name == key else name: value for name, value in parent.items()}
-        with patch.dict(parent, renamed, clear=True):
-            caught = next(schema_problems(document), None) or problems(found, uid=image.uid())
-        assert caught or ".".join(map(str, path)) in INFORMATION, (document["kind"], path)
 
 
 def pod_spec(found: Manifests) -> Document:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -162,26 +161,6 @@ def test_what_a_busy_rank_sends_and_what_routers_choose(pair, tmp_path, stage: i
     assert max(map(tokens_of, found)) < said.tokens_at_most
     for sent in found:
         assert total(sent) - tokens_of(sent) == pytest.approx(said.sent - said.tokens, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("experts", "chosen", "ranks"), [(4, 1, 2), (4, 2, 2), (4, 3, 2), (4, 2, 4), (6, 2, 3), (6, 4, 3)]
-)
-def test_the_most_that_routers_can_make_of_it(experts: int, chosen: int, ranks: int) -> None:
-    """Computed by hand: a token of each rank, every choice of experts; rank 0 sends its own away, returns others'."""
-    own, sent = experts // ranks, []
-    for picked in product(combinations(range(experts), chosen), repeat=ranks):
-        owners = [[expert // own for expert in one] for one in picked]
-        away = sum(owner != 0 for owner in owners[0])
-        sent.append(away + sum(owner == 0 for others in owners[1:] for owner in others))
-    overrides = ["parallel.expert=2", "batch.global_size=2", "batch.micro_size=1", "data.sequence_length=8", MIXTURE]
-    shape, layout = planned([*overrides, "model.activation_checkpointing=none"], world=2)
-    own_shape = replace(shape.own, experts=experts, experts_per_token=chosen)
-    moved = traffic(replace(shape, slice=own_shape), replace(layout, expert=ranks, world=ranks))
-    counts = 8 * experts * (ranks - 1) / ranks * own_shape.expert_layers
-    row = 2 * own_shape.expert_layers * layout.tokens * layout.width * own_shape.hidden
-    assert moved.tokens_at_most - counts == row * max(sent)
-    assert moved.tokens - counts == pytest.approx(row * sum(sent) / len(sent))
 
 
 def test_shared_experts_are_orthogonalized_without_being_sent() -> None:

@@ -1,9 +1,7 @@
 """Sweeps of real two-process trials: killed and gone on with, they end where one that nothing disturbed ends."""
 
 import json
-import os
 import shutil
-import signal
 import sys
 from pathlib import Path
 
@@ -110,37 +108,3 @@ def test_killed_by_sigkill_it_takes_its_ranks_with_it_and_goes_on(folder, unbrok
     starts = events(folder, "killed/killed-000", "run_start")
     assert [event["resumed_from"] is not None for event in starts] == [False, True]
     assert losses(folder, "killed", 0) == unbroken[0]
-
-
-def test_when_every_process_is_killed_the_next_start_goes_on_from_the_checkpoints(folder, unbroken):
-    path = sweep_file(folder, "gone", **ONE)
-    sweep = launches.start(command(path))
-    wait_for_step(folder, "gone/gone-000", 4)
-    trial = int(Path(f"/proc/{sweep.pid}/task/{sweep.pid}/children").read_text().split()[0])
-    for pid in (sweep.pid, trial):  # nobody is left to end the launcher and its ranks
-        os.kill(pid, signal.SIGKILL)
-    sweep.stdout.close()
-    sweep.wait()
-    assert processes_of(folder) != []
-    output = finish(path)
-    assert "were left behind by an earlier start" in output
-    assert losses(folder, "gone", 0) == unbroken[0]
-    assert processes_of(folder) == []
-
-
-def test_ctrl_c_saves_all_and_the_next_start_goes_on(folder, unbroken):
-    path = sweep_file(folder, "paused", slots=2, launcher=["torchrun", "--nproc_per_node", 2])
-    sweep = launches.start(command(path))
-    for index in (0, 1):
-        wait_for_step(folder, f"paused/paused-00{index}", 3)
-    sweep.send_signal(signal.SIGINT)
-    output, _ = sweep.communicate(timeout=300)
-    assert sweep.returncode == 75, output
-    assert "to resume: python -m launch.sweep" in output
-    finish(path)
-    assert [losses(folder, "paused", index) for index in (0, 1)] == unbroken
-
-
-def test_two_slots_of_two_processes_do_not_meet(folder, unbroken):
-    finish(sweep_file(folder, "beside", slots=2))
-    assert [losses(folder, "beside", index) for index in (0, 1)] == unbroken

@@ -112,19 +112,6 @@ def test_the_rule_is_viziers_median_stopping_rule():
     assert seen == {True, False}
 
 
-def test_a_loss_that_is_no_number_is_the_worst_there_is():
-    fine, lost = [Report(50, 2.0)], [Report(50, math.nan)]
-    assert hopeless_reason(lost, [fine] * 3, Hopeless()) is not None
-    assert hopeless_reason(fine, [lost] * 3, Hopeless()) is None
-
-
-def test_as_good_as_the_median_is_good_enough():
-    own, others = [Report(50, 2.0)], [[Report(50, loss)] for loss in (1.0, 2.0, 3.0)]
-    assert hopeless_reason(own, others, Hopeless()) is None
-    assert hopeless_reason([Report(50, 2.0001)], others, Hopeless()) is not None
-    assert hopeless_reason([Report(50, 2.0001)], others, Hopeless(factor=1.01)) is None
-
-
 def test_events_are_read_as_they_come_and_the_later_attempt_counts(tmp_path):
     path = tmp_path / "events.jsonl"
     steps = [("step", n, step_fields(n, loss=float(n))) for n in range(1, 9)]
