@@ -121,17 +121,6 @@ def story(world: World) -> list[tuple[Any, ...]]:
     return rows
 
 
-def static_story(world: World) -> list[tuple[Any, ...]]:
-    """(scale, overflows in a row, at the minimum, change) of a static scaler that meets overflows."""
-    scaler = LossScaler(LossScaleSection(policy="static", initial=1000.0))
-    rows = []
-    for overflow in (False, True, True, False):
-        scaler.update_scale(overflow)
-        change = scaler.apply_change()
-        rows.append((scaler.cur_scale, scaler.policy.consecutive_overflows, scaler.policy.at_minimum, change))
-    return rows
-
-
 def discarded(world: World, *, policy: str) -> list[tuple[dict, dict, Any]]:
     """(state before, state after, change) of discarded steps spread among others, which are not affected."""
     draw = random.Random(3)

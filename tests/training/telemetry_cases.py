@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -67,25 +66,6 @@ def measured(
         "oracle": oracle,
         "reference": _reference_norms(world, resolved, before),
     }
-
-
-@dataclass(frozen=True)
-class Gathered(World):
-    """A world whose sums and maxima are taken from every rank's values, by torch on each rank."""
-
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """In-place sum over ranks."""
-        return values.copy_(self.gather(values.double().reshape(-1)).sum(0).view_as(values))
-
-    def maximum(self, values: torch.Tensor) -> torch.Tensor:
-        """Largest value over ranks."""
-        return self.gather(values).amax(0)
-
-
-def like_gathered(world: World, **arguments: Any) -> list[dict[str, Any]]:
-    """The event of one measured step: by all-reduce, and from the gathered values of all ranks."""
-    gathered = Gathered(**{field.name: getattr(world, field.name) for field in fields(world)})
-    return [measured(one, **arguments)["telemetry"] for one in (world, gathered)]
 
 
 def maxima(world: World) -> tuple[list[float], list[float]]:

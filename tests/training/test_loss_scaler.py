@@ -38,15 +38,6 @@ def test_a_change_waits_for_the_end_of_the_step_and_says_why(solo):
     ]
 
 
-def test_a_static_scale_stays_and_its_overflows_are_counted(solo):
-    assert solo.run(loss_scaler_cases.static_story)[0] == [
-        (1000.0, 0, False, None),
-        (1000.0, 1, False, None),
-        (1000.0, 2, False, None),
-        (1000.0, 0, False, None),
-    ]
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_step_that_the_guard_discards_changes_nothing(solo, policy):
     rows = solo.run(loss_scaler_cases.discarded, policy=policy)[0]

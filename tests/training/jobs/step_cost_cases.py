@@ -19,10 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from config.cli import REPOSITORY
 from data.batches.loader import Batch
-from lab.benchmark import overhead
 from lab.benchmark.overhead import bare_step
 from precision import half_on_cpu
-from precision.guard import Verdict
 from tests.support.models.small_run import batch_of, engine_of, resolve
 from tests.training.checkpoint.checkpoint_cases import RandomBatches
 from tracking.jsonl import JsonlSink
@@ -257,17 +255,6 @@ def calls_beside_the_model(world: World, *, layers: int) -> tuple[int, int]:
         return len(parts.engine.regions.dtypes), calls
 
 
-def step_events(world: World, *, after: int) -> list[str]:
-    """The lines of the event file that three steps leave behind `after` others; none but on rank 0."""
-    with tempfile.TemporaryDirectory() as folder, parts_of(world, Path(folder), stage=2, compute="bf16") as parts:
-        progress = Progress(step=after, applied=after, tokens=after * 2**22, position=after)
-        for _ in range(3):
-            progress, judgement, _ = train_step(parts, progress)
-            assert judgement.verdict is Verdict.STEP
-        events = Path(folder) / "events.jsonl"
-        return events.read_text().splitlines() if world.is_main else []
-
-
 def files_of_checkpoints(world: World, *, folder: str, at: Sequence[int]) -> list[dict[str, int]]:
     """Bytes of each file of the checkpoints after so many steps; the guard looks back 16 steps."""
     found = []
@@ -308,13 +295,3 @@ def files_of_a_step(world: World) -> tuple[int, int]:
 
 def _lines(path: Path) -> int:
     return len(path.read_bytes().splitlines()) if path.exists() else 0
-
-
-def overhead_rows(world: World) -> list[dict[str, Any]]:
-    """Two rows of the benchmark of overhead by stage on the smallest model."""
-    rows = []
-    for _ in range(2):
-        resolved = overhead.resolve_llama(["--config", f"{REPOSITORY}/config/recipes/demo.yaml"], 1e5)
-        with overhead.llama_parts(resolved, world) as parts:
-            rows.append(overhead.time_stages(parts, pairs=2, steps=2))
-    return rows

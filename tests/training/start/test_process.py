@@ -71,11 +71,6 @@ def test_a_user_without_a_home_gets_one(place: Path) -> None:
     assert paths == f"{cache}/torch_extensions {cache}"
 
 
-def test_a_variable_that_is_set_is_kept(place: Path) -> None:
-    answer = ask(place, user=NOBODY, HOME="/nonexistent", TORCH_EXTENSIONS_DIR="/mine")
-    assert answer[1].split()[0] == "/mine"
-
-
 def test_a_folder_that_somebody_else_made_is_not_used(place: Path) -> None:
     (place / f"mantissa-{NOBODY}").mkdir()
     answer = ask(place, user=NOBODY, HOME="/nonexistent")

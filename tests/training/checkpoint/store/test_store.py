@@ -332,11 +332,6 @@ def test_an_url_that_no_file_system_takes() -> None:
         Store("nonsense://runs")
 
 
-def test_a_usable_store_is_left_as_it_was(s3: S3Server) -> None:
-    store_of(s3).require_usable()
-    assert s3.names("runs") == []
-
-
 def cut_off(s3: S3Server, after: int) -> None:
     """Let nothing reach the store after this many requests, as when the process is killed."""
     s3.proxy.clear()
@@ -411,12 +406,6 @@ def test_wherever_a_deletion_ends_no_half_checkpoint_is_chosen(s3: S3Server, tmp
     assert after == 5  # the manifest, the listing, three files
 
 
-def test_the_order_of_an_upload(s3: S3Server, tmp_path: Path) -> None:
-    put(store_of(s3), tmp_path, checkpoint(tmp_path, 4, {"a": 5, "b": 5}))
-    puts = [request.partition("checkpoints/")[2].partition("?")[0] for request in s3.proxy.requests if "PUT" in request]
-    assert puts == ["step-4/a", "step-4/b", "step-4/manifest.json", "LATEST"]
-
-
 def test_a_manifest_that_is_not_as_it_was_sealed(s3: S3Server, tmp_path: Path) -> None:
     store, manifest = store_of(s3), checkpoint(tmp_path, 4, {"a": 5})
     store.upload_text("step-4/manifest.json", sealed(manifest).replace('"bytes": 5', '"bytes": 6'))
@@ -472,13 +461,6 @@ def test_a_download_is_whole_or_not_there(s3: S3Server, tmp_path: Path) -> None:
     assert s3.proxy.count("GET .*/one") == 3, "only the part that was cut is fetched again"
     assert stat.S_IMODE(local.stat().st_mode) == 0o600
     assert local.read_bytes() == path.read_bytes()
-
-
-def test_a_download_onto_a_full_disk(s3: S3Server) -> None:
-    store = store_of(s3)
-    store.upload_text("one", "text")
-    with pytest.raises(OSError, match=r"No such file or directory|Not a directory|Permission denied"):
-        store.download("one", Path("/proc/nowhere/one"), sha256="", size=4)
 
 
 @pytest.mark.parametrize(
