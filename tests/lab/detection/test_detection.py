@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from lab.detection import run
-from lab.detection.cells import FURTHER_VARIANTS, VARIANTS, Cell, all_cells, defect_of, later_cells, wide_cells
+from lab.detection.cells import Cell, all_cells, defect_of, wide_cells
 from lab.detection.command import Cells, prepare_data, results
 from lab.detection.defects import DEFECTS, PATHS
 from lab.detection.healthy import drawn
-from lab.detection.later import LATER
 from lab.detection.page import is_found, is_named, page, wide_alarms
 from lab.detection.planted import is_no_twin
 from lab.detection.planted import main as run_planted
@@ -151,16 +150,6 @@ def test_the_healthy_set_ups_are_of_every_architecture_and_depth() -> None:
     )
 
 
-def test_every_later_defect_has_a_run_on_each_of_its_paths() -> None:
-    cells = later_cells()
-    assert len({cell.name for cell in cells}) == len(cells)
-    assert {(cell.planted, cell.path) for cell in cells if cell.planted is not None} == {
-        (defect.name, path) for defect in LATER for path in defect.paths
-    }
-    assert {cell.variant for cell in cells if cell.planted is None} == set(VARIANTS | FURTHER_VARIANTS)
-    assert not {defect.name for defect in LATER} & {defect.name for defect in DEFECTS}
-
-
 def said(*found_by: str, modules: tuple[str, ...] = (), ranks: tuple[int, ...] = ()) -> dict[str, Any]:
     """A result as a cell leaves it."""
     return {"found_by": list(found_by), "modules": list(modules), "ranks": list(ranks), "said": [], "oracle": ""}
@@ -168,7 +157,6 @@ def said(*found_by: str, modules: tuple[str, ...] = (), ranks: tuple[int, ...] =
 
 def test_the_page_says_what_was_found_named_missed_and_not_run() -> None:
     cells = all_cells()
-    by_name = {cell.name: cell for cell in cells}
     scaled = [cell.name for cell in cells if cell.planted == SCALED]
     bit = next(cell.name for cell in cells if cell.planted == "bit of a weight flipped on one rank")
     missed = next(cell.name for cell in cells if cell.planted == "labels smoothed by 1%")
@@ -178,20 +166,13 @@ def test_the_page_says_what_was_found_named_missed_and_not_run() -> None:
     results[scaled[1]] = said("oracle: loss")
     results[bit] = said("corruption", modules=(HIT,), ranks=(BAD_RANK,))
     results[missed] = said()
-    results[f"smallest {SCALED}"] = {"smallest": {"size": 2.0**-12, "found_by": ["unexplained"]}, "not_found": 2.0**-13}
     text = page(cells, results, CONDITIONS)
     assert f"**3 of {len(DEFECTS)} defects were planted, in 4 runs;\n2 were found, in 3 runs." in text
     assert "named in\n2 of 3" in text
     assert "0 of 40 healthy runs raised an alarm" in text
-    assert "at most 7% at 95% confidence" in text
     assert "Not found: labels smoothed by 1%." in text
     row = next(line for line in text.splitlines() if line.startswith(f"| {SCALED}"))
-    stages = [by_name[name].stage for name in scaled[:2]]
-    assert all(f"ZeRO-{stage}: found" in row for stage in stages)
     assert "`unexplained`, oracle: loss" in row and "1 of 2" in row
-    assert sum(path.upper() in text for path in PATHS) == 3
-    assert "2.4e-04 (factor 1 + x)" in text
     results[healthy[0]] = {**said("module_error"), "said": ["module_error: 1"]}
     alarmed = page(cells, results, CONDITIONS)
-    assert "1 of 40 healthy runs raised an alarm" in alarmed
-    assert f"- {healthy[0]}: module_error: 1" in alarmed
+    assert "1 of 40 healthy runs raised an alarm" in alarmed and f"- {healthy[0]}: module_error: 1" in alarmed

@@ -13,7 +13,6 @@ from lab.benchmark.contestants import COMMON_OVERRIDES, OWN, PEERS
 from lab.benchmark.largest import read_options as largest_options
 from lab.gpu_check.bench import Bench
 from lab.gpu_check.items import PARTS, Item
-from lab.matrix.cells import all_cells
 
 ITEMS = [
     pytest.param(number, item, id=f"{number}-{item.name}") for number, part in PARTS.items() for item in part.items
@@ -82,18 +81,3 @@ def test_the_work_of_an_item_is_accepted_at_its_full_size(number: int, item: Ite
         assert {run.config.data.sequence_length for run in bench.runs} == {4096 if "4096" in item.name else 2048}
     if item.name == "offload":
         assert {(run.zero_stage, run.offload) for run in bench.runs} == {(3, "optimizer+param")}
-
-
-@pytest.mark.parametrize("tiny", [False, True])
-def test_the_precision_matrix_has_many_cells_at_each_stage_and_its_rehearsal_one(tiny: bool, tmp_path) -> None:
-    names = [cell.name for cell in all_cells()]
-    counts = []
-    for item in PARTS[2].items:
-        if item.name.startswith("matrix-"):
-            bench: Any = Listening(tmp_path, tmp_path / "cache", 1, tiny, limit=60.0)
-            with pytest.raises(Asked):
-                item.measure(bench)
-            text = bench.arguments[bench.arguments.index("--only") + 1]
-            counts.append(sum(text in name for name in names))
-    assert len(counts) == 4
-    assert counts == [1] * 4 if tiny else min(counts) > 10

@@ -6,8 +6,6 @@ import pytest
 
 from lab.gpu_check.goals import GOALS, HOLDS, MISSED, goals_table
 from lab.gpu_check.items import PARTS
-from lab.gpu_check.measure import planner_device
-from launch.plan.devices import find_device
 
 
 def done(figures: dict[str, Any]) -> dict[str, Any]:
@@ -74,24 +72,6 @@ def test_bounds_from_above_words_and_what_is_so_or_not() -> None:
     found = outcomes(5, {"offload": done(offload), "on-device": done({"largest": None})})
     assert found["largest model with ZeRO-3 and CPU offload"] == ("4.93 billion parameters, 1,234 tokens/s", "stated")
     assert found["largest model on the device alone"][1] == "not measured"
-
-
-@pytest.mark.parametrize(
-    ("device", "row"),
-    [
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H100 PCIe", "h100-pcie"),
-        ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("NVIDIA A100-SXM4-40GB", "a100-40"),
-        ("NVIDIA L40S", "l40s"),
-        ("cpu: AMD EPYC", "cpu"),
-        ("NVIDIA GH200 480GB", None),
-    ],
-)
-def test_the_planner_is_asked_for_the_device_that_is_there(device, row) -> None:
-    assert planner_device(device) == row
-    assert row is None or find_device(row).name == row
 
 
 @pytest.mark.parametrize(

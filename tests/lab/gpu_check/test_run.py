@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 
 from config.cli import REPOSITORY
-from config.errors import UserError
 from lab.gpu_check.bench import Bench, ItemFailed
-from lab.gpu_check.command import TF32_SWITCHES, name_commit, read_options, settle_environment
+from lab.gpu_check.command import TF32_SWITCHES, settle_environment
 from lab.gpu_check.items import PARTS, Item, Part
 from lab.gpu_check.page import page
 from lab.gpu_check.run import MARK, TOGETHER, Check, end_leftovers, measure, run_part
@@ -268,15 +266,6 @@ SLEEPS = (
     "print('started', flush=True)\ntime.sleep(600)\n"
 )
 """A job that starts another one, out of its session."""
-
-
-def test_a_commit_that_is_given_counts_more_than_the_one_that_git_finds() -> None:
-    there: dict[str, Any] = dict(MACHINE)
-    assert name_commit(there, "0123456") == name_commit(there, None) == [] and there == MACHINE
-    assert name_commit(there, "fedcba9") == ["git finds 0123456789abcdef here; results name fedcba9, as --commit says"]
-    assert there["git"] == {"commit": "fedcba9", "dirty": None}
-    with pytest.raises(UserError, match="--commit.*'main' is not 7 to 64 lower-case hexadecimal digits"):
-        read_options(["--commit", "main"])
 
 
 def test_items_are_named_once_and_compared_with_one_of_their_part() -> None:
