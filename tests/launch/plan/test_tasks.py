@@ -38,7 +38,7 @@ from modeling.parameter_groups import parameter_groups
 from modeling.quantised_base import quantised_layers, stored_tensors
 from tests.launch.plan import plan_cases
 from tests.launch.plan.plan_cases import DEMO, planned
-from tests.launch.plan.test_memory import FAMILIES, MODEL, counted_block, hugging_face
+from tests.launch.plan.test_memory import FAMILIES, MODEL, hugging_face
 from tests.support.models.small_run import changed_json
 from tests.support.rows.chats import write_base
 
@@ -116,21 +116,6 @@ def test_activations_under_an_adapter_are_what_autograd_keeps(adapter, family, c
     assert (2 * found.block + found.outside) * ids.numel() == pytest.approx(real, rel=0.003)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_activations_with_dropout_are_what_autograd_keeps(attention: str) -> None:
-    """On a CPU attention with dropout is not fused."""
-    config = hugging_face("gpt2", 2)
-    config.resid_pdrop = config.attn_pdrop = config.embd_pdrop = 0.1
-    ids = torch.randint(100, (2, 64))
-    real = kept_by(
-        AutoModelForCausalLM.from_config(config, attn_implementation=attention), torch.float32, input_ids=ids
-    )
-    _, demo = planned(["data.sequence_length=64", "batch.micro_size=2"])
-    empty = empty_model(ModelSection(attention=attention), config)
-    found = count_activations(empty, replace(demo, compute="fp32"))
-    assert (2 * found.block + found.outside) * ids.numel() == pytest.approx(real, rel=0.003)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("adapter", ["all", "dora", "whole"])
 def test_parameters_of_an_adapter_are_those_of_the_real_model(family: str, adapter: str) -> None:
@@ -166,22 +151,6 @@ def test_an_encoder_with_an_adapter_has_the_parameters_of_the_real_one(kind: str
     ]
     head = sum(group.parameters for group in shape.groups if not group.matrix)
     assert head == (0 if kind == "mlm" else 3 * 32 + 3)
-
-
-def test_a_mask_between_rows_costs_every_layer_its_own(base: Path) -> None:
-    """Rows that share a sequence, of a model whose weights are all trained."""
-    shape, layout = planned(on_base(base, "batch.micro_size=2"))
-    ids = torch.randint(100, (2, 128))
-    positions = torch.arange(64).repeat(2).expand(2, 128)
-    one, two = (
-        kept_by(AutoModelForCausalLM.from_config(config), torch.bfloat16, input_ids=ids, position_ids=positions)
-        for config in (hugging_face("grouped", layers) for layers in (1, 2))
-    )
-    found = counted_block("grouped", replace(layout, compute="bf16", masked=True))
-    assert found == pytest.approx((two - one) / ids.numel(), rel=0.003)
-    masked, _ = planned(on_base(base, "batch.micro_size=2", "data.document_masking=true"))
-    assert shape.counted is not None and masked.counted is not None
-    assert masked.counted.block > shape.counted.block
 
 
 def test_a_frozen_base_saves_a_third_of_the_flops(base: Path) -> None:
@@ -275,21 +244,6 @@ def test_the_peak_of_an_adapted_encoder_decoder_is_what_tensors_take(pair, tmp_p
     AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5", **given)).save_pretrained(tmp_path / "t5")
     overrides = on_base(tmp_path / "t5", LORA, "task=seq2seq", "data.target_length=96", "batch.micro_size=8")
     assert_peak(pair, [*overrides, "batch.global_size=16", *rounded(tmp_path, stage)], 512, 0.1)
-
-
-def test_the_matmuls_of_an_encoder_decoder_are_those_of_both_sides() -> None:
-    """Computed by hand: a side's weights meet its own tokens, cross-attention's keys and values the source's."""
-    sizes = "model.config={d_model: 32, d_kv: 8, d_ff: 48, num_heads: 4, num_layers: 3, num_decoder_layers: 2}"
-    given = ["task=seq2seq", "model.architecture=t5", sizes, "data.tokenizer=bytes", "data.sequence_length=40"]
-    shape, layout = planned([*given, "data.target_length=24", "batch.micro_size=2", "batch.global_size=4"])
-    assert (shape.vocabulary, shape.layers, layout.tokens, layout.label_tokens) == (258, 5, 128, 48)
-    projection, mlp = 32 * 32, 2 * 32 * 48
-    source = 3 * (4 * projection + mlp) + 2 * 2 * projection
-    target = 2 * (6 * projection + mlp) + 258 * 32
-    assert shape.matmul_parameters == pytest.approx((40 * source + 24 * target) / 64, abs=1)
-    scores = 4 * 32 * (3 * 40 * 40 + 2 * (24 * 24 + 24 * 40))
-    assert shape.attention_flops(40) == pytest.approx(scores / 64)
-    assert shape.flops_per_token(40) == pytest.approx(3 * shape.forward_flops(40))
 
 
 def rounded(folder: Path, stage: int) -> list[str]:
